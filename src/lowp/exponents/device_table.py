@@ -20,8 +20,8 @@ from lowp.exponents.sites import is_result
 from lowp.exponents.table import ExponentTable, Flush, Written, largest
 from lowp.kernels import low_words, payloads
 from lowp.kernels.cpu_int16 import Seen
-from lowp.kernels.device_mantissas import own_exponent
-from lowp.kernels.dispatch import has_integer_kernels
+from lowp.kernels.device_mantissas import exponent_of_finite
+from lowp.kernels.dispatch import by_triton, has_integer_kernels
 from lowp.kernels.mantissas import Mantissas
 from lowp.kernels.writes import write_there
 from lowp.scaling import AutoflexState
@@ -48,23 +48,31 @@ class DeviceTable(ExponentTable):
     def __init__(self, cast: Cast, device: torch.device) -> None:
         super().__init__(cast, device)
         self._first = FirstExponents(self.scaling, device)
+        self._scratch = torch.zeros(2, dtype=torch.int32, device=device)  # of Triton's kernel, which leaves zeros there
         self.flags: dict[int, Tensor] = {}
 
     # -- one write ------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, index: int, site: str = "", in_place: bool = False, when: Condition = True) -> Written:
-        """Return x as values of the format, and whether anything in it is not finite; note it where `when` holds.
+    def write(
+        self,
+        x: Tensor,
+        index: int,
+        site: str = "",
+        in_place: bool = False,
+        when: Condition = True,
+        otherwise: Any = None,
+    ) -> Written:
+        """Return x as values of the format, and their exponent, 0-d; note what was seen where `when` holds.
 
-        Never in place.
+        Where it does not, the values are those of x, and the exponent is `otherwise`, if given. Never in place.
         """
         self._start(x, index, when)
-        result, seen, _ = self._rounded(x, self.exponent_of(index))
-        bad = seen.nonfinite
-        told = bad if when is True else bad & when
+        condition = when if isinstance(when, Tensor) else None
+        result, seen, has_nan, exponent = write_there(x, self.cast, self.state.exponent, index, condition, otherwise)
+        payloads.keep(result, self.cast.format, exponent)
+        told = seen.nonfinite
         self.flags[index] = self.flags[index] | told if index in self.flags else told
-        if is_result(site):
-            seen = seen._replace(nonfinite=x.isnan().any())
-        self.note(index, seen if when is True else _counted(seen, when))
-        return Written(result, bad)
+        self.note(index, seen._replace(nonfinite=has_nan) if is_result(site) else seen)
+        return Written(result, told, None, exponent)
 
     def exponent_of(self, index: int) -> Tensor:
         """The exponent of an entry's next write, a 0-d tensor."""
@@ -72,9 +80,18 @@ class DeviceTable(ExponentTable):
         return exponent
 
     def _start(self, x: Tensor, index: int, when: Condition = True) -> None:
+        if by_triton(x):
+            self._start_by_triton(x, index, when if isinstance(when, Tensor) else None)
+            return
         exponent, begins = self._first(largest(x, False))
         anew = ~self.state.started[index] & when
         self._begin(slice(index, index + 1), anew.reshape(1), exponent.reshape(1), begins.reshape(1))
+
+    def _start_by_triton(self, x: Tensor, index: int, when: Tensor | None) -> None:
+        from lowp.kernels.triton import mantissas
+
+        entries, first = (self.state.exponent, self.before, self.state.started), self._first
+        mantissas.begin(x, entries, index, when, first.bounds, first.exponents, first.of_zeros, self._scratch)
 
     def _begin(self, places: Any, anew: Tensor, exponents: Tensor, begin: Tensor) -> None:
         """Let entries begin with exponents where `anew` holds, in place: a captured graph reads where it has read."""
@@ -83,9 +100,9 @@ class DeviceTable(ExponentTable):
         self.state.started[places] = torch.where(anew, begin, self.state.started[places])
 
     def _rounded(self, x: Tensor, exponent: Any, in_place: bool = False) -> tuple[Tensor, Seen, Mantissas | None]:
-        result, seen = write_there(x, self.cast, exponent)
-        payloads.keep(result, self.cast.format, exponent)
-        return result, seen, None
+        there = write_there(x, self.cast, exponent.reshape(1), 0)
+        payloads.keep(there.values, self.cast.format, exponent)
+        return there.values, there.seen, None
 
     def low_word(self, x: Tensor, high: Tensor, index: int, axis: int | None) -> Tensor:
         """Return the value of the second word of x, zeros where it needs none."""
@@ -97,7 +114,7 @@ class DeviceTable(ExponentTable):
         assert spec is not None
         if spec.kind != "autoflex" and site in self.names:
             return self.write_at(x, self.exponent_of(self.names[site]))
-        return self.write_at(x, own_exponent(torch.where(x.isfinite(), x, 0.0), self.own)[0])
+        return self.write_at(x, exponent_of_finite(x, self.own))
 
     # -- weights ----------------------------------------------------------------------------------------------------
     def admit(self, x: Tensor, index: int) -> None:

@@ -19,7 +19,10 @@ __all__ = ["FirstExponents"]
 
 
 class FirstExponents:
-    """What `scaling.start` gives an entry of which nothing was seen, for every maximum of a first write."""
+    """What `scaling.start` gives an entry of which nothing was seen, for every maximum of a first write.
+
+    `exponents` has one for maxima below the first of the `bounds`, one at it, one behind it, and so on.
+    """
 
     def __init__(self, scaling: Autoflex | Reactive, device: torch.device) -> None:
         guess = scaling.guess if isinstance(scaling, Reactive) else scaling
@@ -31,17 +34,17 @@ class FirstExponents:
         behind = torch.cat(((bounds[:-1] + bounds[1:]) / 2, bounds[-1:] * 2))
         # below the first bound, at it, between it and the second, and so on; all made there, and nothing sent
         maxima = torch.cat((bounds[:1] / 2, torch.stack((bounds, behind), 1).flatten()))
-        self._bounds, self._exponents = bounds, guess.start(guess.init(device, len(maxima)), maxima).exponent
-        self._of_zeros = min(max(0, guess.min_exponent), guess.max_exponent)
+        self.bounds, self.exponents = bounds, guess.start(guess.init(device, len(maxima)), maxima).exponent
+        self.of_zeros = min(max(0, guess.min_exponent), guess.max_exponent)
 
     def __call__(self, maximum: Tensor) -> tuple[Tensor, Tensor]:
         """Return the exponents of first writes of finite maxima, int32 and of their shape, and whether they are starts.
 
         Zeros are none: see `Autoflex.start`.
         """
-        value = maximum.to(self._bounds.dtype)
+        value = maximum.to(self.bounds.dtype)
         each = value[..., None]
         # Apple's GPUs lack searchsorted and take; [place] reads a place without dimensions on the host
-        place = (self._bounds < each).sum(-1) + (self._bounds <= each).sum(-1)
-        found = self._exponents.index_select(0, place.flatten()).view(place.shape)
-        return torch.where(value > 0, found, self._of_zeros), value > 0
+        place = (self.bounds < each).sum(-1) + (self.bounds <= each).sum(-1)
+        found = self.exponents.index_select(0, place.flatten()).view(place.shape)
+        return torch.where(value > 0, found, self.of_zeros), value > 0

@@ -84,7 +84,7 @@ class SharedExponents:
             return group.write_apart(x, site), None
         index = self._begun(group, site)
         is_long = max(x.shape, default=0) >= low_words.FEATURES
-        result, nonfinite, found = group.write(x, index, site, in_place and not is_long and not self._listeners)
+        result, nonfinite, found, _ = group.write(x, index, site, in_place and not is_long and not self._listeners)
         if is_long:
             result, found = self._with_low_word(group, x, result, site), None
         if nonfinite and site not in self._faults:
@@ -102,14 +102,13 @@ class SharedExponents:
             return result if when is True else torch.where(when, result, x.float())
         when = when if self._unless is None else both(when, ~self._unless)
         index = self._begun(group, site, when)
-        result = group.write(x, index, site, when=when).values
-        exponent = group.exponent_of(index)
+        otherwise = None if found is None else found[1]
+        result, _, _, exponent = group.write(x, index, site, when=when, otherwise=otherwise)
         if max(x.shape, default=0) >= low_words.FEATURES:
             result = self._with_low_word(group, x, result, site)
-        if when is not True:
-            result = torch.where(when, result, x.float())
-            exponent = exponent if found is None else torch.where(when, exponent, found[1])
-        payloads.keep(result, group.cast.format, exponent)
+            if when is not True:  # x + (x - x) is not x if x is infinite
+                result = torch.where(when, result, x.float())
+            payloads.keep(result, group.cast.format, exponent)
         for listener in self._listeners:
             listener(site, x, group.exponents[index])
         return result

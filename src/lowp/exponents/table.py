@@ -50,6 +50,7 @@ class Written(NamedTuple):
     values: Tensor
     nonfinite: Any
     mantissas: Mantissas | None = None  # None if any is not finite, and on an accelerator
+    exponent: Any = None  # of the values, on an accelerator
 
 
 class SumEntry(NamedTuple):
@@ -222,7 +223,8 @@ class ExponentTable:
         payload, _, seen = found
         assert seen is not None
         if isinstance(self.scaling, Reactive):
-            seen = seen._replace(crowded=int((payload.abs() > int16_element(self.cast).maximum // 2).sum()))
+            half = int16_element(self.cast).maximum // 2  # not by abs: of -32768 int16 has none
+            seen = seen._replace(crowded=int(((payload > half) | (payload < -half)).sum()))
         if seen.nonfinite:
             return result, seen, None
         payloads.keep(result, self.cast.format, exponent, payload)

@@ -1,6 +1,7 @@
 """int16 mantissas whose exponent stays on its device: nothing waits for it, and a captured graph can replay it.
 
-All in fp32 and int32, except stochastic rounding on a device with fp64: Apple's GPUs have none.
+Triton's kernels take a launch for each look at a tensor, and one for its mantissas. Elsewhere all of it is torch's
+operations in fp32 and int32, except stochastic rounding on a device with fp64: Apple's GPUs have none.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from lowp.compat import has_fp64
 from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import bitwise, low_words
 from lowp.kernels.device_exponents import NOT_FINITE, NOTHING, times
+from lowp.kernels.dispatch import by_triton
 from lowp.kernels.mantissas import Mantissas, int16_element, readable, wide_cast
-from lowp.kernels.philox import Seed
+from lowp.kernels.philox import Draw, Seed
 
-__all__ = ["exact", "low_word", "own_exponent", "rounded"]
+__all__ = ["exact", "exponent_of_finite", "low_word", "own_exponent", "rounded"]
 
 _INFINITY = 0x7F800000  # in the bits of fp32; NaN is above it
 _HIDDEN = 1 << 23
@@ -27,7 +29,13 @@ def rounded(x: Tensor, cast: Cast, seed: Seed = 0, hint: Tensor | None = None) -
 
     `hint`: the exponent under which x may be in the format already, to the bit; it counts where every element is.
     """
-    x = readable(x).float()
+    x = readable(x)
+    if by_triton(x) and not isinstance(seed, Draw):
+        from lowp.kernels.triton import mantissas as kernels
+
+        found = kernels.look(x, cast, hint)
+        return Mantissas(kernels.convert(x, cast, found.exponent, seed), found.told)
+    x = x.float()
     exponent, is_finite = own_exponent(x, cast)
     if hint is not None:
         exponent = torch.where(_is_under(x, hint, cast), hint, exponent)
@@ -41,6 +49,10 @@ def exact(x: Tensor, cast: Cast, hint: Tensor | None = None) -> tuple[Tensor, Te
     Looked at are the exponent of x's own maximum and `hint`, if one is given, which comes first where both serve.
     """
     plain = Cast(cast.format, cast.rounding, cast.overflow)
+    if by_triton(x):
+        from lowp.kernels.triton import mantissas as kernels
+
+        return kernels.exact_under(readable(x), plain, hint)
     exponent, is_finite = own_exponent(x, plain)
     is_exact = is_finite & _is_under(x, exponent, plain)
     if hint is None:
@@ -69,6 +81,15 @@ def own_exponent(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     headroom = 0 if scaling is None else scaling.headroom
     exponent = floor_log2 - (cast.format.element.bits - 2) + headroom
     return torch.where(largest == 0, 0, exponent.clamp(scale.min_exponent, scale.max_exponent)), is_finite
+
+
+def exponent_of_finite(x: Tensor, cast: Cast) -> Tensor:
+    """Return the exponent of the maximum of what is finite in x."""
+    if by_triton(x):
+        from lowp.kernels.triton import mantissas as kernels
+
+        return kernels.look(readable(x), cast, only_finite=True).exponent
+    return own_exponent(torch.where(x.isfinite(), x, 0.0), cast)[0]
 
 
 def _toward_zero(x: Tensor) -> Tensor:

@@ -17,9 +17,12 @@ from torch import Tensor
 
 from lowp.errors import Unavailable, UnknownName, unknown
 from lowp.kernels import bitwise, cpu, native, reference, triton
+from lowp.kernels.tracing import is_compiling, is_real, is_transformed
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "bitwise": bitwise, "native": native, "cpu": cpu}
 IMPLEMENTATIONS["triton"] = triton
+
+_BY_TRITON = (torch.float32, torch.float16, torch.bfloat16)
 
 # the environment's choice, for every thread
 _asked = os.environ.get("LOWP_USE") or None
@@ -102,6 +105,16 @@ def capability(device: torch.device) -> tuple[int, int]:
 def uses_library() -> bool:
     """Whether the C++ library computes here: it is present, and nothing else is forced."""
     return forced() in (None, "cpu") and cpu.library() is not None
+
+
+def by_triton(x: Tensor) -> bool:
+    """Whether a tensor of a device is written as int16 by Triton's kernels, by choice or by `use`; else in torch.
+
+    Of 32 and 16 bits; torch sees what it compiles, transforms or only imagines.
+    """
+    way = forced()
+    chosen = fastest(x.device) is triton if way is None else way == "triton"
+    return chosen and x.dtype in _BY_TRITON and is_real(x) and not is_compiling() and not is_transformed()
 
 
 def has_integer_kernels(*tensors: Tensor | torch.device) -> bool:

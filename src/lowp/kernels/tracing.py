@@ -30,12 +30,17 @@ def is_differentiated(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
+def is_real(x: Tensor) -> bool:
+    """Whether the tensor is an ordinary one, with memory that kernels may read."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and not is_wrapped(x)
+
+
 def is_eager(x: Tensor) -> bool:
     """Whether the kernels may run on the tensor directly: it is an ordinary tensor, without modes and transforms.
 
     A tensor that outlived its torch.func transform is a wrapper without storage, of type Tensor, which torch unwraps.
     """
-    return type(x) in (Tensor, torch.nn.Parameter) and is_quiet() and not x.is_meta and not is_wrapped(x)
+    return is_quiet() and is_real(x)
 
 
 def is_transformed() -> bool:

@@ -52,6 +52,12 @@ def test_codes_of_four_bits_are_packed_where_they_are_made() -> None:
     check(ahead.packed(ahead.decode(parse("e2m1"), torch.bfloat16)), 75, MOST)
 
 
+def test_tensors_become_int16_by_vectors_whatever_the_rounding() -> None:
+    for kind, rounding in (("write perhaps", "nearest-even"), ("convert", "stochastic")):
+        found = check(ahead.mantissas(kind, torch.float32, rounding), 100, MOST)
+        assert "LDG.E.128" in found.sass and "STG.E." in found.sass
+
+
 def test_integer_products_run_on_tensor_cores() -> None:
     found = check(ahead.product("int16", ahead.TILE), 80, MOST_OF_PRODUCTS)
     assert "IMMA" in found.sass

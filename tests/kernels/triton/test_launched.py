@@ -20,7 +20,9 @@ import lowp
 from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.errors import LowpError
+from lowp.exponents.device_table import DeviceTable
 from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels import device_mantissas
 from lowp.kernels import triton as implementation
 from lowp.kernels.integer import matmul_chained, matmul_exact
 from lowp.kernels.scaled import code_dtype
@@ -137,6 +139,18 @@ def test_steps_and_checks_of_gradients(launched: list[str], make: Callable[..., 
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     assert set(launched) == {"check", "step"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 64])
+def test_int16_under_exponents_of_a_device(launched: list[str], count: int) -> None:
+    x, cast = torch.randn(count), parse("flex16+5:autoflex:stochastic" if count == 7 else "flex16+5:autoflex")
+    table, given = DeviceTable(cast, torch.device("cpu")), torch.zeros((), dtype=torch.int32)
+    for index in map(table.index, ("a", "b")):  # an argument of 1 among them
+        table.write(x, index, when=torch.tensor(True) if index else True, otherwise=given)
+    device_mantissas.rounded(x, parse("dfp16"), 1, given)
+    device_mantissas.exact(x, cast, given)
+    device_mantissas.exponent_of_finite(x, parse("dfp16:static(3)"))
+    assert launched == ["begin", "write"] * 2 + ["look", "convert", "look", "look_again", "look"]
 
 
 @pytest.mark.slow

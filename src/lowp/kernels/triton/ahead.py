@@ -18,8 +18,10 @@ from triton.compiler import ASTSource
 
 from lowp.casts import Cast, parse
 from lowp.formats import ScaledFormat
+from lowp.kernels.triton import mantissas as int16
 from lowp.kernels.triton import steps
 from lowp.kernels.triton.device import casts, codes, counts, products, scaled, updates
+from lowp.kernels.triton.device import mantissas as sixteen
 from lowp.kernels.triton.launch import BLOCK, CAST_ROUNDS, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
 from lowp.kernels.triton.products import CHAINED_TILE, TILE
@@ -112,7 +114,9 @@ def usual_path(configuration: Configuration) -> Configuration:
     form, sharing = constants.get("FORM"), constants.get("SHARING")
     if form is not None and form.random_bits > 32:
         usual = form if form.by_noise else form._replace(random_bits=32)
-        constants["FORM"], constants["EXACT"] = usual, exact(usual)._replace(cuts=not form.by_noise)
+        constants["FORM"] = usual
+        if "EXACT" in constants:
+            constants["EXACT"] = exact(usual)._replace(cuts=not form.by_noise)
     if "OTHERS" in constants:
         constants["OTHERS"] = False
     if sharing is not None:
@@ -236,6 +240,29 @@ def product(kind: str, tile: tuple[int, int, int, int]) -> Configuration:
     return Configuration(f"product {kind}", products.matmul, arguments, constants, rows * columns, 0, warps)
 
 
+def mantissas(kind: str, dtype: torch.dtype, rounding: str = "nearest-even") -> Configuration:
+    """Return a kernel of int16 under an exponent of the device.
+
+    `kind`: look, look hinted, look again, convert, begin, write, write perhaps (where it counts).
+    """
+    form, numbers = int16.rounding(parse(f"dfp16:{rounding}"))
+    name, way = kind.split(" ")[0], kind.partition(" ")[2]
+    kernel = {"look": sixteen.look, "convert": sixteen.convert, "begin": sixteen.begin, "write": sixteen.write}[name]
+    kernel = sixteen.look_again if way == "again" else kernel
+    types: dict[str, Any] = dict.fromkeys(("hint", "found", "exponent", "exponents", "before", "otherwise"), "*i32")
+    types |= {"x": f"*{INTEGER_NAMES[dtype.itemsize]}", "out": "*i16" if name == "convert" else "*i32", "seed": "*i64"}
+    types |= dict.fromkeys(("exact", "started", "when", "flags"), "*i8") | {"record": "*i64", "scratch": "*i32"}
+    types |= {"bounds": "*fp64", "guesses": "*i32"} | dict.fromkeys(("total", "index", "size", "of_zeros"), "i32")
+    types |= {"numbers": _typed(False, numbers), "form": int16.Own(*["i32"] * 3)}  # type: ignore[arg-type]
+    constants = {"LOWEST": -32768, "HINTED": way == "hinted", "FIXED": False, "FINITE": False, "FORM": form}
+    constants |= {"WHEN": way == "perhaps", "TABLE": 1024, "DTYPE": DTYPES[dtype], "BLOCK": BLOCK}
+    names = kernel.arg_names
+    types, constants = ({key: one for key, one in all.items() if key in names} for all in (types, constants))
+    written = {"convert": 2, "write": 4}.get(name, 0)
+    text = f"int16 {kind}{'' if rounding == 'nearest-even' else f' {rounding}'} {DTYPES[dtype]}"
+    return Configuration(text, kernel, types, constants, BLOCK, dtype.itemsize + written, int16.WARPS)
+
+
 def step(way: Way) -> Configuration:
     """Return the kernel of an optimizer's step."""
     form = Moves if way.adamw else Momentum
@@ -299,6 +326,11 @@ def configurations() -> Iterator[Configuration]:
     yield from (statistics(dtype, parse("e4m3fn")) for dtype in (torch.float32, *half))
     for text in SHARED:
         yield from (shared(text, dtype, codes) for dtype in (torch.float32, *half) for codes in (False, True))
+    for dtype in (torch.float32, *half):
+        yield from (mantissas(kind, dtype) for kind in ("look", "look hinted", "convert", "write", "write perhaps"))
+    yield from (mantissas(kind, torch.float32) for kind in ("look again", "begin"))
+    for rounding in ("stochastic", "up"):
+        yield from (mantissas(kind, torch.float32, rounding) for kind in ("convert", "write perhaps"))
     for gradient in ("fp32", "bf16", "fp16"):
         yield step(Way(True, gradient, split=True, scaled=True, maximize=False, near=True))
         yield step(Way(False, gradient, split=True, scaled=True, maximize=False, momentum=True, decay=True))

@@ -1,0 +1,245 @@
+"""int16 under an exponent of a device, by Triton's kernels: the values, mantissas and observations of a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu.fake_cuda import Launches
+from torch import Tensor
+
+from lowp import casts, kernels
+from lowp.casts import Rounding
+from lowp.exponents.device_table import DeviceTable
+from lowp.exponents.table import ExponentTable
+from lowp.kernels import device_exponents, device_mantissas, dispatch, payloads, writes
+from lowp.kernels.cpu_int16 import Seen
+from lowp.kernels.mantissas import Mantissas, current_mantissas, exact_exponent, mantissas_and_values
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from lowp.kernels.triton import launch
+
+ROUNDINGS = [
+    *(str(mode) for mode in Rounding if mode not in (Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C)),
+    *("stochastic-8", "stochastic-b-8", "stochastic-c-1"),
+]
+# all roundings of fp32 numbers, and the usual one of others; with mantissas down to -32768, and to -32767
+CASES = [
+    *((f"flex16+5:{mode}", torch.float32) for mode in ROUNDINGS),
+    *((cast, dtype) for cast in ("dfp16", "flex16+5:stochastic") for dtype in (torch.float16, torch.bfloat16)),
+    ("dfp16", torch.float32),
+]
+
+
+def numbers(dtype: torch.dtype, exponent: int = 0) -> Tensor:
+    """Return numbers of all sizes around a unit of 2**exponent: neighbours, midpoints, limits, and specials."""
+    whole = torch.tensor([0, 1, 2, 3, 16383, 16384, 32766, 32767, 32768, 32769, 65535, 65537, 1 << 20, (1 << 24) - 1])
+    near = [whole + fraction for fraction in (0.0, 2.0**-20, 0.25, 0.5 - 2.0**-12, 0.5, 0.5 + 2.0**-12, 0.75)]
+    tiny = torch.tensor([2.0**-149, 2.0**-130, 2.0**-126, 3e-39], dtype=torch.float64) * 2.0**-exponent
+    drawn = torch.randn(500, generator=torch.Generator().manual_seed(exponent), dtype=torch.float64) * 9000
+    all = torch.cat((*near, tiny, drawn)) * 2.0**exponent
+    all = torch.cat((all, -all, torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0], dtype=torch.float64)))
+    return all.to(dtype)
+
+
+def there(way: str, patch: pytest.MonkeyPatch) -> Any:
+    if way == "triton":
+        return kernels.use("triton")
+    patch.setattr(dispatch, "_is_on_host", lambda one: False)
+    return kernels.use("bitwise")
+
+
+def as_told(seen: Seen) -> list[Any]:
+    """Return what was seen, without what a CPU counts on demand alone."""
+    return [one.item() if isinstance(one, Tensor) else one for one in seen._replace(crowded=0)]
+
+
+@pytest.mark.parametrize(("cast", "dtype"), CASES)
+def test_a_write_is_that_of_a_cpu(cast: str, dtype: torch.dtype) -> None:
+    for exponent, kind in (*((-20, kind) for kind in ("all", "vanishing", "empty")), (0, "zeros"), (3, "finite")):
+        x = numbers(dtype, exponent)
+        x = x if kind == "all" else x[x.isfinite()]
+        x = {"vanishing": x[x.abs() < 2.0 ** (exponent - 30)], "zeros": x * 0, "empty": x[:0]}.get(kind, x)
+        expected, seen = on_a_cpu(x, casts.parse(cast), exponent)
+        exponents = torch.tensor([99, exponent], dtype=torch.int32)
+        with kernels.use("triton"):
+            found = writes.write_there(x, casts.parse(cast), exponents, 1)
+        same_bits(found.values, expected)
+        assert as_told(found.seen) == as_told(seen)
+        payload = x.double() * 2.0**-exponent
+        crowded = int((found.values.double() * 2.0**-exponent)[payload.isfinite()].abs().gt(16383).sum())
+        assert int(found.seen.crowded) == crowded
+        assert bool(found.has_nan) is bool(x.isnan().any()) and int(found.exponent) == exponent
+
+
+def on_a_cpu(x: Tensor, cast: casts.Cast, exponent: int) -> tuple[Tensor, Seen]:
+    (_, _, seen), values = mantissas_and_values(x, cast, exponent)
+    assert seen is not None
+    return values, seen
+
+
+def same_bits(found: Tensor, expected: Tensor) -> None:
+    """Compare bits, but those of NaNs."""
+    assert found.dtype is expected.dtype is torch.float32 and found.shape == expected.shape
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(*(one.nan_to_num(nan=0.0).view(torch.int32) for one in (found, expected)))
+
+
+@pytest.mark.parametrize("way", ["torch", "triton"])
+@pytest.mark.parametrize("happens", [False, True])
+def test_a_write_that_does_not_count_gives_the_tensor_back_and_has_seen_nothing(
+    way: str, happens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, cast = numbers(torch.float16), casts.parse("flex16+5")
+    exponents, when = torch.tensor([3], dtype=torch.int32), torch.tensor(happens)
+    expected, seen = on_a_cpu(x, cast, 3)
+    with there(way, monkeypatch):
+        found = writes.write_there(x, cast, exponents, 0, when, torch.tensor(7, dtype=torch.int32))
+    same_bits(found.values, expected if happens else x.float())
+    assert as_told(found.seen) == (as_told(seen) if happens else [0, False, False, 0, 0, 0, False])
+    assert int(found.exponent) == (3 if happens else 7) and bool(found.has_nan) is happens
+
+
+def test_what_a_write_has_seen_has_the_types_in_which_a_table_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operation turns one into the other then."""
+    for way in ("torch", "triton"):
+        with there(way, monkeypatch):
+            exponents = torch.zeros(1, dtype=torch.int32)
+            seen = writes.write_there(torch.randn(9), casts.parse("flex16+5"), exponents, 0).seen
+        flags, counts = [torch.bool] * 2, [torch.int64] * 3
+        assert [one.dtype for one in seen[:-1]] == [torch.int32, *flags, *counts], way
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [*CASES, ("dfp16:static(3)", torch.float32), ("dfp16:current(headroom=2)", torch.float32)],
+)
+def test_mantissas_of_an_operand_are_those_of_a_cpu(cast: str, dtype: torch.dtype) -> None:
+    for x in tensors(dtype, -20 if dtype is torch.float32 else 3):
+        expected = current_mantissas(x, casts.parse(cast), 5)
+        with kernels.use("triton"):
+            found = device_mantissas.rounded(x, casts.parse(cast), 5)
+        same_mantissas(found, expected)
+
+
+def tensors(dtype: torch.dtype, exponent: int) -> list[Tensor]:
+    """Return tensors with maxima of many sizes, zeros and subnormal numbers alone among them; one is not finite."""
+    x = numbers(dtype, exponent)
+    finite = x[x.isfinite()]
+    limits = [0.0, 2.0**-140, 2.0 ** (exponent - 3), 40000 * 2.0**exponent, torch.inf]
+    return [*(finite[finite.abs() <= limit] for limit in limits), finite[:0], x]
+
+
+def same_mantissas(found: Mantissas, expected: Mantissas | None) -> None:
+    if expected is None:
+        assert int(found.exponent) == device_exponents.NOT_FINITE
+    else:
+        assert int(found.exponent) == expected.exponent and torch.equal(found.payload, expected.payload)
+
+
+@pytest.mark.parametrize("hint", [None, -18, 0, 40])
+@pytest.mark.parametrize("way", ["torch", "triton"])
+def test_whether_a_tensor_is_in_the_format_and_under_which_exponent(
+    way: str, hint: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cast = casts.parse("dfp16")  # whose mantissas are -32767 and above
+    given = None if hint is None else torch.tensor(hint, dtype=torch.int32)
+    exact = [torch.tensor([1.0, -32768.0]), torch.tensor([-0.0, 3.0, 2.0**13]), torch.tensor([5 * 2.0**-149])]
+    for x in [*exact, *tensors(torch.float32, 0), *tensors(torch.bfloat16, -20)]:
+        expected = exact_exponent(x, cast)
+        units = x.double() * 2.0 ** -(hint or 0)
+        serves = hint is not None and abs(hint) < 100 and bool(((units.round() == units) & units.abs().le(32767)).all())
+        with there(way, monkeypatch):
+            is_exact, exponent = device_mantissas.exact(x, cast, given)
+        assert bool(is_exact) is (serves or expected is not None) and is_exact.dtype is torch.bool
+        if is_exact:
+            assert int(exponent) == (hint if serves else expected)
+        with kernels.use("triton"):
+            rounded = device_mantissas.rounded(x, cast, 0, given)
+        if serves:
+            assert int(rounded.exponent) == hint and torch.equal(rounded.values, x.float())
+        else:
+            same_mantissas(rounded, current_mantissas(x, cast))
+
+
+def test_the_exponent_of_what_is_finite() -> None:
+    for x in tensors(torch.float32, 3):
+        for cast in map(casts.parse, ("dfp16", "flex16+5", "dfp16:static(4)")):
+            finite = current_mantissas(torch.where(x.isfinite(), x, 0.0), cast)
+            with kernels.use("triton"):
+                assert finite is not None and int(device_mantissas.exponent_of_finite(x, cast)) == finite.exponent
+
+
+@pytest.mark.parametrize("spec", ["flex16+5:autoflex", "flex16+5:reactive", "dfp16:reactive"])
+def test_an_entry_begins_as_on_a_cpu_and_goes_on_unread(spec: str) -> None:
+    cast, device = casts.parse(spec), torch.device("cpu")
+    for x in [*tensors(torch.float32, -20), *tensors(torch.bfloat16, 3)]:
+        plain = ExponentTable(cast, device)
+        first, second = plain.index("first"), plain.index("second")
+        expected = plain.write(x, second).values
+        with kernels.use("triton"):
+            table = DeviceTable(cast, device)
+            assert (table.index("first"), table.index("second")) == (first, second)
+            skipped, _, _, exponent = table.write(x, second, when=torch.tensor(False), otherwise=torch.tensor(9))
+            assert not table.state.started.any() and int(exponent) == 9
+            same_bits(skipped, x.float())
+            found, _, _, exponent = table.write(x, second)
+            same_bits(found, expected)
+            assert int(exponent) == plain.exponents[second] and table.state.exponent.tolist() == plain.exponents
+            assert table.state.started.tolist() == plain.started and table.before.tolist() == plain.exponents
+            assert not table._scratch.any()
+            table.pending.clear()
+            if table.state.started[second]:
+                assert int(table.write(x * 0 + 3.0**9, second).exponent) == int(exponent)
+
+
+def ran(patch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[str]:
+    """Return the kernels of Triton that a call launches, and the operations of torch outside of these."""
+    names: list[str] = []
+
+    def run(kernel: Any, *arguments: Any, **options: Any) -> None:
+        names.append(kernel.fn.__name__)
+        with torch.utils._python_dispatch._disable_current_modes():
+            launch.interpret(kernel, *arguments)
+
+    with patch.context() as patched, Launches() as seen:
+        patched.setattr(launch, "run", run)
+        call()
+    return names + seen.names()
+
+
+def test_reactive_exponents_count_mantissas_of_32768_below_zero_as_crowded() -> None:
+    cast, x = casts.parse("flex16+5:reactive"), torch.full((3,), -(2.0**20))
+    for make, way in ((ExponentTable, contextlib.nullcontext()), (DeviceTable, kernels.use("triton"))):
+        with way:
+            table = make(cast, torch.device("cpu"))
+            index = table.index("a")
+            table.write(torch.ones(3), index)
+            table.pending.clear()
+            table.write(x, index)
+            seen = table.pending[index]
+            assert (int(seen.mantissa), int(seen.crowded), int(seen.overflowed)) == (32768, 3, 3)
+
+
+def test_a_write_takes_three_launches_where_torchs_operations_are_seventy(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, cast = torch.randn(64, 8), casts.parse("flex16+5:autoflex")
+
+    def written(way: str) -> list[str]:
+        with there(way, monkeypatch):
+            table = DeviceTable(cast, torch.device("cpu"))
+            index = table.index("a")
+            return ran(monkeypatch, lambda: table.write(x, index))
+
+    assert written("triton") == ["begin", "write", "zeros"]
+    assert len(written("torch")) > 70
+
+
+def test_an_operand_and_a_look_take_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, cast = torch.randn(64, 8), casts.parse("dfp16")
+    with kernels.use("triton"):
+        assert ran(monkeypatch, lambda: payloads.rounded(x, cast)) == ["look", "convert", "zeros"]
+        assert ran(monkeypatch, lambda: payloads.exact_there(x, cast)) == ["look", "look_again", "zeros"]
