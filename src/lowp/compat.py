@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, TypeVar, cast
@@ -243,6 +243,18 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether a module, or one within it, is what torch.compile has returned."""
     return any(isinstance(getattr(one, "_orig_mod", None), torch.nn.Module) for one in model.modules())
+
+
+def gathered_parameters(module: Any) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Yield each parameter of which FSDP2 (fully_shard) has gathered the whole for this module, and its shard.
+
+    The optimizer holds the shard; the leaf of the graph, which receives this rank's gradient, is the whole.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for one in group.fsdp_params:
+            whole = getattr(one, "_unsharded_param", None)  # made by the first forward pass
+            if whole is not None:
+                yield whole, one.sharded_param
 
 
 def hooks_after_accumulation(parameter: torch.Tensor) -> dict[int, Any]:

@@ -25,7 +25,7 @@ def test_the_page_has_the_tables_of_all_recorded_runs(runs: ModuleType, reposito
 
 
 def test_a_run_without_a_place_on_the_page_is_an_error(runs: ModuleType) -> None:
-    with pytest.raises(ValueError, match="the page has no place for digits: give it one, <!-- digits -->"):
+    with pytest.raises(ValueError, match="the page has no marks for digits: add <!-- digits --> and <!-- end -->"):
         runs.written("# no marks", {"digits": "table"})
 
 

@@ -270,6 +270,73 @@ def test_the_environment_alone_reaches_processes_that_a_launcher_starts(
     assert "started in lowp: True" in ran.stderr
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("port", "factor", "skips"), [("29572", "1e-7", False), ("29573", "1e2", True)])
+def test_gradients_of_fsdp2_are_scaled_and_ranks_skip_together(
+    port: str, factor: str, skips: bool, tmp_path: Path
+) -> None:
+    script = (*TORCHRUN, port, str(SCRIPTS / "fsdp2.py"), factor)
+    plain = python(*script, cwd=tmp_path)
+    ran = python("-m", "lowp", "run", "--precision", "fp16", *script, cwd=tmp_path)
+    # skipped steps are missing from 20
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain.stdout), rel=2.0 if skips else 0.01), ran.stderr
+    skipped = re.findall(r"lowp run: fp16, 20 optimizer steps, (\d+) skipped", ran.stderr)
+    assert len(set(skipped)) == 1 and (int(skipped[0]) > 0) == skips and int(skipped[0]) < 12, ran.stderr
+    assert "runs in fp32" not in ran.stderr
+
+
+HOOKS = """
+import sys
+
+import torch
+from torch import nn
+
+FACTOR = float(sys.argv[1])
+
+torch.manual_seed(0)
+first, second = nn.Linear(16, 32), nn.Linear(32, 4)
+seen = []
+
+
+class Model(nn.Module):
+    def forward(self, x):
+        h = first(x)
+        h.retain_grad()
+        self.h = h
+        h.register_hook(lambda gradient: seen.append(gradient.abs().max().item()) or gradient)
+        return second(h)
+
+
+model = Model()
+model.first, model.second = first, second
+second.register_full_backward_hook(lambda module, inputs, outputs: inputs)
+second.register_full_backward_pre_hook(lambda module, outputs: outputs)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+x = torch.randn(64, 16)
+loss = nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long()) * FACTOR
+loss.backward(retain_graph=True)
+loss.backward()  # all gradients but those that hooks see are the sum of both passes
+of = (*seen[1:], *(one.grad.abs().max() for one in (model.h, first.weight, second.bias)))
+print(*(f"{100 * number / FACTOR:.5f}" for number in of))
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("factor", ["1", "1e-7"])
+def test_hooks_on_tensors_in_16_bits_see_and_give_unscaled_gradients(factor: str, tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    plain = forked.run("hooks.py", factor, cwd=tmp_path)
+    ran = forked.run("-m", "lowp", "run", "--precision", "fp16", "hooks.py", factor, cwd=tmp_path)
+    expected, found = numbers(plain.stdout), numbers(ran.stdout)
+    assert all(number > 0 for number in expected)
+    if factor != "1":  # what a tensor retains has its dtype, fp16, in which so small a number is 0
+        expected[1] = 0.0
+    assert found == pytest.approx(expected, rel=0.01), ran.stderr
+
+
 @pytest.mark.slow
 def test_so_does_torchs_own(plain: Callable[[str], str], tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571")

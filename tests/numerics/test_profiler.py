@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp.errors import InvalidInput, Misuse
+from lowp.numerics import clock as clock_of_profiler
 from lowp.numerics import watching
-from lowp.numerics.clock import Clock
+from lowp.numerics.clock import CallCosts, Clock
 from lowp.numerics.profiler import Profiler
 from lowp.numerics.record import Key, Record
 from lowp.numerics.sampling import Budget, Rounds, is_sampled
@@ -426,6 +427,8 @@ def test_by_default_a_training_of_milliseconds_is_seen_whole(monkeypatch: pytest
         return looked_at(*given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(watching, "looked_at", costly)
+    for module in (clock_of_profiler, watching):
+        monkeypatch.setattr(module, "call_costs", lambda: CallCosts(1e-6, 1e-6))  # not those of a busy machine
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lowp.profile(model, optimizer) as profile:

@@ -57,11 +57,16 @@ class _Backward:
         self._clipped = clipped_gradients(session.preset)
         self.largest_grad_scale = largest_grad_scale(session.preset.policy)
 
-    def _look_for_scale(self, outputs: tuple[Tensor, ...]) -> None:
-        """Set a dynamic scale's initial value to one at which the first gradients fit, found by trial on this loss."""
+    def _look_for_scale(self, outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> None:
+        """Set a dynamic scale's initial value to one at which the first gradients fit, found by trial on this loss.
+
+        Not if FSDP2 has gathered parameters for this pass: its hooks would gather and reduce them in each trial.
+        """
         if not self._looks or len(outputs) != 1 or outputs[0].numel() != 1:
             return
         self._looks = False
+        if any(self.session.held_as(leaf) is not leaf for leaf in leaves):
+            return
         scale = self.session.preset.loss_scale
         self.gradients.is_trial = True
         try:
@@ -87,13 +92,16 @@ class _Backward:
             self._clipped = None
         one = torch.ones((), dtype=torch.float32, device=outputs[0].device)
         if looks:
-            self._look_for_scale(outputs)
+            self._look_for_scale(outputs, leaves)
         waits = self._looks and most < self.session.preset.loss_scale.initial  # until a backward pass has searched
         scale = one * most if waits else self.session.precision.scaler.scale(one).clamp(max=most)
+        self.gradients.set_retained_aside()
         self.gradients.scale, self.gradients.inverse = scale, scale.reciprocal()
 
     def end(self) -> None:
         """End the pass."""
+        if self.gradients.inverse is not None:
+            self.gradients.unscale_retained()
         self.gradients.scale = self.gradients.inverse = None
 
     def seeds(self, outputs: tuple[Tensor, ...], given: Any) -> list[Tensor | None]:
@@ -110,7 +118,11 @@ class _Backward:
 def has_no_optimizer(session: Session, leaves: list[Tensor]) -> bool:
     """Whether the script updates these parameters without an optimizer, so that no step can be skipped or written."""
     parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-    if not parameters or session.forward is None or any(session.is_stepped(one) for one in parameters):
+    if not parameters or session.forward is None:
+        return False
+    if not all(map(session.is_stepped, parameters)):
+        session.match_shards()
+    if any(map(session.is_stepped, parameters)):
         return False
     session.forward.leave_alone(parameters)
     return True
@@ -174,9 +186,7 @@ def _scaled_backward(
     with scaled.session.turn:
         scaled.begin(outputs, looks=given is None)
         try:
-            result = original(outputs, scaled.seeds(outputs, given), *args, **kwargs)
-            scaled.gradients.unscale_retained()
-            return result
+            return original(outputs, scaled.seeds(outputs, given), *args, **kwargs)
         finally:
             scaled.end()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import wraps
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,8 @@ from lowp.launch.session import Session
 
 __all__ = ["Gradients", "install"]
 
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
 
 class Gradients:
     """The leaves of one session and the state of their gradients.
@@ -28,23 +31,38 @@ class Gradients:
     pass searches for the first scale, so the script's hooks are not called.
     """
 
-    def __init__(self, register: Callable[[Tensor, Callable[[Tensor], Any]], Any]) -> None:
+    def __init__(
+        self, register: Callable[[Tensor, Callable[[Tensor], Any]], Any], held_as: Callable[[Tensor], Tensor]
+    ) -> None:
         self._register = register
+        self._held_as = held_as  # the parameter that an optimizer holds for a leaf
         self.is_trial = False
         self.scale: Tensor | None = None
         self.inverse: Tensor | None = None
         self._adopted: Any = WeakTensorKeyDictionary()
         self._nonfinite: Any = WeakTensorKeyDictionary()
         self._waiting: Any = WeakTensorKeyDictionary()  # leaves that have received a gradient since their last step
-        self._retained: list[TensorWeakRef] = []
+        self._retained: Any = WeakTensorKeyDictionary()  # by hidden tensor: what it retained before the running pass
 
     def unscaled(self, gradient: Tensor) -> Tensor:
-        """Return a gradient of the running pass divided by the scale, as the script sees it."""
+        """Return a gradient of the running pass divided by the scale."""
         return gradient if self.inverse is None else gradient * self.inverse.to(gradient.device)
 
     def scaled(self, gradient: Tensor) -> Tensor:
-        """Return a gradient that the script gives in place of another, multiplied by the scale of the running pass."""
+        """Return a gradient multiplied by the scale of the running pass."""
         return gradient if self.scale is None else gradient * self.scale.to(gradient.device)
+
+    def shown(self, gradient: Tensor) -> Tensor:
+        """Return a gradient as a hook of the script sees it: unscaled, and in fp32 if it is in 16 bits.
+
+        Without the scale, gradients would be too small for 16 bits.
+        """
+        is_narrow = self.inverse is not None and gradient.dtype in _SIXTEEN_BIT
+        return self.unscaled(gradient.float() if is_narrow else gradient)
+
+    def given(self, gradient: Tensor, place: Tensor) -> Tensor:
+        """Return what a hook of the script gives for a gradient of the running pass, scaled, in the dtype of that."""
+        return gradient if self.scale is None else self.scaled(gradient).to(place.dtype)
 
     # -- leaves -----------------------------------------------------------------------------------------------------
     def adopt(self, leaf: Any) -> None:
@@ -56,13 +74,13 @@ class Gradients:
 
         @unserializable_hook  # type: ignore[untyped-decorator]
         def unscale(gradient: Tensor) -> Tensor | None:
-            owner = reference()
-            if owner is not None and not self.is_trial:
-                self._waiting[owner] = True
+            leaf = reference()
+            if leaf is not None and not self.is_trial:
+                self._waiting[self._held_as(leaf)] = True
             if self.inverse is None:
                 return None
-            if owner is not None:
-                self._note(owner, gradient)
+            if leaf is not None:
+                self._note(leaf, gradient)
             return self.unscaled(gradient)
 
         self._register(leaf, unscale)
@@ -72,10 +90,10 @@ class Gradients:
         return leaf in self._adopted
 
     def _note(self, leaf: Tensor, gradient: Tensor) -> None:
-        bad = _is_nonfinite(gradient.detach())
-        # ignore the note on a gradient that the script has dropped since
-        before = None if leaf.grad is None else self._nonfinite.get(leaf)
-        self._nonfinite[leaf] = bad if before is None else before | bad
+        bad, held = _is_nonfinite(gradient.detach()), self._held_as(leaf)
+        # ignore the note on a gradient that the script has dropped since; FSDP2 accumulates elsewhere than in `.grad`
+        before = None if held is leaf and leaf.grad is None else self._nonfinite.get(held)
+        self._nonfinite[held] = bad if before is None else before | bad
 
     def take_nonfinite(self, leaves: Iterable[Tensor]) -> Tensor | None:
         """Return whether any gradient of these leaves was not finite, and forget it; None if nothing was noted."""
@@ -99,15 +117,20 @@ class Gradients:
 
     # -- what is retained of hidden tensors -------------------------------------------------------------------------
     def retain(self, tensor: Tensor) -> None:
-        """Unscale the gradient that a non-leaf tensor retains, after the pass."""
-        self._retained.append(TensorWeakRef(tensor))
+        """Unscale the gradients that a non-leaf tensor retains."""
+        self._retained[tensor] = None
+
+    def set_retained_aside(self) -> None:
+        """Before a pass, set aside what tensors have retained in earlier passes, which is unscaled."""
+        for tensor in list(self._retained):
+            self._retained[tensor], tensor.grad = tensor.grad, None
 
     def unscale_retained(self) -> None:
-        """Unscale the gradients retained in the pass that has just ended."""
-        for reference in self._retained:
-            tensor = reference()
-            if tensor is not None and tensor.grad is not None:
-                tensor.grad = self.unscaled(tensor.grad)
+        """After a pass, unscale what tensors have retained in it, and add what they had before."""
+        for tensor, before in list(self._retained.items()):
+            found = None if tensor.grad is None else self.unscaled(tensor.grad)
+            tensor.grad = before if found is None else found if before is None else before + found
+            self._retained[tensor] = None
 
 
 def _is_nonfinite(gradient: Tensor) -> Tensor:
@@ -140,7 +163,7 @@ def install(session: Session) -> None:
         return
     tensor = cast(Any, Tensor)
     register, retain = tensor.register_hook, tensor.retain_grad
-    gradients = session.gradients = Gradients(register)
+    gradients = session.gradients = Gradients(register, session.held_as)
 
     def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         gradients.adopt(parameter)
@@ -149,6 +172,10 @@ def install(session: Session) -> None:
 
     @wraps(register)
     def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        if getattr(
+            hook, "lowp_shows", False
+        ):  # in a region torch's own function calls this one, with what it was given
+            return register(self, hook)
         if self.is_leaf:
             gradients.adopt(self)
 
@@ -156,9 +183,10 @@ def install(session: Session) -> None:
         def shown(gradient: Tensor) -> Any:
             if gradients.is_trial:
                 return None
-            given = hook(gradients.unscaled(gradient))
-            return None if given is None else gradients.scaled(given)
+            given = hook(gradients.shown(gradient))
+            return None if given is None else gradients.given(given, gradient)
 
+        shown.lowp_shows = True  # type: ignore[attr-defined]
         return register(self, shown)
 
     @wraps(retain)
@@ -175,10 +203,18 @@ def _install_module_hooks(gradients: Gradients) -> None:
     """Pass unscaled gradients to full backward hooks of modules."""
     module = cast(Any, nn.Module)
 
-    def each(change: Callable[[Tensor], Tensor], given: Any) -> Any:
-        if isinstance(given, Tensor):
-            return change(given)
-        return tuple(change(one) if isinstance(one, Tensor) else one for one in given)
+    def shown_all(seen: Any) -> Any:
+        if isinstance(seen, Tensor):
+            return gradients.shown(seen)
+        return tuple(gradients.shown(one) if isinstance(one, Tensor) else one for one in seen)
+
+    def given_all(result: Any, places: Any) -> Any:
+        if isinstance(result, Tensor):
+            return gradients.given(result, places if isinstance(places, Tensor) else places[0])
+        return tuple(
+            gradients.given(one, place) if isinstance(one, Tensor) and isinstance(place, Tensor) else one
+            for one, place in zip_longest(result, places)
+        )
 
     def patched(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -187,8 +223,8 @@ def _install_module_hooks(gradients: Gradients) -> None:
             def shown(owner: nn.Module, *seen: Any) -> Any:
                 if gradients.is_trial:
                     return None
-                result = hook(owner, *(each(gradients.unscaled, one) for one in seen))
-                return None if result is None else each(gradients.scaled, result)
+                result = hook(owner, *map(shown_all, seen))
+                return None if result is None else given_all(result, seen[0])  # a result stands for the first of them
 
             return original(self, shown, *args, **kwargs)
 

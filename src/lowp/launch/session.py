@@ -60,6 +60,7 @@ class Session:
         from torch.utils.weak import WeakTensorKeyDictionary
 
         self.stepped: Any = WeakTensorKeyDictionary()  # the parameters that optimizers hold
+        self._shard_of: Any = WeakTensorKeyDictionary()  # weak references to shards, by the parameter gathered of them
         self.end_step: Callable[[], None] = nothing  # ends a step in which further optimizers may still step
         self.forward: Forward | None = None
         self.gradients: Gradients | None = None
@@ -105,8 +106,27 @@ class Session:
         raise SystemExit(_EXIT_REFUSED)
 
     def is_stepped(self, parameter: Tensor) -> bool:
-        """Whether an optimizer of torch.optim's kind holds a parameter."""
-        return parameter in self.stepped
+        """Whether an optimizer of torch.optim's kind holds a parameter, or the shards of which FSDP2 gathered it."""
+        return self.held_as(parameter) in self.stepped
+
+    def held_as(self, leaf: Tensor) -> Tensor:
+        """Return the shard that an optimizer holds in place of a parameter gathered by FSDP2; else the leaf itself."""
+        reference = self._shard_of.get(leaf)
+        shard: Tensor | None = None if reference is None else reference()
+        return leaf if shard is None else shard
+
+    def match_shards(self) -> None:
+        """Find the shard of each parameter that FSDP2 has gathered, if some optimizer holds shards."""
+        from torch.utils.weak import TensorWeakRef
+
+        from lowp.compat import gathered_parameters
+        from lowp.optim.shards import is_fully_sharded, is_sharded
+
+        if self.forward is None or not any(map(is_sharded, self.stepped)):
+            return
+        for module in (part for model in self.forward.models for part in model.modules() if is_fully_sharded(part)):
+            for gathered, shard in gathered_parameters(module):
+                self._shard_of[gathered] = TensorWeakRef(shard)
 
     def models_of(self, optimizer: Optimizer) -> list[nn.Module]:
         """Return the models that the script has called and this optimizer trains."""

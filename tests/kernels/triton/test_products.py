@@ -130,7 +130,7 @@ def test_convolutions_of_every_kind_and_dtype(dims: int, case: tuple[int, ...]) 
 @pytest.mark.parametrize("form", ["linear", "convolution"])
 def test_contract_takes_the_triton_product_where_it_is_the_kernel(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowp.kernels.mantissas import Mantissas
-    from lowp.kernels.products import contract, contract_mantissas
+    from lowp.kernels.products import contract
     from lowp.kernels.triton import products
     from lowp.ops.convolution import Convolution
     from lowp.ops.trilinear import OUTPUT, Linear
@@ -147,7 +147,7 @@ def test_contract_takes_the_triton_product_where_it_is_the_kernel(form: str, mon
         with kernels.use(way):
             for words in ("exact", "int32"):
                 results.append(contract(made, OUTPUT, operands, Accumulation(words)))  # type: ignore[arg-type]
-            results.append(contract_mantissas(made, OUTPUT, operands, -2, True).values)  # type: ignore[union-attr]
+            results.append(made.mantissas(OUTPUT, *operands, -2, True, None).values)  # type: ignore[union-attr]
     assert len(launches) == 3
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
