@@ -14,7 +14,7 @@ from lowp.compat import private
 from lowp.errors import Misuse
 from lowp.formats import FloatFormat
 from lowp.grad_scaler.first_scale import first_scale
-from lowp.launch.gradients import Gradients, leaves_of
+from lowp.launch.gradients import SIXTEEN_BIT, Gradients, leaves_of
 from lowp.launch.session import Session
 from lowp.policy import Policy
 from lowp.presets import clipped_gradients
@@ -28,7 +28,6 @@ _NO_TASK = -1  # outside of any backward pass, also on the threads that run the 
 # gradients of 2**6. fp16 keeps six bits above a seed of 1 and ten below with the largest of these scales.
 _GRAD_ROOM = 6
 _LARGEST_GRAD_SCALE = 1024.0
-_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 def largest_grad_scale(policy: Policy) -> float:
@@ -78,7 +77,7 @@ class _Backward:
 
     def scales(self, outputs: tuple[Any, ...]) -> bool:
         """Whether a pass from these tensors is scaled. A 16-bit loss of the script's own has no room for a scale."""
-        return bool(outputs) and all(isinstance(one, Tensor) and one.dtype not in _SIXTEEN_BIT for one in outputs)
+        return bool(outputs) and all(isinstance(one, Tensor) and one.dtype not in SIXTEEN_BIT for one in outputs)
 
     def begin(self, outputs: tuple[Tensor, ...], most: float = float("inf"), looks: bool = False) -> None:
         """Set the scale of a pass, at most `most`, and let every leaf that the pass reaches unscale its gradient."""

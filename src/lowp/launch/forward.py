@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import private
+from lowp.launch.gradients import SIXTEEN_BIT
 from lowp.launch.session import Session
 from lowp.ops.casting import functorch_is_active, is_jit_tracing
 
@@ -20,14 +21,13 @@ __all__ = ["Forward", "install", "to_fp32"]
 
 _tree_map = cast(Callable[[Callable[[Any], Any], Any], Any], private("torch.utils._pytree.tree_map"))
 _Loss = cast(type, private("torch.nn.modules.loss._Loss"))
-_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 # torch's errors for an op with two dtypes, or with a dtype for which there is no kernel
 _DTYPE_ERROR = re.compile(r"dtype|scalar type|same type|not implemented for '(Half|BFloat16)'|must have the same", re.I)
 
 
 def to_fp32(value: Any) -> Any:
     """Return a 16-bit tensor in fp32, attached to the graph; anything else unchanged."""
-    return value.float() if isinstance(value, Tensor) and value.dtype in _SIXTEEN_BIT else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT else value
 
 
 def _widened(output: Any) -> Any:

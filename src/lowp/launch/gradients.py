@@ -19,9 +19,9 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lowp.launch.session import Session
 
-__all__ = ["Gradients", "install"]
+__all__ = ["SIXTEEN_BIT", "Gradients", "install", "leaves_of"]
 
-_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 class Gradients:
@@ -57,7 +57,7 @@ class Gradients:
 
         Without the scale, gradients would be too small for 16 bits.
         """
-        is_narrow = self.inverse is not None and gradient.dtype in _SIXTEEN_BIT
+        is_narrow = self.inverse is not None and gradient.dtype in SIXTEEN_BIT
         return self.unscaled(gradient.float() if is_narrow else gradient)
 
     def given(self, gradient: Tensor, place: Tensor) -> Tensor:
@@ -172,9 +172,8 @@ def install(session: Session) -> None:
 
     @wraps(register)
     def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        if getattr(
-            hook, "lowp_shows", False
-        ):  # in a region torch's own function calls this one, with what it was given
+        # in a region torch's own function calls this one again, with the hook that it was given
+        if getattr(hook, "lowp_shows", False):
             return register(self, hook)
         if self.is_leaf:
             gradients.adopt(self)
