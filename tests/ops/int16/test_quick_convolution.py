@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowp
+from lowp.kernels.dispatch import uses_library
 from lowp.kernels.integer import ConvolutionShape
 from lowp.region.engine import Engine
 
@@ -109,6 +110,7 @@ def test_impossible_ones_raise_torchs_error(wrong: str) -> None:
         IMPOSSIBLE[wrong]()
 
 
+@pytest.mark.skipif(not uses_library(), reason="without the library the product itself computes them")
 def test_the_sizes_of_a_layer_are_computed_in_its_first_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     trained("flex16+5", steps=1)
     asked: list[str] = []
