@@ -201,6 +201,7 @@ def test_a_recipe_takes_steps_and_is_evaluated(device: str, name: str, preset: s
     assert "loss" in found
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
 @pytest.mark.parametrize("kind", ["e4m3fn:stochastic", "bf16"])
 def test_what_is_compiled_has_the_numbers_of_eager_mode(device: str, kind: str) -> None:
     torch.manual_seed(0)
