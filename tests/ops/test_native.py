@@ -238,12 +238,13 @@ def test_other_calls_take_the_long_way_to_torch_autocast() -> None:
             result = handover.on_host(plan.way, F.linear, args, kwargs, region._weights)  # type: ignore[arg-type,union-attr]
             return result is not handover.ELSEWHERE
 
-        assert taken(x, weight) and taken(x, nn.Parameter(weight), None)
+        held = nn.Parameter(weight), nn.Parameter(weight)  # alive until the end: uses are counted by id
+        assert taken(x, weight) and taken(x, held[0], None)
         assert not taken(x, leaf)  # its cast is kept from the second use on
         with torch.no_grad():
             wide, large = torch.ones(5, 70), nn.Parameter(torch.ones(90, 70))
             assert taken(x, leaf) and taken(wide, large) and not taken(wide, large)  # small casts are not kept
-        assert taken(x, weight=nn.Parameter(weight)) and not taken(x, weight, out=None)
+        assert taken(x, weight=held[1]) and not taken(x, weight, out=None)
         assert not taken([x], weight)
         assert not taken(x.double(), weight.double())
         assert not taken(x.to_sparse(), weight)
