@@ -109,7 +109,7 @@ def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 def on_host(
     way: HandOver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: WeightCasts
 ) -> Any:
-    """Do what `device_of` and `handed_over` do, in one function, for a usual call on a CPU.
+    """Do what `device_of` and `handed_over` do, in fewer functions, for a usual call on a CPU.
 
     Between large tensors a CPU has little Python code left in its caches, and each function takes microseconds. Returns
     ELSEWHERE, with nothing done, for a call with an `out`, tensors in lists, other tensors than plain ones on the CPU,
@@ -130,20 +130,20 @@ def on_host(
             return ELSEWHERE
     if not has_tensors or (leaves and way.weights is not None and not weights.are_left(leaves)):
         return ELSEWHERE
-    caches = _caches()
-    _set_caches(False)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _set_caches(caches)
+    return _without_cache(function, args, kwargs)
 
 
 def handed_over(
     way: HandOver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: WeightCasts
 ) -> Any:
-    """Run a call under torch.autocast with its weight cache off: the cache does not notice writes to a weight."""
+    """Run a call under torch.autocast, with the weight casts that this entry keeps."""
     if way.weights is not None:
         args, kwargs = weights.cast_arguments(args, kwargs, way.weights)
+    return _without_cache(function, args, kwargs)
+
+
+def _without_cache(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call with torch.autocast's cache of weights off: the cache does not notice writes to a weight."""
     caches = _caches()
     _set_caches(False)
     try:
