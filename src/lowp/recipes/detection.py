@@ -1,4 +1,4 @@
-"""Shared parts of the detector recipes: their data's layout, the units of offsets, the optimizer and its schedule."""
+"""Shared parts of the detection recipes: the data's layout, the variances of offsets, the optimizer, the schedule."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lowp.recipes.recipe import Metric, Recipe, adam, step_decay
 
 __all__ = ["VARIANCES", "detector"]
 
-VARIANCES = (0.1, 0.2)  # the units of offsets to boxes, as in SSD's program and Fast R-CNN's second step
+VARIANCES = (0.1, 0.2)  # divisors of box offsets, as in SSD's program and in the second stage of Fast R-CNN
 
-# Adam in place of the papers' SGD, which starts from pre-trained weights and needs many times the epochs without them.
+# The papers use SGD from pre-trained weights; without these it needs many times the epochs of Adam.
 detector = partial(
     Recipe,
     data="generated: figures on scikit-learn's photographs; --data DIR or ZIP: Pascal VOC's layout (VOC 2007, BCCD)",

@@ -1,8 +1,8 @@
-"""Faster R-CNN on VGG-16: a detector in two steps, which fp16 trains with loss scaling as well as fp32.
+"""Faster R-CNN on VGG-16: a detector with two stages, which trains as well in fp16 with loss scaling as in fp32.
 
 In the published run (Micikevicius et al. 2018, arXiv 1710.03740, table 2) mAP is 69.1 in fp32, 68.6 in fp16 without
-loss scaling and 69.7 with it. The convolutions and the large linear layers compute in few bits; the four losses are
-fp32; boxes and their matches are so in every precision.
+loss scaling and 69.7 with it. The convolutions and the large linear layers compute in low precision; the four losses
+are fp32; boxes and their matches are fp32 in every precision.
 """
 
 from __future__ import annotations
@@ -17,88 +17,96 @@ from torch import Tensor, nn
 from lowp.recipes.data.boxes import (
     Detections,
     Truth,
-    best_boxes,
-    best_matches,
-    decoded,
-    encoded,
-    found_boxes,
-    outside,
-    overlaps,
+    box_iou,
+    decode_boxes,
+    encode_boxes,
+    match_anchors,
+    nms,
+    no_autocast_no_grad,
+    select_detections,
 )
-from lowp.recipes.data.detection import boxes_from, measured, truths
+from lowp.recipes.data.detection import evaluate_detector, load_boxes, truths_of
 from lowp.recipes.detection import VARIANCES, detector
 from lowp.recipes.networks.faster_rcnn import FasterRCNN, Shape, region_anchors
 from lowp.recipes.recipe import Data, Size
 
-REGIONS_COUNTED, REGIONS_JUDGED = 256, 64  # of an image, in the loss of each step
-PROPOSED = 100  # regions of an image that are judged in evaluation
+ANCHORS_SAMPLED, REGIONS_SAMPLED = 256, 64  # per image, in the losses of the first and of the second stage
+PROPOSED = 100  # regions per image in evaluation
 
 VGG_16 = Shape(layers=(2, 2, 3, 3, 3), share=1.0, sizes=(0.2, 0.4, 0.8), classes=20)
 SMALL = Shape(layers=(1, 1, 2, 2, 1), share=0.125, sizes=(0.2, 0.35, 0.55), classes=20)
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """Pascal VOC (or another set in its layout) where a path is given, else drawn scenes of ten kinds."""
-    return boxes_from(path, size.options["side"], size.options["shape"].classes, size.options["images"])
+    """Return a data set in Pascal VOC's layout if a path is given, otherwise drawn scenes with ten kinds of figures."""
+    return load_boxes(path, size.options["side"], size.options["shape"].classes, size.options["images"])
 
 
 def make_model(size: Size) -> nn.Module:
-    """The size's shape."""
+    """Return a Faster R-CNN with the size's shape."""
     return FasterRCNN(size.options["shape"])
 
 
-# -- the two steps ----------------------------------------------------------------------------------------------------
-def proposals(scores: Tensor, offsets: Tensor, anchors: Tensor, most: int) -> list[Tensor]:
-    """Return for each image the `most` best boxes, without those that overlap a better one by 70 %."""
-    chosen = []
-    for likely, moved in zip(scores.float().softmax(-1)[..., 1], offsets.float(), strict=True):
-        first = likely.argsort(descending=True)[: 4 * most]
-        boxes = decoded(moved[first], anchors[first]).clamp(0, 1)
-        chosen.append(boxes[best_boxes(boxes, likely[first], limit=0.7, most=most)])
-    return chosen
+# -- the two stages ---------------------------------------------------------------------------------------------------
+def proposals(scores: Tensor, offsets: Tensor, anchors: Tensor, max_count: int) -> list[Tensor]:
+    """Return at most `max_count` boxes per image by falling score, after non-maximum suppression at 0.7."""
+    proposed = []
+    for probabilities, image_offsets in zip(scores.float().softmax(-1)[..., 1], offsets.float(), strict=True):
+        first = probabilities.argsort(descending=True)[: 4 * max_count]
+        boxes = decode_boxes(image_offsets[first], anchors[first]).clamp(0, 1)
+        proposed.append(boxes[nms(boxes, probabilities[first], iou_threshold=0.7, max_count=max_count)])
+    return proposed
 
 
-def picked(wanted: Tensor, count: int, share: float) -> Tensor:
-    """Numbers of up to `count` at random: of those above 0 up to a share of it, the rest of those that are 0."""
-    positive, negative = (torch.nonzero(chosen)[:, 0] for chosen in (wanted > 0, wanted == 0))
-    positive = positive[torch.randperm(len(positive))[: round(count * share)].to(wanted.device)]
-    negative = negative[torch.randperm(len(negative))[: count - len(positive)].to(wanted.device)]
+def sample_balanced(labels: Tensor, count: int, positive_share: float) -> Tensor:
+    """Return the indices of at most `count` labels, drawn at random; negative labels are never drawn.
+
+    At most `positive_share` of `count` are indices of labels above 0; the rest are indices of labels that are 0.
+    """
+    positive, negative = (torch.nonzero(mask)[:, 0] for mask in (labels > 0, labels == 0))
+    positive = positive[torch.randperm(len(positive))[: round(count * positive_share)].to(labels.device)]
+    negative = negative[torch.randperm(len(negative))[: count - len(positive)].to(labels.device)]
     return torch.cat([positive, negative])
 
 
-def to_learn_from(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Anchors of an image to learn from: numbers, 1 where they show something, which of these do, and their offsets.
+def anchor_targets(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sample anchors of an image for the loss, with their targets.
 
-    An anchor shows something where it overlaps a box by more than 0.7, or is a box's best; below 0.3 nothing.
+    Return the indices of the sampled anchors, their labels (1 for object, 0 for background), the indices of those
+    labelled 1, and the target offsets of these. An anchor is labelled 1 if it overlaps a box by more than 0.7 or has
+    the largest overlap with a box, 0 if it overlaps all boxes by less than 0.3; others are not sampled.
     """
-    best, which = best_matches(anchors, truth.boxes)
-    wanted = torch.full((len(anchors),), -1, device=anchors.device)
-    wanted[best < 0.3] = 0
-    wanted[best > 0.7] = 1
-    counted = picked(wanted, REGIONS_COUNTED, 0.5)
-    there = counted[wanted[counted] == 1]
-    return counted, wanted[counted], there, encoded(truth.boxes[which[there]], anchors[there])
+    overlap, index = match_anchors(anchors, truth.boxes)
+    labels = torch.full((len(anchors),), -1, device=anchors.device)
+    labels[overlap < 0.3] = 0
+    labels[overlap > 0.7] = 1
+    sampled = sample_balanced(labels, ANCHORS_SAMPLED, 0.5)
+    positive = sampled[labels[sampled] == 1]
+    return sampled, labels[sampled], positive, encode_boxes(truth.boxes[index[positive]], anchors[positive])
 
 
 def region_loss(scores: Tensor, offsets: Tensor, anchors: Tensor, truth: Truth) -> Tensor:
-    """Of one image: cross-entropy of whether anchors show something, and smooth L1 of the offsets of those that do."""
-    with outside(scores.device):
-        counted, wanted, there, right = to_learn_from(anchors, truth)
-    place = nn.functional.smooth_l1_loss(offsets[there].float(), right, reduction="sum", beta=1 / 9)
-    return nn.functional.cross_entropy(scores[counted].float(), wanted) + place / len(counted)
+    """Compute the first stage's loss of one image: cross-entropy of the labels, smooth L1 of the objects' offsets."""
+    with no_autocast_no_grad(scores.device):
+        sampled, labels, positive, target_offsets = anchor_targets(anchors, truth)
+    offset_loss = nn.functional.smooth_l1_loss(offsets[positive].float(), target_offsets, reduction="sum", beta=1 / 9)
+    return nn.functional.cross_entropy(scores[sampled].float(), labels) + offset_loss / len(sampled)
 
 
-def labelled(boxes: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor]:
-    """Regions of an image to learn from, the class of each (0 for nothing, else 1 + the class) and its box."""
-    boxes = torch.cat([boxes, truth.boxes])  # the right ones too, since at first none are proposed
-    best, which = overlaps(boxes, truth.boxes).max(1)
-    wanted = torch.where(best >= 0.5, truth.classes[which] + 1, 0)
-    chosen = picked(wanted, REGIONS_JUDGED, 0.25)
-    return boxes[chosen], wanted[chosen], truth.boxes[which[chosen]]
+def region_targets(boxes: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample regions of an image for the loss of the second stage.
+
+    Return the regions, the target class of each (0 for background, else 1 + the class index), and its target box.
+    """
+    boxes = torch.cat([boxes, truth.boxes])  # the true ones too, since few objects are proposed at first
+    overlap, index = box_iou(boxes, truth.boxes).max(1)
+    labels = torch.where(overlap >= 0.5, truth.classes[index] + 1, 0)
+    sampled = sample_balanced(labels, REGIONS_SAMPLED, 0.25)
+    return boxes[sampled], labels[sampled], truth.boxes[index[sampled]]
 
 
 class Proposed(NamedTuple):
-    """The output of the first step: the feature map of the images, and scores and offsets of the anchors on it."""
+    """The output of the first stage: the feature map of the images, and scores and offsets of the anchors on it."""
 
     features: Tensor
     scores: Tensor
@@ -107,72 +115,76 @@ class Proposed(NamedTuple):
 
 
 def propose(network: Any, images: Tensor) -> Proposed:
-    """Run the first step."""
+    """Run the first stage."""
     features = network.features(images)
-    with outside(features.device):
+    with no_autocast_no_grad(features.device):
         anchors = region_anchors(network.shape, *features.shape[-2:]).to(features.device)
     scores, offsets = network.propose(features)
     return Proposed(features, scores, offsets, anchors)
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """The losses of both steps, averaged over the images that show something."""
+    """Compute the losses of both stages, averaged over the images with objects."""
     return both_losses(model, propose(model, batch["images"]), batch)
 
 
 def both_losses(network: Any, first: Proposed, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of the first step and, after the second one on regions of the first, the loss of that."""
+    """Compute the loss of the first stage plus that of the second, which runs on the first one's proposals.
+
+    It is 0 for a batch without objects.
+    """
     features, scores, offsets, anchors = first
-    with outside(features.device):
-        truth = truths(batch)
-        shown = [place for place, one in enumerate(truth) if len(one.boxes)]
-    if not shown:
-        nothing: Tensor = 0.0 * scores.float().sum()
-        return nothing
-    of_anchors = [region_loss(scores[place], offsets[place], anchors, truth[place]) for place in shown]
-    with outside(features.device):
-        boxes = proposals(scores[shown], offsets[shown], anchors, 2 * REGIONS_JUDGED)
-        regions = [labelled(own, truth[place]) for own, place in zip(boxes, shown, strict=True)]
-    judged, moved = network.judge(features[shown], [own for own, _, _ in regions])
-    total: Tensor = torch.stack(of_anchors).mean() + judging_loss(judged, moved, regions)
+    with no_autocast_no_grad(features.device):
+        truths = truths_of(batch)
+        images = [image for image, truth in enumerate(truths) if len(truth.boxes)]
+    if not images:
+        zero: Tensor = 0.0 * scores.float().sum()
+        return zero
+    region_losses = [region_loss(scores[image], offsets[image], anchors, truths[image]) for image in images]
+    with no_autocast_no_grad(features.device):
+        proposed = proposals(scores[images], offsets[images], anchors, 2 * REGIONS_SAMPLED)
+        regions = [region_targets(boxes, truths[image]) for boxes, image in zip(proposed, images, strict=True)]
+    class_scores, class_offsets = network.judge(features[images], [boxes for boxes, _, _ in regions])
+    total: Tensor = torch.stack(region_losses).mean() + class_loss(class_scores, class_offsets, regions)
     return total
 
 
-def judging_loss(scores: Tensor, offsets: Tensor, regions: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Cross-entropy of the classes, and smooth L1 of the offsets that belong to the right class."""
-    with outside(scores.device):
-        boxes, wanted, right = (torch.cat(parts) for parts in zip(*regions, strict=True))
-        there = torch.nonzero(wanted)[:, 0]
-        moves = encoded(right[there], boxes[there], VARIANCES)
-    place = nn.functional.smooth_l1_loss(offsets.float()[there, wanted[there]], moves, reduction="sum")
-    return nn.functional.cross_entropy(scores.float(), wanted) + place / len(wanted)
+def class_loss(scores: Tensor, offsets: Tensor, regions: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Compute the second stage's loss: cross-entropy of the classes, smooth L1 of the offsets of the true classes."""
+    with no_autocast_no_grad(scores.device):
+        boxes, labels, target_boxes = (torch.cat(parts) for parts in zip(*regions, strict=True))
+        positive = torch.nonzero(labels)[:, 0]
+        target_offsets = encode_boxes(target_boxes[positive], boxes[positive], VARIANCES)
+    class_offsets = offsets.float()[positive, labels[positive]]
+    offset_loss = nn.functional.smooth_l1_loss(class_offsets, target_offsets, reduction="sum")
+    return nn.functional.cross_entropy(scores.float(), labels) + offset_loss / len(labels)
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
-def found(network: Any, first: Proposed) -> list[Detections]:
-    """What the regions of each image show: of each class the boxes with a share above 5 %, without overlapping ones."""
-    with outside(first.features.device):
+def detections(network: Any, first: Proposed) -> list[Detections]:
+    """Return the detections of each image: boxes with a probability above 5 %, after suppression at 0.3."""
+    with no_autocast_no_grad(first.features.device):
         regions = proposals(first.scores, first.offsets, first.anchors, PROPOSED)
     scores, offsets = network.judge(first.features, regions)
-    with outside(scores.device):
-        shares = scores.float().softmax(-1)[:, 1:]
-        moved = decoded(offsets[:, 1:].float(), torch.cat(regions)[:, None], VARIANCES).clamp(0, 1)
-        counts = [len(own) for own in regions]
-        pairs = zip(torch.split(moved, counts), torch.split(shares, counts), strict=True)
-        return [found_boxes(*pair, limit=0.3, most=PROPOSED) for pair in pairs]
+    with no_autocast_no_grad(scores.device):
+        probabilities = scores.float().softmax(-1)[:, 1:]
+        boxes = decode_boxes(offsets[:, 1:].float(), torch.cat(regions)[:, None], VARIANCES).clamp(0, 1)
+        counts = [len(part) for part in regions]
+        pairs = zip(torch.split(boxes, counts), torch.split(probabilities, counts), strict=True)
+        return [select_detections(*pair, iou_threshold=0.3, max_count=PROPOSED) for pair in pairs]
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """``mAP`` as in Pascal VOC 2007, 0 to 1, and the loss, for which regions are drawn as they are in training."""
+    """Return ``mAP``, as in Pascal VOC 2007 (0 to 1), and ``loss``, whose regions are sampled as in training."""
     network: Any = model
 
     def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[Detections]]:
         first = propose(network, batch["images"])
-        return both_losses(network, first, batch), found(network, first)
+        return both_losses(network, first, batch), detections(network, first)
 
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same regions at every evaluation
-        return measured(batches, detect, network.shape.classes)
+        return evaluate_detector(batches, detect, network.shape.classes)
 
 
 FASTER_RCNN = detector(

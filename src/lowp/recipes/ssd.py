@@ -2,8 +2,9 @@
 
 In the published run (Micikevicius et al. 2018, arXiv 1710.03740, table 2 and section 3.2) gradients of activations
 between 2^-27 and 2^-24 were lost, and mattered; a loss scale of 8 brought mAP from "does not converge" to 77.1, with
-76.9 in fp32. The CPU size has larger gradients, and trains without (docs/detection.md). The convolutions compute in few
-bits; the norm of the first map and the losses are fp32; boxes and their matches are so in every precision.
+76.9 in fp32. The gradients of the CPU size are larger, and it trains without a loss scale (docs/detection.md). The
+convolutions compute in low precision; the normalisation of the first map and the losses are fp32; boxes and their
+matches are fp32 in every precision.
 """
 
 from __future__ import annotations
@@ -17,15 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import real_tensors
-from lowp.recipes.data.boxes import Detections, Truth, best_matches, decoded, encoded, found_boxes, outside
-from lowp.recipes.data.detection import boxes_from, measured, truths
+from lowp.recipes.data.boxes import (
+    Detections,
+    Truth,
+    decode_boxes,
+    encode_boxes,
+    match_anchors,
+    no_autocast_no_grad,
+    select_detections,
+)
+from lowp.recipes.data.detection import evaluate_detector, load_boxes, truths_of
 from lowp.recipes.detection import VARIANCES, detector
 from lowp.recipes.networks.ssd import SSD, SSD300, SSDShape, default_boxes
 from lowp.recipes.recipe import Data, Size
 
-NEGATIVES = 3  # for each box that has a match, so many hardest ones without
+NEGATIVES = 3  # unmatched anchors in the loss for each matched anchor
 
-# A shallower and narrower one for images of 96x96.
+# A shallower and narrower network for images of 96x96.
 SMALL = SSDShape(
     layers=(1, 1, 2, 2, 1),
     share=0.125,
@@ -39,85 +48,93 @@ SMALL = SSDShape(
 
 @lru_cache(maxsize=8)
 def anchors_of(count: int, device: torch.device) -> Tensor:
-    """The default boxes of the layout that has `count` of them."""
+    """Return the default boxes [count, 4] of the layout with `count` of them, SSD300 or SMALL."""
     with real_tensors():
         both = (default_boxes(layout) for layout in (SSD300, SMALL))
         return next(boxes for boxes in both if len(boxes) == count).to(device)
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """Pascal VOC (or another set in its layout) where a path is given, else drawn scenes of ten kinds."""
-    return boxes_from(path, size.options["side"], size.options["layout"].classes, size.options["images"])
+    """Return a data set in Pascal VOC's layout if a path is given, otherwise drawn scenes with ten kinds of figures."""
+    return load_boxes(path, size.options["side"], size.options["layout"].classes, size.options["images"])
 
 
 def make_model(size: Size) -> nn.Module:
-    """The size's layout."""
+    """Return an SSD with the size's layout."""
     return SSD(size.options["layout"])
 
 
 # -- loss -------------------------------------------------------------------------------------------------------------
-def matched(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
-    """For each anchor the class that it is to find (0 for none, else 1 + the class) and the box.
+def match_targets(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
+    """Return the target class int64 [N] (0 for background, else 1 + the class index) and box [N, 4] of each anchor.
 
-    Each box has the anchor that overlaps it most, and all that overlap it by more than a half.
+    A box is matched to the anchor with the largest overlap, and to all anchors that overlap it by more than a half.
     """
     if not len(truth.boxes):
         return torch.zeros(len(anchors), dtype=torch.int64, device=anchors.device), anchors
-    best, which = best_matches(anchors, truth.boxes)
-    return torch.where(best > 0.5, truth.classes[which] + 1, 0), truth.boxes[which]
+    overlap, index = match_anchors(anchors, truth.boxes)
+    return torch.where(overlap > 0.5, truth.classes[index] + 1, 0), truth.boxes[index]
 
 
 def targets(anchors: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of each image's anchors what `matched` says: classes int64 [N, anchors] and offsets to boxes [N, anchors, 4]."""
-    pairs = [matched(anchors, truth) for truth in truths(batch)]
+    """Return the target classes int64 [N, anchors] and offsets [N, anchors, 4] of a batch, as in `match_targets`."""
+    pairs = [match_targets(anchors, truth) for truth in truths_of(batch)]
     boxes = torch.stack([boxes for _, boxes in pairs])
-    return torch.stack([classes for classes, _ in pairs]), encoded(boxes, anchors, VARIANCES)
+    return torch.stack([classes for classes, _ in pairs]), encode_boxes(boxes, anchors, VARIANCES)
 
 
-def hardest(losses: Tensor, positive: Tensor) -> Tensor:
-    """The matched anchors [N, anchors] and, of each image's others, those that are most wrong, three for each match."""
+def mine_negatives(losses: Tensor, positive: Tensor) -> Tensor:
+    """Return a mask [N, anchors] of the matched anchors and, per image, the unmatched ones with the largest losses.
+
+    There are three unmatched anchors for each matched one (hard negative mining, section 2.2).
+    """
     rank = losses.masked_fill(positive, -1.0).argsort(1, descending=True).argsort(1)
     return positive | (rank < NEGATIVES * positive.sum(1, keepdim=True))
 
 
 def detection_loss(offsets: Tensor, scores: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Smooth L1 of the offsets of matched boxes plus cross-entropy of these and of the hardest others, a match."""
+    """Compute the smooth L1 loss of the matched anchors' offsets plus the cross-entropy, per matched anchor.
+
+    The cross-entropy is that of the anchors in `mine_negatives`.
+    """
     offsets, scores = offsets.float(), scores.float()
-    with outside(scores.device):
-        wanted, right = targets(anchors_of(scores.shape[1], scores.device), batch)
-        positive = wanted > 0
-        matches = positive.sum().clamp(min=1)
-    place = nn.functional.smooth_l1_loss(offsets[positive], right[positive], reduction="sum")
-    losses = nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
-    with outside(scores.device):
-        counted = hardest(losses, positive)
-    return (place + losses[counted].sum()) / matches
+    with no_autocast_no_grad(scores.device):
+        target_classes, target_offsets = targets(anchors_of(scores.shape[1], scores.device), batch)
+        positive = target_classes > 0
+        count = positive.sum().clamp(min=1)
+    offset_loss = nn.functional.smooth_l1_loss(offsets[positive], target_offsets[positive], reduction="sum")
+    losses = nn.functional.cross_entropy(scores.flatten(0, 1), target_classes.flatten(), reduction="none")
+    losses = losses.view(target_classes.shape)
+    with no_autocast_no_grad(scores.device):
+        counted = mine_negatives(losses, positive)
+    return (offset_loss + losses[counted].sum()) / count
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """The multibox loss (section 2.2 of the paper)."""
+    """Compute the multibox loss (section 2.2 of the paper)."""
     offsets, scores = model(batch["images"])
     return detection_loss(offsets, scores, batch)
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
-def found(offsets: Tensor, scores: Tensor) -> list[Detections]:
-    """Of each image the best boxes of each class."""
-    with outside(scores.device):
-        boxes = decoded(offsets.float(), anchors_of(scores.shape[1], scores.device), VARIANCES)
-        shares = scores.float().softmax(-1)[..., 1:]
-        return [found_boxes(*pair, limit=0.45, most=50) for pair in zip(boxes, shares, strict=True)]
+def detections(offsets: Tensor, scores: Tensor) -> list[Detections]:
+    """Return the detections of each image, at most 50 per class."""
+    with no_autocast_no_grad(scores.device):
+        boxes = decode_boxes(offsets.float(), anchors_of(scores.shape[1], scores.device), VARIANCES)
+        probabilities = scores.float().softmax(-1)[..., 1:]
+        pairs = zip(boxes, probabilities, strict=True)
+        return [select_detections(*pair, iou_threshold=0.45, max_count=50) for pair in pairs]
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """``mAP`` as in Pascal VOC 2007, 0 to 1, and the loss."""
+    """Return ``mAP``, as in Pascal VOC 2007 (0 to 1), and ``loss``."""
 
     def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[Detections]]:
         offsets, scores = model(batch["images"])
-        return detection_loss(offsets, scores, batch), found(offsets, scores)
+        return detection_loss(offsets, scores, batch), detections(offsets, scores)
 
     network: Any = model
-    return measured(batches, detect, network.classes)
+    return evaluate_detector(batches, detect, network.classes)
 
 
 SSD_RECIPE = detector(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowp.recipes.data.boxes import Detections, Truth, best_boxes, decoded, encoded, mean_average_precision, overlaps
+from lowp.recipes.data.boxes import Detections, Truth, box_iou, decode_boxes, encode_boxes, mean_average_precision, nms
 
 SQUARE = torch.tensor([[0.0, 0.0, 2.0, 2.0]])
 
@@ -16,7 +16,7 @@ SQUARE = torch.tensor([[0.0, 0.0, 2.0, 2.0]])
     [((0, 0, 2, 2), 1.0), ((1, 0, 3, 2), 1 / 3), ((2, 0, 4, 2), 0.0), ((0, 0, 1, 1), 0.25), ((1, 1, 1, 1), 0.0)],
 )
 def test_overlap_is_the_common_area_by_the_area_of_both(box: tuple[int, ...], share: float) -> None:
-    assert float(overlaps(SQUARE, torch.tensor([box], dtype=torch.float32))[0, 0]) == pytest.approx(share)
+    assert float(box_iou(SQUARE, torch.tensor([box], dtype=torch.float32))[0, 0]) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("variances", [(1.0, 1.0), (0.1, 0.2)])
@@ -24,16 +24,16 @@ def test_boxes_come_back_from_their_offsets(variances: tuple[float, float]) -> N
     generator = torch.Generator().manual_seed(0)
     corners = torch.rand(2, 50, 2, generator=generator)
     boxes, anchors = (torch.cat([low, low + 0.1 + torch.rand(50, 2, generator=generator)], 1) for low in corners)
-    assert torch.allclose(decoded(encoded(boxes, anchors, variances), anchors, variances), boxes, atol=1e-5)
-    assert torch.equal(encoded(anchors, anchors), torch.zeros(50, 4))
+    assert torch.allclose(decode_boxes(encode_boxes(boxes, anchors, variances), anchors, variances), boxes, atol=1e-5)
+    assert torch.equal(encode_boxes(anchors, anchors), torch.zeros(50, 4))
 
 
 def test_a_box_that_overlaps_a_better_one_is_left_out() -> None:
     boxes = torch.tensor([[0, 0, 2, 2], [0, 0, 2, 1.9], [5, 5, 6, 6], [0, 1, 2, 3]])
     scores = torch.tensor([0.8, 0.9, 0.1, 0.5])
-    assert best_boxes(boxes, scores, limit=0.5, most=9).tolist() == [1, 3, 2]
-    assert best_boxes(boxes, scores, limit=0.5, most=2).tolist() == [1, 3]
-    assert best_boxes(boxes[:0], scores[:0], limit=0.5, most=2).tolist() == []
+    assert nms(boxes, scores, iou_threshold=0.5, max_count=9).tolist() == [1, 3, 2]
+    assert nms(boxes, scores, iou_threshold=0.5, max_count=2).tolist() == [1, 3]
+    assert nms(boxes[:0], scores[:0], iou_threshold=0.5, max_count=2).tolist() == []
 
 
 def truth(*boxes: tuple[float, ...], difficult: tuple[bool, ...] = ()) -> Truth:
@@ -41,8 +41,8 @@ def truth(*boxes: tuple[float, ...], difficult: tuple[bool, ...] = ()) -> Truth:
     return Truth(torch.tensor(boxes).view(-1, 4), torch.zeros(len(boxes), dtype=torch.int64), marks)
 
 
-def found(boxes: list[tuple[float, ...]], scores: list[float], number: int = 0) -> Detections:
-    return Detections(torch.tensor(boxes).view(-1, 4), torch.full((len(boxes),), number), torch.tensor(scores))
+def found(boxes: list[tuple[float, ...]], scores: list[float], class_index: int = 0) -> Detections:
+    return Detections(torch.tensor(boxes).view(-1, 4), torch.full((len(boxes),), class_index), torch.tensor(scores))
 
 
 ONE, TWO, FAR = (0.0, 0.0, 2.0, 2.0), (4.0, 4.0, 6.0, 6.0), (8.0, 8.0, 9.0, 9.0)
@@ -71,7 +71,7 @@ def test_precision_is_averaged_over_eleven_recalls(finding: Detections, there: T
 
 def test_a_class_that_is_not_there_is_left_out_of_the_mean_and_images_are_kept_apart() -> None:
     assert mean_average_precision([found([ONE], [0.9])], [truth(ONE)], 5) == 1.0
-    assert mean_average_precision([found([ONE], [0.9], number=1)], [truth(ONE)], 5) == 0.0
+    assert mean_average_precision([found([ONE], [0.9], class_index=1)], [truth(ONE)], 5) == 0.0
     swapped = mean_average_precision([found([TWO], [0.9]), found([ONE], [0.9])], [truth(ONE), truth(TWO)], 1)
     assert swapped == 0.0
     assert mean_average_precision([found([], [])], [truth()], 3) == 0.0

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from lowp.errors import InvalidInput
-from lowp.recipes.data.detection import VOC_CLASSES, drawn_boxes, read_voc, truths
+from lowp.recipes.data.detection import VOC_CLASSES, draw_boxes, read_voc, truths_of
 
 
 def annotation(*objects: tuple[str, int, int, int, int, int]) -> str:
@@ -62,7 +62,7 @@ def test_pictures_and_boxes_are_read_from_a_folder_and_a_zip_file(packed: bool, 
     assert batch["classes"].tolist() == [[VOC_CLASSES.index("dog"), VOC_CLASSES.index("cat")], [-1, -1]]
     assert batch["boxes"][0].tolist() == [[0.0, 0.0, 0.5, 1.0], [0.5, 0.5, 1.0, 1.0]]
     assert batch["difficult"].tolist() == [[False, True], [False, False]]
-    shown = truths(batch, scale=2.0)
+    shown = truths_of(batch, scale=2.0)
     assert shown[0].boxes[0].tolist() == [0.0, 0.0, 1.0, 2.0] and len(shown[1].boxes) == 0
     assert "2 classes from" in data.description and data.description.endswith("2 pictures to train on and 1 held back")
 
@@ -116,9 +116,9 @@ def test_too_many_classes_no_set_and_no_zip_file_are_refused(tmp_path: Path) -> 
 
 
 def test_drawn_scenes_have_one_to_four_boxes_within_the_picture() -> None:
-    data = drawn_boxes(48, 10, 40, 10)
+    data = draw_boxes(48, 10, 40, 10)
     batch = data.training.batch(torch.arange(40))
     counts = (batch["classes"] >= 0).sum(1)
     assert counts.min() == 1 and 2 <= counts.max() <= 4
     assert batch["boxes"].min() >= 0 and batch["boxes"].max() <= 1
-    assert torch.equal(batch["images"], drawn_boxes(48, 10, 40, 10).training.batch(torch.arange(40))["images"])
+    assert torch.equal(batch["images"], draw_boxes(48, 10, 40, 10).training.batch(torch.arange(40))["images"])

@@ -8,7 +8,7 @@ import torch
 import lowp
 from lowp.recipes import faster_rcnn, ssd
 from lowp.recipes.data import boxes as boxes_module
-from lowp.recipes.data.boxes import Truth, encoded, found_boxes, mean_average_precision, overlaps
+from lowp.recipes.data.boxes import Truth, box_iou, encode_boxes, mean_average_precision, select_detections
 from lowp.recipes.networks.faster_rcnn import FasterRCNN, region_anchors, region_features
 from lowp.recipes.networks.ssd import SSD, SSD300, default_boxes
 from lowp.recipes.recipe import Recipe
@@ -35,13 +35,13 @@ def test_default_boxes_lie_in_the_image_and_begin_at_its_top_left() -> None:
 
 def test_every_box_has_a_match_and_others_only_where_they_overlap_by_half() -> None:
     anchors = default_boxes(ssd.SMALL)
-    classes, boxes = ssd.matched(anchors, TRUTH)
-    close = overlaps(anchors, SQUARE)[:, 0]
+    classes, boxes = ssd.match_targets(anchors, TRUTH)
+    close = box_iou(anchors, SQUARE)[:, 0]
     assert classes[close.argmax()] == 5 and torch.equal(boxes[0], SQUARE[0])
     assert torch.equal(classes > 0, (close > 0.5) | (close == close.max()))
     tiny = Truth(torch.tensor([[0.5, 0.5, 0.51, 0.51]]), TRUTH.classes, TRUTH.difficult)
-    assert int((ssd.matched(anchors, tiny)[0] > 0).sum()) == 1
-    assert not ssd.matched(anchors, NOTHING)[0].any()
+    assert int((ssd.match_targets(anchors, tiny)[0] > 0).sum()) == 1
+    assert not ssd.match_targets(anchors, NOTHING)[0].any()
 
 
 def batch_of(truth: Truth) -> dict[str, torch.Tensor]:
@@ -53,8 +53,8 @@ def batch_of(truth: Truth) -> dict[str, torch.Tensor]:
 
 def test_the_multibox_loss_is_zero_for_the_right_answer_and_counts_three_negatives_a_match() -> None:
     anchors = default_boxes(ssd.SMALL)
-    classes, boxes = ssd.matched(anchors, TRUTH)
-    offsets = encoded(boxes, anchors, ssd.VARIANCES)[None]
+    classes, boxes = ssd.match_targets(anchors, TRUTH)
+    offsets = encode_boxes(boxes, anchors, ssd.VARIANCES)[None]
     right = 50.0 * torch.nn.functional.one_hot(classes, 21)[None].float()
     assert float(ssd.detection_loss(offsets, right, batch_of(TRUTH))) == pytest.approx(0, abs=1e-6)
     # No preference: each of the matches and three times as many others cost log 21.
@@ -73,19 +73,19 @@ def test_a_picture_without_boxes_has_a_finite_loss_and_gradients() -> None:
 
 def test_the_right_answer_has_a_map_of_one() -> None:
     anchors = default_boxes(ssd.SMALL)
-    classes, boxes = ssd.matched(anchors, TRUTH)
+    classes, boxes = ssd.match_targets(anchors, TRUTH)
     right = 50.0 * torch.nn.functional.one_hot(classes, 21)[None].float()
-    (found,) = ssd.found(encoded(boxes, anchors, ssd.VARIANCES)[None], right)
+    (found,) = ssd.detections(encode_boxes(boxes, anchors, ssd.VARIANCES)[None], right)
     assert mean_average_precision([found], [TRUTH], 20) == 1.0
     assert len(found.classes) == 1
 
 
 def test_boxes_of_each_class_are_found_where_each_class_has_its_own() -> None:
     boxes = torch.stack([SQUARE, SQUARE + 0.3], 1)  # one region, two classes, a box for each
-    found = found_boxes(boxes, torch.tensor([[0.3, 0.6]]), limit=0.5, most=5)
+    found = select_detections(boxes, torch.tensor([[0.3, 0.6]]), iou_threshold=0.5, max_count=5)
     assert torch.equal(found.boxes, torch.cat([SQUARE, SQUARE + 0.3]))
     assert found.classes.tolist() == [0, 1] and found.scores.tolist() == pytest.approx([0.3, 0.6])
-    assert not len(found_boxes(boxes, torch.tensor([[0.01, 0.02]]), limit=0.5, most=5).boxes)
+    assert not len(select_detections(boxes, torch.tensor([[0.01, 0.02]]), iou_threshold=0.5, max_count=5).boxes)
 
 
 @pytest.mark.parametrize("recipe", [ssd.SSD_RECIPE, faster_rcnn.FASTER_RCNN], ids=lambda recipe: recipe.name)
@@ -96,13 +96,13 @@ def test_boxes_are_compared_in_fp32_in_every_precision(
     same: list[bool] = []
 
     def compare(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        result = overlaps(one, other)
+        result = box_iou(one, other)
         with torch.autocast("cpu", enabled=False):
-            same.append(torch.equal(result, overlaps(one, other)))
+            same.append(torch.equal(result, box_iou(one, other)))
         return result
 
     for module in (boxes_module, faster_rcnn):  # where it is looked up
-        monkeypatch.setattr(module, "overlaps", compare)
+        monkeypatch.setattr(module, "box_iou", compare)
     model = recipe.make_model(recipe.size("cpu")).eval()
     with lowp.autocast("flex16+5"), torch.no_grad():
         recipe.evaluate(model, [batch_of(TRUTH)])
@@ -129,7 +129,7 @@ def test_anchors_have_three_ratios_and_the_same_area() -> None:
 def test_proposals_are_the_likely_boxes_without_doubles() -> None:
     anchors = torch.tensor([[0.1, 0.1, 0.4, 0.4], [0.1, 0.1, 0.4, 0.41], [0.6, 0.6, 1.2, 1.2]])
     scores = torch.tensor([[[0.0, 1.0], [0.0, 2.0], [0.0, -1.0]]])
-    (boxes,) = faster_rcnn.proposals(scores, torch.zeros(1, 3, 4), anchors, most=5)
+    (boxes,) = faster_rcnn.proposals(scores, torch.zeros(1, 3, 4), anchors, max_count=5)
     expected = torch.tensor([[0.1, 0.1, 0.4, 0.41], [0.6, 0.6, 1.0, 1.0]])
     assert torch.allclose(boxes, expected)
 
@@ -137,7 +137,7 @@ def test_proposals_are_the_likely_boxes_without_doubles() -> None:
 def test_regions_to_learn_from_are_at_most_a_quarter_with_something() -> None:
     torch.manual_seed(0)
     wanted = torch.cat([torch.ones(50), torch.zeros(300), -torch.ones(10)]).long()
-    chosen = faster_rcnn.picked(wanted, 64, 0.25)
+    chosen = faster_rcnn.sample_balanced(wanted, 64, 0.25)
     assert len(chosen) == len(set(chosen.tolist())) == 64
     assert int((wanted[chosen] == 1).sum()) == 16 and not (wanted[chosen] == -1).any()
 

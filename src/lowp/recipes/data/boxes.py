@@ -1,4 +1,4 @@
-"""Boxes around things: how far two overlap, offsets from one to another, the best of many, and the VOC 2007 measure.
+"""Boxes: intersection over union, offsets to anchors, non-maximum suppression, and the metric of Pascal VOC 2007.
 
 A box is left, top, right, bottom, in any unit; a tensor of boxes is float [N, 4]. torchvision.ops has `box_iou`, `nms`
 and `batched_nms` too; each of its releases requires one release of torch, so lowp does not depend on it.
@@ -17,19 +17,19 @@ from torch import Tensor
 __all__ = [
     "Detections",
     "Truth",
-    "best_boxes",
-    "best_matches",
-    "decoded",
-    "encoded",
-    "found_boxes",
+    "box_iou",
+    "decode_boxes",
+    "encode_boxes",
+    "match_anchors",
     "mean_average_precision",
-    "outside",
-    "overlaps",
+    "nms",
+    "no_autocast_no_grad",
+    "select_detections",
 ]
 
 
 class Truth(NamedTuple):
-    """The contents of an image: boxes [M, 4], classes int64 [M] from 0, and which boxes are marked as difficult."""
+    """The objects in an image: boxes [M, 4], class indices int64 [M], and bool [M], True for a difficult object."""
 
     boxes: Tensor
     classes: Tensor
@@ -37,7 +37,7 @@ class Truth(NamedTuple):
 
 
 class Detections(NamedTuple):
-    """The objects that a network found in an image: boxes [K, 4], classes int64 [K], and scores [K]."""
+    """The objects that a network detected in an image: boxes [K, 4], class indices int64 [K], and scores [K]."""
 
     boxes: Tensor
     classes: Tensor
@@ -45,136 +45,156 @@ class Detections(NamedTuple):
 
 
 @contextmanager
-def outside(device: torch.device) -> Iterator[None]:
-    """Leave a precision's region, and record nothing for backward.
+def no_autocast_no_grad(device: torch.device) -> Iterator[None]:
+    """Disable autocast on the CPU and on `device`, and gradients.
 
-    For boxes, matches, targets and what else decides about a network's tensors without being one: they are fp32, or
-    indices, in every precision.
+    For boxes, matches and targets: they are fp32 or indices in every precision, and nothing is differentiated by them.
     """
     with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False), torch.no_grad():
         yield
 
 
-def overlaps(one: Tensor, other: Tensor) -> Tensor:
-    """Return intersection over union of each box with each other one: [N, M], 0 if both are empty."""
-    low, high = torch.maximum(one[:, None, :2], other[None, :, :2]), torch.minimum(one[:, None, 2:], other[None, :, 2:])
-    common = (high - low).clamp(min=0).prod(2)
-    areas = [(boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1) for boxes in (one, other)]
-    return common / (areas[0][:, None] + areas[1][None, :] - common).clamp(min=1e-12)
+def box_iou(boxes1: Tensor, boxes2: Tensor) -> Tensor:
+    """Return the intersection over union of each of `boxes1` [N, 4] with each of `boxes2` [M, 4]: [N, M].
 
-
-def best_matches(anchors: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each anchor how far it overlaps the box that it overlaps most, and the number of that box.
-
-    The anchor that overlaps a box more than all others do belongs to it, with an overlap of 2. `boxes` are not empty.
+    It is 0 for two empty boxes.
     """
-    close = overlaps(anchors, boxes)
-    best, which = close.max(1)
-    own = close.argmax(0)
-    best[own] = 2.0
-    which[own] = torch.arange(len(own), device=own.device)
-    return best, which
+    low = torch.maximum(boxes1[:, None, :2], boxes2[None, :, :2])
+    high = torch.minimum(boxes1[:, None, 2:], boxes2[None, :, 2:])
+    intersection = (high - low).clamp(min=0).prod(2)
+    area1, area2 = ((boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1) for boxes in (boxes1, boxes2))
+    return intersection / (area1[:, None] + area2[None, :] - intersection).clamp(min=1e-12)
 
 
-def encoded(boxes: Tensor, anchors: Tensor, variances: tuple[float, float] = (1.0, 1.0)) -> Tensor:
-    """Offsets from anchors to boxes: of the middle in sizes of the anchor, and logarithms of the sizes' ratios.
+def match_anchors(anchors: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for each anchor, its largest overlap with a box and the index of that box: [N] and int64 [N].
 
-    Divided by `variances` (Girshick 2015, arXiv 1504.08083; Liu et al. 2016, arXiv 1512.02325, equation 2).
+    The anchor with the largest overlap with a box is matched to it, with an overlap of 2. `boxes` must not be empty.
     """
-    middle, size = _middle_and_size(boxes)
-    from_middle, from_size = _middle_and_size(anchors)
-    moved, grown = (middle - from_middle) / from_size, torch.log(size / from_size)
-    return torch.cat([moved / variances[0], grown / variances[1]], dim=-1)
+    iou = box_iou(anchors, boxes)
+    overlap, index = iou.max(1)
+    best_anchors = iou.argmax(0)
+    overlap[best_anchors] = 2.0
+    index[best_anchors] = torch.arange(len(best_anchors), device=best_anchors.device)
+    return overlap, index
 
 
-def decoded(offsets: Tensor, anchors: Tensor, variances: tuple[float, float] = (1.0, 1.0)) -> Tensor:
-    """The boxes that `encoded` gave these offsets for; sizes grow by a factor of 60 at most."""
-    from_middle, from_size = _middle_and_size(anchors)
-    middle = from_middle + offsets[..., :2] * variances[0] * from_size
-    half = torch.exp((offsets[..., 2:] * variances[1]).clamp(max=4.1)) * from_size / 2
-    return torch.cat([middle - half, middle + half], dim=-1)
+def encode_boxes(boxes: Tensor, anchors: Tensor, variances: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    """Return the offsets [..., 4] of `boxes` from `anchors`, divided by `variances`.
+
+    An offset is the distance of the centres in sizes of the anchor, and the logarithm of the ratio of the sizes
+    (Girshick 2015, arXiv 1504.08083; Liu et al. 2016, arXiv 1512.02325, equation 2).
+    """
+    centre, size = _centre_and_size(boxes)
+    anchor_centre, anchor_size = _centre_and_size(anchors)
+    shift, log_ratio = (centre - anchor_centre) / anchor_size, torch.log(size / anchor_size)
+    return torch.cat([shift / variances[0], log_ratio / variances[1]], dim=-1)
 
 
-def _middle_and_size(boxes: Tensor) -> tuple[Tensor, Tensor]:
+def decode_boxes(offsets: Tensor, anchors: Tensor, variances: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    """Return the boxes [..., 4] at the given offsets from `anchors`: the inverse of `encode_boxes`.
+
+    A box is at most 60 times as large as its anchor.
+    """
+    anchor_centre, anchor_size = _centre_and_size(anchors)
+    centre = anchor_centre + offsets[..., :2] * variances[0] * anchor_size
+    half = torch.exp((offsets[..., 2:] * variances[1]).clamp(max=4.1)) * anchor_size / 2
+    return torch.cat([centre - half, centre + half], dim=-1)
+
+
+def _centre_and_size(boxes: Tensor) -> tuple[Tensor, Tensor]:
     return (boxes[..., :2] + boxes[..., 2:]) / 2, (boxes[..., 2:] - boxes[..., :2]).clamp(min=1e-6)
 
 
-def best_boxes(boxes: Tensor, scores: Tensor, limit: float, most: int) -> Tensor:
-    """Numbers of up to `most` boxes, best first, without those that overlap a better one by more than `limit`."""
+def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, max_count: int) -> Tensor:
+    """Return the indices int64 [K] of at most `max_count` boxes by falling score (non-maximum suppression).
+
+    A box that overlaps a selected box with a higher score by more than `iou_threshold` is discarded.
+    """
     order = scores.argsort(descending=True)
-    clash = (overlaps(boxes[order], boxes[order]) > limit).cpu().numpy()
-    dropped = np.zeros(len(order), dtype=bool)
-    kept: list[int] = []
-    for place in range(len(order)):
-        if not dropped[place]:
-            kept.append(place)
-            if len(kept) == most:
+    overlaps = (box_iou(boxes[order], boxes[order]) > iou_threshold).cpu().numpy()
+    suppressed = np.zeros(len(order), dtype=bool)
+    selected: list[int] = []
+    for rank in range(len(order)):
+        if not suppressed[rank]:
+            selected.append(rank)
+            if len(selected) == max_count:
                 break
-            dropped |= clash[place]
-    return order[torch.tensor(kept, dtype=torch.int64, device=order.device)]
+            suppressed |= overlaps[rank]
+    return order[torch.tensor(selected, dtype=torch.int64, device=order.device)]
 
 
-def found_boxes(boxes: Tensor, shares: Tensor, limit: float, most: int, least: float = 0.05) -> Detections:
-    """Of an image's boxes [boxes, 4], or [boxes, classes, 4], with shares of classes, the best of each class.
+def select_detections(
+    boxes: Tensor, probabilities: Tensor, iou_threshold: float, max_count: int, min_score: float = 0.05
+) -> Detections:
+    """Return the detections of an image, on the CPU: per class at most `max_count`, after non-maximum suppression.
 
-    Of each class up to `most` that have more than `least` of it, without those that overlap a better one by more than
-    `limit`; what is found is on the CPU.
+    `boxes` are [N, 4], or [N, classes, 4] if each class has boxes of its own; `probabilities` are [N, classes]. Boxes
+    with a probability of `min_score` or less are discarded.
     """
     parts = []
-    for number in range(shares.shape[1]):
-        likely = torch.nonzero(shares[:, number] > least)[:, 0]
-        likely = likely[shares[likely, number].argsort(descending=True)[: 4 * most]]
-        own = boxes[likely] if boxes.dim() == 2 else boxes[likely, number]
-        kept = best_boxes(own, shares[likely, number], limit, most)
-        parts.append((own[kept], torch.full_like(kept, number), shares[likely[kept], number]))
+    for class_index in range(probabilities.shape[1]):
+        candidates = torch.nonzero(probabilities[:, class_index] > min_score)[:, 0]
+        candidates = candidates[probabilities[candidates, class_index].argsort(descending=True)[: 4 * max_count]]
+        class_boxes = boxes[candidates] if boxes.dim() == 2 else boxes[candidates, class_index]
+        selected = nms(class_boxes, probabilities[candidates, class_index], iou_threshold, max_count)
+        scores = probabilities[candidates[selected], class_index]
+        parts.append((class_boxes[selected], torch.full_like(selected, class_index), scores))
     return Detections(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
 
 
-def mean_average_precision(found: Sequence[Detections], truth: Sequence[Truth], classes: int) -> float:
-    """The measure of Pascal VOC 2007, 0 to 1: precision at eleven recalls, averaged, and over classes that are there.
+def mean_average_precision(detections: Sequence[Detections], truths: Sequence[Truth], classes: int) -> float:
+    """Return the mean average precision of Pascal VOC 2007, 0 to 1, averaged over the classes present in `truths`.
 
-    A box is right where it overlaps one of its class by at least a half that no better box has claimed; boxes on
-    things marked as difficult count neither way (Everingham et al. 2010, IJCV 88, sections 3.4 and 4.2).
+    Average precision is the mean over eleven recalls of the highest precision at that recall or above. A detection is a
+    true positive if it overlaps an object of its class by at least a half and no detection with a higher score has
+    matched that object; detections of difficult objects are ignored (Everingham et al. 2010, IJCV 88, sections 3.4 and
+    4.2). Return 0 without objects.
     """
-    precisions = [value for number in range(classes) if (value := _average_precision(found, truth, number)) is not None]
-    return sum(precisions) / len(precisions) if precisions else 0.0
+    values = [_average_precision(detections, truths, class_index) for class_index in range(classes)]
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else 0.0
 
 
-def _average_precision(found: Sequence[Detections], truth: Sequence[Truth], number: int) -> float | None:
-    """Of one class; None where no image shows it (but as difficult)."""
-    there = [Truth(*(part[one.classes == number] for part in one)) for one in truth]
-    count = sum(int((~one.difficult).sum()) for one in there)
+def _average_precision(detections: Sequence[Detections], truths: Sequence[Truth], class_index: int) -> float | None:
+    """Return the average precision of one class; None if no image has an object of it that is not difficult."""
+    truths = [Truth(*(part[truth.classes == class_index] for part in truth)) for truth in truths]
+    count = sum(int((~truth.difficult).sum()) for truth in truths)
     if not count:
         return None
-    mine = [Detections(*(part[one.classes == number] for part in one)) for one in found]
+    detections = [Detections(*(part[found.classes == class_index] for part in found)) for found in detections]
     ranked = sorted(
-        ((score, image, place) for image, one in enumerate(mine) for place, score in enumerate(one.scores.tolist())),
+        (
+            (score, image, detection)
+            for image, found in enumerate(detections)
+            for detection, score in enumerate(found.scores.tolist())
+        ),
         reverse=True,
     )
-    claimed = [[False] * len(one.boxes) for one in there]
-    closest = [_closest(own.boxes, one.boxes) for own, one in zip(mine, there, strict=True)]
-    right = wrong = 0
+    matched = [[False] * len(truth.boxes) for truth in truths]
+    nearest = [_nearest(found.boxes, truth.boxes) for found, truth in zip(detections, truths, strict=True)]
+    true_positives = false_positives = 0
     recalls, precisions = [], []
-    for _, image, place in ranked:
-        close, best = closest[image][place]
-        if close >= 0.5:
-            if bool(there[image].difficult[best]):
+    for _, image, detection in ranked:
+        overlap, index = nearest[image][detection]
+        if overlap >= 0.5:
+            if bool(truths[image].difficult[index]):
                 continue
-            right += int(not claimed[image][best])
-            wrong += int(claimed[image][best])
-            claimed[image][best] = True
+            true_positives += int(not matched[image][index])
+            false_positives += int(matched[image][index])
+            matched[image][index] = True
         else:
-            wrong += 1
-        recalls.append(right / count)
-        precisions.append(right / (right + wrong))
+            false_positives += 1
+        recalls.append(true_positives / count)
+        precisions.append(true_positives / (true_positives + false_positives))
     curve = list(zip(recalls, precisions, strict=True))
     highest = (max((value for recall, value in curve if recall >= at / 10 - 1e-9), default=0.0) for at in range(11))
     return sum(highest) / 11
 
 
-def _closest(boxes: Tensor, others: Tensor) -> list[tuple[float, int]]:
-    """Of each box the largest overlap with one of the others, and which that is; (0, -1) where there are none."""
-    if not len(others):
+def _nearest(boxes: Tensor, truths: Tensor) -> list[tuple[float, int]]:
+    """Return, for each box, its largest overlap with a true box and the index of that; (0, -1) without true boxes."""
+    if not len(truths):
         return [(0.0, -1)] * len(boxes)
-    close, best = overlaps(boxes, others).max(1)
-    return list(zip(close.tolist(), best.tolist(), strict=True))
+    overlap, index = box_iou(boxes, truths).max(1)
+    return list(zip(overlap.tolist(), index.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Pictures with boxes: Pascal VOC's layout, unpacked or in a zip file, or drawn scenes; and how well they are found."""
+"""Images with boxes, from Pascal VOC's layout (a folder or a zip file) or drawn; and the evaluation of a detector."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from lowp.compat import real_tensors
-from lowp.recipes.data.boxes import Detections, Truth, mean_average_precision, outside
+from lowp.recipes.data.boxes import Detections, Truth, mean_average_precision, no_autocast_no_grad
 from lowp.recipes.data.files import Published
 from lowp.recipes.data.folders import open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
 from lowp.recipes.recipe import Data
 
-__all__ = ["VOC_CLASSES", "BoxExamples", "boxes_from", "drawn_boxes", "measured", "read_voc", "truths"]
+__all__ = ["VOC_CLASSES", "BoxExamples", "draw_boxes", "evaluate_detector", "load_boxes", "read_voc", "truths_of"]
 
 VOC = Published("Pascal VOC", "http://host.robots.ox.ac.uk/pascal/VOC/voc2007 (or BCCD, in the same layout)")
 VOC_CLASSES = (
@@ -28,18 +28,19 @@ VOC_CLASSES = (
     "sofa train tvmonitor"
 ).split()
 
-# Means of ImageNet's training images, as the pre-trained VGG-16 has it; divided by a deviation of about 58.
+# The mean of ImageNet's training images that the pre-trained VGG-16 subtracts; their standard deviation is about 58.
 with real_tensors():
     _MEAN = torch.tensor([123.68, 116.78, 103.94], device="cpu").view(3, 1, 1)
 _DEVIATION = 58.0
-_EMPTY = -1  # the class of what fills up a row
+_PADDING = -1  # the class index of padding
 
 
 class BoxExamples:
-    """Batches as dictionaries: ``images`` float [N, 3, side, side], ``boxes`` [N, M, 4] as shares of the side.
+    """Images and boxes as batches: dictionaries of tensors, padded to the largest number of boxes of an image.
 
-    ``classes`` int64 [N, M] from 0, -1 where an image has fewer boxes than others; ``difficult`` bool [N, M].
-    Mirrored by chance where there is a generator.
+    ``images``: float [N, 3, side, side], normalised. ``boxes``: float [N, M, 4], as fractions of the side. ``classes``:
+    class indices int64 [N, M], -1 for padding. ``difficult``: bool [N, M]. With a generator, images are flipped
+    horizontally at random.
     """
 
     def __init__(self, images: Tensor, truth: Sequence[Truth]) -> None:
@@ -49,15 +50,15 @@ class BoxExamples:
         return len(self.truth)
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """The pictures at `indices` and their boxes."""
-        chosen = [self.truth[place] for place in indices.tolist()]
-        most = max([1, *(len(one.classes) for one in chosen)])
-        boxes = torch.zeros(len(chosen), most, 4)
-        classes = torch.full((len(chosen), most), _EMPTY)
-        difficult = torch.zeros(len(chosen), most, dtype=torch.bool)
-        for row, one in enumerate(chosen):
-            count = len(one.classes)
-            boxes[row, :count], classes[row, :count], difficult[row, :count] = one
+        """Return the images at `indices` and their boxes."""
+        truths = [self.truth[index] for index in indices.tolist()]
+        max_count = max([1, *(len(truth.classes) for truth in truths)])
+        boxes = torch.zeros(len(truths), max_count, 4)
+        classes = torch.full((len(truths), max_count), _PADDING)
+        difficult = torch.zeros(len(truths), max_count, dtype=torch.bool)
+        for row, truth in enumerate(truths):
+            count = len(truth.classes)
+            boxes[row, :count], classes[row, :count], difficult[row, :count] = truth
         images = (self.images[indices].float() - _MEAN) / _DEVIATION
         if generator is not None:
             flip = torch.rand(len(images), generator=generator) < 0.5
@@ -67,48 +68,51 @@ class BoxExamples:
         return {"images": images, "boxes": boxes, "classes": classes, "difficult": difficult}
 
 
-def truths(batch: dict[str, Tensor], scale: float = 1.0) -> list[Truth]:
-    """What each image of a batch shows, without what fills rows up, its boxes times `scale`."""
+def truths_of(batch: dict[str, Tensor], scale: float = 1.0) -> list[Truth]:
+    """Return the objects in each image of a batch, without padding, their boxes multiplied by `scale`."""
     rows = zip(batch["boxes"] * scale, batch["classes"], batch["difficult"], strict=True)
-    return [Truth(*(part[row[1] != _EMPTY] for part in row)) for row in rows]
+    return [Truth(*(part[row[1] != _PADDING] for part in row)) for row in rows]
 
 
-def measured(
+def evaluate_detector(
     batches: Iterable[dict[str, Tensor]],
     detect: Callable[[dict[str, Tensor]], tuple[Tensor, list[Detections]]],
     classes: int,
 ) -> dict[str, float]:
-    """``mAP`` as in Pascal VOC 2007, 0 to 1, and the mean ``loss``; `detect` gives a batch's loss and what it finds."""
-    found: list[Detections] = []
-    there: list[Truth] = []
-    summed = 0.0
-    for batch in batches:
-        loss, found_here = detect(batch)
-        summed += float(loss) * len(found_here)
-        found += found_here
-        with outside(loss.device):
-            there += [Truth(*(part.cpu() for part in truth)) for truth in truths(batch)]
-    with outside(torch.device("cpu")):
-        return {"mAP": mean_average_precision(found, there, classes), "loss": summed / len(there)}
+    """Return ``mAP``, the mean average precision of Pascal VOC 2007 (0 to 1), and the mean ``loss`` of an image.
 
-
-def boxes_from(path: Path | None, side: int, classes: int, drawn: tuple[int, int]) -> Data:
-    """Pascal VOC (or another set in its layout) where a path is given, else drawn scenes of ten kinds.
-
-    `drawn` are how many of these to train on and to hold back.
+    `detect` returns the loss of a batch and the detections of each of its images.
     """
-    return drawn_boxes(side, 10, *drawn) if path is None else read_voc(path, side, classes)
+    detections: list[Detections] = []
+    truths: list[Truth] = []
+    loss_sum = 0.0
+    for batch in batches:
+        loss, detected = detect(batch)
+        loss_sum += float(loss) * len(detected)
+        detections += detected
+        with no_autocast_no_grad(loss.device):
+            truths += [Truth(*(part.cpu() for part in truth)) for truth in truths_of(batch)]
+    with no_autocast_no_grad(torch.device("cpu")):
+        return {"mAP": mean_average_precision(detections, truths, classes), "loss": loss_sum / len(truths)}
 
 
-def drawn_boxes(side: int, classes: int, training: int, held: int, seed: int = 0) -> Data:
-    """Scenes with one to four figures of 20 to 60 % of the side, the numbers and sizes usual in Pascal VOC."""
+def load_boxes(path: Path | None, side: int, classes: int, drawn: tuple[int, int]) -> Data:
+    """Return a data set in Pascal VOC's layout if a path is given, otherwise drawn scenes with ten kinds of figures.
+
+    `drawn`: the numbers of drawn training and validation scenes.
+    """
+    return draw_boxes(side, 10, *drawn) if path is None else read_voc(path, side, classes)
+
+
+def draw_boxes(side: int, classes: int, training: int, held: int, seed: int = 0) -> Data:
+    """Draw scenes with one to four figures of 20 to 60 % of the side: counts and sizes as in Pascal VOC."""
     parts = []
-    for number, is_held in ((training, False), (held, True)):
+    for size, is_held in ((training, False), (held, True)):
         random = np.random.default_rng([seed, is_held])
         kinds = min(classes, 10)
-        counts = random.choice([1, 2, 3, 4], number, p=[0.4, 0.25, 0.2, 0.15])
+        counts = random.choice([1, 2, 3, 4], size, p=[0.4, 0.25, 0.2, 0.15])
         scenes = [draw_scene(random, side, (0.2, 0.6), int(count), kinds, is_held, True) for count in counts]
-        truth = [
+        truths = [
             Truth(
                 torch.from_numpy(scene.boxes) / side,
                 torch.from_numpy(scene.kinds),
@@ -116,30 +120,31 @@ def drawn_boxes(side: int, classes: int, training: int, held: int, seed: int = 0
             )
             for scene in scenes
         ]
-        parts.append(BoxExamples(torch.from_numpy(np.stack([scene.image for scene in scenes])), truth))
+        parts.append(BoxExamples(torch.from_numpy(np.stack([scene.image for scene in scenes])), truths))
     return Data(parts[0], parts[1], in_words(training, held))
 
 
 # -- Pascal VOC -------------------------------------------------------------------------------------------------------
 def read_voc(path: Path, side: int, classes: int) -> Data:
-    """The sets trainval (or train) and test (or val) of a folder in VOC's layout or a zip file of one.
+    """Read the image sets trainval (or train) and test (or val) of a folder in VOC's layout, or of a zip file of one.
 
-    Pictures are brought to `side` by `side`. The classes are VOC's twenty where these are all there is, else the names
-    found, in order. Raises InvalidInput for what is missing or broken, or more than `classes` classes.
+    Images are resized to `side` x `side`. The class indices are those of VOC's twenty classes if the labels are among
+    these and `classes` is at least 20, otherwise those of the sorted labels. Raises InvalidInput for missing or damaged
+    files, and for more than `classes` labels.
     """
     files = _Files(path)
-    names = [files.image_set(wanted) for wanted in (("trainval", "train"), ("test", "val"))]
+    names = [files.image_set(sets) for sets in (("trainval", "train"), ("test", "val"))]
     objects = {name: files.objects(name) for part in names for name in part}
-    found = sorted({label for rows in objects.values() for label, _, _ in rows})
-    labels = VOC_CLASSES if set(found) <= set(VOC_CLASSES) and classes >= len(VOC_CLASSES) else found
-    if not 0 < len(found) <= classes:
-        raise VOC.broken(path, f"has {len(found)} classes, but this size of the network has {classes}")
+    present = sorted({label for rows in objects.values() for label, _, _ in rows})
+    labels = VOC_CLASSES if set(present) <= set(VOC_CLASSES) and classes >= len(VOC_CLASSES) else present
+    if not 0 < len(present) <= classes:
+        raise VOC.broken(path, f"has {len(present)} classes, but this size of the network has {classes}")
     parts = []
     for part in names:
         images = torch.stack([picture_tensor(files.picture(name).resize((side, side))) for name in part])
         parts.append(BoxExamples(images, [_truth(objects[name], labels) for name in part]))
-    words = f"{len(found)} classes from {path}, {len(parts[0]):,} pictures to train on and {len(parts[1]):,} held back"
-    return Data(parts[0], parts[1], words)
+    counts = f"{len(parts[0]):,} pictures to train on and {len(parts[1]):,} held back"
+    return Data(parts[0], parts[1], f"{len(present)} classes from {path}, {counts}")
 
 
 Object = tuple[str, tuple[float, ...], bool]
@@ -155,7 +160,7 @@ def _truth(rows: Sequence[Object], labels: Sequence[str]) -> Truth:
 
 
 class _Files:
-    """ImageSets/Main, Annotations and JPEGImages, in a folder or in a zip file, at any depth."""
+    """The files under ImageSets/Main, Annotations and JPEGImages, in a folder or in a zip file, at any depth."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -182,20 +187,21 @@ class _Files:
         except (OSError, KeyError, zipfile.BadZipFile):
             raise VOC.missing(self.path, [name]) from None
 
-    def image_set(self, wanted: Sequence[str]) -> list[str]:
-        for which in wanted:
-            name = f"ImageSets/Main/{which}.txt"
-            there = (self.root / name).exists() if self.zip is None else self.prefix + name in self.zip.namelist()
-            if there:
+    def image_set(self, sets: Sequence[str]) -> list[str]:
+        """Return the image names of the first of these sets that exists."""
+        for image_set in sets:
+            name = f"ImageSets/Main/{image_set}.txt"
+            exists = (self.root / name).exists() if self.zip is None else self.prefix + name in self.zip.namelist()
+            if exists:
                 lines = self.read(name).decode("utf-8", "replace").splitlines()
-                found = [line.split()[0] for line in lines if line.strip()]
-                if not found:
+                images = [line.split()[0] for line in lines if line.strip()]
+                if not images:
                     raise VOC.broken(self.path, f"has no pictures in {name}")
-                return found
-        raise VOC.missing(self.path, [f"ImageSets/Main/{which}.txt" for which in wanted])
+                return images
+        raise VOC.missing(self.path, [f"ImageSets/Main/{image_set}.txt" for image_set in sets])
 
     def objects(self, name: str) -> list[Object]:
-        """Label, box as shares of the picture, and whether it is marked as difficult."""
+        """Return the label, the box as fractions of the image's sides, and the difficult mark of each object."""
         try:
             tree = ElementTree.fromstring(self.read(f"Annotations/{name}.xml"))
             width, height = (float(tree.findtext(f"size/{side}") or "") for side in ("width", "height"))
@@ -208,11 +214,14 @@ class _Files:
 
 
 def _object(node: ElementTree.Element, width: float, height: float) -> Object:
-    """VOC counts pixels from 1, and the right and bottom ones are inside."""
+    """Return the object of an annotation node.
+
+    VOC counts pixels from 1 and includes the right and bottom edges, so only left and top are reduced by 1.
+    """
     edges = [float(node.findtext(f"bndbox/{edge}") or "") for edge in ("xmin", "ymin", "xmax", "ymax")]
     sizes = (width, height, width, height)
-    shares = [(edge - (place < 2)) / size for place, (edge, size) in enumerate(zip(edges, sizes, strict=True))]
-    box = tuple(min(max(share, 0.0), 1.0) for share in shares)
+    fractions = [(edge - (index < 2)) / size for index, (edge, size) in enumerate(zip(edges, sizes, strict=True))]
+    box = tuple(min(max(fraction, 0.0), 1.0) for fraction in fractions)
     if not (box[0] < box[2] and box[1] < box[3]):
         raise ValueError(f"an empty box {edges}")
     return node.findtext("name") or "", box, (node.findtext("difficult") or "0").strip() == "1"

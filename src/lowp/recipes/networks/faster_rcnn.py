@@ -11,17 +11,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.data.boxes import outside
+from lowp.recipes.data.boxes import no_autocast_no_grad
 from lowp.recipes.networks.vgg import WIDTHS, initialise, stage
 
 __all__ = ["POOLED", "FasterRCNN", "Shape", "region_anchors", "region_features"]
 
-POOLED = 7  # side of a region's resampled map
-_SAMPLES = 2  # samples along a side of each of its places, averaged
+POOLED = 7  # side of a region's pooled map
+_SAMPLES = 2  # samples averaged along each side of a position of that map
 
 
 class Shape(NamedTuple):
-    """Layers of each VGG stage, share of its widths, sizes of the anchors as shares of the image, and classes."""
+    """The hyperparameters of Faster R-CNN.
+
+    `layers`: convolutions of each VGG stage. `share`: factor of VGG's widths. `sizes`: sizes of the anchors as
+    fractions of the image. `classes`: number of classes, without background.
+    """
 
     layers: tuple[int, ...]
     share: float
@@ -30,9 +34,9 @@ class Shape(NamedTuple):
 
 
 class FasterRCNN(nn.Module):
-    """The stages `features`, `propose` and `judge`, called in this order. Boxes are shares of the image.
+    """Faster R-CNN: call `features`, `propose` and `judge` in this order. Boxes are fractions of the image.
 
-    With VGG-16's full widths, three sizes of anchors and 20 classes it has 137,078,239 parameters.
+    With the widths of VGG-16, three anchor sizes and 20 classes it has 137,078,239 parameters.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -40,9 +44,9 @@ class FasterRCNN(nn.Module):
         self.shape = shape
         widths = [3, *(round(width * shape.share) for width in WIDTHS)]
         parts: list[nn.Module] = []
-        for place, layers in enumerate(shape.layers):
-            parts += [nn.MaxPool2d(2)] if place else []
-            parts.append(stage(widths[place], widths[place + 1], layers))
+        for level, layers in enumerate(shape.layers):
+            parts += [nn.MaxPool2d(2)] if level else []
+            parts.append(stage(widths[level], widths[level + 1], layers))
         self.convolutions = nn.Sequential(*parts)
         anchors, hidden = 3 * len(shape.sizes), round(4096 * shape.share)
         self.region = nn.Sequential(nn.Conv2d(widths[5], widths[5], 3, padding=1), nn.ReLU())
@@ -69,45 +73,48 @@ class FasterRCNN(nn.Module):
             nn.init.normal_(layer.weight, std=deviation)
 
     def features(self, images: Tensor) -> Tensor:
-        """Return a map with a sixteenth of the image's side."""
+        """Return the feature map [N, channels, H / 16, W / 16] of images [N, 3, H, W]."""
         output: Tensor = self.convolutions(images)
         return output
 
     def propose(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores [N, anchors, 2] (background, object) and offsets [N, anchors, 4], as in `region_anchors`."""
+        """Return scores [N, anchors, 2] (background, object) and offsets [N, anchors, 4] of `region_anchors`."""
         x = self.region(features)
         scores, offsets = self.region_scores(x), self.region_offsets(x)
         count = len(x)
         return scores.permute(0, 2, 3, 1).reshape(count, -1, 2), offsets.permute(0, 2, 3, 1).reshape(count, -1, 4)
 
     def judge(self, features: Tensor, boxes: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return scores [regions, classes + 1] and offsets [regions, classes + 1, 4] of the boxes of all images."""
+        """Return scores [regions, classes + 1] and offsets [regions, classes + 1, 4] for the boxes of all images."""
         x = self.hidden(region_features(features, boxes))
         return self.scores(x), self.offsets(x).view(len(x), -1, 4)
 
 
 def region_features(features: Tensor, boxes: list[Tensor]) -> Tensor:
-    """Return the maps of the boxes, [regions, channels, 7, 7], each place the mean of 4 samples of the image's map."""
+    """Pool the boxes of all images from their feature maps: [regions, channels, 7, 7].
+
+    Each value is the mean of 2 x 2 bilinear samples of the map (RoIAlign).
+    """
     side = POOLED * _SAMPLES
-    with outside(features.device):
+    with no_autocast_no_grad(features.device):
         steps = (torch.arange(side, device=features.device) + 0.5) / side
     pooled = []
-    for image, own in zip(features, boxes, strict=True):
-        with outside(features.device):
-            low, size = own[:, :2, None], (own[:, 2:] - own[:, :2])[:, :, None]
-            at = 2 * (low + size * steps) - 1  # [regions, (x, y), side] in -1 to 1, the coordinates of grid_sample
-            x = at[:, 0, None, :].expand(-1, side, -1)
-            y = at[:, 1, :, None].expand(-1, -1, side)
-            grid = torch.stack([x, y], -1).reshape(1, len(own) * side, side, 2).to(image.dtype)
+    for image, regions in zip(features, boxes, strict=True):
+        with no_autocast_no_grad(features.device):
+            low, size = regions[:, :2, None], (regions[:, 2:] - regions[:, :2])[:, :, None]
+            points = 2 * (low + size * steps) - 1  # [regions, (x, y), side] in -1 to 1: coordinates of grid_sample
+            x = points[:, 0, None, :].expand(-1, side, -1)
+            y = points[:, 1, :, None].expand(-1, -1, side)
+            grid = torch.stack([x, y], -1).reshape(1, len(regions) * side, side, 2).to(image.dtype)
         sampled = nn.functional.grid_sample(image[None], grid, align_corners=False, padding_mode="border")
-        by_region = sampled[0].view(image.shape[0], len(own), side, side).transpose(0, 1)
+        by_region = sampled[0].view(image.shape[0], len(regions), side, side).transpose(0, 1)
         pooled.append(nn.functional.avg_pool2d(by_region, _SAMPLES))
     return torch.cat(pooled)
 
 
 def region_anchors(shape: Shape, height: int, width: int) -> Tensor:
-    """Return boxes of three ratios (1:2, 1:1, 2:1) and all sizes of the shape at every place of a map, [anchors, 4]."""
+    """Return the anchors [anchors, 4] of a `height` x `width` map: all sizes in three aspect ratios per position."""
     shapes = torch.tensor([(size * ratio**0.5, size / ratio**0.5) for size in shape.sizes for ratio in (0.5, 1.0, 2.0)])
     y, x = torch.meshgrid((torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width, indexing="ij")
-    middles = torch.stack([x, y], -1).view(-1, 1, 2)
-    return torch.cat([middles - shapes / 2, middles + shapes / 2], -1).view(-1, 4)
+    centres = torch.stack([x, y], -1).view(-1, 1, 2)
+    return torch.cat([centres - shapes / 2, centres + shapes / 2], -1).view(-1, 4)
