@@ -25,7 +25,7 @@ from lowp.recipes.data.boxes import (
     no_autocast_no_grad,
     select_detections,
 )
-from lowp.recipes.data.detection import evaluate_detector, load_boxes, truths_of
+from lowp.recipes.data.detection import boxes_from, evaluate_detector, truths_of
 from lowp.recipes.detection import VARIANCES, detector
 from lowp.recipes.networks.faster_rcnn import FasterRCNN, Shape, region_anchors
 from lowp.recipes.recipe import Data, Size
@@ -39,7 +39,7 @@ SMALL = Shape(layers=(1, 1, 2, 2, 1), share=0.125, sizes=(0.2, 0.35, 0.55), clas
 
 def load(size: Size, path: Path | None) -> Data:
     """Return a data set in Pascal VOC's layout if a path is given, otherwise drawn scenes with ten kinds of figures."""
-    return load_boxes(path, size.options["side"], size.options["shape"].classes, size.options["images"])
+    return boxes_from(path, size.options["side"], size.options["shape"].classes, size.options["images"])
 
 
 def make_model(size: Size) -> nn.Module:

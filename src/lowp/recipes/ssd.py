@@ -27,7 +27,7 @@ from lowp.recipes.data.boxes import (
     no_autocast_no_grad,
     select_detections,
 )
-from lowp.recipes.data.detection import evaluate_detector, load_boxes, truths_of
+from lowp.recipes.data.detection import boxes_from, evaluate_detector, truths_of
 from lowp.recipes.detection import VARIANCES, detector
 from lowp.recipes.networks.ssd import SSD, SSD300, SSDShape, default_boxes
 from lowp.recipes.recipe import Data, Size
@@ -56,7 +56,7 @@ def anchors_of(count: int, device: torch.device) -> Tensor:
 
 def load(size: Size, path: Path | None) -> Data:
     """Return a data set in Pascal VOC's layout if a path is given, otherwise drawn scenes with ten kinds of figures."""
-    return load_boxes(path, size.options["side"], size.options["layout"].classes, size.options["images"])
+    return boxes_from(path, size.options["side"], size.options["layout"].classes, size.options["images"])
 
 
 def make_model(size: Size) -> nn.Module:

@@ -20,7 +20,7 @@ from lowp.recipes.data.folders import open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
 from lowp.recipes.recipe import Data
 
-__all__ = ["VOC_CLASSES", "BoxExamples", "draw_boxes", "evaluate_detector", "load_boxes", "read_voc", "truths_of"]
+__all__ = ["VOC_CLASSES", "BoxExamples", "boxes_from", "draw_boxes", "evaluate_detector", "read_voc", "truths_of"]
 
 VOC = Published("Pascal VOC", "http://host.robots.ox.ac.uk/pascal/VOC/voc2007 (or BCCD, in the same layout)")
 VOC_CLASSES = (
@@ -96,7 +96,7 @@ def evaluate_detector(
         return {"mAP": mean_average_precision(detections, truths, classes), "loss": loss_sum / len(truths)}
 
 
-def load_boxes(path: Path | None, side: int, classes: int, drawn: tuple[int, int]) -> Data:
+def boxes_from(path: Path | None, side: int, classes: int, drawn: tuple[int, int]) -> Data:
     """Return a data set in Pascal VOC's layout if a path is given, otherwise drawn scenes with ten kinds of figures.
 
     `drawn`: the numbers of drawn training and validation scenes.
