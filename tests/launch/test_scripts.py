@@ -187,6 +187,18 @@ def test_gradients_near_1_fit_the_format_in_autograd_grad_and_torch_func(
     assert ("lowp run: gradients in e2m1 are clipped at 6 and never overflow" in ran.stderr) == (precision == "e2m1")
 
 
+@pytest.mark.parametrize("options", [("fp32", "--loss-scale", "1024"), ("bf16",), ("flex16+5",)], ids=" ".join)
+def test_torch_autograd_takes_iterables_and_edges_of_the_graph(
+    options: tuple[str, ...], plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in(options[0], "places.py", tmp_path, *options[1:])
+    assert ran.returncode == 0, ran.stderr
+    found, expected = ([numbers(line) for line in said.splitlines()] for said in (ran.stdout, plain("places.py")))
+    assert len(found) == 12
+    for norms, wanted in zip(found, expected, strict=True):
+        assert norms == pytest.approx(wanted, rel=0 if options[0] == "fp32" else 0.02)
+
+
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_the_scale_of_autograd_grad_leaves_room_in_every_format_of_gradients(name: str) -> None:
     scale = largest_grad_scale(presets.parse(name).policy)

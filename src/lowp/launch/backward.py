@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from lowp.compat import private
 from lowp.errors import Misuse
@@ -44,7 +45,13 @@ def largest_grad_scale(policy: Policy) -> float:
 
 
 def _tensors(given: Any) -> tuple[Any, ...]:
-    return (given,) if isinstance(given, Tensor) else tuple(given)
+    """Return what torch.autograd takes as a tensor, an edge of the graph, or an iterable of them, as a tuple."""
+    return (given,) if isinstance(given, (Tensor, GradientEdge)) else tuple(given)
+
+
+def _leaf_of(place: Any) -> Any:
+    """Return the leaf to whose gradient an edge of the graph leads; anything else unchanged."""
+    return getattr(place.node, "variable", place) if isinstance(place, GradientEdge) else place
 
 
 class _Backward:
@@ -149,9 +156,9 @@ def install(session: Session) -> None:
         local.backward += 1
         try:
             if writes and not session.record.steps:
-                has_no_optimizer(session, list(leaves_of(outputs)))
+                has_no_optimizer(session, list(leaves_of(one for one in outputs if isinstance(one, Tensor))))
             if scaled is None or not scaled.scales(outputs):
-                return original_backward(tensors, grad_tensors, *args, **kwargs)
+                return original_backward(outputs, grad_tensors, *args, **kwargs)
             return _scaled_backward(scaled, original_backward, outputs, grad_tensors, args, kwargs)
         finally:
             local.backward -= 1
@@ -161,12 +168,12 @@ def install(session: Session) -> None:
         # AOTAutograd traces through this function: a scale would become part of the compiled graph
         if session.rests or local.backward or _task() != _NO_TASK or _tracing() is not None:
             return original_grad(outputs, inputs, grad_outputs, *args, **kwargs)
-        several = _tensors(outputs)
+        several, places = _tensors(outputs), _tensors(inputs)
         local.backward += 1
         try:
             if scaled is None or not scaled.scales(several):
-                return original_grad(outputs, inputs, grad_outputs, *args, **kwargs)
-            return _scaled_grad(scaled, original_grad, several, (inputs, grad_outputs, args, kwargs))
+                return original_grad(several, places, grad_outputs, *args, **kwargs)
+            return _scaled_grad(scaled, original_grad, several, (places, grad_outputs, args, kwargs))
         finally:
             local.backward -= 1
 
@@ -202,10 +209,9 @@ def _scaled_grad(
         scaled.begin(outputs, most=scaled.largest_grad_scale)
         try:
             found = original(outputs, inputs, scaled.seeds(outputs, given), *args, **kwargs)
-            of = _tensors(inputs)
             return tuple(
-                one if one is None or gradients.is_adopted(leaf) else gradients.unscaled(one)
-                for one, leaf in zip(found, of, strict=True)
+                one if one is None or gradients.is_adopted(_leaf_of(place)) else gradients.unscaled(one)
+                for one, place in zip(found, inputs, strict=True)
             )
         finally:
             scaled.end()
