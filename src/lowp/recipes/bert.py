@@ -65,7 +65,7 @@ def load(size: Size, path: Path | None) -> Data:
     if file is not None:
         vocabulary = WordPiece.read(file, PIECES)
     else:
-        vocabulary = WordPiece.build((f"{tweet.sentiment} {tweet.text}" for tweet in tweets), PIECES, least=1)
+        vocabulary = WordPiece.build((f"{tweet.sentiment} {tweet.text}" for tweet in tweets), PIECES, min_count=1)
     return span_data(tweets, vocabulary, length, f"tweets from {path}" if path is not None else "drawn sentences")
 
 

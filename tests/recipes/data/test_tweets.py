@@ -41,7 +41,7 @@ PIECES = [
     ],
 )
 def test_a_word_is_cut_into_the_longest_pieces_from_the_left(text: str, expected: list[str]) -> None:
-    assert [PIECES[piece.number] for piece in WordPiece(PIECES).pieces(text)] == expected
+    assert [PIECES[piece.id] for piece in WordPiece(PIECES).pieces(text)] == expected
 
 
 def test_a_piece_knows_its_characters() -> None:
@@ -55,16 +55,16 @@ def test_words_are_split_at_spaces_punctuation_and_chinese_characters() -> None:
 
 
 def test_a_built_vocabulary_has_pieces_for_every_word_of_its_texts() -> None:
-    built = WordPiece.build(["aaa bb bb bb cab"], most=100)
-    names = list(built.numbers)
+    built = WordPiece.build(["aaa bb bb bb cab"], max_size=100)
+    names = list(built.ids)
     assert names[:4] == SPECIAL and "bb" in names and "cab" not in names
-    assert built.unknown not in [piece.number for piece in built.pieces("cab bbaa")]
+    assert built.unknown not in [piece.id for piece in built.pieces("cab bbaa")]
 
 
 def test_a_vocabulary_file_is_read_in_its_order_and_checked(tmp_path: Path) -> None:
     file = tmp_path / "vocab.txt"
     file.write_text("\n".join(PIECES) + "\n")
-    assert WordPiece.read(file, 100).numbers == WordPiece(PIECES).numbers
+    assert WordPiece.read(file, 100).ids == WordPiece(PIECES).ids
     with pytest.raises(InvalidInput, match=r"vocab\.txt has 16 lines, and the network embeds 10"):
         WordPiece.read(file, 10)
     file.write_text("hello\n")

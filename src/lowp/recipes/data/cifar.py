@@ -1,4 +1,4 @@
-"""CIFAR-10 as published (python or binary batches) or as one npz, without executing code of a pickle.
+"""CIFAR-10 from the published python or binary batches, or from one .npz file; no pickled code is executed.
 
 Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009: 50,000 and 10,000 images of 32x32 in ten
 classes; a row of a batch is 1024 red values, 1024 green, 1024 blue, each from the top left row by row.
@@ -34,10 +34,10 @@ Part = tuple[Bytes, npt.NDArray[np.int64]]  # images [N, 3, 32, 32], labels [N]
 
 
 def read_cifar10(path: Path) -> LabelledImages:
-    """CIFAR-10 from a folder with its batches or a .npz, or from the .npz itself; of the batches, those that are there.
+    """Read CIFAR-10 from a folder with its batches or with a .npz file, or from the .npz file itself.
 
-    A .npz has x_train, y_train, x_test and y_test, its images as [N, 32, 32, 3] or [N, 3, 32, 32] in bytes. Raises
-    InvalidInput for what is missing or damaged.
+    Training batches that are missing are skipped. A .npz file has x_train, y_train, x_test and y_test, with uint8
+    images [N, 32, 32, 3] or [N, 3, 32, 32]. Raises InvalidInput for missing or damaged files.
     """
     first = CIFAR10.find(path, _LOOKED_FOR)
     name = first.name.removesuffix(".gz")
@@ -69,7 +69,7 @@ def _from_npz(path: Path) -> tuple[Part, Part]:
 
 
 def _from_binary(path: Path) -> Part:
-    """Rows of a label and 3072 values (the published "binary version")."""
+    """Read rows of one label and 3072 values (the published "binary version")."""
     raw = np.frombuffer(read_bytes(CIFAR10, path), np.uint8)
     if len(raw) % (1 + _VALUES) or not len(raw):
         raise CIFAR10.broken(path, f"has {len(raw):,} bytes, which is not a multiple of {1 + _VALUES:,}")
@@ -93,7 +93,7 @@ def _from_pickle(path: Path) -> Part:
 
 
 def _part(path: Path, images: npt.NDArray[Any], labels: npt.NDArray[Any]) -> Part:
-    """Images as [N, 3, 32, 32] and labels, checked."""
+    """Return images as [N, 3, 32, 32] and labels, after checking shapes, dtypes and the range of the labels."""
     if images.ndim == 4 and images.shape[-1] == 3:
         images = images.transpose(0, 3, 1, 2)
     labels = labels.reshape(-1)
@@ -106,13 +106,13 @@ def _part(path: Path, images: npt.NDArray[Any], labels: npt.NDArray[Any]) -> Par
 
 # -- pickles ----------------------------------------------------------------------------------------------------------
 class _ArraysOnly(pickle.Unpickler):
-    """Reads dictionaries, lists, numbers, text and arrays of bytes. Any other class or function is refused by name.
+    """An unpickler for dictionaries, lists, numbers, text and arrays of bytes; it refuses all other globals by name.
 
-    Not even numpy's own functions are called: stand-ins take what a pickled array consists of.
+    NumPy's functions are not called either: stand-ins receive the parts of a pickled array.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for one of the names by which numpy pickles an array; raises UnpicklingError for others."""
+        """Return the stand-in for a name with which NumPy pickles an array; raise UnpicklingError for other names."""
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
             return _Array
         if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
@@ -123,7 +123,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 class _NoType:
-    """Stands for numpy.ndarray, which a pickle only names."""
+    """The stand-in for numpy.ndarray, which a pickle names but does not call."""
 
 
 class _ElementType:
@@ -131,7 +131,7 @@ class _ElementType:
         self.name = name
 
     def __setstate__(self, state: object) -> None:
-        """The byte order and the like: of no meaning for bytes."""
+        """Ignore byte order and alignment, which do not matter for bytes."""
 
 
 class _Array:
@@ -142,7 +142,7 @@ class _Array:
         self.state = state
 
     def values(self) -> Bytes:
-        """The array; raises ValueError for one that is not of bytes."""
+        """Return the array; raise ValueError if its elements are not bytes."""
         _, shape, element, fortran, raw = self.state
         if getattr(element, "name", None) != "u1":
             raise ValueError("an array that is not of bytes")

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, which are embedded in it: 1797 images of 8x8."""
+"""The handwritten digits included in scikit-learn: 1797 images of 8x8."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HELD_BACK = 540
 
 
 def read_digits() -> tuple[Tensor, Tensor]:
-    """Grey values 0 to 16, fp32 [1797, 64], and labels int64 [1797], in an order that is always the same.
+    """Return grey values 0 to 16, fp32 [1797, 64], and labels int64 [1797], in a fixed random order.
 
-    The first `TRAINING` are to train on. Raises Unavailable without scikit-learn.
+    The first `TRAINING` are the training set. Raises Unavailable without scikit-learn.
     """
     try:
         from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Files of published data sets: found at the user's path and opened, packed or not; errors say what is missing."""
+"""Find and open the files of published data sets at the user's path, compressed or not."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ __all__ = ["Published", "listing", "opened", "read_bytes", "read_text"]
 
 @dataclass(frozen=True)
 class Published:
-    """A published data set: its name for errors, and where a user can get it."""
+    """A published data set: its name for error messages, and where to get it."""
 
     name: str
     where: str
 
     def find(self, path: Path, names: Sequence[str]) -> Path:
-        """The first of these names (patterns of `Path.glob`, packed as .gz too) that `path` holds, or `path` itself.
+        """Return the first file under `path` that matches one of `names`; raise InvalidInput if there is none.
 
-        `path` may be the file, or a folder that has it directly or one or two folders below. Raises InvalidInput.
+        `names` are patterns of `Path.glob`, and also match with the suffix .gz. `path` is the file itself, or a folder
+        with the file directly in it or up to two folders below.
         """
-        found = self.find_or_none(path, names)
-        if found is None:
+        file = self.find_or_none(path, names)
+        if file is None:
             raise self.missing(path, names)
-        return found
+        return file
 
     def find_or_none(self, path: Path, names: Sequence[str]) -> Path | None:
-        """As `find`, but returns None if there is no such file."""
+        """Return the same as `find`, or None if there is no such file."""
         patterns = [pattern for name in names for pattern in (name, f"{name}.gz")]
         if path.is_file():
             return path if any(path.match(pattern) for pattern in patterns) else None
@@ -45,12 +46,12 @@ class Published:
         return None
 
     def missing(self, path: Path, names: Sequence[str]) -> InvalidInput:
-        """Return the error for a missing set: what was searched, where, what is there, and where to get the set."""
-        there = (
+        """Return the error for a missing data set: the names searched for, the content of `path`, and the source."""
+        content = (
             f"it holds {listing(path)}" if path.is_dir() else ("it is a file" if path.exists() else "it is not there")
         )
         return InvalidInput(
-            f"{self.name}: looked for {' or '.join(names)} in {path}; {there}. Get it from {self.where}"
+            f"{self.name}: looked for {' or '.join(names)} in {path}; {content}. Get it from {self.where}"
         )
 
     def broken(self, path: Path, why: str) -> InvalidInput:
@@ -58,16 +59,16 @@ class Published:
         return InvalidInput(f"{self.name}: {path} {why}. Get it again from {self.where}")
 
 
-def listing(path: Path, most: int = 6) -> str:
-    """Return the first names in a folder, in words."""
+def listing(path: Path, max_count: int = 6) -> str:
+    """Return the first `max_count` names in a folder and the number of the others, in words."""
     names = sorted(entry.name for entry in path.iterdir())
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more if names else "nothing"
+    more = f" and {len(names) - max_count} more" if len(names) > max_count else ""
+    return ", ".join(names[:max_count]) + more if names else "nothing"
 
 
 @contextmanager
 def opened(published: Published, path: Path) -> Iterator[BinaryIO]:
-    """A file as bytes, unpacked where it ends in .gz; raises InvalidInput for one that cannot be read or unpacked."""
+    """Open a file for reading bytes, decompressed if it ends in .gz; raise InvalidInput if it cannot be read."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             yield stream  # type: ignore[misc]
@@ -76,13 +77,13 @@ def opened(published: Published, path: Path) -> Iterator[BinaryIO]:
 
 
 def read_bytes(published: Published, path: Path) -> bytes:
-    """All bytes of a file, unpacked."""
+    """Return all bytes of a file, decompressed if it ends in .gz; raise InvalidInput if it cannot be read."""
     with opened(published, path) as stream:
         return stream.read()
 
 
 def read_text(published: Published, path: Path) -> str:
-    """All text of a file in UTF-8, unpacked; raises InvalidInput for bytes that are not UTF-8."""
+    """Return the text of a UTF-8 file, decompressed if it ends in .gz; raise InvalidInput for other bytes."""
     try:
         return read_bytes(published, path).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Photographs in one folder per class, as unpacked ImageNet: read from disk when a batch is requested."""
+"""Images in one folder per class, such as ImageNet, read from disk when a batch is requested."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["FolderExamples", "open_picture", "picture_tensor", "read_folders"]
 IMAGENET = Published("images in a folder a class (ImageNet)", "https://www.image-net.org/download.php")
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 
-# Means and deviations of ImageNet's training images, as usual for bytes: 255 times those of 0 to 1.
+# The usual means and standard deviations of ImageNet's training images, multiplied by 255.
 with real_tensors():
     _MEAN = torch.tensor([123.675, 116.28, 103.53], device="cpu").view(3, 1, 1)
     _DEVIATION = torch.tensor([58.395, 57.12, 57.375], device="cpu").view(3, 1, 1)
 
 
 class FolderExamples:
-    """Batches ``(float32 [N, 3, side, side], labels)`` of the pictures in these files.
+    """Image files as batches ``(normalised images float32 [N, 3, side, side], labels int64 [N])``.
 
-    The shorter side becomes 8/7 of `side`; the middle is cut out, or a random place, mirrored by chance, where there
-    is a generator (Krizhevsky et al. 2012, section 4.1).
+    The shorter side of an image is resized to 8/7 of `side`, and the centre is cropped. With a generator, the crop is
+    random and images are flipped horizontally at random (Krizhevsky et al. 2012, section 4.1).
     """
 
     def __init__(self, files: Sequence[tuple[Path, int]], side: int) -> None:
@@ -40,10 +40,10 @@ class FolderExamples:
         return len(self.files)
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Read the pictures at `indices`."""
-        chosen = [self.files[place] for place in indices.tolist()]
-        images = torch.stack([self._read(path, generator) for path, _ in chosen])
-        return (images.float() - _MEAN) / _DEVIATION, torch.tensor([label for _, label in chosen])
+        """Read the images at `indices`."""
+        files = [self.files[index] for index in indices.tolist()]
+        images = torch.stack([self._read(path, generator) for path, _ in files])
+        return (images.float() - _MEAN) / _DEVIATION, torch.tensor([label for _, label in files])
 
     def _read(self, path: Path, generator: torch.Generator | None) -> Tensor:
         picture = open_picture(IMAGENET, path)
@@ -60,7 +60,10 @@ class FolderExamples:
 
 
 def open_picture(published: Published, source: Path | Any, name: object = None) -> Any:
-    """A picture of any kind as a PIL image in RGB, from a file or a stream; raises InvalidInput for a broken one."""
+    """Return an image file or stream as a PIL image in RGB; raise InvalidInput if it is damaged.
+
+    `name` replaces the path in the error message. Raises Unavailable without Pillow.
+    """
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -74,14 +77,15 @@ def open_picture(published: Published, source: Path | Any, name: object = None) 
 
 
 def picture_tensor(picture: Any) -> Tensor:
-    """A PIL image in RGB as uint8 [3, height, width]."""
+    """Return a PIL image in RGB as uint8 [3, height, width]."""
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 def read_folders(path: Path, side: int, classes: int) -> Data:
-    """Pictures under train/CLASS/ and val/CLASS/ of a folder; raises InvalidInput where there are none.
+    """Read the images under train/CLASS/ and val/CLASS/ of a folder.
 
-    The classes are numbered by their names in order; there may be no more of them than the network has scores.
+    Class indices follow the sorted folder names. Raises InvalidInput without images, and for more than `classes`
+    folders.
     """
     training, held = (IMAGENET.find(path, [name]) for name in ("train", "val"))
     names = sorted(folder.name for folder in training.iterdir() if folder.is_dir())

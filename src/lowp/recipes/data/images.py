@@ -1,4 +1,4 @@
-"""Images with one label each: kept as bytes, standardised and augmented when a batch is requested."""
+"""Labelled images, stored as uint8, and normalised and augmented when a batch is requested."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["ImageExamples", "LabelledImages", "image_data"]
 
 
 class LabelledImages(NamedTuple):
-    """A classification set: uint8 images [N, channels, height, width], int64 labels [N], to train and to validate on.
+    """A classification set: uint8 images [N, channels, height, width] and int64 labels [N], training and validation.
 
-    `description` says what it is and where it is from.
+    `description` states its content and source.
     """
 
     images: Tensor
@@ -27,10 +27,10 @@ class LabelledImages(NamedTuple):
 
 
 class ImageExamples:
-    """Images and labels as batches ``(float32 images, labels)``: channels less their mean, by their deviation.
+    """Images and labels as batches ``(float32 images, labels)``, normalised per channel: (x - mean) / deviation.
 
-    Given a generator, an image is mirrored by chance and cut from one that is wider by `padding` zeros on each side,
-    at a random place (He et al. 2016, arXiv 1512.03385, section 4.2).
+    With a generator and a `padding`, images are flipped horizontally at random, padded by zeros on each side, and
+    randomly cropped to their size (He et al. 2016, arXiv 1512.03385, section 4.2).
     """
 
     def __init__(self, images: Tensor, labels: Tensor, mean: Tensor, deviation: Tensor, padding: int = 0) -> None:
@@ -42,7 +42,7 @@ class ImageExamples:
         return len(self.labels)
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """The images at `indices` and their labels."""
+        """Return the images at `indices` and their labels."""
         images = (self.images[indices].float() - self.mean) / self.deviation
         if generator is not None and self.padding:
             images = _shifted(_mirrored(images, generator), self.padding, generator)
@@ -50,7 +50,7 @@ class ImageExamples:
 
 
 def image_data(source: LabelledImages, padding: int = 0) -> Data:
-    """The set as examples, standardised with the statistics of its training images; only these are augmented."""
+    """Return the set as examples, normalised with the statistics of its training images; only these are augmented."""
     deviation, mean = torch.std_mean(source.images.float(), dim=(0, 2, 3))
     deviation = deviation.clamp(min=1.0)  # for constant channels
     return Data(
@@ -66,12 +66,12 @@ def _mirrored(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _shifted(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """Each image cut out of its padded self at a random place."""
+    """Return a random crop of each image after padding, of the image's own size."""
     count, _, height, width = images.shape
     padded = torch.nn.functional.pad(images, [padding] * 4)
     tops, lefts = torch.randint(2 * padding + 1, (2, count), generator=generator)
     rows = (tops.view(-1, 1) + torch.arange(height)).view(count, 1, height, 1)
     columns = (lefts.view(-1, 1) + torch.arange(width)).view(count, 1, 1, width)
-    place = torch.arange(count).view(-1, 1, 1, 1)
+    index = torch.arange(count).view(-1, 1, 1, 1)
     channels = torch.arange(images.shape[1]).view(1, -1, 1, 1)
-    return padded[place, channels, rows, columns]
+    return padded[index, channels, rows, columns]

@@ -1,7 +1,7 @@
-"""MNIST in its published idx files, packed or not; without a path, scikit-learn's digits in MNIST's size.
+"""MNIST from its published idx files, compressed or not, and scikit-learn's digits in MNIST's size.
 
-LeCun, Cortes, Burges, "The MNIST database of handwritten digits": a file is two zero bytes, the type of its elements
-(8 for bytes), the number of dimensions, each dimension as four bytes (the highest first), and the elements.
+LeCun, Cortes, Burges, "The MNIST database of handwritten digits": a file has two zero bytes, the element type (8 for
+uint8), the number of dimensions, each dimension as a big-endian uint32, and the elements.
 """
 
 from __future__ import annotations
@@ -25,32 +25,35 @@ _BYTES = 8
 
 
 def read_mnist(path: Path) -> LabelledImages:
-    """MNIST, or another set in its layout (Fashion-MNIST), from a folder with its four files; raises InvalidInput."""
+    """Read MNIST, or another set in its layout such as Fashion-MNIST, from a folder with the four idx files.
+
+    Raises InvalidInput for missing or damaged files.
+    """
     parts = []
-    for which in ("train", "t10k"):
-        images_at, labels_at = (
-            MNIST.find(path, [f"{which}-{what}", f"{which}-{what.replace('-idx', '.idx')}"])
-            for what in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    for split in ("train", "t10k"):
+        images_file, labels_file = (
+            MNIST.find(path, [f"{split}-{name}", f"{split}-{name.replace('-idx', '.idx')}"])
+            for name in ("images-idx3-ubyte", "labels-idx1-ubyte")
         )
-        images, labels = read_idx(images_at, 3), read_idx(labels_at, 1)
+        images, labels = read_idx(images_file, 3), read_idx(labels_file, 1)
         if len(images) != len(labels) or not len(labels):
-            raise MNIST.broken(labels_at, f"has {len(labels)} labels for {len(images)} images")
+            raise MNIST.broken(labels_file, f"has {len(labels)} labels for {len(images)} images")
         if np.max(labels) > 9:
-            raise MNIST.broken(labels_at, "has labels that are not 0 to 9")
+            raise MNIST.broken(labels_file, "has labels that are not 0 to 9")
         if images.shape[1:] != (28, 28):
-            raise MNIST.broken(images_at, f"has images of {images.shape[1]}x{images.shape[2]}, not 28x28")
+            raise MNIST.broken(images_file, f"has images of {images.shape[1]}x{images.shape[2]}, not 28x28")
         parts += [torch.from_numpy(images)[:, None], torch.from_numpy(labels.astype(np.int64))]
     description = f"MNIST from {path}, {len(parts[1]):,} to train on and {len(parts[3]):,} held back"
     return LabelledImages(parts[0], parts[1], parts[2], parts[3], CLASSES, description)
 
 
 def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
-    """The array of bytes in an idx file; raises InvalidInput for another kind of file or a length that is not said."""
+    """Return the uint8 array in an idx file; raise InvalidInput for another kind of file or a wrong length."""
     raw = read_bytes(MNIST, path)
     if len(raw) < 4 + 4 * dimensions or raw[:4] != bytes([0, 0, _BYTES, dimensions]):
-        wanted = bytes([0, 0, _BYTES, dimensions]).hex(" ")
+        expected = bytes([0, 0, _BYTES, dimensions]).hex(" ")
         raise MNIST.broken(
-            path, f"begins with {raw[:4].hex(' ') or 'nothing'}, but an idx file of this kind begins with {wanted}"
+            path, f"begins with {raw[:4].hex(' ') or 'nothing'}, but an idx file of this kind begins with {expected}"
         )
     shape = struct.unpack(f">{dimensions}I", raw[4 : 4 + 4 * dimensions])
     content = np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions)
@@ -61,7 +64,7 @@ def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
 
 
 def enlarged_digits() -> LabelledImages:
-    """scikit-learn's 8x8 digits at 24x24 with a margin of 2: 1257 to train on and 540 held back, always the same."""
+    """Return scikit-learn's 8x8 digits, enlarged to 24x24 with a margin of 2: 1257 for training, 540 for validation."""
     digits, labels = read_digits()
     grey = digits.view(-1, 1, 8, 8) / 16 * 255
     large = torch.nn.functional.interpolate(grey, size=(24, 24), mode="bilinear", align_corners=False)

@@ -1,4 +1,4 @@
-"""Parallel text: lines with a text and its translation, separated by a tab; or dates in words and in figures."""
+"""Parallel text: pairs of a text and its translation, from a file or drawn as dates in words and in ISO 8601."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ Pair = tuple[str, str]
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """The first two fields of each line of a file, or of the first .txt or .tsv of a folder; raises InvalidInput."""
+    """Return the first two tab-separated fields of each line of a file, or of the first .tsv or .txt file of a folder.
+
+    Raises InvalidInput for a line with fewer fields, and for fewer than two pairs.
+    """
     file = path if path.is_file() else PARALLEL.find(path, ["*.tsv", "*.txt"])
     pairs = []
-    for number, line in enumerate(read_text(PARALLEL, file).splitlines(), 1):
+    for line_number, line in enumerate(read_text(PARALLEL, file).splitlines(), 1):
         fields = line.split("\t")
         if line and (len(fields) < 2 or not fields[0] or not fields[1]):
-            raise PARALLEL.broken(file, f"has no two texts separated by a tab in line {number}: {line[:40]!r}")
+            raise PARALLEL.broken(file, f"has no two texts separated by a tab in line {line_number}: {line[:40]!r}")
         if line:
             pairs.append((fields[0], fields[1]))
     if len(pairs) < 2:
@@ -41,7 +44,7 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def drawn_dates(count: int, seed: int = 0) -> list[Pair]:
-    """Dates of 1950 to 2049 as people write them, and as ISO 8601 does: ``("Tue, 3 May 2016", "2016-05-03")``."""
+    """Draw dates of 1950 to 2049 in words and in ISO 8601: ``("Tue, 3 May 2016", "2016-05-03")``, without doubles."""
     random = np.random.default_rng(seed)
     first = datetime.date(1950, 1, 1).toordinal()
     days = first + random.integers(0, 36_525, count)
@@ -65,19 +68,19 @@ def _date(ordinal: int, style: int) -> Pair:
 
 
 def pair_data(pairs: Sequence[Pair], length: int, source: str) -> Data:
-    """Examples ``(text, translation)``, int64 [N, length] each, as bytes and an end mark; every tenth is held back.
+    """Return examples ``(text, translation)``, int64 [N, length] each: bytes, an end symbol, and padding.
 
-    Pairs that are longer are left out; raises InvalidInput where too few are left.
+    Every tenth pair is for validation. Longer pairs are dropped; raises InvalidInput if fewer than two are left.
     """
-    rows = [(_numbers(text), _numbers(translation)) for text, translation in pairs]
+    rows = [(_symbols(text), _symbols(translation)) for text, translation in pairs]
     rows = [row for row in rows if max(map(len, row)) <= length]
     if len(rows) < 2:
         raise PARALLEL.broken(Path(source), f"has no two pairs of up to {length - 1} bytes a text")
-    columns = [torch.tensor([row[which] + [PADDING] * (length - len(row[which])) for row in rows]) for which in (0, 1)]
+    columns = [torch.tensor([row[side] + [PADDING] * (length - len(row[side])) for row in rows]) for side in (0, 1)]
     held = torch.arange(len(rows)) % round(1 / _HELD_SHARE) == 0
-    parts = [TensorExamples(*(column[chosen] for column in columns)) for chosen in (~held, held)]
+    parts = [TensorExamples(*(column[mask] for column in columns)) for mask in (~held, held)]
     return Data(parts[0], parts[1], f"{source}: {len(parts[0]):,} pairs to train on, {len(parts[1]):,} held back")
 
 
-def _numbers(text: str) -> list[int]:
+def _symbols(text: str) -> list[int]:
     return [byte + _FIRST_BYTE for byte in text.encode()] + [END]

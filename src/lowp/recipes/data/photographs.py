@@ -1,4 +1,4 @@
-"""The two photographs that scikit-learn contains, as bytes: real texture without a download."""
+"""The two photographs included in scikit-learn: real texture without a download."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ __all__ = ["photographs"]
 
 @functools.lru_cache(maxsize=1)
 def photographs() -> tuple[Tensor, Tensor]:
-    """A Chinese temple and a flower, uint8 [3, 427, 640] each (china.jpg and flower.jpg of sklearn.datasets, CC BY)."""
+    """Return a Chinese temple and a flower, uint8 [3, 427, 640] each.
+
+    They are china.jpg and flower.jpg of sklearn.datasets (CC BY). Raises Unavailable without scikit-learn or Pillow.
+    """
     try:
         from sklearn.datasets import load_sample_images
 

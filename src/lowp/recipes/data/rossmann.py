@@ -1,8 +1,8 @@
-"""Daily sales of Rossmann's shops: the competition's two CSV files, or tables drawn with their statistics.
+"""Daily sales of Rossmann's shops, from the competition's two CSV files or drawn with their statistics.
 
 The features are those of the usual solution (Guo and Berkhahn 2016, arXiv 1604.06737, third place of the competition,
-as fast.ai's course prepares them): 22 columns of categories and 16 of numbers. Nine of them come from tables that the
-competition did not publish (the shop's state, weather, search trends): they are filled with zeros.
+as prepared in fast.ai's course): 22 columns of categories and 16 of numbers. Columns from tables that the competition
+did not publish (the shop's state, weather, search trends) are zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROSSMANN = Published(
     "Rossmann store sales", "https://www.kaggle.com/c/rossmann-store-sales/data (train.csv, store.csv)"
 )
 
-# Each column of categories with the number of its categories.
+# The columns of categories, and the number of categories of each.
 CATEGORIES: dict[str, int] = {
     "Store": 1115,
     "DayOfWeek": 7,
@@ -54,9 +54,9 @@ CATEGORIES: dict[str, int] = {
 }
 NUMBERS: tuple[str, ...] = (
     "CompetitionDistance",
-    *(f"{which}_TemperatureC" for which in ("Max", "Mean", "Min")),
-    *(f"{which}_Humidity" for which in ("Max", "Mean", "Min")),
-    *(f"{which}_Wind_SpeedKm_h" for which in ("Max", "Mean")),
+    *(f"{statistic}_TemperatureC" for statistic in ("Max", "Mean", "Min")),
+    *(f"{statistic}_Humidity" for statistic in ("Max", "Mean", "Min")),
+    *(f"{statistic}_Wind_SpeedKm_h" for statistic in ("Max", "Mean")),
     "CloudCover",
     "trend",
     "trend_DE",
@@ -68,18 +68,18 @@ NUMBERS: tuple[str, ...] = (
 _INTERVALS = ("", "Jan,Apr,Jul,Oct", "Feb,May,Aug,Nov", "Mar,Jun,Sept,Dec")
 _DAY = np.timedelta64(1, "D")
 _HELD_DAYS = 42  # the competition asked for six weeks
-_FARTHEST = 60  # days to a holiday beyond which none is known
+_MAX_DAYS = 60  # limit of the days since and until a holiday, also used without one
 
 Column = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The two published tables as columns: a row a shop and day, and a row a shop, numbered from 1 in order.
+    """The two published tables as columns: one row per shop and day, and one row per shop, numbered from 1 in order.
 
     Daily: Store, Date (datetime64[D]), Sales, Promo, StateHoliday (0 or 1), SchoolHoliday. Shops: StoreType and
     Assortment (0, 1 …), CompetitionDistance in metres, CompetitionOpenSinceMonth and -Year, Promo2, Promo2SinceWeek and
-    -Year, PromoInterval (0 to 3); 0 where a value is not given.
+    -Year, PromoInterval (0 to 3). Missing values are 0.
     """
 
     daily: dict[str, Column]
@@ -89,29 +89,30 @@ class Tables:
 
 # -- the published files ----------------------------------------------------------------------------------------------
 def read_tables(path: Path) -> Tables:
-    """train.csv and store.csv from a folder; raises InvalidInput for missing files, columns and values."""
-    daily_at, shops_at = (ROSSMANN.find(path, [name]) for name in ("train.csv", "store.csv"))
-    wanted = ("Store", "Date", "Sales", "Promo", "StateHoliday", "SchoolHoliday")
-    daily = _columns(daily_at, wanted)
-    shops = _columns(shops_at, (*_SHOP_NUMBERS, "StoreType", "Assortment", "PromoInterval"))
-    order = np.argsort(_numbers(shops_at, "Store", shops["Store"]))
-    shop_columns = {name: _numbers(shops_at, name, shops[name])[order] for name in _SHOP_NUMBERS}
+    """Read train.csv and store.csv from a folder; raise InvalidInput for missing files, columns and values."""
+    daily_file, shops_file = (ROSSMANN.find(path, [name]) for name in ("train.csv", "store.csv"))
+    names = ("Store", "Date", "Sales", "Promo", "StateHoliday", "SchoolHoliday")
+    daily = _columns(daily_file, names)
+    shops = _columns(shops_file, (*_SHOP_NUMBERS, "StoreType", "Assortment", "PromoInterval"))
+    order = np.argsort(_numbers(shops_file, "Store", shops["Store"]))
+    shop_columns = {name: _numbers(shops_file, name, shops[name])[order] for name in _SHOP_NUMBERS}
     for name, letters in (("StoreType", "abcd"), ("Assortment", "abc")):
-        shop_columns[name] = _places(shops_at, name, shops[name], tuple(letters))[order]
-    shop_columns["PromoInterval"] = _places(shops_at, "PromoInterval", shops["PromoInterval"], _INTERVALS)[order]
+        shop_columns[name] = _indices(shops_file, name, shops[name], tuple(letters))[order]
+    shop_columns["PromoInterval"] = _indices(shops_file, "PromoInterval", shops["PromoInterval"], _INTERVALS)[order]
     if not np.array_equal(shop_columns["Store"], np.arange(1, len(order) + 1)) or len(order) > 1115:
-        raise ROSSMANN.broken(shops_at, "does not number its shops 1, 2, 3 … up to 1115 at most")
+        raise ROSSMANN.broken(shops_file, "does not number its shops 1, 2, 3 … up to 1115 at most")
     daily_columns: dict[str, Column] = {
-        name: _numbers(daily_at, name, daily[name]).astype(int) for name in ("Store", "Sales", "Promo", "SchoolHoliday")
+        name: _numbers(daily_file, name, daily[name]).astype(int)
+        for name in ("Store", "Sales", "Promo", "SchoolHoliday")
     }
     if daily_columns["Store"].min() < 1 or daily_columns["Store"].max() > len(order):
-        raise ROSSMANN.broken(daily_at, f"names shops that are not in {shops_at.name}")
+        raise ROSSMANN.broken(daily_file, f"names shops that are not in {shops_file.name}")
     daily_columns["StateHoliday"] = np.array([value not in ("", "0") for value in daily["StateHoliday"]]).astype(int)
     try:
         daily_columns["Date"] = np.array(daily["Date"], dtype="datetime64[D]")
     except ValueError as error:
-        raise ROSSMANN.broken(daily_at, f"has an invalid date: {error}") from None
-    return Tables(daily_columns, shop_columns, f"Rossmann's sales from {daily_at.parent}")
+        raise ROSSMANN.broken(daily_file, f"has an invalid date: {error}") from None
+    return Tables(daily_columns, shop_columns, f"Rossmann's sales from {daily_file.parent}")
 
 
 _SHOP_NUMBERS = (
@@ -125,27 +126,28 @@ _SHOP_NUMBERS = (
 )
 
 
-def _columns(path: Path, wanted: Sequence[str]) -> dict[str, list[str]]:
+def _columns(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the named columns of a CSV file; raise InvalidInput for missing columns and ragged rows."""
     reader = csv.reader(io.StringIO(read_text(ROSSMANN, path)))
     try:
-        names = next(reader, [])
-        missing = [name for name in wanted if name not in names]
+        header = next(reader, [])
+        missing = [name for name in names if name not in header]
         if missing:
-            raise ROSSMANN.broken(path, f"has no column {', '.join(missing)}; it has {', '.join(names) or 'nothing'}")
+            raise ROSSMANN.broken(path, f"has no column {', '.join(missing)}; it has {', '.join(header) or 'nothing'}")
         rows = [row for row in reader if row]
     except csv.Error as error:
         raise ROSSMANN.broken(path, f"is not CSV: {error}") from None
-    bad = next((number for number, row in enumerate(rows, 2) if len(row) != len(names)), None)
+    bad = next((line for line, row in enumerate(rows, 2) if len(row) != len(header)), None)
     if bad is not None or not rows:
         raise ROSSMANN.broken(
-            path, f"has {len(names)} columns, but line {bad} has a different number" if bad else "has no rows"
+            path, f"has {len(header)} columns, but line {bad} has a different number" if bad else "has no rows"
         )
-    turned = list(zip(*rows, strict=True))
-    return {name: list(turned[names.index(name)]) for name in wanted}
+    columns = list(zip(*rows, strict=True))
+    return {name: list(columns[header.index(name)]) for name in names}
 
 
 def _numbers(path: Path, name: str, values: Sequence[str]) -> Column:
-    """Floats; 0 for what is empty."""
+    """Return the values as floats, 0 for empty ones."""
     try:
         numbers = np.array([float(value) if value else 0.0 for value in values])
     except ValueError as error:
@@ -155,7 +157,8 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> Column:
     return numbers
 
 
-def _places(path: Path, name: str, values: Sequence[str], allowed: tuple[str, ...]) -> Column:
+def _indices(path: Path, name: str, values: Sequence[str], allowed: tuple[str, ...]) -> Column:
+    """Return the index of each value in `allowed`."""
     unknown = sorted(set(values) - set(allowed))
     if unknown:
         raise ROSSMANN.broken(path, f"has {unknown[0]!r} in {name}, which allows {', '.join(map(repr, allowed))}")
@@ -164,12 +167,12 @@ def _places(path: Path, name: str, values: Sequence[str], allowed: tuple[str, ..
 
 # -- drawn tables -----------------------------------------------------------------------------------------------------
 def drawn_tables(shops: int, days: int, seed: int = 0) -> Tables:
-    """Tables like the published ones: sales of `shops` shops on `days` days up to 31 July 2015.
+    """Draw the sales of `shops` shops on `days` days up to 31 July 2015, with the statistics of the published tables.
 
-    Drawn as there: 54, 2, 13 and 31 % of the shops are of type a to d; a median competitor is 2.3 km away; half run the
-    long promotion; a promotion is on every second working week; shops are closed on Sundays and holidays. The logarithm
-    of sales (median about 6,400) is the sum of the shop's, the weekday's, the month's and the promotions' shares, and
-    noise of a tenth.
+    54, 2, 13 and 31 % of the shops are of type a to d; the median distance to a competitor is 2.3 km; half of the shops
+    run the long promotion; there is a promotion in every second working week; shops are closed on Sundays and holidays.
+    The logarithm of sales (median about 6,400) is the sum of effects of shop, weekday, month and promotion, and noise
+    with a standard deviation of 0.1.
     """
     random = np.random.default_rng(seed)
     since = np.where(random.random(shops) < 0.32, 0, random.integers(1995, 2016, shops))
@@ -217,9 +220,10 @@ def drawn_tables(shops: int, days: int, seed: int = 0) -> Tables:
 
 # -- features ---------------------------------------------------------------------------------------------------------
 def sales_data(tables: Tables) -> Data:
-    """Examples ``(categories int64 [N, 22], numbers float32 [N, 16], log of sales float32 [N])`` of days with sales.
+    """Return examples ``(categories int64 [N, 22], numbers float32 [N, 16], log of sales float32 [N])``.
 
-    The last six weeks are held back. Numbers are standardised with the training rows' mean and deviation.
+    Days without sales are dropped, and the last six weeks are for validation. Numbers are standardised with the mean
+    and the standard deviation of the training rows.
     """
     daily, shops = tables.daily, tables.shops
     order = np.lexsort((daily["Date"], daily["Store"]))
@@ -277,7 +281,7 @@ def _features(daily: dict[str, Column], shop: dict[str, Column]) -> tuple[Column
 
 
 def _calendar(date: Column) -> tuple[Column, Column, Column, Column, Column]:
-    """Weekday (0 is Monday), year, month, day, and week (1 to 53, seven days from the first of January)."""
+    """Return weekday (0 is Monday), year, month, day, and week (1 to 53, seven days from the first of January)."""
     weekday = (date.astype("datetime64[D]").astype(int) + 3) % 7
     year = date.astype("datetime64[Y]").astype(int) + 1970
     month = date.astype("datetime64[M]").astype(int) % 12 + 1
@@ -287,33 +291,33 @@ def _calendar(date: Column) -> tuple[Column, Column, Column, Column, Column]:
 
 
 def _sums_of_a_week(daily: dict[str, Column]) -> dict[str, Column]:
-    """How many of a shop's seven rows up to a day (_bw) or from it on (_fw) have a promotion or a holiday."""
+    """Count a shop's rows with a promotion or a holiday among the seven up to a day (_bw) and from it on (_fw)."""
     sums = {}
     for name in ("Promo", "StateHoliday", "SchoolHoliday"):
         running = np.concatenate([[0], np.cumsum(daily[name])])
-        place = np.arange(len(daily[name]))
+        index = np.arange(len(daily[name]))
         first, last = _bounds_of_shop(daily["Store"])
-        sums[f"{name}_bw"] = running[place + 1] - running[np.maximum(place - 6, first)]
-        sums[f"{name}_fw"] = running[np.minimum(place + 7, last)] - running[place]
+        sums[f"{name}_bw"] = running[index + 1] - running[np.maximum(index - 6, first)]
+        sums[f"{name}_fw"] = running[np.minimum(index + 7, last)] - running[index]
     return sums
 
 
 def _days_to_holiday(daily: dict[str, Column]) -> tuple[Column, Column]:
-    """Days since the shop's last state holiday and until its next one, 60 at most."""
+    """Return the days since the shop's last state holiday and until its next one, at most 60."""
     first, last = _bounds_of_shop(daily["Store"])
     days = daily["Date"].astype(int)
-    at = np.flatnonzero(daily["StateHoliday"])
-    place = np.arange(len(days))
-    before, after = np.searchsorted(at, place, side="right") - 1, np.searchsorted(at, place)
-    padded = np.concatenate([at, [-1]])  # -1: no holiday on this side
-    past, coming = padded[before], padded[np.minimum(after, len(at))]
-    since = np.where((past >= first) & (before >= 0), days - days[past], _FARTHEST)
-    until = np.where((coming >= 0) & (coming < last), days[coming] - days, _FARTHEST)
-    return since.clip(0, _FARTHEST), until.clip(0, _FARTHEST)
+    holidays = np.flatnonzero(daily["StateHoliday"])
+    index = np.arange(len(days))
+    before, after = np.searchsorted(holidays, index, side="right") - 1, np.searchsorted(holidays, index)
+    padded = np.concatenate([holidays, [-1]])  # -1: no holiday on this side
+    previous, following = padded[before], padded[np.minimum(after, len(holidays))]
+    since = np.where((previous >= first) & (before >= 0), days - days[previous], _MAX_DAYS)
+    until = np.where((following >= 0) & (following < last), days[following] - days, _MAX_DAYS)
+    return since.clip(0, _MAX_DAYS), until.clip(0, _MAX_DAYS)
 
 
 def _bounds_of_shop(store: Column) -> tuple[Column, Column]:
-    """For each row, the first row of its shop and the one after its last; rows are in the order of shops."""
+    """Return, for each row, the index of its shop's first row and one more than that of its last; rows are by shop."""
     counts = np.bincount(store)
     ends = np.cumsum(counts)
     return (ends - counts)[store], ends[store]

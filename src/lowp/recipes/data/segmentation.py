@@ -1,4 +1,4 @@
-"""Pictures with one mask each, which gives the class of every pixel: from two folders, or drawn."""
+"""Images with masks of class indices per pixel, from two folders or drawn."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _HELD_SHARE = 0.2
 
 
 class MaskedExamples:
-    """Batches ``(float32 images [N, 3, side + 2 border, …], int64 masks [N, side, side])``; mirrored by a generator.
+    """Images and masks as batches ``(float32 [N, 3, side + 2 border, side + 2 border], int64 [N, side, side])``.
 
-    An image is continued by `border` pixels of its own mirror image on each side, which the network's unpadded
-    convolutions use up. Values are -1 to 1.
+    Images have values of -1 to 1, and are padded by reflection on each side, since the network's convolutions have no
+    padding. With a generator, images and masks are flipped horizontally at random.
     """
 
     def __init__(self, images: Tensor, masks: Tensor, border: int) -> None:
@@ -41,7 +41,7 @@ class MaskedExamples:
         return len(self.images)
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """The pictures at `indices` and their masks."""
+        """Return the images at `indices` and their masks."""
         images, masks = self.images[indices].float() / 127.5 - 1, self.masks[indices].long()
         if generator is not None:
             flip = torch.rand(len(images), generator=generator) < 0.5
@@ -51,13 +51,13 @@ class MaskedExamples:
 
 
 def drawn_masks(side: int, border: int, classes: int, training: int, held: int, seed: int = 0) -> Data:
-    """Pieces of photographs with 3 to 6 figures; class 0 is background, the others are kinds of figures."""
+    """Draw crops of photographs with 3 to 6 figures; class 0 is background, the others are kinds of figures."""
     parts = []
-    for number, is_held in ((training, False), (held, True)):
+    for size, is_held in ((training, False), (held, True)):
         random = np.random.default_rng([seed, is_held])
         scenes = [
             draw_scene(random, side, (0.25, 0.5), int(random.integers(3, 7)), classes - 1, is_held, True)
-            for _ in range(number)
+            for _ in range(size)
         ]
         images = torch.from_numpy(np.stack([scene.image for scene in scenes]))
         outlines = torch.from_numpy(np.stack([scene.outline for scene in scenes]).astype(np.uint8))
@@ -66,10 +66,10 @@ def drawn_masks(side: int, border: int, classes: int, training: int, held: int, 
 
 
 def read_masked(path: Path, side: int, border: int, classes: int) -> Data:
-    """Pictures in images/ with masks of the same name in masks/ (or labels/ …), each brought to `side` pixels.
+    """Read the images in images/ and the masks of the same names in masks/ (or labels/ …), resized to `side` pixels.
 
-    Every fifth picture is held back. The grey values found in all masks are the classes, in order; raises InvalidInput
-    where they are more than `classes`, a picture has no mask, or a file is broken.
+    Every fifth image is for validation. A class index is the rank of a grey value among those of all masks. Raises
+    InvalidInput for more than `classes` grey values, a missing mask, or a damaged file.
     """
     image_folder, mask_folder = MASKED.find(path, _IMAGES), MASKED.find(path, _MASKS)
     files = sorted(file for file in image_folder.iterdir() if file.suffix.lower() in SUFFIXES)
@@ -82,19 +82,19 @@ def read_masked(path: Path, side: int, border: int, classes: int) -> Data:
             raise MASKED.missing(mask_folder, [f"{file.stem}.png"])
         images.append(picture_tensor(open_picture(MASKED, file).resize((side, side))))
         masks.append(_mask(masks_by_stem[file.stem], side))
-    numbered = _numbered(mask_folder, masks, classes)
+    class_indices = _class_indices(mask_folder, masks, classes)
     held = torch.arange(len(files)) % round(1 / _HELD_SHARE) == 0
     pictures = torch.stack(images)
     description = f"{len(files)} pictures with masks from {path}, {int(held.sum())} of them held back"
     return Data(
-        MaskedExamples(pictures[~held], numbered[~held], border),
-        MaskedExamples(pictures[held], numbered[held], border),
+        MaskedExamples(pictures[~held], class_indices[~held], border),
+        MaskedExamples(pictures[held], class_indices[held], border),
         description,
     )
 
 
 def _mask(path: Path, side: int) -> npt.NDArray[Any]:
-    """The values of a mask, grey or of a palette, nearest to each of `side` places: classes are not blended."""
+    """Return a mask's grey values or palette indices at `side` x `side` nearest pixels; values are not blended."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -109,10 +109,10 @@ def _mask(path: Path, side: int) -> npt.NDArray[Any]:
     return picked
 
 
-def _numbered(folder: Path, masks: Sequence[npt.NDArray[Any]], classes: int) -> Tensor:
-    """The grey values as classes 0, 1, 2 … in their order."""
+def _class_indices(folder: Path, masks: Sequence[npt.NDArray[Any]], classes: int) -> Tensor:
+    """Return the rank of each grey value among all of them, uint8 [N, side, side]."""
     stacked = np.stack(masks)
-    values, numbers = np.unique(stacked, return_inverse=True)
+    values, indices = np.unique(stacked, return_inverse=True)
     if len(values) > classes:
         raise MASKED.broken(folder, f"has {len(values)} values in its masks, but the network has {classes} classes")
-    return torch.from_numpy(numbers.reshape(stacked.shape).astype(np.uint8))
+    return torch.from_numpy(indices.reshape(stacked.shape).astype(np.uint8))

@@ -1,8 +1,8 @@
-"""Scenes that are drawn: figures of ten kinds on pieces of real photographs, their kinds, boxes and outlines known.
+"""Drawn scenes: figures of ten kinds on crops of real photographs, with known kinds, boxes and masks.
 
-They stand in for sets of photographs where none is given: a network has to find a figure whatever its colour, size,
-place and background. Training and held-back scenes have backgrounds from different parts of the photographs. A seed
-decides everything.
+They replace a data set if none is given: a network has to recognise a figure of any colour, size and position on any
+background. The backgrounds of training and validation scenes are from different parts of the photographs. The scenes
+are determined by a seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["SHAPES", "Scene", "draw_scene", "in_words", "shape_images"]
 Mask = npt.NDArray[np.bool_]
 Grid = npt.NDArray[np.float64]
 
-# A figure as a condition on u (to the right) and v (down), both -1 to 1 over its box.
+# The figures as conditions on u (to the right) and v (down), both -1 to 1 over the figure's box.
 SHAPES: dict[str, Callable[[Grid, Grid], Mask]] = {
     "disc": lambda u, v: u * u + v * v < 1,
     "ring": lambda u, v: (u * u + v * v < 1) & (u * u + v * v > 0.35),
@@ -39,13 +39,13 @@ SHAPES: dict[str, Callable[[Grid, Grid], Mask]] = {
 _COLOURS = 255.0 * np.array(
     [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1), (0, 0, 0), (1, 0.5, 0), (0.5, 0, 1)]
 )
-_HELD_PART = 0.75  # held-back backgrounds lie to the right of this share of a photograph's width
+_HELD_PART = 0.75  # validation backgrounds are to the right of this fraction of a photograph's width
 
 
 class Scene(NamedTuple):
-    """A drawn picture: uint8 [3, side, side]; kinds [n]; boxes [n, 4] as left, top, right, bottom in pixels.
+    """A drawn image: uint8 [3, side, side]; kinds [n]; boxes [n, 4] as left, top, right, bottom in pixels.
 
-    `outline` int64 [side, side] has 0 for background and 1 + the kind of the figure that is on top.
+    `outline`: int64 [side, side], 0 for background, otherwise 1 + the kind of the topmost figure.
     """
 
     image: npt.NDArray[np.uint8]
@@ -55,7 +55,7 @@ class Scene(NamedTuple):
 
 
 def in_words(training: int, held: int) -> str:
-    """What the drawn sets are, in words."""
+    """Return a description of drawn training and validation sets of these sizes."""
     return f"figures drawn on scikit-learn's two photographs, {training:,} to train on and {held:,} held back"
 
 
@@ -68,14 +68,15 @@ def draw_scene(
     held: bool,
     coloured: bool = False,
 ) -> Scene:
-    """A scene with up to `count` figures of the first `kinds` kinds, whose sides are a share of the scene's in `sizes`.
+    """Draw a scene with up to `count` figures of the first `kinds` kinds.
 
-    `coloured` figures have a colour of their kind, more or less, as most things have: they are found sooner. A figure
-    that would cover another by more than a fifth of either is left out; there is always one.
+    `sizes`: range of a figure's sides as fractions of `side`. `coloured`: the colour of a figure varies around that of
+    its kind, which makes it easier to learn; otherwise it is random. A figure whose overlap with an earlier one is more
+    than a fifth of the smaller box is left out; there is always at least one figure.
     """
     image = _background(random, side, held)
     outline = np.zeros((side, side), np.int64)
-    chosen: list[int] = []
+    drawn: list[int] = []
     boxes: list[tuple[int, int, int, int]] = []
     for _ in range(count):
         kind = int(random.integers(kinds))
@@ -84,27 +85,27 @@ def draw_scene(
         height = min(side, max(height, width * 2 // 3))
         left, top = int(random.integers(side - width + 1)), int(random.integers(side - height + 1))
         box = (left, top, left + width, top + height)
-        if any(_overlap(box, other) > 0.2 for other in boxes):
+        if any(_overlap(box, earlier) > 0.2 for earlier in boxes):
             continue
         _draw(random, image, outline, kind, box, coloured)
-        chosen.append(kind)
+        drawn.append(kind)
         boxes.append(box)
-    return Scene(image, np.asarray(chosen, np.int64), np.asarray(boxes, np.float32), outline)
+    return Scene(image, np.asarray(drawn, np.int64), np.asarray(boxes, np.float32), outline)
 
 
 def shape_images(side: int, training: int, held: int, kinds: int = 10, seed: int = 0) -> LabelledImages:
-    """One figure an image, to be told apart: images uint8 [N, 3, side, side]."""
+    """Draw images uint8 [N, 3, side, side] with one figure each, labelled by its kind."""
     parts: list[torch.Tensor] = []
-    for number, is_held in ((training, False), (held, True)):
+    for size, is_held in ((training, False), (held, True)):
         random = np.random.default_rng([seed, is_held])
-        scenes = [draw_scene(random, side, (0.4, 0.9), 1, kinds, is_held) for _ in range(number)]
+        scenes = [draw_scene(random, side, (0.4, 0.9), 1, kinds, is_held) for _ in range(size)]
         parts.append(torch.from_numpy(np.stack([scene.image for scene in scenes])))
         parts.append(torch.from_numpy(np.concatenate([scene.kinds for scene in scenes])))
     return LabelledImages(parts[0], parts[1], parts[2], parts[3], tuple(SHAPES)[:kinds], in_words(training, held))
 
 
 def _background(random: np.random.Generator, side: int, held: bool) -> npt.NDArray[np.uint8]:
-    """A square piece of a photograph, every second pixel of it where it is large enough, mirrored by chance."""
+    """Return a random square crop of a photograph, subsampled by 2 if it is large enough, flipped at random."""
     photograph = photographs()[int(random.integers(2))].numpy()
     _, height, width = photograph.shape
     low, high = (int(width * _HELD_PART), width) if held else (0, int(width * _HELD_PART))
@@ -126,21 +127,21 @@ def _draw(
     box: tuple[int, int, int, int],
     coloured: bool,
 ) -> None:
-    """Paint a figure of one colour with some noise, and note it in the outline."""
+    """Draw a figure of one colour with noise into the image, and its kind into the outline."""
     left, top, right, bottom = box
     u = (np.arange(right - left) + 0.5) / (right - left) * 2 - 1
     v = (np.arange(bottom - top) + 0.5) / (bottom - top) * 2 - 1
     inside = tuple(SHAPES.values())[kind](*np.broadcast_arrays(u[None, :], v[:, None]))
     colour = _COLOURS[kind] + random.normal(0, 30, 3) if coloured else random.integers(0, 256, 3)
     pixels = colour[:, None, None] + random.normal(0, 12, (3, *inside.shape))
-    painted, noted = image[:, top:bottom, left:right], outline[top:bottom, left:right]
-    painted[:] = np.where(inside, pixels.clip(0, 255).astype(np.uint8), painted)
-    noted[:] = np.where(inside, kind + 1, noted)
+    image_part, outline_part = image[:, top:bottom, left:right], outline[top:bottom, left:right]
+    image_part[:] = np.where(inside, pixels.clip(0, 255).astype(np.uint8), image_part)
+    outline_part[:] = np.where(inside, kind + 1, outline_part)
 
 
-def _overlap(one: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> float:
-    """The common area as a share of the smaller box."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
+def _overlap(box1: tuple[int, int, int, int], box2: tuple[int, int, int, int]) -> float:
+    """Return the area of the intersection as a fraction of the smaller box."""
+    width = min(box1[2], box2[2]) - max(box1[0], box2[0])
+    height = min(box1[3], box2[3]) - max(box1[1], box2[1])
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (box1, box2)]
     return max(width, 0) * max(height, 0) / min(areas)

@@ -1,4 +1,4 @@
-"""Running text as bytes: a file of the user's, or text from Python itself."""
+"""Text as bytes, from the user's file or from Python's own documentation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = Published(
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt (tiny Shakespeare), or "
     "take any text",
 )
-# Parts of a set that is already divided (WikiText), and names of an undivided text.
+# File names of a set with separate training and validation files (WikiText), and of a single text.
 _DIVIDED = (("*train*.txt", "*train.tokens"), ("*valid*.txt", "*valid.tokens", "*test*.txt"))
 _UNDIVIDED = ("input.txt", "*.txt")
 _HELD_SHARE = 0.1
@@ -41,9 +41,9 @@ _MODULES = (
 
 
 class Passages:
-    """Batches ``(bytes int64 [N, length], the byte after each int64 [N, length])`` of a text.
+    """Passages of a text as batches ``(bytes int64 [N, length], the byte after each int64 [N, length])``.
 
-    Passage i begins at i * length, and with a generator at a random place up to `length` later.
+    Passage i begins at i * length; with a generator, at a random position less than `length` bytes later.
     """
 
     def __init__(self, text: Tensor, length: int) -> None:
@@ -53,17 +53,20 @@ class Passages:
         return (len(self.text) - 1) // self.length
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """The passages at `indices`."""
+        """Return the passages at `indices`."""
         starts = indices * self.length
         if generator is not None:
             starts = starts + torch.randint(self.length, starts.shape, generator=generator)
         starts = starts.clamp(max=len(self.text) - 1 - self.length)
-        places = starts[:, None] + torch.arange(self.length)
-        return self.text[places].long(), self.text[places + 1].long()
+        positions = starts[:, None] + torch.arange(self.length)
+        return self.text[positions].long(), self.text[positions + 1].long()
 
 
 def read_passages(path: Path, length: int) -> Data:
-    """A text, its last tenth held back, or a set that is divided into train and valid files; raises InvalidInput."""
+    """Read a text, whose last tenth is for validation, or a folder with training and validation files.
+
+    Raises InvalidInput if there is no text, or if it is too short for a passage of `length` bytes.
+    """
     parts = [TEXT.find_or_none(path, names) for names in _DIVIDED]
     if parts[0] is not None and parts[1] is not None and path.is_dir():
         training, held = (read_bytes(TEXT, part) for part in parts if part is not None)
@@ -77,16 +80,16 @@ def read_passages(path: Path, length: int) -> Data:
 
 
 def text_data(training: bytes, held: bytes, length: int, source: str) -> Data:
-    """Two texts as passages of `length` bytes."""
+    """Return a training and a validation text as passages of `length` bytes."""
     parts = [Passages(torch.frombuffer(bytearray(text), dtype=torch.uint8), length) for text in (training, held)]
     return Data(parts[0], parts[1], f"{source}: {len(training):,} bytes to train on, {len(held):,} held back")
 
 
-def pythons_text(most: int) -> tuple[bytes, bytes, str]:
-    """Text to train on, text to hold back, and words for it, `most` bytes in all, from Python's own library.
+def pythons_text(max_bytes: int) -> tuple[bytes, bytes, str]:
+    """Return training text, validation text, at most `max_bytes` bytes together, and their description.
 
-    The Zen of Python, the reference that help() shows, and the docstrings of some modules: English with examples. It
-    depends on the Python that runs.
+    They are the Zen of Python, the docstrings of some modules, and the reference shown by help(): English with
+    examples. They differ between versions of Python.
     """
     with redirect_stdout(io.StringIO()):
         zen = codecs.decode(importlib.import_module("this").s, "rot13")
@@ -94,6 +97,6 @@ def pythons_text(most: int) -> tuple[bytes, bytes, str]:
     if importlib.util.find_spec("pydoc_data.topics") is not None:
         topics = importlib.import_module("pydoc_data.topics").topics
         texts += [topics[name] for name in sorted(topics)]
-    content = "\n\n".join(texts).encode("ascii", "replace")[:most]
+    content = "\n\n".join(texts).encode("ascii", "replace")[:max_bytes]
     cut = round(len(content) * (1 - _HELD_SHARE))
     return content[:cut], content[cut:], "Python's own documentation"

@@ -1,4 +1,4 @@
-"""Tweets, their sentiment, and the part of each that shows it: the competition's CSV file, or drawn sentences."""
+"""Tweets, their sentiment, and the part of each that expresses it, from the competition's CSV file or drawn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HELD_SHARE = 0.1
 
 
 class Tweet(NamedTuple):
-    """A text, its sentiment, and the part of the text that shows it as places of its characters."""
+    """A text, its sentiment, and the part `text[start:end]` that expresses it."""
 
     text: str
     sentiment: str
@@ -36,9 +36,11 @@ class Tweet(NamedTuple):
 
 
 class SpanExamples:
-    """Batches as dictionaries of int64: ``pieces`` and ``segments`` [N, length], ``start`` and ``end`` [N] of the part.
+    """Batches as dictionaries of int64: ``pieces`` and ``segments`` [N, length], ``start`` and ``end`` [N].
 
-    A text is given as the start mark, its sentiment, a separator, its pieces, a separator, and padding (number 0).
+    A row of `pieces` has the start token, the sentiment, a separator, the text, a separator, and padding (id 0).
+    `segments` is 1 for the text and the separator after it. `start` and `end` are the positions of the first and the
+    last piece of the part to be found.
     """
 
     def __init__(self, rows: dict[str, Tensor]) -> None:
@@ -48,23 +50,26 @@ class SpanExamples:
         return len(self.rows["start"])
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """The rows at `indices`."""
+        """Return the rows at `indices`."""
         return {name: column[indices] for name, column in self.rows.items()}
 
 
 def read_tweets(path: Path) -> list[Tweet]:
-    """The tweets of train.csv that have a text and a part of it; raises InvalidInput for what is missing or broken."""
+    """Read the tweets of train.csv whose selected text is a part of the text.
+
+    Raises InvalidInput for a missing or damaged file, missing columns, unknown sentiments, and no such tweet.
+    """
     file = TWEETS.find(path, ["train.csv", "*weet*.csv"])
-    wanted = ("text", "selected_text", "sentiment")
+    names = ("text", "selected_text", "sentiment")
     tweets = []
     try:
         reader = csv.DictReader(io.StringIO(read_text(TWEETS, file), newline=""), strict=True)
-        missing = [name for name in wanted if name not in (reader.fieldnames or ())]
+        missing = [name for name in names if name not in (reader.fieldnames or ())]
         if missing:
-            there = ", ".join(reader.fieldnames or ()) or "nothing"
-            raise TWEETS.broken(file, f"has no column {', '.join(missing)}; it has {there}")
+            columns = ", ".join(reader.fieldnames or ()) or "nothing"
+            raise TWEETS.broken(file, f"has no column {', '.join(missing)}; it has {columns}")
         for row in reader:
-            text, part, sentiment = (row[name] or "" for name in wanted)
+            text, part, sentiment = (row[name] or "" for name in names)
             if sentiment not in SENTIMENTS:
                 raise TWEETS.broken(file, f"has the sentiment {sentiment!r} in line {reader.line_num}")
             start = text.find(part)
@@ -78,10 +83,10 @@ def read_tweets(path: Path) -> list[Tweet]:
 
 
 def drawn_tweets(count: int, seed: int = 0) -> list[Tweet]:
-    """Sentences drawn from lists of words: 40 % are neutral, and all of these is the part; as in the real set.
+    """Draw `count` sentences from lists of phrases, 40 % of them neutral as in the real set.
 
-    In the others a feeling stands somewhere among other words. Some have a feeling of the other kind too, so that the
-    sentiment has to be read.
+    The part of a neutral sentence is all of it. The part of another one is a phrase of its sentiment, at a random
+    position; some of these have a phrase of the opposite sentiment too, so that the sentiment has to be read.
     """
     random = np.random.default_rng(seed)
     return [_draw(random) for _ in range(count)]
@@ -104,41 +109,45 @@ _PLAIN = (
 
 def _draw(random: np.random.Generator) -> Tweet:
     sentiment = SENTIMENTS[int(random.choice(3, p=[0.405, 0.312, 0.283]))]
-    parts = [_PLAIN[place] for place in random.choice(len(_PLAIN), int(random.integers(1, 4)), replace=False)]
-    other = {"positive": "negative", "negative": "positive"}.get(sentiment, "")
-    if other and random.random() < 0.3:
-        parts.append(str(random.choice(_FEELINGS[other])))
+    parts = [_PLAIN[index] for index in random.choice(len(_PLAIN), int(random.integers(1, 4)), replace=False)]
+    opposite = {"positive": "negative", "negative": "positive"}.get(sentiment, "")
+    if opposite and random.random() < 0.3:
+        parts.append(str(random.choice(_FEELINGS[opposite])))
     if sentiment == "neutral":
         text = ", ".join(parts)
         return Tweet(text, sentiment, 0, len(text))
     feeling = str(random.choice(_FEELINGS[sentiment]))
     parts.append(feeling)
     order = random.permutation(len(parts))
-    text = ", ".join(parts[place] for place in order) + str(random.choice(["", "!", " ..."]))
+    text = ", ".join(parts[index] for index in order) + str(random.choice(["", "!", " ..."]))
     start = text.index(feeling)
     return Tweet(text, sentiment, start, start + len(feeling))
 
 
 def span_data(tweets: Sequence[Tweet], vocabulary: WordPiece, length: int, source: str) -> Data:
-    """Tweets as examples, every tenth held back. A part that begins beyond `length` pieces makes a row be left out."""
+    """Return the tweets as examples; every tenth is for validation.
+
+    Tweets are truncated to `length` pieces, and dropped if the part begins after that.
+    """
     rows = [row for tweet in tweets if (row := _row(tweet, vocabulary, length)) is not None]
     names = ("pieces", "segments", "start", "end")
-    columns = {name: torch.tensor([row[place] for row in rows]) for place, name in enumerate(names)}
+    columns = {name: torch.tensor([row[index] for row in rows]) for index, name in enumerate(names)}
     held = torch.arange(len(rows)) % round(1 / _HELD_SHARE) == 0
-    parts = [SpanExamples({name: column[chosen] for name, column in columns.items()}) for chosen in (~held, held)]
-    words = f"{source}, {vocabulary.size:,} pieces: {len(parts[0]):,} to train on, {len(parts[1]):,} held back"
-    return Data(parts[0], parts[1], words)
+    parts = [SpanExamples({name: column[mask] for name, column in columns.items()}) for mask in (~held, held)]
+    description = f"{source}, {vocabulary.size:,} pieces: {len(parts[0]):,} to train on, {len(parts[1]):,} held back"
+    return Data(parts[0], parts[1], description)
 
 
 def _row(tweet: Tweet, vocabulary: WordPiece, length: int) -> tuple[list[int], list[int], int, int] | None:
-    question = [vocabulary.start, *(piece.number for piece in vocabulary.pieces(tweet.sentiment)), vocabulary.separator]
+    """Return pieces, segments, start and end of a tweet; None if its part begins after `length` pieces."""
+    question = [vocabulary.start, *(piece.id for piece in vocabulary.pieces(tweet.sentiment)), vocabulary.separator]
     pieces = vocabulary.pieces(tweet.text)[: length - len(question) - 1]
-    inside = [place for place, piece in enumerate(pieces) if piece.end > tweet.start and piece.start < tweet.end]
+    inside = [position for position, piece in enumerate(pieces) if piece.end > tweet.start and piece.start < tweet.end]
     if not inside:
         return None
-    numbers = [*question, *(piece.number for piece in pieces), vocabulary.separator]
+    ids = [*question, *(piece.id for piece in pieces), vocabulary.separator]
     segments = [0] * len(question) + [1] * (len(pieces) + 1)
-    empty = length - len(numbers)
-    numbers += [vocabulary.padding] * empty
-    segments += [0] * empty
-    return numbers, segments, len(question) + inside[0], len(question) + inside[-1]
+    padding = length - len(ids)
+    ids += [vocabulary.padding] * padding
+    segments += [0] * padding
+    return ids, segments, len(question) + inside[0], len(question) + inside[-1]

@@ -1,8 +1,8 @@
-"""WordPiece: words of a text as pieces of a vocabulary, with the characters that each piece stands for.
+"""WordPiece: splits the words of a text into the pieces of a vocabulary, with the characters of each piece.
 
-Devlin et al. 2019 (BERT), after Wu et al. 2016, arXiv 1609.08144, section 4.1: a word is cut into the longest pieces
-that the vocabulary has, from the left; pieces that continue a word begin with ##. The library `tokenizers`, which
-transformers brings along, splits and cuts as BERT's own program does.
+Devlin et al. 2019 (BERT), after Wu et al. 2016, arXiv 1609.08144, section 4.1: a word is split from the left into the
+longest pieces in the vocabulary; pieces that continue a word begin with ##. The library `tokenizers`, a dependency of
+transformers, splits as BERT's own program does.
 """
 
 from __future__ import annotations
@@ -22,64 +22,68 @@ PADDING, UNKNOWN, START, SEPARATOR = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 
 
 class Piece(NamedTuple):
-    """A number of the vocabulary, and from which to before which character of the text it stands."""
+    """The vocabulary id of a piece, and its characters `text[start:end]`."""
 
-    number: int
+    id: int
     start: int
     end: int
 
 
 class WordPiece:
-    """A vocabulary: the pieces in the order of their numbers. Text is taken in small letters, without accents.
+    """A vocabulary of pieces in the order of their ids. Text is lowercased and stripped of accents.
 
-    Raises Unavailable where `tokenizers` is not installed.
+    Raises Unavailable if `tokenizers` is not installed.
     """
 
     def __init__(self, pieces: Sequence[str]) -> None:
-        self.numbers = {piece: number for number, piece in enumerate(pieces)}
+        self.ids = {piece: id for id, piece in enumerate(pieces)}
         self.size = len(pieces)
         self.padding, self.unknown, self.start, self.separator = (
-            self.numbers[special] for special in (PADDING, UNKNOWN, START, SEPARATOR)
+            self.ids[special] for special in (PADDING, UNKNOWN, START, SEPARATOR)
         )
         tokenizers = _tokenizers()
         self._tokenizer = tokenizers.Tokenizer(
-            tokenizers.models.WordPiece(self.numbers, unk_token=UNKNOWN, max_input_chars_per_word=100)
+            tokenizers.models.WordPiece(self.ids, unk_token=UNKNOWN, max_input_chars_per_word=100)
         )
         self._tokenizer.normalizer = tokenizers.normalizers.BertNormalizer()
         self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
 
     @classmethod
-    def read(cls, path: Path, most: int) -> WordPiece:
-        """A vocabulary file, a piece a line, of `most` pieces at most; raises InvalidInput."""
+    def read(cls, path: Path, max_size: int) -> WordPiece:
+        """Read a vocabulary file with one piece per line.
+
+        Raises InvalidInput for more than `max_size` pieces, or without one of the four special ones.
+        """
         pieces = read_text(VOCABULARY, path).split("\n")
         pieces = [piece.rstrip("\r") for piece in (pieces[:-1] if not pieces[-1] else pieces)]
         missing = [special for special in (PADDING, UNKNOWN, START, SEPARATOR) if special not in pieces]
         if missing:
             raise VOCABULARY.broken(path, f"has no {', '.join(missing)} among its {len(pieces):,} lines")
-        if len(pieces) > most:
-            raise VOCABULARY.broken(path, f"has {len(pieces):,} lines, and the network embeds {most:,}")
+        if len(pieces) > max_size:
+            raise VOCABULARY.broken(path, f"has {len(pieces):,} lines, and the network embeds {max_size:,}")
         return cls(pieces)
 
     @classmethod
-    def build(cls, texts: Iterable[str], most: int, least: int = 3) -> WordPiece:
-        """A vocabulary of these texts: all their characters, and words that are there `least` times, frequent first.
+    def build(cls, texts: Iterable[str], max_size: int, min_count: int = 3) -> WordPiece:
+        """Build a vocabulary of at most `max_size` pieces from texts.
 
-        The characters are there alone and as continuations, so that every word of the texts has pieces.
+        It has every character, alone and as a continuation, so that every word of the texts can be split, and then the
+        words that occur at least `min_count` times, the most frequent first.
         """
         words = Counter(word for text in texts for word in words_of(text))
         characters = sorted({character for word in words for character in word})
         pieces = [PADDING, UNKNOWN, START, SEPARATOR, *characters, *(f"##{character}" for character in characters)]
-        frequent = sorted((-count, word) for word, count in words.items() if count >= least and len(word) > 1)
-        return cls([*pieces, *(word for _, word in frequent)][:most])
+        frequent = sorted((-count, word) for word, count in words.items() if count >= min_count and len(word) > 1)
+        return cls([*pieces, *(word for _, word in frequent)][:max_size])
 
     def pieces(self, text: str) -> list[Piece]:
-        """The pieces of a text; a word without pieces is one unknown piece."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        return [Piece(number, *place) for number, place in zip(found.ids, found.offsets, strict=True)]
+        """Split a text into pieces; a word that cannot be split is one unknown piece."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return [Piece(id, *span) for id, span in zip(encoding.ids, encoding.offsets, strict=True)]
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, small and without accents; each mark of punctuation is a word."""
+    """Return the words of a text, lowercased and without accents; each punctuation character is a word."""
     tokenizers = _tokenizers()
     plain = tokenizers.normalizers.BertNormalizer().normalize_str(text)
     return [word for word, _ in tokenizers.pre_tokenizers.BertPreTokenizer().pre_tokenize_str(plain)]

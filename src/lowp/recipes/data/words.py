@@ -1,4 +1,4 @@
-"""Text as words of a vocabulary of fixed size: a file of the user's, or words drawn with a language's frequencies."""
+"""Text as words of a vocabulary of fixed size, from the user's file or drawn with the frequencies of a language."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class Contexts:
-    """Batches ``(the words before int64 [N, context], the word that follows int64 [N])`` of a text [length]."""
+    """Contexts of a text as batches ``(words int64 [N, context], the word after them int64 [N])``."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.text, self.context = text, context
@@ -29,38 +29,43 @@ class Contexts:
         return max(len(self.text) - self.context, 0)
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """The places at `indices`."""
-        places = indices[:, None] + torch.arange(self.context)
-        return self.text[places], self.text[indices + self.context]
+        """Return the contexts that begin at `indices`, and the words after them."""
+        positions = indices[:, None] + torch.arange(self.context)
+        return self.text[positions], self.text[indices + self.context]
 
 
 def drawn_words(vocabulary: int, drawn: tuple[int, int], context: int) -> Data:
-    """Words whose frequency falls with their rank (Zipf's law, as Mandelbrot 1953 has it), to train on and held back.
+    """Draw words with frequencies that fall with their rank (Zipf's law in the form of Mandelbrot 1953).
 
-    Half of them are the one word that belongs behind the word before: what there is to be learnt.
+    Half of the words are determined by the word before them; the others are independent. `drawn`: the numbers of
+    training and validation examples.
     """
     generator = torch.Generator().manual_seed(0)
-    shares = 1 / (torch.arange(vocabulary) + 2.7)
-    behind = torch.multinomial(shares, vocabulary, True, generator=generator)
+    frequencies = 1 / (torch.arange(vocabulary) + 2.7)
+    successors = torch.multinomial(frequencies, vocabulary, True, generator=generator)
     count = sum(drawn) + 2 * context
-    free = torch.multinomial(shares, count, True, generator=generator).tolist()
-    belongs = (torch.rand(count, generator=generator) < 0.5).tolist()
-    words = [free[0]]
+    independent = torch.multinomial(frequencies, count, True, generator=generator).tolist()
+    is_successor = (torch.rand(count, generator=generator) < 0.5).tolist()
+    words = [independent[0]]
     for index in range(1, count):
-        words.append(int(behind[words[-1]]) if belongs[index] else free[index])
+        words.append(int(successors[words[-1]]) if is_successor[index] else independent[index])
     text, cut = torch.tensor(words), drawn[0] + context
     source = f"drawn words, {vocabulary:,} different ones: {drawn[0]:,} to train on, {drawn[1]:,} held back"
     return Data(Contexts(text[:cut], context), Contexts(text[cut:], context), source)
 
 
 def read_words(path: Path, vocabulary: int, context: int) -> Data:
-    """A text of the user's, its last tenth held back; words beyond the most frequent are one. Raises InvalidInput."""
+    """Read a text, whose last tenth is for validation.
+
+    Index 0 stands for all words beyond the `vocabulary` - 1 most frequent. Raises InvalidInput if there is no text, or
+    if it is too short.
+    """
     file = path if path.is_file() else TEXT.find(path, ("input.txt", "*.txt"))
     words = _WORD.findall(read_bytes(TEXT, file).decode("utf-8", errors="replace").lower())
     if len(words) * _HELD_SHARE < context + 2:
         raise TEXT.broken(file, f"has {len(words):,} words, and {round((context + 2) / _HELD_SHARE):,} are needed")
-    numbers = {word: index + 1 for index, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1))}
-    text = torch.tensor([numbers.get(word, 0) for word in words])
+    indices = {word: rank + 1 for rank, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1))}
+    text = torch.tensor([indices.get(word, 0) for word in words])
     cut = round(len(text) * (1 - _HELD_SHARE))
-    source = f"{file}: {cut:,} words to train on, {len(text) - cut:,} held back, {len(numbers):,} different ones"
+    source = f"{file}: {cut:,} words to train on, {len(text) - cut:,} held back, {len(indices):,} different ones"
     return Data(Contexts(text[:cut], context), Contexts(text[cut:], context), source)
