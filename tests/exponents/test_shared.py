@@ -155,6 +155,17 @@ def test_outside_of_training_nothing_is_remembered_and_nothing_saturates() -> No
     assert exponents.write(torch.tensor([1000.0]), fixed, "output of z", training=False) == 32767 / 256
 
 
+def test_apart_a_write_is_as_outside_of_training() -> None:
+    exponents = SharedExponents()
+    exponents.write(torch.ones(2), FLEX, "output of x")
+    exponents.flush()
+    with exponents.apart():
+        assert exponents.write(torch.tensor([1000.0]), FLEX, "output of x") == 1000
+        assert exponents.sum_entry(FLEX, "output of x") is None
+    assert exponents.write(torch.tensor([1000.0]), FLEX, "output of x") < 4
+    assert exponents.sum_entry(FLEX, "output of x") is not None
+
+
 def test_what_is_in_the_format_can_stay_as_it_is() -> None:
     exponents = SharedExponents()
     x = torch.tensor([3.0, -5.0, 0.0]) * 2**-20

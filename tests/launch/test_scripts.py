@@ -199,6 +199,15 @@ def test_torch_autograd_takes_iterables_and_edges_of_the_graph(
         assert norms == pytest.approx(wanted, rel=0 if options[0] == "fp32" else 0.02)
 
 
+def test_gradients_that_a_script_asks_for_are_not_cut_off_at_the_exponents_of_its_training(
+    plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in("flex16+5", "jacobian.py", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    found, expected = ([numbers(line)[0] for line in said.splitlines()] for said in (ran.stdout, plain("jacobian.py")))
+    assert len(found) == 9 and found == pytest.approx(expected, rel=5e-3)
+
+
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_the_scale_of_autograd_grad_leaves_room_in_every_format_of_gradients(name: str) -> None:
     scale = largest_grad_scale(presets.parse(name).policy)

@@ -48,6 +48,7 @@ class SharedExponents:
         self._watchers: list[Callable[[Flush], object]] = []
         self._listeners: list[Callable[[str, Tensor, int], object]] = []
         self._unless: Tensor | None = None
+        self._is_apart = False
         self._agreed = AgreedSites()
         self.has_told_beyond = False  # about numbers too large for the format
 
@@ -77,7 +78,7 @@ class SharedExponents:
         x = x.detach() if x.requires_grad else x  # the same tensor object if possible, for data cached by tensor
         if unless_exact and payloads.is_exact(x, cast):
             return x.float(), None
-        group = self._group(cast, x.device)
+        group, training = self._group(cast, x.device), training and not self._is_apart
         if isinstance(group, DeviceTable):
             return self._write_there(group, x, site, training, unless_exact), None
         if not training:
@@ -122,6 +123,15 @@ class SharedExponents:
         finally:
             self._unless = before
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let `write` take all tensors as outside of training, in all threads: none is cut off, and none noted."""
+        before, self._is_apart = self._is_apart, True
+        try:
+            yield
+        finally:
+            self._is_apart = before
+
     @staticmethod
     def _with_low_word(group: ExponentTable, x: Tensor, high: Tensor, site: str) -> Tensor:
         """Return the written value of x, with a second word if one word would lose features of a gradient."""
@@ -137,10 +147,10 @@ class SharedExponents:
     def sum_entry(self, cast: Cast, site: str) -> SumEntry | None:
         """Return the entry for writing an exact sum of training directly from its integers.
 
-        None if the sum itself must be examined and passed to `write`: at a first write, for listeners, and in other
-        rounding modes.
+        None if the sum itself must be examined and passed to `write`: at a first write, `apart`, for listeners, and in
+        other rounding modes.
         """
-        if self._listeners:
+        if self._listeners or self._is_apart:
             return None
         group = self._group(cast, torch.device("cpu"))
         index = self._begun(group, site)

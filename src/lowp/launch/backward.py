@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, cast
 
@@ -145,6 +146,11 @@ def install(session: Session) -> None:
     writes = session.preset.policy.parameters is not None
     scaled = None if gradients is None else _Backward(session, gradients)
 
+    def apart() -> AbstractContextManager[object]:
+        """Return a context for gradients that the script is given, which no later step may find cut off."""
+        exponents = session.precision.exponents
+        return nullcontext() if exponents is None else exponents.apart()
+
     @wraps(original_backward)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         # a reentrant checkpoint calls this within a pass, whose gradients are already scaled
@@ -171,9 +177,10 @@ def install(session: Session) -> None:
         several, places = _tensors(outputs), _tensors(inputs)
         local.backward += 1
         try:
-            if scaled is None or not scaled.scales(several):
-                return original_grad(several, places, grad_outputs, *args, **kwargs)
-            return _scaled_grad(scaled, original_grad, several, (places, grad_outputs, args, kwargs))
+            with apart():
+                if scaled is None or not scaled.scales(several):
+                    return original_grad(several, places, grad_outputs, *args, **kwargs)
+                return _scaled_grad(scaled, original_grad, several, (places, grad_outputs, args, kwargs))
         finally:
             local.backward -= 1
 
