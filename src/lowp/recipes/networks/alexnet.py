@@ -1,4 +1,4 @@
-"""AlexNet as first published: two groups in three of its convolutions, and normalisation across channels.
+"""AlexNet as published: three of its convolutions have two groups, and activations are normalised across channels.
 
 Krizhevsky, Sutskever, Hinton, "ImageNet Classification with Deep Convolutional Neural Networks", 2012, section 3.
 """
@@ -11,11 +11,12 @@ __all__ = ["AlexNet"]
 
 
 class AlexNet(nn.Module):
-    """Five convolutions and three linear layers: float images [N, 3, H, W], H and W at least 63, to scores.
+    """AlexNet: five convolutions and three linear layers, from float images [N, 3, side, side] to scores [N, classes].
 
-    `share` scales the published widths; 1 and images of 224x224 are the paper's network with 60,965,224 parameters.
-    Weights are initialised as in He et al. 2015, arXiv 1502.01852: the published deviation of 0.01 is for pixels of 0
-    to 255; with it on standardised pixels, or with torch's default, gradients almost vanish over eight layers.
+    `side` is at least 63. `share` scales the published widths; with 1 and images of 224x224 it is the paper's network,
+    with 60,965,224 parameters. Weights are initialised as in He et al. 2015, arXiv 1502.01852: the published standard
+    deviation of 0.01 is for pixels of 0 to 255; with it on normalised pixels, or with torch's default initialisation,
+    gradients almost vanish over eight layers.
     """
 
     def __init__(self, side: int = 224, share: float = 1.0, classes: int = 1000, dropout: float = 0.5) -> None:
@@ -39,13 +40,13 @@ class AlexNet(nn.Module):
             nn.ReLU(),
             nn.MaxPool2d(3, 2),
         )
-        places = (side + 4 - 11) // 4 + 1
+        map_side = (side + 4 - 11) // 4 + 1
         for _ in range(3):
-            places = (places - 3) // 2 + 1
+            map_side = (map_side - 3) // 2 + 1
         self.classify = nn.Sequential(
             nn.Flatten(),
             nn.Dropout(dropout),
-            nn.Linear(widths[4] * places * places, hidden),
+            nn.Linear(widths[4] * map_side * map_side, hidden),
             nn.ReLU(),
             nn.Dropout(dropout),
             nn.Linear(hidden, hidden),
@@ -65,5 +66,5 @@ class AlexNet(nn.Module):
 
 
 def _response_norm() -> nn.Module:
-    """Return the norm of section 3.3 with n = 5, alpha = 1e-4, beta = 0.75, k = 2; only torch divides alpha by n."""
+    """Return the normalisation of section 3.3: n = 5, alpha = 1e-4, beta = 0.75, k = 2. torch divides alpha by n."""
     return nn.LocalResponseNorm(5, alpha=5e-4, beta=0.75, k=2.0)

@@ -15,7 +15,7 @@ BYTES = 256
 
 
 class GPT(nn.Module):
-    """Bytes, int64 [N, T] with T up to `length`, to scores of the next byte, [N, T, 256]."""
+    """A GPT on bytes: from int64 [N, T], T up to `length`, to scores of each next byte [N, T, 256]."""
 
     def __init__(self, layers: int, heads: int, width: int, length: int, dropout: float) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(_Block(heads, width, dropout) for _ in range(layers))
         self.normalise = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:  # weights of residual branches are initialised smaller with more layers
+            if parameter.dim() == 2:  # the more layers, the smaller the initial weights of residual branches
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ".add" in name else 0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the scores of all bytes at all positions."""
+        """Return the scores of the next byte at each position, [N, T, 256]."""
         x = self.drop(self.embed(text) + self.position(torch.arange(text.shape[1], device=text.device)))
         for block in self.blocks:
             x = block(x)
@@ -37,7 +37,7 @@ class GPT(nn.Module):
 
 
 class _Block(nn.Module):
-    """Causal attention, then an MLP of four times the width, both with residual connections."""
+    """A transformer block: causal attention and an MLP of four times the width, both with residual connections."""
 
     def __init__(self, heads: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -59,5 +59,5 @@ class _Block(nn.Module):
         count, length, width = x.shape
         parts = self.query_key_value(x).view(count, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return found.transpose(1, 2).reshape(count, length, width)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended.transpose(1, 2).reshape(count, length, width)

@@ -1,8 +1,8 @@
 """Residual networks, for images of 32x32 (20 to 110 layers) and of 224x224 (50 and 101 layers).
 
-He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2016, arXiv 1512.03385: section 4.2 with shortcuts
-without parameters (option A), and table 1 with bottlenecks and projections (option B). The stride of a bottleneck
-is in its 3x3 convolution, as in most implementations since; the number of parameters is the same.
+He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2016, arXiv 1512.03385: section 4.2, with shortcuts
+without parameters (option A), and table 1, with bottlenecks and projections (option B). The stride of a bottleneck is
+in its 3x3 convolution, as in torchvision; the number of parameters is the same as with the stride in the first one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ __all__ = ["ResNet", "cifar_resnet", "imagenet_resnet"]
 
 
 class ResNet(nn.Module):
-    """A stem, blocks, global average pooling and one linear layer: float images [N, 3, H, W] to scores."""
+    """A residual network, from float images [N, 3, H, W] to scores [N, classes].
+
+    It has a stem, blocks whose last one has `features` output channels, global average pooling and one linear layer.
+    """
 
     def __init__(self, stem: nn.Module, blocks: Sequence[nn.Module], features: int, classes: int) -> None:
         super().__init__()
@@ -24,7 +27,7 @@ class ResNet(nn.Module):
         self.mean = nn.AdaptiveAvgPool2d(1)
         self.classify = nn.Linear(features, classes)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):  # He et al. 2015, arXiv 1502.01852: preserves the size of gradients
+            if isinstance(module, nn.Conv2d):  # He et al. 2015, arXiv 1502.01852: preserves the variance of gradients
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
@@ -34,37 +37,44 @@ class ResNet(nn.Module):
 
 
 class _Basic(nn.Module):
-    """Two 3x3 convolutions; if the map shrinks, the shortcut takes every second place and pads with zero channels."""
+    """A block of two 3x3 convolutions; the shortcut is subsampled by `stride` and padded with channels of zeros."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(_convolution(before, after, 3, stride), nn.ReLU(), _convolution(after, after, 3))
-        self.stride, self.empty = stride, after - before
+        self.body = nn.Sequential(
+            _convolution(in_channels, out_channels, 3, stride),
+            nn.ReLU(),
+            _convolution(out_channels, out_channels, 3),
+        )
+        self.stride, self.zero_channels = stride, out_channels - in_channels
         self.activation = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x[:, :, :: self.stride, :: self.stride]
-        if self.empty:
-            shortcut = nn.functional.pad(shortcut, (0, 0, 0, 0, 0, self.empty))
+        if self.zero_channels:
+            shortcut = nn.functional.pad(shortcut, (0, 0, 0, 0, 0, self.zero_channels))
         output: Tensor = self.activation(self.body(x) + shortcut)
         return output
 
 
 class _Bottleneck(nn.Module):
-    """1x1 to a quarter of the channels, 3x3, 1x1 back; the shortcut is projected if the shape changes."""
+    """A block of 1x1, 3x3 and 1x1 convolutions with `width`, `width` and 4 `width` output channels.
 
-    def __init__(self, before: int, inner: int, stride: int) -> None:
+    The shortcut is a 1x1 convolution if the shape changes.
+    """
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        after = 4 * inner
+        out_channels = 4 * width
         self.body = nn.Sequential(
-            _convolution(before, inner, 1),
+            _convolution(in_channels, width, 1),
             nn.ReLU(),
-            _convolution(inner, inner, 3, stride),
+            _convolution(width, width, 3, stride),
             nn.ReLU(),
-            _convolution(inner, after, 1),
+            _convolution(width, out_channels, 1),
         )
-        same = before == after and stride == 1
-        self.shortcut = nn.Identity() if same else _convolution(before, after, 1, stride)
+        same = in_channels == out_channels and stride == 1
+        self.shortcut = nn.Identity() if same else _convolution(in_channels, out_channels, 1, stride)
         self.activation = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,32 +83,39 @@ class _Bottleneck(nn.Module):
 
 
 def cifar_resnet(layers: int, width: int = 16, classes: int = 10) -> ResNet:
-    """Return the network for 32x32 with 6n + 2 `layers`; the paper's width is 16. Raise ValueError for other depths."""
-    each, rest = divmod(layers - 2, 6)
-    if rest or each < 1:
+    """Return the network for images of 32x32 with 6n + 2 `layers`; the paper's width is 16.
+
+    Raises ValueError for other numbers of layers.
+    """
+    stage_blocks, remainder = divmod(layers - 2, 6)
+    if remainder or stage_blocks < 1:
         raise ValueError(f"{layers} layers: give 6n + 2, such as 20, 56 or 110")
-    blocks, before = [], width
+    blocks, in_channels = [], width
     for stage in range(3):
-        after = width << stage
-        for place in range(each):
-            blocks.append(_Basic(before, after, stride=2 if stage and not place else 1))
-            before = after
-    return ResNet(nn.Sequential(_convolution(3, width, 3), nn.ReLU()), blocks, before, classes)
+        out_channels = width << stage
+        for index in range(stage_blocks):
+            blocks.append(_Basic(in_channels, out_channels, stride=2 if stage and not index else 1))
+            in_channels = out_channels
+    return ResNet(nn.Sequential(_convolution(3, width, 3), nn.ReLU()), blocks, in_channels, classes)
 
 
-def imagenet_resnet(blocks_of: Sequence[int], width: int = 64, classes: int = 1000) -> ResNet:
-    """Return the network for 224x224 with bottlenecks: (3, 4, 6, 3) blocks are 50 layers, (3, 4, 23, 3) are 101."""
-    blocks, before = [], width
-    for stage, number in enumerate(blocks_of):
-        inner = width << stage
-        for place in range(number):
-            blocks.append(_Bottleneck(before, inner, stride=2 if stage and not place else 1))
-            before = 4 * inner
+def imagenet_resnet(stage_blocks: Sequence[int], width: int = 64, classes: int = 1000) -> ResNet:
+    """Return the network for images of 224x224 with bottlenecks.
+
+    `stage_blocks`: the number of blocks of each stage; (3, 4, 6, 3) has 50 layers, (3, 4, 23, 3) has 101.
+    """
+    blocks, in_channels = [], width
+    for stage, count in enumerate(stage_blocks):
+        stage_width = width << stage
+        for index in range(count):
+            blocks.append(_Bottleneck(in_channels, stage_width, stride=2 if stage and not index else 1))
+            in_channels = 4 * stage_width
     stem = nn.Sequential(_convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
-    return ResNet(stem, blocks, before, classes)
+    return ResNet(stem, blocks, in_channels, classes)
 
 
-def _convolution(before: int, after: int, kernel: int, stride: int = 1) -> nn.Module:
+def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=False), nn.BatchNorm2d(after)
+        nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False),
+        nn.BatchNorm2d(out_channels),
     )

@@ -13,7 +13,10 @@ __all__ = ["Translator"]
 
 
 class Translator(nn.Module):
-    """Symbols, int64 [N, S] (0: padding), and the target [N, T] to scores of each next symbol, [N, T, symbols]."""
+    """An encoder, a decoder and attention: from a text and a target to scores of each next symbol [N, T, symbols].
+
+    The text is int64 [N, S] and the target int64 [N, T]; 0 is padding.
+    """
 
     def __init__(self, symbols: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -28,11 +31,11 @@ class Translator(nn.Module):
         self.choose = nn.Linear(width, symbols)
 
     def forward(self, text: Tensor, written: Tensor) -> Tensor:
-        """Return the scores of the symbol after each target symbol."""
+        """Return the scores of the symbol after each target symbol, [N, T, symbols]."""
         read, last = self.read(self.drop(self.embed_read(text)))
         states, _ = self.write(self.drop(self.embed_written(written)), last)
-        match = torch.bmm(self.compare(states), read.transpose(1, 2))
-        share = match.masked_fill((text == 0)[:, None, :], -1e4).softmax(dim=-1)
-        found = torch.bmm(share.to(read.dtype), read)
-        scores: Tensor = self.choose(self.drop(torch.tanh(self.combine(torch.cat([found, states], dim=-1)))))
+        logits = torch.bmm(self.compare(states), read.transpose(1, 2))
+        weights = logits.masked_fill((text == 0)[:, None, :], -1e4).softmax(dim=-1)
+        context = torch.bmm(weights.to(read.dtype), read)
+        scores: Tensor = self.choose(self.drop(torch.tanh(self.combine(torch.cat([context, states], dim=-1)))))
         return scores

@@ -1,4 +1,4 @@
-"""SSD: predictions of boxes and classes at every place of maps of several sizes, in one pass.
+"""SSD: predicts boxes and classes at every position of feature maps of several sizes, in one pass.
 
 Liu et al., "SSD: Single Shot MultiBox Detector", 2016, arXiv 1512.02325, section 2 and figure 2 (SSD300 on VGG-16).
 """
@@ -16,10 +16,12 @@ __all__ = ["SSD", "SSD300", "SSDShape", "default_boxes"]
 
 
 class SSDShape(NamedTuple):
-    """The shape of an SSD: layers of each VGG stage, share of its widths, and the maps on which boxes are predicted.
+    """The hyperparameters of an SSD.
 
-    `sides`: of the maps. `extra`: (stride, padding) of each layer added after the seventh. `sizes`: of the default
-    boxes as shares of the image, one more than maps. `ratios`: of each map's boxes besides 1.
+    `layers`: convolutions of each VGG stage. `share`: factor of VGG's widths. `sides`: sides of the feature maps.
+    `extra`: (stride, padding) of each layer added after the seventh. `sizes`: sizes of the default boxes as fractions
+    of the image, one more than feature maps. `ratios`: aspect ratios of each map's default boxes besides 1. `classes`:
+    number of classes, without background.
     """
 
     layers: tuple[int, ...]
@@ -31,8 +33,8 @@ class SSDShape(NamedTuple):
     classes: int
 
     @property
-    def boxes_a_place(self) -> list[int]:
-        """Boxes per place of each map: two of ratio 1, and two for each other ratio."""
+    def boxes_per_position(self) -> list[int]:
+        """The number of default boxes per position of each map: two of ratio 1, and two for each other ratio."""
         return [2 + 2 * len(ratios) for ratios in self.ratios]
 
 
@@ -48,9 +50,9 @@ SSD300 = SSDShape(
 
 
 class SSD(nn.Module):
-    """Images [N, 3, H, W] to offsets [N, boxes, 4] and scores [N, boxes, classes + 1], background first.
+    """SSD: from images [N, 3, H, W] to offsets [N, boxes, 4] and scores [N, boxes, classes + 1], background first.
 
-    In the layout SSD300 with 20 classes it has 26,285,486 parameters and 8,732 boxes.
+    With the layout SSD300 it has 26,285,486 parameters and 8,732 boxes.
     """
 
     def __init__(self, layout: SSDShape) -> None:
@@ -58,10 +60,10 @@ class SSD(nn.Module):
         self.classes = layout.classes
         widths = [3, *(round(width * layout.share) for width in WIDTHS)]
         self.stages = nn.ModuleList(
-            stage(widths[place], widths[place + 1], layers) for place, layers in enumerate(layout.layers)
+            stage(widths[level], widths[level + 1], layers) for level, layers in enumerate(layout.layers)
         )
         self.shrink = nn.MaxPool2d(2, ceil_mode=True)
-        self.scale = nn.Parameter(torch.full((widths[4],), 20.0))  # the map's features have norm 20, section 3.1
+        self.scale = nn.Parameter(torch.full((widths[4],), 20.0))  # the initial norm of features, section 3.1
         wide = round(1024 * layout.share)
         self.seventh = nn.Sequential(
             nn.MaxPool2d(3, 1, padding=1),
@@ -71,15 +73,15 @@ class SSD(nn.Module):
             nn.ReLU(),
         )
         channels, added = [widths[4], wide], []
-        for place, (stride, padding) in enumerate(layout.extra):
-            inner = round((256 if not place else 128) * layout.share)
-            added.append(_added(channels[-1], inner, stride, padding))
-            channels.append(2 * inner)
+        for index, (stride, padding) in enumerate(layout.extra):
+            width = round((256 if not index else 128) * layout.share)
+            added.append(_added(channels[-1], width, stride, padding))
+            channels.append(2 * width)
         self.added = nn.ModuleList(added)
-        places = list(zip(channels, layout.boxes_a_place, strict=True))
-        self.offsets = nn.ModuleList(nn.Conv2d(width, 4 * boxes, 3, padding=1) for width, boxes in places)
+        heads = list(zip(channels, layout.boxes_per_position, strict=True))
+        self.offsets = nn.ModuleList(nn.Conv2d(width, 4 * boxes, 3, padding=1) for width, boxes in heads)
         self.scores = nn.ModuleList(
-            nn.Conv2d(width, (layout.classes + 1) * boxes, 3, padding=1) for width, boxes in places
+            nn.Conv2d(width, (layout.classes + 1) * boxes, 3, padding=1) for width, boxes in heads
         )
         initialise([*self.stages.modules(), *self.seventh.modules(), *self.added.modules()])
         for layer in [*self.offsets, *self.scores]:
@@ -89,9 +91,9 @@ class SSD(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return offsets and scores, in the order of `default_boxes`."""
         x, maps = images, []
-        for place, layers in enumerate(self.stages):
-            x = layers(self.shrink(x) if place else x)
-            if place == 3:
+        for level, layers in enumerate(self.stages):
+            x = layers(self.shrink(x) if level else x)
+            if level == 3:
                 maps.append(nn.functional.normalize(x.float(), dim=1) * self.scale.view(1, -1, 1, 1))
         x = self.seventh(x)
         maps.append(x)
@@ -104,30 +106,30 @@ class SSD(nn.Module):
 
 
 def default_boxes(layout: SSDShape) -> Tensor:
-    """Return the boxes to which offsets refer, [boxes, 4] as shares of the image (section 2.2)."""
+    """Return the boxes [boxes, 4] to which offsets refer, as fractions of the image (section 2.2)."""
     boxes = []
-    for number, (side, ratios) in enumerate(zip(layout.sides, layout.ratios, strict=True)):
-        size, larger = layout.sizes[number], layout.sizes[number + 1]
+    for index, (side, ratios) in enumerate(zip(layout.sides, layout.ratios, strict=True)):
+        size, larger = layout.sizes[index], layout.sizes[index + 1]
         shapes = [(size, size), ((size * larger) ** 0.5, (size * larger) ** 0.5)]
         for ratio in ratios:
             shapes += [(size * ratio**0.5, size / ratio**0.5), (size / ratio**0.5, size * ratio**0.5)]
-        middle = (torch.arange(side) + 0.5) / side
-        y, x = torch.meshgrid(middle, middle, indexing="ij")
+        coordinates = (torch.arange(side) + 0.5) / side
+        y, x = torch.meshgrid(coordinates, coordinates, indexing="ij")
         half = torch.tensor(shapes) / 2
-        middles = torch.stack([x, y], -1).view(-1, 1, 2)
-        boxes.append(torch.cat([middles - half, middles + half], -1).view(-1, 4))
+        centres = torch.stack([x, y], -1).view(-1, 1, 2)
+        boxes.append(torch.cat([centres - half, centres + half], -1).view(-1, 4))
     return torch.cat(boxes).clamp(0, 1)
 
 
-def _added(before: int, inner: int, stride: int, padding: int) -> nn.Module:
+def _added(in_channels: int, width: int, stride: int, padding: int) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(before, inner, 1),
+        nn.Conv2d(in_channels, width, 1),
         nn.ReLU(),
-        nn.Conv2d(inner, 2 * inner, 3, stride=stride, padding=padding),
+        nn.Conv2d(width, 2 * width, 3, stride=stride, padding=padding),
         nn.ReLU(),
     )
 
 
 def _by_box(x: Tensor, values: int) -> Tensor:
-    """Return [N, boxes per place * values, H, W] as [N, boxes, values]."""
+    """Reshape [N, boxes per position * values, H, W] to [N, boxes, values]."""
     return x.permute(0, 2, 3, 1).reshape(len(x), -1, values)

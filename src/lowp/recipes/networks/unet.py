@@ -1,7 +1,7 @@
-"""UNet without padding: the map shrinks at every convolution, and skip connections are cropped to its size.
+"""UNet without padding: every convolution shrinks the feature map, and skip connections are cropped to its size.
 
-Ronneberger, Fischer, Brox, "U-Net", 2015, arXiv 1505.04597, figure 1, with three of the four levels, and batch
-normalisation after each ReLU. An image of 256x256 gives scores for its central 164x164.
+Ronneberger, Fischer, Brox, "U-Net", 2015, arXiv 1505.04597, figure 1, with four of the five levels, and batch
+normalisation after each ReLU. The output for an image of 256x256 are scores of its central 164x164 pixels.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["UNet"]
 
 
 class UNet(nn.Module):
-    """Float images [N, 3, side, side] to scores [N, classes, smaller side, smaller side].
+    """UNet: from float images [N, 3, side, side] to scores [N, classes, smaller side, smaller side].
 
-    `widths`: channels of each level; (64, 128, 256, 512) and 9 classes are 7,703,497 parameters.
+    `widths`: channels of each level; with (64, 128, 256, 512) and 9 classes it has 7,703,497 parameters.
     """
 
     def __init__(self, widths: Sequence[int] = (64, 128, 256, 512), classes: int = 9) -> None:
@@ -32,29 +32,29 @@ class UNet(nn.Module):
         self.classify = nn.Conv2d(widths[0], classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return scores of the centre of the images."""
+        """Return the scores of the images' central pixels."""
         x, skipped = images, []
         for level, convolutions in enumerate(self.down):
             x = convolutions(x if level == 0 else self.shrink(x))
             skipped.append(x)
-        for enlarge, convolutions, across in zip(self.enlarge, self.up, skipped[-2::-1], strict=True):
+        for enlarge, convolutions, skip in zip(self.enlarge, self.up, skipped[-2::-1], strict=True):
             x = enlarge(x)
-            x = convolutions(torch.cat([_middle(across, x.shape[-1]), x], dim=1))
+            x = convolutions(torch.cat([_centre_crop(skip, x.shape[-1]), x], dim=1))
         scores: Tensor = self.classify(x)
         return scores
 
 
-def _two_convolutions(before: int, after: int) -> nn.Module:
+def _two_convolutions(in_channels: int, out_channels: int) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(before, after, 3),
+        nn.Conv2d(in_channels, out_channels, 3),
         nn.ReLU(),
-        nn.BatchNorm2d(after),
-        nn.Conv2d(after, after, 3),
+        nn.BatchNorm2d(out_channels),
+        nn.Conv2d(out_channels, out_channels, 3),
         nn.ReLU(),
-        nn.BatchNorm2d(after),
+        nn.BatchNorm2d(out_channels),
     )
 
 
-def _middle(x: Tensor, side: int) -> Tensor:
+def _centre_crop(x: Tensor, side: int) -> Tensor:
     start = (x.shape[-1] - side) // 2
     return x[:, :, start : start + side, start : start + side]

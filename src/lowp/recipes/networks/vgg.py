@@ -1,4 +1,4 @@
-"""The convolutions of VGG-16, the base of the detectors; without normalisation, gradients differ widely in size.
+"""The convolutions of VGG-16, the backbone of the detectors; without normalisation, gradients differ widely in size.
 
 Simonyan and Zisserman, "Very Deep Convolutional Networks", 2015, arXiv 1409.1556, table 1, column D.
 """
@@ -14,16 +14,16 @@ __all__ = ["WIDTHS", "initialise", "stage"]
 WIDTHS = (64, 128, 256, 512, 512)
 
 
-def stage(before: int, after: int, layers: int) -> nn.Sequential:
-    """Return `layers` 3x3 convolutions with ReLU that keep the size of the map."""
+def stage(in_channels: int, out_channels: int, layers: int) -> nn.Sequential:
+    """Return `layers` 3x3 convolutions with ReLU that keep the size of the feature map."""
     parts: list[nn.Module] = []
-    for place in range(layers):
-        parts += [nn.Conv2d(after if place else before, after, 3, padding=1), nn.ReLU()]
+    for index in range(layers):
+        parts += [nn.Conv2d(out_channels if index else in_channels, out_channels, 3, padding=1), nn.ReLU()]
     return nn.Sequential(*parts)
 
 
 def initialise(modules: Sequence[nn.Module]) -> None:
-    """Initialise weights to preserve the size of activations through ReLUs (arXiv 1502.01852), without pre-training."""
+    """Initialise weights to preserve the variance of activations through ReLUs (arXiv 1502.01852), and biases to 0."""
     for module in modules:
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
