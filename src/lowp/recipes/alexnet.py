@@ -1,6 +1,6 @@
 """AlexNet: the first deep network for ImageNet, and one of the networks of the Flexpoint paper (Köster et al. 2017).
 
-Its large linear layers make most of its parameters; its gradients are small, which is why scale matters in fp16.
+Most of its parameters are in its large linear layers; its gradients are small, so loss scaling matters in fp16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowp.recipes.recipe import Data, Size, one_cycle, sgd_with_momentum, step_d
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """Return folders of pictures, one per class, if a path is given, else ten kinds of figures on photographs."""
+    """Return images in one folder per class if a path is given, otherwise drawn images with ten kinds of figures."""
     side = size.options["side"]
     if path is not None:
         return read_folders(path, side, size.options["classes"])
@@ -27,11 +27,11 @@ def load(size: Size, path: Path | None) -> Data:
 
 
 def make_model(size: Size) -> nn.Module:
-    """Return the published network, or one with a share of its widths."""
+    """Return an AlexNet with the size's share of the published widths."""
     return AlexNet(size.options["side"], size.options["share"], size.options["classes"], size.options["dropout"])
 
 
-# An eighth of the width has one place of 32 features left before its linear layers, and cannot spare half of them.
+# With an eighth of the width, the linear layers have 32 input features, too few for a dropout of a half.
 _SMALL = {"side": 64, "share": 0.125, "classes": 10, "dropout": 0.1, "images": (2000, 500)}
 _FULL = {"side": 224, "share": 1.0, "classes": 1000, "dropout": 0.5, "images": (1000, 200)}
 

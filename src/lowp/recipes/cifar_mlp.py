@@ -1,4 +1,4 @@
-"""A perceptron on CIFAR-10: mostly large matrix products, for which integer arithmetic is faster."""
+"""A perceptron on CIFAR-10: its time is mostly that of large matrix products, which are faster in integers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _VALUES = 3 * 32 * 32
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """Return CIFAR-10 if a path is given, else ten kinds of figures on photographs; no augmentation."""
+    """Return CIFAR-10 if a path is given, otherwise drawn images with ten kinds of figures; without augmentation."""
     if path is not None:
         return image_data(read_cifar10(path))
     return image_data(shape_images(32, *size.options["images"]))
 
 
 def make_model(size: Size) -> nn.Module:
-    """Return a network from 3072 colour values to 10 classes, with hidden layers, ReLU and torch's initialisation."""
+    """Return a perceptron from 3072 values to 10 classes, with the size's hidden layers and torch's initialisation."""
     return nn.Sequential(nn.Flatten(), *perceptron_layers(_VALUES, size.options["hidden"], 10))
 
 

@@ -1,4 +1,4 @@
-"""Shared parts of the recipes that classify images: loss, metrics, optimizer, and the layers of a perceptron."""
+"""Shared parts of the classification recipes: the loss, the metrics, the optimizer, and the layers of a perceptron."""
 
 from __future__ import annotations
 
@@ -12,42 +12,45 @@ from torch import Tensor, nn
 
 from lowp.recipes.recipe import Metric, Recipe, linear_decay, sgd_with_momentum
 
-__all__ = ["classifier", "evaluate", "guesses", "loss", "perceptron_layers"]
+__all__ = ["classifier", "evaluate", "loss", "perceptron_layers", "score_metrics"]
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """Cross-entropy, averaged over the batch."""
+    """Compute the cross-entropy, averaged over the batch."""
     images, labels = batch
     return nn.functional.cross_entropy(model(images), labels)
 
 
-def guesses(batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return ``accuracy`` and mean cross-entropy (``loss``) over all batches of scores [N, classes], classes [N]."""
-    summed, right, count = 0.0, 0, 0
+def score_metrics(batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Return ``accuracy`` and ``loss``, the mean cross-entropy, of batches of scores [N, classes] and classes [N]."""
+    loss_sum, correct, count = 0.0, 0, 0
     for scores, classes in batches:
         scores = scores.float()
-        summed += float(nn.functional.cross_entropy(scores, classes, reduction="sum"))
-        right += int((scores.argmax(1) == classes).sum())
+        loss_sum += float(nn.functional.cross_entropy(scores, classes, reduction="sum"))
+        correct += int((scores.argmax(1) == classes).sum())
         count += len(classes)
-    return {"accuracy": right / count, "loss": summed / count}
+    return {"accuracy": correct / count, "loss": loss_sum / count}
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """Over all batches: ``accuracy``, ``top5`` (the class is among the five best scores) and the cross-entropy."""
-    right = among_five = count = 0
-    summed = 0.0
+    """Return ``accuracy``, ``top5`` and ``loss``, the mean cross-entropy, over all batches.
+
+    ``top5``: the share of images whose label is among the five classes with the highest scores.
+    """
+    top1 = top5 = count = 0
+    loss_sum = 0.0
     for images, labels in batches:
         scores = model(images).float()
-        best = scores.topk(5, dim=1).indices
-        right += int((best[:, 0] == labels).sum())
-        among_five += int((best == labels[:, None]).sum())
-        summed += float(torch.nn.functional.cross_entropy(scores, labels, reduction="sum"))
+        predictions = scores.topk(5, dim=1).indices
+        top1 += int((predictions[:, 0] == labels).sum())
+        top5 += int((predictions == labels[:, None]).sum())
+        loss_sum += float(torch.nn.functional.cross_entropy(scores, labels, reduction="sum"))
         count += len(labels)
-    return {"accuracy": right / count, "top5": among_five / count, "loss": summed / count}
+    return {"accuracy": top1 / count, "top5": top5 / count, "loss": loss_sum / count}
 
 
 def perceptron_layers(values: int, hidden: Sequence[int], classes: int) -> list[nn.Module]:
-    """Linear layers with ReLU between them; torch's own initialisation."""
+    """Return linear layers with ReLU between them, from `values` inputs to `classes` scores."""
     widths = [values, *hidden]
     layers = [layer for fan in itertools.pairwise(widths) for layer in (nn.Linear(*fan), nn.ReLU())]
     return [*layers, nn.Linear(widths[-1], classes)]

@@ -1,8 +1,8 @@
-"""Handwritten digits with a perceptron: real data that is embedded in scikit-learn, and a step of a millisecond.
+"""A perceptron on handwritten digits: real data included in scikit-learn, and training steps of a millisecond.
 
-`digits` is the two-layer perceptron as anybody would train it. `digits-hard` trains a deeper one with a small learning
-rate, as in fine-tuning, where most updates are smaller than half an ulp of an fp16 weight: without fp32 master weights
-they are rounded away, and the network hardly moves (Micikevicius et al. 2018, arXiv 1710.03740, section 3.1).
+`digits` is a two-layer perceptron with usual hyperparameters. `digits-hard` trains a deeper one with a small learning
+rate, as in fine-tuning. Most of its updates are smaller than half an ulp of an fp16 weight: without fp32 master weights
+they are rounded to zero, and the network hardly learns (Micikevicius et al. 2018, arXiv 1710.03740, section 3.1).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowp.recipes.recipe import Data, Size, TensorExamples, constant
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """Return 8x8 images with grey values 0 to 1, and their digits; the held-back examples are always the same."""
+    """Return 8x8 images with grey values 0 to 1, and their digits, in a fixed split; raise InvalidInput for a path."""
     if path is not None:
         raise InvalidInput(f"digits does not take --data {path}: its images come with scikit-learn")
     images, labels = read_digits()
@@ -31,7 +31,7 @@ def load(size: Size, path: Path | None) -> Data:
 
 
 def make_model(size: Size) -> nn.Module:
-    """64 grey values, hidden layers with ReLU, 10 digits; torch's own initialisation."""
+    """Return a perceptron from 64 grey values to 10 digits, with the size's hidden layers."""
     return nn.Sequential(*perceptron_layers(64, size.options["hidden"], 10))
 
 

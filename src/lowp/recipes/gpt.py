@@ -1,7 +1,7 @@
-"""A small GPT on bytes of text: tiny Shakespeare if it is given, else the documentation that Python contains.
+"""A small GPT on bytes, of a text such as tiny Shakespeare or of Python's own documentation.
 
-The products of the linear layers and of attention compute in few bits; layer normalisation and softmax read and write
-16 bits and compute in fp32; the cross-entropy is fp32. Gradients are clipped after they are unscaled.
+The products of linear layers and attention run in low precision; layer normalisation and softmax read and write 16
+bits and compute in fp32; the cross-entropy is fp32. Gradients are unscaled before they are clipped.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowp.recipes.classification import guesses
+from lowp.recipes.classification import score_metrics
 from lowp.recipes.data.text import pythons_text, read_passages, text_data
 from lowp.recipes.networks.gpt import GPT
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, adamw_where, one_cycle, tokens_of
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """The user's text, or Python's own, in passages of the network's length."""
+    """Return passages of the user's text, or of Python's documentation, of the network's length."""
     length = size.options["length"]
     if path is not None:
         return read_passages(path, length)
@@ -30,24 +30,24 @@ def load(size: Size, path: Path | None) -> Data:
 
 
 def make_model(size: Size) -> nn.Module:
-    """Layers, heads, width, length and dropout of the size."""
+    """Return a GPT of this size."""
     return GPT(*(size.options[name] for name in ("layers", "heads", "width", "length", "dropout")))
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """Cross-entropy of the next byte, averaged over all places."""
+    """Compute the cross-entropy of the next byte, averaged over all positions."""
     text, following = batch
     return nn.functional.cross_entropy(model(text).flatten(0, 1), following.flatten())
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """``bits_per_byte``, the share of bytes guessed (``accuracy``), and the cross-entropy."""
-    measured = guesses((model(text).flatten(0, 1), following.flatten()) for text, following in batches)
-    return {"bits_per_byte": measured["loss"] / math.log(2), **measured}
+    """Return ``bits_per_byte``, ``accuracy`` (the share of correct bytes) and ``loss``, the cross-entropy."""
+    metrics = score_metrics((model(text).flatten(0, 1), following.flatten()) for text, following in batches)
+    return {"bits_per_byte": metrics["loss"] / math.log(2), **metrics}
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a weight decays: matrices, not biases and normalisations."""
+    """Return whether weight decay applies: to matrices, not to biases and normalisations."""
     return parameter.dim() > 1
 
 

@@ -1,6 +1,6 @@
-"""A two-layer perceptron on handwritten digits of 28x28: MNIST if a path is given.
+"""A two-layer perceptron on handwritten digits of 28x28: MNIST, or scikit-learn's digits enlarged.
 
-The smallest network that shows loss scaling at work on a well-known data set.
+It is the smallest recipe that shows loss scaling on a well-known data set.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lowp.recipes.recipe import Data, Size
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """MNIST from the user's folder, or scikit-learn's digits enlarged; no augmentation."""
+    """Return MNIST if a path is given, otherwise scikit-learn's digits enlarged; without augmentation."""
     return image_data(enlarged_digits() if path is None else read_mnist(path))
 
 
 def make_model(size: Size) -> nn.Module:
-    """784 grey values, one hidden layer with ReLU, 10 digits; torch's own initialisation."""
+    """Return a perceptron from 784 grey values to 10 digits, with one hidden layer and torch's initialisation."""
     return nn.Sequential(nn.Flatten(), *perceptron_layers(28 * 28, (size.options["hidden"],), 10))
 
 

@@ -1,8 +1,7 @@
 """Residual networks: 20 and 110 layers for CIFAR-10, 50 and 101 for ImageNet.
 
-ResNet-110 on CIFAR-10 is one of the networks that Flexpoint was shown on (Köster et al. 2017, arXiv 1711.02213). In any
-16-bit precision the convolutions and the linear layer compute in few bits; batch normalisation keeps its statistics in
-fp32. The recipe itself says nothing of that: it is plain torch, and the precision is put around it.
+ResNet-110 on CIFAR-10 is one of the networks of the Flexpoint paper (Köster et al. 2017, arXiv 1711.02213). In a 16-bit
+precision the convolutions and the linear layer run in 16 bits; the statistics of batch normalisation are fp32.
 """
 
 from __future__ import annotations
@@ -25,14 +24,17 @@ FIFTY, HUNDRED_AND_ONE = (3, 4, 6, 3), (3, 4, 23, 3)
 
 # -- data -------------------------------------------------------------------------------------------------------------
 def load_small(size: Size, path: Path | None) -> Data:
-    """CIFAR-10 where a path is given, else ten kinds of figures on photographs; shifted by up to 4 and mirrored."""
+    """Return CIFAR-10 if a path is given, otherwise drawn images with ten kinds of figures.
+
+    Training images are padded by 4, cropped at random and flipped at random.
+    """
     if path is not None:
         return image_data(read_cifar10(path), padding=4)
     return image_data(shape_images(32, *size.options["images"]), padding=4)
 
 
 def load_large(size: Size, path: Path | None) -> Data:
-    """Folders of pictures, a class each, where a path is given, else the figures in the network's size."""
+    """Return images in one folder per class if a path is given, otherwise drawn images with ten kinds of figures."""
     side = size.options["side"]
     if path is not None:
         return read_folders(path, side, size.options["classes"])
@@ -41,12 +43,12 @@ def load_large(size: Size, path: Path | None) -> Data:
 
 # -- networks ---------------------------------------------------------------------------------------------------------
 def make_small(size: Size) -> nn.Module:
-    """Three stages of blocks without parameters in their shortcuts."""
+    """Return a network for images of 32x32, with three stages."""
     return cifar_resnet(size.options["layers"], size.options["width"])
 
 
 def make_large(size: Size) -> nn.Module:
-    """Four stages of bottlenecks."""
+    """Return a network for images of 224x224, with four stages of bottlenecks."""
     return imagenet_resnet(size.options["blocks"], size.options["width"], size.options["classes"])
 
 
@@ -79,7 +81,8 @@ RESNET_20 = _small(
     },
 )
 
-# 110 layers do not begin to learn at a rate of 0.1 (section 4.2): the rate grows to it, in place of 400 steps of 0.01.
+# 110 layers do not start to learn at a rate of 0.1 (section 4.2): the rate increases to it in one_cycle, instead of the
+# paper's 400 steps at 0.01.
 RESNET_110 = _small(
     name="resnet-110",
     summary="residual network of 110 layers for images of 32x32, as in the Flexpoint paper",

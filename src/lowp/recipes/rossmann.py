@@ -1,9 +1,9 @@
 """A feed-forward network on a shop's daily sales: 22 embedded categories and 16 numbers.
 
-The embeddings are looked up in fp32 and concatenated with the normalised numbers; the linear layers compute in few
-bits. There is little arithmetic in it: the published run on a V100 was 7 % slower with mixed precision, since the casts
-cost more than the products save. It is here to show that. (The program of that measurement reshaped the embeddings in
-a way that mixes the rows of a batch; here each row has its own.)
+Embeddings are looked up in fp32 and concatenated with the normalised numbers; the linear layers run in low precision.
+It is an example of a network with little arithmetic: the published run on a V100 was 7 % slower in mixed precision,
+since the casts cost more time than the products save. (The program of that measurement reshapes the embeddings such
+that rows of a batch are mixed; here they are not.)
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from lowp.recipes.data.rossmann import CATEGORIES, NUMBERS, drawn_tables, read_tables, sales_data
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, one_cycle
 
-# The length of the vector of each category, in the order of CATEGORIES: 199 numbers together.
+# The embedding length of each column of CATEGORIES, in their order; the sum is 199.
 LENGTHS = (80, 4, 3, 6, 10, 2, 10, 10, 3, 3, 3, 9, 4, 6, 15, 9, 4, 4, 3, 3, 4, 4)
 
 
 class SalesNetwork(nn.Module):
-    """Categories int64 [N, 22] and numbers float [N, 16] to the logarithm of sales [N].
+    """A network from categories int64 [N, 22] and numbers float [N, 16] to the logarithm of sales [N].
 
     With hidden layers of 1000 and 500 it has 811,618 parameters: 91,585 in the embeddings, 32 in the normalisation of
-    the numbers, 720,001 in the layers with theirs.
+    the numbers, 720,001 in the linear layers and their normalisations.
     """
 
     def __init__(self, hidden: Sequence[int]) -> None:
@@ -50,22 +50,22 @@ class SalesNetwork(nn.Module):
         self.output = nn.Linear(second, 1)
 
     def forward(self, categories: Tensor, numbers: Tensor) -> Tensor:
-        """The logarithm of sales, one a row."""
-        vectors = [embed(categories[:, place]) for place, embed in enumerate(self.embed)]
-        known = torch.cat([self.drop(torch.cat(vectors, dim=1)), self.normalise(numbers)], dim=1)
-        output: Tensor = self.output(self.layers(known)).squeeze(1)
+        """Return the logarithm of sales, float [N]."""
+        vectors = [embed(categories[:, index]) for index, embed in enumerate(self.embed)]
+        features = torch.cat([self.drop(torch.cat(vectors, dim=1)), self.normalise(numbers)], dim=1)
+        output: Tensor = self.output(self.layers(features)).squeeze(1)
         return output
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """The competition's tables where a path is given, else tables drawn with their statistics."""
+    """Return the competition's tables if a path is given, otherwise tables drawn with their statistics."""
     return sales_data(read_tables(path) if path is not None else drawn_tables(*size.options["drawn"]))
 
 
 def make_model(size: Size) -> nn.Module:
-    """torch's own initialisation, but embeddings that start small and an output that starts at the mean of log sales.
+    """Return a network with torch's initialisation, small initial embeddings, and an output bias of 8.8.
 
-    Without the latter the first epochs only learn the constant 8.8.
+    8.8 is about the mean logarithm of sales; with a bias of 0 the first epochs only learn this constant.
     """
     network = SalesNetwork(size.options["hidden"])
     for embed in network.embed:
@@ -76,21 +76,21 @@ def make_model(size: Size) -> nn.Module:
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """The mean squared error of the logarithm of sales."""
+    """Compute the mean squared error of the logarithm of sales."""
     categories, numbers, target = batch
     return nn.functional.mse_loss(model(categories, numbers).float(), target)
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """``rmspe``, the root of the mean squared error as a share of sales (the competition's measure), and the loss."""
-    shares = squares = 0.0
+    """Return ``rmspe``, the root mean square relative error of sales (the metric of the competition), and ``loss``."""
+    relative_squares = squares = 0.0
     count = 0
     for categories, numbers, target in batches:
         error = model(categories, numbers).float() - target
         squares += float(error.square().sum())
-        shares += float(error.exp().sub(1).square().sum())
+        relative_squares += float(error.exp().sub(1).square().sum())
         count += len(target)
-    return {"rmspe": (shares / count) ** 0.5, "loss": squares / count}
+    return {"rmspe": (relative_squares / count) ** 0.5, "loss": squares / count}
 
 
 ROSSMANN = Recipe(

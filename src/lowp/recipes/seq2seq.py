@@ -1,8 +1,8 @@
-"""A GRU network with attention that translates, byte by byte: dates into ISO 8601 where no parallel text is given.
+"""A GRU network with attention that translates byte by byte: parallel text, or dates in words into ISO 8601.
 
-Micikevicius et al. 2018 (arXiv 1710.03740, section 4.4) found that such networks need loss scaling in fp16: the
-gradients that come back through the recurrence are small. The products of the GRUs and of attention compute in few
-bits; the gates and the cross-entropy do not.
+Micikevicius et al. 2018 (arXiv 1710.03740, section 4.4) found that such networks need loss scaling in fp16, since the
+gradients propagated through the recurrence are small. The products of the GRUs and of attention run in low precision;
+the gates and the cross-entropy are fp32.
 """
 
 from __future__ import annotations
@@ -20,53 +20,56 @@ from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, one_cycle
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """The user's pairs of texts, or dates as people write them and as ISO 8601 does."""
+    """Return the user's pairs of texts if a path is given, otherwise drawn dates in words and in ISO 8601."""
     pairs = read_pairs(path) if path is not None else drawn_dates(size.options["drawn"])
     return pair_data(pairs, size.options["length"], str(path) if path is not None else "drawn dates")
 
 
 def make_model(size: Size) -> nn.Module:
-    """torch's own initialisation, which learns sooner than the -0.1 to 0.1 of the paper at this size."""
+    """Return a network with torch's initialisation; with the paper's, -0.1 to 0.1, it learns more slowly."""
     return Translator(SYMBOLS, size.options["width"], size.options["layers"], size.options["dropout"])
 
 
 def _scores_and_targets(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Scores [N, length, symbols] with what is to be written given up to each place (teacher forcing)."""
+    """Return scores [N, length, symbols] and targets [N, length]; earlier targets are given (teacher forcing)."""
     text, translation = batch
     begin = torch.full_like(translation[:, :1], BEGIN)
     return model(text, torch.cat([begin, translation[:, :-1]], dim=1)), translation
 
 
 def symbols(batch: Any) -> int:
-    """The number of places in the texts and their translations, padding too."""
+    """Return the number of positions in the texts and their translations, including padding."""
     text, translation = batch
     return int(text.numel() + translation.numel())
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """Cross-entropy of the next byte, averaged over all places before the padding."""
+    """Compute the cross-entropy of the next symbol, averaged over all positions without padding."""
     scores, translation = _scores_and_targets(model, batch)
     return nn.functional.cross_entropy(scores.flatten(0, 1), translation.flatten(), ignore_index=PADDING)
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """``accuracy``: the share of bytes that are right, given those before; ``exact``: of whole translations."""
-    right = exact = places = count = 0
-    summed = 0.0
+    """Return ``accuracy``, ``exact`` and ``loss``, given the earlier target symbols.
+
+    ``accuracy``: the share of correct symbols. ``exact``: the share of translations without an incorrect symbol.
+    """
+    correct = exact = positions = count = 0
+    loss_sum = 0.0
     for batch in batches:
         scores, translation = _scores_and_targets(model, batch)
-        scores, real = scores.float(), translation != PADDING
-        summed += float(
+        scores, mask = scores.float(), translation != PADDING
+        loss_sum += float(
             nn.functional.cross_entropy(
                 scores.flatten(0, 1), translation.flatten(), ignore_index=PADDING, reduction="sum"
             )
         )
-        hits = (scores.argmax(-1) == translation) | ~real
-        right += int((hits & real).sum())
+        hits = (scores.argmax(-1) == translation) | ~mask
+        correct += int((hits & mask).sum())
         exact += int(hits.all(1).sum())
-        places += int(real.sum())
+        positions += int(mask.sum())
         count += len(translation)
-    return {"accuracy": right / places, "exact": exact / count, "loss": summed / places}
+    return {"accuracy": correct / positions, "exact": exact / count, "loss": loss_sum / positions}
 
 
 SEQ2SEQ = Recipe(

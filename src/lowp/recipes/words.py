@@ -1,8 +1,8 @@
-"""A neural language model over words: the next one of a large vocabulary, from the last three.
+"""A neural language model over words: predicts the next word of a large vocabulary from the last three.
 
-What few bits have to bear here is the softmax over 20,000 words. The gradient at a word that does not come next is a
-20,000th of that at the one that does, and Adam makes steps of the same size for both: numbers that share one exponent
-lose it (docs/flexpoint.md).
+Its softmax over 20,000 words is difficult in low precision. The gradient of a word that does not follow is about a
+20,000th of that of the word that does, and Adam makes updates of the same size for both; under a shared exponent the
+smaller ones are rounded to zero (docs/flexpoint.md).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.classification import guesses
+from lowp.recipes.classification import score_metrics
 from lowp.recipes.data.words import drawn_words, read_words
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, constant
 
 
 class NextWord(nn.Module):
-    """Embeddings of the words before, one hidden layer of tanh, and a score for every word (Bengio et al. 2003)."""
+    """Embeddings of the last words, one hidden layer with tanh, and scores of all words (Bengio et al. 2003)."""
 
     def __init__(self, vocabulary: int, width: int, hidden: int, context: int) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class NextWord(nn.Module):
         self.head = nn.Linear(hidden, vocabulary)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Scores [N, vocabulary] for what follows words int64 [N, context]."""
+        """Return scores [N, vocabulary] of the word that follows words int64 [N, context]."""
         return self.head(torch.tanh(self.hidden(self.embedding(words).flatten(1))))  # type: ignore[no-any-return]
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """The user's text, or drawn words."""
+    """Return the user's text if a path is given, otherwise drawn words."""
     vocabulary, context = size.options["vocabulary"], size.options["context"]
     if path is not None:
         return read_words(path, vocabulary, context)
@@ -42,20 +42,20 @@ def load(size: Size, path: Path | None) -> Data:
 
 
 def make_model(size: Size) -> nn.Module:
-    """Vocabulary, width, hidden units and context of the size."""
+    """Return a network of this size."""
     return NextWord(*(size.options[name] for name in ("vocabulary", "width", "hidden", "context")))
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """Cross-entropy of the next word."""
+    """Compute the cross-entropy of the next word, averaged over the batch."""
     words, following = batch
     return nn.functional.cross_entropy(model(words), following)
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """``nats_per_word``, the cross-entropy of the next word, and the share of words guessed (``accuracy``)."""
-    measured = guesses((model(words), following) for words, following in batches)
-    return {"nats_per_word": measured["loss"], **measured}
+    """Return ``nats_per_word`` and ``loss``, the cross-entropy, and ``accuracy``, the share of correct words."""
+    metrics = score_metrics((model(words), following) for words, following in batches)
+    return {"nats_per_word": metrics["loss"], **metrics}
 
 
 WORDS = Recipe(
