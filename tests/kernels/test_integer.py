@@ -89,6 +89,24 @@ def test_exact_sums_equal_int64(fill: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("depth", (7, 288, 769))
+def test_every_way_to_sum_is_rounded_once_to_int16(fill: str, depth: int) -> None:
+    torch.manual_seed(depth)
+    a, b = FILLS[fill](13, depth), FILLS[fill](depth, 35)
+    largest = int(int64_product(a, b).abs().max())
+    fitting = 14 - max(largest, 1).bit_length()
+    bias = torch.randn(35) * 2.0**12
+    for exponent in (fitting, fitting + 3):  # the second saturates
+        for added in (None, Bias(bias), Bias(bias, 3)):
+            given = {"exponent": exponent, "bias": added, "symmetric": added is None}
+            expected = integer.matmul_exact(a, b, kernel="reference", **given)
+            for kernel in KERNELS:
+                found = integer.matmul_exact(a, b, kernel=kernel, **given)
+                assert same(found[:3], expected[:3]), (kernel, exponent)
+                assert added is not None or found.largest_sum == largest
+
+
+@pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_chained_has_the_bits_of_its_definition(fill: str, depth: int) -> None:
     torch.manual_seed(depth)
@@ -346,6 +364,35 @@ def test_a_bias_of_a_matrix_belongs_to_its_columns(sizes: tuple[int, int, int]) 
         assert chained.largest == float(chained.values.abs().max())
         with pytest.raises(integer.NotFinite, match="the bias is infinite or NaN"):
             integer.matmul_exact(a, b, exponent=-12, bias=Bias(bias / 0, -12), kernel=kernel)
+
+
+@pytest.mark.parametrize("largest", (3, 1000, 32767))
+def test_the_norms_of_windows_are_bounded_by_their_largest_element(largest: int) -> None:
+    torch.manual_seed(largest)
+    shape = ConvolutionShape.of((2, 5, 12, 12), (3, 5, 3, 3), padding=1)
+    x = torch.full(shape.input, largest, dtype=torch.int16)
+    x[:, :, ::5] = -largest - 1
+    gradient = torch.full(shape.output, -32768, dtype=torch.int16)
+    expected = integer.convolution_exact("weight_gradient", x, gradient, shape, dtype=torch.int64, kernel="reference")
+    for kernel in KERNELS:
+        found = integer.convolution_exact("weight_gradient", x, gradient, shape, dtype=torch.int64, kernel=kernel)
+        assert same(found, expected), kernel
+
+
+@pytest.mark.parametrize("with_bias", (False, True))
+def test_pixels_between_the_windows_are_zero_or_the_bias(with_bias: bool) -> None:
+    shape = ConvolutionShape.of((3, 4, 9, 34), (14, 4, 2, 1), stride=(3, 2))
+    gradient, weight = random_int16(*shape.output), random_int16(*shape.weight)
+    bias = Bias(torch.arange(4.0) - 0.5, 3) if with_bias else None
+    between = torch.ones(shape.input[2:], dtype=torch.bool)
+    between[torch.arange(9) % 3 < 2] = torch.arange(34) % 2 == 1
+    given = {"exponent": -18, "bias": bias}
+    expected = integer.convolution_exact("input_gradient", gradient, weight, shape, kernel="reference", **given)
+    standing = torch.tensor([-4, 4, 12, 20] if with_bias else [0] * 4, dtype=torch.int16)
+    assert torch.equal(expected.values[:, :, between], standing[:, None].expand(3, 4, int(between.sum())))
+    for kernel in KERNELS:
+        found = integer.convolution_exact("input_gradient", gradient, weight, shape, kernel=kernel, **given)
+        assert same(found[:3], expected[:3]), kernel
 
 
 def test_pixels_that_no_window_reaches_have_no_gradient() -> None:

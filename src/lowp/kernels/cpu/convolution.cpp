@@ -13,6 +13,7 @@
 // definition.
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 
@@ -29,8 +30,7 @@ class Products {
   // `first_row`: the channel of the result for the first row of the product
   void add(std::unique_ptr<Operand> left, std::unique_ptr<Operand> right, int64_t depth, std::unique_ptr<Target> target,
            int64_t first_row, int64_t first_element, int64_t row_stride) {
-    static const int64_t bytes[] = {4, 2, 4, 8, 8};
-    target->data = static_cast<char*>(out_) + first_element * bytes[static_cast<int>(format_.kind)];
+    target->data = static_cast<char*>(out_) + first_element * BYTES[static_cast<int>(format_.kind)];
     target->row_stride = row_stride;
     addends_.push_back(call_.bias.panels(first_row, left->count, call_.micro.rows));
     const double* addends = call_.bias.numbers ? addends_.back().data() : nullptr;
@@ -40,11 +40,21 @@ class Products {
     targets_.push_back(std::move(target));
   }
 
+  // Sets the result to zeros, for the parts without a product; false if something is added to them.
+  bool fill_zeros(int64_t count) {
+    if (call_.bias.numbers) return false;
+    if (!zeros_) std::memset(out_, 0, static_cast<size_t>(count * BYTES[static_cast<int>(format_.kind)]));
+    return zeros_ = true;
+  }
+
   void run() const { lowp::run(call_.micro, products_, format_, false, call_.threads, call_.tally); }
 
  private:
+  static constexpr int64_t BYTES[] = {4, 2, 4, 8, 8};
+
   const Format format_;
   void* out_;
+  bool zeros_ = false;
   const Call& call_;
   std::vector<Product> products_;
   std::vector<std::unique_ptr<Operand>> operands_;
@@ -123,6 +133,7 @@ void input_gradient(const Geometry& g, const int16_t* grad, const int16_t* w, Pr
       first += r[d] * plane[d];
     }
     const int64_t depth = volume(reached) * length;
+    if (depth == 0 && products.fill_zeros(g.batch * g.channels * pixels)) return;
     taps.push_back(std::make_unique<std::vector<int64_t>>());
     weights.push_back(std::make_unique<std::vector<int16_t>>(static_cast<size_t>(g.channels * depth)));
     int16_t* rows = weights.back()->data();
@@ -163,10 +174,11 @@ void weight_gradient(const Geometry& g, const int16_t* x, const int16_t* grad, P
                 length = padded.group_channels;
   const int64_t tap_count = volume(g.kernel), out_pixels = volume(g.out_size), row = channels * tap_count;
   const Lattice from(g.out_size, padded.image, window_steps(g, padded));
+  const Magnitude most(x, g.batch * g.channels * volume(g.size));
   for (int64_t group = 0; group < g.groups; group++)
     products.add(std::make_unique<ImageRows>(grad + group * out_channels * out_pixels, out_channels, out_pixels,
                                              g.out_channels * out_pixels),
-                 std::make_unique<WindowColumns>(padded.data.get() + group * length, from, taps, length),
+                 std::make_unique<WindowColumns>(padded.data.get() + group * length, from, taps, length, most),
                  g.batch * even(out_pixels), std::make_unique<Weights>(tap_count, channels), group * out_channels,
                  group * out_channels * row, row);
   products.run();

@@ -1,6 +1,7 @@
 // Images as operands of a matrix product: windows, rows, columns, and the destination of the result.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 
@@ -8,6 +9,34 @@
 #include "parallel.hpp"
 
 namespace lowp {
+
+// The largest magnitude of a tensor, found when it is asked for; by one thread.
+class Magnitude {
+ public:
+  Magnitude(const int16_t* data, int64_t count) : data_(data), count_(count) {}
+
+  float find(int threads) const {
+    if (found_ >= 0) return static_cast<float>(found_);
+    std::atomic<int> largest{0};
+    parallel_for(count_, 65536, threads, [&](int64_t begin, int64_t end) {
+      int16_t least = 0, most = 0;
+      for (int64_t i = begin; i < end; i++) {
+        least = data_[i] < least ? data_[i] : least;
+        most = data_[i] > most ? data_[i] : most;
+      }
+      const int part = std::max(-int{least}, int{most});
+      for (int seen = largest; part > seen && !largest.compare_exchange_weak(seen, part);) {
+      }
+    });
+    found_ = largest;
+    return static_cast<float>(found_);
+  }
+
+ private:
+  const int16_t* data_;
+  const int64_t count_;
+  mutable int found_ = -1;
+};
 
 // An image with its channels innermost, an even number per group, padded with zeros: element (n, position,
 // channel) for positions -before .. extent - before.
@@ -235,12 +264,17 @@ class ImageRows : public Operand {
 // (tap, channel) as columns whose depth is (image, pixel): the transposed windows.
 class WindowColumns : public Operand {
  public:
-  WindowColumns(const int16_t* data, const Lattice& lattice, const std::vector<int64_t>& taps, int64_t channels)
+  // `most` is the largest magnitude of the tensor
+  WindowColumns(const int16_t* data, const Lattice& lattice, const std::vector<int64_t>& taps, int64_t channels,
+                const Magnitude& most)
       : Operand(static_cast<int64_t>(taps.size()) * channels),
         data_(data),
         lattice_(lattice),
         taps_(taps),
-        channels_(channels) {}
+        channels_(channels),
+        most_(most) {}
+
+  float chunk_norm(int threads) const override { return std::min(LARGEST_NORM, NORM_OF_ONES * most_.find(threads)); }
 
   void pack(const Packer& packer, int64_t first, int64_t k0, int64_t k1, int32_t* panel) const override {
     int64_t columns[64];
@@ -276,8 +310,12 @@ class WindowColumns : public Operand {
 
   const int16_t* data_;
   const Lattice lattice_;
+  static constexpr float NORM_OF_ONES = 4;  // of CHUNK elements
+  static_assert(CHUNK == 16, "the square of the norm of ones");
+
   const std::vector<int64_t>& taps_;
   const int64_t channels_;
+  const Magnitude& most_;
 };
 
 // Pixels of a [batch][channels][pixels] tensor, all or with a stride.

@@ -54,6 +54,8 @@ std::vector<double> Bias::panels(int64_t first, int64_t count, int width) const 
   return whole;
 }
 
+float Operand::chunk_norm(int) const { return LARGEST_NORM; }
+
 void Target::offsets(int64_t first, int64_t count, int64_t* out) const {
   for (int64_t i = 0; i < count; i++) out[i] = first + i;
 }
@@ -96,6 +98,9 @@ std::vector<Unit> plan(const Micro& micro, const std::vector<Product>& products,
     }
     if (threads == 1 || units.size() >= 4 * static_cast<size_t>(threads)) break;
   }
+  // the same columns of all products together: their results may be neighbours in memory
+  if (products.size() > 1)
+    std::stable_sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) { return a.column < b.column; });
   return units;
 }
 
@@ -133,8 +138,14 @@ class Writer {
     first_ = panel * micro_.columns;
     count_ = std::min<int64_t>(micro_.columns, product_.right->count - first_);
     product_.target->offsets(first_, count_, offsets_);
-    together_ = offsets_[0] >= 0;
-    for (int64_t j = 0; j < count_; j++) together_ = together_ && offsets_[j] == offsets_[0] + j;
+    span_count_ = 0;
+    for (int64_t j = 0, end; j < count_; j = end) {
+      end = j + 1;
+      if (offsets_[j] < 0) continue;
+      const int64_t step = end < count_ && offsets_[end] > offsets_[j] ? offsets_[end] - offsets_[j] : 1;
+      while (end < count_ && offsets_[end] == offsets_[end - 1] + step) end++;
+      spans_[span_count_++] = {j, offsets_[j], end - j, step};
+    }
   }
 
   // Writes a tile by finish(place, addends): directly if all its columns are adjacent, otherwise through a buffer.
@@ -145,26 +156,36 @@ class Writer {
     const double *by_row = product_.row_addends, *by_column = product_.column_addends;
     const Addends addends{by_row ? by_row + first_row : nullptr, by_column ? by_column + first_ : nullptr, count_};
     Out* data = static_cast<Out*>(product_.target->data) + first_row * stride;
-    if (together_ && count_ == micro_.columns) return finish(Place<Out>{data + offsets_[0], stride, rows}, addends);
+    if (span_count_ == 1 && spans_[0].step == 1 && spans_[0].length == micro_.columns)
+      return finish(Place<Out>{data + spans_[0].place, stride, rows}, addends);
     finish(Place<Out>{results_, micro_.columns, rows}, addends);
     for (int64_t i = 0; i < rows; i++) write_row(data + i * stride, results_ + i * micro_.columns);
   }
 
  private:
   void write_row(Out* row, const Out* from) const {
-    if (together_) {
-      std::memcpy(row + offsets_[0], from, static_cast<size_t>(count_) * sizeof *from);
-      return;
+    for (int s = 0; s < span_count_; s++) {
+      const Span& span = spans_[s];
+      Out* to = row + span.place;
+      const Out* source = from + span.column;
+      if (span.step == 1)
+        std::memcpy(to, source, static_cast<size_t>(span.length) * sizeof *source);
+      else
+        for (int64_t j = 0; j < span.length; j++) to[j * span.step] = source[j];
     }
-    for (int64_t j = 0; j < count_; j++)
-      if (offsets_[j] >= 0) row[offsets_[j]] = from[j];
   }
+
+  // Columns of the panel at places `step` apart.
+  struct Span {
+    int64_t column, place, length, step;
+  };
 
   alignas(64) Out results_[12 * 32];
   const Micro& micro_;
   const Product& product_;
   int64_t first_ = 0, count_ = 0, offsets_[64];
-  bool together_ = false;
+  Span spans_[64];
+  int span_count_ = 0;
 };
 
 // Packs a panel of B over one step, and its digits if they may be needed with `left`.
@@ -181,12 +202,20 @@ Side pack_right(const Micro& micro, const Operand& operand, int64_t panel, int64
   return {data, bounds, pairs, digits, 0};
 }
 
+// For results that are summed first and finished then.
+struct NotAtOnce {
+  template <class Out>
+  bool operator()(const Side&, const Side&, const Addends&, const Place<Out>&) const {
+    return false;
+  }
+};
+
 // Sums all tiles of a unit over the depth, step by step, and writes each tile after its last step; `finish` converts a tile
-// of sums to results. Tile (column, row) is at (column * rows + row) * tile size, or all tiles are at the same place if one
-// step is the whole depth.
-template <class T, class Out, class Finish>
+// of sums to results, and `at_once` does both, or returns false, if one step is the whole depth. Tile (column, row) is at
+// (column * rows + row) * tile size, or with one step all tiles are at the same place.
+template <class T, class Out, class Finish, class AtOnce = NotAtOnce>
 void run_tiles(const Micro& micro, const Unit& unit, const Product& product, const PackedSide& left,
-               const PackedSide* right, Buffers& buffers, Finish finish) {
+               const PackedSide* right, Buffers& buffers, Finish finish, AtOnce at_once = {}) {
   const int64_t tile = micro.rows * micro.columns, depth = product.depth;
   const bool one_step = depth <= left.step;
   const int64_t sums_size = one_step ? tile : tile * unit.rows * unit.columns;
@@ -202,10 +231,14 @@ void run_tiles(const Micro& micro, const Unit& unit, const Product& product, con
       if (last) writer.begin_columns(panel);
       for (int64_t r = 0; r < unit.rows; r++) {
         T* tile_sums = one_step ? sums : sums + (c * unit.rows + r) * tile;
-        add(micro, left.side(unit.row + r, k), b, k == 0, tile_sums);
+        const Side a = left.side(unit.row + r, k);
+        if (!one_step) add(micro, a, b, k == 0, tile_sums);
         if (!last) continue;
-        writer.write(unit.row + r,
-                     [&](const Place<Out>& to, const Addends& addends) { finish(tile_sums, addends, to); });
+        writer.write(unit.row + r, [&](const Place<Out>& to, const Addends& addends) {
+          if (one_step && at_once(a, b, addends, to)) return;
+          if (one_step) add(micro, a, b, true, tile_sums);
+          finish(tile_sums, addends, to);
+        });
       }
     }
     k += left.step;
@@ -228,6 +261,10 @@ void run_unit(const Micro& micro, const Unit& unit, const Product& product, cons
           micro, unit, product, left, right, buffers,
           [&](const int64_t* sums, const Addends& addends, const Place<int16_t>& to) {
             micro.finish_int16(sums, narrow, exponent, addends, format.lowest, to, tally);
+          },
+          [&](const Side& a, const Side& b, const Addends& addends, const Place<int16_t>& to) {
+            micro.exact_int16(a, b, exponent, addends, format.lowest, to, tally);
+            return true;
           });
     case Kind::float32:
       return run_tiles<int64_t, float>(micro, unit, product, left, right, buffers,
@@ -262,7 +299,7 @@ void run(const Micro& micro, const std::vector<Product>& products, const Format&
   PackedSides left(micro.left, lefts, depths, left_memory);
   std::unique_ptr<PackedSides> right;
   if (right_ahead) right.reset(new PackedSides(micro.right, rights, depths, right_memory));
-  pack_sides(left, right.get(), threads);
+  pack_sides(left, right.get(), rights, threads);
   const std::vector<Unit> units = plan(micro, products, right_ahead, threads);
   std::mutex mutex;
   bool out_of_memory = false;

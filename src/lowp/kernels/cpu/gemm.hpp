@@ -23,6 +23,7 @@ constexpr int BOUNDS = 1 + BLOCK / CHUNK;  // per block: the bound of the block,
 // By Cauchy-Schwarz every partial sum of a*b over a set of k is at most ||a|| ||b|| over that set. The norms are rounded
 // up, so that a product below this limit proves that int32 cannot overflow in any order of additions.
 constexpr float SAFE = 2147482624.0f;  // the largest float below 2^31 minus a margin of 1024
+constexpr float LARGEST_NORM = 185400.0f;  // larger than the norm of any chunk
 
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t blocks(int64_t depth) { return divide_up(depth, BLOCK); }
@@ -107,6 +108,9 @@ struct Micro {
   // accumulators += the tile's sums over a step that begins at a multiple of BLOCK; `begin`: accumulators count as zeros
   void (*add_chained)(const Side& a, const Side& b, bool begin, float* accumulators);
   void (*add_exact)(const Side& a, const Side& b, bool begin, int64_t* accumulators);
+  // add_exact and finish_int16 of a depth of a single step
+  void (*exact_int16)(const Side& a, const Side& b, int exponent, const Addends& addends, int lowest,
+                      const Place<int16_t>& to, Tally& tally);
   // a tile of sums -> results
   void (*finish_chained)(const float* sums, int exponent, const Addends& addends, const Place<float>& to, Tally& tally);
   void (*finish_int16)(const int64_t* sums, bool narrow, int exponent, const Addends& addends, int lowest,
@@ -141,6 +145,8 @@ class Operand {
   virtual ~Operand() = default;
   // Packs elements [first, first + width) x [k0, k1), k0 a multiple of BLOCK, k1 - k0 at most STEP.
   virtual void pack(const Packer& packer, int64_t first, int64_t k0, int64_t k1, int32_t* panel) const = 0;
+  // At least the norm of every chunk; asked only if it matters, since it may read the whole operand.
+  virtual float chunk_norm(int threads) const;
   const int64_t count;
 };
 

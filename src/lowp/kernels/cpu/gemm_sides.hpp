@@ -47,15 +47,12 @@ inline int64_t step_of(int64_t depth) {
   return std::min(STEP, std::max<int64_t>(1, divide_up(divide_up(depth, steps), BLOCK)) * BLOCK);
 }
 
-// Larger than the norm of any chunk.
-constexpr float LARGEST_NORM = 185400.0f;
-
 // Whether some chunk of a panel may need digits, with chunks of the other side whose norms are at most `others`
-// (null: LARGEST_NORM).
-inline bool needs_digits(const float* bounds, const float* others, int64_t depth) {
+// (null: `most`).
+inline bool needs_digits(const float* bounds, const float* others, int64_t depth, float most = LARGEST_NORM) {
   for (int64_t block = 0; block < blocks(depth); block++)
     for (int64_t c = block * BOUNDS + 1; c < (block + 1) * BOUNDS; c++)
-      if (!(bounds[c] * (others ? others[c] : LARGEST_NORM) < SAFE)) return true;
+      if (!(bounds[c] * (others ? others[c] : most) < SAFE)) return true;
   return false;
 }
 
@@ -81,6 +78,7 @@ struct PackedSide {
   int32_t* digits_memory;
   float* errors;
   std::vector<float> largest;  // the largest bounds over all panels, with the layout of one panel's
+  float most;                  // at least the norm of every chunk of the other side, where that is not packed ahead
 
   int64_t places() const { return panels * divide_up(depth, step); }  // panels of all steps
   int64_t end(int64_t k) const { return std::min(k + step, depth); }
@@ -108,7 +106,7 @@ class PackedSides {
     int64_t pairs = 0, block_count = 0, places = 0, digits_size = 0;
     for (size_t i = 0; i < operands.size(); i++) {
       const int64_t depth = depths[i], count = divide_up(operands[i]->count, packer.width);
-      sides.push_back({&packer, operands[i], depth, step_of(depth), count, nullptr, nullptr, nullptr, nullptr, {}});
+      sides.push_back({&packer, operands[i], depth, step_of(depth), count, nullptr, nullptr, nullptr, nullptr, {}, LARGEST_NORM});
       first_panels_.push_back(panels);
       panels += count;
       pairs += count * ((depth + 1) / 2);
@@ -156,7 +154,8 @@ class PackedSides {
   // Whether any panel may need digits with `others` (null: any).
   bool need_digits(const PackedSides* others) const {
     for (size_t i = 0; i < sides.size(); i++)
-      if (needs_digits(sides[i].largest.data(), others ? others->sides[i].largest.data() : nullptr, sides[i].depth))
+      if (needs_digits(sides[i].largest.data(), others ? others->sides[i].largest.data() : nullptr, sides[i].depth,
+                       sides[i].most))
         return true;
     return false;
   }
@@ -166,7 +165,7 @@ class PackedSides {
     each_step(begin, end, [&](const PackedSide& side, int64_t index, int64_t k) {
       const size_t i = static_cast<size_t>(&side - sides.data());
       const float* largest = others ? others->sides[i].largest.data() + k / BLOCK * BOUNDS : nullptr;
-      if (!needs_digits(side.bound(index, k), largest, side.end(k) - k)) return;
+      if (!needs_digits(side.bound(index, k), largest, side.end(k) - k, side.most)) return;
       packer_.digits((side.end(k) - k + 1) / 2, side.panel(index, k), side.digits(index, k));
     });
   }
@@ -199,13 +198,15 @@ void for_panels(const PackedSides& left, const PackedSides* right, int threads, 
   });
 }
 
-// Packs both sides (null: only A), with the digits that may be needed.
-inline void pack_sides(PackedSides& left, PackedSides* right, int threads) {
+// Packs both sides (null: only A), with the digits that may be needed; `rights` are the operands of B.
+inline void pack_sides(PackedSides& left, PackedSides* right, const std::vector<const Operand*>& rights, int threads) {
   for_panels(left, right, threads, [](const PackedSides& sides, int64_t begin, int64_t end, const PackedSides*) {
     sides.pack(begin, end);
   });
   left.find_largest();
   if (right) right->find_largest();
+  if (!left.need_digits(right)) return;
+  for (size_t i = 0; !right && i < left.sides.size(); i++) left.sides[i].most = rights[i]->chunk_norm(threads);
   if (!left.need_digits(right)) return;
   for_panels(left, right, threads,
              [](const PackedSides& sides, int64_t begin, int64_t end, const PackedSides* others) {

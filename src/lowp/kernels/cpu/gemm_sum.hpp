@@ -126,18 +126,43 @@ static void add_chained(const Side& a, const Side& b, bool begin, float* accumul
   } while (first < a.count);
 }
 
-// accumulators += the exact sum of the step; with `begin` the accumulators count as zeros
-static void add_exact(const Side& a, const Side& b, bool begin, int64_t* accumulators) {
+// A bound of all sums of a step: below SAFE, one chain holds them.
+static inline float bound_of(const Side& a, const Side& b) {
   float total = 0;
   for (int64_t block = 0; block * BLOCK_PAIRS < a.count; block++)
     total += a.bounds[block * BOUNDS] * b.bounds[block * BOUNDS];
-  if (!(total < SAFE)) {
+  return total;
+}
+
+// accumulators += the exact sum of the step; with `begin` the accumulators count as zeros
+static void add_exact(const Side& a, const Side& b, bool begin, int64_t* accumulators) {
+  if (!(bound_of(a, b) < SAFE)) {
     if (begin) std::memset(accumulators, 0, TILE * sizeof *accumulators);
     return add_carefully(Part(a, b, 0, a.count), accumulators);
   }
   alignas(64) int32_t sums[TILE];
   multiply(a.rows, &a.count, 1, a.pairs, b.pairs, nullptr, sums);
   for (int t = 0; t < a.rows * COLUMNS; t++) accumulators[t] = (begin ? 0 : accumulators[t]) + sums[t];
+}
+
+// The exact sums of a depth of one step as mantissas.
+static void exact_int16(const Side& a, const Side& b, int exponent, const Addends& addends, int lowest,
+                        const Place<int16_t>& to, Tally& tally) {
+  alignas(64) int32_t tops[TILE], sums[TILE];
+  if (bound_of(a, b) < SAFE) {
+    multiply(a.rows, &a.count, 1, a.pairs, b.pairs, nullptr, sums);
+    return finish_int16<const int32_t*>(sums, true, exponent, addends, lowest, to, tally);
+  }
+  const Part part(a, b, 0, a.count);
+  int64_t chains[STEP / CHUNK], count;
+  if (cut_chains(part, 0, chains, &count) == part.chunks) {  // and more than one
+    multiply(a.rows, chains, count, a.pairs, b.pairs, tops, sums);
+    return finish_int16(ChainSums{tops, sums}, true, exponent, addends, lowest, to, tally);
+  }
+  alignas(64) int64_t wide[TILE];
+  std::memset(wide, 0, sizeof wide);
+  add_carefully(part, wide);
+  finish_int16<const int64_t*>(wide, true, exponent, addends, lowest, to, tally);
 }
 
 }  // namespace

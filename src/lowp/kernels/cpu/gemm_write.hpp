@@ -1,5 +1,6 @@
 // Tiles of sums into rows of results `stride` apart, rounded once; included by gemm_tile.hpp.
 #include <cmath>
+#include <cstdlib>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -15,7 +16,17 @@ using lowp::Tally;
 // 1.5 * 2^52: adding it to |x| < 2^51 leaves x, rounded to nearest even, in the low bits.
 constexpr double MAGIC = 6755399441055744.0;
 
+// a sum below 2^51
 static inline double narrow_to_double(int64_t sum) { return lowp::bit_cast<double>(sum + 0x4338000000000000) - MAGIC; }
+
+static inline double narrow_to_double(int32_t sum) { return sum; }
+
+// Sums of several chains: 2^TOP_SHIFT * tops + rests.
+struct ChainSums {
+  const int32_t *tops, *rests;
+  ChainSums operator+(int64_t t) const { return {tops + t, rests + t}; }
+  int64_t operator[](int64_t t) const { return int64_t{tops[t]} * (1 << lowp::TOP_SHIFT) + rests[t]; }
+};
 
 // Expands numbers per row or per column to a tile; false if there are none.
 static bool lay_out(const Addends& addends, int rows, double* added) {
@@ -48,6 +59,14 @@ static inline __m256d load_narrow(const int64_t* sums) {
   return _mm256_sub_pd(_mm256_castsi256_pd(bits), _mm256_set1_pd(MAGIC));
 }
 
+static inline __m256d load_narrow(const int32_t* sums) {
+  return _mm256_cvtepi32_pd(_mm_load_si128(reinterpret_cast<const __m128i*>(sums)));
+}
+
+static inline __m256d load_narrow(const ChainSums& sums) {
+  return _mm256_fmadd_pd(load_narrow(sums.tops), _mm256_set1_pd(1 << lowp::TOP_SHIFT), load_narrow(sums.rests));
+}
+
 static inline __m256d magnitude(__m256d values) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), values); }
 
 static inline double largest_lane(__m256d values) {
@@ -64,8 +83,8 @@ static inline int64_t largest_lane(__m256i magnitudes) {
 
 // A tile without saturation, 16 sums at a time; the conversion to int32 rounds to nearest even. If a sum saturates, returns
 // false, and the output must be replaced.
-template <bool ADDS>
-static bool finish_int16_fitting(const int64_t* sums, double factor, const double* added, const Place<int16_t>& to,
+template <bool ADDS, class Sums>
+static bool finish_int16_fitting(Sums sums, double factor, const double* added, const Place<int16_t>& to,
                                  Tally& tally) {
   const __m256d scale = _mm256_set1_pd(factor);
   __m256i largest = _mm256_setzero_si256();
@@ -92,8 +111,8 @@ static bool finish_int16_fitting(const int64_t* sums, double factor, const doubl
 }
 
 // any other tile
-template <bool ADDS>
-static void finish_int16_narrow(const int64_t* sums, double factor, const double* added, int lowest,
+template <bool ADDS, class Sums>
+static void finish_int16_narrow(Sums sums, double factor, const double* added, int lowest,
                                 const Place<int16_t>& to, Tally& tally) {
   const __m256d scale = _mm256_set1_pd(factor), least = _mm256_set1_pd(-65536.0), most = _mm256_set1_pd(65536.0);
   const __m256i low = _mm256_set1_epi32(lowest), high = _mm256_set1_epi32(32767);
@@ -130,15 +149,16 @@ static void finish_int16_narrow(const int64_t* sums, double factor, const double
   note_largest<ADDS>(largest_value, factor, tally);
 }
 
-template <bool ADDS>
-static void finish_int16_vectors(const int64_t* sums, double factor, const double* added, int lowest,
+template <bool ADDS, class Sums>
+static void finish_int16_vectors(Sums sums, double factor, const double* added, int lowest,
                                  const Place<int16_t>& to, Tally& tally) {
   if (!finish_int16_fitting<ADDS>(sums, factor, added, to, tally))
     finish_int16_narrow<ADDS>(sums, factor, added, lowest, to, tally);
 }
 #endif
 
-static void note_sums(const int64_t* sums, int count, bool narrow, Tally& tally) {
+template <class Sums>
+static void note_sums(Sums sums, int count, bool narrow, Tally& tally) {
   int64_t largest = tally.largest_sum;
   int done = 0;
 #if defined(__AVX2__)
@@ -149,7 +169,7 @@ static void note_sums(const int64_t* sums, int count, bool narrow, Tally& tally)
   }
 #endif
   (void)narrow;
-  for (; done < count; done++) largest = larger(largest, sums[done] < 0 ? -sums[done] : sums[done]);
+  for (; done < count; done++) largest = larger(largest, std::abs(int64_t{sums[done]}));
   tally.largest_sum = largest;
 }
 
@@ -178,7 +198,9 @@ static inline int32_t to_int32(double value) {
   return static_cast<int32_t>(lowp::bit_cast<int64_t>(value + MAGIC));
 }
 
-static void finish_int16(const int64_t* sums, bool narrow, int exponent, const Addends& addends, int lowest,
+// `narrow`: all sums are below 2^51
+template <class Sums>
+static void finish_int16(Sums sums, bool narrow, int exponent, const Addends& addends, int lowest,
                          const Place<int16_t>& to, Tally& tally) {
   const double scale = std::ldexp(1.0, exponent);
   const int count = to.rows * COLUMNS;
