@@ -3,10 +3,11 @@
     python bench/gpu.py [--out bench/results/gpu.json] [--minutes 8.5] [--parts kernels,bandwidth,bert]
     python bench/gpu.py --device cpu --size tiny        every line of it but CUDA's own, on any machine: a minute
 
-The parts, in order: `build` (what is there, and what each kernel's first call takes), `kernels` (every cast against
-the definition, bit for bit), `bandwidth` (each kernel beside torch.copy_), then the recipes `rossmann`, `unet` and
-`bert` at full size: time a step, wall time, memory allocated and reserved, in fp32 (TF32 off and on), torch.amp and
-lowp, one row after the other, each alone on the device.
+The parts, in order: `build` (what is there, and what each kernel's first call takes), `kernels` (every cast and the
+products against the definition, bit for bit), `bandwidth` (each kernel beside torch.copy_), `products` (int16 and fp8
+beside torch's fp16), then the recipes `rossmann`, `unet` and `bert` at full size: time a step, wall time, memory
+allocated and reserved, in fp32 (TF32 off and on), torch.amp and lowp, one row after the other, each with the device to
+itself.
 
 Each part runs in a process of its own, and what it asks has a limit of its own: an error, a crash or a hang ends one
 kernel or row, and another process does the rest. The file is written anew after each of them, so that a call that is
@@ -76,10 +77,11 @@ def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _casts(part: dict[str, Any]) -> dict[str, Any]:
-    """Return the goal that every number of every cast is right; one that could not be checked is not met."""
+    """Return the goal that all numbers of casts and products are right; not met where one could not be checked."""
     wrong = sum(part["wrong"].values())
     met = None if not part["checked"] and not part["errors"] else not wrong and not part["errors"]
-    return {"goal": "numbers of casts that differ from the definition's", "at_most": 0, "found": wrong, "met": met}
+    goal = "numbers of casts and products that differ from the definition's"
+    return {"goal": goal, "at_most": 0, "found": wrong, "met": met}
 
 
 def _value(row: dict[str, Any], what: str) -> float | None:

@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import lowp
+from lowp.casts import parse
 from lowp.errors import LowpError
 from lowp.formats import FORMATS, FloatFormat
+from lowp.grad_scaler import gradients
+from lowp.kernels import device_mantissas, updates
+from lowp.kernels.dispatch import forced
+from lowp.kernels.writes import write_there
 
 CASTS = ("", ":stochastic", ":toward-zero", ":nearest-away", ":saturate")
 SCALED = ("mxfp8", "mxfp4", "nvfp4", "int8", "e4m3fn@fp32/row", "dfp16")
+FLEX = parse("flex16+5")
 _AHEAD = 16  # copies of what is timed, queued before it: about a millisecond on the fastest device
 
 
@@ -22,6 +28,7 @@ _AHEAD = 16  # copies of what is timed, queued before it: about a millisecond on
 def checks(is_tiny: bool) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return what is checked, by name; every kind first: kernels compile in their first call, and time may be short."""
     found: dict[str, Callable[[Tensor], Tensor]] = {"statistics": lambda y: lowp.statistics(y).exponent_histogram}
+    found["check of gradients"] = _checked_gradients
     found |= {f"quantize {name}": (lambda y, name=name: lowp.quantize(y, name)) for name in SCALED}
     rows = [row for row in FORMATS.values() if isinstance(row, FloatFormat) and row.bits <= 32]
     for row in [row for row in rows if row.bits <= 16 and row.has_nan and row.signed][:: 4 if is_tiny else 1]:
@@ -46,6 +53,23 @@ def numbers(is_tiny: bool) -> Tensor:
     return torch.cat([patterns.view(torch.float32), spread]).view(-1, 256)
 
 
+def _checked_gradients(y: Tensor) -> Tensor:
+    """Return gradients divided by 8, their exponents, the largest magnitude, and whether any is not finite, as bits."""
+    gradient = y.clone()
+    inverse = torch.full((), 0.125, dtype=torch.float32, device=y.device)
+    found_inf = torch.zeros((), dtype=torch.float32, device=y.device)
+    if forced() != "reference" and updates.can_check([gradient]):
+        seen = updates.check([gradient], found_inf, inverse, histogram=True)
+        assert seen.histogram is not None
+        histogram, largest = seen.histogram, seen.largest
+    else:
+        known = y[y.isfinite() & (y != 0)].view(torch.int32) >> 23 & 255
+        histogram, largest = torch.bincount(known, minlength=256), y.abs().amax()
+        gradient, found_inf = y * inverse, (~y.isfinite().all()).float()
+    parts = [bits(one.reshape(-1)).int() for one in (gradient, histogram, largest, found_inf)]
+    return torch.cat(parts)
+
+
 def bits(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.nan, x).view(torch.int32) if x.dtype is torch.float32 else x
 
@@ -58,6 +82,9 @@ class Buffers:
     x: Tensor
     out: Tensor
     codes: Tensor
+    one: Tensor  # fp32, 0-d
+    flag: Tensor  # fp32, 0-d
+    exponents: Tensor  # int32 [1]
     steps: dict[str, Callable[[], object]]  # of optimizers, by name
 
     def step(self, name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> object:
@@ -85,6 +112,12 @@ CANDIDATES: dict[str, Candidate] = {
     "encode e4m3fn": Candidate(lambda b: lowp.encode(b.x, "e4m3fn"), 5),
     "decode e4m3fn": Candidate(lambda b: lowp.decode(b.codes, "e4m3fn"), 5),
     "statistics": Candidate(lambda b: lowp.statistics(b.x), 4),
+    # what an exponent of its own costs: the numbers are read for the exponent, and again
+    "int16": Candidate(lambda b: device_mantissas.rounded(b.x, FLEX), 4 + 4 + 2),
+    "int16, looked at": Candidate(lambda b: device_mantissas.exact(b.x, FLEX), 4 + 4),
+    "int16, written": Candidate(lambda b: write_there(b.x, FLEX, b.exponents, 0).values, 8),
+    "check of gradients": Candidate(lambda b: check_of_gradients(b, False), 8),
+    "check of gradients with exponents": Candidate(lambda b: check_of_gradients(b, True), 8),
     "mxfp8": Candidate(lambda b: lowp.quantize(b.x, "mxfp8"), 8),
     "nvfp4": Candidate(lambda b: lowp.quantize(b.x, "nvfp4"), 8),
     "mxfp8 codes": Candidate(lambda b: lowp.encode(b.x, "mxfp8"), 5 + 1 / 32),
@@ -103,7 +136,16 @@ def buffers(device: torch.device, count: int) -> Buffers:
     x = torch.randn(count, device=device)
     codes = lowp.encode(x[:4096].cpu(), "e4m3fn")
     repeated = codes.view(torch.uint8).to(device).repeat(count // 4096).view(codes.dtype)
-    return Buffers(x, torch.empty_like(x), repeated, {})
+    one, flag = torch.ones((), device=device), torch.zeros((), device=device)
+    exponents = torch.full((1,), -12, dtype=torch.int32, device=device)  # normal numbers are below 2**3
+    return Buffers(x, torch.zeros_like(x), repeated, one, flag, exponents, {})
+
+
+def check_of_gradients(held: Buffers, histogram: bool) -> object:
+    """Unscale and check `out` in place, as a loss scale does: by the device's kernel, or by torch where it has none."""
+    if updates.can_check([held.out]):
+        return updates.check([held.out], held.flag, held.one, histogram)
+    return gradients.unscale_and_check_([held.out], held.flag, held.one)
 
 
 def seconds_of(device: torch.device, call: Callable[[], object], busy: Callable[[], object]) -> float:

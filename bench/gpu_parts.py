@@ -1,13 +1,15 @@
 """What `gpu.py` asks of a device, part by part, each as a list of items that are done one after the other.
 
-`build`: what is there, and the first call of each kernel, which compiles it. `kernels`: casts, codes and statistics
-against the definition, bit for bit. `bandwidth`: kernels and optimizer steps beside torch.copy_. A recipe is a part,
-too: its items are the data and a row a precision, each with the device to itself.
+`build`: what is there, and the first call of each kernel, which compiles it. `kernels`: casts, codes, statistics and
+products against the definition, bit for bit. `bandwidth`: kernels and optimizer steps beside torch.copy_. `products`:
+products of int16 and fp8 beside torch's of fp16. A recipe is a part, too:
+its items are the data and a row a precision, each with the device to itself.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 import statistics
 import time
@@ -19,6 +21,7 @@ from typing import Any
 import gpu_recipes
 import torch
 from gpu_kernels import CANDIDATES, Buffers, bits, buffers, checks, numbers, seconds_of
+from gpu_products import BASE, PRODUCTS, Operands, operands, product_checks, products, tf32_of
 
 from lowp import kernels
 from lowp.benchmarking.contenders import Contender, contenders_of
@@ -135,11 +138,15 @@ def _check(run: Run, item: str, places: int) -> Result:
     """Return how many numbers a cast gets wrong on the device, compared with the definition on the CPU."""
     if "numbers" not in run.kept:
         run.kept["numbers"] = numbers(run.is_tiny)
-    x, check = run.kept["numbers"], checks(run.is_tiny)[item]
+    x, check = run.kept["numbers"], _checks(run)[item]
     found = check(x.to(run.device)).cpu()
     with kernels.use("reference"):
         expected = check(x)
     return {"numbers": x.numel(), "wrong": int((bits(found) != bits(expected)).sum())}
+
+
+def _checks(run: Run) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    return {**product_checks(run.device), **checks(run.is_tiny)}
 
 
 def _merged_checks(found: Results) -> dict[str, Any]:
@@ -163,22 +170,21 @@ def _buffers(run: Run, count: int) -> Buffers:
 def _bandwidth(run: Run, item: str, places: int) -> Result:
     """Return the median seconds of a call and of torch.copy_, which take turns."""
     held = _buffers(run, 1 << (12 if run.is_tiny else 26))
-
-    def copy() -> object:
-        return held.out.copy_(held.x)
-
-    def call() -> object:
-        return CANDIDATES[item].call(held)
-
-    call()
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(4 if run.is_tiny else 2 + _ROUNDS):
-        for taken, one in zip(times, (call, copy), strict=True):
-            seconds = seconds_of(run.device, one, copy)
-            taken += [seconds] if turn >= 2 else []
+    own, copied = _in_turns(run, lambda: CANDIDATES[item].call(held), lambda: held.out.copy_(held.x))
     held.steps.clear()
-    own, copied = map(statistics.median, times)
     return {"seconds": own, "copy_seconds": copied, "bytes": CANDIDATES[item].bytes, "elements": held.x.numel()}
+
+
+def _in_turns(run: Run, call: Callable[[], object], other: Callable[[], object]) -> tuple[float, float]:
+    """Return the median seconds of two calls that take turns; the device is kept at work by the second."""
+    times: tuple[list[float], list[float]] = ([], [])
+    call()
+    for turn in range(4 if run.is_tiny else 2 + _ROUNDS):
+        for taken, one in zip(times, (call, other), strict=True):
+            seconds = seconds_of(run.device, one, other)
+            taken += [seconds] if turn >= 2 else []
+    own, others = map(statistics.median, times)
+    return own, others
 
 
 def _merged_bandwidth(found: Results) -> dict[str, Any]:
@@ -191,6 +197,39 @@ def _merged_bandwidth(found: Results) -> dict[str, Any]:
                 **{key: one[key] for key in ("seconds", "copy_seconds", "bytes", "elements")},
                 "bytes_per_second": one["bytes"] * one["elements"] / one["seconds"],
                 "of_copy": one["bytes"] / 8 * one["copy_seconds"] / one["seconds"],
+            }
+            for name, one in timed.items()
+        },
+        "errors": failures(found),
+    }
+
+
+# -- products beside torch's ------------------------------------------------------------------------------------------
+def _product(run: Run, item: str, places: int) -> Result:
+    """Return the median seconds of a product and of torch's fp16 product of the same shape, which take turns."""
+    name, shape = products(run.device, run.is_tiny)[item]
+    if run.kept.get("shape") != shape:
+        run.kept |= {"shape": shape, "operands": operands(run.device, *shape)}
+    held: Operands = run.kept["operands"]
+
+    def call() -> object:
+        with tf32_of(run.device, name):
+            return PRODUCTS[name](held)
+
+    own, others = _in_turns(run, call, lambda: PRODUCTS[BASE](held))
+    return {"seconds": own, "fp16_seconds": others, "shape": list(shape)}
+
+
+def _merged_products(found: Results) -> dict[str, Any]:
+    timed = {name: one for name, one in found.items() if one["failure"] is None}
+    return {
+        "method": "x [rows, depth] times the transpose of w [columns, depth], of normal random numbers; shape: rows, "
+        "depth, columns; `of_fp16` is the time by that of torch's fp16 product in the same turns; medians",
+        "products": {
+            name: {
+                **{key: one[key] for key in ("seconds", "fp16_seconds", "shape")},
+                "multiplications_per_second": math.prod(one["shape"]) / one["seconds"],
+                "of_fp16": one["seconds"] / one["fp16_seconds"],
             }
             for name, one in timed.items()
         },
@@ -296,8 +335,9 @@ def _merged_rows(found: Results) -> dict[str, Any]:
 
 PARTS: dict[str, Part] = {
     "build": Part(lambda run: ["device", *CANDIDATES], _build, _merged_build, share=0.3, first="device"),
-    "kernels": Part(lambda run: list(checks(run.is_tiny)), _check, _merged_checks, share=0.25),
+    "kernels": Part(lambda run: list(_checks(run)), _check, _merged_checks, share=0.25),
     "bandwidth": Part(lambda run: list(CANDIDATES), _bandwidth, _merged_bandwidth, share=0.1),
+    "products": Part(lambda run: list(products(run.device, run.is_tiny)), _product, _merged_products, share=0.1),
     "rossmann": recipe("rossmann", share=0.2),
     "unet": recipe("unet", share=0.35),
     "bert": recipe("bert", share=1.0),

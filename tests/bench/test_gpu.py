@@ -61,7 +61,7 @@ def test_the_kernels_are_checked_and_timed(gpu: ModuleType, tmp_path: Path) -> N
     assert code == 0 and not document["failures"] and document["is_gpu"] is False
     assert kernels["checked"] > 20 and not kernels["wrong"] and not kernels["errors"]
     assert document["goals"][0] == {
-        "goal": "numbers of casts that differ from the definition's",
+        "goal": "numbers of casts and products that differ from the definition's",
         **{"at_most": 0, "found": 0, "met": True},
     }
     assert timed["kernels"].keys() > {"fp16", "statistics", "mxfp8", "AdamW, split"} and not timed["errors"]
@@ -69,6 +69,75 @@ def test_the_kernels_are_checked_and_timed(gpu: ModuleType, tmp_path: Path) -> N
         assert one["of_copy"] == pytest.approx(one["bytes"] / 8 * one["copy_seconds"] / one["seconds"])
     assert document["parts"]["build"]["first_call_seconds"].keys() == timed["kernels"].keys()
     assert "cpu" in document["machine"] and "machine" not in document["parts"]["build"]
+
+
+def test_products_are_timed_beside_torchs_in_fp16(gpu: ModuleType, tmp_path: Path) -> None:
+    code, document = _ran(gpu, tmp_path / "gpu.json", "--parts", "products")
+    timed = document["parts"]["products"]["products"]
+    assert code == 0 and not document["failures"] and len(timed) == 18
+    for name, one in timed.items():
+        rows, depth, columns = one["shape"]
+        assert one["multiplications_per_second"] == pytest.approx(rows * depth * columns / one["seconds"])
+        assert one["of_fp16"] == pytest.approx(one["seconds"] / one["fp16_seconds"]), name
+
+
+def test_the_products_timed_are_products_of_their_operands(parts: ModuleType) -> None:
+    import gpu_products  # type: ignore[import-not-found]
+
+    held = gpu_products.operands(torch.device("cpu"), 32, 48, 16)
+    expected, sizes = held.x @ held.w.t(), held.x.abs() @ held.w.abs().t()
+    for name, call in gpu_products.PRODUCTS.items():
+        unit = 2.0**-4 if name.startswith("fp8") else 2.0**-8  # to which an operand, or bf16's result, is rounded
+        assert bool(((call(held).float() - expected).abs() <= 3 * unit * sizes).all()), name
+
+
+def test_fp8_is_asked_of_devices_that_multiply_it(parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_products
+
+    cuda = torch.device("cuda")
+    for has in (True, False):
+        monkeypatch.setattr(gpu_products, "_has_fp8", lambda device, has=has: has)
+        names = [name for name, _ in gpu_products.products(cuda, False).values()]
+        checked = gpu_products.product_checks(cuda)
+        assert ("fp8" in names) is has and ("fp8 product" in checked) is has and "int16, exact" in names
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton's interpreter")
+@pytest.mark.parametrize("name", ["check of gradients", "int16 product, exact", "int16 of a tensor"])
+def test_what_is_checked_on_a_device_is_its_kernel(
+    name: str, parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowp import kernels
+    from lowp.kernels.triton import launch
+
+    run = parts.Run(torch.device("cpu"), "tiny", 0.02, time.monotonic() + 60, tmp_path)
+    launched, real = [], launch.interpret
+    monkeypatch.setattr(launch, "interpret", lambda *given: launched.append(given) or real(*given))
+    with kernels.use("triton"):
+        assert parts.PARTS["kernels"].measure(run, name, 1)["wrong"] == 0
+    assert launched
+
+
+@pytest.mark.parametrize("name", ["check of gradients", "fp8 product", "int16 product, in chains", "int16 of a tensor"])
+def test_a_number_that_is_wrong_is_counted(
+    name: str, parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = parts._checks
+
+    def wrong(run: Any) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        check, turned = real(run)[name], []
+
+        def first_wrong(y: torch.Tensor) -> torch.Tensor:
+            found = check(y).clone()
+            found.view(-1)[1] += 0 if turned else 1
+            turned.append(True)
+            return found
+
+        return {name: first_wrong}
+
+    monkeypatch.setattr(parts, "_checks", wrong)
+    run = parts.Run(torch.device("cpu"), "tiny", 0.02, time.monotonic() + 60, tmp_path)
+    assert parts.PARTS["kernels"].measure(run, name, 1)["wrong"] == 1
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -166,12 +235,12 @@ def test_the_goals_are_those_of_torch_amp_and_more_for_bert(gpu: ModuleType) -> 
     found["kernels"] = {"checked": 3, "wrong": {"quantize e5m2": 2}, "errors": {}}
     goals = {each["goal"]: each for each in gpu.goals(found)}
     met = {goal: each["met"] for goal, each in goals.items()}
-    assert met["numbers of casts that differ from the definition's"] is False
+    assert met["numbers of casts and products that differ from the definition's"] is False
     assert met["unet fp16: seconds a step, of torch.amp's"] and met["unet fp16: allocated, of torch.amp's"]
     assert met["bert fp16: seconds a step, of torch.amp's"] is False  # 1.05 times as fast, and 1.10 is asked for
     assert met["bert fp16: allocated, of torch.amp's"] is False and met["bert fp16: reserved, of torch.amp's"] is None
     words = [gpu.in_words(each) for each in goals.values()]
-    assert words[0] == "NOT MET      numbers of casts that differ from the definition's: 2, at most 0"
+    assert words[0] == "NOT MET      numbers of casts and products that differ from the definition's: 2, at most 0"
     assert "met          unet fp16: seconds a step, of torch.amp's: 0.95, at most 1" in words
     assert "not measured bert fp16: reserved, of torch.amp's, at most 0.85" in words
 
@@ -290,5 +359,5 @@ def test_all_of_it_runs_in_processes_of_its_own(repository: Path, tmp_path: Path
     done = subprocess.run([*command, "--out", str(path)], capture_output=True, text=True)
     document = json.loads(path.read_text())
     assert not document["failures"] and done.returncode == 0, done.stdout + done.stderr
-    assert list(document["parts"]) == ["build", "kernels", "bandwidth", *RECIPES]
+    assert list(document["parts"]) == ["build", "kernels", "bandwidth", "products", *RECIPES]
     assert all(list(document["parts"][name]["variants"]) == ROWS for name in RECIPES)

@@ -29,6 +29,7 @@ __all__ = [
     "products_of",
     "products_under",
     "step_of",
+    "tf32_allowed",
     "tf32_of",
 ]
 
@@ -134,7 +135,7 @@ class TorchAmp(Precision):
 
 
 @contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
+def tf32_allowed(allowed: bool) -> Iterator[None]:
     """Set whether CUDA's fp32 products and convolutions may use TF32, and restore the setting at the end."""
     cudnn: Any = torch.backends.cudnn
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
@@ -151,7 +152,7 @@ def _tf32(allowed: bool) -> Iterator[None]:
 def tf32_of(contender: Contender) -> AbstractContextManager[None]:
     """Return a context with the TF32 setting of the contender, without effect on a CPU."""
     is_cuda = torch.device(contender.settings.device).type == "cuda"
-    return _tf32(contender.tf32) if is_cuda else nullcontext()
+    return tf32_allowed(contender.tf32) if is_cuda else nullcontext()
 
 
 def products_of(contender: Contender) -> str:
