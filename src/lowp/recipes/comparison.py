@@ -1,4 +1,4 @@
-"""Compares several precisions on one recipe with several seeds: the plan, its runs, and the results, as a document."""
+"""The comparison of several precisions on one recipe with several seeds: the planned runs and their results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLUSHED_METHOD = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of a comparison: its label and its settings, of which the seed varies."""
+    """A row of a comparison: its label, and the settings that its runs share apart from the seed."""
 
     label: str
     settings: Settings
@@ -52,7 +52,7 @@ def variants_of(settings: Settings, precisions: Sequence[str], loss_scales: Sequ
 
 
 def _takes_scale(precision: str) -> bool:
-    """Whether gradients can be unscaled: not if they are stored in few bits without masters."""
+    """Return whether the precision can use a loss scale: not if parameters are stored in few bits without masters."""
     preset = presets.parse(precision)
     return preset.policy.parameters is None or preset.masters.kind != "none"
 
@@ -85,7 +85,7 @@ class Study:
 
     # -- doing it ---------------------------------------------------------------------------------------------------
     def jobs(self) -> list[Job]:
-        """The runs that remain."""
+        """Return the runs that remain to be done."""
         return [
             Job(_name(variant.label, seed), replace(variant.settings, seed=seed), self.samples)
             for seed in self.seeds
@@ -105,40 +105,43 @@ class Study:
             yield job.name, run
 
     def resume(self, path: Path) -> int:
-        """Take over the runs of a file; return their number. Raises InvalidInput for runs of another plan."""
+        """Load the runs of a file, and return their number; raise InvalidInput for runs that are not of this study."""
         document = results.read(path, self.kind)
-        wanted = {
+        planned = {
             (variant.label, seed): asdict(replace(variant.settings, seed=seed))
             for variant in self.variants
             for seed in self.seeds
         }
-        found: dict[tuple[str, int], dict[str, Any]] = {}
+        runs: dict[tuple[str, int], dict[str, Any]] = {}
         with results.reading(path):
             for row in document["variants"]:
                 for run in row["runs"]:
                     key = (row["label"], run["seed"])
-                    if wanted.get(key) != run["settings"] or document["samples"] != self.samples:
+                    if planned.get(key) != run["settings"] or document["samples"] != self.samples:
                         raise InvalidInput(
                             f"{path} contains runs that this command does not ask for ({_name(*key)}): "
                             f"repeat the command "
                             f"as it was ({document['command']}), or name another --out"
                         )
-                    found[key] = self._checked({**run, "history": [_with_nan(record) for record in run["history"]]})
-        self.runs.update(found)
-        return len(found)
+                    runs[key] = self._checked({**run, "history": [_with_nan(record) for record in run["history"]]})
+        self.runs.update(runs)
+        return len(runs)
 
     def _checked(self, run: dict[str, Any]) -> dict[str, Any]:
-        """A run that was read, once its numbers are known to be numbers; raises TypeError or KeyError."""
-        numbers = [record[name] for record in run["history"] for name in ("epoch", *self._numbers())]
+        """Return a run read from a file; raise TypeError or KeyError for wrong types and missing entries."""
+        numbers = [record[name] for record in run["history"] for name in ("epoch", *self._metrics())]
         numbers += [run[name] for name in ("skipped_steps", "loss_scale") if run[name] is not None]
-        is_number = all(isinstance(one, (int, float)) for one in numbers)
-        if not is_number or not isinstance(run["failure"], (str, type(None))):
+        are_numbers = all(isinstance(number, (int, float)) for number in numbers)
+        if not are_numbers or not isinstance(run["failure"], (str, type(None))):
             raise TypeError(f"the run of seed {run['seed']} has text in place of numbers, or numbers in place of text")
         return run
 
     # -- what it showed -----------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:
-        """Return everything as plain values; statistics only of rows with runs, and verdicts once fp32 has runs."""
+        """Return the study as plain values.
+
+        Rows have statistics if they have runs, and a verdict if fp32 has runs with the same seeds.
+        """
         recipe = self.recipe
         return {
             **self._header,
@@ -184,7 +187,7 @@ class Study:
         return row
 
     def _statistics(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
-        columns: dict[str, list[float]] = {name: [_last(run, name) for run in runs] for name in self._numbers()}
+        columns: dict[str, list[float]] = {name: [_last(run, name) for run in runs] for name in self._metrics()}
         for name in ("skipped_steps", "loss_scale", "flushed_gradients", "lost_updates", "small_updates"):
             columns[name] = [run[name] for run in runs if run.get(name) is not None]
         return {
@@ -192,21 +195,21 @@ class Study:
             for name, values in columns.items()
         }
 
-    def _numbers(self) -> list[str]:
+    def _metrics(self) -> list[str]:
         return list(dict.fromkeys([self.recipe.metric.name, "loss"]))
 
     def _verdict(self, variant: Variant, runs: list[dict[str, Any]]) -> dict[str, Any] | None:
         metric = self.recipe.metric
-        base = [self.runs.get((self.variants[0].label, run["seed"])) for run in runs]
+        baseline_runs = [self.runs.get((self.variants[0].label, run["seed"])) for run in runs]
         if variant is self.variants[0]:
             return {"verdict": BASELINE, "gap": 0.0, "gap_in_deviations": 0.0, "p": None, "reason": ""}
-        if any(run is None for run in base):
+        if any(run is None for run in baseline_runs):
             return None
-        baseline = [_last(run, metric.name) for run in base if run is not None]
+        baseline = [_last(run, metric.name) for run in baseline_runs if run is not None]
         if not all(map(math.isfinite, baseline)):
             return None
         failures = sum(run["failure"] is not None or not math.isfinite(_last(run, "loss")) for run in runs)
-        start = mean([run["history"][0][metric.name] for run in base if run is not None])
+        start = mean([run["history"][0][metric.name] for run in baseline_runs if run is not None])
         values = [_last(run, metric.name) for run in runs]
         verdict = judge(values, baseline, start, metric, len(self.data.validation), failures)._asdict()
         causes = [run["failure"] for run in runs if run["failure"]]
@@ -230,7 +233,7 @@ def _name(label: str, seed: int) -> str:
 
 
 def _last(run: dict[str, Any], name: str) -> float:
-    """Return a number after the last epoch; NaN for a run that ended in an error."""
+    """Return a metric after the last epoch; NaN for a run that ended in an error."""
     history = run["history"]
     return float(history[-1][name]) if history and len(history) > 1 else math.nan
 

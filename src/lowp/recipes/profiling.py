@@ -1,4 +1,4 @@
-"""A recipe watched by the profiler for some steps, and a policy tried beside fp32 on the same batches."""
+"""Profiling of a recipe, and training with the recommended policy and in fp32 on the same batches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lowp.recipes.training import Settings, Training, load_data, threads_of
 
 __all__ = ["Verified", "profiled", "verified"]
 
-_STEPS, _LOOKS, _SECONDS = 100, 4, 60.0  # what a profile without a number of steps takes
+_STEPS, _LOOKS, _SECONDS = 100, 4, 60.0  # of a profile without a given number of steps: see `profiled`
 _CAST_ALONE = "bf16"
-_CLOSE = 0.1  # of the loss that training has taken away, by which a policy may end above fp32
+_TOLERANCE = 0.1  # of the decrease of the loss in fp32, by which the loss of a policy may be larger
 
 
 def profiled(
@@ -36,10 +36,10 @@ def profiled(
     out: Path | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Record:
-    """Train a recipe for some steps under the profiler and return what it saw; where `stop()` becomes true, till then.
+    """Train a recipe for some steps under the profiler, and return its record; stop earlier if `stop()` is true.
 
-    Without a number of steps it trains until the budget has paid for a few looks: 100 steps at least, and beyond those
-    for a minute at most.
+    Without a number of steps it takes 100, and then more until the profiler has sampled four rounds or a minute has
+    passed.
     """
     training = Training(settings)
     begun = time.perf_counter()
@@ -66,30 +66,32 @@ def profiled(
 
 
 def _run(training: Training, is_enough: Callable[[int], bool]) -> list[float]:
-    """Take steps of a training, over as many epochs as they need, without evaluations; return the losses."""
+    """Train until `is_enough(steps)` or the last epoch's end, without evaluations; return the loss of each step."""
     losses: list[torch.Tensor] = []
     step = training.step
 
-    def noted(batch: Any, sampler: Any = None) -> torch.Tensor:
+    def recorded_step(batch: Any, sampler: Any = None) -> torch.Tensor:
         loss = step(batch, sampler)
         losses.append(loss)
         return loss
 
-    training.step = noted  # type: ignore[method-assign]
+    training.step = recorded_step  # type: ignore[method-assign]
     training.history.append({"loss": math.nan, "epoch": 0})  # no evaluation of the model before training
     while not is_enough(len(losses)):
         if training._run_epoch(lambda: is_enough(len(losses)), None):
             training.epoch, training.step_of_epoch = training.epoch + 1, 0
         if training.epoch >= training.epochs:
             break
-    return [float(one) for one in losses]
+    return [float(loss) for loss in losses]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A policy beside fp32, and how far predictions were from casts of the run's own tensors.
+    """A policy compared with fp32, and the errors of predictions against casts of the run's own tensors.
 
-    `steps` of the `whole` number of steps that the recipe has were compared.
+    `steps`: the number of steps compared, out of `whole` in the recipe. `losses`: the final loss in fp32 and under the
+    policy. `first`: the loss before training. `skipped`: the steps skipped under the policy. `errors`: the mean
+    absolute error of each predicted share. `layers`: predicted and measured effects of casting single layers.
     """
 
     steps: int
@@ -102,24 +104,27 @@ class Verified:
 
     @property
     def holds(self) -> bool:
-        """Whether the policy learned as fp32 did."""
-        plain, policy = self.losses
-        return math.isfinite(policy) and policy - plain <= _CLOSE * max(self.first - plain, abs(plain) * 0.5)
+        """Whether the final loss of the policy is finite, and larger than that of fp32 by at most the tolerance."""
+        fp32, policy = self.losses
+        return math.isfinite(policy) and policy - fp32 <= _TOLERANCE * max(self.first - fp32, abs(fp32) * 0.5)
 
     def __str__(self) -> str:
-        plain, policy = self.losses
-        told = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
+        fp32, policy = self.losses
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
         word = "as fp32" if self.holds else "NOT as fp32"
-        layers = "".join(f"\n  {one}" for one in self.layers)
+        layers = "".join(f"\n  {layer}" for layer in self.layers)
         alone = f"\nhow far the loss moves where one layer alone is cast to {_CAST_ALONE}:{layers}" if layers else ""
         return (
-            f"verified over {self.steps} of the recipe's {self.whole} steps: loss {policy:.4f} beside {plain:.4f} in "
-            f"fp32, {word}; {self.skipped} steps skipped\nerror of the predictions: {told}{alone}"
+            f"verified over {self.steps} of the recipe's {self.whole} steps: loss {policy:.4f} beside {fp32:.4f} in "
+            f"fp32, {word}; {self.skipped} steps skipped\nerror of the predictions: {errors}{alone}"
         )
 
 
 def verified(settings: Settings, record: Record, policy: Policy, steps: int | None) -> Verified:
-    """Train in fp32 and under the policy, from the same weights on the same batches; None: over the whole recipe."""
+    """Train in fp32 and under the policy, from the same weights and on the same batches, and compare.
+
+    Without a number of steps both runs take all steps of the recipe.
+    """
     data = load_data(settings.filled())
     ends, skipped = [], 0
     training = Training(settings, data)
@@ -134,22 +139,26 @@ def verified(settings: Settings, record: Record, policy: Policy, steps: int | No
         errors = _errors(training)
         layers = tuple(confirmed(training, _CAST_ALONE))
         precision = Precision(policy, seed=settings.seed)
-        tried = Training(replace(settings, precision="fp32"), data, precision)
-        ends.append(_last(_run(tried, is_enough)))
-        skipped = tried.precision.skipped_steps
+        policy_run = Training(replace(settings, precision="fp32"), data, precision)
+        ends.append(_last(_run(policy_run, is_enough)))
+        skipped = policy_run.precision.skipped_steps
     return Verified(len(losses), whole, (ends[0], ends[1]), losses[0], skipped, errors, layers)
 
 
 def _last(losses: list[float]) -> float:
-    """The mean of the last tenth."""
-    kept = losses[-max(len(losses) // 10, 1) :]
-    return sum(kept) / len(kept)
+    """Return the mean of the last tenth of the losses."""
+    last = losses[-max(len(losses) // 10, 1) :]
+    return sum(last) / len(last)
 
 
 def _errors(training: Training) -> dict[str, float]:
-    """How far predictions are from what casts do to the gradients and weights that the run has now, over them all."""
-    flushed: list[Any] = [0.0, 0.0, 0]  # predicted, real, of how many
-    stalled: list[Any] = [0.0, 0.0, 0]
+    """Return the absolute errors of predicted shares, compared with casts of the run's current gradients and weights.
+
+    ``flushed in fp16``: the share of nonzero gradients that become zero. ``lost in pure bf16``: the share of nonzero
+    updates that do not change a bf16 weight.
+    """
+    flushed: list[Any] = [0.0, 0.0, 0]  # predicted number, measured number, number of elements
+    lost: list[Any] = [0.0, 0.0, 0]
     for group in training.optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None or parameter.grad.is_sparse:
@@ -158,19 +167,19 @@ def _errors(training: Training) -> dict[str, float]:
             update = -float(group["lr"]) * gradient
             present, moved = gradient != 0, update != 0
             stored = quantize(weight, "bf16")
-            lost = lost_updates(Updates.of(weight, update, gradient), Spectrum.of(weight), "bf16")
-            kept = (quantize(stored + update, "bf16") == stored) & moved
+            predicted = lost_updates(Updates.of(weight, update, gradient), Spectrum.of(weight), "bf16")
+            unchanged = (quantize(stored + update, "bf16") == stored) & moved
             _add(
                 flushed,
                 effect(Spectrum.of(gradient), "fp16").flushed,
                 (quantize(gradient, "fp16") == 0) & present,
                 present,
             )
-            _add(stalled, lost, kept, moved)
-    both = {"flushed in fp16": flushed, "lost in pure bf16": stalled}
-    return {name: abs(predicted - real) / max(count, 1) for name, (predicted, real, count) in both.items()}
+            _add(lost, predicted, unchanged, moved)
+    both = {"flushed in fp16": flushed, "lost in pure bf16": lost}
+    return {name: abs(predicted - measured) / max(count, 1) for name, (predicted, measured, count) in both.items()}
 
 
-def _add(sums: list[Any], share: float, some: torch.Tensor, among: torch.Tensor) -> None:
-    count = int(among.sum())
-    sums[0], sums[1], sums[2] = sums[0] + share * count, sums[1] + int(some.sum()), sums[2] + count
+def _add(sums: list[Any], predicted_share: float, measured: torch.Tensor, counted: torch.Tensor) -> None:
+    count = int(counted.sum())
+    sums[0], sums[1], sums[2] = sums[0] + predicted_share * count, sums[1] + int(measured.sum()), sums[2] + count

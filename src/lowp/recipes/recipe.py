@@ -1,4 +1,4 @@
-"""The type of recipes: a network, its data, loss and optimizer, in plain torch, without the precision."""
+"""The class of recipes: a network, its data, loss and optimizer in plain PyTorch, without a precision."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Examples(Protocol):
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> Any:
         """Return the examples at `indices` (int64, 1-d) as a tensor, or a tuple, list or dict of them, on the CPU.
 
-        Augmentation draws from `generator`, which is the same in every precision; without one there is none.
+        With a `generator`, examples are augmented at random; it is seeded alike in every precision.
         """
 
 
@@ -120,15 +120,17 @@ def tokens_of(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A network of the literature with everything for its training, as functions of a `Size`.
+    """A network of the literature and its training, as functions of a `Size`.
 
-    `load(size, path)` gives the data, from the user's `path` where one is given. `loss(model, batch)` runs the model
-    and is called inside the precision's region. `evaluate(model, batches)` returns numbers by name, over the whole
-    validation set, ``loss`` and the metric's among them; the model is in eval mode, inside the region, without grad.
-    `schedule(optimizer, progress)` is called before each step with the share of the training that is done (0 to below
-    1) and sets the learning rate. Gradients are clipped to the norm `clip` where it is given. `threads`, where given,
-    is the number of CPU threads that suits a step of it best: small steps are fastest on one. Throughput is counted in
-    `unit`, of which `units(batch)` tells how many a batch has.
+    * `load(size, path)` returns the data, read from `path` if it is not None.
+    * `loss(model, batch)` runs the model and returns the loss; it is called inside the precision's region.
+    * `evaluate(model, batches)` returns metrics by name over the whole validation set, including ``loss`` and that of
+      `metric`; the model is in eval mode, inside the region, and gradients are disabled.
+    * `schedule(optimizer, progress)` sets the learning rate; it is called before each step with the completed share of
+      the training, 0 to below 1.
+    * `clip`: the norm to which gradients are clipped, or None.
+    * `threads`: the number of CPU threads with which a step is fastest, or None for torch's; small steps need one.
+    * `unit` and `units(batch)`: the unit of throughput, and the number of units in a batch.
     """
 
     name: str
@@ -150,16 +152,16 @@ class Recipe:
     units: Callable[[Any], int] = examples_of
 
     def size(self, name: str | None = None) -> Size:
-        """One of the sizes by name, or the default one; raises UnknownName with the allowed ones."""
-        chosen = self.default_size if name is None else name
-        if chosen not in self.sizes:
-            raise UnknownName(unknown(f"size of {self.name}", chosen, self.sizes))
-        return self.sizes[chosen]
+        """Return a size by name, or the default size; raise UnknownName for other names."""
+        size_name = self.default_size if name is None else name
+        if size_name not in self.sizes:
+            raise UnknownName(unknown(f"size of {self.name}", size_name, self.sizes))
+        return self.sizes[size_name]
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
 def adam(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam with torch's defaults; on CUDA torch's fused one."""
+    """Return Adam with torch's defaults, fused on CUDA."""
     return torch.optim.Adam(model.parameters(), lr=learning_rate, fused=_is_fused(model))
 
 
@@ -171,14 +173,14 @@ def adamw_where(
     weight_decay: float,
     betas: tuple[float, float] = (0.9, 0.999),
 ) -> torch.optim.Optimizer:
-    """AdamW with weight decay for the parameters of which `decays(name, parameter)` holds, and none for the others.
-
-    On CUDA it is torch's fused one.
-    """
+    """Return AdamW with weight decay for the parameters for which `decays(name, parameter)` is true, fused on CUDA."""
     named = list(model.named_parameters())
     groups = [
-        {"params": [one for name, one in named if decays(name, one) == chosen], "weight_decay": decay}
-        for chosen, decay in ((True, weight_decay), (False, 0.0))
+        {
+            "params": [parameter for name, parameter in named if decays(name, parameter) == has_decay],
+            "weight_decay": decay,
+        }
+        for has_decay, decay in ((True, weight_decay), (False, 0.0))
     ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=_is_fused(model))
 
@@ -186,18 +188,18 @@ def adamw_where(
 def sgd_with_momentum(
     model: nn.Module, learning_rate: float, momentum: float = 0.9, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:
-    """Return SGD with momentum, and with weight decay if given."""
+    """Return SGD with momentum and, if given, weight decay."""
     return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
 
 
 def _is_fused(model: nn.Module) -> bool | None:
-    """Whether torch's fused kernel takes the step: on CUDA, where it is the fastest and skips without a host read.
+    """Return True if all parameters are on CUDA, where torch's fused kernel is the fastest, otherwise None.
 
-    SGD is left to torch's choice: if the first step with momentum is skipped, the fused one uses a momentum that was
-    never written.
+    The fused kernel skips a step without a read on the host. It is not used for SGD: if the first step with momentum is
+    skipped, it reads a momentum that was never written.
     """
     parameters = list(model.parameters())
-    return True if parameters and all(one.is_cuda for one in parameters) else None
+    return True if parameters and all(parameter.is_cuda for parameter in parameters) else None
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
@@ -206,12 +208,15 @@ def constant(optimizer: torch.optim.Optimizer, progress: float) -> None:
 
 
 def linear_decay(optimizer: torch.optim.Optimizer, progress: float) -> None:
-    """From the learning rate down to zero in a straight line."""
+    """Decrease the learning rate linearly to zero."""
     _scale_learning_rate(optimizer, 1 - progress)
 
 
 def one_cycle(optimizer: torch.optim.Optimizer, progress: float) -> None:
-    """Up from 1/25 in 30 % of the steps and down to nearly zero, both along a cosine (Smith 2018, arXiv 1708.07120)."""
+    """Increase the learning rate from 1/25 of it in 30 % of the steps, then decrease it to 1/250,000.
+
+    Both follow a cosine (Smith and Topin 2018, arXiv 1708.07120).
+    """
     if progress < 0.3:
         factor = _cosine(1 / 25, 1.0, progress / 0.3)
     else:
@@ -220,7 +225,7 @@ def one_cycle(optimizer: torch.optim.Optimizer, progress: float) -> None:
 
 
 def step_decay(optimizer: torch.optim.Optimizer, progress: float) -> None:
-    """A tenth of the learning rate after half of the steps, a hundredth after three quarters (arXiv 1512.03385)."""
+    """Divide the learning rate by 10 after half of the steps, and by 100 after three quarters (arXiv 1512.03385)."""
     _scale_learning_rate(optimizer, 1.0 if progress < 0.5 else 0.1 if progress < 0.75 else 0.01)
 
 
@@ -229,6 +234,6 @@ def _cosine(start: float, end: float, progress: float) -> float:
 
 
 def _scale_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set each group's rate to a share of the one that it began with, which the group remembers across checkpoints."""
+    """Set each group's learning rate to `factor` times the initial one, which is saved in the group (initial_lr)."""
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: a JSON file with every number, the machine in words, and how each was measured."""
+"""JSON files of results: their header, which describes the machine and versions, and reading and writing them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lowp.recipes.recipe import Data, Recipe
 __all__ = ["VERSION", "check_writable", "header", "machine", "read", "reading", "recipe_head", "write"]
 
 VERSION = 1
-PICTURES = {".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}  # by suffix, what such a file has at its beginning
+PICTURES = {".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}  # by suffix, bytes near the beginning of such a file
 _MARK = "lowp_results"
 
 
 def header(kind: str, command: str | None = None, *, has_gpus: bool = True) -> dict[str, Any]:
-    """The entries that every file of results begins with; `kind` says what it holds (``comparison``, ``sweep`` …).
+    """Return the first entries of every file of results; `kind` is its type, such as ``comparison`` or ``sweep``.
 
-    With `has_gpus` False no GPU is looked for, which starts CUDA in this process.
+    With `has_gpus` False, GPUs are not queried, since this would initialise CUDA in this process.
     """
     return {
         _MARK: VERSION,
@@ -48,7 +48,7 @@ def header(kind: str, command: str | None = None, *, has_gpus: bool = True) -> d
 
 
 def recipe_head(recipe: Recipe, data: Data, size: str | None) -> dict[str, Any]:
-    """What every document says of the recipe that it is about: name, summary, source, data, size, parameters."""
+    """Return the recipe's entries of a document: name, summary, source, data, size, and number of parameters."""
     return {
         "name": recipe.name,
         "summary": recipe.summary,
@@ -60,10 +60,10 @@ def recipe_head(recipe: Recipe, data: Data, size: str | None) -> dict[str, Any]:
 
 
 def machine(has_gpus: bool = True) -> dict[str, Any]:
-    """The machine: ``words`` for a reader, and its parts; ``cores`` are those that this process may use."""
+    """Return a description of the machine: ``words`` is a sentence, ``cores`` the number available to this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = _memory()
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count() if has_gpus else 0)]
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count() if has_gpus else 0)]
     words = [_cpu(), f"{cores} core{'s' * (cores > 1)}"]
     words += [f"{memory / 2**30:.0f} GiB of memory"] if memory else []
     words += gpus or (["no GPU"] if has_gpus else [])
@@ -79,7 +79,7 @@ def machine(has_gpus: bool = True) -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    """The processor by name, on x86 with its family and model, which tell apart what clouds call by one name."""
+    """Return the processor's name, on x86 with family and model, since clouds use one name for several processors."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -102,9 +102,10 @@ def _memory() -> int | None:
 
 # -- files ------------------------------------------------------------------------------------------------------------
 def check_writable(path: Path) -> None:
-    """Raise InvalidInput, before any work is done, where a file could not be written or is not lowp's to overwrite.
+    """Raise InvalidInput if a file cannot be written, or if it exists and was not written by lowp.
 
-    Only results are overwritten by results, and only pictures that matplotlib made by pictures.
+    A file of results may replace another one, and an image may replace one written by matplotlib. It is called before
+    any other work.
     """
     target = files.check_target(path)
     if not target.exists() or not target.stat().st_size:
@@ -117,14 +118,14 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document atomically; infinities and NaNs, which JSON lacks, are written as null."""
+    """Write a document as JSON, atomically; infinities and NaNs are written as null."""
     text = json.dumps(_without_nan(document), indent=1, allow_nan=False) + "\n"
     with files.replacing(path) as file:
         file.write(text.encode("utf-8"))
 
 
 def read(path: Path, kind: str) -> dict[str, Any]:
-    """Read a document of a kind; raises InvalidInput for any other file."""
+    """Read a document of this kind; raise InvalidInput for any other file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -142,9 +143,9 @@ def read(path: Path, kind: str) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What is done within with a document that was read: what it stumbles over is said of the file.
+    """Raise InvalidInput, naming the file, for errors inside that a missing or malformed entry of its document causes.
 
-    Raises InvalidInput in the place of the error that a missing or misshapen entry leads to.
+    Errors of lowp itself are not changed.
     """
     try:
         yield
@@ -173,7 +174,7 @@ def _is_results(path: Path) -> bool:
 
 
 def _is_picture(path: Path, suffix: str) -> bool:
-    """Whether a file is a picture of a kind, made by matplotlib, which signs what it makes."""
+    """Return whether a file is an image of this type with matplotlib's signature."""
     content = path.read_bytes()
     return PICTURES[suffix] in content[:512] and b"atplotlib" in content
 
