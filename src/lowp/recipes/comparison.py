@@ -12,7 +12,7 @@ from lowp import presets
 from lowp.errors import InvalidInput
 from lowp.recipes import get, results
 from lowp.recipes.recipe import Data
-from lowp.recipes.runs import Job, Stop, Told, processes_for, run_jobs
+from lowp.recipes.runs import Job, OnEpoch, Stop, processes_for, run_jobs
 from lowp.recipes.training import Settings, load_data
 from lowp.recipes.verdict import BASELINE, RULE, deviation, judge, mean
 
@@ -94,7 +94,7 @@ class Study:
         ]
 
     def run(
-        self, on_epoch: Told, processes: int | None = None, stop: Stop = lambda: False
+        self, on_epoch: OnEpoch, processes: int | None = None, stop: Stop = lambda: False
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Run the remaining jobs, yielding each run's name when it is done, until `stop()` is true."""
         jobs = self.jobs()

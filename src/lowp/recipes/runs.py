@@ -1,4 +1,4 @@
-"""Many trainings, one after another or in parallel processes; what is done is kept whenever one stops."""
+"""Many training runs, one after another or in parallel processes; an interruption loses only unfinished runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lowp.recipes.training import STOPS, Settings, Training, load_data, threads_
 
 __all__ = ["Job", "Stop", "interrupts_left_to_us", "processes_for", "run_jobs", "train_once"]
 
-# Fewer steps than these are done before a second process has imported torch.
+# Fewer steps than this are done before a second process has imported torch.
 _STEPS_WORTH_A_PROCESS = 4000
-_LAST_STEP = 1.0  # seconds that a process has for its step after a stop
+_LAST_STEP = 1.0  # seconds for a process to finish its step after a stop
 
-Told = Callable[[str, int], None]
+OnEpoch = Callable[[str, int], None]
 Stop = Callable[[], bool]
 
 
@@ -40,17 +40,18 @@ def _never() -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """One training to be done: its name for the progress, and at how many of its steps losses are counted."""
+    """A training run to be done. `name`: for the progress display. `samples`: the number of steps to sample, or 0."""
 
     name: str
     settings: Settings
     samples: int = 8
 
 
-def train_once(job: Job, data: Data, on_epoch: Told, stop: Stop = _never) -> dict[str, Any] | None:
-    """Train, and return the run as plain values: settings, history, shares lost, and why it failed; None if stopped.
+def train_once(job: Job, data: Data, on_epoch: OnEpoch, stop: Stop = _never) -> dict[str, Any] | None:
+    """Train, and return the run as plain values; None if it was stopped.
 
-    An error that speaks of numbers (no loss scale is small enough, not a number, no memory) is that run's result.
+    They are the settings, the history, the sampler's shares, the state of the loss scale, and the failure. The errors
+    in `STOPS` (no usable loss scale, a weight that is NaN, out of memory) are the run's failure and are not raised.
     """
     training = None
     if stop():
@@ -58,29 +59,30 @@ def train_once(job: Job, data: Data, on_epoch: Told, stop: Stop = _never) -> dic
     try:
         training = Training(job.settings, data)
         sampler = Sampler(training.recipe, training.size, training.device, job.samples) if job.samples else None
-        finished = training.run(lambda one: on_epoch(job.name, one.epoch), stop, sampler)
+        finished = training.run(lambda training: on_epoch(job.name, training.epoch), stop, sampler)
         failure, shares = training.failure, sampler.shares() if sampler is not None else {}
     except STOPS as error:
         finished, failure, shares = True, f"{type(error).__name__}: {error}", {}
     if not finished:
         return None
     history = training.history if training is not None else []
-    last = training.precision if training is not None else None
+    precision = training.precision if training is not None else None
+    exponents = None if precision is None else precision.exponents
     return {
         "settings": asdict(job.settings),
         "seed": job.settings.seed,
         "history": history,
         "failure": failure,
-        "loss_scale": None if last is None else last.scale,
-        "skipped_steps": None if last is None else last.skipped_steps,
-        "steps": None if last is None else last.steps,
-        **({} if last is None or last.exponents is None else {"shared_exponents": sums_of(last.exponents)}),
+        "loss_scale": None if precision is None else precision.scale,
+        "skipped_steps": None if precision is None else precision.skipped_steps,
+        "steps": None if precision is None else precision.steps,
+        **({} if exponents is None else {"shared_exponents": summary_of(exponents)}),
         **shares,
     }
 
 
-def sums_of(exponents: SharedExponents) -> dict[str, dict[str, float]]:
-    """What was written under shared exponents in training, by class of tensors, as plain values."""
+def summary_of(exponents: SharedExponents) -> dict[str, dict[str, float]]:
+    """Return the summary of what training wrote under shared exponents, by class of tensors, as plain values."""
     return {
         name: {**asdict(summary), "headroom_bits": summary.headroom_bits}
         for name, summary in exponents.summary().items()
@@ -88,7 +90,7 @@ def sums_of(exponents: SharedExponents) -> dict[str, dict[str, float]]:
 
 
 def processes_for(jobs: Sequence[Job], data: Data) -> int:
-    """How many processes are worth their start: all cores for many small steps, one where a step uses all cores."""
+    """Return the number of processes to use: one per core for many steps of one thread, otherwise 1."""
     if not jobs or any(get(job.settings.recipe).threads != 1 or job.settings.device != "cpu" for job in jobs):
         return 1
     steps = sum((job.settings.epochs or 1) * len(data.training) // (job.settings.batch or 1) for job in jobs)
@@ -97,9 +99,12 @@ def processes_for(jobs: Sequence[Job], data: Data) -> int:
 
 
 def run_jobs(
-    jobs: Sequence[Job], data: Data, processes: int, on_epoch: Told, stop: Stop = _never
+    jobs: Sequence[Job], data: Data, processes: int, on_epoch: OnEpoch, stop: Stop = _never
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Yield each job with its run as it is done. Once `stop()` is true all end within a step, and are not yielded."""
+    """Yield each job with its run when it is done.
+
+    Once `stop()` is true, the others end within a step and are not yielded.
+    """
     if processes > 1:
         yield from _in_processes(jobs, processes, on_epoch, stop)
         return
@@ -111,12 +116,12 @@ def run_jobs(
 
 
 def _in_processes(
-    jobs: Sequence[Job], processes: int, on_epoch: Told, stop: Stop
+    jobs: Sequence[Job], processes: int, on_epoch: OnEpoch, stop: Stop
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
-    # A fresh interpreter each: a fork of one whose OpenMP threads have run would hang.
+    # Each process is a new interpreter: a fork of a process whose OpenMP threads have run would hang.
     context = multiprocessing.get_context("spawn")
-    stopping, told = context.Event(), context.Queue()
-    executor = ProcessPoolExecutor(processes, context, _begin, (stopping, told))
+    stopping, epochs = context.Event(), context.Queue()
+    executor = ProcessPoolExecutor(processes, context, _begin, (stopping, epochs))
     try:
         with interrupts_left_to_us():
             waiting: dict[Future[dict[str, Any] | None], Job] = {executor.submit(_work, job): job for job in jobs}
@@ -124,7 +129,7 @@ def _in_processes(
             done, _ = wait(waiting, timeout=0.1, return_when=FIRST_COMPLETED)
             if stop():
                 stopping.set()
-            _pass_on(told, on_epoch)
+            _report_epochs(epochs, on_epoch)
             for future in done:
                 job = waiting.pop(future)
                 try:
@@ -138,20 +143,23 @@ def _in_processes(
     finally:
         stopping.set()
         executor.shutdown(wait=True, cancel_futures=True)
-        told.close()
+        epochs.close()
 
 
-def _pass_on(told: Any, on_epoch: Told) -> None:
+def _report_epochs(epochs: Any, on_epoch: OnEpoch) -> None:
     while True:
         try:
-            on_epoch(*told.get_nowait())
+            on_epoch(*epochs.get_nowait())
         except queue.Empty:
             return
 
 
 @contextmanager
 def interrupts_left_to_us() -> Iterator[None]:
-    """Processes that start meanwhile ignore Ctrl-C, from their first moment on: this one tells them to stop."""
+    """Start processes inside with SIGINT ignored from the beginning, so that only this process handles Ctrl-C.
+
+    It does nothing outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -162,14 +170,14 @@ def interrupts_left_to_us() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-# -- in a process of its own ------------------------------------------------------------------------------------------
+# -- in a worker process ----------------------------------------------------------------------------------------------
 _stopping: Any = None
-_told: Any = None
+_epochs: Any = None
 
 
-def _begin(stopping: Any, told: Any) -> None:
-    global _stopping, _told
-    _stopping, _told = stopping, told
+def _begin(stopping: Any, epochs: Any) -> None:
+    global _stopping, _epochs
+    _stopping, _epochs = stopping, epochs
     threading.Thread(target=_end_after, args=(stopping,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -179,14 +187,14 @@ def _begin(stopping: Any, told: Any) -> None:
 
 
 def _end_after(stopping: Any) -> None:
-    """End a process whose step takes too long after a stop."""
+    """End this process if its step takes too long after a stop."""
     stopping.wait()
     time.sleep(_LAST_STEP)
     os._exit(1)
 
 
 def _end_with(parent: Any) -> None:
-    """Leave no process behind when the one that started it is killed."""
+    """End this process when its parent ends, even if that was killed."""
     parent.join()
     os._exit(1)
 
@@ -197,5 +205,5 @@ def _data_of(settings: Settings) -> Data:
 
 
 def _work(job: Job) -> dict[str, Any] | None:
-    of_data = Settings(job.settings.recipe, size=job.settings.size, data=job.settings.data)
-    return train_once(job, _data_of(of_data), lambda name, epoch: _told.put((name, epoch)), _stopping.is_set)
+    data_settings = Settings(job.settings.recipe, size=job.settings.size, data=job.settings.data)
+    return train_once(job, _data_of(data_settings), lambda name, epoch: _epochs.put((name, epoch)), _stopping.is_set)

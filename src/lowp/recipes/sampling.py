@@ -1,4 +1,4 @@
-"""What a precision loses in a step, counted against fp32 on the same weights and the same batch, at sampled steps."""
+"""The losses of a precision at sampled steps, compared with fp32 on the same weights and the same batch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch import Tensor, nn
 from lowp.recipes.recipe import Recipe, Size
 from lowp.rng_state import restore_rng_states, rng_states
 
-__all__ = ["Observer", "Reference", "Sampler", "WantedChanges"]
+__all__ = ["ExactUpdates", "Observer", "Reference", "Sampler"]
 
-SMALLEST_FP16 = 2.0**-24  # the smallest subnormal of fp16: what is smaller in magnitude cannot be stored in it
+SMALLEST_FP16 = 2.0**-24  # the smallest subnormal number of fp16
 
 
 class Observer(Protocol):
-    """What looks at some steps of a training: `Training` calls the four in this order, the last if it stepped."""
+    """An observer of some training steps. `Training` calls the four methods in this order."""
 
     def wants(self, progress: float) -> bool:
-        """Whether the step at this share of the run is to be looked at; the other calls come for such a step only."""
+        """Return whether to observe the step at this share of the run; the other methods are called only if so."""
 
     def before_forward(self) -> None:
-        """The gradients are dropped, and nothing is computed yet."""
+        """Called before the forward pass, after gradients were set to None."""
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """The gradients are there, unscaled and clipped."""
+        """Called before the optimizer's step; gradients are unscaled and clipped."""
 
     def after_step(self, model: nn.Module) -> None:
-        """The weights are updated."""
+        """Called after the optimizer's step, unless it was skipped."""
 
 
 class Reference:
-    """An fp32 copy of a run's model, for a backward on the run's weights (its masters), batch and random draws."""
+    """An fp32 copy of a run's model, for backward passes on the run's weights (its masters), batch and random draws."""
 
     def __init__(self, recipe: Recipe, size: Size, device: torch.device) -> None:
         self._states = rng_states()
@@ -42,11 +42,11 @@ class Reference:
         restore_rng_states(self._states)
 
     def remember(self) -> None:
-        """Remember the random states before the run's own forward, so that the copy drops out the same units."""
+        """Save the random states before the run's forward pass, so that the copy drops out the same units."""
         self._states = rng_states()
 
     def backward(self, weights: dict[str, Tensor], batch: Any) -> None:
-        """Put the gradients of the unscaled loss into the copy's parameters; random states are put back."""
+        """Compute the gradients of the unscaled loss in the copy's parameters; restore the random states."""
         states = rng_states()
         self.model.load_state_dict(weights)
         self.model.train()
@@ -56,8 +56,8 @@ class Reference:
         restore_rng_states(states)
 
 
-class WantedChanges:
-    """What the recipe's own optimizer, in the state that the run's is in, would do to the weights in fp64."""
+class ExactUpdates:
+    """The updates of the recipe's optimizer, computed in fp64 from the state of the run's optimizer."""
 
     def __init__(self, recipe: Recipe, size: Size, device: torch.device) -> None:
         states = rng_states()
@@ -66,81 +66,81 @@ class WantedChanges:
         restore_rng_states(states)
 
     def of(
-        self, weights: dict[str, Tensor], own: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+        self, weights: dict[str, Tensor], parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> dict[str, Tensor]:
-        """By name, the fp64 change that these gradients ask for, before anything is rounded to fp32 or less."""
+        """Return, by name, the fp64 updates of `weights` from the gradients of the run's `parameters`."""
         self._double.load_state_dict(weights)
-        wanting = self._recipe.make_optimizer(self._double, 1.0)
+        exact_optimizer = self._recipe.make_optimizer(self._double, 1.0)
         state = optimizer.state_dict()
-        # Copied, since Adam's count of steps would be taken over as it is, and the run's own counted up.
-        wanting.load_state_dict({name: deepcopy(state[name]) for name in ("state", "param_groups")})
+        # A deep copy: load_state_dict shares Adam's step counts, and a step would increase those of the run.
+        exact_optimizer.load_state_dict({name: deepcopy(state[name]) for name in ("state", "param_groups")})
         for name, parameter in self._double.named_parameters():
-            gradient = own[name].grad
+            gradient = parameters[name].grad
             parameter.grad = None if gradient is None else gradient.double()
-        wanting.step()
+        exact_optimizer.step()
         with torch.no_grad():
             return {name: parameter - weights[name].double() for name, parameter in self._double.named_parameters()}
 
 
 class Sampler:
-    """Counts flushed gradients and lost updates at `count` steps spread evenly over a run.
+    """Counts flushed gradients, lost updates and small updates at `count` steps spread evenly over a run.
 
-    * flushed gradients: elements that are not zero in an fp32 backward on the same weights (the masters), batch and
-      random draws, and zero in this precision, as a share of those not zero in fp32.
-    * lost updates: weights whose gradient is not zero in this precision and whose value (the master's, where there is
-      one, else the stored one) the step left as it was, as a share of those whose gradient is not zero.
-    * small updates: wanted changes below 2**-24, which is the smallest number of fp16, as a share of the wanted
-      changes that are not zero. Wanted is what the recipe's own optimizer would do with these gradients in fp64.
+    * flushed gradients: elements that are zero in this precision and nonzero in an fp32 backward pass on the same
+      weights (the masters), batch and random draws, as a share of those nonzero in fp32.
+    * lost updates: weights with a nonzero gradient whose value (that of the master, if any) is unchanged by the step,
+      as a share of the weights with a nonzero gradient.
+    * small updates: updates below 2**-24, the smallest number of fp16, as a share of the nonzero updates. Updates are
+      computed in fp64 from the run's gradients, by the recipe's optimizer.
 
-    Random states are put back, and nothing of the run is changed. Skipped steps are not counted as updates.
+    The run is not changed, and random states are restored. Skipped steps are not counted as updates.
     """
 
     def __init__(self, recipe: Recipe, size: Size, device: torch.device, count: int = 8) -> None:
         self._reference = Reference(recipe, size, device)
-        self._wanted = WantedChanges(recipe, size, device)
-        self._at = [(number + 0.5) / count for number in range(count)]
+        self._exact = ExactUpdates(recipe, size, device)
+        self._moments = [(index + 0.5) / count for index in range(count)]
         self._taken = 0
         self._before: dict[str, Tensor] = {}
         self._counts = {name: [0, 0] for name in ("flushed_gradients", "lost_updates", "small_updates")}
 
     def wants(self, progress: float) -> bool:
-        """Whether the step at this share of the run is to be looked at."""
-        if self._taken >= len(self._at) or progress < self._at[self._taken]:
+        """Return whether to sample the step at this share of the run."""
+        if self._taken >= len(self._moments) or progress < self._moments[self._taken]:
             return False
         self._taken += 1
         return True
 
     def before_forward(self) -> None:
-        """Remember the random states for the reference."""
+        """Save the random states for the reference."""
         self._reference.remember()
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """Compare the gradients, which are unscaled by now, and remember the weights."""
+        """Compare the gradients with those of the reference, count small updates, and copy the weights."""
         weights = model.state_dict()
         self._reference.backward(weights, batch)
-        own = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         for name, parameter in self._reference.model.named_parameters():
             if parameter.grad is not None:
-                present = parameter.grad != 0
-                gradient = own[name].grad
-                zero = present if gradient is None else present & (gradient == 0)
-                self._count("flushed_gradients", zero, present)
-        self._before = {name: weights[name].detach().clone() for name in own}
-        for change in self._wanted.of(weights, own, optimizer).values():
-            self._count("small_updates", (change != 0) & (change.abs() < SMALLEST_FP16), change != 0)
+                nonzero = parameter.grad != 0
+                gradient = parameters[name].grad
+                flushed = nonzero if gradient is None else nonzero & (gradient == 0)
+                self._count("flushed_gradients", flushed, nonzero)
+        self._before = {name: weights[name].detach().clone() for name in parameters}
+        for update in self._exact.of(weights, parameters, optimizer).values():
+            self._count("small_updates", (update != 0) & (update.abs() < SMALLEST_FP16), update != 0)
 
     def after_step(self, model: nn.Module) -> None:
-        """Compare the weights with what they were."""
+        """Compare the weights with those before the step."""
         weights = model.state_dict()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                moving = parameter.grad != 0
-                self._count("lost_updates", moving & (weights[name] == self._before[name]), moving)
+                nonzero = parameter.grad != 0
+                self._count("lost_updates", nonzero & (weights[name] == self._before[name]), nonzero)
 
     def shares(self) -> dict[str, float | None]:
-        """The three shares, 0 to 1, over all sampled steps; None where there was nothing to count."""
-        return {name: lost / present if present else None for name, (lost, present) in self._counts.items()}
+        """Return the three shares, 0 to 1, over all sampled steps; None for a share of no elements."""
+        return {name: lost / count if count else None for name, (lost, count) in self._counts.items()}
 
-    def _count(self, name: str, some: Tensor, among: Tensor) -> None:
-        self._counts[name][0] += int(some.sum())
-        self._counts[name][1] += int(among.sum())
+    def _count(self, name: str, lost: Tensor, counted: Tensor) -> None:
+        self._counts[name][0] += int(lost.sum())
+        self._counts[name][1] += int(counted.sum())

@@ -20,7 +20,7 @@ __all__ = ["Confirmed", "confirmed"]
 
 @dataclass(frozen=True)
 class Confirmed:
-    """One tensor of a layer: the deviation of the loss that is predicted, and its change when the tensor was cast."""
+    """A layer's weight or output: the predicted and the measured absolute change of the loss when it is cast."""
 
     module: str
     role: str
@@ -32,22 +32,24 @@ class Confirmed:
 
 
 def confirmed(training: Training, to: str, count: int = 3) -> list[Confirmed]:
-    """The weights and outputs of linear and convolutional layers to which the loss is most sensitive, each cast alone.
+    """Cast single weights and outputs to the format `to`, and return predicted and measured changes of the loss.
 
-    All on one batch, from the same random state; the model, its buffers and its gradients are left as they were.
+    They are the `count` weights and the `count` outputs of linear and convolutional layers with the largest predicted
+    changes. All losses are those of one batch with the same random state. The model, its buffers, its gradients and the
+    random state are restored.
     """
     model = training.model
     batch = training.data.training.batch(torch.arange(training.batch), torch.Generator().manual_seed(0))
     kinds = (nn.Linear, nn.modules.conv._ConvNd)
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
-    with _as_it_was(model):
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    with _restored(model):
         outputs: dict[str, Tensor] = {}
         with ExitStack() as stack:
             for name, layer in layers.items():
-                stack.callback(layer.register_forward_hook(_keeper(outputs, name)).remove)
+                stack.callback(layer.register_forward_hook(_save_output(outputs, name)).remove)
             loss = _loss(training, batch)
             loss.backward()  # type: ignore[no-untyped-call]
-        found: list[tuple[float, str, str]] = []
+        predictions: list[tuple[float, str, str]] = []
         for name, layer in layers.items():
             pairs = {"weight": (layer.weight, layer.weight.grad)}
             if name in outputs:
@@ -55,25 +57,25 @@ def confirmed(training: Training, to: str, count: int = 3) -> list[Confirmed]:
             for role, (tensor, gradient) in pairs.items():
                 if gradient is not None:
                     predicted = sensitivity(Updates.of(tensor, tensor, gradient), to)
-                    found.append((predicted, name, role))
-        found.sort(reverse=True)
-        kept: list[Confirmed] = []
+                    predictions.append((predicted, name, role))
+        predictions.sort(reverse=True)
+        results: list[Confirmed] = []
         for role in ("weight", "output"):
-            for predicted, name, _ in [one for one in found if one[2] == role][:count]:
+            for predicted, name, _ in [prediction for prediction in predictions if prediction[2] == role][:count]:
                 with torch.no_grad(), _cast(layers[name], role, to):
-                    moved = abs(float(_loss(training, batch)) - float(loss))
-                kept.append(Confirmed(name, role, predicted, moved))
-    return kept
+                    change = abs(float(_loss(training, batch)) - float(loss))
+                results.append(Confirmed(name, role, predicted, change))
+    return results
 
 
-def _keeper(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
-    def keep(module: nn.Module, given: Any, output: Any) -> None:
-        # of a layer that runs several times the first output is judged, and all are cast
+def _save_output(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def save(module: nn.Module, args: Any, output: Any) -> None:
+        # for a layer that runs several times, the first output is predicted, and all are cast
         if isinstance(output, Tensor) and output.requires_grad and name not in outputs:
             output.retain_grad()
             outputs[name] = output
 
-    return keep
+    return save
 
 
 def _loss(training: Training, batch: Any) -> Tensor:
@@ -85,9 +87,9 @@ def _loss(training: Training, batch: Any) -> Tensor:
 
 @contextmanager
 def _cast(layer: nn.Module, role: str, to: str) -> Iterator[None]:
-    """Let one layer compute with its weight, or write its output, in the format."""
+    """Cast a layer's weight, or its outputs, to the format for a while."""
     if role == "output":
-        handle = layer.register_forward_hook(lambda module, given, output: quantize(output, to))
+        handle = layer.register_forward_hook(lambda module, args, output: quantize(output, to))
         try:
             yield
         finally:
@@ -103,15 +105,16 @@ def _cast(layer: nn.Module, role: str, to: str) -> Iterator[None]:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    random = torch.get_rng_state()
-    buffers = [(one, one.clone()) for one in model.buffers()]
-    gradients = [(one, one.grad) for one in model.parameters()]
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Set gradients to None, and restore them, the buffers and torch's random state at the end."""
+    rng_state = torch.get_rng_state()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     try:
         yield
     finally:
-        torch.set_rng_state(random)
+        torch.set_rng_state(rng_state)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():

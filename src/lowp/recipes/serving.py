@@ -1,4 +1,7 @@
-"""One recipe, served in several formats: accuracy, bytes, time and energy of each, before and after training for it."""
+"""Inference of a recipe's model in several formats: the metrics, bytes, time and energy of each.
+
+A model is trained in fp32 and quantized, and optionally also trained for each format.
+"""
 
 from __future__ import annotations
 
@@ -32,27 +35,30 @@ METHODS = {
 
 
 class Serving:
-    """Train a recipe once in fp32 and serve it in every format; with `recover` also train it for each."""
+    """Trains a recipe once in fp32, and measures it quantized to every format; with `recover`, also trained for it.
+
+    Raises InvalidInput for settings that do not train in fp32, and for formats that inference does not support.
+    """
 
     def __init__(self, settings: Settings, formats: Sequence[str], recover: bool = False) -> None:
         if settings.precision != "fp32":
             raise InvalidInput(f"--inference needs a model that is trained in fp32, not in {settings.precision}")
         for format in formats:
-            quantize_model(nn.Linear(1, 1), format)  # raises for what cannot be served, before any work
+            quantize_model(nn.Linear(1, 1), format)  # raises for an unsupported format, before any work
         self.settings, self.recover = settings.filled(), recover
-        self.formats = list(dict.fromkeys(["fp32", *(str(casts.parse(one)) for one in formats)]))
+        self.formats = list(dict.fromkeys(["fp32", *(str(casts.parse(format)) for format in formats)]))
         self.rows: list[dict[str, Any]] = []
         self._trained: Training | None = None
 
     @property
     def trainings(self) -> int:
-        """How many models are trained."""
+        """The number of models to be trained."""
         return 1 + self.recover * (len(self.formats) - 1)
 
     def run(self, on_epoch: Callable[[str], None], stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         """Yield one row per format when it is measured, until `stop()` is true."""
         trained = Training(self.settings)
-        if not trained.run(lambda one: on_epoch("fp32") if one.epoch else None, stop):
+        if not trained.run(lambda training: on_epoch("fp32") if training.epoch else None, stop):
             return
         if trained.failure is not None:
             raise InvalidInput(f"{self.settings.recipe} in fp32 failed: {trained.failure}")
@@ -71,14 +77,14 @@ class Serving:
             model = self._served(trained, format)
         except STOPS as error:
             return {"format": format, "failure": str(error)}
-        took = math.inf
+        seconds = math.inf
         for _ in range(3):
             begun = time.perf_counter()
-            numbers = _evaluated(trained, model)
-            took = min(took, time.perf_counter() - begun)
-        found = footprint(model, forward=lambda one: trained.recipe.loss(one, _batches(trained, 1)[0]))
-        left = {} if format == "fp32" else dict(unquantized(model))
-        return {"format": format, "numbers": numbers, "seconds": took, **asdict(found), "unquantized": left}
+            metrics = _evaluated(trained, model)
+            seconds = min(seconds, time.perf_counter() - begun)
+        costs = footprint(model, forward=lambda module: trained.recipe.loss(module, _batches(trained, 1)[0]))
+        fp32_modules = {} if format == "fp32" else dict(unquantized(model))
+        return {"format": format, "numbers": metrics, "seconds": seconds, **asdict(costs), "unquantized": fp32_modules}
 
     def _served(self, trained: Training, format: str) -> nn.Module:
         if format == "fp32":
@@ -91,14 +97,14 @@ class Serving:
         precision = Precision(training_policy(format))
         training = Training(replace(self.settings), self._trained.data, precision)
         try:
-            if not training.run(lambda one: on_epoch(format) if one.epoch else None, stop):
+            if not training.run(lambda training: on_epoch(format) if training.epoch else None, stop):
                 return {}
             return dict(_evaluated(training, self._served(training, format)))
         except STOPS as error:
             return {"failure": str(error)}
 
     def document(self) -> dict[str, Any]:
-        """Everything that was measured, as plain values."""
+        """Return everything that was measured, as plain values."""
         trained = self._trained
         assert trained is not None
         metric = trained.recipe.metric
@@ -117,7 +123,7 @@ class Serving:
 def _batches(trained: Training, count: int) -> list[Any]:
     examples = trained.data.training
     indices = torch.split(torch.arange(min(len(examples), count * trained.batch)), trained.batch)
-    return [moved(examples.batch(one), trained.device) for one in indices]
+    return [moved(examples.batch(part), trained.device) for part in indices]
 
 
 def _evaluated(trained: Training, model: nn.Module) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""A grid of floating-point formats eXmY, all trained: which bits matter, those of the exponent or the mantissa."""
+"""A sweep over a grid of floating-point formats eXmY, which shows the effects of exponent bits and mantissa bits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _EXAMPLE = "exponent=3..8,mantissa=2..10"
 
 
 class Grid(NamedTuple):
-    """The numbers of exponent bits and of mantissa bits that are combined, and whether there are subnormal numbers.
+    """The numbers of exponent bits and mantissa bits of a grid of formats, and whether these have subnormal numbers.
 
-    With them each mantissa bit adds to the range as well: it halves the smallest number.
+    With subnormal numbers a mantissa bit extends the range too: it halves the smallest number.
     """
 
     exponents: tuple[int, ...]
@@ -30,9 +30,9 @@ class Grid(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Grid:
-        """``exponent=3..8,mantissa=2..10``, one number for one value, and ``,subnormals=no`` for formats without.
+        """Parse ``exponent=3..8,mantissa=2..10``; a range can be one number, and ``,subnormals=no`` can follow.
 
-        Raises InvalidInput for what is no grid.
+        Raises InvalidInput for other text, and for formats that do not exist.
         """
         ranges: dict[str, tuple[int, ...]] = {}
         subnormals = True
@@ -68,14 +68,14 @@ class Grid(NamedTuple):
         return grid
 
     def name(self, exponent: int, mantissa: int) -> str:
-        """The format of a cell."""
+        """Return the name of the format with these numbers of bits."""
         return f"e{exponent}m{mantissa}{'' if self.subnormals else 'ftz'}"
 
 
 class Sweep(Study):
-    """A study whose rows, after fp32, are the formats of a grid, without a loss scale unless the settings have one.
+    """A study of fp32 and the formats of a grid, without a loss scale unless the settings have one.
 
-    A loss scale that follows the gradients would make good for missing exponent bits, and hide what the grid shows.
+    A dynamic loss scale would compensate for missing exponent bits, whose effect the grid shows.
     """
 
     def __init__(self, settings: Settings, grid: Grid, seeds: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class Sweep(Study):
         super().__init__(rows, seeds, kind="sweep", samples=0)
 
     def document(self) -> dict[str, Any]:
-        """The study's document with the grid, and how far the metric moves along each of its axes."""
+        """Return the study's document with the grid and, if it is complete, the effect of each axis on the metric."""
         document = super().document()
         cells = {row["label"]: row for row in document["variants"]}
         metric = self.recipe.metric.name
@@ -113,6 +113,6 @@ class Sweep(Study):
 
 
 def _effect(lines: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """The mean of each line over the other axis, and how far apart the best and the worst line are."""
+    """Return the mean of each line, and the difference of the largest and the smallest mean."""
     means = [mean([value for value in line if value is not None]) for line in lines]
     return {"means": means, "spread": max(means) - min(means)}

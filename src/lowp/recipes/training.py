@@ -1,4 +1,4 @@
-"""The one training loop: any recipe in any precision, stopped and continued at any step without changing a bit."""
+"""The training loop of all recipes, in any precision; it can be stopped and resumed at any step, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lowp.recipes.sampling import Observer
 
 __all__ = ["STOPS", "Settings", "Training", "load_data", "moved", "threads_of"]
 
-# Errors that speak of numbers or of memory, not of a defect: they end a run, not those beside it.
+# Errors of numbers or of memory: they end one run of a comparison, not the others.
 STOPS = (LowpError, ArithmeticError, torch.OutOfMemoryError)
 
 _KIND = "lowp train"
@@ -33,10 +33,10 @@ _KIND = "lowp train"
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides a run, as plain values: two runs of equal settings are equal to the bit on one machine.
+    """The settings of a run, as plain values. Two runs with equal settings are bit-identical on one machine.
 
-    None where a default of the recipe's size, or of the precision's preset (loss scale), is meant; `filled` puts the
-    recipe's in.
+    None stands for the default of the recipe's size, or for `loss_scale` and `accumulate` that of the precision;
+    `filled` replaces the former.
     """
 
     recipe: str
@@ -52,7 +52,7 @@ class Settings:
     data: str | None = None
 
     def filled(self) -> Settings:
-        """With the recipe's defaults in place of None, and checked; raises InvalidInput for what cannot be run."""
+        """Return settings with the recipe's defaults in place of None; raise InvalidInput if they cannot be run."""
         recipe = get(self.recipe)
         name = self.size or recipe.default_size
         size = recipe.size(name)
@@ -67,13 +67,13 @@ class Settings:
         return filled
 
     def make_precision(self) -> Precision:
-        """A new precision of these settings; raises InvalidInput with the near names."""
+        """Return a new precision with these settings; raise InvalidInput for unknown names, with similar ones."""
         return Precision(self.precision, loss_scale=self.loss_scale, accumulate=self.accumulate, seed=self.seed)
 
     def _check(self) -> None:
-        for what, number in (("epochs", self.epochs), ("batch", self.batch)):
-            if number is None or number < 1:
-                raise InvalidInput(f"{what} {number}: give 1 or more")
+        for name, value in (("epochs", self.epochs), ("batch", self.batch)):
+            if value is None or value < 1:
+                raise InvalidInput(f"{name} {value}: give 1 or more")
         if self.learning_rate is None or not 0 < self.learning_rate < math.inf:
             raise InvalidInput(f"learning rate {self.learning_rate}: give a finite number above zero")
         if not 0 <= self.seed < 2**31:
@@ -86,7 +86,7 @@ class Settings:
 
 
 def _check_device(name: str) -> None:
-    """Raise where torch does not know the device, or this machine does not have it."""
+    """Raise InvalidInput if torch does not know the device, and Unavailable if this machine does not have it."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -96,18 +96,19 @@ def _check_device(name: str) -> None:
 
 
 def load_data(settings: Settings) -> Data:
-    """The recipe's own data, or that under the path which the user gave."""
+    """Return the recipe's data, read from `settings.data` if it is given."""
     recipe = get(settings.recipe)
     return recipe.load(recipe.size(settings.size), None if settings.data is None else Path(settings.data))
 
 
 class Training:
-    """One run of a recipe: the model, its optimizer and its precision, and how far they are.
+    """A training run of a recipe: the model, its optimizer, its precision, and the progress of the run.
 
-    The seed decides the initial weights (drawn on the CPU, before the precision touches them), the order of the
-    batches and their augmentation, all alike in every precision and on every device. An incomplete last batch is left
-    out. `history` has a dictionary an epoch; entry 0 is the model before training. `failure` says why a run was given
-    up: its weights were no numbers any more. A `precision` takes the place of the one that the settings name.
+    The seed determines the initial weights (drawn on the CPU, before the precision changes them), the order of the
+    batches and their augmentation, alike in every precision and on every device. An incomplete last batch is dropped.
+
+    `history`: a dictionary per epoch; entry 0 is that of the model before training. `failure`: the reason why the run
+    ended early (weights that are infinite or NaN), or None. `precision` replaces the one in the settings.
     """
 
     def __init__(self, settings: Settings, data: Data | None = None, precision: Precision | None = None) -> None:
@@ -137,7 +138,7 @@ class Training:
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def step(self, batch: Any, sampler: Observer | None = None) -> Tensor:
-        """One training step, five lines beside plain PyTorch; returns the loss, without a wait for the device."""
+        """Take a training step, and return the loss without synchronising with the device."""
         (self.size.schedule or self.recipe.schedule)(self.optimizer, self.progress)
         self.optimizer.zero_grad()
         if sampler is not None:
@@ -158,14 +159,14 @@ class Training:
 
     @property
     def progress(self) -> float:
-        """The share of the training that is done, 0 to 1."""
+        """The completed share of the training, 0 to 1."""
         done = self.epoch * self.steps_per_epoch + self.step_of_epoch
         share: float = done / (self.epochs * self.steps_per_epoch)
         return share
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the run has taken all its steps or has failed."""
         return self.epoch >= self.epochs or self.failure is not None
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -175,17 +176,17 @@ class Training:
         stop: Callable[[], bool] = lambda: False,
         sampler: Observer | None = None,
     ) -> bool:
-        """Train to the end and return True, or False as soon as `stop()`, asked before each step, says so.
+        """Train to the end and return True; return False as soon as `stop()`, called before each step, is true.
 
-        Where it stopped, in the middle of an epoch or not, `run` goes on. `on_epoch` is called after each epoch, and
-        once for the model before training.
+        Another call continues at the step where it stopped. `on_epoch` is called after each epoch, and once before
+        training. `sampler` observes the steps that it wants.
         """
         if not self.history:
             self._finish_epoch()
             on_epoch(self)
         while not self.finished:
             started = time.perf_counter()
-            with warnings.catch_warnings():  # a run whose weights are no numbers ends with words of its own
+            with warnings.catch_warnings():  # of weights that are not finite: `failure` reports them
                 warnings.filterwarnings("ignore", "step .* is infinite or NaN")
                 complete = self._run_epoch(stop, sampler)
             self._seconds += time.perf_counter() - started
@@ -198,21 +199,21 @@ class Training:
         return True
 
     def _run_epoch(self, stop: Callable[[], bool], sampler: Observer | None) -> bool:
-        """Train from `step_of_epoch` to the end of the epoch; False if it was stopped before."""
+        """Train from `step_of_epoch` to the end of the epoch; return False if it was stopped before."""
         self.model.train()
         order = torch.randperm(len(self.data.training), generator=self._generator(0))
         while self.step_of_epoch < self.steps_per_epoch:
             if stop():
                 return False
-            at = self.step_of_epoch * self.batch
-            batch = self.data.training.batch(order[at : at + self.batch], self._generator(self.step_of_epoch + 1))
+            start = self.step_of_epoch * self.batch
+            batch = self.data.training.batch(order[start : start + self.batch], self._generator(self.step_of_epoch + 1))
             sampled = sampler if sampler is not None and sampler.wants(self.progress) else None
             self._loss_sum += self.step(moved(batch, self.device), sampled)
             self.step_of_epoch += 1
         return True
 
     def _generator(self, use: int) -> torch.Generator:
-        """The generator for the order of this epoch (use 0) or the augmentation of its step `use` - 1."""
+        """Return the generator for the order of this epoch (use 0) or for the augmentation of its step `use` - 1."""
         seed = (self.settings.seed * 1_000_003 + self.epoch) * 1_000_003 + use
         return torch.Generator().manual_seed(seed % 2**63)
 
@@ -232,20 +233,20 @@ class Training:
             self.failure = f"its weights were no numbers after epoch {self.epoch}"
 
     def evaluate(self) -> dict[str, float]:
-        """The recipe's numbers on the validation set, in this precision."""
+        """Return the recipe's metrics on the validation set, in this precision."""
         self.model.eval()
         with torch.no_grad(), self.precision.autocast():
             return self.recipe.evaluate(self.model, self.validation_batches())
 
     def validation_batches(self) -> Iterator[Any]:
-        """The validation set in its order, on the training's device."""
+        """Yield the validation set in batches, in order, on the training's device."""
         examples = self.data.validation
         for indices in torch.split(torch.arange(len(examples)), self.batch):
             yield moved(examples.batch(indices), self.device)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
     def save(self, path: Path) -> None:
-        """Write everything that is needed to go on from here, atomically."""
+        """Write a checkpoint from which `resume` continues; the file is replaced atomically."""
         extra = {
             "kind": _KIND,
             "settings": asdict(self.settings),
@@ -260,11 +261,11 @@ class Training:
 
     @classmethod
     def resume(cls, path: Path, given: dict[str, Any] | None = None) -> Training:
-        """The run that a checkpoint holds, to go on where it was, to the bit.
+        """Return the run of a checkpoint; it continues bit for bit.
 
-        `given` are settings that the user named: raises InvalidInput where the checkpoint has others, and
-        InvalidCheckpoint for a file that is damaged or not of `lowp train`. A recipe of the user's own (module:NAME)
-        must be among them: no module is imported because a file names it.
+        `given`: settings of the command line, which must agree with those of the checkpoint. A user's own recipe
+        (module:NAME) must be among them, since no module is imported because a file names it. Raises InvalidInput if
+        settings differ, and InvalidCheckpoint for a file that is damaged or not written by `lowp train`.
         """
         extra = read_extra(path)
         settings = Settings(**extra["settings"])
@@ -275,9 +276,9 @@ class Training:
             )
         for name, value in (given or {}).items():
             if value is not None and value != getattr(settings, name):
-                word = name.replace("_", " ")
+                words = name.replace("_", " ")
                 raise InvalidInput(
-                    f"{path} was trained with {word} {getattr(settings, name)}, but {word} {value} was given: "
+                    f"{path} was trained with {words} {getattr(settings, name)}, but {words} {value} was given: "
                     "omit it to continue, or give another --checkpoint to start a new run"
                 )
         training = cls(settings)
@@ -291,19 +292,19 @@ class Training:
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    """What `Training.save` wrote beside the states; raises InvalidCheckpoint for a file that is not its own."""
+    """Return what `Training.save` wrote beside the states; raise InvalidCheckpoint for other files."""
     extra = checkpoint.read(path).get("extra")
     if not isinstance(extra, dict) or extra.get("kind") != _KIND:
         raise checkpoint.InvalidCheckpoint(f"{path} is a checkpoint of lowp, but not of `lowp train`: use lowp.load")
-    if wrong := _wrong_entry(extra):
-        raise checkpoint.InvalidCheckpoint(f"{path} is a checkpoint of `lowp train` that has been edited: {wrong}")
+    if invalid := _invalid_entry(extra):
+        raise checkpoint.InvalidCheckpoint(f"{path} is a checkpoint of `lowp train` that has been edited: {invalid}")
     return extra
 
 
-def _wrong_entry(extra: dict[str, Any]) -> str | None:
-    """What is not as `Training.save` writes it, in words; None where all is."""
+def _invalid_entry(extra: dict[str, Any]) -> str | None:
+    """Return a description of the first entry that `Training.save` would not write; None if there is none."""
     settings, history = extra.get("settings"), extra.get("history")
-    names = {one.name: get_type_hints(Settings)[one.name] for one in fields(Settings)}
+    names = {field.name: get_type_hints(Settings)[field.name] for field in fields(Settings)}
     if not isinstance(settings, dict) or set(settings) != set(names):
         return "its settings are not those of a training"
     for name, kind in names.items():
@@ -318,7 +319,7 @@ def _wrong_entry(extra: dict[str, Any]) -> str | None:
             return f"its {name} is {extra.get(name)!r}"
     if not isinstance(extra.get("failure"), (str, type(None))):
         return f"its failure is {extra['failure']!r}"
-    if not isinstance(history, list) or not all(_is_record(one) for one in history):
+    if not isinstance(history, list) or not all(_is_record(record) for record in history):
         return "its history is no list of numbers by name"
     if history and len(history) != extra["epoch"] + 1:
         return f"its history has {len(history)} entries after {extra['epoch']} epochs"
@@ -333,7 +334,7 @@ def _is_record(record: Any) -> bool:
 
 @contextmanager
 def threads_of(count: int | None) -> Iterator[int]:
-    """Use `count` CPU threads in torch (None: as many as it has now) for a while; yields the number."""
+    """Set torch's number of CPU threads to `count` for a while, or leave it for None; yield the number."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if count is None else count)
     try:
@@ -343,7 +344,7 @@ def threads_of(count: int | None) -> Iterator[int]:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device: its tensors, in whatever tuples, lists and dictionaries they are."""
+    """Return a batch with all its tensors, in any nesting of tuples, lists and dictionaries, on a device."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
@@ -354,7 +355,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def _known(value: Any) -> Any:
-    """A setting that `filled` has filled."""
+    """Return a setting that is not None after `Settings.filled`."""
     assert value is not None
     return value
 

@@ -1,4 +1,4 @@
-"""Whether a precision converges as fp32 does: means, deviations, and a rule that is stated."""
+"""The verdict on a precision: whether it converges as fp32 does, by a stated rule on means and deviations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RULE = (
 
 
 class GapVerdict(NamedTuple):
-    """The verdict in words, the gap to fp32 (positive: worse), in seed deviations too, its p, and why."""
+    """The verdict in words, the gap to fp32 (positive: worse), the gap in seed deviations, its p, and the reason."""
 
     verdict: str
     gap: float
@@ -38,22 +38,22 @@ class GapVerdict(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; NaN of none or where one is NaN."""
+    """Return the arithmetic mean; NaN without values, or if one is NaN."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The sample standard deviation; NaN of fewer than two or where one is not finite."""
+    """Return the sample standard deviation; NaN with fewer than two values, or if one is not finite."""
     return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 
 def judge(
     values: Sequence[float], baseline: Sequence[float], start: float, metric: Metric, examples: int, failures: int
 ) -> GapVerdict:
-    """Judge the final `values` of a metric, one a seed, against fp32's on the same seeds.
+    """Compare the final `values` of a metric, one per seed, with those of fp32, and return the verdict.
 
-    `start` is the metric before training, `examples` the number of validation examples, `failures` how many of the
-    runs ended in an error or without a finite loss (their values may be missing or NaN).
+    `start`: the metric before training. `examples`: the number of validation examples. `failures`: the number of runs
+    that ended in an error or without a finite loss, whose values may be missing or NaN.
     """
     finite = [value for value in values if math.isfinite(value)]
     gap = metric.worse_by(mean(finite), mean(baseline)) if finite else math.nan
@@ -83,10 +83,10 @@ def _undecided(p: float, seeds: int, baseline_seeds: int) -> str:
 
 
 def chance(gap: float, deviation_of_one: float, seeds: int) -> float:
-    """The probability that the means of two sets of fp32 runs are as far apart as `gap`, or farther, in one direction.
+    """Return the probability that the means of two sets of fp32 runs differ by at least `gap` in one direction.
 
-    Student's t with the deviation that fp32 shows: that of the precision itself is left out, since one that is erratic
-    would make its own loss look like chance. NaN with fewer than two seeds, and without SciPy.
+    It is Student's t test with the deviation of fp32. The deviation of the precision is not used, since a large one
+    would hide its own loss of accuracy. NaN with fewer than two seeds, or without SciPy.
     """
     if seeds < 2 or not math.isfinite(gap):
         return math.nan
@@ -96,7 +96,7 @@ def chance(gap: float, deviation_of_one: float, seeds: int) -> float:
 
 
 def student_tail(t: float, freedom: float) -> float:
-    """The probability that Student's t with `freedom` (1 or more) degrees is above `t`; NaN without SciPy."""
+    """Return the probability that Student's t with `freedom` degrees of freedom is above `t`; NaN without SciPy."""
     try:
         from scipy.special import stdtr
     except ImportError:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowp.recipes.recording.histograms import Fp16Counts, Histogram, LostUpdates, ratios
 from lowp.recipes.recording.runs import Stop, Told, head, moments_of, train, weights_of
-from lowp.recipes.sampling import Reference, WantedChanges
+from lowp.recipes.sampling import ExactUpdates, Reference
 from lowp.recipes.training import Settings, Training
 
 __all__ = ["record_gradients", "record_updates"]
@@ -88,7 +88,7 @@ class _Updates:
     def __init__(self, training: Training, moments: dict[str, int]) -> None:
         self.found = {moment: _Moment(epoch) for moment, epoch in moments.items()}
         self._training = training
-        self._wanted = WantedChanges(training.recipe, training.size, training.device)
+        self._exact = ExactUpdates(training.recipe, training.size, training.device)
         self._chosen = set(moments_of(range(training.steps_per_epoch), _STEPS_OF_AN_EPOCH))
 
     def wants(self, progress: float) -> bool:
@@ -102,7 +102,7 @@ class _Updates:
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Count the gradients, and the updates of a step in fp64."""
         weights, own = model.state_dict(), dict(model.named_parameters())
-        changes = weights_of(self._wanted.of(weights, own, optimizer))
+        changes = weights_of(self._exact.of(weights, own, optimizer))
         step = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
         for moment in self.found.values():
             if moment.epoch != self._training.epoch:
@@ -127,7 +127,7 @@ class _Swallowed:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._reference = Reference(training.recipe, training.size, training.device)
-        self._wanted = WantedChanges(training.recipe, training.size, training.device)
+        self._exact = ExactUpdates(training.recipe, training.size, training.device)
         steps = range(training.epochs * training.steps_per_epoch)
         self._steps = moments_of(steps, _STEPS_OF_A_RUN)
         self._changes: dict[str, Tensor] = {}
@@ -153,7 +153,7 @@ class _Swallowed:
             if there is not None:
                 self.gradients.add(there)
                 self._flushed += int(((there != 0) & (True if gradient is None else gradient == 0)).sum())
-        self._changes = weights_of(self._wanted.of(weights, own, optimizer))
+        self._changes = weights_of(self._exact.of(weights, own, optimizer))
         self._before = {name: weights[name].detach().clone() for name in self._changes}
         for name, change in self._changes.items():
             self.updates.add(change)
