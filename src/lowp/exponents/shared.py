@@ -156,6 +156,19 @@ class SharedExponents:
         index = self._begun(group, site)
         return SumEntry(group, index, group.exponents[index]) if group.is_plain and group.started[index] else None
 
+    def sum_entries(self, cast: Cast, sites: Sequence[str]) -> list[SumEntry] | None:
+        """Return `sum_entry` of several sites; None, with nothing done, if a site has none or was written before."""
+        group = None if self._listeners else self._groups.get(cast)
+        if group is None or not group.is_plain:
+            return None
+        found = []
+        for site in sites:
+            index = group.names.get(site)
+            if index is None or index in group.pending or not group.started[index]:
+                return None
+            found.append(SumEntry(group, index, group.exponents[index]))
+        return found
+
     def write_(self, x: Tensor, cast: Cast, site: str) -> None:
         """Write x, an fp32 tensor, in place, as `write` does."""
         if self._listeners:

@@ -17,7 +17,7 @@ A site's name also determines the class of its tensors: weights, activations, gr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -260,6 +260,12 @@ class SiteWriter:
         if trail is not None and entry is not None:
             trail.exponents[site] = entry.exponent
         return entry
+
+    def sum_entries(self, roles: Sequence[str]) -> list[SumEntry] | None:
+        """Return the entries for writing exact sums of gradients; None if `write` must see one after the other."""
+        if not self.training or self.tell is not None:
+            return None
+        return self.exponents.sum_entries(self.cast, [f"{role} of {self.where}" for role in roles])
 
     def _trail_of(self, role: str) -> Trail | None:
         """Return the trail for results. Gradients have none: they are written once, by the repeated run."""

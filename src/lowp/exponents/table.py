@@ -17,6 +17,7 @@ from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import int16_lists, low_words, payloads, predictions
 from lowp.kernels.cpu_int16 import Seen, is_direct
 from lowp.kernels.dispatch import has_integer_kernels
+from lowp.kernels.int16_written import WrittenMantissas
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, current_exponent, int16_element, mantissas_and_values, values
 from lowp.kernels.writes import write_, write_words_
@@ -62,12 +63,16 @@ class SumEntry(NamedTuple):
 
     def write(self, found: Exact) -> Tensor:
         """Return the values of a sum given as mantissas, cache the mantissas with them, and note the observations."""
-        table, (payload, saturated, largest, sums) = self.table, found
+        payload, saturated, largest, sums = found
         payload = payload.contiguous()
-        table.note(self.place, Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel()))
-        result = values(payload, self.exponent)
-        payloads.keep(result, table.cast.format, self.exponent, payload)
-        return result
+        seen = Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel())
+        return self.wrote(WrittenMantissas(values(payload, self.exponent), payload, self.exponent, seen))
+
+    def wrote(self, found: WrittenMantissas) -> Tensor:
+        """Return the values of what was written under this entry, and do the same."""
+        self.table.note(self.place, found.seen)
+        payloads.keep(found.values, self.table.cast.format, self.exponent, found.payload)
+        return found.values
 
 
 class ExponentTable:

@@ -117,6 +117,8 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_integer_matmul": (c_int, (*(c_void_p,) * 6, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p)),
     "lowp_linear_int16": (c_int, (c_char_p, *(c_void_p,) * 7, c_int, c_void_p)),
     "lowp_linear_int16_gradients": (c_int, (c_char_p, *(c_void_p,) * 4, c_int, *(c_void_p,) * 3)),
+    "lowp_linear_written_int16": (c_int, (c_char_p, *(c_void_p,) * 3, c_int, c_void_p)),
+    "lowp_linear_written_int16_gradients": (c_int, (c_char_p, *(c_void_p,) * 2, c_int, c_void_p)),
     "lowp_integer_convolution": (
         c_int,
         (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p),

@@ -34,7 +34,7 @@ from lowp.kernels.mantissas import (
     values,
 )
 
-__all__ = ["are_exact", "exact", "exact_there", "hint", "is_exact", "keep", "relu", "rounded"]
+__all__ = ["are_exact", "exact", "exact_there", "hint", "is_exact", "keep", "kept", "relu", "rounded"]
 
 _LARGEST = 100  # outside these exponents units are not normal numbers of fp32
 
@@ -103,6 +103,18 @@ def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int | Tensor]
     if found is None or isinstance(found.of, Cast) or (format is not None and found.of != format):
         return None
     return found.of, found.exponent
+
+
+def kept(x: Tensor, format: Format) -> Mantissas | None:
+    """Return the mantissas kept of x in a format, not compared with it, for a kernel that does; None if there are none.
+
+    They lie as x. Exponents -100 to 100.
+    """
+    found = _find(x, True)
+    if found is None or not found.is_of(format) or abs(found.exponent) > _LARGEST:
+        return None
+    payload = found.of_view(x)
+    return None if payload is None else Mantissas(payload, found.exponent)
 
 
 def _find(x: Tensor, at_once: bool) -> _Payload | None:

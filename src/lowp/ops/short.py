@@ -42,6 +42,7 @@ from lowp.ops.casting import (
 from lowp.ops.contraction import linear as long_linear
 from lowp.ops.eight_bits import is_fp8, linear_in_fp8
 from lowp.ops.int16 import linear as integer_linear
+from lowp.ops.int16 import written as written_linear
 from lowp.ops.products import gradients_of_linear
 from lowp.ops.trilinear import FIRST, SECOND, Linear
 from lowp.policy import Rule
@@ -83,7 +84,8 @@ def quick(rule: Rule) -> Quick | None:
     dtype = one_dtype(rule)
     if dtype is None:
         if integer_linear.sums_integers(rule):
-            return integer_linear.quick(rule)
+            is_written = rule.output is not None
+            return written_linear.quick(rule, long_linear) if is_written else integer_linear.quick(rule)
         return _quick_rounded(rule) if _rounds_operands(rule) else None
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:

@@ -8,6 +8,11 @@
 
 LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
                                    float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
+LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out,
+                                  float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
+LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* out, int64_t count, int threads);
+LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
+                                    int64_t stride, int exponent, int rounded, int lowest, int threads);
 LOWP_EXPORT void lowp_sum_int16(const int16_t* mantissas, int64_t outer, int64_t channels, int64_t inner, int64_t* out,
                                 int threads);
 LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const int16_t* b, void* c,
@@ -17,7 +22,7 @@ LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const 
 namespace lowp {
 namespace {
 
-constexpr int kUnfit = 4;  // an operand has an infinity or a NaN, which no integer represents
+constexpr int kUnfit = 4;  // an operand has an infinity or a NaN, or is not what its mantissas stand for
 
 // The conversion of a tensor: its cast, and the arguments of lowp_current_int16 for the exponent.
 struct Conversion {
@@ -59,6 +64,39 @@ int linear(const char* forced, const Conversion& to_x, const Conversion& to_weig
     return kUnfit;
   exponents[0] = static_cast<int16_t>(of_x), exponents[1] = static_cast<int16_t>(of_weight);
   return multiply(forced, {a, m, k, 1}, {b, n, k, 1}, k, of_x + of_weight, bias, threads, y);
+}
+
+template <class T>
+T* at(int64_t address) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+Conversion conversion(const lowp_cast* cast, const int64_t* bounds) { return {cast, bounds[0], bounds[1], bounds[2]}; }
+
+// The destination of a result that is written under an exponent: its mantissas (0: not needed), its values, the exponent.
+struct Written {
+  int16_t* mantissas;
+  float* values;
+  int exponent;
+
+  explicit Written(const int64_t* given)
+      : mantissas(at<int16_t>(given[0])), values(at<float>(given[1])), exponent(static_cast<int>(given[2])) {}
+};
+
+// The exact product of two matrices of mantissas, and bias, rounded once under the exponent of `to`; `exponent` is the sum
+// of those of the operands. counts: those of lowp_write_int16, where a sum that was not zero counts as a number.
+int write_product(const char* forced, const Side& a, const Side& b, int64_t depth, int exponent, int lowest,
+                  const float* bias, const Written& to, int threads, int64_t* counts) {
+  const int64_t sizes[] = {1, a.count, b.count, depth};
+  const int64_t strides[] = {0, a.across, a.along, 0, b.across, b.along, a.count * b.count, b.count};
+  int64_t seen[3];
+  double largest;
+  const int status = lowp_integer_matmul(forced, a.data, b.data, to.mantissas, sizes, strides, 1, exponent - to.exponent,
+                                         lowest, bias, -to.exponent, threads, seen, &largest);
+  if (status) return status;
+  lowp_from_int16(to.mantissas, to.exponent, to.values, a.count * b.count, threads);
+  counts[0] = seen[1], counts[1] = seen[0], counts[2] = 0, counts[3] = seen[2] > 0;
+  return 0;
 }
 
 }  // namespace
@@ -111,6 +149,67 @@ LOWP_EXPORT int lowp_linear_int16_gradients(const char* forced, const lowp_cast*
     lowp_sum_int16(g, m, n, 1, sums.data(), threads);
     for (int64_t i = 0; i < n; ++i)
       of_bias[i] = static_cast<float>(std::ldexp(static_cast<double>(sums[static_cast<size_t>(i)]), exponent));
+    return 0;
+  } catch (const std::exception&) {
+    return 2;
+  }
+}
+
+// y[m, n] = x[m, k] weight[n, k]^T + bias[n], the exact sum rounded once under an exponent. given:
+//    0  m, n, k
+//    3  x; its mantissas; their exponent; and how they are found: 0 they are written, under the exponent of x's maximum,
+//       1 they are kept, and compared with x first, 2 they are known to be those of x
+//    7  weight; and the destination of its mantissas, int16 [n k + 2], which ends with the exponents of x and weight
+//    9  bias (0: none); the mantissas of y; its values; its exponent; the lowest mantissa
+//   14  offset, lowest and highest of the exponents of x, and of weight
+// counts: those of lowp_write_int16, of y. Returns the codes of lowp_integer_matmul; or 4 if an operand is not finite or
+// not what its mantissas stand for.
+LOWP_EXPORT int lowp_linear_written_int16(const char* forced, const lowp_cast* to_x, const lowp_cast* to_weight,
+                                          const int64_t* given, int threads, int64_t* counts) {
+  const int64_t m = given[0], n = given[1], k = given[2];
+  const float *x = at<float>(given[3]), *weight = at<float>(given[7]);
+  int16_t *a = at<int16_t>(given[4]), *b = at<int16_t>(given[8]), *exponents = b + n * k;
+  int of_x = static_cast<int>(given[5]), of_weight;
+  if (given[6] == 0 && !convert(conversion(to_x, given + 14), x, m * k, threads, a, &of_x)) return kUnfit;
+  if (given[6] == 1 && lowp_same_int16(x, a, 1, m * k, m * k, of_x, 0, 0, threads) != 0) return kUnfit;
+  if (!convert(conversion(to_weight, given + 17), weight, n * k, threads, b, &of_weight)) return kUnfit;
+  exponents[0] = static_cast<int16_t>(of_x), exponents[1] = static_cast<int16_t>(of_weight);
+  return write_product(forced, {a, m, k, 1}, {b, n, k, 1}, k, of_x + of_weight, static_cast<int>(given[13]),
+                       at<float>(given[9]), Written(given + 10), threads, counts);
+}
+
+// The gradients of x, weight and bias, each an exact sum rounded once under an exponent. given:
+//    0  m, n, k, the lowest mantissa
+//    4  the gradient of y (0: known to be what its mantissas stand for); its mantissas; their exponent
+//    7  the mantissas of x; those of weight with both exponents, of lowp_linear_written_int16
+//    9  mantissas (0: not needed), values and exponent of the gradients of x, weight and bias
+// `cast` rounds the bias gradient. counts: those of lowp_write_int16, of the three. Returns the same codes.
+LOWP_EXPORT int lowp_linear_written_int16_gradients(const char* forced, const lowp_cast* cast, const int64_t* given,
+                                                    int threads, int64_t* counts) {
+  const int64_t m = given[0], n = given[1], k = given[2];
+  const int lowest = static_cast<int>(given[3]), exponent = static_cast<int>(given[6]);
+  const int16_t *g = at<int16_t>(given[5]), *a = at<int16_t>(given[7]), *b = at<int16_t>(given[8]);
+  const int16_t* const exponents = b + n * k;
+  const Written of_x(given + 9), of_weight(given + 12), of_bias(given + 15);
+  if (given[4] && lowp_same_int16(at<float>(given[4]), g, 1, m * n, m * n, exponent, 0, 0, threads) != 0) return kUnfit;
+  try {
+    if (of_x.mantissas) {
+      const int status = write_product(forced, {g, m, n, 1}, {b, k, 1, k}, n, exponent + exponents[1], lowest, nullptr,
+                                       of_x, threads, counts);
+      if (status) return status;
+    }
+    if (of_weight.mantissas) {
+      const int status = write_product(forced, {g, n, 1, n}, {a, k, 1, k}, m, exponent + exponents[0], lowest, nullptr,
+                                       of_weight, threads, counts + 4);
+      if (status) return status;
+    }
+    if (!of_bias.mantissas) return 0;
+    std::vector<int64_t> sums(static_cast<size_t>(n));
+    std::vector<double> numbers(static_cast<size_t>(n));
+    lowp_sum_int16(g, m, n, 1, sums.data(), threads);
+    for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = std::ldexp(static_cast<double>(sums[i]), exponent);
+    lowp_write_int16(cast, kFp64, numbers.data(), of_bias.exponent, of_bias.mantissas, of_bias.values, n, 0, threads,
+                     counts + 8);
     return 0;
   } catch (const std::exception&) {
     return 2;

@@ -40,7 +40,20 @@ from lowp.ops.int16.nodes import (
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["Contraction", "IntegerProduct", "Results", "gradients_from", "integer_contraction", "summed"]
+__all__ = [
+    "Contraction",
+    "IntegerProduct",
+    "Results",
+    "bias_gradient",
+    "gradients_from",
+    "gradients_given",
+    "incoming_of",
+    "integer_contraction",
+    "reading",
+    "summed",
+    "summed_gradients",
+    "words_of",
+]
 
 Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
 
@@ -144,18 +157,25 @@ def gradients_from(gradient: Tensor, ctx: Any, saved: list[Mantissas]) -> Sequen
 
     `ctx` has the product, its results, the edges of the operands and the dtype of the bias.
     """
+    gradient, incoming = incoming_of(gradient, ctx.product, ctx.results)
+    return gradients_given(gradient, incoming, ctx, saved)
+
+
+def gradients_given(
+    gradient: Tensor, incoming: Mantissas | None, ctx: Any, saved: list[Mantissas]
+) -> Sequence[Tensor | None]:
+    """Return the same, given what `incoming_of` returns."""
     product: Contraction = ctx.product
     results: Results | None = ctx.results
-    gradient, incoming = _incoming(gradient, product, results)
     if incoming is None:
         casts = product.casts if results is None else product.casts.before_writer()
         saved_as = [one.values for one in saved], ctx.edges
         needs = ctx.needs_input_grad[:3]
         found = product.in_fp32(product.form, casts, needs, ctx.bias_dtype, gradient, saved_as)
         return _write_gradients(found, results)
-    words = _words(gradient, incoming, product)
+    words = words_of(gradient, incoming, product)
     if results is not None:
-        return _summed_gradients(ctx, saved, words, results)
+        return summed_gradients(ctx, saved, words, results)
     summed_up = _integer_gradients(ctx, saved, words)
     if product.casts.rule.output is not None or product.casts.watch is not None:
         roles = (*(f"{role} gradient" for role in product.casts.roles), BIAS_GRADIENT)
@@ -165,12 +185,12 @@ def gradients_from(gradient: Tensor, ctx: Any, saved: list[Mantissas]) -> Sequen
     return of_first, of_second, None if of_bias is None else of_bias.to(ctx.bias_dtype)
 
 
-def _incoming(gradient: Tensor, product: Contraction, results: Results | None) -> tuple[Tensor, Mantissas | None]:
+def incoming_of(gradient: Tensor, product: Contraction, results: Results | None) -> tuple[Tensor, Mantissas | None]:
     """Return the written gradient and its mantissas; None if it is part of a graph or has no mantissas."""
     casts, is_graph, is_told = product.casts, torch.is_grad_enabled() or functorch_is_active(), False
     found = None
     if results is not None:
-        may_stay, is_read_as_written = _reading(casts.rule)
+        may_stay, is_read_as_written = reading(casts.rule)
         found = payloads.exact(gradient, cast(Cast, casts.rule.output)) if may_stay and not is_graph else None
         if found is None:
             unless_exact = is_graph or (may_stay and not answers_at_once(gradient))  # on a device the kernel decides
@@ -183,7 +203,7 @@ def _incoming(gradient: Tensor, product: Contraction, results: Results | None) -
     return gradient, found
 
 
-def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mantissas]:
+def words_of(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mantissas]:
     """Return the gradient as the word it was rounded to, or as two words if one would lose some of its columns."""
     cast = product.casts.rule.grad
     assert cast is not None
@@ -202,7 +222,7 @@ def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mant
 
 
 @remembered_by_identity
-def _reading(rule: Rule) -> tuple[bool, bool]:
+def reading(rule: Rule) -> tuple[bool, bool]:
     """Whether a gradient that is already in the format of outputs is not written again, and how gradients are read.
 
     The latter is whether the mantissas that were written are those that the rule's cast makes of a gradient.
@@ -260,7 +280,7 @@ def _sum(
     return result.add_(added) if result.is_contiguous() else result + added
 
 
-def _summed_gradients(
+def summed_gradients(
     ctx: Any, saved: list[Mantissas], incoming: list[Mantissas], results: Results
 ) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each exact sum written under its role."""

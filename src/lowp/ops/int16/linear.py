@@ -42,11 +42,10 @@ def sums_integers(rule: Rule) -> bool:
 
 
 def quick(rule: Rule) -> Quick:
-    """Return the function that runs F.linear under such a rule."""
+    """Return the function that runs F.linear under such a rule with fp32 results."""
     to_input, to_weight, casts = cast(Cast, rule.input), cast(Cast, rule.weight), RoleCasts(rule, rule.accumulate)
-    is_written = rule.output is not None
     run_contraction = contracted(rule)
-    at_once = not is_written and all(map(int16_linear.serves, (to_input, to_weight, cast(Cast, rule.grad))))
+    at_once = all(map(int16_linear.serves, (to_input, to_weight, cast(Cast, rule.grad))))
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
         if kwargs or not 2 <= len(args) <= 3 or not _are_matrices(args):

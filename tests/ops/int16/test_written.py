@@ -1,0 +1,190 @@
+"""Linear layers under shared exponents: the bits, exponents and observations of the general path, by two calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowp
+from lowp.exponents import SharedExponents
+from lowp.kernels import cpu, int16_written
+from lowp.kernels.dispatch import uses_library
+from lowp.region.engine import Engine
+
+needs_library = pytest.mark.skipif(not uses_library(), reason="the C++ library was not built")
+
+
+class Layers(nn.Module):
+    """Layers on matrices and on tensors of three dimensions, with and without bias, a shared and a computed weight."""
+
+    def __init__(self, classes: int = 3, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 8), nn.Linear(8, 8, bias=False)
+        self.head, self.checkpointed = nn.Linear(8, classes), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.first(x))
+        y = checkpoint(self.second, y, use_reentrant=False) if self.checkpointed else self.second(y)
+        y = self.second(y) + y
+        return self.head(F.linear(y.mT.contiguous().mT, self.second.weight * 2))
+
+
+def state(exponents: SharedExponents | None) -> list[Any]:
+    """Everything that shared exponents remember of their sites."""
+    assert exponents is not None
+    found: list[Any] = []
+
+    def collect(one: Any) -> None:
+        if isinstance(one, dict):
+            for key, value in one.items():
+                found.append(str(key))
+                collect(value)
+        elif isinstance(one, (list, tuple)):
+            for value in one:
+                collect(value)
+        else:
+            found.append(one)
+
+    collect(exponents.state_dict())
+    return found
+
+
+def trained(model: nn.Module, x: Tensor, steps: int = 4, twice: bool = True) -> list[Any]:
+    """Outputs, gradients, those of a gradient's norm, an evaluation, and the state of all sites, of some steps."""
+    numbers, found = lowp.Precision("flex16+5"), list[Any]()
+    model, optimizer = numbers.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    for _ in range(steps):
+        with numbers.autocast():
+            y = model(x)
+            loss = F.cross_entropy(y.flatten(0, -2), torch.zeros(y[..., 0].numel(), dtype=torch.int64))
+        inputs = [one for one in (x, *model.parameters()) if one.requires_grad]
+        if twice:
+            gradients = torch.autograd.grad(loss, inputs, create_graph=True)
+            found += [*gradients, *torch.autograd.grad(gradients[0].square().sum(), inputs, allow_unused=True)]
+        else:
+            numbers.backward(loss)
+            found += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+            numbers.step(optimizer)
+            optimizer.zero_grad()
+        with numbers.autocast(), torch.no_grad():
+            found += [y, loss, model(x)]
+        if twice and numbers.exponents is not None:
+            numbers.exponents.flush()
+        found += state(numbers.exponents)
+    return found
+
+
+def are_same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+def both_ways(run: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+    quick = run()
+    monkeypatch.setattr(Engine, "_is_quick", lambda self, plan: False)
+    return quick, run()
+
+
+def drawn(*shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_(grad)
+
+
+CASES: dict[str, Callable[[], list[Any]]] = {
+    "matrices": lambda: trained(Layers(), drawn(6, 12, grad=True), twice=True),
+    "three dimensions": lambda: trained(Layers(), drawn(2, 3, 12, grad=True)),
+    "trained": lambda: trained(Layers(), drawn(2, 3, 12), twice=False),
+    "checkpointed": lambda: trained(Layers(checkpointed=True), drawn(6, 12), twice=False),
+    "many classes": lambda: trained(Layers(1030), drawn(6, 12), twice=False),
+    "a large input": lambda: trained(Layers(), drawn(3000, 12, grad=True), twice=False),
+    "an infinite input": lambda: trained(Layers(), drawn(6, 12).index_fill(0, torch.tensor([1]), math.inf), 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:an infinity or a NaN")
+@pytest.mark.parametrize("case", CASES)
+def test_layers_have_the_bits_exponents_and_observations_of_the_general_path(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> list[Any]:
+        torch.manual_seed(0)
+        return [one.nan_to_num(7) if isinstance(one, Tensor) else one for one in CASES[case]()]
+
+    quick, slow = both_ways(run, monkeypatch)
+    assert len(quick) == len(slow) and all(map(are_same, quick, slow))
+
+
+@needs_library
+@pytest.mark.parametrize("instruction_set", cpu.available() if uses_library() else ())
+def test_every_instruction_set_gives_the_same_bits(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cpu.asked()
+
+    def run() -> list[Any]:
+        torch.manual_seed(0)
+        return trained(Layers(), drawn(6, 12), twice=False)
+
+    try:
+        cpu.select(instruction_set)
+        quick = run()
+        cpu.select(before)
+        monkeypatch.setattr(Engine, "_is_quick", lambda self, plan: False)
+        assert all(map(are_same, quick, run()))
+    finally:
+        cpu.select(before)
+
+
+@needs_library
+def test_a_layer_is_one_call_forward_and_one_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"linear": 0, "gradients": 0}
+    for name in counts:
+        original = getattr(int16_written, name)
+
+        def counted(*given: Any, name: str = name, original: Any = original) -> Any:
+            found = original(*given)
+            counts[name] += found is not None
+            return found
+
+        monkeypatch.setattr(int16_written, name, counted)
+    trained(Layers(), drawn(2, 3, 12, grad=True), steps=3, twice=False)
+    assert counts == {"linear": 2 * 4, "gradients": 2 * 4}  # the first step begins exponents; one input lies otherwise
+
+
+@pytest.mark.parametrize("where", ["input", "gradient"])
+def test_mantissas_of_memory_that_was_written_are_not_used(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[Any]:
+        torch.manual_seed(0)
+        first, second, found = nn.Linear(12, 8), nn.Linear(8, 8), list[Any]()
+        numbers = lowp.Precision("flex16+5")
+        for _ in range(3):
+            with numbers.autocast():
+                inner = first(drawn(6, 12))
+                if where == "input":
+                    inner.data.numpy()[0, 0] = 0.3712345
+                outer = second(inner)
+            gradient = torch.autograd.grad(outer, [inner], outer.detach())[0]
+            if where == "gradient":
+                gradient.numpy()[0, 0] = 0.3712345
+            found += [outer, *torch.autograd.grad(inner, list(first.parameters()), gradient)]
+            assert numbers.exponents is not None
+            numbers.exponents.flush()
+            found += state(numbers.exponents)
+        return found
+
+    quick, slow = both_ways(run, monkeypatch)
+    assert len(quick) == len(slow) and all(map(are_same, quick, slow))
+
+
+def test_an_infinite_bias_reaches_the_result() -> None:
+    layer, numbers = nn.Linear(4, 3), lowp.Precision("flex16+5")
+    for step in range(2):
+        with numbers.autocast():
+            y = layer(drawn(2, 4))
+        assert bool(y.isfinite().all()) == (step == 0)
+        with torch.no_grad():
+            layer.bias[0] = math.inf
+    assert y[:, 0].isinf().all() and y[:, 1:].isfinite().all()
