@@ -358,6 +358,43 @@ def test_hooks_on_tensors_in_16_bits_see_and_give_unscaled_gradients(factor: str
     assert found == pytest.approx(expected, rel=0.01), ran.stderr
 
 
+@pytest.mark.parametrize("options", [("fp32", "--loss-scale", "1024"), ("fp16",), ("bf16",)], ids=" ".join)
+def test_what_a_hook_computes_is_the_scripts(
+    options: tuple[str, ...], plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in(options[0], "gradcache.py", tmp_path, *options[1:])  # it asserts that modules give the same as before
+    assert ran.returncode == 0, ran.stderr
+    found, expected = ([numbers(line) for line in said.splitlines()] for said in (ran.stdout, plain("gradcache.py")))
+    assert len(found) == 11
+    for shown, wanted in zip(found, expected, strict=True):
+        assert shown == pytest.approx(wanted, rel=0 if options[0] == "fp32" else 0.02)
+
+
+LEAVES = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+leaf = torch.ones(3, requires_grad=True)
+for one in (model.weight, leaf):
+    one.register_hook(lambda gradient: print(*(f"{number:.3f}" for number in gradient.flatten())))
+    one.register_hook(lambda gradient: gradient.clamp(max=2.0))
+    one.register_hook(lambda gradient: gradient + 1.0)
+(model(torch.ones(8, 4)).sum() + 5.0 * leaf.sum()).backward()
+print(*(f"{number:.3f}" for one in (model.weight, leaf) for number in one.grad.flatten()))
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_hooks_on_leaves_see_and_give_unscaled_gradients(precision: str, tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    plain = forked.run("leaves.py", cwd=tmp_path)
+    assert numbers(plain.stdout) == [3.0] * 7
+    assert forked.run("-m", "lowp", "run", "--precision", precision, "leaves.py", cwd=tmp_path).stdout == plain.stdout
+
+
 @pytest.mark.slow
 def test_so_does_torchs_own(plain: Callable[[str], str], tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571")

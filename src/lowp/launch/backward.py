@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, cast
 
@@ -87,11 +87,16 @@ class _Backward:
         """Whether a pass from these tensors is scaled. A 16-bit loss of the script's own has no room for a scale."""
         return bool(outputs) and all(isinstance(one, Tensor) and one.dtype not in SIXTEEN_BIT for one in outputs)
 
-    def begin(self, outputs: tuple[Tensor, ...], most: float = float("inf"), looks: bool = False) -> None:
-        """Set the scale of a pass, at most `most`, and let every leaf that the pass reaches unscale its gradient."""
-        leaves = list(leaves_of(outputs))
+    def adopted(self, outputs: tuple[Any, ...]) -> list[Tensor]:
+        """Return the leaves that a pass from these tensors reaches, all of which unscale their gradients."""
+        leaves = list(leaves_of(one for one in outputs if isinstance(one, Tensor)))
         for leaf in leaves:
             self.gradients.adopt(leaf)
+        return leaves
+
+    def begin(self, outputs: tuple[Tensor, ...], most: float = float("inf"), looks: bool = False) -> None:
+        """Set the scale of a pass, at most `most`, and let every leaf that the pass reaches unscale its gradient."""
+        leaves = self.adopted(outputs)
         if has_no_optimizer(self.session, leaves):
             return
         if self._clipped is not None:
@@ -111,15 +116,41 @@ class _Backward:
             self.gradients.unscale_retained()
         self.gradients.scale = self.gradients.inverse = None
 
+    @contextmanager
+    def own(self, outputs: tuple[Tensor, ...]) -> Iterator[None]:
+        """Scale a pass that gives its gradients to the script."""
+        with self.session.turn:
+            self.begin(outputs, most=self.largest_grad_scale)
+            try:
+                yield
+            finally:
+                self.end()
+
+    @contextmanager
+    def limited(self, outputs: tuple[Any, ...]) -> Iterator[None]:
+        """Limit the scale to that of a pass that gives its gradients to the script, within the pass that runs."""
+        gradients = self.gradients
+        self.adopted(outputs)
+        before = gradients.scale, gradients.inverse
+        if gradients.scale is not None:
+            gradients.scale = gradients.scale.clamp(max=self.largest_grad_scale)
+            gradients.inverse = gradients.scale.reciprocal()
+        try:
+            yield
+        finally:
+            gradients.scale, gradients.inverse = before
+
     def seeds(self, outputs: tuple[Tensor, ...], given: Any) -> list[Tensor | None]:
         """Return the gradients from which a pass starts, times the scale."""
         seeds: Sequence[Any] = [None] * len(outputs) if given is None else _tensors(given)
-        return [
-            None
-            if seed is None and output.numel() != 1
-            else self.gradients.scaled(torch.ones_like(output) if seed is None else seed).to(output.dtype)
-            for output, seed in zip(outputs, seeds, strict=True)
-        ]
+        return [self._seed(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+
+    def _seed(self, output: Any, seed: Tensor | None) -> Tensor | None:
+        if not isinstance(output, Tensor):  # an edge of the graph
+            return None if seed is None else self.gradients.scaled(seed)
+        if seed is None and output.numel() != 1:
+            return None
+        return self.gradients.scaled(torch.ones_like(output) if seed is None else seed).to(output.dtype)
 
 
 def has_no_optimizer(session: Session, leaves: list[Tensor]) -> bool:
@@ -153,36 +184,39 @@ def install(session: Session) -> None:
 
     @wraps(original_backward)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_within = local.backward or _task() != _NO_TASK
         # a reentrant checkpoint calls this within a pass, whose gradients are already scaled
-        if session.rests or local.backward or _task() != _NO_TASK:
+        if session.rests or (is_within and not local.hooks):
             return original_backward(tensors, grad_tensors, *args, **kwargs)
+        outputs = _tensors(tensors)
+        if is_within:  # a hook, which has seen unscaled gradients
+            if scaled is not None:
+                scaled.adopted(outputs)
+                grad_tensors = scaled.seeds(outputs, grad_tensors)
+            with session.in_pass():
+                return original_backward(outputs, grad_tensors, *args, **kwargs)
         session.end_step()
         session.record.backward_passes += 1
-        outputs = _tensors(tensors)
-        local.backward += 1
-        try:
+        with session.in_pass():
             if writes and not session.record.steps:
                 has_no_optimizer(session, list(leaves_of(one for one in outputs if isinstance(one, Tensor))))
             if scaled is None or not scaled.scales(outputs):
                 return original_backward(outputs, grad_tensors, *args, **kwargs)
             return _scaled_backward(scaled, original_backward, outputs, grad_tensors, args, kwargs)
-        finally:
-            local.backward -= 1
 
     @wraps(original_grad)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_within = local.backward or _task() != _NO_TASK
         # AOTAutograd traces through this function: a scale would become part of the compiled graph
-        if session.rests or local.backward or _task() != _NO_TASK or _tracing() is not None:
+        if session.rests or (is_within and not local.hooks) or _tracing() is not None:
             return original_grad(outputs, inputs, grad_outputs, *args, **kwargs)
         several, places = _tensors(outputs), _tensors(inputs)
-        local.backward += 1
-        try:
-            with apart():
-                if scaled is None or not scaled.scales(several):
-                    return original_grad(several, places, grad_outputs, *args, **kwargs)
-                return _scaled_grad(scaled, original_grad, several, (places, grad_outputs, args, kwargs))
-        finally:
-            local.backward -= 1
+        with session.in_pass(), apart():
+            if scaled is None or not (is_within or scaled.scales(several)):
+                return original_grad(several, places, grad_outputs, *args, **kwargs)
+            scaling = scaled.limited(several) if is_within else scaled.own(several)
+            with scaling:
+                return _unscaled_grad(scaled, original_grad, (several, places, grad_outputs), args, kwargs)
 
     autograd.backward, autograd.grad = backward, grad
 
@@ -204,21 +238,17 @@ def _scaled_backward(
             scaled.end()
 
 
-def _scaled_grad(
+def _unscaled_grad(
     scaled: _Backward,
     original: Callable[..., Any],
-    outputs: tuple[Tensor, ...],
-    rest: tuple[Any, Any, tuple[Any, ...], dict[str, Any]],
+    asked: tuple[tuple[Any, ...], tuple[Any, ...], Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    inputs, given, args, kwargs = rest
-    gradients = scaled.gradients
-    with scaled.session.turn:
-        scaled.begin(outputs, most=scaled.largest_grad_scale)
-        try:
-            found = original(outputs, inputs, scaled.seeds(outputs, given), *args, **kwargs)
-            return tuple(
-                one if one is None or gradients.is_adopted(_leaf_of(place)) else gradients.unscaled(one)
-                for one, place in zip(found, inputs, strict=True)
-            )
-        finally:
-            scaled.end()
+    """Return the gradients of a pass, unscaled. `asked`: its outputs, its inputs, and its first gradients."""
+    (outputs, inputs, seeds), gradients = asked, scaled.gradients
+    found = original(outputs, inputs, scaled.seeds(outputs, seeds), *args, **kwargs)
+    return tuple(
+        one if one is None or gradients.is_adopted(_leaf_of(place)) else gradients.unscaled(one)
+        for one, place in zip(found, inputs, strict=True)
+    )

@@ -158,35 +158,27 @@ def leaves_of(roots: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def install(session: Session) -> None:
-    """Make parameters, hooks and retained gradients see the values that they would see without a loss scale."""
-    if not session.is_scaling:
+    """Make parameters, hooks and retained gradients see the values that they would see without a loss scale.
+
+    In every precision that changes something, what a hook computes is the script's, and runs as outside of the pass.
+    """
+    if session.is_plain:
         return
+    gradients = Gradients(cast(Any, Tensor).register_hook, session.held_as)
+    if session.is_scaling:
+        session.gradients = gradients
+        _install_leaves(gradients)
+    _install_tensor_hooks(session, gradients)
+    _install_module_hooks(session, gradients)
+
+
+def _install_leaves(gradients: Gradients) -> None:
+    """Unscale what parameters accumulate and hidden tensors retain."""
     tensor = cast(Any, Tensor)
-    register, retain = tensor.register_hook, tensor.retain_grad
-    gradients = session.gradients = Gradients(register, session.held_as)
+    retain = tensor.retain_grad
 
     def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         gradients.adopt(parameter)
-
-    register_module_parameter_registration_hook(on_parameter)
-
-    @wraps(register)
-    def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        # in a region torch's own function calls this one again, with the hook that it was given
-        if getattr(hook, "lowp_shows", False):
-            return register(self, hook)
-        if self.is_leaf:
-            gradients.adopt(self)
-
-        @wraps(hook)
-        def shown(gradient: Tensor) -> Any:
-            if gradients.is_trial:
-                return None
-            given = hook(gradients.shown(gradient))
-            return None if given is None else gradients.given(given, gradient)
-
-        shown.lowp_shows = True  # type: ignore[attr-defined]
-        return register(self, shown)
 
     @wraps(retain)
     def retain_grad(self: Tensor) -> None:
@@ -194,11 +186,40 @@ def install(session: Session) -> None:
         if not self.is_leaf:
             gradients.retain(self)
 
-    tensor.register_hook, tensor.retain_grad = register_hook, retain_grad
-    _install_module_hooks(gradients)
+    register_module_parameter_registration_hook(on_parameter)
+    tensor.retain_grad = retain_grad
 
 
-def _install_module_hooks(gradients: Gradients) -> None:
+def _install_tensor_hooks(session: Session, gradients: Gradients) -> None:
+    """Pass unscaled gradients to hooks of tensors."""
+    tensor = cast(Any, Tensor)
+    register = tensor.register_hook
+
+    @wraps(register)
+    def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        # in a region torch's own function calls this one again, with the hook that it was given
+        if getattr(hook, "lowp_shows", False):
+            return register(self, hook)
+        is_leaf = self.is_leaf
+        if is_leaf and session.is_scaling:
+            gradients.adopt(self)
+
+        @wraps(hook)
+        def shown(gradient: Tensor) -> Any:
+            if gradients.is_trial:
+                return None
+            with session.in_hook():
+                # a leaf has unscaled its gradient before: it was adopted before this hook was registered
+                given = hook(gradient if is_leaf else gradients.shown(gradient))
+            return given if given is None or is_leaf else gradients.given(given, gradient)
+
+        shown.lowp_shows = True  # type: ignore[attr-defined]
+        return register(self, shown)
+
+    tensor.register_hook = register_hook
+
+
+def _install_module_hooks(session: Session, gradients: Gradients) -> None:
     """Pass unscaled gradients to full backward hooks of modules."""
     module = cast(Any, nn.Module)
 
@@ -222,7 +243,8 @@ def _install_module_hooks(gradients: Gradients) -> None:
             def shown(owner: nn.Module, *seen: Any) -> Any:
                 if gradients.is_trial:
                     return None
-                result = hook(owner, *map(shown_all, seen))
+                with session.in_hook():
+                    result = hook(owner, *map(shown_all, seen))
                 return None if result is None else given_all(result, seen[0])  # a result stands for the first of them
 
             return original(self, shown, *args, **kwargs)

@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +34,12 @@ _EXIT_REFUSED = 2
 
 
 class _Local(threading.local):
-    """The position of one thread: in a module under the rules or left alone, in a backward pass, in a step."""
+    """The position of one thread: in a module under the rules or left alone, in a pass, in a hook, in a step."""
 
     calls = 0
     alone = 0
     backward = 0
+    hooks = 0
     steps = 0
 
 
@@ -86,6 +87,28 @@ class Session:
 
         region: AbstractContextManager[object] = autocast("fp32")
         return region
+
+    @contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """Run a backward pass: modules and passes that it calls belong to it."""
+        local = self.local
+        before = local.backward, local.hooks
+        local.backward, local.hooks = local.backward + 1, 0
+        try:
+            yield
+        finally:
+            local.backward, local.hooks = before
+
+    @contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Run a hook of the script within a backward pass: modules and passes that it calls are the script's."""
+        local = self.local
+        before = local.backward, local.hooks
+        local.backward, local.hooks = 0, 1
+        try:
+            yield
+        finally:
+            local.backward, local.hooks = before
 
     def stand_down(self, reason: str) -> None:
         """Do nothing from now on, because the script handles its precision itself."""
