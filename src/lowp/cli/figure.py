@@ -233,10 +233,10 @@ def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) ->
         total, unit = options["settings"].epochs * figure.trainings * rows * options.get("seeds", 1), "epochs"
     with Bar(figure.kind, total, unit) as bar:
 
-        def told(name: str, done: int) -> None:
+        def on_progress(name: str, done: int) -> None:
             bar.advance(1 if done else 0, name)
 
-        return dict(_named(figure.record)(**options, stop=interrupts, told=told))
+        return dict(_named(figure.record)(**options, stop=interrupts, on_progress=on_progress))
 
 
 def _settings(figure: Figure, given: Mapping[str, Any]) -> Settings:

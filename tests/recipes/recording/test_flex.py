@@ -19,8 +19,8 @@ def test_the_learning_rate_follows_the_schedule_over_the_steps(monkeypatch: pyte
         return result
 
     monkeypatch.setattr(Training, "step", watched)
-    told: list[tuple[str, int]] = []
+    reported: list[tuple[str, int]] = []
     settings = Settings("digits", "flex16+5", batch=314).filled()  # 4 steps an epoch
-    record_series(settings, 10, told=lambda name, done: told.append((name, done)))
+    record_series(settings, 10, on_progress=lambda name, done: reported.append((name, done)))
     assert rates == pytest.approx([0.1 * (1 - number / 12) for number in range(10)])
-    assert told == [("digits", number) for number in range(1, 11)]
+    assert reported == [("digits", number) for number in range(1, 11)]

@@ -1,4 +1,4 @@
-"""Gradients of activations in a real run beside those of weights, without and with a loss scale in fp16."""
+"""Records of the gradients of activations and weights in a training run, and of the effect of loss scaling in fp16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat
 from lowp.presets import LossScale
 from lowp.recipes.recording.histograms import Fp16Counts, Histogram
-from lowp.recipes.recording.runs import Stop, Told, head, moments_of, train, weights_of
+from lowp.recipes.recording.runs import OnProgress, Stop, head, moments_of, train, weights_of
 from lowp.recipes.sampling import Reference
 from lowp.recipes.training import Settings, Training
 
@@ -24,16 +24,16 @@ _STEPS_OF_A_RUN = 16
 
 
 def record_activation_gradients(
-    settings: Settings, *, stop: Stop = lambda: False, told: Told = lambda name, epoch: None
+    settings: Settings, *, stop: Stop = lambda: False, on_progress: OnProgress = lambda name, epoch: None
 ) -> dict[str, Any]:
     """Train; return histograms of the gradients of activations and of weights, and the medians of both by layer.
 
-    They are taken at 16 steps of the run, each from an fp32 backward of the unscaled loss on the run's weights and
+    They are sampled at 16 steps of the run, each in an fp32 backward pass of the unscaled loss on the run's weights and
     batch. Activations are the outputs of all modules without submodules.
     """
     training = Training(settings)
-    observer = _Watched(training)
-    train(training, observer, stop, told)
+    observer = _ActivationObserver(training)
+    train(training, observer, stop, on_progress)
     return {
         **head("figure-activation-gradients", training),
         "steps_sampled": observer.steps,
@@ -44,22 +44,22 @@ def record_activation_gradients(
 
 
 def record_loss_scaling(
-    settings: Settings, *, stop: Stop = lambda: False, told: Told = lambda name, epoch: None
+    settings: Settings, *, stop: Stop = lambda: False, on_progress: OnProgress = lambda name, epoch: None
 ) -> dict[str, Any]:
     """Train with a loss scale; return histograms of the gradients of activations without it and with it.
 
-    Both are from an fp32 backward at 16 steps of the run, the second multiplied by the run's scale at the step.
-    `scales`: steps at which the scale changed, and the scales. `room`: how often the last scale could be doubled before
-    the largest gradient of an activation or a parameter at these steps overflows fp16.
+    Both are sampled in an fp32 backward pass at 16 steps of the run; the second are multiplied by the run's loss scale.
+    `scales`: the steps at which the scale changed, and the scales. `room`: the number of times that the last scale can
+    be doubled before the largest gradient of an activation or a parameter at these steps overflows fp16.
 
-    Raises InvalidInput for a scale of 1.
+    Raises InvalidInput without a loss scale.
     """
     scale = LossScale.parse("none" if settings.loss_scale is None else settings.loss_scale)
     if scale.kind == "none":
         raise InvalidInput(f"--scale {settings.loss_scale} has no effect: give a number such as 256, or dynamic")
     training = Training(settings)
-    observer = _Watched(training, scaled=True)
-    train(training, observer, stop, told)
+    observer = _ActivationObserver(training, scaled=True)
+    train(training, observer, stop, on_progress)
     before, after = observer.activations.document(), observer.scaled.document()
     format = FORMATS["fp16"]
     assert isinstance(format, FloatFormat)
@@ -92,49 +92,50 @@ class GradientHooks:
                 module.register_forward_hook(partial(self._after, name))
 
     def _after(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
-        for one in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(one, Tensor) and one.requires_grad:
-                one.register_hook(partial(self._listen, name))  # type: ignore[no-untyped-call]
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._listen, name))  # type: ignore[no-untyped-call]
 
 
-class _Watched:
-    """Counts gradients of activations and weights at some steps, and those of activations under the loss scale."""
+class _ActivationObserver:
+    """Counts the gradients of activations, unscaled and scaled, and of weights at some steps."""
 
     def __init__(self, training: Training, scaled: bool = False) -> None:
         self._training = training
         self._counts_scaled = scaled
         self._reference = Reference(training.recipe, training.size, training.device)
-        GradientHooks(self._reference.model, self._hear)
+        GradientHooks(self._reference.model, self._add)
         steps = range(training.epochs * training.steps_per_epoch)
         self.steps = moments_of(steps, _STEPS_OF_A_RUN)
-        self.scales: list[tuple[int, float]] = []  # step and scale at each change
+        self.scales: list[tuple[int, float]] = []  # (step, scale) at each change
         self._scale = 1.0  # at the sampled step
-        self.largest = 0.0  # largest gradient of a parameter
+        self.largest = 0.0  # the largest gradient of a parameter
         self.activations, self.scaled, self.weights = Fp16Counts(), Fp16Counts(), Fp16Counts()
         self._of_layer: dict[str, tuple[Histogram, Histogram]] = {
             name: (Histogram(), Histogram()) for name in _layers(self._reference.model)
         }
 
     def wants(self, progress: float) -> bool:
-        """Return whether to sample the step: 16 steps of the run; the loss scale is recorded before every step."""
+        """Return whether to sample the step, 16 in all; record the loss scale before every step."""
         step = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
         precision = self._training.precision
         if step == 1 and precision.skipped_steps == 0:
-            self.scales = [(0, precision.scale)]  # set in the first backward, and unchanged since then
+            self.scales = [(0, precision.scale)]  # it was set in the first backward pass
         elif not self.scales or precision.scale != self.scales[-1][1]:
             self.scales.append((step, precision.scale))
         return step in self.steps
 
     def before_forward(self) -> None:
-        """Prepare the reference."""
+        """Save the random states for the reference."""
         self._reference.remember()
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """Run the reference backward under the hooks, and count its weight gradients."""
+        """Run the reference's backward pass, whose hooks count gradients of activations; count those of its weights."""
         self._scale = self._training.precision.scale
         self._reference.backward(model.state_dict(), batch)
-        gradients = {name: one.grad for name, one in self._reference.model.named_parameters() if one.grad is not None}
-        self.largest = max([self.largest, *(float(one.abs().max()) for one in gradients.values())])
+        named = self._reference.model.named_parameters()
+        gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+        self.largest = max([self.largest, *(float(gradient.abs().max()) for gradient in gradients.values())])
         for name, gradient in weights_of(gradients).items():
             self.weights.add(gradient)
             layer = name.rpartition(".")[0]
@@ -144,7 +145,7 @@ class _Watched:
     def after_step(self, model: nn.Module) -> None:
         """Do nothing."""
 
-    def _hear(self, name: str, gradient: Tensor) -> None:
+    def _add(self, name: str, gradient: Tensor) -> None:
         self.activations.add(gradient)
         if name in self._of_layer:
             self._of_layer[name][0].add(gradient)
@@ -152,14 +153,14 @@ class _Watched:
             self.scaled.add(gradient * self._scale)
 
     def layers(self) -> Iterator[dict[str, Any]]:
-        """Yield log2 of the medians of both gradients for each layer with weights, in the order of the model."""
+        """Yield log2 of the median gradients of the outputs and the weights of each layer, in the model's order."""
         for name, (activations, weights) in self._of_layer.items():
             if activations.present and weights.present:
                 yield {"name": name, "activations": activations.median(), "weights": weights.median()}
 
 
 def _layers(model: nn.Module) -> list[str]:
-    """Return the modules without submodules that have a matrix or a kernel."""
+    """Return the names of the modules without submodules that have a matrix or a kernel."""
     return [
         name
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""The costs of numbers in silicon, one row per format: published values and estimates between them."""
+"""The costs of formats in silicon: published energies and areas, and estimates interpolated between them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ def record_cost(
     formats: Sequence[str],
     *,
     stop: Callable[[], bool] = lambda: False,
-    told: Callable[[str, int], None] = lambda name, epoch: None,
+    on_progress: Callable[[str, int], None] = lambda name, epoch: None,
 ) -> dict[str, Any]:
-    """Return energy and area of multiplication and addition, and energy of a read; raise UnknownName for a format."""
+    """Return energy and area of multiplication and addition, and the energy of a read, of each format.
+
+    Raises InvalidInput without formats, and UnknownName for an unknown one.
+    """
     if not formats:
         raise InvalidInput("--formats is empty: give formats, such as fp32,bf16,e4m3fn,int8")
     return {
@@ -32,12 +35,12 @@ def record_cost(
 
 def _row(name: str) -> dict[str, Any]:
     format = parse(name)
-    found, element = cost(format), format.element if isinstance(format, ScaledFormat) else format
+    costs, element = cost(format), format.element if isinstance(format, ScaledFormat) else format
     return {
         "name": name,
-        "significand_bits": found.significand_bits,
+        "significand_bits": costs.significand_bits,
         "is_integer": isinstance(element, IntFormat),
-        "energy": {"multiply": asdict(found.multiply_energy), "add": asdict(found.add_energy)},
-        "read": {memory: asdict(energy) for memory, energy in found.read_energy.items()},
-        "area": {"multiply": asdict(found.multiply_area), "add": asdict(found.add_area)},
+        "energy": {"multiply": asdict(costs.multiply_energy), "add": asdict(costs.add_energy)},
+        "read": {memory: asdict(energy) for memory, energy in costs.read_energy.items()},
+        "area": {"multiply": asdict(costs.multiply_area), "add": asdict(costs.add_area)},
     }

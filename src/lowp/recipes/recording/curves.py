@@ -1,4 +1,4 @@
-"""Error by epoch in several precisions with several seeds: a comparison without further measurements."""
+"""Records of the metric by epoch in several precisions with several seeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from lowp.recipes import results
 from lowp.recipes.comparison import Study, variants_of
-from lowp.recipes.recording.runs import Stop, Told
+from lowp.recipes.recording.runs import OnProgress, Stop
 from lowp.recipes.training import Settings
 
 __all__ = ["record_curves"]
@@ -19,11 +19,14 @@ def record_curves(
     seeds: int,
     *,
     stop: Stop = lambda: False,
-    told: Told = lambda name, epoch: None,
+    on_progress: OnProgress = lambda name, epoch: None,
 ) -> dict[str, Any]:
-    """Train in fp32 and each of the precisions with each seed from 0 on; return the document of a comparison."""
+    """Train in fp32 and in each precision with seeds from 0 to `seeds` - 1; return the document of a comparison.
+
+    Flushed gradients and lost updates are not sampled.
+    """
     study = Study(variants_of(settings, precisions), range(seeds), samples=0)
     study.command = results.command_line()
-    for _ in study.run(told, stop=stop):
+    for _ in study.run(on_progress, stop=stop):
         pass
     return study.document()

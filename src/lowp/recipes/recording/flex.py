@@ -1,4 +1,4 @@
-"""Shared exponents in a real training run, recorded for pictures: one layer's weights, activations and updates."""
+"""Records of shared exponents in a training run: one layer's weights, activations and updates."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
 from lowp.recipes import results
-from lowp.recipes.recording.runs import Stop, Told
+from lowp.recipes.recording.runs import OnProgress, Stop
 from lowp.recipes.training import Settings, Training, moved, threads_of
 
 __all__ = ["record_series", "record_windows"]
 
 CLASSES = ("weights", "activations", "updates")
-_LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; exponents beyond it are counted at the ends
+_LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; others are counted in the first or the last bin
 
 
 def record_series(
@@ -26,36 +26,36 @@ def record_series(
     layer: str | None = None,
     *,
     stop: Stop = lambda: False,
-    told: Told = lambda name, step: None,
+    on_progress: OnProgress = lambda name, step: None,
 ) -> dict[str, Any]:
     """Train for some steps; return Γ, κ and the predicted maximum of every step, for one layer's three tensors.
 
     `layer` is a module's path, by default the first with a weight. Raises InvalidInput for a precision without shared
     exponents, and for a layer that does not exist.
     """
-    training, exponents = _begun(settings)
-    kept: list[tuple[Flush, dict[str, int]]] = []
+    training, exponents = _start(settings)
+    flushes: list[tuple[Flush, dict[str, int]]] = []
 
     def watch(flush: Flush) -> None:
-        kept.append((flush, {site: index for index, site in enumerate(flush.sites)}))
+        flushes.append((flush, {site: index for index, site in enumerate(flush.sites)}))
 
     exponents.watch(watch)
-    _train(training, steps, stop, told)
+    _train(training, steps, stop, on_progress)
     layer, sites = _sites(exponents, layer)
     series = {}
     for name, site in zip(CLASSES, sites, strict=True):
-        rows = [(number, flush, at[site]) for number, (flush, at) in enumerate(kept) if site in at]
-        rows = [(number, flush, index) for number, flush, index in rows if bool(flush.written[index])]
+        rows = [(step, flush, indices[site]) for step, (flush, indices) in enumerate(flushes) if site in indices]
+        rows = [(step, flush, index) for step, flush, index in rows if bool(flush.written[index])]
         series[name] = {
             "site": site,
-            "step": [number for number, _, _ in rows],
+            "step": [step for step, _, _ in rows],
             "mantissa": [int(flush.mantissa[index]) for _, flush, index in rows],
             "exponent": [int(flush.exponent[index]) for _, flush, index in rows],
             "predicted": [
                 None if flush.predicted is None else float(flush.predicted[index]) for _, flush, index in rows
             ],
         }
-    return {**_head("figure-autoflex", training, layer), "steps": len(kept), "series": series}
+    return {**_head("figure-autoflex", training, layer), "steps": len(flushes), "series": series}
 
 
 def record_windows(
@@ -64,32 +64,32 @@ def record_windows(
     layer: str | None = None,
     *,
     stop: Stop = lambda: False,
-    told: Told = lambda name, step: None,
+    on_progress: OnProgress = lambda name, step: None,
 ) -> dict[str, Any]:
     """Train for some steps; return histograms of log2|x| of three tensors, from the first and last tenth of the steps.
 
     The values are counted before rounding, with the exponents under which they were written. Raises the errors of
     `record_series`.
     """
-    training, exponents = _begun(settings)
-    share = max(1, steps // 10)
-    moments = {"first": range(share), "last": range(steps - share, steps)}
+    training, exponents = _start(settings)
+    tenth = max(1, steps // 10)
+    moments = {"first": range(tenth), "last": range(steps - tenth, steps)}
     histograms: dict[tuple[str, str], _Histogram] = {}
     step = 0
 
     def listen(site: str, x: Tensor, exponent: int) -> None:
-        for moment, range_ in moments.items():
-            if step in range_ and training.model.training:
+        for moment, sampled_steps in moments.items():
+            if step in sampled_steps and training.model.training:
                 histograms.setdefault((moment, site), _Histogram()).add(x, exponent)
 
-    end = exponents.listen(listen)
+    remove_listener = exponents.listen(listen)
 
     def count() -> None:
         nonlocal step
         step += 1
 
-    _train(training, steps, stop, told, count)
-    end()
+    _train(training, steps, stop, on_progress, count)
+    remove_listener()
     layer, sites = _sites(exponents, layer)
     windows = {
         name: {
@@ -102,7 +102,7 @@ def record_windows(
 
 
 class _Histogram:
-    """Counts of elements by binary exponent floor(log2|x|), and the ranges of the exponents of the writes."""
+    """Counts of elements by binary exponent floor(log2|x|), and the shared exponents under which they are written."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros(_HIGHEST - _LOWEST, dtype=torch.int64)
@@ -123,8 +123,11 @@ class _Histogram:
         self.exponents.append(exponent)
 
     def document(self) -> dict[str, Any]:
-        """Return plain values. `below_maximum`: the share of nonzero elements that one exponent cannot hold with the
-        largest, below max / 2^15; `below_unit`: of those that became zero."""
+        """Return plain values.
+
+        `below_maximum`: the share of nonzero elements below max / 2^15, which int16 cannot represent under an exponent
+        that represents the largest element. `below_unit`: the share of nonzero elements that are rounded to zero.
+        """
         present = max(1, self.elements - self.zeros)
         return {
             "counts": self.counts.tolist(),
@@ -137,7 +140,8 @@ class _Histogram:
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
-def _begun(settings: Settings) -> tuple[Training, SharedExponents]:
+def _start(settings: Settings) -> tuple[Training, SharedExponents]:
+    """Return a new run and its shared exponents; raise InvalidInput for a precision without them."""
     training = Training(settings)
     exponents = training.precision.exponents
     if exponents is None:
@@ -148,8 +152,10 @@ def _begun(settings: Settings) -> tuple[Training, SharedExponents]:
     return training, exponents
 
 
-def _train(training: Training, steps: int, stop: Stop, told: Told, after: Callable[[], None] = lambda: None) -> None:
-    """Take `steps` steps, over as many epochs as needed; the recipe's schedule has the same length."""
+def _train(
+    training: Training, steps: int, stop: Stop, on_progress: OnProgress, after: Callable[[], None] = lambda: None
+) -> None:
+    """Take `steps` steps, over as many epochs as needed; the recipe's schedule is scaled to these epochs."""
     training.epochs = -(-steps // training.steps_per_epoch)
     training.model.train()
     done = 0
@@ -157,27 +163,30 @@ def _train(training: Training, steps: int, stop: Stop, told: Told, after: Callab
         while done < steps and not stop():
             generator = torch.Generator().manual_seed(training.settings.seed * 1_000_003 + done)
             order = torch.randperm(len(training.data.training), generator=generator)
-            for at in range(training.steps_per_epoch):
+            for index in range(training.steps_per_epoch):
                 if done >= steps or stop():
                     break
                 training.epoch, training.step_of_epoch = divmod(done, training.steps_per_epoch)
-                chosen = order[at * training.batch : (at + 1) * training.batch]
-                training.step(moved(training.data.training.batch(chosen, generator), training.device))
+                examples = order[index * training.batch : (index + 1) * training.batch]
+                training.step(moved(training.data.training.batch(examples, generator), training.device))
                 after()
                 done += 1
-                told(training.settings.recipe, done)
+                on_progress(training.settings.recipe, done)
 
 
 def _sites(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:
-    """Return the layer, and the sites of its weight, its output and its weight's update."""
-    known = exponents.sites()
+    """Return the layer, and the sites of its weight, its output and its weight's update.
+
+    Without a name it is the first layer. Raises InvalidInput for an unknown layer.
+    """
+    sites = exponents.sites()
     layers = {}
-    for site in known:
+    for site in sites:
         name = site.removeprefix("update of ").removesuffix(".weight")
         if f"update of {name}.weight" == site:
-            found = next((one for one in known if one.startswith(f"output of {name} ")), None)
-            if found is not None:
-                layers[name] = (f"weight of {name}.weight", found, site)
+            output = next((other for other in sites if other.startswith(f"output of {name} ")), None)
+            if output is not None:
+                layers[name] = (f"weight of {name}.weight", output, site)
     if layer is None and layers:
         layer = next(iter(layers))
     if layer is None or layer not in layers:

@@ -1,4 +1,4 @@
-"""Histograms of binary exponents, and counts of the losses of the same numbers in fp16 and bf16."""
+"""Histograms of binary exponents, and counts of what the same numbers lose in fp16 and bf16."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Histogram:
     """Counts of elements by binary exponent floor(log2 |x|), over all added tensors."""
 
     def __init__(self) -> None:
-        self._seen: Statistics | None = None
+        self._statistics: Statistics | None = None
 
     def add(self, x: Tensor) -> None:
         """Count a tensor of any floating-point dtype."""
-        seen = kernels.statistics(x.detach())
-        self._seen = seen if self._seen is None else self._seen + seen
+        statistics = kernels.statistics(x.detach())
+        self._statistics = statistics if self._statistics is None else self._statistics + statistics
 
     @property
     def present(self) -> int:
         """The number of finite nonzero elements."""
-        seen = self._seen
-        return 0 if seen is None else seen.count - seen.zeros - seen.nonfinite
+        total = self._statistics
+        return 0 if total is None else total.count - total.zeros - total.nonfinite
 
     def below(self, exponent: int) -> float:
         """Return the share of the finite nonzero elements below 2**exponent; 0 without such elements."""
@@ -38,37 +38,37 @@ class Histogram:
 
     def median(self) -> float | None:
         """Return log2 of the median magnitude of nonzero elements, interpolated in its bin; None without any."""
-        left = self.present / 2
-        for place, count in enumerate(self._counts()):
-            if count and count >= left:
-                return place - _BIAS + left / count
-            left -= count
+        remaining = self.present / 2
+        for index, count in enumerate(self._counts()):
+            if count and count >= remaining:
+                return index - _BIAS + remaining / count
+            remaining -= count
         return None
 
     def document(self) -> dict[str, Any]:
-        """Return plain values: `counts` by exponent from `lowest` on, and the numbers of zeros, NaNs and infinities.
+        """Return plain values: `counts` by exponent from `lowest` on, and the numbers of zeros and nonfinite elements.
 
-        `lowest` is -127 if some elements are below 2**-126: that bin has all of them. `largest`: the largest magnitude.
+        The bin -127 has all elements below 2**-126. `largest`: the largest magnitude. `median`: see the method.
         """
         counts = self._counts()
-        filled = [place for place, count in enumerate(counts) if count] or [_BIAS]
-        seen = self._seen
+        filled = [index for index, count in enumerate(counts) if count] or [_BIAS]
+        total = self._statistics
         return {
             "lowest": filled[0] - _BIAS,
             "counts": counts[filled[0] : filled[-1] + 1],
-            "elements": 0 if seen is None else seen.count,
-            "zeros": 0 if seen is None else seen.zeros,
-            "nonfinite": 0 if seen is None else seen.nonfinite,
-            "largest": 0.0 if seen is None else seen.maximum,
+            "elements": 0 if total is None else total.count,
+            "zeros": 0 if total is None else total.zeros,
+            "nonfinite": 0 if total is None else total.nonfinite,
+            "largest": 0.0 if total is None else total.maximum,
             "median": self.median(),
         }
 
     def _counts(self) -> list[int]:
         """Return counts by exponent from -127 to 127; the first bin excludes the zeros that `Statistics` includes."""
-        if self._seen is None:
+        if self._statistics is None:
             return [0]
-        counts: list[int] = self._seen.exponent_histogram.tolist()[:255]
-        counts[0] -= self._seen.zeros
+        counts: list[int] = self._statistics.exponent_histogram.tolist()[:255]
+        counts[0] -= self._statistics.zeros
         return counts
 
 
@@ -88,7 +88,7 @@ class Fp16Counts:
         self._infinite += int((stored.isinf() & x.isfinite()).sum())
 
     def document(self) -> dict[str, Any]:
-        """Return the histogram, and shares of its nonzero elements: below 2^-24; zero, subnormal, infinite in fp16."""
+        """Return the histogram, and shares of nonzero elements: below 2^-24; zero, subnormal or infinite in fp16."""
         present = max(1, self.histogram.present)
         below = self.histogram.below(_SMALLEST)
         return {
@@ -101,27 +101,27 @@ class Fp16Counts:
 
 
 class LostUpdates:
-    """Counts updates that would not change a weight stored in a format."""
+    """Counts updates that do not change a weight stored in a format."""
 
     def __init__(self, format: str) -> None:
         self.format = format
-        self._lost = self._present = 0
+        self._lost = self._nonzero = 0
 
-    def add(self, weight: Tensor, change: Tensor) -> None:
-        """Count the nonzero fp64 changes of fp64 weights."""
+    def add(self, weight: Tensor, update: Tensor) -> None:
+        """Count the nonzero fp64 updates of fp64 weights."""
         stored = kernels.quantize(weight, self.format)
-        same = kernels.quantize(stored + change, self.format) == stored
-        moving = change != 0
-        self._lost += int((same & moving).sum())
-        self._present += int(moving.sum())
+        unchanged = kernels.quantize(stored + update, self.format) == stored
+        nonzero = update != 0
+        self._lost += int((unchanged & nonzero).sum())
+        self._nonzero += int(nonzero.sum())
 
     @property
     def share(self) -> float:
-        """The share of the nonzero changes; 0 without any."""
-        return self._lost / max(1, self._present)
+        """The share of lost updates among the nonzero ones; 0 without any."""
+        return self._lost / max(1, self._nonzero)
 
 
-def ratios(weight: Tensor, change: Tensor) -> Tensor:
-    """Return |change| / |weight| of the nonzero weights, for fp64 tensors."""
-    chosen = weight != 0
-    return change[chosen].abs() / weight[chosen].abs()
+def ratios(weight: Tensor, update: Tensor) -> Tensor:
+    """Return |update| / |weight| of the nonzero weights, for fp64 tensors."""
+    nonzero = weight != 0
+    return update[nonzero].abs() / weight[nonzero].abs()

@@ -1,4 +1,4 @@
-"""Common parts of the recorders: a run observed at some of its steps, and the head of every document."""
+"""Common parts of the recorders: training with an observer, the sampled steps, and the header of a document."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from lowp.recipes import results
 from lowp.recipes.sampling import Observer
 from lowp.recipes.training import Training, threads_of
 
-__all__ = ["Stop", "Told", "head", "moments_of", "train", "weights_of"]
+__all__ = ["OnProgress", "Stop", "head", "moments_of", "train", "weights_of"]
 
 Stop = Callable[[], bool]
-Told = Callable[[str, int], None]
+OnProgress = Callable[[str, int], None]
 
 
-def train(training: Training, observer: Observer | None, stop: Stop, told: Told, name: str | None = None) -> bool:
-    """Train to the end with the recipe's own schedule and threads; return False if it was stopped before."""
+def train(
+    training: Training, observer: Observer | None, stop: Stop, on_progress: OnProgress, name: str | None = None
+) -> bool:
+    """Train to the end with the recipe's schedule and number of threads; return False if it was stopped before."""
     title = name or f"{training.recipe.name} in {training.precision.preset.name}"
     with threads_of(training.recipe.threads):
-        return training.run(lambda one: told(title, one.epoch), stop, observer)
+        return training.run(lambda training: on_progress(title, training.epoch), stop, observer)
 
 
 def moments_of(steps: range, count: int) -> list[int]:
-    """Return at most `count` of the steps, spread evenly, each in the middle of its part."""
+    """Return at most `count` of the steps, at the centres of parts of equal length."""
     count = min(count, len(steps))
-    return [steps[int((number + 0.5) * len(steps) / count)] for number in range(count)]
+    return [steps[int((index + 0.5) * len(steps) / count)] for index in range(count)]
 
 
 def weights_of(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -37,7 +39,7 @@ def weights_of(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> 
 
 
 def head(kind: str, training: Training) -> dict[str, Any]:
-    """Return the head of every document of a run: settings, data, and the final metric."""
+    """Return the header of a document of a run: settings, data, and the final metric."""
     settings, metric = training.settings, training.recipe.metric
     last = training.history[-1] if training.history else {}
     return {
