@@ -366,6 +366,17 @@ def test_a_bias_of_a_matrix_belongs_to_its_columns(sizes: tuple[int, int, int]) 
             integer.matmul_exact(a, b, exponent=-12, bias=Bias(bias / 0, -12), kernel=kernel)
 
 
+def test_one_chain_that_only_the_norms_of_chunks_prove_safe_is_the_whole_sum() -> None:
+    large, small = torch.full((12, 128), 16384, dtype=torch.int16), torch.full((12, 128), 3, dtype=torch.int16)
+    a, b = torch.cat([large, small], 1), torch.cat([small, large], 1)
+    for kernel in KERNELS:
+        before = torch.full((12, 256), 8000, dtype=torch.int16)  # several chains, which leave their sums behind
+        integer.matmul_exact(before, before, transpose_b=True, kernel=kernel, exponent=-24)
+        found = integer.matmul_exact(a, b, transpose_b=True, kernel=kernel, exponent=-10)
+        assert found.largest_sum == 256 * 3 * 16384, kernel
+        assert torch.equal(found.values, torch.full((12, 12), 256 * 3 * 16, dtype=torch.int16)), kernel
+
+
 @pytest.mark.parametrize("largest", (3, 1000, 32767))
 def test_the_norms_of_windows_are_bounded_by_their_largest_element(largest: int) -> None:
     torch.manual_seed(largest)

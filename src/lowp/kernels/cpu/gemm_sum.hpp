@@ -155,8 +155,9 @@ static void exact_int16(const Side& a, const Side& b, int exponent, const Addend
   }
   const Part part(a, b, 0, a.count);
   int64_t chains[STEP / CHUNK], count;
-  if (cut_chains(part, 0, chains, &count) == part.chunks) {  // and more than one
+  if (cut_chains(part, 0, chains, &count) == part.chunks) {
     multiply(a.rows, chains, count, a.pairs, b.pairs, tops, sums);
+    if (count == 1) return finish_int16<const int32_t*>(sums, true, exponent, addends, lowest, to, tally);
     return finish_int16(ChainSums{tops, sums}, true, exponent, addends, lowest, to, tally);
   }
   alignas(64) int64_t wide[TILE];
