@@ -154,93 +154,126 @@ static void pack_some_rows(const int16_t* source, const int64_t* offsets, int64_
   }
 }
 
+// The sum of squares of each column over some pairs, in units of 256, rounded up: a pair's squares sum to at most 2^31, so
+// 128 pairs stay below 2^30 + 128. `add` returns the largest sum over pairs of up to a chunk, and adds the sums to those of
+// the block.
 #if defined(__AVX2__)
-// Adds the four rows of six numbers a0..a5 b0..b5 c0..c5 d0..d5 in three registers.
-static inline void fold_rows_of_six(const __m256i* rows, uint32_t* totals) {
-  const auto low = [](__m256i x) { return _mm256_castsi256_si128(x); };
-  const auto high = [](__m256i x) { return _mm256_extracti128_si256(x, 1); };
-  const __m128i ac03 = _mm_add_epi32(low(rows[0]), high(rows[1]));
-  const __m128i ac45_bd01 = _mm_add_epi32(high(rows[0]), low(rows[2]));
-  const __m128i bd25 = _mm_add_epi32(low(rows[1]), high(rows[2]));
-  const __m128i bd03 = _mm_unpacklo_epi64(_mm_unpackhi_epi64(ac45_bd01, ac45_bd01), bd25);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(totals), _mm_add_epi32(ac03, bd03));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(totals + 4),
-                   _mm_add_epi32(ac45_bd01, _mm_unpackhi_epi64(bd25, bd25)));
-}
-#endif
-
-// totals[w] += the sum of squares of column w over some pairs, in units of 256, rounded up: a pair's squares sum to at
-// most 2^31, so 128 pairs stay below 2^30 + 128.
 template <int WIDTH>
-static inline void add_squares(int64_t pairs, const int32_t* panel, uint32_t* totals) {
-  int64_t done = 0;
-#if defined(__AVX512BW__)
-  if constexpr (WIDTH % 16 == 0) {
-    for (int v = 0; v < WIDTH; v += 16) {
-      __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(totals + v), _mm512_set1_epi32(static_cast<int>(pairs)));
-      for (int64_t k = 0; k < pairs; k++) {
-        const __m512i x = _mm512_loadu_si512(panel + k * WIDTH + v);
-        sum = _mm512_add_epi32(sum, _mm512_srli_epi32(_mm512_madd_epi16(x, x), 8));
-      }
-      _mm512_storeu_si512(totals + v, sum);
-    }
-    return;
+class Squares {
+ public:
+  Squares() {
+    for (auto& total : totals_) total = zero();
   }
-#endif
-#if defined(__AVX2__)
-  constexpr int PERIOD = WIDTH % 8 == 0 ? WIDTH : WIDTH % 4 == 0 ? 2 * WIDTH : 4 * WIDTH;
-  constexpr int STEPS = PERIOD / WIDTH;
-  if (pairs >= STEPS) {
-    __m256i sums[PERIOD / 8];
-    for (auto& sum : sums) sum = _mm256_setzero_si256();
-    for (; done + STEPS <= pairs; done += STEPS) {
-      for (int v = 0; v < PERIOD / 8; v++) {
-        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + done * WIDTH + 8 * v));
-        sums[v] = _mm256_add_epi32(sums[v], _mm256_srli_epi32(_mm256_madd_epi16(x, x), 8));
-      }
-    }
-    alignas(32) uint32_t lanes[PERIOD];
-    if constexpr (WIDTH == 6) {
-      fold_rows_of_six(sums, lanes);
-      for (int w = 0; w < WIDTH; w++) totals[w] += lanes[w];
-    } else {
-      for (int v = 0; v < PERIOD / 8; v++) _mm256_store_si256(reinterpret_cast<__m256i*>(lanes + 8 * v), sums[v]);
-      for (int l = 0; l < PERIOD; l++) totals[l % WIDTH] += lanes[l];
-    }
-    for (int w = 0; w < WIDTH; w++) totals[w] += static_cast<uint32_t>(done);
-  }
-#endif
-  for (; done < pairs; done++) {
-    for (int w = 0; w < WIDTH; w++) {
-      const int32_t pair = panel[done * WIDTH + w];
-      const int32_t even = static_cast<int16_t>(pair & 0xffff), odd = pair >> 16;
-      totals[w] += ((static_cast<uint32_t>(even * even) + static_cast<uint32_t>(odd * odd)) >> 8) + 1;
-    }
-  }
-}
 
-static inline float norm_above(uint32_t total) {
-  return static_cast<float>(std::sqrt(static_cast<double>(total) * 256.0)) * 1.0000005f;
-}
+  uint32_t add(int64_t pairs, const int32_t* panel) {
+    Lanes sums[VECTORS];
+    for (auto& sum : sums) sum = all(static_cast<int>(pairs));
+    if (pairs == CHUNK_PAIRS) {
+#pragma GCC unroll 8
+      for (int k = 0; k < CHUNK_PAIRS; k++) add_row(panel + k * WIDTH, sums);
+    } else {
+      for (int64_t k = 0; k < pairs; k++) add_row(panel + k * WIDTH, sums);
+    }
+    for (int v = 0; v < VECTORS; v++) totals_[v] = plus(totals_[v], sums[v]);
+    return largest_of(sums);
+  }
+
+  uint32_t largest() const { return largest_of(totals_); }
+
+ private:
+#if defined(__AVX512BW__)
+  typedef __m512i Lanes;
+  static constexpr int COUNT = 16;
+  static Lanes zero() { return _mm512_setzero_si512(); }
+  static Lanes all(int x) { return _mm512_set1_epi32(x); }
+  static Lanes plus(Lanes a, Lanes b) { return _mm512_add_epi32(a, b); }
+  static Lanes maximum(Lanes a, Lanes b) { return _mm512_max_epu32(a, b); }
+  static Lanes square(Lanes x) { return _mm512_srli_epi32(_mm512_madd_epi16(x, x), 8); }
+  template <int PRESENT>
+  static Lanes load(const int32_t* from) {
+    return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << PRESENT) - 1), from);
+  }
+  static uint32_t largest_lane(Lanes x) { return _mm512_reduce_max_epu32(x); }
+#else
+  typedef __m256i Lanes;
+  static constexpr int COUNT = 8;
+  static Lanes zero() { return _mm256_setzero_si256(); }
+  static Lanes all(int x) { return _mm256_set1_epi32(x); }
+  static Lanes plus(Lanes a, Lanes b) { return _mm256_add_epi32(a, b); }
+  static Lanes maximum(Lanes a, Lanes b) { return _mm256_max_epu32(a, b); }
+  static Lanes square(Lanes x) { return _mm256_srli_epi32(_mm256_madd_epi16(x, x), 8); }
+  template <int PRESENT>
+  static Lanes load(const int32_t* from) {
+    if (PRESENT == COUNT) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm256_maskload_epi32(from, _mm256_cmpgt_epi32(all(PRESENT), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
+  }
+  static uint32_t largest_lane(Lanes x) {
+    __m128i four = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(four, _mm_shuffle_epi32(four, 0xb1))));
+  }
+#endif
+  static constexpr int VECTORS = (WIDTH + COUNT - 1) / COUNT;
+
+  // lanes beyond the columns have zeros, whose sums are no larger than those of any column
+  static void add_row(const int32_t* row, Lanes* sums) {
+    for (int v = 0; v + 1 < VECTORS; v++) sums[v] = plus(sums[v], square(load<COUNT>(row + v * COUNT)));
+    constexpr int LAST = VECTORS - 1;
+    sums[LAST] = plus(sums[LAST], square(load<WIDTH - LAST * COUNT>(row + LAST * COUNT)));
+  }
+
+  static uint32_t largest_of(const Lanes* sums) {
+    Lanes most = sums[0];
+    for (int v = 1; v < VECTORS; v++) most = maximum(most, sums[v]);
+    return largest_lane(most);
+  }
+
+  Lanes totals_[VECTORS];
+};
+#else
+template <int WIDTH>
+class Squares {
+ public:
+  uint32_t add(int64_t pairs, const int32_t* panel) {
+    uint32_t sums[WIDTH] = {};
+    for (int64_t k = 0; k < pairs; k++) {
+      for (int w = 0; w < WIDTH; w++) {
+        const int32_t pair = panel[k * WIDTH + w];
+        const int32_t even = static_cast<int16_t>(pair & 0xffff), odd = pair >> 16;
+        sums[w] += ((static_cast<uint32_t>(even * even) + static_cast<uint32_t>(odd * odd)) >> 8) + 1;
+      }
+    }
+    for (int w = 0; w < WIDTH; w++) totals_[w] += sums[w];
+    return largest_of(sums);
+  }
+
+  uint32_t largest() const { return largest_of(totals_); }
+
+ private:
+  static uint32_t largest_of(const uint32_t* sums) {
+    uint32_t most = 0;
+    for (int w = 0; w < WIDTH; w++) most = sums[w] > most ? sums[w] : most;
+    return most;
+  }
+
+  uint32_t totals_[WIDTH] = {};
+};
+#endif
 
 // bounds[0] = max over the panel's columns of the norm over the block; bounds[1 + c] = the same for its chunk c
 template <int WIDTH>
 static void bound(int64_t pairs, const int32_t* panel, float* bounds) {
   for (int64_t block = 0; block < pairs; block += BLOCK_PAIRS, bounds += BOUNDS) {
-    uint32_t totals[WIDTH] = {}, largest = 0;
-    for (int c = 0; c < BOUNDS - 1; c++) {
-      const int64_t begin = block + c * CHUNK_PAIRS;
-      const int64_t end = begin + CHUNK_PAIRS < pairs ? begin + CHUNK_PAIRS : pairs;
-      uint32_t chunk[WIDTH] = {}, chunk_largest = 0;
-      if (begin < end) add_squares<WIDTH>(end - begin, panel + begin * WIDTH, chunk);
-      for (int w = 0; w < WIDTH; w++) {
-        totals[w] += chunk[w];
-        if (chunk[w] > chunk_largest) chunk_largest = chunk[w];
-      }
-      bounds[1 + c] = norm_above(chunk_largest);
+    const int64_t count = pairs - block < BLOCK_PAIRS ? pairs - block : BLOCK_PAIRS;
+    Squares<WIDTH> squares;
+    int32_t largest[BOUNDS] = {};  // below 2^31
+    for (int64_t k = 0, c = 1; k < count; k += CHUNK_PAIRS, c++) {
+      const int64_t present = count - k < CHUNK_PAIRS ? count - k : CHUNK_PAIRS;
+      largest[c] = static_cast<int32_t>(squares.add(present, panel + (block + k) * WIDTH));
     }
-    for (int w = 0; w < WIDTH; w++) largest = totals[w] > largest ? totals[w] : largest;
-    bounds[0] = norm_above(largest);
+    largest[0] = static_cast<int32_t>(squares.largest());
+    for (int i = 0; i < BOUNDS; i++)
+      bounds[i] = static_cast<float>(std::sqrt(static_cast<double>(largest[i]) * 256.0)) * 1.0000005f;
   }
 }
 

@@ -274,40 +274,48 @@ static void finish_int64(const int64_t* sums, bool narrow, const Place<int64_t>&
   note_sums(sums, to.rows * COLUMNS, narrow, tally);
 }
 
-// Non-negative floats are ordered like their bits.
-static inline int32_t magnitude_bits(float value) { return lowp::bit_cast<int32_t>(value) & 0x7fffffff; }
+typedef float FloatLanes __attribute__((vector_size(32)));
+typedef int32_t IntLanes __attribute__((vector_size(32)));
+constexpr int FLOAT_LANES = 8;
 
-template <class Convert>
-static inline void finish_chained_as(const float* sums, const Addends& addends, const Place<float>& to, Tally& tally,
+// Writes convert(sums), and numbers added to them; by reference, as not every ABI here passes such vectors.
+template <bool ADDS, class Convert>
+static inline void finish_chained_as(const float* sums, const double* added, const Place<float>& to, Tally& tally,
                                      Convert convert) {
-  alignas(64) double added[TILE];
-  const bool adds = lay_out(addends, to.rows, added);
-  int32_t largest[COLUMNS] = {};  // of each column, the bits of a magnitude
-  for (int i = 0; i < to.rows; i++) {
-    float row[COLUMNS];
-    for (int j = 0; j < COLUMNS; j++) row[j] = convert(sums[i * COLUMNS + j]);
-    if (adds)
-      for (int j = 0; j < COLUMNS; j++) row[j] += static_cast<float>(added[i * COLUMNS + j]);
-    for (int j = 0; j < COLUMNS; j++) {
-      const int32_t magnitude = magnitude_bits(row[j]);
-      largest[j] = magnitude > largest[j] ? magnitude : largest[j];
-    }
-    std::memcpy(to.out + i * to.stride, row, sizeof row);
+  IntLanes largest{};  // the bits of magnitudes: non-negative floats are ordered like them
+  for (int t = 0; t < to.rows * COLUMNS; t += FLOAT_LANES) {
+    FloatLanes value;
+    std::memcpy(&value, sums + t, sizeof value);
+    convert(value);
+    if (ADDS)
+      for (int l = 0; l < FLOAT_LANES; l++) value[l] += static_cast<float>(added[t + l]);
+    std::memcpy(to.out + t / COLUMNS * to.stride + t % COLUMNS, &value, sizeof value);
+    const IntLanes magnitude = (IntLanes)value & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
   }
   int32_t bits = 0;
-  for (int j = 0; j < COLUMNS; j++) bits = largest[j] > bits ? largest[j] : bits;
+  for (int l = 0; l < FLOAT_LANES; l++) bits = largest[l] > bits ? largest[l] : bits;
   tally.largest_value = larger(tally.largest_value, double{lowp::bit_cast<float>(bits)});
+}
+
+template <class Convert>
+static inline void finish_chained_with(const float* sums, const Addends& addends, const Place<float>& to, Tally& tally,
+                                       Convert convert) {
+  alignas(64) double added[TILE];
+  if (lay_out(addends, to.rows, added)) return finish_chained_as<true>(sums, added, to, tally, convert);
+  finish_chained_as<false>(sums, added, to, tally, convert);
 }
 
 static void finish_chained(const float* sums, int exponent, const Addends& addends, const Place<float>& to,
                            Tally& tally) {
   if (exponent >= -126 && exponent <= 127) {
     const float scale = std::ldexp(1.0f, exponent);
-    finish_chained_as(sums, addends, to, tally, [=](float sum) { return sum * scale; });
+    finish_chained_with(sums, addends, to, tally, [=](FloatLanes& values) { values *= scale; });
   } else {
     const double scale = std::ldexp(1.0, exponent);
-    finish_chained_as(sums, addends, to, tally,
-                      [=](float sum) { return static_cast<float>(static_cast<double>(sum) * scale); });
+    finish_chained_with(sums, addends, to, tally, [=](FloatLanes& values) {
+      for (int l = 0; l < FLOAT_LANES; l++) values[l] = static_cast<float>(static_cast<double>(values[l]) * scale);
+    });
   }
 }
 
