@@ -210,6 +210,9 @@ class Precision:
             skip = self._unscaled.skip_there(optimizers)
             if skip is None and self._unscaled.skips(self.guard, self.steps + 1):
                 self.steps += 1
+                for optimizer in optimizers:
+                    if isinstance(optimizer, FlexWeights):
+                        optimizer.forget_gradients()
                 return None
         self._agree_on_masters(optimizers)
         result = None

@@ -7,6 +7,7 @@ from lowp.exponents.shared import SharedExponents
 from lowp.exponents.sites import CLASSES, SiteWriter, Spots, Tell, Trail, class_of, is_result
 from lowp.exponents.summary import Summary
 from lowp.exponents.table import Flush
+from lowp.exponents.weights import WeightSteps
 
 __all__ = [
     "CLASSES",
@@ -17,6 +18,7 @@ __all__ = [
     "Summary",
     "Tell",
     "Trail",
+    "WeightSteps",
     "class_of",
     "is_result",
     "scaling_of",

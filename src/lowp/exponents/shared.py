@@ -29,6 +29,7 @@ from lowp.exponents.ranks import AgreedSites
 from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer
 from lowp.exponents.summary import Summary, summarised
 from lowp.exponents.table import ExponentTable, Flush, SumEntry
+from lowp.exponents.weights import WeightSteps
 from lowp.kernels import low_words, payloads
 from lowp.kernels.cpu_int16 import is_direct
 from lowp.kernels.int16_lists import exact_mantissas as exact_list
@@ -205,6 +206,25 @@ class SharedExponents:
         indices = [self._begun(group, site) for site in chosen]
         group.write_list_(list(chosen.values()), indices)
         self._note_faults(group, zip(chosen, indices, strict=True))
+
+    def begin_steps(
+        self, weights: Sequence[Tensor], cast: Cast, sites: Sequence[tuple[str, str]]
+    ) -> WeightSteps | None:
+        """Return the steps to come of those weights that `end_steps` can write all at once; None if there are none.
+
+        `sites` are those of update and weight.
+        """
+        group = None if self._listeners else self._groups.get(cast)
+        return None if group is None else WeightSteps.begin(group, weights, sites)
+
+    def end_steps(self, steps: WeightSteps) -> bool:
+        """Write what a step has changed of weights, as `write_steps` does. False, with nothing done, if moved."""
+        bad = None if self._listeners else steps.write()
+        for index in bad or ():
+            site = next(name for name, place in steps.table.names.items() if place == index)
+            if site not in self._faults:
+                self._faults.append(site)
+        return bad is not None
 
     def write_steps(
         self, weights: Sequence[Tensor], old: Sequence[Mantissas], cast: Cast, sites: Sequence[tuple[str, str]]

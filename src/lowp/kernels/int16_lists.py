@@ -17,7 +17,9 @@ from lowp.kernels import cpu
 from lowp.kernels.cpu_int16 import Rows, Seen, mantissa_block, seen_of
 from lowp.kernels.mantissas import Mantissas, int16_element
 
-__all__ = ["are_int16", "exact_mantissas", "write_", "write_steps"]
+__all__ = ["Compared", "OpenSteps", "are_int16", "exact_mantissas", "write_", "write_steps"]
+
+_APART = 32  # elements: each payload of a block begins at a multiple of 64 bytes
 
 
 def are_int16(tensors: Sequence[tuple[Tensor, Mantissas, Rows]]) -> list[bool]:
@@ -28,6 +30,85 @@ def are_int16(tensors: Sequence[tuple[Tensor, Mantissas, Rows]]) -> list[bool]:
     numbers = given.buffer_info()[0], len(tensors), torch.get_num_threads(), found.buffer_info()[0]
     cpu.loaded().lowp_same_int16_list(*numbers)
     return [one == 0 for one in found]
+
+
+class Compared:
+    """fp32 tensors and their kept mantissas, contiguous and alike: one call compares them all, as often as asked."""
+
+    def __init__(self, kept: Sequence[tuple[Tensor, Mantissas]]) -> None:
+        self._kept = kept  # the payloads stay alive
+        self._addresses = [cpu.address(x) for x, _ in kept]
+        self._given = array("q")
+        for (x, (payload, exponent, _)), address in zip(kept, self._addresses, strict=True):
+            self._given.extend((address, cpu.address(payload), 1, x.numel(), x.numel(), exponent))
+
+    def are_same(self) -> bool:
+        """Whether every element of each tensor is its mantissa * 2**exponent."""
+        found = array("q", (0,) * len(self._kept))
+        numbers = self._given.buffer_info()[0], len(self._kept), torch.get_num_threads(), found.buffer_info()[0]
+        cpu.loaded().lowp_same_int16_list(*numbers)
+        return not any(found)
+
+    def are_still(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors, where they were, and `are_same`."""
+        if len(tensors) != len(self._kept):
+            return False
+        for x, (known, _), address in zip(tensors, self._kept, self._addresses, strict=True):
+            if x is not known or x.data_ptr() != address:
+                return False
+        return self.are_same()
+
+
+class OpenSteps:
+    """Weights in the format before a step, as mantissas, of which update and sum are written when it was taken.
+
+    The weights are those that `cpu_int16.is_direct` accepts; `exponents` are those under which they were written.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], exponents: Sequence[int]) -> None:
+        self.weights, self.exponents = weights, exponents
+        self._sizes = [one.numel() for one in weights]
+        self._begins = [0]
+        for size in self._sizes:
+            self._begins.append(self._begins[-1] + -(-size // _APART) * _APART)
+        self._payload = torch.empty(self._begins[-1], dtype=torch.int16, device="cpu")
+        self._addresses = [cpu.address(one) for one in weights]
+        self._largest = self._read()
+
+    def _read(self) -> array[int]:
+        first, given, found = self._payload.data_ptr(), array("q"), array("q", (0,) * len(self.weights))
+        rows = zip(self._addresses, self._begins, self._sizes, self.exponents, strict=False)
+        for address, begin, size, exponent in rows:
+            given.extend((address, first + 2 * begin, size, exponent))
+        numbers = given.buffer_info()[0], len(self.weights), torch.get_num_threads(), found.buffer_info()[0]
+        cpu.loaded().lowp_exact_int16_list(*numbers)
+        return found
+
+    def fits(self, limit: int) -> list[bool]:
+        """Whether each weight has mantissas under its exponent, of at most `limit`."""
+        return [0 <= one <= limit for one in self._largest]
+
+    @property
+    def mantissas(self) -> list[Mantissas]:
+        """The mantissas of each weight before the step."""
+        rows = zip(self.weights, self._begins, self._sizes, self.exponents, self._largest, strict=False)
+        return [
+            Mantissas(
+                self._payload[begin : begin + size].view(one.shape), exponent, Seen(most, False, False, 0, 0, size)
+            )
+            for one, begin, size, exponent, most in rows
+        ]
+
+    def write(self, exponents: Sequence[tuple[int, int]], cast: Cast) -> list[tuple[Seen, Seen]] | None:
+        """Write the steps as `write_steps` does; None, with nothing done, where a weight was moved."""
+        if [one.data_ptr() for one in self.weights] != self._addresses:
+            return None
+        first, given, counts = self._payload.data_ptr(), array("q"), array("q", (0,) * (8 * len(self.weights)))
+        rows = zip(self._addresses, self._begins, self._sizes, self.exponents, exponents, strict=False)
+        for address, begin, size, exponent, (of_update, of_weight) in rows:
+            given.extend((address, first + 2 * begin, size, exponent, of_update, of_weight))
+        _run_steps(self.weights, given, counts, cast)
+        return _seen_of_steps(self._sizes, counts)
 
 
 def exact_mantissas(tensors: Sequence[Tensor], exponents: Sequence[int]) -> list[Mantissas | None]:
@@ -54,13 +135,21 @@ def write_steps(
     given, counts = array("q"), array("q", (0,) * (8 * len(weights)))
     for weight, (payload, exponent, _), (of_update, of_weight) in zip(weights, old, exponents, strict=True):
         given.extend((cpu.address(weight), cpu.address(payload), weight.numel(), exponent, of_update, of_weight))
+    _run_steps(weights, given, counts, cast)
+    return _seen_of_steps([weight.numel() for weight in weights], counts)
+
+
+def _run_steps(weights: Sequence[Tensor], given: array[int], counts: array[int], cast: Cast) -> None:
     lowest = -32767 if int16_element(cast).symmetric else -32768
     numbers = given.buffer_info()[0], len(weights), lowest, torch.get_num_threads(), counts.buffer_info()[0]
     cpu.loaded().lowp_step_int16_list(*numbers)
     torch.autograd.graph.increment_version(weights)
+
+
+def _seen_of_steps(sizes: Sequence[int], counts: array[int]) -> list[tuple[Seen, Seen]]:
     return [
-        (seen_of(weight.numel(), *counts[at : at + 4]), seen_of(weight.numel(), *counts[at + 4 : at + 8]))
-        for at, weight in zip(range(0, len(counts), 8), weights, strict=True)
+        (seen_of(size, *counts[at : at + 4]), seen_of(size, *counts[at + 4 : at + 8]))
+        for at, size in zip(range(0, len(counts), 8), sizes, strict=True)
     ]
 
 

@@ -34,7 +34,7 @@ from lowp.kernels.mantissas import (
     values,
 )
 
-__all__ = ["are_exact", "exact", "exact_there", "hint", "is_exact", "keep", "kept", "relu", "rounded"]
+__all__ = ["are_exact", "compared", "exact", "exact_there", "hint", "is_exact", "keep", "kept", "relu", "rounded"]
 
 _LARGEST = 100  # outside these exponents units are not normal numbers of fp32
 
@@ -202,6 +202,20 @@ def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
             kept[index] = x, Mantissas(payload, found.exponent), lie
     same = dict(zip(kept, int16_lists.are_int16(list(kept.values())), strict=True)) if kept else {}
     return [same.get(index, False) or is_exact(x, cast) for index, x in enumerate(tensors)]
+
+
+def compared(tensors: Sequence[Tensor], format: Format) -> int16_lists.Compared | None:
+    """Return tensors with their kept mantissas, for which they stand; None if any is otherwise, or has none."""
+    if not uses_library():
+        return None
+    found: list[tuple[Tensor, Mantissas]] = []
+    for x in tensors:
+        known = kept(x, format) if x.is_cpu else None
+        if known is None or not x.is_contiguous() or x.data_ptr() % 4:
+            return None
+        found.append((x, known))
+    result = int16_lists.Compared(found)
+    return result if result.are_same() else None
 
 
 def exact_there(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,8 @@ def observe(scaling: Autoflex, columns: Sequence[Tensor], written: Iterable[tupl
     previous write (int32), and the counts raises_needed, raises_in_time, headroom_sum and measured (fp64).
     """
     numbers = array("i")
-    for entry, seen in written:
-        numbers.extend((entry, seen.mantissa, bool(seen.nonfinite) + 2 * bool(seen.vanished)))
+    for entry, (mantissa, nonfinite, vanished, *_) in written:
+        numbers.extend((entry, mantissa, bool(nonfinite) + 2 * bool(vanished)))
     table = array("Q", [column.data_ptr() for column in columns])
     given = table.buffer_info()[0], numbers.buffer_info()[0], len(numbers) // 3
     cpu.loaded().lowp_autoflex_observe(autoflex_parameters(scaling), *given)

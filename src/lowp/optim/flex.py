@@ -7,10 +7,11 @@ optimizer's state, with the hyper-parameters of the fp32 run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
+from typing import cast as cast_to
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.kernels import payloads
 from lowp.kernels.dispatch import answers_at_once
+from lowp.kernels.int16_lists import Compared
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.observing import everywhere, step
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
@@ -87,6 +89,14 @@ def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
         )
 
 
+class _Row(NamedTuple):
+    """A parameter and the sites of its gradient, and of update and weight."""
+
+    parameter: Tensor
+    gradient: _Site
+    steps: tuple[str, str]
+
+
 class FlexWeights(Wrapper):
     """Lets any torch optimizer train parameters that are int16 under shared exponents, without masters.
 
@@ -115,6 +125,8 @@ class FlexWeights(Wrapper):
         self._buffers: dict[str, tuple[Callable[[], nn.Module | None], str]] = {}
         self._adopted: set[Tensor] = set()
         self._is_skipped: Tensor | None = None
+        self._compared: Compared | None = None  # the gradients, for the step that follows
+        self._known: list[_Row] = []
         self._adopt(stored)
 
     @uncompiled
@@ -126,7 +138,8 @@ class FlexWeights(Wrapper):
                 "a closure would read weights that are not rounded yet: train optimizers that need one (LBFGS) with "
                 "fp32 parameters, as in Precision('dfp16')"
             )
-        sparse = [self._names[one] for one in self._parameters() if one.grad is not None and one.grad.is_sparse]
+        trained = [row for row in self._rows() if row.parameter.grad is not None]
+        sparse = [row.gradient.name for row in trained if cast_to(Tensor, row.parameter.grad).is_sparse]
         if sparse:
             raise InvalidInput(
                 f"the gradient of {sparse[0]} is sparse, which {self.cast} does not support: create the embedding with "
@@ -134,15 +147,23 @@ class FlexWeights(Wrapper):
             )
         if self._is_skipped is None:
             self.write_gradients()
-        before = self._stored()
-        result = self._step_inner(before)
+            self._compared = None
+        parameters, sites = [row.parameter for row in trained], [row.steps for row in trained]
+        steps = None
+        if self._is_skipped is None and not everywhere:
+            steps = self.exponents.begin_steps(parameters, self.cast, sites)
+        before = self._stored(parameters if steps is None else _without(parameters, steps.weights))
+        result = self._step_inner(parameters)
         with self.exponents.unless(self._is_skipped):
-            self._write_steps(before)
-            self._write_states(before)
+            if steps is not None and not self.exponents.end_steps(steps):
+                before.update(zip(steps.weights, steps.mantissas, strict=True))
+            if before:
+                self._write_steps(before)
+            self._write_states(parameters)
             self._write_buffers()
         return result
 
-    def _step_inner(self, before: Mapping[Tensor, Any]) -> Any:
+    def _step_inner(self, trained: Sequence[Tensor]) -> Any:
         """Step the inner optimizer on these parameters; where a device has decided to skip, nothing changes."""
         skip = self._is_skipped
         if skip is None:
@@ -153,7 +174,7 @@ class FlexWeights(Wrapper):
                 return self.inner.step()
             finally:
                 del self.inner.found_inf  # type: ignore[attr-defined]
-        tensors = [*before, *(value for one in before for value in self.inner.state.get(one, {}).values())]
+        tensors = [*trained, *(value for one in trained for value in self.inner.state.get(one, {}).values())]
         kept = [(value, value.clone()) for value in tensors if isinstance(value, Tensor)]
         result = self.inner.step()
         for value, old in kept:
@@ -194,13 +215,18 @@ class FlexWeights(Wrapper):
     @torch.no_grad()
     def write_gradients(self) -> None:
         """Write the gradients as the step reads them: those that are not finite are then among the faults."""
-        if not self._adopted.issuperset(self._parameters()):  # a group was added to the inner optimizer itself
-            self._adopt()
         given = [
-            (one.grad, _gradient(self._names[one]))
-            for one in self._parameters()
-            if one.grad is not None and not one.grad.is_sparse
+            (gradient, row.gradient)
+            for row in self._rows()
+            if (gradient := row.parameter.grad) is not None and not gradient.is_sparse
         ]
+        known, self._compared = self._compared, None
+        if not everywhere:  # hooks may have run since the gradients were compared: their memory is, again
+            gradients = [gradient for gradient, _ in given]
+            is_same = known is not None and known.are_still(gradients)
+            self._compared = known if is_same else payloads.compared(gradients, self.cast.format)
+            if self._compared is not None:
+                return
         are_exact = payloads.are_exact([gradient for gradient, _ in given], self.cast)
         for (gradient, site), is_exact in zip(given, are_exact, strict=True):
             if not is_exact or gradient.dtype is not torch.float32:
@@ -208,16 +234,21 @@ class FlexWeights(Wrapper):
             elif everywhere:
                 self._tell(gradient, site)
 
-    def _stored(self) -> dict[Tensor, Tensor | Mantissas]:
-        """Return what parameters with a gradient hold: mantissas, or a copy of one that is not in the format."""
-        trained = [one for one in self._parameters() if one.grad is not None]
+    def forget_gradients(self) -> None:
+        """Release what `write_gradients` keeps for the step, which is not taken."""
+        self._compared = None
+
+    def _stored(self, trained: Sequence[Tensor]) -> dict[Tensor, Tensor | Mantissas]:
+        """Return what parameters hold: mantissas, or a copy of one that is not in the format."""
+        if not trained:
+            return {}
         known = self.exponents.mantissas(trained, self.cast, [str(_weight(self._names[one])) for one in trained])
         return {
             parameter: parameter.detach().clone() if found is None else found
             for parameter, found in zip(trained, known, strict=True)
         }
 
-    def _write_steps(self, before: Mapping[Tensor, Tensor | Mantissas]) -> None:
+    def _write_steps(self, before: Mapping[Tensor, Any]) -> None:
         """Write what a step has changed of each parameter; all at once where no one looks on."""
         there = {parameter: old for parameter, old in before.items() if not answers_at_once(parameter)}
         if there:
@@ -317,6 +348,20 @@ class FlexWeights(Wrapper):
         """The parameters that are stored in the format: all but complex ones, which a region does not round either."""
         return [one for one in parameters_of(self) if not one.is_complex()]
 
+    def _rows(self) -> list[_Row]:
+        """Return the parameters that are stored in the format, with their sites; a new one is converted first."""
+        parameters, known = self._parameters(), self._known
+        is_known = len(known) == len(parameters)
+        if not is_known or any(row.parameter is not one for row, one in zip(known, parameters, strict=True)):
+            if not self._adopted.issuperset(parameters):  # a group was added to the inner optimizer itself
+                self._adopt()
+            names = [self._names[one] for one in parameters]
+            self._known = [
+                _Row(one, _gradient(name), (str(_update(name)), str(_weight(name))))
+                for one, name in zip(parameters, names, strict=True)
+            ]
+        return self._known
+
     def _adopt(self, stored: Container[Tensor] = ()) -> None:
         refuse_shards(self.cast, self._parameters())
         with torch.no_grad():
@@ -366,6 +411,8 @@ class FlexWeights(Wrapper):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
+            "_compared": None,
+            "_known": [],
             "_buffers": {name: (module(), key) for name, (module, key) in self._buffers.items()},
         }
 
@@ -377,6 +424,11 @@ class FlexWeights(Wrapper):
 
     def __repr__(self) -> str:
         return f"FlexWeights({self.cast}, {self.inner!r})"
+
+
+def _without(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    known = set(map(id, others))  # a tensor takes long to be hashed
+    return [one for one in parameters if id(one) not in known]
 
 
 def _lies_there(state: Mapping[str, Any] | None, device: torch.device) -> bool:
