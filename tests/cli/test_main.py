@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lowp import __version__, cli
-from lowp.cli.lists import listed
+from lowp.cli.lists import split_list
 from lowp.errors import InvalidInput, Misuse
 from lowp.kernels.cpu import asked, available, library, select
 
@@ -185,4 +185,4 @@ def test_the_module_is_the_command(module: str) -> None:
     ],
 )
 def test_commas_inside_parentheses_part_no_list(text: str | None, found: list[str]) -> None:
-    assert listed(text) == found
+    assert split_list(text) == found

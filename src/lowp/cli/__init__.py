@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
 
-# One row per command: its name, which is its module in this package, and its line in `lowp --help`.
+# By name, which is that of the command's module in this package, the line in `lowp --help`.
 COMMANDS: dict[str, str] = {
     "formats": "list the number formats, show one in full, draw their bits",
     "explain": "show a number, a sum or a weight update bit by bit, exactly",
@@ -151,7 +151,7 @@ def _help() -> str:
 
 
 def _is_about_input(error: Exception) -> bool:
-    """Whether an error is for the user: a LowpError, an OSError, or a ValueError raised by lowp's own code."""
+    """Return whether to print an error in one line: a LowpError, an OSError, or a ValueError raised by lowp's code."""
     from lowp.errors import LowpError
 
     if isinstance(error, (LowpError, OSError)):

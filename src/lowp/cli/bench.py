@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
-from lowp.cli.lists import listed
-from lowp.cli.pictures import add_plot, checked, written
+from lowp.cli.lists import split_list
+from lowp.cli.pictures import add_plot, picture_path, written_line
 
 if TYPE_CHECKING:
     from lowp.benchmarking.benchmark import Benchmark, BenchmarkPlan
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(arguments.recipes))
     settings, plan = _settings(arguments, names), _plan(arguments)
     out = arguments.out or Path(f"bench-{names[0]}.json" if len(names) == 1 else "bench.json")
-    plot = checked(arguments.plot, out)
+    plot = picture_path(arguments.plot, out)
     benchmark = Benchmark(settings, plan)
     benchmark.command = results.command_line()
     interrupted = f"interrupted; what was measured is in {out}"
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if interrupts():
         _say(interrupted)
         return interrupts.exit_code
-    print(written(out, plot))
+    print(written_line(out, plot))
     return 0
 
 
@@ -123,7 +123,7 @@ def _plan(arguments: argparse.Namespace) -> BenchmarkPlan:
         raise InvalidInput(f"--seconds {arguments.seconds:g}: give seconds above 0, such as {_SECONDS:g}")
     if arguments.threads is not None and arguments.threads < 1:
         raise InvalidInput(f"--threads {arguments.threads}: give 1 or more")
-    precisions = listed(arguments.precision)
+    precisions = split_list(arguments.precision)
     for precision in precisions:
         presets.parse(precision)
     return BenchmarkPlan(

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowp.cli import run_options
 from lowp.cli.interrupts import Interrupts
-from lowp.cli.lists import listed
-from lowp.cli.pictures import add_plot, checked, written
+from lowp.cli.lists import split_list
+from lowp.cli.pictures import add_plot, picture_path, written_line
 from lowp.cli.tables import counted
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path(f"{kind}-{get(arguments.recipe).name}.json")
     study = _study(arguments)
     study.command = results.command_line()
-    plot = checked(arguments.plot, out)
+    plot = picture_path(arguments.plot, out)
     _take_over(study, out, arguments.resume)
     with Interrupts(lambda: _interrupted(study, out)) as interrupts:
         _train(study, out, arguments.jobs, interrupts)
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     _print(document)
     if plots.can_plot():
         (comparison.curves if arguments.sweep is None else comparison.grid)(document, plot)
-    print(written(out, plot))
+    print(written_line(out, plot))
     return 0
 
 
@@ -120,9 +120,9 @@ def _check(arguments: argparse.Namespace) -> None:
     from lowp.recipes import get
 
     get(arguments.recipe)
-    for option, value, least in (("--seeds", arguments.seeds, 1), ("--jobs", arguments.jobs, 1)):
-        if value is not None and value < least:
-            raise InvalidInput(f"{option} {value}: give {least} or more")
+    for option, value, minimum in (("--seeds", arguments.seeds, 1), ("--jobs", arguments.jobs, 1)):
+        if value is not None and value < minimum:
+            raise InvalidInput(f"{option} {value}: give {minimum} or more")
     if not 0 <= arguments.timing < 3600:
         raise InvalidInput(f"--timing {arguments.timing:g}: give seconds, 0 or more")
     if arguments.sweep is not None and arguments.precision is not None:
@@ -140,7 +140,7 @@ def _study(arguments: argparse.Namespace) -> Study:
     from lowp.recipes.comparison import Study, variants_of
     from lowp.recipes.sweep import Grid, Sweep
 
-    scales = listed(arguments.loss_scale)
+    scales = split_list(arguments.loss_scale)
     named = run_options.given(arguments)
     if arguments.sweep is not None:
         if len(scales) > 1:
@@ -152,7 +152,7 @@ def _study(arguments: argparse.Namespace) -> Study:
         if arguments.epochs is None:
             settings = replace(settings, epochs=max(1, (settings.epochs or 1) // 2))
         return Sweep(settings, grid, range(arguments.seeds or _SEEDS_OF_A_SWEEP))
-    precisions = listed(arguments.precision) or listed("fp16" if scales else DEFAULT)
+    precisions = split_list(arguments.precision) or split_list("fp16" if scales else DEFAULT)
     if "fp32" not in precisions:
         _say("fp32 is trained too, as what the others are compared with")
     variants = variants_of(run_options.filled(named), precisions, scales)

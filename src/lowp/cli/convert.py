@@ -76,22 +76,24 @@ def _show(converted: Converted) -> None:
 
     columns = ["tensor", "shape", "bytes", "max error", "rms error", "flushed", "overflowed"]
     table = plain_table(f"to {converted.format}", columns)
-    for one in converted.tensors:
-        numbers = [f"{one.largest_error:.3g}", f"{one.rms_error:.3g}", f"{one.flushed:,}"]
-        cells = ["-"] * 3 if one.reason else numbers
-        shape = "x".join(map(str, one.shape)) or "scalar"
-        table.add_row(Text(one.name), shape, bytes_of(one.bytes_after), *cells, f"{one.overflowed:,}")
+    for tensor in converted.tensors:
+        numbers = [f"{tensor.largest_error:.3g}", f"{tensor.rms_error:.3g}", f"{tensor.flushed:,}"]
+        cells = ["-"] * 3 if tensor.reason else numbers
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        table.add_row(Text(tensor.name), shape, bytes_of(tensor.bytes_after), *cells, f"{tensor.overflowed:,}")
     terminal = console()
     show(terminal, table)
     reasons: dict[str, list[str]] = {}
-    for one in converted.tensors:
-        if one.reason:
-            reasons.setdefault(f"kept in {one.dtype}, {one.reason}", []).append(one.name)
+    for tensor in converted.tensors:
+        if tensor.reason:
+            reasons.setdefault(f"kept in {tensor.dtype}, {tensor.reason}", []).append(tensor.name)
     for reason, names in reasons.items():
         terminal.print(f"{reason}: {', '.join(names)}", markup=False)
     for name, kind in converted.left_out.items():
         terminal.print(f"left out: {name}, a {kind} and no tensor", markup=False)
-    before, after = (sum(getattr(one, name) for one in converted.tensors) for name in ("bytes_before", "bytes_after"))
+    before, after = (
+        sum(getattr(tensor, name) for tensor in converted.tensors) for name in ("bytes_before", "bytes_after")
+    )
     sys.stdout.flush()
     share = f" ({after / before:.2f} of them)" if before else ""
     terminal.print(f"{bytes_of(before)} became {bytes_of(after)}{share}: {', '.join(converted.files)}", markup=False)

@@ -106,10 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _explanation(arguments: argparse.Namespace) -> object:
     text = " ".join(arguments.number)
     is_update = arguments.weight is not None or arguments.gradient is not None
-    asked = [name for name, given in (("a number", text), ("--weight", is_update), ("--fma", arguments.fma)) if given]
-    if len(asked) > 1:
-        raise InvalidInput(f"{' and '.join(asked)} cannot be combined: give one of them")
-    if not asked:
+    requests = [
+        name for name, given in (("a number", text), ("--weight", is_update), ("--fma", arguments.fma)) if given
+    ]
+    if len(requests) > 1:
+        raise InvalidInput(f"{' and '.join(requests)} cannot be combined: give one of them")
+    if not requests:
         raise InvalidInput(
             "nothing to explain: give a number and --to (lowp explain 0.1 --to fp16), an operation and --in "
             "(lowp explain '1.5 * 2.25' --in bf16), --weight and --gradient, --fma, or --worked"
@@ -204,9 +206,9 @@ def _element(text: str | None) -> tuple[int, int] | None:
 def _worked() -> str:
     parser = argparse.ArgumentParser(prog="lowp explain")
     add_arguments(parser)
-    shown = []
+    parts = []
     for index, case in enumerate(WORKED_CASES, 1):
         arguments = parser.parse_args(case.arguments)
         command = shlex.join(["lowp", "explain", *case.arguments])
-        shown.append(f"{index}. {case.title}\n$ {command}\n{render(_explanation(arguments))}")
-    return "\n\n".join(shown)
+        parts.append(f"{index}. {case.title}\n$ {command}\n{render(_explanation(arguments))}")
+    return "\n\n".join(parts)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
-from lowp.cli.lists import listed
+from lowp.cli.lists import split_list
 
 if TYPE_CHECKING:
     from lowp.recipes.training import Settings
@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lowp.report import plots
 
     if arguments.list:
-        print("\n".join(_listed()))
+        print("\n".join(_list()))
         return 0
     if arguments.name is None:
         raise InvalidInput(f"the name of a figure is missing; allowed: {', '.join(FIGURES)}")
@@ -190,7 +190,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not plots.can_plot():
         print(f"written: {numbers}; no picture: {plots.NO_MATPLOTLIB}")
         return 0
-    _named(figure.draw)(document, out)
+    _import(figure.draw)(document, out)
     print(f"written: {numbers}, {out}")
     return 0
 
@@ -199,22 +199,22 @@ def _given(arguments: argparse.Namespace, figure: Figure) -> dict[str, Any]:
     """Return the given options by the name of the setting; raise InvalidInput for one the figure does not take."""
     from lowp.errors import InvalidInput
 
-    takes = {**figure.run, **figure.options}
+    allowed_names = {**figure.run, **figure.options}
     every = {name for one in FIGURES.values() for name in {**one.run, **one.options}}
     options = {name: _SPELLED.get(name, name) for name in sorted(every)}
-    found = {name: getattr(arguments, option) for name, option in options.items() if name in takes}
+    values = {name: getattr(arguments, option) for name, option in options.items() if name in allowed_names}
     refused = [
         option
         for option in dict.fromkeys(options.values())
-        if getattr(arguments, option) is not None and option not in {options[name] for name in takes}
+        if getattr(arguments, option) is not None and option not in {options[name] for name in allowed_names}
     ]
     if refused:
-        allowed = ", ".join(f"--{options[name]}" for name in takes)
+        allowed = ", ".join(f"--{options[name]}" for name in allowed_names)
         raise InvalidInput(f"{arguments.name} does not take --{refused[0]}; allowed: {allowed}, --from, --out")
     for name in ("steps", "seeds"):
-        if found.get(name) is not None and found[name] < 1:
-            raise InvalidInput(f"--{name} {found[name]}: give 1 or more")
-    return {name: value for name, value in found.items() if value is not None}
+        if values.get(name) is not None and values[name] < 1:
+            raise InvalidInput(f"--{name} {values[name]}: give 1 or more")
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) ->
     options: dict[str, Any] = {name: given.get(name, value) for name, value in figure.options.items()}
     for name in ("precisions", "formats"):
         if name in options:
-            options[name] = listed(options[name])
+            options[name] = split_list(options[name])
     total, unit = options.get("steps", 0), "steps"
     if figure.run:
         options["settings"] = _settings(figure, given)
@@ -236,16 +236,16 @@ def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) ->
         def on_progress(name: str, done: int) -> None:
             bar.advance(1 if done else 0, name)
 
-        return dict(_named(figure.record)(**options, stop=interrupts, on_progress=on_progress))
+        return dict(_import(figure.record)(**options, stop=interrupts, on_progress=on_progress))
 
 
 def _settings(figure: Figure, given: Mapping[str, Any]) -> Settings:
     from lowp.recipes.training import Settings
 
-    chosen = {name: given.get(name, value) for name, value in figure.run.items()}
-    if "recipe" in given and "epochs" not in given and "epochs" in chosen:
-        chosen["epochs"] = None  # the figure's number of epochs is for its default recipe
-    return Settings(**chosen).filled()
+    values = {name: given.get(name, value) for name, value in figure.run.items()}
+    if "recipe" in given and "epochs" not in given and "epochs" in values:
+        values["epochs"] = None  # the figure's number of epochs is for its default recipe
+    return Settings(**values).filled()
 
 
 def _redraw(arguments: argparse.Namespace, figure: Figure, given: Mapping[str, Any], out: Path) -> int:
@@ -260,17 +260,17 @@ def _redraw(arguments: argparse.Namespace, figure: Figure, given: Mapping[str, A
     try:
         document = results.read(arguments.source, figure.kind)
     except InvalidInput as error:
-        raise InvalidInput(f"{error}{_right_command(arguments.source)}") from None
+        raise InvalidInput(f"{error}{_other_command(arguments.source)}") from None
     if not plots.can_plot():
         raise Unavailable(plots.NO_MATPLOTLIB)
     with results.reading(arguments.source):
         words = _words(figure, document)
-        _named(figure.draw)(document, out)
+        _import(figure.draw)(document, out)
     print("\n".join([*words, f"written: {out}"]))
     return 0
 
 
-def _right_command(path: Path) -> str:
+def _other_command(path: Path) -> str:
     """Return the command that draws a file of another figure, as an addition to an error message."""
     from lowp.errors import InvalidInput
     from lowp.recipes import results
@@ -285,24 +285,24 @@ def _right_command(path: Path) -> str:
 
 
 def _words(figure: Figure, document: Mapping[str, Any]) -> list[str]:
-    return [] if figure.words is None else list(_named(figure.words)(document))
+    return [] if figure.words is None else list(_import(figure.words)(document))
 
 
-def _listed() -> list[str]:
+def _list() -> list[str]:
     """Return one line per figure: what it shows, and its default training."""
     width = max(map(len, FIGURES))
     lines = []
     for name, figure in FIGURES.items():
-        trained = figure.run.get("recipe")
+        recipe = figure.run.get("recipe")
         precision = figure.run.get("precision") or f"fp32,{figure.options.get('precisions')}"
-        of = f" [{trained} in {precision}]" if trained else ""
-        lines.append(f"{name:<{width}}  {figure.summary}{of}")
+        training = f" [{recipe} in {precision}]" if recipe else ""
+        lines.append(f"{name:<{width}}  {figure.summary}{training}")
     return lines
 
 
-def _named(spelled: str) -> Callable[..., Any]:
+def _import(reference: str) -> Callable[..., Any]:
     from importlib import import_module
 
-    module, _, name = spelled.partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), name)
-    return found
+    module, _, name = reference.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function

@@ -1,4 +1,4 @@
-"""The facts about one format, as numbers for tables and JSON and as lines of text."""
+"""The properties of a format, as numbers for tables and JSON, and as lines of text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def source(format: Format) -> str:
 
 
 def scope_words(scope: Scope) -> str:
-    """Return the numbers that share a scale, in words."""
+    """Return a description of the numbers that share a scale."""
     return _SCOPES.get(scope.kind, f"a block of {scope.size}")
 
 
@@ -88,8 +88,8 @@ class Limits:
 def limits(format: Format) -> Limits:
     """Return the limits of a format, over all values of a shared scale."""
     if isinstance(format, IntFormat):
-        one = Fraction(1)
-        return Limits(one, None, None, Fraction(format.maximum), Fraction(format.minimum), one)
+        unit = Fraction(1)
+        return Limits(unit, None, None, Fraction(format.maximum), Fraction(format.minimum), unit)
     if isinstance(format, FloatFormat):
         subnormal = format.smallest_subnormal
         return Limits(
@@ -123,7 +123,7 @@ def percent(element: FloatFormat) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """The numbers of one format."""
+    """The properties of a format, as in its row of `lowp formats`."""
 
     name: str
     layout: str
@@ -154,7 +154,7 @@ def facts(format: Format) -> Facts:
 
 
 def in_full(cast: Cast) -> Iterator[str]:
-    """Yield the facts about one format, one per line."""
+    """Yield the properties of a format, one per line."""
     format = cast.format
     element = cast.element
     if isinstance(format, ScaledFormat):
@@ -184,8 +184,8 @@ def _scaled_lines(format: ScaledFormat) -> Iterator[str]:
     yield line("scale", f"{kind} {size}, {format.scale_bits} bits, shared by {scope_words(format.scope)}")
     if format.outer:
         yield line("outer", f"one more scale for the tensor, {format.outer}")
-    found = limits(format)
-    for label, value in (("smallest", found.smallest), ("maximum", found.maximum)):
+    bounds = limits(format)
+    for label, value in (("smallest", bounds.smallest), ("maximum", bounds.maximum)):
         yield line(label, f"{brief_text(value, 6)} = {power_text(value)} over all scales")
     yield line(
         "bytes", f"{format.bytes:g} a number" + ", its share of the scale included" * (format.scope.kind == "block")
@@ -234,14 +234,14 @@ def _both(value: Fraction) -> str:
 
 
 def _cost_lines(format: Format) -> Iterator[str]:
-    price = cost(format)
-    square = f"{price.significand_bits}^2 = {price.significand_bits**2}"
-    share = f"{price.relative_multiplier_area:.3g} of fp32's 24^2 = 576"
+    costs = cost(format)
+    square = f"{costs.significand_bits}^2 = {costs.significand_bits**2}"
+    share = f"{costs.relative_multiplier_area:.3g} of fp32's 24^2 = 576"
     yield line("multiplier", f"{square} by the square of the significand,")
     yield line("", share)
-    yield line("energy", f"multiply {price.multiply_energy}, add {price.add_energy}")
-    yield line("", ", ".join(f"read from {name} {energy}" for name, energy in price.read_energy.items()))
-    yield line("area", f"multiply {price.multiply_area}, add {price.add_area}")
+    yield line("energy", f"multiply {costs.multiply_energy}, add {costs.add_energy}")
+    yield line("", ", ".join(f"read from {name} {energy}" for name, energy in costs.read_energy.items()))
+    yield line("area", f"multiply {costs.multiply_area}, add {costs.add_area}")
     yield line("", f"estimates: {SOURCE}; ~ is interpolated (or extrapolated) by that square")
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C ends work between two steps, or after two seconds; a second Ctrl-C ends it at once."""
+"""Handling of Ctrl-C: work ends between two steps or after `PATIENCE` seconds, and at once at a second Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor
 
 
 class Interrupts:
-    """``with Interrupts() as interrupts``: `interrupts()` returns whether Ctrl-C (or SIGTERM) was received.
+    """A handler of Ctrl-C and SIGTERM: in ``with Interrupts() as interrupts``, `interrupts()` is true after a signal.
 
-    Work that calls `interrupts()` ends by itself and keeps its results; if that takes longer than `PATIENCE` seconds,
-    `keeping`, which describes the work in progress, is written to stderr, and a second signal ends it. Work that does
-    not call `interrupts()` within that time, because a step takes longer, is ended: `last_words()`, which describes
-    what was saved, is written to stderr and the process ends with `exit_code`; files remain as the last atomic write
-    left them, and no lock or partial file remains. The previous signal handlers are restored at the end of the block.
-    Outside the main thread the block has no effect.
+    Work that calls `interrupts()` is expected to end by itself and to keep its results. If it takes longer than
+    `PATIENCE` seconds, `keeping`, which describes the work in progress, is written to stderr, and a second signal ends
+    the process. If `interrupts()` is not called within that time, because a step takes longer, the process is ended:
+    `last_words()`, which describes what was saved, is written to stderr, and the exit code is `exit_code`. Files remain
+    as the last atomic write left them, and no lock or partial file remains. The previous signal handlers are restored
+    at the end of the block. Outside the main thread the block has no effect.
     """
 
     def __init__(self, last_words: Callable[[], str] = lambda: "interrupted", keeping: str = "cleaning up") -> None:
@@ -54,12 +54,12 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._receive)
-            # A Python handler runs only after the current call into C, such as a backward; the number of the signal
-            # is written here at once.
-            heard, told = self._sockets = socket.socketpair()
-            told.setblocking(False)
-            self._wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._wait_for_answer, args=(heard,), daemon=True).start()
+            # A Python handler runs only after the current call into C, such as a backward pass; the number of the
+            # signal is written to this socket at once.
+            receiver, sender = self._sockets = socket.socketpair()
+            sender.setblocking(False)
+            self._wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._wait_for_answer, args=(receiver,), daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -77,10 +77,10 @@ class Interrupts:
             raise KeyboardInterrupt
         self.received = number
 
-    def _wait_for_answer(self, heard: socket.socket) -> None:
-        """In a thread: end the process if a signal is not asked for in time, or at a second signal."""
-        with heard:
-            number = self._next(heard)
+    def _wait_for_answer(self, receiver: socket.socket) -> None:
+        """Run in a thread: end the process if no call follows a signal within `PATIENCE`, or at a second signal."""
+        with receiver:
+            number = self._next(receiver)
             if number is None:
                 return
             ends = time.monotonic() + PATIENCE
@@ -88,12 +88,12 @@ class Interrupts:
                 self._end(number)
             if not self._over.wait(max(0.0, ends - time.monotonic())):
                 os.write(2, f"{self._keeping}; Ctrl-C once more ends it at once\n".encode())
-            if self._next(heard) is not None and not self._over.wait(PATIENCE):
+            if self._next(receiver) is not None and not self._over.wait(PATIENCE):
                 self._end(number)
 
-    def _next(self, heard: socket.socket) -> int | None:
+    def _next(self, receiver: socket.socket) -> int | None:
         """Return the next SIGINT or SIGTERM; None at the end of the block."""
-        while numbers := heard.recv(1):
+        while numbers := receiver.recv(1):
             if numbers[0] in self._before:
                 return numbers[0]
         return None

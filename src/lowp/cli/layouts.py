@@ -1,4 +1,4 @@
-"""Bit layouts and ranges of formats, drawn below each other for comparison."""
+"""Drawings of the bit layouts and ranges of formats, one below the other."""
 
 from __future__ import annotations
 
@@ -65,20 +65,25 @@ def _right(element: FloatFormat | IntFormat) -> list[tuple[str, int]]:
 
 def _boxes(format: Format, names: int, left: int, pens: Pens) -> list[str]:
     element = _element(format)
-    before = _left(element)
-    fields = before + _right(element)
-    indent = names + left - sum(size for _, size in before) - len(before)
+    left_fields = _left(element)
+    fields = left_fields + _right(element)
+    indent = names + left - sum(size for _, size in left_fields) - len(left_fields)
     top, middle, bottom = _box(fields, pens)
     middle = f"{format!s:<{names}}{' ' * (indent - names)}{middle}"
     top, bottom = " " * indent + top, " " * indent + bottom
     if not isinstance(format, ScaledFormat):
         return [top, f"{middle} = {format.bits}", bottom]
-    apart = _box(_scale_fields(format), pens)
+    scale_box = _box(_scale_fields(format), pens)
     words = f"2^e, shared by {scope_words(format.scope)}"
     if isinstance(format.scale, FloatFormat) and format.scale.mantissa_bits:
         words = f"{format.scale}, shared by {scope_words(format.scope)}"
     words += f", and {format.outer} for the tensor" if format.outer else ""
-    return [f"{top}   {apart[0]}", f"{middle} x {apart[1]}", f"{bottom}   {apart[2]}", f"{' ' * names}{'':4}x {words}"]
+    return [
+        f"{top}   {scale_box[0]}",
+        f"{middle} x {scale_box[1]}",
+        f"{bottom}   {scale_box[2]}",
+        f"{' ' * names}{'':4}x {words}",
+    ]
 
 
 def _scale_fields(format: ScaledFormat) -> list[tuple[str, int]]:
@@ -108,7 +113,7 @@ class Reach(NamedTuple):
 
 
 def reach(format: Format) -> Reach:
-    """Return the binades of a format, over all positions to which a shared scale can move the window."""
+    """Return the binades of a format, over all values of a shared scale."""
     if isinstance(format, IntFormat):
         return Reach(0, 0, format.maximum.bit_length())
     if isinstance(format, FloatFormat):
@@ -126,19 +131,19 @@ def reach(format: Format) -> Reach:
 
 
 def _ranges(formats: Sequence[Format], names: int, width: int, pens: Pens) -> list[str]:
-    found = [reach(format) for format in formats]
-    low, high = min(r.smallest for r in found), max(r.end for r in found)
+    ranges = [reach(format) for format in formats]
+    low, high = min(r.smallest for r in ranges), max(r.end for r in ranges)
     room = max(width - names - 24, 20)
 
-    def place(exponent: int) -> int:
+    def column(exponent: int) -> int:
         return round((exponent - low) * room / max(high - low, 1))
 
     shades = f"{pens.subnormal} subnormal, {pens.normal} normal"
     if any(isinstance(format, ScaledFormat) for format in formats):
         shades += f", {pens.shared} wherever the shared scale puts the window"
     lines = [f"range, log2 from {low} to {high}", shades]
-    for format, r in zip(formats, found, strict=True):
-        start, normal, end = place(r.smallest), place(r.normal), max(place(r.end), place(r.normal) + 1)
+    for format, r in zip(formats, ranges, strict=True):
+        start, normal, end = column(r.smallest), column(r.normal), max(column(r.end), column(r.normal) + 1)
         shade = pens.shared if isinstance(format, ScaledFormat) else pens.normal
         bar = " " * start + (pens.subnormal * (normal - start) if shade == pens.normal else shade * (normal - start))
         bar += shade * (end - max(normal, start))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["listed"]
+__all__ = ["split_list"]
 
 
-def listed(text: str | None) -> list[str]:
-    """Split at commas, except within parentheses: ``fp32,dfp16:current(headroom=2,words=1)`` has two items."""
+def split_list(text: str | None) -> list[str]:
+    """Split text at commas that are not in parentheses: ``fp32,dfp16:current(headroom=2,words=1)`` has two items."""
     return [word.strip() for word in re.split(r",(?![^()]*\))", text or "") if word.strip()]

@@ -1,4 +1,4 @@
-"""The picture that `bench` and `compare` draw beside their JSON file."""
+"""The option --plot of `bench` and `compare`, and the paths of their figure and JSON file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def checked(plot: Path | None, out: Path) -> Path:
+def picture_path(plot: Path | None, out: Path) -> Path:
     """Return the picture's path, after a check that it and the JSON file can be written.
 
     Prints to stderr if there will be no picture. Raises InvalidInput for other suffixes.
@@ -34,7 +34,7 @@ def checked(plot: Path | None, out: Path) -> Path:
     return plot
 
 
-def written(out: Path, plot: Path) -> str:
+def written_line(out: Path, plot: Path) -> str:
     """Return the last line of a command: the files written."""
     from lowp.report import plots
 

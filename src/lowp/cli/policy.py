@@ -42,20 +42,20 @@ def run(arguments: argparse.Namespace) -> int:
             raise InvalidInput(
                 f"lowp policy list does not take a name: lowp policy show {arguments.name} shows one policy"
             )
-        print(_listed())
+        print(_list())
         return 0
     if arguments.name is None:
         raise InvalidInput(
             f"lowp policy {arguments.action} needs a name or a file, such as {_example(arguments.action)}"
         )
     if arguments.action == "check":
-        print(_checked(arguments.name))
+        print(_check(arguments.name))
     elif arguments.toml:
-        print(_found(arguments.name).policy.to_toml(), end="")
+        print(_preset(arguments.name).policy.to_toml(), end="")
     else:
-        print(_shown(_found(arguments.name)))
+        print(_text(_preset(arguments.name)))
         if arguments.ops:
-            print("\n" + _ops(_found(arguments.name).policy.table))
+            print("\n" + _ops(_preset(arguments.name).policy.table))
     return 0
 
 
@@ -63,7 +63,7 @@ def _example(action: str) -> str:
     return "fp16" if action == "show" else "my.toml"
 
 
-def _listed() -> str:
+def _list() -> str:
     from lowp.ops.table import TORCH_POLICIES
 
     rows = [(name, preset.summary) for name, preset in PRESETS.items()]
@@ -72,7 +72,7 @@ def _listed() -> str:
     return f"{table}\n\nAny format is one, too: e4m3fn, e5m7, bf16:stochastic put the operands of contractions in it."
 
 
-def _found(name: str) -> Preset:
+def _preset(name: str) -> Preset:
     """Return a preset by its name, one of torch's policies, or a policy file."""
     from lowp.ops.table import TORCH_POLICIES
 
@@ -86,14 +86,14 @@ def _found(name: str) -> Preset:
         raise
 
 
-def _shown(preset: Preset) -> str:
+def _text(preset: Preset) -> str:
     lines = [str(preset.policy), f"loss scale {preset.loss_scale}, master weights {preset.masters}"]
     if preset.policy.name in PRESETS:
         lines += [preset.summary, f"source: {preset.source}"]
     return "\n".join(lines)
 
 
-def _checked(file: str) -> str:
+def _check(file: str) -> str:
     """Return a summary of a policy file; raise InvalidInput for an error in it."""
     from lowp.ops.table import op_names
 

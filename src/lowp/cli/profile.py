@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_record:
         from lowp.numerics.record import Record
 
-        return _told(Record.load(name), arguments, "lowp run --policy policy.toml train.py")
+        return _report(Record.load(name), arguments, "lowp run --policy policy.toml train.py")
     return _recipe(name, arguments)
 
 
@@ -213,15 +213,15 @@ def _difference(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         files.check_target(arguments.html)
     first, second = (Record.load(path) for path in arguments.diff)
-    found = difference(first, second)
+    first_difference = difference(first, second)
     if arguments.html is not None:
         from lowp.report.profile_html import page
 
         _write_page(arguments.html, page(first, advise(first), second))
-    if found is None:
+    if first_difference is None:
         print(f"{arguments.diff[0]} and {arguments.diff[1]} are bitwise equal in every step that both recorded")
         return 0
-    print(found)
+    print(first_difference)
     return 1
 
 
@@ -230,8 +230,8 @@ def _settings(name: str, arguments: argparse.Namespace, precision: str = "fp32")
 
     given = {"size": arguments.size, "epochs": arguments.epochs, "batch": arguments.batch, "data": arguments.data}
     given |= {"learning_rate": arguments.lr, "device": arguments.device}
-    kept = {key: value for key, value in given.items() if value is not None}
-    return Settings(name, precision, seed=arguments.seed, **kept)
+    options = {key: value for key, value in given.items() if value is not None}
+    return Settings(name, precision, seed=arguments.seed, **options)
 
 
 def _recipe(name: str, arguments: argparse.Namespace) -> int:
@@ -243,7 +243,7 @@ def _recipe(name: str, arguments: argparse.Namespace) -> int:
         record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out, interrupts)
     if record.is_empty:  # the profiler has printed why
         return interrupts.exit_code if interrupts() else 2
-    code = _told(record, arguments, f"lowp compare {name} --precision policy.toml")
+    code = _report(record, arguments, f"lowp compare {name} --precision policy.toml")
     if interrupts():
         return interrupts.exit_code
     if arguments.verify or arguments.verify_steps is not None or arguments.bits is not None:
@@ -265,9 +265,9 @@ def _verified(settings: Any, record: Record, arguments: argparse.Namespace) -> i
 
     policy = advise(record).policy
     if arguments.bits is not None:
-        found = cheapest(record, arguments.bits, arguments.cost, arguments.least_signal)
-        policy = found.policy
-        print(found)
+        search = cheapest(record, arguments.bits, arguments.cost, arguments.least_signal)
+        policy = search.policy
+        print(search)
         if arguments.policy is not None:
             with files.replacing(arguments.policy) as file:
                 file.write(policy.to_toml().encode())
@@ -293,11 +293,11 @@ def _script(arguments: argparse.Namespace) -> int:
     if record.is_empty:
         print(f"lowp profile: {record.why_empty}", file=sys.stderr)
         return code or 2
-    told = _told(record, arguments, f"lowp run --policy policy.toml {shlex.join(arguments.script)}")
-    return code or told
+    result = _report(record, arguments, f"lowp run --policy policy.toml {shlex.join(arguments.script)}")
+    return code or result
 
 
-def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> int:
+def _report(record: Record, arguments: argparse.Namespace, next_command: str) -> int:
     """Print a profile and write the requested files."""
     from lowp import files
     from lowp.numerics.advice import advise
@@ -314,7 +314,7 @@ def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> i
             file.write(advice.policy.to_toml().encode())
     print_profile(console(), record, advice, next_command)
     if arguments.precision is not None:
-        _told_of(record, arguments.precision, advice.window)
+        _print_precision(record, arguments.precision, advice.window)
     if arguments.html is not None:
         _write_page(arguments.html, page(record, advice, command=command))
     if arguments.csv is not None or arguments.tensorboard is not None:
@@ -335,7 +335,7 @@ def _write_page(path: Path, text: str) -> None:
     print(f"report: {path}")
 
 
-def _told_of(record: Record, name: str, window: Window) -> None:
+def _print_precision(record: Record, name: str, window: Window) -> None:
     """Print the predicted effect of a precision, and the tensors with the largest errors."""
     from lowp import presets
     from lowp.numerics.policies import effects, sensitivities, worst
@@ -343,16 +343,16 @@ def _told_of(record: Record, name: str, window: Window) -> None:
     preset = presets.parse(name)
     scaled = preset.loss_scale.kind != "none" and not window.is_unknown
     scale = 2.0**window.recommended if scaled else 1.0
-    found = effects(record, preset.policy, scale)
-    overflow = sum(one.overflows for one in found.values())
-    print(f"{preset.name}: {len(found)} tensors are rounded, {overflow} overflow; those that lose most:")
-    for key, one in worst(found):
-        bound = ", a bound" if one.is_bound else ""
+    predicted = effects(record, preset.policy, scale)
+    overflow = sum(effect.overflows for effect in predicted.values())
+    print(f"{preset.name}: {len(predicted)} tensors are rounded, {overflow} overflow; those that lose most:")
+    for key, effect in worst(predicted):
+        bound = ", a bound" if effect.is_bound else ""
         print(
-            f"  {key}: {100 * one.flushed:.3f} % flushed, {100 * one.overflow:.3f} % too large, "
-            f"{one.signal_to_noise:.0f} dB{bound}"
+            f"  {key}: {100 * effect.flushed:.3f} % flushed, {100 * effect.overflow:.3f} % too large, "
+            f"{effect.signal_to_noise:.0f} dB{bound}"
         )
-    moved = sorted(sensitivities(record, preset.policy).items(), key=lambda pair: -pair[1])[:5]
-    if moved:
-        told = ", ".join(f"{name} {size:.1e}" for name, size in moved)
-        print(f"predicted change of the loss if only one of these tensors is rounded: {told}")
+    changes = sorted(sensitivities(record, preset.policy).items(), key=lambda pair: -pair[1])[:5]
+    if changes:
+        text = ", ".join(f"{name} {size:.1e}" for name, size in changes)
+        print(f"predicted change of the loss if only one of these tensors is rounded: {text}")

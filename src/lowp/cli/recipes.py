@@ -52,5 +52,5 @@ def _full(recipe: Recipe, width: int) -> str:
             f"learning rate {size.learning_rate:g}{', ' * bool(options)}{options}{default}"
         )
     lines.append(f"  judged by {recipe.metric.name}")
-    beside = " " * 10
-    return "\n".join(textwrap.fill(line, width, subsequent_indent=beside, break_on_hyphens=False) for line in lines)
+    indent = " " * 10
+    return "\n".join(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False) for line in lines)

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from lowp.cli.interrupts import Interrupts
-from lowp.cli.lists import listed
+from lowp.cli.lists import split_list
 
 _VALUED = ("--precision", "--policy", "--compare", "--loss-scale", "--report")
 _FLAGS = ("--strict", "--override", "--help", "-h")
@@ -30,10 +30,10 @@ _FLAGS = ("--strict", "--override", "--help", "-h")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--precision", help="a preset or a format such as e5m7 (default: bf16)")
-    which.add_argument("--policy", metavar="FILE.toml", help="a policy file")
-    which.add_argument("--compare", metavar="LIST", help="run the script once in each of these precisions and compare")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--precision", help="a preset or a format such as e5m7 (default: bf16)")
+    group.add_argument("--policy", metavar="FILE.toml", help="a policy file")
+    group.add_argument("--compare", metavar="LIST", help="run the script once in each of these precisions and compare")
     parser.add_argument("--loss-scale", metavar="SCALE", help="none, a number, or dynamic (default: the precision's)")
     parser.add_argument("--strict", action="store_true", help="end the script if something cannot run in the precision")
     parser.add_argument("--override", action="store_true", help="replace the script's own autocast and GradScaler")
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         if arguments.report is not None:
             raise InvalidInput("--report is for one run and --compare for several: give one of them")
-        environments = [(name, _environment(name, arguments)) for name in listed(arguments.compare)]
+        environments = [(name, _environment(name, arguments)) for name in split_list(arguments.compare)]
         with Interrupts(keeping="the run is being ended") as interrupts:
             code = comparison.run(command, environments, interrupts)
         return interrupts.exit_code if interrupts() else code

@@ -1,4 +1,4 @@
-"""The part of `lowp compare` that evaluates one trained model in several formats (`--inference`)."""
+"""`lowp compare --inference`: trains one model and evaluates it in several formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, evaluate, print a table and write all numbers; return 130 after Ctrl-C, with the finished rows written."""
-    from lowp.cli.lists import listed
+    from lowp.cli.lists import split_list
     from lowp.recipes import get, results
     from lowp.recipes.serving import Serving
     from lowp.recipes.training import threads_of
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path(f"inference-{get(arguments.recipe).name}.json")
     results.check_writable(out)
     named = run_options.given(arguments)
-    serving = Serving(run_options.filled(named), listed(arguments.inference), arguments.recover)
+    serving = Serving(run_options.filled(named), split_list(arguments.inference), arguments.recover)
     epochs = (serving.settings.epochs or 1) * serving.trainings
     with (
         Interrupts(lambda: "stopped within a step: nothing was written") as interrupts,

@@ -37,7 +37,7 @@ def width() -> int:
 
 
 def can_show(characters: str) -> bool:
-    """Whether the encoding of standard output has these characters."""
+    """Return whether the encoding of standard output has these characters."""
     try:
         characters.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
@@ -46,12 +46,12 @@ def can_show(characters: str) -> bool:
 
 
 def is_coloured(plain: bool = False) -> bool:
-    """Whether to use colours: on a terminal that has them, without --plain and NO_COLOR (no-color.org)."""
+    """Return whether to use colours: on a terminal that has them, without --plain and NO_COLOR (no-color.org)."""
     return not plain and sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") != "dumb"
 
 
 def show(text: str, plain: bool = False) -> None:
-    """Print text, on a terminal with coloured headings, labels and bit fields. A pipe gets no escape codes."""
+    """Print text, with coloured headings, labels and bit fields on a terminal, and without escape codes otherwise."""
     if not can_show(text):
         text = text.encode("ascii", "replace").decode()
     if not is_coloured(plain):

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _interrupts(recipe: str, path: Path) -> Interrupts:
-    """Return the handler of Ctrl-C: a run ended within a long step can be resumed from its last epoch."""
+    """Return the handler of Ctrl-C; a run that is ended within a long step can be resumed from its last epoch."""
 
     def last_words() -> str:
         if not path.exists():
@@ -102,7 +102,7 @@ def _begin(named: dict[str, Any], path: Path, arguments: argparse.Namespace) -> 
 
 
 def _holds(path: Path, extra: dict[str, Any]) -> str:
-    """Return why a new run cannot start, and the options to give."""
+    """Return the error message for a checkpoint that holds another run."""
     epoch, epochs = extra["epoch"], extra["settings"]["epochs"]
     if epochs is not None and epoch < epochs and extra["failure"] is None:
         return (
@@ -122,11 +122,11 @@ def _train(training: Training, path: Path, interrupts: Interrupts) -> bool:
             bar.line(f"{title}; {training.data.description}")
         bar.advance(training.epoch)
 
-        def after_epoch(one: Training) -> None:
-            if one.failure is None:
-                one.save(path)
-            bar.line(_epoch_line(one))
-            bar.advance(1 if one.epoch else 0)
+        def after_epoch(training: Training) -> None:
+            if training.failure is None:
+                training.save(path)
+            bar.line(_epoch_line(training))
+            bar.advance(1 if training.epoch else 0)
 
         finished = training.run(after_epoch, interrupts)
         if not finished:

@@ -1,4 +1,4 @@
-"""Tables of a benchmark, as functions of the document that is written as JSON."""
+"""Terminal tables of a benchmark, made from its document."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def _memory(subject: Mapping[str, Any]) -> Iterator[Table]:
     rows = [row for row in subject["variants"] if "memory" in row]
     names = [name for name in rows[0]["memory"]["parts"] if any(row["memory"]["parts"][name] for row in rows)]
     for start in range(0, len(rows), _COLUMNS):
-        chosen = rows[start : start + _COLUMNS]
-        table = plain_table("memory at the peak of a step", ["", *(_wrapped(row["label"]) for row in chosen)])
+        columns = rows[start : start + _COLUMNS]
+        table = plain_table("memory at the peak of a step", ["", *(_wrapped(row["label"]) for row in columns)])
         for name in names:
-            sizes = [row["memory"]["parts"][name] for row in chosen]
+            sizes = [row["memory"]["parts"][name] for row in columns]
             table.add_row(name, *(_bytes(size) if size else _NOTHING for size in sizes))
         for name in ("allocated", "reserved", "slack"):
-            table.add_row(name, *(_bytes(row["memory"][name]) for row in chosen), style="bold" * (name == "allocated"))
-        table.add_row("kept for backward", *(_bytes(row["memory"]["held"]["activations"]) for row in chosen))
+            table.add_row(name, *(_bytes(row["memory"][name]) for row in columns), style="bold" * (name == "allocated"))
+        table.add_row("kept for backward", *(_bytes(row["memory"]["held"]["activations"]) for row in columns))
         yield table
 
 
@@ -83,15 +83,15 @@ def _largest(subject: Mapping[str, Any]) -> Table:
     columns = ["", "batch", "to\nfp32", "its peak", "does not fit", "measured", "what"]
     table = plain_table(f"largest batch that fits into {limit}", columns)
     for row in rows:
-        found = row["largest_batch"]
+        largest = row["largest_batch"]
         table.add_row(
             row["label"],
-            f"{found['batch']:,}",
-            f"{found['batch'] / base:.2f}x" if base else _NOTHING,
-            _bytes(found["peak"]),
-            _NOTHING if found["too_large"] is None else f"{found['too_large']:,}",
-            f"{len(found['measured'])} batches",
-            "verified" if found["verified"] else f"at least this: {found['ended']}",
+            f"{largest['batch']:,}",
+            f"{largest['batch'] / base:.2f}x" if base else _NOTHING,
+            _bytes(largest["peak"]),
+            _NOTHING if largest["too_large"] is None else f"{largest['too_large']:,}",
+            f"{len(largest['measured'])} batches",
+            "verified" if largest["verified"] else f"at least this: {largest['ended']}",
         )
     return table
 
@@ -102,17 +102,17 @@ def _estimates(subject: Mapping[str, Any]) -> Table:
     columns = ["", "format", "arithmetic", "to\nfp32", "DRAM", "to\nfp32", "multiply-add\nunit", "to\nfp32"]
     table = plain_table("ESTIMATES for hardware with such arithmetic, a step (Horowitz, ISSCC 2014, 45 nm)", columns)
     for row in rows:
-        found = row["estimates"]
-        approximate = "~" if found["how"] != "table" else ""
+        estimates = row["estimates"]
+        approximate = "~" if estimates["how"] != "table" else ""
         table.add_row(
             row["label"],
-            found["format"],
-            f"{approximate}{_joules(found['arithmetic_joules'])}",
-            _ratio(found["arithmetic_joules"], base["arithmetic_joules"]),
-            _joules(found.get("dram_joules")),
-            _ratio(found.get("dram_joules"), base.get("dram_joules")),
-            f"{'~' if found['unit_area_how'] != 'table' else ''}{found['unit_area_um2']:,.0f} um2",
-            f"{found['unit_area_relative_to_fp32']:.2f}x",
+            estimates["format"],
+            f"{approximate}{_joules(estimates['arithmetic_joules'])}",
+            _ratio(estimates["arithmetic_joules"], base["arithmetic_joules"]),
+            _joules(estimates.get("dram_joules")),
+            _ratio(estimates.get("dram_joules"), base.get("dram_joules")),
+            f"{'~' if estimates['unit_area_how'] != 'table' else ''}{estimates['unit_area_um2']:,.0f} um2",
+            f"{estimates['unit_area_relative_to_fp32']:.2f}x",
         )
     return table
 
@@ -121,8 +121,8 @@ def _published(subject: Mapping[str, Any]) -> Table:
     columns = ["", "time fp32 → torch.amp", "to\nfp32", "memory fp32 → torch.amp", "to\nfp32"]
     table = plain_table("as published, size full, on GPUs", columns)
     for row in subject["published"]["gpus"]:
-        times = " → ".join(f"{int(one // 60)}m{one % 60:02.0f}" for one in row["seconds"])
-        memory = " → ".join(f"{one:g}" for one in row["gigabytes"])
+        times = " → ".join(f"{int(value // 60)}m{value % 60:02.0f}" for value in row["seconds"])
+        memory = " → ".join(f"{value:g}" for value in row["gigabytes"])
         ratios = f"{row['time_ratio']:.2f}x", f"{row['memory_ratio']:.2f}x"
         table.add_row(row["gpu"], times, ratios[0], f"{memory} GB", ratios[1])
     return table
@@ -138,8 +138,8 @@ def benchmark_notes(document: Mapping[str, Any], methods: bool = True, width: in
     ]
     ways = {row["label"]: row["products"] for _, row in rows if "products" in row}
     if ways:
-        told = "; ".join(f"{label}: {way}" for label, way in ways.items())
-        lines.append(f"products of linear layers on this machine: {told}.")
+        products = "; ".join(f"{label}: {way}" for label, way in ways.items())
+        lines.append(f"products of linear layers on this machine: {products}.")
     lines += [f"{subject}: {words}." for subject, words in document.get("products", {}).items()]
     if any(row["step"]["only_one"] for _, row in rows):
         lines.append("*: a step took so long that only one step was timed.")

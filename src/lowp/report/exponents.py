@@ -1,4 +1,4 @@
-"""A table of the shared exponents of a comparison: how often writes saturated, and how much room was left."""
+"""The table of the shared exponents of a comparison: saturated writes, and free bits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _COLUMNS = (
 def exponent_table(document: Mapping[str, Any]) -> Table | None:
     """Return a table with one line per precision with shared exponents, summed over its runs; None without one.
 
-    Free bits: the mean of log2(32768 / Γ) over the writes. Raises in time: of the maxima that would have saturated
-    under the exponent of the previous write, those that did not saturate under their own.
+    Free bits: the mean of log2(32768 / Γ) over the writes. Raises in time: the writes that did not saturate, out of
+    those that would have saturated under the exponent of the previous write.
     """
     rows = [(row["label"], _sums(row)) for row in document["variants"]]
     if not any(sums for _, sums in rows):
@@ -51,8 +51,8 @@ def exponent_table(document: Mapping[str, Any]) -> Table | None:
 
 def _sums(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the sums of the numbers over all runs of a row; the number of tensors is that of one run."""
-    found = [run["shared_exponents"]["all"] for run in row["runs"] if run.get("shared_exponents")]
-    if not found:
+    summaries = [run["shared_exponents"]["all"] for run in row["runs"] if run.get("shared_exponents")]
+    if not summaries:
         return {}
-    sums = {name: sum(one[name] for one in found) for name in found[0] if name != "headroom_bits"}
-    return {**sums, "tensors": max(one["tensors"] for one in found)}
+    sums = {name: sum(summary[name] for summary in summaries) for name in summaries[0] if name != "headroom_bits"}
+    return {**sums, "tensors": max(summary["tensors"] for summary in summaries)}

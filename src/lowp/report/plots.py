@@ -1,4 +1,4 @@
-"""Common functions of all pictures: the test for matplotlib, a new figure, and writing it to a file."""
+"""Common functions of all figures: the test for matplotlib, a new figure, and writing it to a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_MATPLOTLIB = "matplotlib is not installed: pip install 'lowp[plot]'"
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed; it is imported only to draw a picture."""
+    """Return whether matplotlib is installed, without importing it."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -1,4 +1,4 @@
-"""A profile on the terminal: verdict, findings, a line per format, the window of loss scales, the next command."""
+"""The terminal report of a profile: verdict, findings, a table of formats, the window of loss scales."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def print_profile(console: Console, record: Record, advice: Advice, next_command
 
 
 def headline(record: Record) -> str:
-    """Return what was profiled, how much of it was recorded, and the overhead."""
+    """Return the title of the profile, the amount that was recorded, and the overhead."""
     header, sampling = record.header, record.sampling
     parts = [str(header.get("title", header.get("model", "a model"))), f"{header.get('parameters', 0):,} parameters"]
     parts += [f"{len(record.tensors)} tensors", _looks(record)]
@@ -60,7 +60,7 @@ def headline(record: Record) -> str:
 
 
 def _above(sampling: Mapping[str, Any]) -> str:
-    """Return the overhead in relation to the budget if its share is above it; '' otherwise."""
+    """Return a comparison of the overhead with the budget if it is larger; '' otherwise."""
     budget, own = sampling.get("max_overhead"), sampling.get("own_seconds", math.inf)
     if not budget or sampling["overhead"] <= budget:
         return ""
@@ -72,7 +72,7 @@ def _above(sampling: Mapping[str, Any]) -> str:
 
 
 def _looks(record: Record) -> str:
-    """Return how often each tensor was recorded: in whole steps, or spread over steps within a budget."""
+    """Return the number of recordings of each tensor: sampled steps, or recordings spread over steps in a budget."""
     steps, looks = len(record.sampled), record.sampling.get("looks")
     if record.sampling.get("max_overhead") is None or looks is None:
         return f"{steps} sampled step{'s'[: steps != 1]}"
@@ -80,7 +80,7 @@ def _looks(record: Record) -> str:
 
 
 def unseen(record: Record) -> str:
-    """Return what was not recorded within a budget, and the option that records it; '' if all modules were."""
+    """Return a sentence on modules that were not recorded within the budget; '' if all were."""
     part = part_seen(record)
     if not part or not record.complete:
         return ""
@@ -92,7 +92,7 @@ def unseen(record: Record) -> str:
 
 
 def part_seen(record: Record) -> str:
-    """Return how many modules were recorded within a budget, in words; '' for all of them."""
+    """Return the number of modules recorded within the budget, in words; '' for all of them."""
     if not record.is_partial:
         return ""
     modules = record.sampling.get("modules")
@@ -100,9 +100,9 @@ def part_seen(record: Record) -> str:
 
 
 def verdict_line(record: Record, advice: Advice) -> str:
-    """Return a word per format, and the modules for which it holds if not all were recorded."""
+    """Return the verdict of each format, and the modules to which it applies if not all were recorded."""
     part = part_seen(record)
-    words = " · ".join(f"{one.format} {one.verdict}" for one in advice.verdicts)
+    words = " · ".join(f"{verdict.format} {verdict.verdict}" for verdict in advice.verdicts)
     words = words or "none: no product of the model (linear, convolution, matmul) was recorded"
     return f"for {part} alone: {words}" if part else words
 
@@ -110,9 +110,9 @@ def verdict_line(record: Record, advice: Advice) -> str:
 def findings(advice: Advice) -> list[str]:
     """Return one line per finding in rich's markup, and the number of tensors without one."""
     lines = []
-    for one in advice.findings:
-        mark, style = _MARKS[one.severity]
-        text = escape(f"{one.id}  {one.summary}   {one.evidence} → {one.change}")
+    for finding in advice.findings:
+        mark, style = _MARKS[finding.severity]
+        text = escape(f"{finding.id}  {finding.summary}   {finding.evidence} → {finding.change}")
         lines.append(f" [{style}]{mark}[/{style}] {text}")
     if advice.more:
         lines.append(f"   and {advice.more} more in the report")
@@ -125,22 +125,24 @@ def verdict_table(verdicts: Sequence[FormatVerdict]) -> Table:
     table = plain_table(None, ())
     for name in ("format", "flushed", "overflow", "stalled", "SQNR", "verdict"):
         table.add_column(name, justify="left" if name in ("format", "verdict") else "right", no_wrap=name != "verdict")
-    for one in verdicts:
-        stalled = "-" if one.stalled is None else f"{100 * one.stalled:.2f} %"
-        ratio = "exact" if math.isinf(one.signal_to_noise) else f"{one.signal_to_noise:.0f} dB"
-        table.add_row(one.format, f"{100 * one.flushed:.3f} %", str(one.overflow), stalled, ratio, one.verdict)
+    for verdict in verdicts:
+        stalled = "-" if verdict.stalled is None else f"{100 * verdict.stalled:.2f} %"
+        ratio = "exact" if math.isinf(verdict.signal_to_noise) else f"{verdict.signal_to_noise:.0f} dB"
+        table.add_row(
+            verdict.format, f"{100 * verdict.flushed:.3f} %", str(verdict.overflow), stalled, ratio, verdict.verdict
+        )
     return table
 
 
 def scale_line(window: Window, part: str = "") -> str:
-    """Return the window of loss scales for fp16 with the recommended one; `part`: the modules it is limited to."""
+    """Return the window of loss scales for fp16 and the recommended one; `part`: the modules to which it applies."""
     if window.is_unknown:
         return "Scale window: unknown, no gradient was recorded"
     if window.is_empty:
         return "Scale window: none fits all layers"
     low, high, width = max(window.lowest, -24), min(window.highest, 40), 24
-    at = round((window.recommended - low) / max(high - low, 1) * (width - 1))
-    bar = "".join("■" if place == at else "─" for place in range(width))
+    marker = round((window.recommended - low) / max(high - low, 1) * (width - 1))
+    bar = "".join("■" if position == marker else "─" for position in range(width))
     if part:
         return f"Scale window of {part} alone 2^{low} ├{bar}┤ 2^{high}: the first step finds what fits the others too"
     return f"Scale window 2^{low} ├{bar}┤ 2^{high}, recommended 2^{window.recommended}"

@@ -37,14 +37,14 @@ def to_csv(record: Record, path: Path) -> None:
     """Write one line per tensor: counts, range, and the predicted effect of some formats."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    effects = [f"{what}_{name}" for name in _FORMATS for what in ("flushed", "overflow", "sqnr")]
+    effects = [f"{effect_name}_{name}" for name in _FORMATS for effect_name in ("flushed", "overflow", "sqnr")]
     writer.writerow([*_COLUMNS, *effects])
-    for key, seen in record.tensors.items():
-        row: list[Any] = [*key, *(getattr(seen, name) for name in _COLUMNS[4:])]
+    for key, tensor in record.tensors.items():
+        row: list[Any] = [*key, *(getattr(tensor, name) for name in _COLUMNS[4:])]
         for name in _FORMATS:
-            found = effect(seen, name)
-            row += [found.flushed, found.overflow, found.signal_to_noise]
-        writer.writerow(["" if one is None else one for one in row])
+            predicted = effect(tensor, name)
+            row += [predicted.flushed, predicted.overflow, predicted.signal_to_noise]
+        writer.writerow(["" if value is None else value for value in row])
     with files.replacing(path) as file:
         file.write(text.getvalue().encode())
 
@@ -56,12 +56,14 @@ def to_tensorboard(record: Record, folder: Path) -> None:
     except ImportError:
         raise Unavailable("writing TensorBoard files needs the package tensorboard: pip install tensorboard") from None
     with SummaryWriter(str(folder)) as writer:
-        for key, seen in record.tensors.items():
-            if not seen.nonzero:
+        for key, tensor in record.tensors.items():
+            if not tensor.nonzero:
                 continue
             # every octave from the first to the last: a bucket reaches from the previous limit to its own
-            places = np.flatnonzero(seen.octaves)
-            present = [(place - 127, int(seen.octaves[place])) for place in range(int(places[0]), int(places[-1]) + 1)]
+            filled = np.flatnonzero(tensor.octaves)
+            present = [
+                (index - 127, int(tensor.octaves[index])) for index in range(int(filled[0]), int(filled[-1]) + 1)
+            ]
             writer.add_histogram_raw(
                 tag=f"{key.role}/{key.module or 'model'}/{key.op}",
                 min=present[0][0],
@@ -73,7 +75,7 @@ def to_tensorboard(record: Record, folder: Path) -> None:
                 bucket_counts=[count for _, count in present],
                 global_step=max(record.sampled, default=0),
             )
-        for one in record.steps:
+        for step in record.steps:
             for name in ("loss", "scale", "largest_gradient"):
-                if getattr(one, name) is not None:
-                    writer.add_scalar(name, getattr(one, name), one.step)
+                if getattr(step, name) is not None:
+                    writer.add_scalar(name, getattr(step, name), step.step)

@@ -36,9 +36,9 @@ _COMMAND = "lowp run --policy policy.toml train.py"
 
 
 def page(record: Record, advice: Advice, other: Record | None = None, command: str = _COMMAND) -> str:
-    """Return the report of a profile; with `other`, a second run beside it. `command` is the next command to run."""
-    here = files("lowp.report")
-    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("profile.css", "profile.js"))
+    """Return the HTML report of a profile, with `other` compared with a second run; `command` is the next command."""
+    folder = files("lowp.report")
+    style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("profile.css", "profile.js"))
     title = f"lowp profile: {record.header.get('title', '')}"
     body = "".join(
         (
@@ -70,19 +70,19 @@ def _data(record: Record, advice: Advice) -> dict[str, Any]:
     """
     maps: dict[str, list[list[Any]]] = {name: [] for name in _MAPS}
     left_out: dict[str, int] = dict.fromkeys(_MAPS, 0)
-    for key, seen in record.tensors.items():
+    for key, tensor in record.tensors.items():
         name = next((name for name, (_, roles) in _MAPS.items() if key.role in roles), None)
         op = record.ops.get((key.module, key.op))
-        if name is None or not seen.nonzero or (key.role == "grad" and op is not None and op.op_class == "wide"):
+        if name is None or not tensor.nonzero or (key.role == "grad" and op is not None and op.op_class == "wide"):
             continue  # gradients of losses are fp32 in every precision
         if len(maps[name]) >= _MOST_ROWS:
             left_out[name] += 1
             continue
-        present = [place for place, count in enumerate(seen.octaves) if count]
+        present = [index for index, count in enumerate(tensor.octaves) if count]
         first, last = present[0], present[-1]
         label = f"{key.module} {key.op}".strip()
-        powers = seen.powers[first : last + 1]
-        row = [label, first - _BIAS, seen.octaves[first : last + 1].tolist(), seen.maximum]
+        powers = tensor.powers[first : last + 1]
+        row = [label, first - _BIAS, tensor.octaves[first : last + 1].tolist(), tensor.maximum]
         maps[name].append([*row, powers.tolist()] if powers.any() else row)
     scale = 0 if advice.window.is_empty or advice.window.is_unknown else advice.window.recommended
     return {
@@ -109,7 +109,7 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]]) 
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     lines = "".join(
         f'<tr><th scope="row">{escape(str(row[0]))}</th>'
-        + "".join(f"<td>{escape(str(one))}</td>" for one in row[1:])
+        + "".join(f"<td>{escape(str(cell))}</td>" for cell in row[1:])
         + "</tr>"
         for row in rows
     )
@@ -119,14 +119,14 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]]) 
 def _verdict(record: Record, advice: Advice, command: str) -> str:
     rows = [
         (
-            one.format,
-            one.verdict,
-            f"{100 * one.flushed:.3f} %",
-            one.overflow,
-            "" if one.stalled is None else f"{100 * one.stalled:.2f} %",
-            "exact" if math.isinf(one.signal_to_noise) else f"{one.signal_to_noise:.0f} dB",
+            verdict.format,
+            verdict.verdict,
+            f"{100 * verdict.flushed:.3f} %",
+            verdict.overflow,
+            "" if verdict.stalled is None else f"{100 * verdict.stalled:.2f} %",
+            "exact" if math.isinf(verdict.signal_to_noise) else f"{verdict.signal_to_noise:.0f} dB",
         )
-        for one in advice.verdicts
+        for verdict in advice.verdicts
     ]
     head = ("format", "verdict", "gradients flushed", "tensors that overflow", "updates lost", "signal to noise")
     return (
@@ -141,10 +141,11 @@ def _findings(advice: Advice) -> str:
     if not advice.findings:
         return '<section id="findings"><h2>Findings</h2><p>Nothing needs a change.</p></section>'
     items = "".join(
-        f'<li class="{one.severity}"><h3>{one.id} {escape(one.summary)}</h3><p>{escape(one.evidence)}</p>'
-        f"<p><strong>Change:</strong> {escape(one.change)}. <strong>Then:</strong> {escape(one.effect)}.</p>"
-        f"<details><summary>Why</summary><p>{escape(one.kind.cause)}</p><p>{escape(one.kind.change)}</p></details></li>"
-        for one in advice.findings
+        f'<li class="{finding.severity}"><h3>{finding.id} {escape(finding.summary)}</h3>'
+        f"<p>{escape(finding.evidence)}</p>"
+        f"<p><strong>Change:</strong> {escape(finding.change)}. <strong>Then:</strong> {escape(finding.effect)}.</p>"
+        f"<details><summary>Why</summary><p>{escape(finding.kind.cause)}</p><p>{escape(finding.kind.change)}</p></details></li>"
+        for finding in advice.findings
     )
     return f'<section id="findings"><h2>Findings</h2><ul class="findings">{items}</ul></section>'
 
@@ -186,24 +187,24 @@ def _map(name: str) -> str:
 
 
 def _ratios(record: Record) -> str:
-    """Return the picture of update:weight ratios: a bar per power of two, and the limit of each format."""
+    """Return the figure of update:weight ratios: a bar per power of two, and the limit of each format."""
     counts: dict[int, int] = {}
-    for seen in record.updates.values():
-        for ratio, count in seen.ratios().items():
+    for updates in record.updates.values():
+        for ratio, count in updates.ratios().items():
             if -4 <= ratio <= 40:
                 counts[ratio] = counts.get(ratio, 0) + count
     if not counts:
         return ""
     low, high = min(*counts, 0), max(*counts, 14)
-    most, step, height = max(counts.values()), 16, 160
+    max_count, step, height = max(counts.values()), 16, 160
     bars = "".join(
-        f'<rect class="bar" x="{(ratio - low) * step + 20}" y="{height - 140 * count / most:.1f}" width="{step - 2}" '
-        f'height="{140 * count / most:.1f}"><title>2^{-ratio}: {count}</title></rect>'
+        f'<rect class="bar" x="{(ratio - low) * step + 20}" y="{height - 140 * count / max_count:.1f}" '
+        f'width="{step - 2}" height="{140 * count / max_count:.1f}"><title>2^{-ratio}: {count}</title></rect>'
         for ratio, count in sorted(counts.items())
     )
     stalls = [((precision + 1 - low) * step + 19, name) for name, precision in (("e4m3", 4), ("bf16", 8), ("fp16", 11))]
     lines = "".join(f'<line class="limit" x1="{x}" x2="{x}" y1="6" y2="{height}"/>' for x, _ in stalls) + "".join(
-        f'<text x="{x + 3}" y="{14 + 14 * place}">{name} stalls →</text>' for place, (x, name) in enumerate(stalls)
+        f'<text x="{x + 3}" y="{14 + 14 * index}">{name} stalls →</text>' for index, (x, name) in enumerate(stalls)
     )
     width = (high - low + 8) * step
     ticks = "".join(
@@ -224,28 +225,28 @@ def _ratios(record: Record) -> str:
 
 
 def _timeline(record: Record) -> str:
-    """Return the pictures of the loss, and of the loss scale with the skipped steps."""
-    seen = [one for one in record.steps if one.scale is not None or one.loss is not None]
-    if not seen:
+    """Return the figures of the loss, and of the loss scale with the skipped steps."""
+    steps = [step for step in record.steps if step.scale is not None or step.loss is not None]
+    if not steps:
         return ""
-    losses = [(one.step, one.loss) for one in seen if one.loss is not None and math.isfinite(one.loss)]
-    scales = [(one.step, math.log2(one.scale)) for one in seen if one.scale]
-    last = max(one.step for one in seen) or 1
+    losses = [(step.step, step.loss) for step in steps if step.loss is not None and math.isfinite(step.loss)]
+    scales = [(step.step, math.log2(step.scale)) for step in steps if step.scale]
+    last = max(step.step for step in steps) or 1
     marks = "".join(
-        f'<circle class="skipped" cx="{_across(one.step, last):.1f}" cy="12" r="4"><title>step {one.step} '
+        f'<circle class="skipped" cx="{_across(step.step, last):.1f}" cy="12" r="4"><title>step {step.step} '
         "was skipped: a gradient overflowed</title></circle>"
-        for one in seen
-        if one.skipped
+        for step in steps
+        if step.skipped
     )
     rows = [
         (
-            one.step,
-            _number(one.loss),
-            _number(one.scale),
-            _number(one.largest_gradient),
-            "skipped: overflow" if one.skipped else "",
+            step.step,
+            _number(step.loss),
+            _number(step.scale),
+            _number(step.largest_gradient),
+            "skipped: overflow" if step.skipped else "",
         )
-        for one in seen
+        for step in steps
     ]
     head = ("step", "loss", "loss scale", "largest gradient", "")
     drawn = _curve("Loss", losses, last, "{:.4g}") + (
@@ -262,22 +263,22 @@ def _across(step: int, last: int) -> float:
     return 90 + 560 * step / last
 
 
-def _curve(what: str, points: Sequence[tuple[int, float]], last: int, label: str, marks: str = "") -> str:
+def _curve(title: str, points: Sequence[tuple[int, float]], last: int, label: str, marks: str = "") -> str:
     """Return a line through the steps, labelled with its minimum and maximum; '' without points."""
     if not points:
         return ""
     low, high, height = min(value for _, value in points), max(value for _, value in points), 110
-    drawn = " ".join(
+    points_text = " ".join(
         f"{_across(step, last):.1f},{height - 80 * (value - low) / ((high - low) or 1):.1f}" for step, value in points
     )
-    least = f'<text x="0" y="{height + 4}">{label.format(low)}</text>' if low < high else ""
+    low_label = f'<text x="0" y="{height + 4}">{label.format(low)}</text>' if low < high else ""
     y = 34 if low < high else height + 4
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{what}, picture">'
-        f'<svg width="680" height="{height + 24}" role="img" aria-label="{what} over the steps; '
-        f'the table below has the figures"><text x="90" y="{height + 20}">{what}, step 0 to {last}</text>'
-        f'<text x="0" y="{y}">{label.format(high)}</text>{least}<polyline class="line" points="{drawn}"/>{marks}'
-        "</svg></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}, picture">'
+        f'<svg width="680" height="{height + 24}" role="img" aria-label="{title} over the steps; '
+        f'the table below has the figures"><text x="90" y="{height + 20}">{title}, step 0 to {last}</text>'
+        f'<text x="0" y="{y}">{label.format(high)}</text>{low_label}'
+        f'<polyline class="line" points="{points_text}"/>{marks}</svg></div>'
     )
 
 
@@ -290,18 +291,18 @@ def _faults(record: Record) -> str:
     for fault in record.part.faults:
         inputs = [
             (
-                place,
-                "x".join(map(str, one["shape"])) or "one number",
-                one["dtype"],
-                f"{one['smallest']:.6g} .. {one['largest']:.6g}" if "smallest" in one else "none is finite",
-                one.get("nan", 0),
-                one.get("inf", 0),
+                index,
+                "x".join(map(str, entry["shape"])) or "one number",
+                entry["dtype"],
+                f"{entry['smallest']:.6g} .. {entry['largest']:.6g}" if "smallest" in entry else "none is finite",
+                entry.get("nan", 0),
+                entry.get("inf", 0),
             )
-            for place, one in enumerate(fault["inputs"])
+            for index, entry in enumerate(fault["inputs"])
         ]
         before = [
-            (one["step"], _number(one["loss"]), _number(one["scale"]), _number(one["largest_gradient"]))
-            for one in fault["history"]
+            (entry["step"], _number(entry["loss"]), _number(entry["scale"]), _number(entry["largest_gradient"]))
+            for entry in fault["history"]
         ]
         where = " ".join(filter(None, (f"in {fault['module']}" if fault["module"] else "", fault["line"])))
         parts.append(
@@ -317,7 +318,7 @@ def _faults(record: Record) -> str:
 
 
 def _policy(advice: Advice) -> str:
-    rows = [(str(place), str(rule)) for place, rule in enumerate(advice.policy.rules, 1)]
+    rows = [(str(index), str(rule)) for index, rule in enumerate(advice.policy.rules, 1)]
     return (
         '<section id="policy"><h2>Policy</h2><p>The first rule that matches an op wins. Loss scale: '
         f"{escape(str(advice.policy.loss_scale or 'none'))}.</p>"
@@ -328,29 +329,33 @@ def _policy(advice: Advice) -> str:
 
 
 def _comparison(record: Record, other: Record) -> str:
-    """Return two runs side by side: their first difference, and the maximum and root mean square of each tensor.
+    """Return the comparison of two runs: their first difference, and the maximum and root mean square of each tensor.
 
     Raises InvalidInput for runs of different models, or without a common step.
     """
-    found = difference(record, other)
-    parted = "Bitwise equal in every step that both recorded." if found is None else f"First difference: {found}."
+    first_difference = difference(record, other)
+    summary = (
+        "Bitwise equal in every step that both recorded."
+        if first_difference is None
+        else f"First difference: {first_difference}."
+    )
     rows = [
         (
             str(key),
-            f"{seen.maximum:.4g}",
-            f"{there.maximum:.4g}",
-            f"{seen.root_mean_square:.4g}",
-            f"{there.root_mean_square:.4g}",
+            f"{first.maximum:.4g}",
+            f"{second.maximum:.4g}",
+            f"{first.root_mean_square:.4g}",
+            f"{second.root_mean_square:.4g}",
         )
-        for key, seen in record.tensors.items()
-        if (there := other.tensors.get(key)) is not None
+        for key, first in record.tensors.items()
+        if (second := other.tensors.get(key)) is not None
     ][: 3 * _MOST_ROWS]
-    names = [str(one.header.get("title", "")) for one in (record, other)]
+    names = [str(run.header.get("title", "")) for run in (record, other)]
     if names[0] == names[1]:
         names = ["first run", "second run"]
     head = ("tensor", f"largest: {names[0]}", f"largest: {names[1]}", f"rms: {names[0]}", f"rms: {names[1]}")
     table = _table("Side by side", head, rows)
-    return f'<section id="comparison"><h2>Two runs</h2><p>{escape(parted)}</p>{table}</section>'
+    return f'<section id="comparison"><h2>Two runs</h2><p>{escape(summary)}</p>{table}</section>'
 
 
 def _method(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Terminal tables of comparisons, sweeps and recipes, as functions of the documents that are written as JSON."""
+"""Terminal tables of comparisons, sweeps and recipes, made from their documents."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class _Console(Console):
 
 def console(stream: TextIO | None = None) -> Console:
     """Return a console on a stream, by default stdout; its width is COLUMNS, else the terminal's, else 110."""
-    found = _Console(file=sys.stdout if stream is None else stream, highlight=False)
-    if not found.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
-        found.width = _WIDTH
-    found.width = max(found.width, _LEAST_WIDTH)
-    return found
+    result = _Console(file=sys.stdout if stream is None else stream, highlight=False)
+    if not result.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
+        result.width = _WIDTH
+    result.width = max(result.width, _LEAST_WIDTH)
+    return result
 
 
 def show(console: Console, table: Table) -> None:
@@ -49,25 +49,25 @@ def show(console: Console, table: Table) -> None:
 
 
 def _parts(console: Console, table: Table) -> Iterator[Table]:
-    without_end = console.options.update(width=10**6)  # otherwise the measured width would be cut to the console's
-    chosen = [0]
-    for place in range(1, len(table.columns)):
-        wanted = console.measure(_of_columns(table, [*chosen, place]), options=without_end).maximum
-        if wanted > console.width and len(chosen) > 1:
-            yield _of_columns(table, chosen)
-            chosen = [0]
-        chosen.append(place)
-    yield _of_columns(table, chosen)
+    options = console.options.update(width=10**6)  # otherwise the measured width would be cut to the console's
+    columns = [0]
+    for index in range(1, len(table.columns)):
+        width = console.measure(_of_columns(table, [*columns, index]), options=options).maximum
+        if width > console.width and len(columns) > 1:
+            yield _of_columns(table, columns)
+            columns = [0]
+        columns.append(index)
+    yield _of_columns(table, columns)
 
 
-def _of_columns(table: Table, places: Sequence[int]) -> Table:
+def _of_columns(table: Table, indices: Sequence[int]) -> Table:
     """Return a table of some columns of another; the first part has the title."""
-    begins = 1 in places or len(table.columns) == 1
-    part = plain_table(table.title if begins else None, ())  # type: ignore[arg-type]
-    for place in places:
-        column = table.columns[place]
+    is_first = 1 in indices or len(table.columns) == 1
+    part = plain_table(table.title if is_first else None, ())  # type: ignore[arg-type]
+    for index in indices:
+        column = table.columns[index]
         part.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap)
-    cells = [list(table.columns[place].cells) for place in places]
+    cells = [list(table.columns[index].cells) for index in indices]
     for row, style in zip(zip(*cells, strict=True), [row.style for row in table.rows], strict=True):
         part.add_row(*row, style=style)
     return part
@@ -132,7 +132,7 @@ def _costs(document: Mapping[str, Any]) -> Table:
 
 
 def _is_measured(document: Mapping[str, Any]) -> bool:
-    """Whether any row has a time or a memory peak: --timing 0 measures neither."""
+    """Return whether any row has a time or a memory peak: with --timing 0 there is neither."""
     return any(row.get("step_seconds") or row.get("peak_memory_bytes") for row in document["variants"])
 
 
@@ -179,7 +179,7 @@ def _cell(value: float | None, low: float, high: float, recipe: Mapping[str, Any
 
 
 def sweep_words(document: Mapping[str, Any], width: int = _WIDTH) -> str:
-    """Return in words how much the metric changes with exponent bits and with mantissa bits."""
+    """Return sentences on the change of the metric with exponent bits and with mantissa bits."""
     grid, recipe = document["grid"], document["recipe"]
     if "effect_of_exponent" not in grid:
         return "The grid is not complete: --resume continues it."
@@ -235,8 +235,8 @@ def bytes_of(value: int) -> str:
 def plain_table(title: str | None, columns: Sequence[str]) -> Table:
     """Return a table without frames; the first column and columns of words are aligned left."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place == 0 or name in _WORDS else "right", no_wrap=name not in _WORDS)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 or name in _WORDS else "right", no_wrap=name not in _WORDS)
     return table
 
 

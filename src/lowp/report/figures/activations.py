@@ -1,4 +1,4 @@
-"""Pictures of the gradients of activations, after figure 3 of Micikevicius et al. 2018, arXiv 1710.03740."""
+"""Figures of the gradients of activations, after figure 3 of Micikevicius et al. 2018, arXiv 1710.03740."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["activation_gradients", "activation_gradients_words", "loss_scaling",
 
 
 def activation_gradients(document: Mapping[str, Any], path: Path) -> None:
-    """Draw both histograms in fp16's window, and beside them the medians by layer from the input downwards."""
+    """Draw both histograms with the range of fp16, and the medians by layer, the first layer at the top."""
     layers = document["layers"]
     figure = new_figure(11.5, max(5.4, 2.6 + 0.2 * len(layers)))
     left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    found = {name: document[name]["histogram"] for name in ("activations", "weights")}
-    for (name, one), color, line in zip(found.items(), (style.BLUE, style.GREEN), ("-", "--"), strict=True):
-        style.histogram(left, one, color, f"gradients of {name}; zeros apart, {_zeros(one)}", line)
-    _windowed(left, list(found.values()))
+    histograms = {name: document[name]["histogram"] for name in ("activations", "weights")}
+    for (name, row), color, line in zip(histograms.items(), (style.BLUE, style.GREEN), ("-", "--"), strict=True):
+        style.histogram(left, row, color, f"gradients of {name}; zeros apart, {_zeros(row)}", line)
+    _windowed(left, list(histograms.values()))
     left.set(xlabel="|gradient|", ylabel="share of the nonzero elements, %")
     places = range(len(layers))
     for name, color, mark in (("activations", style.BLUE, "o"), ("weights", style.GREEN, "s")):
-        right.plot([one[name] for one in layers], places, mark, color=color, label=f"of {name}", markersize=5)
-    for place, one in enumerate(layers):
-        right.plot([one["activations"], one["weights"]], [place, place], color=style.GREY, linewidth=1, zorder=0)
+        right.plot([row[name] for row in layers], places, mark, color=color, label=f"of {name}", markersize=5)
+    for place, row in enumerate(layers):
+        right.plot([row["activations"], row["weights"]], [place, place], color=style.GREY, linewidth=1, zorder=0)
     right.axvline(
         style.FP16_SMALLEST_NORMAL, color=style.GREY, linestyle="--", linewidth=1, label="fp16's smallest normal"
     )
-    right.set_yticks(places, [one["name"] for one in layers], fontsize=8)
+    right.set_yticks(places, [row["name"] for row in layers], fontsize=8)
     right.set_ylim(
         len(layers) + 0.12 * len(layers) + 1.5, -1
     )  # the first at the top, room for the legend at the bottom
@@ -44,9 +44,9 @@ def activation_gradients(document: Mapping[str, Any], path: Path) -> None:
 
 
 def activation_gradients_words(document: Mapping[str, Any]) -> list[str]:
-    """Return the shares of zeros, of losses and of subnormal numbers in fp16, and the two medians, in words."""
+    """Return sentences on the zeros, on what is lost and subnormal in fp16, and on the two medians."""
     both = [document["activations"], document["weights"]]
-    zero, subnormal = (", ".join(style.share(one[what]) for one in both) for what in ("below", "subnormal"))
+    zero, subnormal = (", ".join(style.share(one[name]) for one in both) for name in ("below", "subnormal"))
     medians = [one["histogram"]["median"] for one in both]
     words = [
         f"{_zeros(both[0]['histogram'])} of the gradients of activations and {_zeros(both[1]['histogram'])} of those "
@@ -63,17 +63,17 @@ def activation_gradients_words(document: Mapping[str, Any]) -> list[str]:
 
 
 def loss_scaling(document: Mapping[str, Any], path: Path) -> None:
-    """Draw the gradients in fp16's window, above without the loss scale, below with it."""
+    """Draw the gradients with the range of fp16, at the top without the loss scale, at the bottom with it."""
     figure = new_figure(9.0, 6.6)
     panels = figure.subplots(2, 1, sharex=True)
-    found = [document[name]["histogram"] for name in ("before", "after")]
+    histograms = [document[name]["histogram"] for name in ("before", "after")]
     rows = (
         ("before", "without a loss scale", style.BLUE),
         ("after", f"under a loss scale of {_scales(document)}", style.GREEN),
     )
-    for panel, one, (name, label, color) in zip(panels, found, rows, strict=True):
-        style.histogram(panel, one, color, f"{label}: {style.share(document[name]['below'])} below $2^{{-24}}$")
-        _windowed(panel, found, legend=panel is panels[0])
+    for panel, histogram, (name, label, color) in zip(panels, histograms, rows, strict=True):
+        style.histogram(panel, histogram, color, f"{label}: {style.share(document[name]['below'])} below $2^{{-24}}$")
+        _windowed(panel, histograms, legend=panel is panels[0])
         panel.set_ylabel("share of the nonzero\nelements, %")
     panels[1].set_xlabel("|gradient of an activation|")
     figure.suptitle(style.ended(document), fontsize=11)
@@ -82,9 +82,9 @@ def loss_scaling(document: Mapping[str, Any], path: Path) -> None:
 
 
 def loss_scaling_words(document: Mapping[str, Any]) -> list[str]:
-    """Return the shares outside fp16's range without and with the scale, and its distance from overflow, in words."""
+    """Return sentences on what is outside fp16's range without and with the scale, and on its distance to overflow."""
     names = ("below", "zero", "subnormal", "infinite")
-    before, after = ({name: style.share(document[when][name]) for name in names} for when in ("before", "after"))
+    before, after = ({name: style.share(document[moment][name]) for name in names} for moment in ("before", "after"))
     words = [
         f"Below 2^-24: {before['below']} of the nonzero gradients of activations without a scale, {after['below']} "
         f"with it; zero in fp16: {before['zero']} and {after['zero']}.",
@@ -112,18 +112,18 @@ def _scales(document: Mapping[str, Any]) -> str:
     )
 
 
-def _windowed(panel: Any, found: list[Mapping[str, Any]], legend: bool = True) -> None:
-    """Draw fp16's window around the histograms, with its legend if `legend`."""
-    own = panel.get_legend_handles_labels()[0]
-    ends = style.range_of(found, [style.FP16_SMALLEST, style.FP16_SMALLEST_NORMAL, style.FP16_END])
+def _windowed(panel: Any, histograms: list[Mapping[str, Any]], legend: bool = True) -> None:
+    """Draw the range of fp16 behind the histograms, and in the legend if `legend`."""
+    handles = panel.get_legend_handles_labels()[0]
+    ends = style.range_of(histograms, [style.FP16_SMALLEST, style.FP16_SMALLEST_NORMAL, style.FP16_END])
     style.window(panel, *ends)
     panel.set_xlim(*ends)
     low, high = panel.get_ylim()
     panel.set_ylim(low, high * 1.4)
     panel.grid(alpha=0.25)
-    panel.legend(handles=None if legend else own, fontsize=8, loc="upper right", framealpha=1.0)
+    panel.legend(handles=None if legend else handles, fontsize=8, loc="upper right", framealpha=1.0)
     style.powers(panel.xaxis)
 
 
-def _zeros(found: Mapping[str, Any]) -> str:
-    return style.share(found["zeros"] / max(1, found["elements"]))
+def _zeros(histogram: Mapping[str, Any]) -> str:
+    return style.share(histogram["zeros"] / max(1, histogram["elements"]))

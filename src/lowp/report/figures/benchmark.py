@@ -1,4 +1,4 @@
-"""A picture of a benchmark: time and memory of every row relative to fp32, beside published figures of torch.amp."""
+"""The figure of a benchmark: time and memory of every row relative to fp32, and published values of torch.amp."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def chart(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _legend(grid: Any) -> tuple[list[Any], list[str]]:
-    """Return handles and labels of the legend: each part of any recipe once, in the order of the bars."""
-    found: dict[str, Any] = {}
+    """Return handles and labels of the legend, with every part of memory once, in the order of the bars."""
+    handles: dict[str, Any] = {}
     for panel in grid[:, 1]:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    order = [name for name in PARTS_COLOURS if name in found]
-    return [found[name] for name in order], order
+            handles.setdefault(label, handle)
+    order = [name for name in PARTS_COLOURS if name in handles]
+    return [handles[name] for name in order], order
 
 
 def _times(panel: Any, subject: Mapping[str, Any]) -> None:
@@ -76,9 +76,9 @@ def _times(panel: Any, subject: Mapping[str, Any]) -> None:
         texts.append(f"{row['time_ratio']:.2f}x  published, whole training")
         colours.append(_PUBLISHED)
     panel.set_xscale("log", base=2)
-    for place, (value, text, colour) in enumerate(zip(values, texts, colours, strict=True)):
-        panel.barh(place, value - 1, left=1, color=colour, edgecolor="#555555", linewidth=0.5)
-        panel.text(max(value, 1.0) * 1.04, place, text, va="center", fontsize=8, bbox=_BEHIND)
+    for position, (value, text, colour) in enumerate(zip(values, texts, colours, strict=True)):
+        panel.barh(position, value - 1, left=1, color=colour, edgecolor="#555555", linewidth=0.5)
+        panel.text(max(value, 1.0) * 1.04, position, text, va="center", fontsize=8, bbox=_BEHIND)
     _finish(panel, labels)
     low, high = min([*values, 0.5]), max([*values, 2.0])
     panel.set_xlim(low / 1.1, high * (high / low) ** 0.7)  # with room for the words
@@ -99,14 +99,14 @@ def _memory(panel: Any, subject: Mapping[str, Any]) -> None:
     by_reserved = all(_is_telling(row["memory"]) for row in rows)
     unit = base["reserved"] if by_reserved else base["allocated"]
     labels, ends, texts = [], [], []
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         memory = row["memory"]
         parts = {**memory["parts"], **({"slack": max(0, memory["slack"])} if by_reserved else {})}
         end = 0.0
         for name, size in parts.items():
             if size:
                 panel.barh(
-                    place,
+                    position,
                     size / unit,
                     left=end,
                     color=PARTS_COLOURS[name],
@@ -125,8 +125,8 @@ def _memory(panel: Any, subject: Mapping[str, Any]) -> None:
         ends.append(row["memory_ratio"])
         texts.append(f"{row['memory_ratio']:.2f}x  published: {row['gigabytes'][0]:g} → {row['gigabytes'][1]:g} GB")
     limit = max([*ends, 1.0])
-    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        panel.text(end + limit * 0.02, place, text, va="center", fontsize=8, bbox=_BEHIND)
+    for position, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        panel.text(end + limit * 0.02, position, text, va="center", fontsize=8, bbox=_BEHIND)
     _finish(panel, labels)
     panel.set_xlim(0, limit * 1.65)
     what = "reserved" if by_reserved else "allocated"

@@ -1,4 +1,4 @@
-"""Pictures of comparisons and sweeps, as functions of the documents that are written as JSON."""
+"""Figures of comparisons and sweeps, drawn from their documents."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def curves(document: Mapping[str, Any], path: Path) -> None:
     above, below = figure.subplots(2, len(names), squeeze=False, sharex="col", gridspec_kw={"height_ratios": [1.2, 1]})
     for panel, apart, name in zip(above, below, names, strict=True):
         share = recipe["metric_is_share"] and name == recipe["metric"]
-        for place, row in enumerate(document["variants"]):
-            _curve(panel, row["label"], _by_seed(row, name), place, 100.0 if share else 1.0)
+        for index, row in enumerate(document["variants"]):
+            _curve(panel, row["label"], _by_seed(row, name), index, 100.0 if share else 1.0)
         _differences(apart, document, name, 100.0 if share else 1.0)
         panel.set_ylabel(f"{name} in percent" if share else f"{name} (validation)")
         apart.set(xlabel="epoch", ylabel=f"{name} minus fp32's" + ", in points" * share)
@@ -43,7 +43,7 @@ Runs = Mapping[int, Mapping[int, float]]  # finite values by seed and epoch
 
 
 def _by_seed(row: Mapping[str, Any], name: str) -> Runs:
-    """Return a number of the runs of a precision by seed and epoch, without the loss before training."""
+    """Return a metric of a precision's runs by seed and epoch, without the loss before training."""
     return {
         run["seed"]: {
             record["epoch"]: record[name]
@@ -56,23 +56,29 @@ def _by_seed(row: Mapping[str, Any], name: str) -> Runs:
 
 
 def _differences(panel: Any, document: Mapping[str, Any], name: str, factor: float) -> None:
-    """Draw each precision's difference to the fp32 run of the same seed, and the spread of fp32."""
+    """Draw each precision's difference from the fp32 run of the same seed, and the deviation of fp32."""
     baseline, *others = document["variants"]
     base = _by_seed(baseline, name)
     spread = [(epoch, factor * _mean_and_deviation(values)[1]) for epoch, values in _epochs(base)]
     epochs, deviations = [epoch for epoch, _ in spread], [deviation for _, deviation in spread]
     panel.fill_between(
-        epochs, [-one for one in deviations], deviations, color="#999999", alpha=0.3, linewidth=0, label="fp32's seeds"
+        epochs,
+        [-deviation for deviation in deviations],
+        deviations,
+        color="#999999",
+        alpha=0.3,
+        linewidth=0,
+        label="fp32's seeds",
     )
     panel.axhline(0, color="#222222", linewidth=0.8)
     limit = deviations[-1] if deviations else 0.0  # not the wide spread of early epochs
-    for place, row in enumerate(others, 1):
+    for index, row in enumerate(others, 1):
         apart = {
             seed: {epoch: value - base[seed][epoch] for epoch, value in run.items() if epoch in base[seed]}
             for seed, run in _by_seed(row, name).items()
             if seed in base
         }
-        _curve(panel, None, apart, place, factor)
+        _curve(panel, None, apart, index, factor)
         for _, values in _epochs(apart):
             mean, deviation = _mean_and_deviation(values)
             limit = max(limit, factor * (abs(mean) + deviation))
@@ -86,7 +92,7 @@ def _epochs(runs: Runs) -> Iterator[tuple[int, list[float]]]:
         yield epoch, [run[epoch] for run in runs.values()]
 
 
-def _curve(panel: Any, label: str | None, runs: Runs, place: int, factor: float) -> None:
+def _curve(panel: Any, label: str | None, runs: Runs, index: int, factor: float) -> None:
     """Draw the line of one precision, for epochs that all of its runs reached with finite values."""
     epochs, means, low, high = [], [], [], []
     for epoch, values in _epochs(runs):
@@ -95,8 +101,8 @@ def _curve(panel: Any, label: str | None, runs: Runs, place: int, factor: float)
         means.append(factor * mean)
         low.append(factor * (mean - deviation))
         high.append(factor * (mean + deviation))
-    style = ("-", "--", "-.", ":")[place % 4]
-    (line,) = panel.plot(epochs, means, style, label=label, linewidth=1.5, color=f"C{place % 10}")
+    style = ("-", "--", "-.", ":")[index % 4]
+    (line,) = panel.plot(epochs, means, style, label=label, linewidth=1.5, color=f"C{index % 10}")
     panel.fill_between(epochs, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 

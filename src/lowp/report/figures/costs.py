@@ -1,4 +1,4 @@
-"""A picture of the energy and area of arithmetic by format, with published values and estimates marked."""
+"""The figure of the energy and area of arithmetic by format, with published values and estimates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PANELS = (
 
 
 def cost(document: Mapping[str, Any], path: Path) -> None:
-    """Draw three panels on logarithmic axes; bars of estimates are hatched, and every bar shows its number."""
+    """Draw three panels on logarithmic axes; bars of estimates are hatched, and all bars are labelled."""
     from matplotlib.patches import Patch
 
     rows = document["formats"]
@@ -28,14 +28,14 @@ def cost(document: Mapping[str, Any], path: Path) -> None:
     panels = figure.subplots(1, len(_PANELS), sharey=True)
     for panel, (entry, title) in zip(panels, _PANELS, strict=True):
         names = list(rows[0][entry])
-        for turn, name in enumerate(names):
-            _bars(panel, [row[entry][name] for row in rows], style.COLORS[turn], 0.42 * turn)
+        for index, name in enumerate(names):
+            _bars(panel, [row[entry][name] for row in rows], style.COLORS[index], 0.42 * index)
         low, high = _ends([estimate["value"] for row in rows for estimate in row[entry].values()])
         panel.set_xscale("log")
         panel.set_xlim(low, high)
         panel.set_title(title, fontsize=10)
         panel.grid(alpha=0.25, axis="x")
-        handles = [Patch(color=style.COLORS[turn], label=name) for turn, name in enumerate(names)]
+        handles = [Patch(color=style.COLORS[index], label=name) for index, name in enumerate(names)]
         panel.legend(
             handles=handles,
             fontsize=8,
@@ -43,7 +43,7 @@ def cost(document: Mapping[str, Any], path: Path) -> None:
             bbox_to_anchor=(0.5, -0.02 - 0.9 / (len(rows) + 1)),
             ncols=2,
         )
-    panels[0].set_yticks([place + 0.21 for place in range(len(rows))], [_label(row) for row in rows])
+    panels[0].set_yticks([row_index + 0.21 for row_index in range(len(rows))], [_label(row) for row in rows])
     panels[0].set_ylim(len(rows) - 0.2, -0.6)
     figure.suptitle(f"What a number costs in silicon; source: {document['source']}", fontsize=11)
     style.caption(
@@ -53,25 +53,27 @@ def cost(document: Mapping[str, Any], path: Path) -> None:
 
 
 def cost_words(document: Mapping[str, Any]) -> list[str]:
-    """Return in words how much less energy a multiplication takes than in the costliest format of the figure."""
+    """Return a sentence with the energy of a multiplication in the costliest format relative to the others."""
     rows = document["formats"]
-    most = max(rows, key=lambda row: row["energy"]["multiply"]["value"])
+    costliest = max(rows, key=lambda row: row["energy"]["multiply"]["value"])
     parts = []
     for row in rows:
         multiply = row["energy"]["multiply"]
-        if row is not most and multiply["value"] > 0:
+        if row is not costliest and multiply["value"] > 0:
             estimated = "" if multiply["how"] == "table" else "~"
-            parts.append(f"{row['name']} {estimated}{_number(most['energy']['multiply']['value'] / multiply['value'])}")
+            parts.append(
+                f"{row['name']} {estimated}{_number(costliest['energy']['multiply']['value'] / multiply['value'])}"
+            )
     if not parts:
         return []
-    return [f"Energy of a multiplication in {most['name']} as a multiple of that in: {', '.join(parts)}."]
+    return [f"Energy of a multiplication in {costliest['name']} as a multiple of that in: {', '.join(parts)}."]
 
 
 def _bars(panel: Any, estimates: list[Mapping[str, Any]], color: str, offset: float) -> None:
-    for place, estimate in enumerate(estimates):
+    for position, estimate in enumerate(estimates):
         known = estimate["how"] == "table"
         panel.barh(
-            place + offset,
+            position + offset,
             estimate["value"],
             height=0.4,
             color=color if known else "none",
@@ -79,13 +81,13 @@ def _bars(panel: Any, estimates: list[Mapping[str, Any]], color: str, offset: fl
             hatch=None if known else "////",
         )
         text = f" {'' if known else '~'}{_number(estimate['value'])}"
-        panel.text(estimate["value"], place + offset, text, va="center", fontsize=8)
+        panel.text(estimate["value"], position + offset, text, va="center", fontsize=8)
 
 
 def _ends(values: list[float]) -> tuple[float, float]:
     """Return limits of an axis, below the smallest bar and with room for the number at the largest."""
-    present = [value for value in values if value > 0]
-    return min(present) / 3, max(present) * 6
+    positive = [value for value in values if value > 0]
+    return min(positive) / 3, max(positive) * 6
 
 
 def _number(value: float) -> str:

@@ -1,7 +1,4 @@
-"""Pictures of the shared exponents of a run, after figures 2 and 3 of the Flexpoint paper.
-
-Source: Koester et al. 2017, arXiv 1711.02213, figures 2 and 3.
-"""
+"""Figures of the shared exponents of a run, after figures 2 and 3 of Köster et al. 2017, arXiv 1711.02213."""
 
 from __future__ import annotations
 
@@ -52,25 +49,27 @@ def autoflex(document: Mapping[str, Any], path: Path) -> None:
 
 
 def flex_window(document: Mapping[str, Any], path: Path) -> None:
-    """Draw histograms of log2|x| of three tensors, early and late, and the window of bits that a write can hold."""
+    """Draw histograms of log2|x| of three tensors, early and late, and the range of bits of an int16 mantissa."""
     figure = new_figure(10.5, 3.9)
     panels = figure.subplots(1, len(document["windows"]), sharey=True, squeeze=False)[0]
     lowest = document["lowest"]
     for panel, (name, window) in zip(panels, document["windows"].items(), strict=True):
         lost = []
         for moment, color, height in (("first", _MEASURED, -0.02), ("last", _PREDICTED, -0.05)):
-            found = window.get(moment)
-            if found is None:
+            histogram = window.get(moment)
+            if histogram is None:
                 continue
-            total = max(1, sum(found["counts"]))
-            places = [lowest + index for index in range(len(found["counts"]))]
-            shares = [count / total for count in found["counts"]]
-            panel.step(places, shares, where="post", color=color, linewidth=1.3, label=f"{moment} tenth of the steps")
-            low, high = found["exponents"]
+            total = max(1, sum(histogram["counts"]))
+            exponents = [lowest + index for index in range(len(histogram["counts"]))]
+            shares = [count / total for count in histogram["counts"]]
+            panel.step(
+                exponents, shares, where="post", color=color, linewidth=1.3, label=f"{moment} tenth of the steps"
+            )
+            low, high = histogram["exponents"]
             panel.plot([high, high + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=_THICK, alpha=0.6)
             if low != high:
                 panel.plot([low, low + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=_THIN, alpha=0.4)
-            lost.append(f"{found['below_maximum']:.2%}")
+            lost.append(f"{histogram['below_maximum']:.2%}")
         panel.set_title(f"{name}\n{window['site']}", fontsize=9)
         panel.set_xlabel(f"floor(log2|x|); below max/2^15: {', '.join(lost)}", fontsize=8)
         panel.set_xlim(_range(window, lowest))
@@ -89,13 +88,13 @@ def flex_window(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _range(window: Mapping[str, Any], lowest: int) -> tuple[float, float]:
-    """Return the first and last binary exponent with a thousandth of the elements, including the bars."""
+    """Return limits of the axis: the exponents with at least a thousandth of the elements, and the bars."""
     left, right = math.inf, -math.inf
     for moment in ("first", "last"):
-        found = window.get(moment)
-        if found is not None:
-            total = max(1, sum(found["counts"]))
-            present = [lowest + index for index, count in enumerate(found["counts"]) if count > total / 1000]
-            left = min([left, *present, found["exponents"][0]])
-            right = max([right, *present, found["exponents"][1] + _MANTISSA_BITS - 1])
+        histogram = window.get(moment)
+        if histogram is not None:
+            total = max(1, sum(histogram["counts"]))
+            present = [lowest + index for index, count in enumerate(histogram["counts"]) if count > total / 1000]
+            left = min([left, *present, histogram["exponents"][0]])
+            right = max([right, *present, histogram["exponents"][1] + _MANTISSA_BITS - 1])
     return left - 1, right + 2

@@ -1,4 +1,4 @@
-"""A picture of weights that stop moving in 16 bits, beside fp32 masters and stochastic rounding, which prevent it."""
+"""The figure of weights that stop changing in 16 bits, compared with fp32 masters and stochastic rounding."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SPAN = 9  # length of the running mean in steps
 
 
 def stall(document: Mapping[str, Any], path: Path) -> None:
-    """Draw the share of weights that a step changes, the course of one weight, and the validation loss."""
+    """Draw the share of weights that a step changes, the values of one weight, and the validation loss."""
     figure = new_figure(13.0, 4.9)
     moving, way, loss = figure.subplots(1, 3)
-    for place, row in enumerate(document["variants"]):
-        shown = {**_LINES[place % len(_LINES)], "label": row["label"]}
-        moving.plot(row["step"], [100 * value for value in _smooth(row["moving"])], **shown)
-        way.plot(document["way_steps"], document["ways"][place], **shown)
-        known = [one for one in row["history"] if one["loss"] is not None]
-        loss.plot([one["epoch"] for one in known], [one["loss"] for one in known], **shown)
+    for index, row in enumerate(document["variants"]):
+        line = {**_LINES[index % len(_LINES)], "label": row["label"]}
+        moving.plot(row["step"], [100 * value for value in _smooth(row["moving"])], **line)
+        way.plot(document["way_steps"], document["ways"][index], **line)
+        known = [record for record in row["history"] if record["loss"] is not None]
+        loss.plot([record["epoch"] for record in known], [record["loss"] for record in known], **line)
     moving.set(xlabel="step", ylabel="weights with a gradient that a step changes, %", title="weights that change")
     moving.set_ylim(0, 105)
     where = f"[{', '.join(map(str, document['index']))}]" if document["index"] else ""
@@ -66,5 +66,5 @@ def stall_words(document: Mapping[str, Any]) -> list[str]:
 def _smooth(values: list[float]) -> list[float]:
     """Return the running mean, over fewer values at the ends."""
     half = _SPAN // 2
-    parts = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
+    parts = (values[max(0, index - half) : index + half + 1] for index in range(len(values)))
     return [math.fsum(part) / len(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Common parts of the pictures: colours for colour-blind readers, axes in powers of two, captions."""
+"""Common parts of the figures: colours for colour-blind readers, axes in powers of two, captions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY = COLORS = (
 )
 FP16_SMALLEST, FP16_SMALLEST_NORMAL, FP16_END = -24, -14, 16  # powers of two; 65504 is just below the last
 _LETTERS_AN_INCH = 15
-_LEAST_SHARE = 1e-3  # share of elements below which an exponent does not widen an axis
+_LEAST_SHARE = 1e-3  # the smallest share of elements for which an exponent extends an axis
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def number(value: float | None, is_share: bool = False) -> str:
 
 
 def ended(document: Mapping[str, Any]) -> str:
-    """Return in a few words what was trained and the final metric."""
+    """Return the title of a run: recipe, precision, epochs, and the final metric or the failure."""
     metric, epochs = document["metric"], document["epochs"]
     value = number(metric["value"], metric["is_share"])
     ending = document["failure"] or f"final {metric['name']} {value}"
@@ -54,41 +54,45 @@ def ended(document: Mapping[str, Any]) -> str:
 
 
 # -- panels -----------------------------------------------------------------------------------------------------------
-def histogram(panel: Any, found: Mapping[str, Any], color: str, label: str, style: str = "-") -> None:
+def histogram(panel: Any, histogram: Mapping[str, Any], color: str, label: str, style: str = "-") -> None:
     """Draw the outline of a histogram of binary exponents: the bin of [2^e, 2^(e + 1)) lies between e and e + 1."""
-    values, edges = bars(found)
+    values, edges = bars(histogram)
     panel.stairs(values, edges, color=color, alpha=0.18, fill=True, linewidth=0)
     panel.stairs(values, edges, color=color, linewidth=1.4, linestyle=style, label=label)
 
 
-def bars(found: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+def bars(histogram: Mapping[str, Any]) -> tuple[list[float], list[int]]:
     """Return shares of the nonzero elements in percent, and the edges of their bins."""
-    counts, lowest = found["counts"], found["lowest"]
+    counts, lowest = histogram["counts"], histogram["lowest"]
     total = max(1, sum(counts))
     return [100 * count / total for count in counts], list(range(lowest, lowest + len(counts) + 1))
 
 
-def range_of(found: Iterable[Mapping[str, Any]], also: Sequence[float] = ()) -> tuple[float, float]:
-    """Return the first and last exponent with a thousandth of the elements, extended to the limits in `also`."""
-    ends = list(also)
-    for one in found:
-        total = max(1, sum(one["counts"]))
-        present = [one["lowest"] + place for place, count in enumerate(one["counts"]) if count > _LEAST_SHARE * total]
+def range_of(histograms: Iterable[Mapping[str, Any]], limits: Sequence[float] = ()) -> tuple[float, float]:
+    """Return the first and last exponent with a thousandth of the elements, extended to the given limits."""
+    ends = list(limits)
+    for histogram in histograms:
+        total = max(1, sum(histogram["counts"]))
+        present = [
+            histogram["lowest"] + index
+            for index, count in enumerate(histogram["counts"])
+            if count > _LEAST_SHARE * total
+        ]
         ends += [present[0], present[-1] + 1] if present else []
     return (min(ends) - 1, max(ends) + 1) if ends else (-1.0, 1.0)
 
 
-def powers(axis: Any, most: int = 9) -> None:
+def powers(axis: Any, max_ticks: int = 9) -> None:
     """Label an axis of exponents with powers of two."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(nbins=most, integer=True, steps=[1, 2, 4, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, place: f"$2^{{{value:.0f}}}$"))
+    axis.set_major_locator(MaxNLocator(nbins=max_ticks, integer=True, steps=[1, 2, 4, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, position: f"$2^{{{value:.0f}}}$"))
 
 
-def limit(panel: Any, at: float, color: str, label: str, style: str = "--") -> None:
+def limit(panel: Any, exponent: float, color: str, label: str, style: str = "--") -> None:
     """Draw a line across the panel."""
-    panel.axvline(at, color=color, linewidth=1.4, linestyle=style, label=label)
+    panel.axvline(exponent, color=color, linewidth=1.4, linestyle=style, label=label)
 
 
 def window(panel: Any, left: float, right: float) -> None:
