@@ -78,6 +78,8 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_exact_int16_list": (None, (c_void_p, c_int64, c_int, c_void_p)),
     "lowp_step_int16_list": (None, (c_void_p, c_int64, c_int, c_int, c_void_p)),
     "lowp_write_int16_list": (None, (c_void_p, c_void_p, c_int64, c_int, c_void_p)),
+    "lowp_are_rounded_list": (None, (c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p)),
+    "lowp_store_rounded_list": (None, (c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p)),
     "lowp_pack_nonzero": (None, (c_void_p, c_void_p, c_int64, c_int)),
     "lowp_pass_bits": (None, (*(c_void_p,) * 3, c_int64, c_int)),
     "lowp_pass_positive": (None, (*(c_void_p,) * 3, c_int64, c_int)),

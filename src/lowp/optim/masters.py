@@ -138,8 +138,7 @@ class MasterWeights(Wrapper):
     @torch.no_grad()
     def _follow(self) -> None:
         """Take over what the script has written into the parameters since the last step."""
-        for parameter, state in self._master_state.items():
-            self.storage.follow_(local(parameter), {name: local(value) for name, value in state.items()})
+        self.storage.follow_all_([(local(parameter), _local(state)) for parameter, state in self._master_state.items()])
 
     def master(self, parameter: Tensor) -> Tensor:
         """The fp32 value behind a stored parameter."""
@@ -229,13 +228,14 @@ class MasterWeights(Wrapper):
 
     def _write_back(self, told: Mapping[Tensor, Watch]) -> None:
         with torch.no_grad():
+            weights, draws = [], self.storage.draws
             for index, (parameter, master) in enumerate(self._masters.items()):
-                draws = self.storage.draws
                 seed = seed_of(self.seed, self._steps_on(parameter.device), index) if draws else None
-                state = {name: local(value) for name, value in self._master_state[parameter].items()}
+                here = local(master.detach())
                 if parameter in told:
-                    told[parameter](local(master.detach()), "weight", self.storage.cast, "step")
-                self.storage.save(local(parameter), state, local(master.detach()), seed)
+                    told[parameter](here, "weight", self.storage.cast, "step")
+                weights.append((local(parameter), _local(self._master_state[parameter]), here, seed))
+            self.storage.save_all(weights)
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure for the inner optimizer: it writes the parameters from the masters first."""
@@ -243,7 +243,7 @@ class MasterWeights(Wrapper):
         def evaluate() -> Any:
             with torch.no_grad():
                 for parameter, master in self._masters.items():
-                    state = {name: local(value) for name, value in self._master_state[parameter].items()}
+                    state = _local(self._master_state[parameter])
                     self.storage.save(local(parameter), state, local(master.detach()).clone(), None)
             self._put_into_groups({master: parameter for parameter, master in self._masters.items()})
             try:
@@ -305,3 +305,8 @@ class MasterWeights(Wrapper):
 
     def __repr__(self) -> str:
         return f"MasterWeights(storage={self.storage.cast or 'fp32'}, kind={self.storage.kind}, {self.inner!r})"
+
+
+def _local(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's parts of what is kept of a parameter."""
+    return {name: local(value) for name, value in state.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,9 @@ from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import FloatFormat
+from lowp.kernels import stored
 from lowp.kernels.dispatch import answers_at_once
+from lowp.kernels.stored import Weight
 from lowp.optim.shards import is_sharded, local, shard_like, shard_of
 from lowp.optim.split import join, split
 
@@ -103,7 +105,28 @@ class Storage:
             if followed is not master:
                 master.copy_(followed)
 
-    def _followed(self, stored: Tensor, master: Tensor) -> Tensor:
+    def follow_all_(self, weights: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
+        """Do `follow_` for stored, unsharded parameters and what is kept of each; as one call where there is one."""
+        if self.cast is None or self.kind != "fp32":  # nothing to bring up to date
+            return
+        pairs = [(parameter.detach(), state["master_weight"]) for parameter, state in weights]
+        fresh = self._at_once(pairs, stored.are_rounded)
+        for (parameter, state), is_fresh in zip(weights, fresh, strict=True):
+            if not is_fresh:
+                self.follow_(parameter, state)
+
+    def _at_once(self, pairs: list[Weight], run: Callable[[Sequence[Weight], Cast], list[bool]]) -> list[bool]:
+        """Return the results of a function of `kernels.stored`; False for each weight that it does not take."""
+        if self.cast is None or self.draws or self.kind == "split":
+            return [False] * len(pairs)
+        taken = [
+            fits and parameter.dtype is self.dtype
+            for (parameter, _), fits in zip(pairs, stored.serves(pairs), strict=True)
+        ]
+        results = iter(run([pair for pair, is_taken in zip(pairs, taken, strict=True) if is_taken], self.cast))
+        return [is_taken and next(results) for is_taken in taken]
+
+    def _followed(self, parameter: Tensor, master: Tensor) -> Tensor:
         """Return the master; in places that `save` has not written, the stored value in fp32.
 
         A script writes parameters itself where it clips or prunes them or sets them anew. Only a value to which the
@@ -112,13 +135,13 @@ class Storage:
         assert self.cast is not None
         if self.draws:
             below, above = (kernels.quantize(master, self.cast.with_rounding(way)) for way in ("down", "up"))
-            is_own = (below <= stored) & (stored <= above)
+            is_own = (below <= parameter) & (parameter <= above)
         else:
             rounded = self.rounded(master, None)
-            if answers_at_once(stored) and _have_same_bits(rounded, stored):
+            if answers_at_once(parameter) and _have_same_bits(rounded, parameter):
                 return master
-            is_own = rounded == stored
-        return torch.where(is_own, master, stored.to(torch.float32))
+            is_own = rounded == parameter
+        return torch.where(is_own, master, parameter.to(torch.float32))
 
     def save(self, parameter: Tensor, state: dict[str, Tensor], master: Tensor, seed: int | Tensor | None) -> None:
         """Write an fp32 `master` into the stored parameter and its state. `seed` is for stochastic rounding."""
@@ -132,6 +155,17 @@ class Storage:
         else:
             parameter.detach().copy_(self.rounded(master, seed))
             if self.kind == "fp32":
+                _put(state, "master_weight", master)
+
+    def save_all(self, weights: Sequence[tuple[Tensor, dict[str, Tensor], Tensor, int | Tensor | None]]) -> None:
+        """Do `save` for parameters with their states, masters and seeds; as one call where there is one."""
+        pairs = [(parameter.detach(), master) for parameter, _, master, _ in weights]
+        for (parameter, state, master, seed), is_written in zip(
+            weights, self._at_once(pairs, stored.store_rounded), strict=True
+        ):
+            if not is_written:
+                self.save(parameter, state, master, seed)
+            elif self.kind == "fp32":
                 _put(state, "master_weight", master)
 
     def load_whole(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:

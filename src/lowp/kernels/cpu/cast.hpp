@@ -164,6 +164,7 @@ struct Kernels {
   int32_t (*largest)(const float* in, int64_t count);
   void (*random_words)(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out);
   void (*random_block)(uint64_t seed, const uint32_t* counter, uint32_t* out);
+  bool (*narrow)(const float* in, int type, uint16_t* out, int64_t count);
 };
 
 extern const Kernels kPortableKernels;

@@ -61,7 +61,8 @@ template <class C>
 static void quantize_in(const Task& task, int64_t begin, int64_t end) {
   const Caster<C> caster(*task.cast, task.seed, task.index);
   const bool aligned = is_aligned(task.out, sizeof(typename C::Bits));
-  const bool direct = carrier_bytes(task.in_type) == sizeof(typename C::Bits) && aligned && !task.stream;
+  const bool in_place = carrier_bytes(task.in_type) == sizeof(typename C::Bits) && task.in_type == task.out_type;
+  const bool direct = in_place && aligned && !task.stream;
   alignas(64) typename C::Bits buffer[kBlock], result[kBlock];
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
