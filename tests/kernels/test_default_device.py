@@ -24,11 +24,13 @@ from lowp.kernels import (
     few_rows,
     int16_linear,
     int16_lists,
+    int16_written,
     integer,
     mantissas,
     masks,
     predictions,
     spectra,
+    stored,
     use,
     writes,
 )
@@ -113,6 +115,21 @@ def layer() -> object:
     return found, int16_linear.gradients(X[:, :3].contiguous(), found[1], sizes, parse("dfp16"), needs)
 
 
+def written_layer() -> object:
+    to = parse("dfp16")
+    found = int16_written.linear((X, X.clone(), None), (to, to), None, to, -9)
+    assert found is not None
+    result, operands = found
+    incoming = mantissas.Mantissas(result.payload, result.exponent)
+    shapes = tuple(X.shape), tuple(X.shape), (3,)
+    return found, int16_written.gradients(result.values, incoming, operands, shapes, (-9, -9, -9), to)
+
+
+def stored_weights() -> object:
+    weight = torch.zeros_like(X, dtype=torch.bfloat16)
+    return [f([(weight, X.clone())], parse("bf16")) for f in (stored.store_rounded, stored.are_rounded)], weight
+
+
 def predicted() -> object:
     scaling = Autoflex()
     state = scaling.init("cpu", 1)
@@ -139,6 +156,8 @@ def library_functions() -> object:
         int16_lists.exact_mantissas([weight], [-13]),
         int16_lists.are_int16([(X, mantissas.Mantissas(old, 0), cpu_int16.Rows(1, X.numel(), X.numel()))]),
         layer(),
+        written_layer(),
+        stored_weights(),
         predicted(),
         cpu_int16.words_int16(X.clone(), -13, 14, True),
         cpu_int16.relu(X.round(), X.round().to(torch.int16), 0),
