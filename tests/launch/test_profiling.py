@@ -66,6 +66,15 @@ def test_a_population_of_models_is_watched_in_part_and_that_is_said(
     assert capsys.readouterr().err.count("only the first 16 models are recorded") == 1
 
 
+def test_a_part_that_replaces_another_is_no_model_of_its_own(waiting: profiling._Waiting) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    take_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model[1] = nn.Linear(4, 2)
+    take_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert list(profiler_of(waiting).models.roots.values()) == [model]
+    assert profiler_of(waiting).models.owns(model[1])
+
+
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_a_compiled_module_is_compiled_as_often_as_without_a_profile(waiting: profiling._Waiting) -> None:
     torch.compiler.reset()

@@ -147,6 +147,8 @@ class _Waiting:
                 return
         if id(module) in self._refused or not self._is_model(module):
             return
+        if profiler is not None and profiler.finds(module):  # a part of a model that was replaced
+            return
         if profiler is not None and len(profiler.models.roots) >= _MOST_MODELS:
             self.handle.remove()
             print(f"lowp profile: only the first {_MOST_MODELS} models are recorded", file=sys.stderr)

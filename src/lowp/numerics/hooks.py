@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,7 +11,26 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowp.numerics.models import Models
 
-__all__ = ["StepHooks"]
+__all__ = ["StepHooks", "Uncopied"]
+
+_NOTHING = nullcontext().__exit__  # takes anything, does nothing, and is pickled without a trace of lowp
+
+
+class Uncopied:
+    """A hook that copies and pickles of its module do not have, nor the profiler with it."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *given: Any) -> Any:
+        """Call the hook."""
+        return self._hook(*given)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., Any]:
+        return _NOTHING
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 class StepHooks:
@@ -36,8 +56,9 @@ class StepHooks:
             self._handles.clear()
         elif not self._handles:
             for root in self._models.roots.values():
-                before = root.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-                self._handles += [before, root.register_forward_hook(self._after_forward, always_call=True)]
+                before, after = Uncopied(self._before_forward), Uncopied(self._after_forward)
+                self._handles.append(root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                self._handles.append(root.register_forward_hook(after, always_call=True))
             register = register_optimizer_step_pre_hook
             if self._optimizer is not None:
                 register = self._optimizer.register_step_pre_hook

@@ -47,10 +47,21 @@ class Models:
         self._add(self._free(type(unwrapped(model)).__name__), model)
         return renamed
 
+    def renew(self) -> bool:
+        """Find modules and parameters that were replaced since; return whether there are new paths of modules."""
+        before = self.modules
+        self.modules, self.paths, self.parameters = {}, {}, {}
+        for name, model in self.roots.items():
+            self._collect(name, unwrapped(model))
+        return not self.modules.keys() <= before.keys()
+
     def _add(self, name: str, model: nn.Module) -> None:
         inner = unwrapped(model)
         self.roots[name] = model
         self._first = self._first or type(inner).__name__
+        self._collect(name, inner)
+
+    def _collect(self, name: str, inner: nn.Module) -> None:
         for path, module in inner.named_modules():
             if id(module) not in self.paths:
                 full = _joined(name, path.replace("._orig_mod", ""))
@@ -75,10 +86,11 @@ class Models:
         return id(unwrapped(module)) in self.paths
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter with its name in the record."""
+        """Yield every parameter with its name in the record; not those that the models have got since `renew`."""
         for model in self:
             for one in model.parameters():
-                yield self.parameters[id(one)], one
+                if id(one) in self.parameters:
+                    yield self.parameters[id(one)], one
 
     def named_buffers(self) -> Iterator[tuple[str, Any]]:
         """Yield every buffer with its name."""

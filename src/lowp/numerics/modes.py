@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import private, sparse_values
+from lowp.numerics.hooks import Uncopied
 from lowp.numerics.models import Models
 from lowp.ops import table
 from lowp.ops.table import Row
@@ -153,7 +154,7 @@ class Paths:
 
         def enter(module: nn.Module, given: Any) -> None:
             if not ended:
-                self._stack.append(self._models.paths[id(module)])
+                self._stack.append(self._models.paths.get(id(module), self.current))
                 entered(module)
 
         def leave(module: nn.Module, given: Any, result: Any) -> None:
@@ -164,8 +165,8 @@ class Paths:
 
         for name, module in self._models.modules.items():
             if only is None or name in only or any(name.startswith(f"{one}." if one else "") for one in only):
-                handles.append(module.register_forward_pre_hook(enter))
-                handles.append(module.register_forward_hook(leave, always_call=True))
+                handles.append(module.register_forward_pre_hook(Uncopied(enter)))
+                handles.append(module.register_forward_hook(Uncopied(leave), always_call=True))
                 if module is running:
                     self._stack.append(name)
 

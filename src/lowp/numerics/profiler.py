@@ -30,6 +30,7 @@ from lowp.numerics.recording import Recording, merged_over_ranks
 from lowp.numerics.sampling import Budget
 from lowp.numerics.watching import WatchMode
 from lowp.numerics.windows import initial_scale
+from lowp.ops.casting import is_jit_tracing
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 
@@ -140,6 +141,14 @@ class Profiler:
         if args is not None:
             self._before_forward(model, args, {})
 
+    def finds(self, module: nn.Module) -> bool:
+        """Whether a module is a part that a model has got since it was looked through."""
+        if any(module is part for model in self.models for part in model.modules()):
+            if self.models.renew():
+                self.plan.take_turns()
+            return True
+        return False
+
     def begin_within(self, model: nn.Module, args: Any) -> None:
         """Take a call of a model that runs already for the first; not for one to run again, as arguments are lost."""
         if not self.plan.beside:
@@ -185,7 +194,7 @@ class Profiler:
     # -- the forward pass ---------------------------------------------------------------------------------------------
     def _is_idle(self, module: nn.Module) -> bool:
         """Whether nothing is to be recorded for this call of a model."""
-        if self._guard.is_replaying or in_backward():
+        if self._guard.is_replaying or in_backward() or is_jit_tracing() or torch.compiler.is_exporting():
             return True
         if module.training and torch.is_grad_enabled():
             return False
@@ -216,7 +225,9 @@ class Profiler:
         self._clock.spent_since(started, self._watch is not None)
 
     def _begin_watch(self, running: nn.Module) -> None:
-        plan, entry = self.plan, entries.current()
+        plan, entry, is_whole = self.plan, entries.current(), self.plan.is_whole
+        if self.models.renew():
+            plan.take_turns()
         region = entry.region if entry is not None and entry.engine is not None else None
         if plan.beside and region is not None and region.exponents is not None:
             plan.never_beside()  # a shared exponent follows every tensor that is written
@@ -224,7 +235,7 @@ class Profiler:
             plan.in_region = True  # it must know before it is entered that it is observed
             plan.modules = []
             return
-        modules = None if plan.is_whole else plan.modules
+        modules = None if is_whole else plan.modules
         self._watch = WatchMode(
             self.step, self._paths, self.models, self._scale.value, modules, self._place, plan.beside
         )
