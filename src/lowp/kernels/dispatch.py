@@ -112,9 +112,14 @@ def by_triton(x: Tensor) -> bool:
 
     Of 32 and 16 bits; torch sees what it compiles, transforms or only imagines.
     """
+    return x.dtype in _BY_TRITON and runs_triton(x)
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether Triton's kernels run on a tensor, by choice or by `use`, whatever its dtype."""
     way = forced()
     chosen = fastest(x.device) is triton if way is None else way == "triton"
-    return chosen and x.dtype in _BY_TRITON and is_real(x) and not is_compiling() and not is_transformed()
+    return chosen and is_real(x) and not is_compiling() and not is_transformed()
 
 
 def has_integer_kernels(*tensors: Tensor | torch.device) -> bool:

@@ -17,14 +17,14 @@ from lowp.kernels.cpu_int16 import Seen
 from lowp.kernels.dispatch import uses_library
 from lowp.scaling import Autoflex
 
-__all__ = ["observe", "observes"]
+__all__ = ["MOST_WINDOW", "observe", "observes"]
 
-_MOST_WINDOW = 256  # kMostWindow in cpu/predictions.cpp
+MOST_WINDOW = 256  # kMostWindow in cpu/predictions.cpp
 
 
 def observes(scaling: object) -> TypeGuard[Autoflex]:
     """Whether `observe` supports a scaling."""
-    return isinstance(scaling, Autoflex) and scaling.window <= _MOST_WINDOW and uses_library()
+    return isinstance(scaling, Autoflex) and scaling.window <= MOST_WINDOW and uses_library()
 
 
 def observe(scaling: Autoflex, columns: Sequence[Tensor], written: Iterable[tuple[int, Seen]]) -> None:

@@ -19,8 +19,9 @@ from triton.compiler import ASTSource
 from lowp.casts import Cast, parse
 from lowp.formats import ScaledFormat
 from lowp.kernels.triton import mantissas as int16
+from lowp.kernels.triton import predictions as exponents
 from lowp.kernels.triton import steps
-from lowp.kernels.triton.device import casts, codes, counts, products, scaled, updates
+from lowp.kernels.triton.device import casts, codes, counts, predictions, products, scaled, updates
 from lowp.kernels.triton.device import mantissas as sixteen
 from lowp.kernels.triton.launch import BLOCK, CAST_ROUNDS, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
@@ -261,6 +262,23 @@ def mantissas(kind: str, dtype: torch.dtype, rounding: str = "nearest-even") -> 
     written = {"convert": 2, "write": 4}.get(name, 0)
     text = f"int16 {kind}{'' if rounding == 'nearest-even' else f' {rounding}'} {DTYPES[dtype]}"
     return Configuration(text, kernel, types, constants, BLOCK, dtype.itemsize + written, int16.WARPS)
+
+
+def observe(window: int = 16) -> Configuration:
+    """Return the kernel that predicts the exponents of a table's entries, of which each has a window of maxima."""
+    names = predictions.observe.arg_names
+    types: dict[str, Any] = dict.fromkeys(("places", "mantissas", "exponents", "seens", "befores"), "*i32")
+    types |= dict.fromkeys(("nonfinites", "vanisheds", "writtens", "starteds"), "*i8")
+    types |= dict.fromkeys(("writes", "saturateds", "moves", "bads"), "*i64")
+    types |= dict.fromkeys(("histories", "needed", "in_time", "headroom", "measured"), "*fp64")
+    types |= dict.fromkeys(("count", "limit", "unit"), "i32")
+    types["form"] = exponents.Exponents(*["i32"] * 4)  # type: ignore[arg-type]
+    steps_taken = (window - 1).bit_length()
+    constants: dict[str, Any] = {"BETA": 3.0, "GAMMA": 100.0, "WRITTEN": True, "ADAPT": True, "WINDOW": window}
+    constants |= {"WIDTH": 1 << steps_taken, "STEPS": steps_taken, "BLOCK": exponents.BLOCK}
+    assert set(names) == types.keys() | constants.keys()
+    traffic = 16 * window + 2 * (4 * 3 + 8 * 8) + 8
+    return Configuration(f"observe {window}", predictions.observe, types, constants, exponents.BLOCK, traffic)
 
 
 def step(way: Way) -> Configuration:
