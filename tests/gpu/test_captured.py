@@ -107,7 +107,7 @@ def test_shared_exponents_of_a_step_that_was_traced_once_move_as_those_of_the_ea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(1)
-    monkeypatch.setattr(dispatch, "_is_on_host", lambda one: False)
+    monkeypatch.setattr(dispatch, "is_on_host", lambda x: False)
     batches = [torch.randn(5, 4) * 3.0**number for number in range(9)]
     step, exponents = _flexpoint_step()
     expected = [step(x) for x in batches]

@@ -33,7 +33,7 @@ def _no_fp64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("preset", ["fp16", "bf16-storage", "fp8", "e5m7", "dfp16", "flex16+5"])
 def test_steps_of_a_region_are_taken_without_fp64(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "has_fp64", lambda device: False)
-    monkeypatch.setattr(dispatch, "_is_on_host", lambda one: False)  # exponents stay on a device
+    monkeypatch.setattr(dispatch, "is_on_host", lambda x: False)  # exponents stay on a device
     torch.manual_seed(0)
     model: Any = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8), nn.LayerNorm(8)

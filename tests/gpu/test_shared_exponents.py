@@ -152,7 +152,7 @@ def test_an_evaluation_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def evaluated() -> Tensor:
         precision, model = lowp.Precision("flex16+5"), _network(False)
         model = precision.prepare_model(model).eval()
-        with HostReads("cpu" if dispatch._is_on_host.__name__ == "<lambda>" else "cuda"), torch.no_grad():
+        with HostReads("cpu" if dispatch.is_on_host.__name__ == "<lambda>" else "cuda"), torch.no_grad():
             with precision.autocast():
                 result: Tensor = model(_batches()[1])
         return result

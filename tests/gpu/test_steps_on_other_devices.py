@@ -28,7 +28,7 @@ def _as_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let tensors of the CPU be as far away as a device's, which has no fp64."""
     for module in (compat, bitwise, floats, loss_scale):
         monkeypatch.setattr(module, "has_fp64", lambda device: False)
-    monkeypatch.setattr(dispatch, "_is_on_host", lambda one: False)
+    monkeypatch.setattr(dispatch, "is_on_host", lambda x: False)
     for module in (hardware, short):
         monkeypatch.setattr(module, "is_on_host", lambda x: False)
     with lowp.kernels.use("bitwise"):

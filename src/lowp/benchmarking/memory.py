@@ -323,10 +323,10 @@ def _allocations(events: list[dict[str, Any]], device_type: int) -> Iterator[_Al
     alive: dict[int, _Allocation] = {}
     moves = [event for event in events if event.get("name") == "[memory]"]
     for move in sorted(moves, key=lambda move: cast(float, move["ts"])):
-        told = move["args"]
-        if told["Device Type"] != device_type:
+        event = move["args"]
+        if event["Device Type"] != device_type:
             continue
-        address, size = told["Addr"], told["Bytes"]
+        address, size = event["Addr"], event["Bytes"]
         if size > 0:
             alive[address] = _Allocation(address, size, move["ts"], math.inf)
         elif (freed := alive.pop(address, None)) is not None:  # otherwise it was allocated before the profile

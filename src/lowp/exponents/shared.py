@@ -54,9 +54,18 @@ class SharedExponents:
         self.has_told_beyond = False  # about numbers too large for the format
 
     # -- writing --------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, cast: Cast, site: str, **how: bool) -> Tensor:
+    def write(
+        self,
+        x: Tensor,
+        cast: Cast,
+        site: str,
+        *,
+        training: bool = True,
+        unless_exact: bool = False,
+        in_place: bool = False,
+    ) -> Tensor:
         """Return the values of `written`, which takes the same arguments."""
-        return self.written(x, cast, site, **how)[0]
+        return self.written(x, cast, site, training=training, unless_exact=unless_exact, in_place=in_place)[0]
 
     def written(
         self,

@@ -244,8 +244,10 @@ class SiteWriter:
         trail = self._trail_of(role)
         if trail is not None and trail.is_repeated and site in trail.exponents:
             return self.exponents.write_again(x, self.cast, site, trail.exponents[site], unless_exact), None
-        how = {"unless_exact": unless_exact, "in_place": in_place and self.tell is None}
-        result = self.exponents.written(x, self.cast, site, training=self.training, **how)
+        in_place = in_place and self.tell is None
+        result = self.exponents.written(
+            x, self.cast, site, training=self.training, unless_exact=unless_exact, in_place=in_place
+        )
         if trail is not None:
             self._note(trail, site)
         return result

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowp.errors import Unavailable, UnknownName, unknown
 from lowp.kernels import bitwise, cpu, native, reference, triton
+from lowp.kernels.hardware import is_on_host
 from lowp.kernels.tracing import is_compiling, is_real, is_transformed
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "bitwise": bitwise, "native": native, "cpu": cpu}
@@ -132,8 +133,4 @@ def has_integer_kernels(*tensors: Tensor | torch.device) -> bool:
 
 def answers_at_once(one: Tensor | torch.device) -> bool:
     """`has_integer_kernels` of one tensor or device, faster."""
-    return _is_on_host(one) and _forced.get() != "triton"
-
-
-def _is_on_host(one: Tensor | torch.device) -> bool:
-    return one.is_cpu if isinstance(one, Tensor) else one.type == "cpu"
+    return is_on_host(one) and _forced.get() != "triton"

@@ -57,9 +57,9 @@ def _decided(instructions: list[str], capability: str, environment: Mapping[str,
     return True, has
 
 
-def is_on_host(x: torch.Tensor) -> bool:
-    """Whether a tensor's values can be read without waiting for a device."""
-    return x.is_cpu
+def is_on_host(x: torch.Tensor | torch.device) -> bool:
+    """Return whether the values of a tensor, or of tensors on a device, can be read without synchronization."""
+    return x.is_cpu if isinstance(x, torch.Tensor) else x.type == "cpu"
 
 
 @cache

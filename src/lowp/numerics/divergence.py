@@ -75,8 +75,8 @@ class Diagnosis:
         except (
             Exception
         ) as error:  # of the model's own code, which need not run twice: the training goes on as it would
-            told = (str(error).splitlines() or [""])[0]
-            fault.hint = f"The step cannot be run again: {type(error).__name__}: {told[:200]}"
+            message = (str(error).splitlines() or [""])[0]
+            fault.hint = f"The step cannot be run again: {type(error).__name__}: {message[:200]}"
             return fault
         if last is None:
             fault.hint = (
@@ -172,14 +172,14 @@ def _judged(event: Event, growth: float | None) -> tuple[str, str]:
 
 def _hint(event: Event) -> str:
     ranges = "; ".join(f"{one['smallest']:.4g} .. {one['largest']:.4g}" for one in event.inputs if "smallest" in one)
-    told = f"Its inputs: {ranges}." if ranges else ""
+    inputs = f"Its inputs: {ranges}." if ranges else ""
     advice = next((text for names, text in _HINTS if {event.operation, event.place.op} & names), "")
     dtypes = {one["dtype"] for one in event.inputs}
     if not advice and event.inf and (event.operation in ("_to_copy", "quantize") or dtypes & {"float16"}):
         advice = "That is beyond the largest number of the format: keep this layer in bf16 or fp32, or scale its input."
     if event.phase == "backward" and event.place.op in ("sqrt", "norm", "linalg_norm", "pow", "std"):
         advice = "The derivative at 0 is infinite: add a small number before it."
-    return f"{told} {advice}".strip()
+    return f"{inputs} {advice}".strip()
 
 
 _HINTS: list[tuple[set[str], str]] = [

@@ -104,8 +104,8 @@ class Models:
 
     def header(self, precision: Any) -> dict[str, Any]:
         """Return the entries of a record's header about the models: plain data."""
-        told = header_of(list(self), precision)
-        return {**told, "models": [name for name in self.roots if name]} if len(self.roots) > 1 else told
+        header = header_of(list(self), precision)
+        return {**header, "models": [name for name in self.roots if name]} if len(self.roots) > 1 else header
 
 
 def _joined(name: str, path: str) -> str:

@@ -81,9 +81,9 @@ class RecordingPlan:
         """Note that a step could not run again beside the training; once it has failed too often, look otherwise."""
         self._failures += 1
         if self._failures == _MOST_FAILURES:
-            told = f" ({why})" if why else ""
+            note = f" ({why})" if why else ""
             print(
-                f"lowp profile: a compiled step cannot be run again beside the training{told}: steps that are recorded "
+                f"lowp profile: a compiled step cannot be run again beside the training{note}: steps that are recorded "
                 "run without torch.compile, and draw other random numbers",
                 file=sys.stderr,
             )

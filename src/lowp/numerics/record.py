@@ -179,8 +179,10 @@ def _foreign(first: str) -> str:
 def _check_head(head: Any) -> None:
     if not isinstance(head, dict) or head.get("kind") != KIND:
         kind = head.get("kind") if isinstance(head, dict) else None
-        told = f"it calls itself {kind!r}" if kind else "it does not say so"
-        raise InvalidInput(f"this is not a profile ({told}): give a file written by lowp profile or profile.save")
+        description = f"it calls itself {kind!r}" if kind else "it does not say so"
+        raise InvalidInput(
+            f"this is not a profile ({description}): give a file written by lowp profile or profile.save"
+        )
     if head.get("version") != VERSION:
         raise InvalidInput(
             f"the profile has version {head.get('version')!r} and this lowp reads version {VERSION}: "

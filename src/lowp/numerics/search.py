@@ -32,8 +32,8 @@ class CheapestPolicy:
         counts: dict[str, int] = {}
         for name in self.layers.values():
             counts[name] = counts.get(name, 0) + 1
-        told = ", ".join(f"{name} for {count}" for name, count in sorted(counts.items()))
-        return f"cheapest policy: {told} of {len(self.layers)} layers; {self.what} {100 * self.share:.1f} % of fp32's"
+        shares = ", ".join(f"{name} for {count}" for name, count in sorted(counts.items()))
+        return f"cheapest policy: {shares} of {len(self.layers)} layers; {self.what} {100 * self.share:.1f} % of fp32's"
 
 
 def cheapest(record: Record, bits: int, what: str = "area", least_signal: float = 20.0) -> CheapestPolicy:

@@ -39,10 +39,10 @@ class Equation:
         """Remove dimensions of size 1 that are larger in the other operand. Raises Mismatch for different sizes."""
         sizes = (dict(zip(self.terms[0], first, strict=True)), dict(zip(self.terms[1], second, strict=True)))
         terms, squeezes = list(self.terms), []
-        for mine, other in ((0, 1), (1, 0)):
-            repeated = [x for x in self.terms[mine] if sizes[mine][x] == 1 and sizes[other].get(x, 1) != 1]
-            squeezes.append(tuple(self.terms[mine].index(letter) for letter in repeated))
-            terms[mine] = "".join(letter for letter in self.terms[mine] if letter not in repeated)
+        for operand, other in ((0, 1), (1, 0)):
+            repeated = [x for x in self.terms[operand] if sizes[operand][x] == 1 and sizes[other].get(x, 1) != 1]
+            squeezes.append(tuple(self.terms[operand].index(letter) for letter in repeated))
+            terms[operand] = "".join(letter for letter in self.terms[operand] if letter not in repeated)
         left, right = ({x: s for x, s in sizes[i].items() if x in terms[i]} for i in (0, 1))
         if any(right.get(letter, size) != size for letter, size in left.items()):
             raise Mismatch

@@ -288,14 +288,14 @@ def _observed(
 ) -> Tensor:
     """Return the same, and tell observers of the sum; of a native product, which rounds by itself, of the result."""
     role = "output" if slot == OUTPUT else f"{casts.roles[slot]} gradient"
-    told = False
+    is_told = False
 
     def finish(x: Tensor) -> Tensor:
-        nonlocal told
-        told = True
+        nonlocal is_told
+        is_told = True
         return casts.cast(x, role)
 
     result = kernels.contract(form, slot, (left, right), casts.accumulate, casts.rule.output, bias, finish)
-    if not told:
+    if not is_told:
         casts.tell(result, role)
     return result

@@ -71,8 +71,8 @@ def _network(
         outputs = []
         for direction in range(directions):
             index = level * directions + direction
-            mine = params[index * each : (index + 1) * each]
-            found = _one(call, data, batches, [one[index] for one in states], mine, biases, direction == 1)
+            own_parameters = params[index * each : (index + 1) * each]
+            found = _one(call, data, batches, [one[index] for one in states], own_parameters, biases, direction == 1)
             outputs.append(found[0])
             for kept, one in zip(last, found[1:], strict=True):
                 kept.append(one)

@@ -221,10 +221,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set fp32 values by parameter, and write the parameters: rounded to nearest, never stochastically."""
-        mine = {id(parameter) for _, parameter in self._parameters()}
+        own_ids = {id(parameter) for _, parameter in self._parameters()}
         with torch.no_grad():
             for parameter, value in values.items():
-                if id(parameter) in mine:
+                if id(parameter) in own_ids:
                     self.storage.save_whole(parameter, self._master_state(parameter), value)
 
     def _master_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -234,8 +234,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def attach(self, model: nn.Module) -> Attachment:
         """Make `model.state_dict()` give the fp32 masters, and `model.load_state_dict()` set them."""
         self.names.add(model)
-        mine = {parameter for _, parameter in self._parameters()}
-        names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in mine]
+        own_parameters = {parameter for _, parameter in self._parameters()}
+        names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in own_parameters]
         return attach(model, StoredModel(self.storage, names, self))
 
     def master_weights(self) -> list[Tensor]:

@@ -180,11 +180,11 @@ class FlexStorage:
         """Return the optimizer wrapped so that it writes updates, weights and state."""
         if isinstance(optimizer, FlexWeights):
             return optimizer
-        mine = {one: self._names[one] for one in parameters_of(optimizer) if one in self._names}
-        wrapped = FlexWeights(optimizer, self.cast, self.exponents, mine, stored=mine)
+        own_names = {one: self._names[one] for one in parameters_of(optimizer) if one in self._names}
+        wrapped = FlexWeights(optimizer, self.cast, self.exponents, own_names, stored=own_names)
         for reference in self._models:
             model = reference()
-            if model is not None and any(one in mine for one in model.parameters()):
+            if model is not None and any(one in own_names for one in model.parameters()):
                 wrapped.attach(model)
         return wrapped
 

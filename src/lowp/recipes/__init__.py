@@ -58,11 +58,11 @@ def _of_user(spelled: str) -> Recipe:
         sys.path.append(folder)
     module, _, attribute = spelled.partition(":")
     try:
-        found = getattr(import_module(module), attribute)
+        recipe = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidInput(
             f"recipe {spelled!r}: {error}. Your own is spelled module:NAME, the module in {folder} or on PYTHONPATH"
         ) from None
-    if not isinstance(found, Recipe):
-        raise InvalidInput(f"recipe {spelled!r} is {type(found).__name__}, not a lowp.recipes.recipe.Recipe")
-    return found
+    if not isinstance(recipe, Recipe):
+        raise InvalidInput(f"recipe {spelled!r} is {type(recipe).__name__}, not a lowp.recipes.recipe.Recipe")
+    return recipe

@@ -113,7 +113,7 @@ class Verified:
         errors = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
         word = "as fp32" if self.holds else "NOT as fp32"
         layers = "".join(f"\n  {layer}" for layer in self.layers)
-        alone = f"\nhow far the loss moves where one layer alone is cast to {_CAST_ALONE}:{layers}" if layers else ""
+        alone = f"\nchange of the loss when one layer alone is cast to {_CAST_ALONE}:{layers}" if layers else ""
         return (
             f"verified over {self.steps} of the recipe's {self.whole} steps: loss {policy:.4f} beside {fp32:.4f} in "
             f"fp32, {word}; {self.skipped} steps skipped\nerror of the predictions: {errors}{alone}"

@@ -49,7 +49,7 @@ def numbers(dtype: torch.dtype, exponent: int = 0) -> Tensor:
 def there(way: str, patch: pytest.MonkeyPatch) -> Any:
     if way == "triton":
         return kernels.use("triton")
-    patch.setattr(dispatch, "_is_on_host", lambda one: False)
+    patch.setattr(dispatch, "is_on_host", lambda x: False)
     return kernels.use("bitwise")
 
 

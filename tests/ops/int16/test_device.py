@@ -44,7 +44,7 @@ def on_a_device(way: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
             yield
         return
     with patch.context() as patched:
-        patched.setattr(dispatch, "_is_on_host", lambda one: False)
+        patched.setattr(dispatch, "is_on_host", lambda x: False)
         yield
 
 

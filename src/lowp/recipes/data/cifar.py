@@ -63,7 +63,7 @@ def _from_npz(path: Path) -> tuple[Part, Part]:
             missing = [name for name in ("x_train", "y_train", "x_test", "y_test") if name not in arrays]
             if missing:
                 raise CIFAR10.broken(path, f"has no {', '.join(missing)}; it holds {', '.join(arrays) or 'nothing'}")
-            return tuple(_part(path, arrays[f"x_{which}"], arrays[f"y_{which}"]) for which in ("train", "test"))  # type: ignore[return-value]
+            return tuple(_part(path, arrays[f"x_{split}"], arrays[f"y_{split}"]) for split in ("train", "test"))  # type: ignore[return-value]
     except (zipfile.BadZipFile, OSError, EOFError) as error:
         raise CIFAR10.broken(path, f"is not an .npz file: {error}") from None
 

@@ -101,8 +101,8 @@ def _curve(panel: Any, label: str | None, runs: Runs, index: int, factor: float)
         means.append(factor * mean)
         low.append(factor * (mean - deviation))
         high.append(factor * (mean + deviation))
-    style = ("-", "--", "-.", ":")[index % 4]
-    (line,) = panel.plot(epochs, means, style, label=label, linewidth=1.5, color=f"C{index % 10}")
+    line_style = ("-", "--", "-.", ":")[index % 4]
+    (line,) = panel.plot(epochs, means, line_style, label=label, linewidth=1.5, color=f"C{index % 10}")
     panel.fill_between(epochs, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
