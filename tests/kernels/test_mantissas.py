@@ -92,6 +92,41 @@ def test_in_place_is_the_same_and_counts_as_a_change() -> None:
     assert torch.equal(turned, result.t())
 
 
+@pytest.mark.parametrize("with_library", [True, False])
+def test_dense_heads_are_written_as_they_lie(with_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not with_library:
+        monkeypatch.setattr(mantissas, "uses_library", lambda: False)
+    x = drawn(3, 50, 4, 16)
+    x[0, 1, 2, 3], x[2, 49, 3, 15] = 9.0, math.inf
+    heads = x.transpose(1, 2)
+    expected, result = mantissas_and_values(heads.contiguous(), FLEX, -14)
+    found, mine = mantissas_and_values(heads, FLEX, -14)
+    assert mine.stride() == found.payload.stride() == heads.stride() and mine._base is None
+    assert torch.equal(mine, result) and torch.equal(found.payload, expected.payload) and found.seen == expected.seen
+    assert found.seen is not None and found.seen.overflowed > 1 and found.seen.nonfinite
+    _, overwritten = mantissas_and_values(heads, FLEX, -14, in_place=True)
+    assert torch.equal(overwritten, result) and overwritten.stride() == heads.stride()
+
+
+@pytest.mark.parametrize("layout", ["channels last", "a part", "expanded", "negated", "stochastic"])
+def test_other_layouts_are_written_contiguously(layout: str) -> None:
+    x, cast = drawn(3, 6, 4, 16), FLEX
+    if layout == "channels last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif layout == "a part":
+        x = x[..., 3:9].transpose(1, 2)
+    elif layout == "expanded":
+        x = x[:, :1].expand(3, 6, 4, 16)
+    elif layout == "negated":
+        x = torch.complex(drawn(3, 4, 6, 16), x.transpose(1, 2)).conj().imag.transpose(1, 2)
+    else:
+        x, cast = x.transpose(1, 2), parse("flex16+5:stochastic")
+    expected, result = mantissas_and_values(x.contiguous().resolve_neg(), cast, -14)
+    found, mine = mantissas_and_values(x, cast, -14)
+    assert not x.is_contiguous() and mine.is_contiguous() and found.payload.is_contiguous()
+    assert torch.equal(mine, result) and torch.equal(found.payload, expected.payload) and found.seen == expected.seen
+
+
 def test_values_reach_beyond_the_range_of_their_unit() -> None:
     payload = torch.tensor([-32768, -1, 0, 1, 32767], dtype=torch.int16)
     for exponent in (-149, -140, -101, -100, 100, 101, 112):
@@ -107,6 +142,14 @@ def test_a_tensor_in_the_format_is_recognised_and_one_bit_more_is_not(unit: int)
     assert exact_exponent(x.double(), FLEX) == unit and exact_exponent(x.view(50, 60).t(), FLEX) == unit
     x[2999] = math.ldexp(0.5, unit)
     assert exact_exponent(x, FLEX) is None and exact_exponent(x.double(), FLEX) is None
+
+
+@pytest.mark.parametrize("unit", [-30, -14])
+def test_a_transposed_tensor_in_the_format_is_recognised_where_it_lies(unit: int) -> None:
+    x = values(torch.randint(-32767, 32768, (7, 90), generator=torch.Generator().manual_seed(0)).short(), unit)
+    assert exact_exponent(x.t(), FLEX) == exact_exponent(x, FLEX) is not None
+    x[3, 3] += 2.0 ** (unit - 3)
+    assert exact_exponent(x.t(), FLEX) is None
 
 
 def test_what_no_int16_holds_is_not_in_the_format() -> None:

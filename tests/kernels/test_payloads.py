@@ -91,6 +91,30 @@ def test_units_beyond_those_of_fp32_are_told_apart(exponent: int) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("layout", ["whole", "heads", "transposed"])
+def test_a_tensor_that_its_own_cast_leaves_is_known_by_its_mantissas(layout: str) -> None:
+    x = torch.cat([written(), written()[:, :2]], 1)
+    view = LAYOUTS[layout](x)
+    assert not payloads.is_kept(view, FLEX)
+    assert payloads.exact(x, FLEX) is not None
+    assert payloads.is_kept(view, FLEX) and torch.equal(lowp.quantize(view, FLEX), view)
+    others = ("flex16+5:stochastic", "flex16+5:static(-8)", "dfp16", "bf16")
+    assert not any(payloads.is_kept(view, parse(other)) for other in others)
+    view.detach().numpy()[...] *= 1.01
+    assert not payloads.is_kept(view, FLEX)
+
+
+@needs_library
+def test_the_lowest_mantissa_is_none_that_a_cast_leaves() -> None:
+    mantissas = torch.full((40,), 3, dtype=torch.int16)
+    mantissas[7] = -32768
+    x = mantissas.float() * 2.0**-5
+    payloads.keep(x, FLEX.format, -5, mantissas)
+    assert payloads.exact(x, FLEX) is not None and not payloads.is_kept(x, FLEX)
+    assert not torch.equal(lowp.quantize(x, FLEX), x)  # 3 is no mantissa under -4, the exponent of its maximum
+
+
+@needs_library
 def test_a_cast_that_rounded_another_maximum_is_made_anew() -> None:
     with lowp.autocast("dfp16"):
         x = torch.tanh(values().requires_grad_())

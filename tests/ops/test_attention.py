@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp import casts, kernels
+from lowp.kernels import cpu
 from lowp.kernels import scratch as scratch_memory
 from lowp.kernels.attention import widened
 from lowp.kernels.scratch import Scratch
@@ -253,3 +254,39 @@ def test_attention_asks_torch_for_its_product_in_one_place() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("F.scaled_dot_product_attention")
     ]
     assert len(calls) == 1  # the product of the form, which kernels.contract calls
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_operands_that_are_in_the_format_are_read_as_they_lie(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    is_kept = attention.payloads.is_kept
+
+    def steps() -> list[Tensor]:
+        torch.manual_seed(0)
+        project, out, found = nn.Linear(32, 96), nn.Linear(32, 32), []
+        region = autocast("flex16+5")
+        for _ in range(3):
+            x = torch.randn(4, 20, 32).requires_grad_()
+            with region:
+                heads = project(x).view(4, 20, 3, 4, 8).permute(2, 0, 3, 1, 4)
+                y = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=causal)
+                z = out(y.transpose(1, 2).reshape(4, 20, 32))
+            z.backward(torch.randn_like(z))
+            assert x.grad is not None and region.exponents is not None
+            found += [y.detach(), z.detach(), x.grad, *(one.grad.clone() for one in project.parameters())]
+            region.exponents.flush()
+        assert region.exponents is not None
+        summary = region.exponents.summary()["all"]
+        exponents = [region.exponents.exponent(site) for site in region.exponents.sites()]
+        return [*found, torch.tensor([summary.writes, summary.saturated, summary.moved, *exponents])]
+
+    def spied(x: Tensor, cast: Any) -> bool:
+        asked.append(is_kept(x, cast))
+        return asked[-1]
+
+    monkeypatch.setattr(attention.payloads, "is_kept", spied)
+    found = steps()
+    # query, key, value and the gradient of each step; without the library no mantissas are kept
+    assert len(asked) == 12 and all(asked) == (cpu.library() is not None)
+    monkeypatch.setattr(attention.payloads, "is_kept", lambda x, cast: False)
+    assert all(map(torch.equal, found, steps()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -123,6 +124,9 @@ def exact_exponent(x: Tensor, cast: Cast) -> int | None:
     if x.numel() == 0:
         return 0
     if not is_direct(x):
+        flat, _ = as_it_lies(x)
+        if is_direct(flat):
+            return exact_exponent(flat, plain)
         exponent = current_exponent(x, plain)
         if exponent is None:
             return None
@@ -146,6 +150,22 @@ def readable(x: Tensor) -> Tensor:
     """Return x outside the graph with its elements side by side in memory, zeros that have none included."""
     x = x.detach()
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x._is_zerotensor() else x.contiguous().resolve_neg()
+
+
+def as_it_lies(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the numbers of x in memory order, and a function that gives such numbers the layout of x.
+
+    x itself where it is contiguous, or has gaps or overlaps.
+    """
+    if x.is_contiguous() or not _is_dense(x):
+        return x, lambda y: y
+    flat = x.detach().as_strided((x.numel(),), (1,), x.storage_offset())
+    return flat, lambda y: y.as_strided(x.shape, x.stride())
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order: torch then keeps the layout."""
+    return not x._is_zerotensor() and torch.empty_like(x, device="meta").stride() == x.stride()
 
 
 def exact_mantissas(x: Tensor, cast: Cast, hint: int) -> Mantissas | None:
@@ -173,7 +193,7 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
 
 
 def _converted(x: Tensor, cast: Cast, exponent: int, seed: int, by_library: bool) -> tuple[Tensor, Seen]:
-    payload = torch.empty(x.shape, dtype=torch.int16, device=x.device)
+    payload = torch.empty_like(x, dtype=torch.int16)
     if by_library:
         return payload, cpu_int16.to_int16(x, cast, exponent, payload, seed=seed)
     scaled = torch.ldexp(x.double(), torch.full((), -exponent, device=x.device))
@@ -226,17 +246,30 @@ def _defined_values(payload: Tensor, exponent: int) -> Tensor:
 def mantissas_and_values(x: Tensor, cast: Cast, exponent: int, in_place: bool = False) -> tuple[Mantissas, Tensor]:
     """Return x as mantissas, and their values in fp32; infinities and NaNs stay unchanged.
 
-    `in_place`: x is no longer needed, and the values may overwrite it.
+    `in_place`: x is no longer needed, and the values may overwrite it. Both are contiguous, or lie as x where
+    `_is_written_as_it_lies`.
     """
-    x = readable(x)
+    x = x.detach() if _is_written_as_it_lies(x, cast) else readable(x)
     if not (x.is_cpu and uses_library()):
         payload, seen = _converted(x, cast, exponent, 0, False)
         result = _defined_values(payload, exponent)
         result = torch.where(x.isfinite(), result, x.float()) if seen.nonfinite else result
         return Mantissas(payload, exponent, seen), result
-    payload = x.new_empty(x.shape, dtype=torch.int16)
-    result = x if in_place and x.dtype is torch.float32 else x.new_empty(x.shape, dtype=torch.float32)
+    payload = torch.empty_like(x, dtype=torch.int16)
+    result = x if in_place and x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32)
     return Mantissas(payload, exponent, cpu_int16.to_int16(x, cast, exponent, payload, result)), result
+
+
+def _is_written_as_it_lies(x: Tensor, cast: Cast) -> bool:
+    """Whether the elements of x are written in the order of its memory, into tensors of the same layout.
+
+    They are where that is dense but not contiguous and the last dimension is, as in the heads of an attention: the ops
+    behind it often undo the transposition, and would have to copy a contiguous result. A stochastic cast draws by the
+    logical order of elements.
+    """
+    if x.is_contiguous() or cast.is_stochastic or x.stride(-1) != 1 or x.is_neg():
+        return False
+    return _is_dense(x)
 
 
 @functools.cache

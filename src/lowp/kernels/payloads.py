@@ -24,17 +24,31 @@ from lowp.kernels import cpu_int16, device_mantissas, int16_lists, tracing
 from lowp.kernels.dispatch import answers_at_once, uses_library
 from lowp.kernels.mantissas import (
     Mantissas,
+    as_it_lies,
     current_mantissas,
     exact_exponent,
     exact_mantissas,
     exponent_of,
+    has_mantissas,
     int16_element,
     readable,
     to_mantissas,
     values,
 )
 
-__all__ = ["are_exact", "compared", "exact", "exact_there", "hint", "is_exact", "keep", "kept", "relu", "rounded"]
+__all__ = [
+    "are_exact",
+    "compared",
+    "exact",
+    "exact_there",
+    "hint",
+    "is_exact",
+    "is_kept",
+    "keep",
+    "kept",
+    "relu",
+    "rounded",
+]
 
 _LARGEST = 100  # outside these exponents units are not normal numbers of fp32
 
@@ -147,7 +161,7 @@ def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
         payload = found.of_view(x)
         if payload is not None and _stands_for(x, payload, found.exponent):
             return Mantissas(payload, found.exponent)
-    laid, back = _as_it_lies(x)
+    laid, back = as_it_lies(x)
     computed = _computed(laid, cast, None if found is None else found.exponent)
     if computed is None:
         return None
@@ -202,6 +216,22 @@ def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
             kept[index] = x, Mantissas(payload, found.exponent), lie
     same = dict(zip(kept, int16_lists.are_int16(list(kept.values())), strict=True)) if kept else {}
     return [same.get(index, False) or is_exact(x, cast) for index, x in enumerate(tensors)]
+
+
+def is_kept(x: Tensor, cast: Cast) -> bool:
+    """Whether x is what its kept mantissas stand for, and a cast under its own exponent leaves it so.
+
+    False without kept mantissas, even if a cast would leave x as it is; and with a mantissa of -32768, since the
+    exponent of the tensor's own maximum is then larger.
+    """
+    scaling = cast.scaling
+    is_free = scaling is None or (scaling.headroom == 0 and scaling.exponent is None)
+    if cast.is_stochastic or not is_free or not has_mantissas(cast) or not (uses_library() and answers_at_once(x)):
+        return False
+    known = kept(x, cast.format)
+    if known is None or not _stands_for(x, known.payload, known.exponent):
+        return False
+    return int16_element(cast).symmetric or x.numel() == 0 or int(known.payload.amin()) > -32768
 
 
 def compared(tensors: Sequence[Tensor], format: Format) -> int16_lists.Compared | None:
@@ -316,11 +346,3 @@ def _rows(x: Tensor) -> cpu_int16.Rows | None:
     if len(merged) == 2 and merged[0][0] == 1:
         return cpu_int16.Rows(merged[1][1], merged[0][1], merged[1][0])
     return None
-
-
-def _as_it_lies(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return the numbers of x in memory order, and a function that gives such numbers the layout of x."""
-    if x.is_contiguous() or torch.empty_like(x, device="meta").stride() != x.stride():
-        return x, lambda y: y
-    flat = x.detach().as_strided((x.numel(),), (1,), x.storage_offset())
-    return flat, lambda y: y.as_strided(x.shape, x.stride())

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowp.compat import gradients_of
+from lowp.kernels import payloads
 from lowp.kernels.attention import Attended, attended, gradients, joined, split, widened
+from lowp.kernels.mantissas import has_mantissas
 from lowp.kernels.products import contract, is_native
 from lowp.kernels.scratch import Scratch
 from lowp.ops.call import Call, RoleCasts
@@ -106,7 +108,7 @@ def _attention(
         with _differentiable_kernel():
             result = contract(settings, OUTPUT, tuple(one.float() for one in wide), bias=mask)
         return finished(result, casts)
-    values = [casts.carry(x, "input") for x in tensors]
+    values = [_carried(casts, x, "input") for x in tensors]
     if is_native(rule.output, *values):
         result = contract(settings, OUTPUT, tuple(values), None, rule.output, mask)
         casts.tell(result, "output")
@@ -119,6 +121,14 @@ def _attention(
         settings, casts, _wide_mask(mask), *(one.edge for one in operands), *(one.value for one in operands)
     )
     return attended
+
+
+def _carried(casts: RoleCasts, x: Tensor, role: str) -> Tensor:
+    """Return x rounded by its role, itself if it is known to be so: attention reads it as it lies, without a copy."""
+    cast = casts.of(role)
+    if cast is None or casts.watch is not None or not has_mantissas(cast) or not payloads.is_kept(x, cast):
+        return casts.carry(x, role)
+    return x
 
 
 def _differentiable_kernel() -> AbstractContextManager[Any]:
@@ -162,7 +172,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         with shield(), Scratch() as scratch:
             mask, query, key, value, *kept = ctx.saved_tensors
-            values, gradient = [query, key, value], ctx.casts.carry(gradient, "grad")
+            values, gradient = [query, key, value], _carried(ctx.casts, gradient, "grad")
             if kept and not torch.is_grad_enabled():
                 logarithms, result, rest = kept
                 known, settings = Attended(joined(result, rest, scratch), logarithms), ctx.settings
