@@ -168,6 +168,19 @@ def test_copies_of_a_model_and_its_optimizer_train_as_the_original(
     assert numbers(ran.stdout) == pytest.approx(numbers(plain("copies.py")), rel=1e-2)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "flex16+5"])
+def test_parameters_that_a_script_exchanges_are_unscaled_and_stepped_as_before(
+    precision: str, plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran, expected = run_in(precision, "exchanged.py", tmp_path), plain("exchanged.py")
+    assert ran.returncode == 0, ran.stderr
+    lines, expected_lines = ran.stdout.splitlines(), expected.splitlines()
+    assert [re.sub(r"[\d.]+", "", one) for one in lines] == [re.sub(r"[\d.]+", "", one) for one in expected_lines]
+    for line, other in zip(lines, expected_lines, strict=True):
+        assert numbers(f"{line} ") == pytest.approx(numbers(f"{other} "), rel=0.05, abs=1e-3)
+    assert "runs in fp32" not in ran.stderr
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "e4m3fn"])
 def test_torch_func_within_a_step_that_has_not_ended(
     precision: str, plain: Callable[[str], str], tmp_path: Path

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lowp.errors import LowpError
 from lowp.grad_scaler.gradients import parameters_of
@@ -54,52 +54,73 @@ class NonFinite:
 class Names:
     """The names of parameters and the order in which backward reaches them, as far as they are known.
 
-    Parameters are held weakly. `watch(model)` gives names, and one backward gives the order. Until then the order is
-    the reverse of the optimizer's, and names come from the optimizer's groups if they have names.
+    `watch(model)` gives names, and one backward gives the order. Until then the order is the reverse of the
+    optimizer's, and names come from the optimizer's groups if they have names. Modules are held weakly and asked for
+    their parameters each time: torch.utils.swap_tensors refuses parameters that have weak references.
     """
 
     def __init__(self) -> None:
-        self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
-        self._order: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+        # by number: a module, its name for a parameter, and the parameter's path in the model
+        self._places: dict[int, tuple[weakref.ref[nn.Module], str, str]] = {}
+        self._count = 0
+        self._order: dict[int, int] = {}  # the turn of each of these numbers in a backward pass
         self._handles: list[RemovableHandle] = []
 
     def watch(self, model: nn.Module) -> None:
         """Record the names of a model's parameters and, during the next backward, their order."""
-        for name, parameter in model.named_parameters():
-            self._names[parameter] = ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
-            if parameter.requires_grad and parameter.is_leaf:
-                register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-                self._handles.append(register(self._reached))
+        for place in [place for place, (reference, _, _) in self._places.items() if reference() is None]:
+            del self._places[place]
+        seen: set[torch.Tensor] = set()
+        for path, module in model.named_modules():
+            prefix = ".".join(part for part in path.split(".") if part not in ("", "module", "_orig_mod"))
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter in seen:
+                    continue
+                seen.add(parameter)
+                if parameter.requires_grad and parameter.is_leaf:
+                    register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+                    self._handles.append(register(partial(self._reached, self._count)))
+                self._places[self._count] = weakref.ref(module), name, f"{prefix}.{name}" if prefix else name
+                self._count += 1
+
+    def _parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the number and the parameter of every name that still has one."""
+        for place, (reference, name, _) in self._places.items():
+            module = reference()
+            parameter = None if module is None else dict(module.named_parameters(recurse=False)).get(name)
+            if parameter is not None:
+                yield place, parameter
 
     def learned(self) -> None:
         """Stop recording the order if a backward has run."""
-        if self._handles and len(self._order):
+        if self._handles and self._order:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter belongs to a watched model."""
-        return parameter in self._names
+        return any(parameter is one for _, one in self._parameters())
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the name of each parameter of an optimizer, or its position and shape if it has none."""
         names, given = [], given_names(optimizer)
+        watched = {parameter: self._places[place][2] for place, parameter in self._parameters()}
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
                 fallback = f"param_groups[{number}]['params'][{place}], shape {tuple(parameter.shape)}"
-                names.append(self._names.get(parameter) or given.get(parameter, fallback))
+                names.append(watched.get(parameter) or given.get(parameter, fallback))
         return names
 
     def backward_order(self, optimizer: torch.optim.Optimizer) -> list[int]:
         """Return the positions of an optimizer's parameters, in the order in which their gradients become ready."""
         parameters = parameters_of(optimizer)
+        known = {parameter: self._order[place] for place, parameter in self._parameters() if place in self._order}
         unknown = len(self._order)
-        return sorted(range(len(parameters)), key=lambda place: (self._order.get(parameters[place], unknown), -place))
+        return sorted(range(len(parameters)), key=lambda place: (known.get(parameters[place], unknown), -place))
 
-    def _reached(self, parameter: torch.Tensor) -> None:
-        if parameter not in self._order:
-            self._order[parameter] = len(self._order)
+    def _reached(self, place: int, parameter: torch.Tensor) -> None:
+        self._order.setdefault(place, len(self._order))
 
 
 @dataclass

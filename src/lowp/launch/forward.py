@@ -114,9 +114,9 @@ class Forward:
         held = [one for one in self.models if any(id(parameter) in parameters for parameter in one.parameters())]
         for module in held:
             self._left_alone[module] = True
-        name = type(held[0]).__name__ if held else "a model"
         sentence = self.session.keeps_in_fp32(
-            f"model {name}", "its parameters are in no torch.optim optimizer, whose step could be skipped"
+            f"model {type(held[0]).__name__}" if held else "a model",
+            "its parameters are in no torch.optim optimizer, whose step could be skipped",
         )
         self._unstepped.append((sentence, [weakref.ref(module) for module in held]))
 

@@ -7,6 +7,7 @@ the gradient was finite, because the script may clip it.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from itertools import zip_longest
 from typing import Any, cast
@@ -69,12 +70,11 @@ class Gradients:
         """Register the hook by which a leaf unscales its gradient."""
         if not (isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad) or leaf in self._adopted:
             return
-        self._adopted[leaf] = True
-        reference = TensorWeakRef(leaf)
+        place = self._adopted[leaf] = _Place(leaf)
 
         @unserializable_hook  # type: ignore[untyped-decorator]
         def unscale(gradient: Tensor) -> Tensor | None:
-            leaf = reference()
+            leaf = place.leaf()
             if leaf is not None and not self.is_trial:
                 self._waiting[self._held_as(leaf)] = True
             if self.inverse is None:
@@ -115,6 +115,27 @@ class Gradients:
         found: Tensor | None = self._nonfinite.pop(leaf, None)
         return found
 
+    @contextmanager
+    def exchanging(self, one: Tensor, other: Tensor) -> Iterator[None]:
+        """Take all weak references from two tensors while their contents, hooks and gradients are exchanged."""
+        tables = self._adopted, self._nonfinite, self._waiting, self._retained
+        kept = [(table, at, table.pop(at)) for table in tables for at in (one, other) if at in table]
+        places = [found for _, _, found in kept if isinstance(found, _Place)]
+        for place in places:
+            place.leaf = _nothing
+        goes = {one: one, other: other}
+        try:
+            yield
+            goes = {one: other, other: one}
+        finally:
+            for table, at, found in kept:
+                table[goes[at]] = found
+                if isinstance(found, _Place):
+                    found.leaf = TensorWeakRef(goes[at])
+            if places:  # a tensor without a place has the content of one that is not adopted
+                self.adopt(one)
+                self.adopt(other)
+
     # -- what is retained of hidden tensors -------------------------------------------------------------------------
     def retain(self, tensor: Tensor) -> None:
         """Unscale the gradients that a non-leaf tensor retains."""
@@ -131,6 +152,17 @@ class Gradients:
             found = None if tensor.grad is None else self.unscaled(tensor.grad)
             tensor.grad = before if found is None else found if before is None else before + found
             self._retained[tensor] = None
+
+
+class _Place:
+    """Where a hook of a leaf finds that leaf."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf: Callable[[], Tensor | None] = TensorWeakRef(leaf)
+
+
+def _nothing() -> None:
+    """Stand for a leaf while its content is exchanged."""
 
 
 def _is_nonfinite(gradient: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,21 @@ class Session:
         shard: Tensor | None = None if reference is None else reference()
         return leaf if shard is None else shard
 
+    @contextmanager
+    def exchanging(self, one: Tensor, other: Tensor) -> Iterator[None]:
+        """Let torch.utils.swap_tensors exchange two tensors, which it refuses if they have weak references.
+
+        Optimizers hold the same objects as before. Shards are matched anew.
+        """
+        self._shard_of.clear()
+        held = [at for at in (one, other) if self.stepped.pop(at, False)]
+        try:
+            with nullcontext() if self.gradients is None else self.gradients.exchanging(one, other):
+                yield
+        finally:
+            for at in held:
+                self.stepped[at] = True
+
     def match_shards(self) -> None:
         """Find the shard of each parameter that FSDP2 has gathered, if some optimizer holds shards."""
         from torch.utils.weak import TensorWeakRef
@@ -197,9 +212,16 @@ def start() -> None:
     except (LowpError, OSError) as error:
         print(f"lowp run: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(_EXIT_REFUSED) from None
-    from lowp.launch import backward, forward, gradients, standing, stepping
+    from lowp.launch import backward, exchanging, forward, gradients, standing, stepping
 
-    for place in (gradients, forward, backward, stepping, standing):  # each uses objects of the previous ones
+    for place in (
+        gradients,
+        forward,
+        backward,
+        stepping,
+        standing,
+        exchanging,
+    ):  # each uses objects of the previous ones
         place.install(session)
     _hide_frames()
     _close_at_the_end(session)

@@ -227,6 +227,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 if id(parameter) in own_ids:
                     self.storage.save_whole(parameter, self._master_state(parameter), value)
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a tensor is a parameter of this optimizer."""
+        return parameter in self.state or any(parameter is one for one in parameters_of(self))
+
     def _master_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the tensors kept for the fp32 value of a stored parameter."""
         return {name: value for name, value in self.state[parameter].items() if name in _STORAGE_STATE}

@@ -325,6 +325,10 @@ class FlexWeights(Wrapper):
                     self.exponents.admit(parameter, self.cast, str(site))
                     parameter.copy_(self._rounded(parameter, site, unless_exact=True))
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a tensor is a parameter of this optimizer."""
+        return parameter in self._adopted
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's dictionary; the weights are in the model's, the exponents in the precision's."""
         return with_saving_hooks(

@@ -153,6 +153,10 @@ class MasterWeights(Wrapper):
                 if parameter in self._master_state:
                     self.storage.save_whole(parameter, self._master_state[parameter], value)
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a tensor is a parameter of this optimizer."""
+        return parameter in self._master_state
+
     def attach(self, model: nn.Module) -> Attachment:
         """Make `model.state_dict()` return fp32 masters, and `model.load_state_dict()` set them."""
         self.names.add(model)

@@ -10,14 +10,13 @@ that optimizer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lowp.optim.shards import local, shard_of
 from lowp.optim.storage import Storage
@@ -32,22 +31,33 @@ class Owner(Protocol):
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set fp32 values by parameter, and write the parameters."""
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether this object keeps this very parameter, by a strong reference."""
 
-_owners: MutableMapping[Tensor, weakref.ReferenceType[Any]] = WeakIdKeyDictionary()
+
+# by the id of the parameter, which no other tensor has while its owner holds it; a weak reference to the parameter
+# itself would keep torch.utils.swap_tensors from exchanging it
+_owners: dict[int, weakref.ReferenceType[Any]] = {}
 
 
 def own(owner: Owner, parameters: Iterable[Tensor]) -> None:
-    """Make `owner` the source of the parameters' fp32 values, as long as both exist."""
-    reference = weakref.ref(owner)
-    for parameter in parameters:
-        _owners[parameter] = reference
+    """Make `owner` the source of the parameters' fp32 values, as long as it exists and holds them."""
+    places = [id(parameter) for parameter in parameters]
+
+    def disown(reference: weakref.ReferenceType[Any]) -> None:
+        for place in places:
+            if _owners.get(place) is reference:
+                _owners.pop(place, None)
+
+    reference = weakref.ref(owner, disown)
+    _owners.update(dict.fromkeys(places, reference))
 
 
 def owner_of(parameter: Tensor) -> Owner | None:
     """Return the owner of a parameter's fp32 value, or None."""
-    reference = _owners.get(parameter)
+    reference = _owners.get(id(parameter))
     found: Owner | None = None if reference is None else reference()
-    return found
+    return found if found is not None and found.holds(parameter) else None
 
 
 class Attachment(NamedTuple):
