@@ -21,6 +21,7 @@ from lowp.kernels import updates
 from lowp.kernels.late import LateNumber
 
 _READS = frozenset("_local_scalar_dense item is_nonzero nonzero masked_select equal unique_dim _unique2".split())
+_WITHOUT_FAKE = "_fused_sgd_"  # in place, returns nothing
 
 
 class HostReads(TorchDispatchMode):
@@ -37,7 +38,8 @@ class HostReads(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name in _READS and any(x.device.type == self.device for x in _tensors((args, kwargs))):
             raise AssertionError(f"{name} waits for the device")
-        result = func(*args, **(kwargs or {}))
+        is_left_out = name == _WITHOUT_FAKE and any(x.is_cuda for x in _tensors(args))
+        result = None if is_left_out else func(*args, **(kwargs or {}))
         given, written = _tensors((args, kwargs)), _tensors(result)
         if any(x.is_cuda for x in given) and any(x.is_cpu for x in written):
             raise AssertionError(f"{name} copies to the host")
@@ -62,6 +64,7 @@ def _as_with_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "torch, fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "torch's SGD, fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "AdamW, split": lambda p: lowp.optim.AdamW(p),
     "AdamW, fp32 masters": lambda p: lowp.optim.AdamW(p, split=False),
     "AdamW, stochastic": lambda p: lowp.optim.AdamW(p, split=False, masters="stochastic", moments="bf16"),
@@ -71,6 +74,7 @@ OPTIMIZERS: dict[str, Make] = {
     "MasterWeights, fp16": lambda p: lowp.MasterWeights(torch.optim.AdamW(p, fused=True), "fp16"),
     "MasterWeights, stochastic": lambda p: lowp.MasterWeights(torch.optim.AdamW(p, fused=True), kind="stochastic"),
     "MasterWeights, split": lambda p: lowp.MasterWeights(torch.optim.AdamW(p, fused=True), "bf16", kind="split"),
+    "MasterWeights, SGD": lambda p: lowp.MasterWeights(torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), "bf16"),
 }
 
 
@@ -160,6 +164,77 @@ def test_on_real_numbers_a_step_is_skipped_without_a_read(bad: bool, monkeypatch
     assert bool(scaler.stepped) is not bad
     assert all(bool((parameter == 1).all()) is bad for parameter in parameters)
     assert scaler.get_scale() == (2.0 if bad else 4.0)
+
+
+MOMENTA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "nesterov": {"nesterov": True, "weight_decay": 0.1},
+    "maximize": {"maximize": True, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("options", MOMENTA.values(), ids=MOMENTA)
+@pytest.mark.parametrize("storage", [None, "bf16"])
+def test_a_momentum_begins_after_skipped_steps_as_torch_begins_it(storage: str | None, options: dict[str, Any]) -> None:
+    start = torch.tensor([-0.0, 0.0, 1.5, -2.0])
+    gradients = torch.stack((start, torch.tensor([-0.0, 0.0, 3.0, 1e-40])))
+
+    def trained(skipped: int) -> list[Tensor]:
+        parameter, late = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+        inner = torch.optim.SGD([parameter, late], lr=0.25, momentum=0.5, fused=True, **options)
+        optimizer = inner if storage is None else lowp.MasterWeights(inner, storage)
+        scaler = lowp.GradScaler("cpu", init_scale=1.0, growth_interval=9, floor=1.0)
+        for number, row in enumerate(torch.cat((torch.full((skipped, 4), torch.nan), gradients, gradients))):
+            parameter.grad = row.to(parameter.dtype)
+            late.grad = row.to(parameter.dtype) if number > skipped else None  # begins a step later
+            # on a CPU MasterWeights compares what it stores: of a tensor of no CUDA nothing is refused
+            with HostReads("cpu" if storage is None else "cuda"):
+                scaler.scale(torch.ones(()))
+                scaler.step(optimizer)
+                scaler.update()
+        kept = [one["momentum_buffer"] for one in optimizer.state.values()]
+        assert len(kept) == 2
+        return [parameter.detach(), late.detach(), *kept]
+
+    def by_torch() -> list[Tensor]:
+        parameters = [nn.Parameter(start.clone()) for _ in range(2)]
+        optimizers = [torch.optim.SGD([one], lr=0.25, momentum=0.5, fused=True, **options) for one in parameters]
+        for number, row in enumerate(torch.cat((gradients, gradients))):
+            for parameter, optimizer in list(zip(parameters, optimizers, strict=True))[: 1 if number == 0 else 2]:
+                parameter.grad = row.clone()
+                optimizer.step()
+        return [one.detach() for one in parameters] + [
+            optimizer.state[one]["momentum_buffer"] for one, optimizer in zip(parameters, optimizers, strict=True)
+        ]
+
+    found = trained(0)
+    assert _bits(trained(2)) == _bits(found)
+    if storage is None:
+        assert _bits(found) == _bits(by_torch())
+
+
+def _bits(tensors: list[Tensor]) -> list[list[int]]:
+    return [one.float().view(torch.int32).tolist() for one in tensors]
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_a_momentum_with_dampening_costs_a_read_in_its_first_step() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, dampening=0.5, fused=True)
+    scaler = lowp.GradScaler("cpu", init_scale=1.0)
+    for number in range(2):
+        parameter.grad = torch.ones(3)
+        scaler.scale(torch.ones(()))
+        with pytest.raises(AssertionError, match="waits for the device") if number == 0 else HostReads("cpu"):
+            with HostReads("cpu"):
+                scaler.step(optimizer)
+        if number == 0:
+            scaler.update()
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((3,), 0.9 + 0.5))
 
 
 @pytest.mark.usefixtures("as_on_a_device")

@@ -20,7 +20,7 @@ from lowp.grad_scaler.options import Options
 from lowp.grad_scaler.provenance import NonFinite, NonFiniteGradients
 from lowp.grad_scaler.state import OutOfOrder, new_stage
 from lowp.kernels import hardware
-from lowp.optim.skipping import starts_momentum, steps_by_itself
+from lowp.optim.skipping import begin_momentum, steps_by_itself
 from lowp.presets import LossScale
 from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaleState, LossScaling
 from lowp.step_guard import StepGuard, as_flag
@@ -176,7 +176,7 @@ class GradScaler(Checks):
             self._check_inf_per_device(optimizer)
         self._require_checks(stage)
         found = combined(stage["found_inf_per_device"].values(), scale.device)
-        if starts_momentum(optimizer) and bool(found):
+        if begin_momentum(optimizer) and bool(found):
             self._note_stepped(optimizer, found.logical_not())
             return None
         given = getattr(optimizer, "grad_scale", None)

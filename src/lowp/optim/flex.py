@@ -28,7 +28,7 @@ from lowp.ops.observing import everywhere, step
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
 from lowp.optim.names import given_names
 from lowp.optim.shards import is_sharded
-from lowp.optim.skipping import starts_momentum, steps_by_itself
+from lowp.optim.skipping import begin_momentum, starts_momentum, steps_by_itself
 from lowp.optim.state_dicts import entries_by_parameter, parameters_of, with_loading_hooks, with_saving_hooks
 from lowp.optim.storage import Storage
 from lowp.optim.wrapper import Wrapper
@@ -168,6 +168,7 @@ class FlexWeights(Wrapper):
         skip = self._is_skipped
         if skip is None:
             return self.inner.step()
+        begin_momentum(self.inner)
         if steps_by_itself(self.inner):
             self.inner.found_inf = skip.float()  # type: ignore[attr-defined]
             try:
@@ -204,13 +205,14 @@ class FlexWeights(Wrapper):
         inner = self.inner
         if any(parameter.is_complex() for parameter in parameters_of(self)):
             return False
-        if steps_by_itself(inner):
-            return not starts_momentum(inner)
+        if starts_momentum(inner):
+            return False
+        if steps_by_itself(inner) or type(inner) is torch.optim.SGD:
+            return True
         if not type(inner).__module__.startswith("torch.optim."):
             return False
-        keeps_nothing = type(inner) is torch.optim.SGD and not any(group["momentum"] for group in inner.param_groups)
         written = [parameter for parameter in self._parameters() if parameter.grad is not None]
-        return keeps_nothing or all(_lies_there(inner.state.get(one), one.device) for one in written)
+        return all(_lies_there(inner.state.get(one), one.device) for one in written)
 
     @torch.no_grad()
     def write_gradients(self) -> None:

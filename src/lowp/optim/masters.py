@@ -17,6 +17,7 @@ from lowp.ops.observing import Watch
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
 from lowp.optim.names import ParameterNames
 from lowp.optim.shards import is_sharded, local
+from lowp.optim.skipping import begin_momentum
 from lowp.optim.state_dicts import (
     MASTER_WEIGHT,
     entries_by_parameter,
@@ -123,6 +124,8 @@ class MasterWeights(Wrapper):
             for name, value in amp.items():
                 setattr(self.inner, name, value)
             self._hand_over_gradients()
+            if amp:
+                begin_momentum(self.inner)
             try:
                 result = self.inner.step() if closure is None else self.inner.step(self._around(closure))
             finally:

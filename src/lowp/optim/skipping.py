@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-__all__ = ["starts_momentum", "steps_by_itself"]
+__all__ = ["begin_momentum", "starts_momentum", "steps_by_itself"]
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
@@ -13,16 +18,52 @@ def steps_by_itself(optimizer: Optimizer) -> bool:
 
 
 def starts_momentum(optimizer: Optimizer) -> bool:
-    """Whether the next step makes the momentum of torch's fused SGD, which a step that skips leaves uninitialised.
+    """Whether the next step makes a momentum of torch's SGD that `begin_momentum` cannot make.
 
-    Until every momentum is there the host has to know whether the step is skipped.
+    A fused step that skips leaves it uninitialised; until it is there the host has to know whether a step is skipped.
     """
-    if not isinstance(getattr(optimizer, "inner", optimizer), SGD):
+    inner = getattr(optimizer, "inner", optimizer)
+    return any(not _may_begin(inner, group, without) for group, without in _without_momentum(optimizer))
+
+
+@torch.no_grad()
+def begin_momentum(optimizer: Optimizer) -> bool:
+    """Give parameters of torch's SGD the momentum that its first step would make, so that this step is as any other.
+
+    All elements are -0, the identity of addition: momentum * -0 + gradient has the bits of the gradient, which the
+    first step copies. A step that is skipped leaves -0, and the next one is the first again. Not for a dampening,
+    which the first step does not apply, nor of an optimizer in a wrapper. Returns `starts_momentum`.
+    """
+    inner = getattr(optimizer, "inner", optimizer)
+    is_left = False
+    for group, without in _without_momentum(optimizer):
+        if not _may_begin(inner, group, without):
+            is_left = True
+            continue
+        for parameter in without if inner is optimizer else ():
+            assert parameter.grad is not None
+            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.grad, -0.0)
+    return is_left
+
+
+def _may_begin(inner: Optimizer, group: dict[str, Any], without: list[Tensor]) -> bool:
+    if type(inner) is not SGD or group["dampening"]:
         return False
-    groups = [group for group in optimizer.param_groups if group.get("fused") and group.get("momentum")]
+    gradients = [parameter.grad for parameter in without if parameter.grad is not None]
+    return not any(one.is_sparse or one.is_complex() for one in gradients)
+
+
+def _without_momentum(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+    """Yield the groups of an SGD with momentum in which parameters with gradients have none yet, and these."""
+    if not isinstance(getattr(optimizer, "inner", optimizer), SGD):
+        return
+    groups = [group for group in optimizer.param_groups if group.get("momentum")]
     state = optimizer.state if groups else {}
-    return any(
-        parameter.grad is not None and state.get(parameter, {}).get("momentum_buffer") is None
-        for group in groups
-        for parameter in group["params"]
-    )
+    for group in groups:
+        without = [
+            parameter
+            for parameter in group["params"]
+            if parameter.grad is not None and state.get(parameter, {}).get("momentum_buffer") is None
+        ]
+        if without:
+            yield group, without
