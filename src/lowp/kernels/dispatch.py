@@ -30,6 +30,7 @@ _asked = os.environ.get("LOWP_USE") or None
 if _asked is not None and _asked not in IMPLEMENTATIONS:
     raise UnknownName(unknown("implementation in LOWP_USE", _asked, IMPLEMENTATIONS))
 _forced: ContextVar[str | None] = ContextVar("lowp.kernels.use", default=_asked)
+chosen = _forced.get  # `forced`, for code that no compiler traces
 
 
 def forced() -> str | None:

@@ -28,6 +28,7 @@ from lowp.kernels.products import (
     sixteen_bits_run_in,
 )
 from lowp.kernels.scratch import is_large
+from lowp.kernels.small import rounded_by_library, sixteen_bits
 from lowp.ops.bytes import is_int8, linear_in_bytes
 from lowp.ops.call import Call, Quick, QuickRegion, RoleCasts, WeightCast
 from lowp.ops.casting import (
@@ -88,8 +89,15 @@ def quick(rule: Rule) -> Quick | None:
             return written_linear.quick(rule, long_linear) if is_written else integer_linear.quick(rule)
         return _quick_rounded(rule) if _rounds_operands(rule) else None
 
+    small = sixteen_bits(dtype)
+
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
-        if kwargs or (runs_in := sixteen_bits_run_in(args[0], dtype)) is dtype:  # where torch's own dispatcher runs it
+        if kwargs:
+            return None
+        if len(args) == 3 and not torch.is_grad_enabled():
+            if (result := small(*args)) is not None:
+                return result
+        if (runs_in := sixteen_bits_run_in(args[0], dtype)) is dtype:  # where torch's own dispatcher runs it
             return None
         return short_linear(rule, runs_in, args, region.weights.narrowed)
 
@@ -190,9 +198,14 @@ def _rounds_operands(rule: Rule) -> bool:
 def _quick_rounded(rule: Rule) -> Quick:
     to_input, to_weight = cast(Cast, rule.input), cast(Cast, rule.weight)
     input_dtype, weight_dtype = carrier_dtype(to_input), carrier_dtype(to_weight)
+    small = rounded_by_library(to_input, to_weight)
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
-        if kwargs or not _fits(args) or not all(one is None or _is_fp32_on_cpu(one) for one in args):
+        if kwargs:
+            return None
+        if len(args) == 3 and not torch.is_grad_enabled() and (result := small(*args)) is not None:
+            return result
+        if not _fits(args) or not all(one is None or _is_fp32_on_cpu(one) for one in args):
             return None
         if forced() == "reference":  # sums in fp64
             return None

@@ -205,7 +205,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             entry.audit = Audit(engine)
             entry.audit.__enter__()
         entry.engine = engine
-        engine.__enter__()  # type: ignore[no-untyped-call]
+        engine.__enter__()
 
     @staticmethod
     def _undo(entry: Entry) -> None:

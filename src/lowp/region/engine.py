@@ -42,6 +42,7 @@ _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_chec
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
 # torch's original functions: the replacements in `region.entries` cost more
 _is_enabled, _get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_PLAIN = (Tensor, torch.nn.Parameter)
 _NO_RULE = Rule()
 _UNKNOWN = Plan(Row("", ""), None, None)
 
@@ -62,15 +63,22 @@ class Engine(TorchFunctionMode):
         super().__init__()
         self.rulebook, self.weights, self.path, self.observers = rulebook, weights, path, observers
         self.traced = rulebook.traced
-        self.devices, self.dtype = tuple(devices), dtype
+        self.devices, self.dtype, self.has_host = tuple(devices), dtype, "cpu" in devices
         self.active = True
         self.look: Callable[[], None] | None = None  # parks or resumes entries of generators and coroutines
         self.running: tuple[str, bool] | None = None  # the op that runs, and whether a rule matches it
         self.plans = rulebook.plans(path.current)
+        self.passing = rulebook.passing
         self.uses_paths = rulebook.uses_paths
         self.exponents = exponents
         self.spots = None if exponents is None else exponents.spots()  # position in the step of the next write
         self.resting: FrameType | None = None  # the frame of an optimizer's step that runs
+
+    def __enter__(self) -> Engine:
+        if not hasattr(_of_thread, "tracing_context"):
+            _of_thread.tracing_context = None  # as torch leaves it; to ask for what is missing takes five times as long
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def move(self) -> None:
         """Use the plans of the present module path."""
@@ -84,6 +92,8 @@ class Engine(TorchFunctionMode):
         if is_compiling():
             ours = self.active and self.is_ours(args, kwargs)
             return self.apply(func, args, kwargs) if ours else func(*args, **kwargs)
+        if func in self.passing and self.look is None:
+            return func(*args, **kwargs)
         if func in WRITES_UNSEEN:
             self.weights.note(func, args)
         if self.look is not None:
@@ -96,6 +106,8 @@ class Engine(TorchFunctionMode):
         plan = self.plans.get(func, _UNKNOWN)
         if plan is _UNKNOWN:
             plan = self.rulebook.find(func, self.path.current)
+            if plan is None and func not in WRITES_UNSEEN:
+                self.passing.add(func)
         if plan is None or not self.is_ours(args, kwargs):
             return func(*args, **kwargs)
         if self.resting is not None and self.rests():
@@ -260,6 +272,8 @@ class Engine(TorchFunctionMode):
 
     def is_ours(self, args: Any = (), kwargs: Any = None) -> bool:
         """Whether torch.autocast still has this region's setting, at least on the device of the call."""
+        if args and type(args[0]) in _PLAIN and args[0].is_cpu and self.has_host:
+            return _is_enabled("cpu") and _get_dtype("cpu") is self.dtype
         for device in self.devices:
             if not (_is_enabled(device) and _get_dtype(device) is self.dtype):
                 break

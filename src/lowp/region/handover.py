@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from lowp.casts import Cast
 from lowp.compat import accelerator
-from lowp.kernels.dispatch import forced
+from lowp.kernels.dispatch import chosen
 from lowp.kernels.hardware import multiplies
 from lowp.kernels.products import torchs_own_device
 from lowp.ops.casting import native_dtype
@@ -115,16 +115,17 @@ def on_host(
     ELSEWHERE, with nothing done, for a call with an `out`, tensors in lists, other tensors than plain ones on the CPU,
     or a weight whose cast this entry keeps.
     """
-    if not way.is_on_host or forced() is not None or (kwargs and "out" in kwargs):
+    if not way.is_on_host or chosen() is not None or (kwargs and "out" in kwargs):
         return ELSEWHERE
-    dtype, has_tensors, leaves = way.dtype, False, []
+    narrow, fp32, strided, has_tensors, leaves = way.dtype, torch.float32, torch.strided, False, []
     for x in (*args, *kwargs.values()) if kwargs else args:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
-            if not x.is_cpu or x.dtype in _LEFT_ALONE or x.layout is not torch.strided or x.is_nested:
+            dtype = x.dtype
+            if not x.is_cpu or x.layout is not strided or x.is_nested or (dtype is not fp32 and dtype in _LEFT_ALONE):
                 return ELSEWHERE
             has_tensors = True
-            if x.requires_grad and x.is_leaf and x.dtype is not dtype:
+            if x.requires_grad and dtype is not narrow and x.is_leaf:
                 leaves.append(x)
         elif isinstance(x, (Tensor, list, tuple)) and not (kind is tuple and x and type(x[0]) is int):
             return ELSEWHERE

@@ -56,6 +56,7 @@ class Rulebook:
     def __init__(self, policy: Policy, strict: bool) -> None:
         self.policy, self.strict, self.uses_paths = policy, strict, policy.uses_paths
         self._plans: dict[str, Plans] = {}
+        self.passing: set[Callable[..., Any]] = set()  # functions that run as they are, at every path
         self._used: set[Rule] = set()
         self._ops: dict[str, None] = {}
         self._unseen: dict[str, None] = {}
