@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -101,13 +103,39 @@ def test_every_integer_product_compiles_for_tensor_cores() -> None:
         assert "IGMMA" in check(configuration, 90, MOST_OF_PRODUCTS).sass
 
 
-def test_the_bounds_are_those_of_the_slower_of_memory_and_issue(repository: Path) -> None:
+@pytest.fixture
+def gpu_static(repository: Path) -> Iterator[ModuleType]:
     sys.path.insert(0, str(repository / "bench"))
     try:
-        import gpu_static
+        yield importlib.import_module("gpu_static")
     finally:
         sys.path.pop(0)
+
+
+def test_the_bounds_are_those_of_the_slower_of_memory_and_issue(gpu_static: ModuleType) -> None:
     (chip,) = (chip for chip in gpu_static.CHIPS if chip.name == "A100")
     found = gpu_static.bound(ahead.quantize(parse("e4m3fn"), torch.float32), chip)
     assert found.bytes == 8 and found.memory == pytest.approx(8 / 2.039)
     assert found.is_memory_bound and 8 < found.instructions < 40
+    assert gpu_static.tally([found]) == {name: {"A100": "1 of 1"} for name in ("element-wise", "all")}
+
+
+@pytest.mark.parametrize("name", ["A100", "H100"])
+def test_codes_of_8_bits_are_decoded_into_16_as_fast_as_memory_moves_them(gpu_static: ModuleType, name: str) -> None:
+    (chip,) = (chip for chip in gpu_static.CHIPS if chip.name == name)
+    found = gpu_static.bound(ahead.decode(parse("e5m2"), torch.float16), chip)
+    assert found.is_memory_bound and found.instructions < 18
+
+
+def test_every_instruction_that_a_unit_of_half_rate_or_less_executes_is_counted_there(gpu_static: ModuleType) -> None:
+    code = [("VIADD R1, R2, 0x1", 3), ("@!P0 VIMNMX3 R1, R2, R3, R4, !PT", 1), ("VIADDMNMX R1, R2, 0x1, R3, PT", 1)]
+    code += [("LEA.HI R1, R2, R3, RZ, 0x1", 1), ("UIADD3 UR4, UR4, 0x1, URZ", 1), ("MOV R1, R2", 1)]
+    assert gpu_static.of_unit(code, "integer") == 6
+    code = [("STS.128 [R1], R4", 2), ("LDS.U.64 R4, [R1]", 1), ("LDS.U8 R4, [R1]", 1), ("LDSM.16.M88.4 R4, [R1]", 1)]
+    assert gpu_static.of_unit(code, "shared memory") == 2 * 4 + 2 + 1 + 4
+    assert gpu_static.of_unit([("SHFL.BFLY PT, R4, R5, 0x1, 0x1f", 5)], "shuffle") == 5
+    assert gpu_static.of_unit([("F2FP.BF16.PACK_AB R4, R5, R6", 1), ("F2F.F64.F32 R4, R5", 1)], "conversion") == 2
+
+
+def test_every_kernel_is_of_a_kind(gpu_static: ModuleType) -> None:
+    assert {gpu_static.kind(one) for one in ahead.configurations()} == set(gpu_static.KINDS)

@@ -67,8 +67,12 @@ def test_codes_of_every_format_and_dtype_are_those_of_the_definition(format: Flo
 
 
 def test_codes_decode_into_16_bits() -> None:
-    for name, dtype in (("e4m3fn", torch.float16), ("bf16", torch.bfloat16), ("e5m2", torch.bfloat16)):
-        check_values(parse(name).element, dtype)
+    half, brain = torch.float16, torch.bfloat16
+    for name in ("e4m3fn", "e5m2", "e5m2fnuz", "e4m3nuz", "e4m3fnuz", "e3m4", "e2m1", "fp16"):
+        check_values(parse(name).element, half)
+    for name in ("e4m3fn", "e5m2", "e5m2fnuz", "e4m3nuz", "e2m1", "e2m3", "bf16", "bf16-tpu"):
+        check_values(parse(name).element, brain)
+        check_values(parse(name).element, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)

@@ -90,6 +90,7 @@ class Layout(NamedTuple):
     next_is_beyond: bool  # overflow has the code after the largest number's
     in_byte: bool  # the sign is the eighth bit
     nan: str  # "above": codes above infinity's, or all ones; "minus-zero": the code of -0; "none"
+    by_product: bool = False  # one product with a power of two decodes numbers below the normal ones, too
     packed: bool = False  # two codes per byte
 
 
@@ -111,6 +112,10 @@ class Codes(NamedTuple):
     most: int  # the code of the largest finite number, or the largest integer
     least: int  # the magnitude of the smallest integer
     beyond: int  # the code of overflow, if the cast does not saturate
+    spread: int = 0  # bits of the exponent field that fp32 has more, for a product
+    digits: int = 0  # the bits of fp32 that a code fills, for a product, with the sign
+    power: int = 0  # the bits of the power of two that moves the exponent's bias
+    limit: int = 0  # what a product makes of the code from which on numbers are infinite or NaN
 
 
 class CastPlan(NamedTuple):
@@ -236,6 +241,7 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         next_is_beyond=beyond == most + 1,
         in_byte=signed and format.bits == 8,
         nan=kind,
+        by_product=_is_product(format, wide),
     )
     codes = Codes(
         dropped=p.dropped,
@@ -254,7 +260,24 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         least=0,
         beyond=beyond,
     )
-    return shape, codes
+    return shape, _with_product(codes, format) if shape.by_product else codes
+
+
+def _is_product(format: FloatFormat, wide: bool) -> bool:
+    """Whether a code, moved to the place of fp32's exponent and mantissa, is a power of two away from its value."""
+    plain = format.signed and format.has_zero and format.subnormals and not wide
+    return plain and format.bits <= 16 and format.exponent_bits < 8 and 0 <= format.bias <= 127
+
+
+def _with_product(codes: Codes, format: FloatFormat) -> Codes:
+    moved = 127 - format.bias
+    special = codes.infinity_code or (codes.magnitude_mask if codes.nan_code == codes.magnitude_mask else 0)
+    return codes._replace(
+        spread=8 - format.exponent_bits,
+        digits=(codes.magnitude_mask << codes.dropped) - (1 << 31),
+        power=(127 + moved) << 23,
+        limit=min(special + codes.offset, 255 << format.mantissa_bits) << codes.dropped,
+    )
 
 
 def is_direct(form: CastTraits, shape: Layout) -> bool:

@@ -286,6 +286,38 @@ def _counted(code, codes, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def _write_products(out, offsets, mask, raw, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Write the values of signed codes of up to 16 bits, each a product.
+
+    s eeee mmm              at the top of 32 bits, shifted arithmetically and masked, becomes
+    s 0000eeee mmm000...    whose exponent has another bias: fp32 multiplies it exactly, with eeee = 0 as well.
+    """
+    top = raw.to(tl.int32) << (31 - codes.sign_place)
+    power = (top & 0) + codes.power
+    moved = (top >> codes.spread) & codes.digits
+    value = moved.to(tl.float32, bitcast=True) * power.to(tl.float32, bitcast=True)
+    limit = ((top & 0) + codes.limit).to(tl.float32, bitcast=True)
+    bits = value.to(tl.int32, bitcast=True)
+    if LAYOUT.infinity:
+        bits = tl.where(tl.abs(value) >= limit, (bits & -0x80000000) | 0x7F800000, bits)
+    if LAYOUT.nan == "minus-zero":
+        is_nan, side = top == -0x80000000, 0
+    else:
+        is_nan, side = tl.abs(value) > limit if LAYOUT.infinity else tl.abs(value) >= limit, bits & -0x80000000
+    if DTYPE == "fp16":
+        half = bits.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True)
+        if LAYOUT.nan != "none":
+            half = tl.where(is_nan, (side >> 16) | 0x7E00, half.to(tl.int32))
+        bits = half
+    else:
+        if LAYOUT.nan != "none":
+            bits = tl.where(is_nan, side | 0x7FC00000, bits)
+        if DTYPE == "bf16":
+            bits = bits >> 16
+    tl.store(out + offsets, bits.to(tl.int32 if DTYPE == "fp32" else tl.int16), mask=mask)
+
+
+@triton.jit
 def _decode(raw, out, offsets, mask, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr):
     if LAYOUT.packed:
         byte = tl.load(raw + (offsets >> 1), mask=mask, other=0).to(tl.int32)
@@ -294,8 +326,11 @@ def _decode(raw, out, offsets, mask, codes, DTYPE: tl.constexpr, LAYOUT: tl.cons
             code = (code ^ 8) - 8
     else:
         code = tl.load(raw + offsets, mask=mask, other=0)
-    magnitude, sign = decoded(code, codes, LAYOUT)
-    write(out, offsets, mask, magnitude, sign, DTYPE, LAYOUT.wide)
+    if LAYOUT.by_product and DTYPE != "fp64":
+        _write_products(out, offsets, mask, code, codes, DTYPE, LAYOUT)
+    else:
+        magnitude, sign = decoded(code, codes, LAYOUT)
+        write(out, offsets, mask, magnitude, sign, DTYPE, LAYOUT.wide)
 
 
 @triton.jit(do_not_specialize=["count", "codes"])
