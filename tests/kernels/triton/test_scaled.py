@@ -11,7 +11,7 @@ import lowp
 from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput
-from lowp.formats import FORMATS, ScaledFormat
+from lowp.formats import FORMATS, IntFormat, ScaledFormat
 from lowp.kernels import packing
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -19,7 +19,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 NAMED = [name for name, row in FORMATS.items() if isinstance(row, ScaledFormat)]
 SERVED = ["mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2", "mxfp4", "mxint8", "nvfp4", "int8", "int4", "e4m3fn@fp32/row"]
 CASTS = [*SERVED, "e5m2@fp32/channel:saturate", "mxfp8:nearest-away", "int8:nearest-away", "nvfp4:saturate"]
-CASTS += ["mxfp8:stochastic", "mxfp4:stochastic-b-8", "mxfp8:current(headroom=1)", "e4m0fn@fp32/row", "e2m1@e8m0/16"]
+CASTS += ["mxfp8:stochastic", "mxfp4:stochastic-b-8", "mxfp8:current(headroom=1)", "int8:current(headroom=1)"]
+CASTS += ["e4m0fn@fp32/row", "e2m1@e8m0/16"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,7 +60,17 @@ def _has_nan(text: str) -> bool:
     return "e8m0" in str(getattr(format, "scale", "")) or bool(getattr(parse(text).element, "has_nan", False))
 
 
+@pytest.fixture
+def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter give a program 64 numbers, so that infinities and NaNs decide on few others' path."""
+    from lowp.kernels.triton import launch, scaled
+
+    for module in (launch, scaled):
+        monkeypatch.setattr(module, "INTERPRETED_BLOCK", 64)
+
+
 @pytest.mark.parametrize(("text", "dtype"), CASES)
+@pytest.mark.usefixtures("small_programs")
 def test_values_and_codes_are_those_of_the_definition(text: str, dtype: torch.dtype) -> None:
     assert served(text, dtype)
     x = numbers(dtype)
@@ -92,6 +103,48 @@ def test_16_bits_round_values_under_scales_of_every_size_once(text: str, dtype: 
             wanted = lowp.quantize(x, text)
         with kernels.use("triton"):
             assert torch.equal(bits(lowp.quantize(x, text)), bits(wanted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("text", ["int8", "int4", "e4m3fn@fp32/row", "e5m2@fp32/row", "nvfp4"])
+@pytest.mark.usefixtures("small_programs")
+def test_quotients_at_midpoints_of_elements_and_beside_them_are_rounded_once(text: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    scales = 1 + torch.rand(40, 1, generator=generator)
+    element = parse(text).element
+    codes = torch.arange(1 << element.bits).to(torch.int8 if isinstance(element, IntFormat) else torch.uint8)
+    values = lowp.decode(codes[: len(codes) // 2], element)
+    finite = values[values.isfinite()].unique()
+    middles = (finite[1:] + finite[:-1]) / 2
+    x = torch.cat([middles[torch.randint(len(middles), (40, 63), generator=generator)], finite[-1:].expand(40, 1)], 1)
+    x = (x * scales).to(dtype)
+    x[::2, :60] = torch.nextafter(x[::2, :60], x.new_tensor(torch.inf))
+    with kernels.use("reference"):
+        values, wanted = lowp.quantize(x, text), lowp.encode(x, text)
+    with kernels.use("triton"):
+        assert torch.equal(bits(lowp.quantize(x, text)), bits(values))
+        found = lowp.encode(x, text)
+    assert torch.equal(found.payload, wanted.payload) and torch.equal(found.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("text", ["int8", "e4m3fn@fp32/row", "nvfp4", "mxfp8", "mxfp4"])
+@pytest.mark.usefixtures("small_programs")
+def test_the_usual_path_serves_all_programs_with_finite_numbers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels.triton import scaled
+
+    def without_others(*given: object) -> scaled.ScaledCastPlan:
+        made = planned(*given)
+        assert made is not None and (made.sharing.near or made.sharing.summed or made.sharing.direct)
+        return made._replace(sharing=made.sharing._replace(again=False))
+
+    # one of many bf16 numbers is half of the largest, in int8 nearly the midpoint 63.5
+    x = torch.randn(16, 512, generator=torch.Generator().manual_seed(3)).bfloat16()
+    values, wanted = lowp.quantize(x, text), lowp.encode(x, text).payload
+    planned = scaled.planned
+    monkeypatch.setattr(scaled, "planned", without_others)
+    with kernels.use("triton"):
+        assert torch.equal(lowp.quantize(x, text), values)
+        assert torch.equal(lowp.encode(x, text).payload, wanted)
 
 
 def test_every_format_of_the_table_but_these_has_a_kernel() -> None:

@@ -45,7 +45,7 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
 
 
 def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
-    """Write the codes of the values into `out`; return the number of NaNs without a code, which become zero."""
+    """Write the codes of the values into `out`; return the number of NaNs without a code, whose codes are any."""
     from lowp.kernels.triton import calls
 
     return calls.encode(x, cast, seed, out)

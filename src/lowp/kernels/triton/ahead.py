@@ -108,8 +108,8 @@ def usual_path(configuration: Configuration) -> Configuration:
     """Return the kernel without its rare branches.
 
     Of more than 32 random bits, which one draw in 2**32 takes (where a word decides, the question stays, and the branch
-    copies); of quotients that are divided again, which one block of
-    fp8 numbers in a few hundred takes; of statistics outside of 32 octaves, or not finite.
+    copies); of groups with infinities, NaNs or numbers at the ends of fp32's range, and of scales at a midpoint of
+    their format; of statistics outside of 32 octaves, or not finite.
     """
     constants = dict(configuration.constants)
     form, sharing = constants.get("FORM"), constants.get("SHARING")
@@ -212,7 +212,7 @@ def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 204
     types |= {"lost": "*i32", "seed": "*i64", "total": "i32", "length": "i32", "first": "i64"}
     types |= {"numbers": _typed(False, made.numbers), "codes": _typed(False, made.codes)}
     types |= {"scale_numbers": _typed(False, made.scale_numbers), "scale_codes": _typed(False, made.scale_codes)}
-    types["sharing"] = Shared(*["i32"] * 3, *["fp32"] * 2)  # type: ignore[arg-type]
+    types["sharing"] = Shared(*["i32"] * 3, *["fp32"] * 3)  # type: ignore[arg-type]
     constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "FORM": made.form, "EXACT": exact(made.form)}
     constants |= {"LAYOUT": made.layout, "SHARING": made.sharing, "BLOCK": BLOCK}
     is_block = scope.kind == "block"

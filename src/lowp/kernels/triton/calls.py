@@ -93,7 +93,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor, packed: bool = False)
     )
     if target is not out:
         out.copy_(target)
-    return int(nans) if shape.nan == "none" else 0
+    return int(x.isnan().sum()) if shape.nan == "none" and int(nans) else 0
 
 
 def decode(raw: Tensor, format: FloatFormat | IntFormat, out: Tensor, packed: bool = False) -> None:

@@ -87,8 +87,10 @@ class Layout(NamedTuple):
     minus_zero: bool
     infinity: bool
     anchored: bool  # fp32's addition counts quanta below the normal numbers
+    summed: bool  # fp32's addition rounds all numbers, too: a power of two with their ulp is not too large
     next_is_beyond: bool  # overflow has the code after the largest number's
     in_byte: bool  # the sign is the eighth bit
+    in_nibble: bool  # the sign is the fourth bit
     nan: str  # "above": codes above infinity's, or all ones; "minus-zero": the code of -0; "none"
     by_product: bool = False  # one product with a power of two decodes numbers below the normal ones, too
     packed: bool = False  # two codes per byte
@@ -218,7 +220,8 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     wide = p.carrier == CARRIERS[torch.float64]
     anchor = (mantissa_bits + bias) << mantissa_bits
     if isinstance(format, IntFormat):
-        shape = Layout(wide, True, False, True, True, True, False, False, False, False, format.bits == 8, "none")
+        sizes = (format.bits == 8, format.bits == 4)
+        shape = Layout(wide, True, False, True, True, True, False, False, False, False, False, *sizes, "none")
         return shape, Codes(0, 0, 0, 0, 0, anchor, p.quantum, 0, 0, 0, 0, 0, format.maximum, -format.minimum, 0)
     varying, nan = p.min_exponent + bias > 1, format.nan_code
     all_ones = (1 << (format.bits - format.signed)) - 1
@@ -228,6 +231,7 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     unit = _unit(Cast(format))
     most = (infinity or (all_ones + (kind != "above"))) - 1
     beyond = infinity or _signed64(nan or 0)
+    anchored = not wide and format.has_zero and _SMALLEST_UNIT <= unit <= _LARGEST_UNIT
     shape = Layout(
         wide=wide,
         integer=False,
@@ -237,9 +241,11 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         subnormals=format.subnormals,
         minus_zero=minus_zero,
         infinity=infinity is not None,
-        anchored=not wide and format.has_zero and _SMALLEST_UNIT <= unit <= _LARGEST_UNIT,
+        anchored=anchored,
+        summed=anchored and varying and format.bits <= 16 and format.max_exponent + 1 + p.dropped <= bias,
         next_is_beyond=beyond == most + 1,
         in_byte=signed and format.bits == 8,
+        in_nibble=signed and format.bits == 4,
         nan=kind,
         by_product=_is_product(format, wide),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,8 @@ class Sharing(NamedTuple):
     loses: bool  # numbers may be lost, and are counted
     direct: bool  # codes are computed directly from fp32 bits
     low_bits: int  # bits of fp32 that are zero at the midpoint of two elements
+    near: bool  # quotients are approximated and corrected, see `device.usual`
+    summed: bool  # values under powers of two are rounded by a sum, see there
     tolerance: int  # error bound of a quotient in units of fp32's last place
     again: bool = True  # rare cases are computed; False only to count the instructions of the usual path
     form: CastTraits | None = None  # the form of the scale's cast
@@ -51,8 +54,9 @@ class Shared(NamedTuple):
     top: int  # the exponent of the largest element, minus the headroom
     lowest: int
     highest: int
-    maximum: float  # numbers of the elements
-    factor: float  # 2**headroom
+    maximum: float  # the number of the elements that the largest one is to become
+    inverse: float  # the first 24 bits of its inverse
+    inverse_rest: float  # the next 24 bits
 
 
 class ScaledCastPlan(NamedTuple):
@@ -78,15 +82,36 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
         return None
     element = format.element
     top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
-    shared = Shared(top - scaling.headroom, 0, 0, float(element.maximum), 2.0**scaling.headroom)
+    maximum = float(element.maximum) / 2.0**scaling.headroom
+    inverse = float(np.float32(1.0 / maximum))
+    shared = Shared(top - scaling.headroom, 0, 0, maximum, inverse, 1.0 / maximum - inverse)
     form, numbers = plan(cast.element_cast, torch.float32)
     shape, places = layout(element, False)
     is_power = isinstance(format.scale, PowerOfTwo) or format.scale == _E8M0
     marks = format.scale == _E8M0 or format.outer is not None
     loses = not marks and shape.nan == "none" if codes else is_power and dtype is not torch.float32
     is_direct = codes and is_power and plans.is_direct(form, shape)
+    if marks and is_direct:  # the codes of a group with a NaN are zeros
+        shape = shape._replace(nan="none")
     precision = element.mantissa_bits + 1 if isinstance(element, FloatFormat) else element.bits - 1
-    sharing = Sharing(is_power, False, format.outer is not None, marks, codes, loses, is_direct, 23 - precision, 0)
+    is_nearest = form.by_addition and form.rounding == "nearest-even" and form.signed and not form.flush
+    is_near = not is_power and is_nearest and not scaling.headroom and _is_near(form, shape, format)
+    is_summed = (
+        is_power and not codes and is_nearest and shape.summed and form.minus_zero and form.overflow == "saturate"
+    )
+    sharing = Sharing(
+        is_power,
+        False,
+        format.outer is not None,
+        marks,
+        codes,
+        loses,
+        is_direct,
+        23 - precision,
+        is_near,
+        is_summed,
+        0,
+    )
     if is_power:
         lowest, highest = definition.exponent_range(format.scale)
         is_held = _LOWEST_POWER <= lowest and highest <= _HIGHEST_POWER and highest - lowest < 256
@@ -113,6 +138,15 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
     scale_layout, scale_codes = layout(format.scale, False)
     sharing = sharing._replace(tolerance=4, form=scale_form, layout=scale_layout)
     return ScaledCastPlan(form, numbers, shape, places, sharing, shared, scale_numbers, scale_codes)
+
+
+def _is_near(form: CastTraits, shape: Layout, format: ScaledFormat) -> bool:
+    """Whether a sum in fp32 rounds quotients to elements, and none but those under a rounded scale overflow.
+
+    With headroom 63.5 may become 64 in int8, whose value exceeds the group's largest number, and perhaps fp16's.
+    """
+    known = shape.integer or (shape.summed and form.minus_zero)
+    return known and (format.outer is None or (form.overflow == "saturate" and not shape.integer))
 
 
 def _is_small(element: FloatFormat | IntFormat) -> bool:
@@ -156,7 +190,7 @@ def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tens
         return None
     codes, scales, outer, lost = found
     codes = packing.pack(codes, cast.element) if packed and codes.shape == x.shape else codes
-    return codes, scales, outer, 0 if lost is None else int(lost)
+    return codes, scales, outer, int(x.isnan().sum()) if lost is not None and int(lost) else 0
 
 
 def _launched(

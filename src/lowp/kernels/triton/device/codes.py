@@ -64,6 +64,33 @@ def _nearest_code(magnitude, sign, numbers, codes, FORM: tl.constexpr, LAYOUT: t
 
 
 @triton.jit
+def _summed_code(magnitude, numbers, codes, FORM: tl.constexpr):
+    """Return codes without sign for numbers rounded to nearest even by a sum, with overflow.
+
+    All bits but those of the code are arbitrary.
+    """
+    if FORM.overflow == "saturate":
+        size = tl.minimum(magnitude, numbers.maximum)
+    else:  # the number after the largest one
+        size = tl.minimum(magnitude, numbers.maximum + (1 << codes.dropped))
+    return summing(size, codes)[0]
+
+
+@triton.jit
+def summing(size, codes):
+    """Return codes in the last 22 bits of sums of numbers, not above the largest one, with a power of two; and that.
+
+    The power's ulp is the distance of the number's neighbours, and its mantissa the code of the binade's beginning:
+    0 below the normal numbers, and 2**mantissa_bits more for each binade but the first.
+    """
+    power = tl.maximum(size & 0x7F800000, codes.smallest_normal)
+    more = (codes.dropped << 23) - (codes.smallest_normal >> codes.dropped)
+    anchor = power + (power >> codes.dropped) + more
+    sum = size.to(tl.float32, bitcast=True) + anchor.to(tl.float32, bitcast=True)
+    return sum.to(tl.int32, bitcast=True), anchor
+
+
+@triton.jit
 def _drawn_code(
     magnitude, first, seed, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
@@ -100,12 +127,17 @@ def _uncut(up, codes):
 def direct(
     magnitude, sign, first, seed, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Return the codes of COUNT fp32 numbers without computing their values; zero for a NaN without a code.
+    """Return the codes of COUNT fp32 numbers without computing their values; any for a NaN without a code.
 
     Overflow occurs in the code, whose exponent field has room for it in 32 bits.
     """
     is_nan = magnitude > infinity_bits(False)
-    if FORM.by_noise:
+    FOLLOWED: tl.constexpr = LAYOUT.next_is_beyond and (FORM.overflow != "nan" or not LAYOUT.infinity)
+    SUMMED: tl.constexpr = LAYOUT.summed and FORM.by_addition and FORM.rounding == "nearest-even"
+    ENDS: tl.constexpr = SUMMED and (FORM.overflow == "saturate" or FOLLOWED)
+    if ENDS:
+        code = _summed_code(magnitude, numbers, codes, FORM)
+    elif FORM.by_noise:
         code = _drawn_code(magnitude, first, seed, numbers, codes, FORM, LAYOUT, COUNT)
     else:
         code = _nearest_code(magnitude, sign, numbers, codes, FORM, LAYOUT)
@@ -113,9 +145,11 @@ def direct(
         size = tl.minimum(code, tl.where(sign != 0, codes.least, codes.most))
         code = tl.where(sign != 0, -size, size)
     else:
-        if FORM.overflow == "saturate":
+        if ENDS:
+            code = code
+        elif FORM.overflow == "saturate":
             code = tl.minimum(code, codes.most)
-        elif LAYOUT.next_is_beyond and (FORM.overflow != "nan" or not LAYOUT.infinity):
+        elif FOLLOWED:
             code = tl.minimum(code, codes.beyond)
         elif FORM.overflow == "nan":
             code = tl.where(code > codes.most, codes.nan_code, code)
@@ -123,36 +157,39 @@ def direct(
             code = tl.where(code > codes.most, codes.beyond, code)
         if LAYOUT.nan == "above" and FORM.overflow != "nan":  # otherwise overflow becomes NaN
             code = tl.where(is_nan, codes.nan_code, code)
-        above = 24 if LAYOUT.in_byte else 31 - codes.sign_place
+        above = 24 if LAYOUT.in_byte else 28 if LAYOUT.in_nibble else 31 - codes.sign_place
         side = (sign.to(tl.uint32, bitcast=True) >> tl.cast(above, tl.uint32)).to(tl.int32, bitcast=True)
         if LAYOUT.minus_zero:
             code = code | side
         else:
+            if ENDS:
+                code = code & 0x003FFFFF
             code = tl.where((code == 0) | (code == codes.nan_code), code, code | side)
         if LAYOUT.nan == "minus-zero":
             code = tl.where(is_nan, codes.nan_code, code)
-    if LAYOUT.nan == "none":
-        code = tl.where(is_nan, 0, code)
     return code
 
 
 @triton.jit
-def store(out, places, mask, code, LAYOUT: tl.constexpr):
-    """Write codes; if packed, two neighbours per byte, the first in the low half."""
+def store(out, start, end, code, LAYOUT: tl.constexpr):
+    """Write codes to those places from `start` on that are in 0 .. `end`; if packed, two per byte, the first low.
+
+    For packed codes both numbers are even.
+    """
+    COUNT: tl.constexpr = code.shape[0]
     if LAYOUT.packed:
-        HALF: tl.constexpr = code.shape[0] // 2
-        low, high = tl.split(tl.reshape(code, (HALF, 2)))
-        first, _second = tl.split(tl.reshape(places, (HALF, 2)))
-        inside, _other = tl.split(tl.reshape(mask.to(tl.int32), (HALF, 2)))
-        byte = (low & 15) | ((high & 15) << 4)
-        tl.store(out + (first >> 1), byte.to(out.dtype.element_ty), mask=inside != 0)
+        low, high = tl.split(tl.reshape(code, (COUNT // 2, 2)))
+        places = (start >> 1) + tl.arange(0, COUNT // 2)
+        byte = (low & 15) | (high << 4)
+        tl.store(out + places, byte.to(out.dtype.element_ty), mask=(places >= 0) & (places < end >> 1))
     else:
-        tl.store(out + places, code.to(out.dtype.element_ty), mask=mask)
+        places = start + tl.arange(0, COUNT)
+        tl.store(out + places, code.to(out.dtype.element_ty), mask=(places >= 0) & (places < end))
 
 
 @triton.jit
 def _put(
-    out, places, mask, magnitude, sign, seed, first, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr,
+    out, start, end, magnitude, sign, seed, first, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr,
     DIRECT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of COUNT numbers, the first of which has the logical index `first`."""
@@ -161,7 +198,7 @@ def _put(
     else:
         magnitude, sign = cast(magnitude, sign, first, seed, numbers, FORM, COUNT)
         code = encoded(magnitude, sign, codes, LAYOUT)
-    store(out, places, mask, code, LAYOUT)
+    store(out, start, end, code, LAYOUT)
 
 
 @triton.jit
@@ -169,7 +206,7 @@ def _encode(
     x, out, seed, start, skipped, end, first, numbers, codes, DTYPE: tl.constexpr, FORM: tl.constexpr,
     EXACT: tl.constexpr, LAYOUT: tl.constexpr, DIRECT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Encode those of COUNT places from `start` on that are in `skipped` .. `end`; return which are NaN."""
+    """Encode those of COUNT places from `start` on that are in `skipped` .. `end`; return their magnitudes."""
     places = start + tl.arange(0, COUNT)
     mask = (places >= skipped) & (places < end)
     magnitude, sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
@@ -181,18 +218,32 @@ def _encode(
                 inside = (few >= skipped) & (few < end)
                 size, side = read(x, few - skipped, inside, DTYPE, FORM.wide)
                 here = first + start + piece
-                _put(out, few - skipped, inside, size, side, seed, here, numbers, codes, EXACT, LAYOUT, False, PIECE)
+                _put(
+                    out,
+                    start + piece - skipped,
+                    end - skipped,
+                    size,
+                    side,
+                    seed,
+                    here,
+                    numbers,
+                    codes,
+                    EXACT,
+                    LAYOUT,
+                    False,
+                    PIECE,
+                )
         else:
             _put(
-                out, places - skipped, mask, magnitude, sign, seed, first + start, numbers, codes, FORM, LAYOUT, DIRECT,
-                COUNT,
+                out, start - skipped, end - skipped, magnitude, sign, seed, first + start, numbers, codes, FORM, LAYOUT,
+                DIRECT, COUNT,
             )  # fmt: skip
     else:
         _put(
-            out, places - skipped, mask, magnitude, sign, seed, first + start, numbers, codes, FORM, LAYOUT, DIRECT,
-            COUNT,
+            out, start - skipped, end - skipped, magnitude, sign, seed, first + start, numbers, codes, FORM, LAYOUT,
+            DIRECT, COUNT,
         )  # fmt: skip
-    return (magnitude > infinity_bits(LAYOUT.wide)) & mask
+    return magnitude
 
 
 @triton.jit(do_not_specialize=["count", "first", "numbers", "codes"])
@@ -200,28 +251,28 @@ def encode(
     x, out, seed, nans, count, skipped, first, numbers, codes, DTYPE: tl.constexpr, FORM: tl.constexpr,
     EXACT: tl.constexpr, LAYOUT: tl.constexpr, DIRECT: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of `count` numbers, as `casts.quantize` writes values; add the NaNs without a code to `nans`."""
+    """Write the codes of `count` numbers, as `casts.quantize` writes values; set `nans` to 1 if one has no code."""
     end = count + skipped
     whole = end // 16 * 16
     key = tl.load(seed) if FORM.random_bits > 0 else 0
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    lost = _encode(x, out, key, start, skipped, whole, first, numbers, codes, DTYPE, FORM, EXACT, LAYOUT, DIRECT, BLOCK)
+    seen = _encode(x, out, key, start, skipped, whole, first, numbers, codes, DTYPE, FORM, EXACT, LAYOUT, DIRECT, BLOCK)
     if LAYOUT.nan == "none":
-        _add(nans, lost)
+        _tell_nans(nans, seen, LAYOUT.wide)
     if TAIL:
         if tl.program_id(0) == tl.num_programs(0) - 1:
             few = _encode(  # a name has one shape in Triton
                 x, out, key, whole, skipped, end, first, numbers, codes, DTYPE, FORM, EXACT, LAYOUT, DIRECT, 16
             )
             if LAYOUT.nan == "none":
-                _add(nans, few)
+                _tell_nans(nans, few, LAYOUT.wide)
 
 
 @triton.jit
-def _add(counter, those):
-    """Add the number of true elements to `counter`, if there are any."""
-    if tl.reduce(those.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-        tl.atomic_add(counter, tl.reduce(those.to(tl.int32), 0, tl.standard._sum_combine))
+def _tell_nans(found, magnitude, WIDE: tl.constexpr):
+    """Set `found` to 1 if there are NaNs."""
+    if tl.reduce(magnitude, 0, tl.standard._elementwise_max) > infinity_bits(WIDE):
+        tl.store(found, 1)
 
 
 @triton.jit

@@ -7,41 +7,20 @@ matters only for a quotient near the midpoint of two elements; these rare quotie
 import triton
 import triton.language as tl
 
-from lowp.kernels.triton.device.bits import read, widened
+from lowp.kernels.triton.device.bits import read
 from lowp.kernels.triton.device.codes import direct, encoded, store
 from lowp.kernels.triton.device.rounding import cast
+from lowp.kernels.triton.device.scales import power_bits, power_of_two, ratio, to_odd, wide_of
 from lowp.kernels.triton.device.stochastic import is_undecided
-
-
-@triton.jit
-def _float(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _bits(value):
-    return value.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _wide(magnitude):
-    """Return fp32 numbers, given by their bits, in fp64, including subnormal numbers on devices that flush them."""
-    return widened(magnitude).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _to_odd(wide):
-    """Return positive fp64 numbers as the bits of fp32, rounded to odd: a rounding to 22 bits or less may follow.
-
-    NaN stays NaN; larger numbers become the largest finite one.
-    """
-    near = tl.where(wide > 3.4028234663852886e38, 3.4028234663852886e38, wide).to(tl.float32)
-    bits = _bits(near) & 0x7FFFFFFF
-    back = _wide(bits)
-    even = (bits & 1) == 0
-    bits = tl.where(even & (back < wide), bits + 1, bits)
-    bits = tl.where(even & (back > wide), bits - 1, bits)
-    return tl.where(wide != wide, 0x7FC00000, bits)
+from lowp.kernels.triton.device.usual import (
+    bits_of,
+    divisors,
+    float_of,
+    nearest,
+    product_to_odd,
+    put_nearest,
+    put_under_powers,
+)
 
 
 @triton.jit
@@ -50,67 +29,14 @@ def _finite(magnitude):
     return tl.where(magnitude < 0x7F800000, magnitude, 0)
 
 
-@triton.jit
-def _product_to_odd(element, by, outer, SHARING: tl.constexpr):
-    """Return the bits of elements times scales (times the outer scale) in fp32, to odd: a rounding to 16 bits follows.
-
-    A scale of 24 bits is the sum of two parts of 12 bits, by which elements of up to 12 bits are multiplied exactly.
-    The difference of the rounded product and the sum of the parts has the correct sign; small scales are scaled up
-    before, so that no bit underflows fp32. Overflow becomes infinity, or NaN.
-    """
-    if SHARING.outer:
-        few = _float(element) * _float(by)
-        scale = _float((element & 0) + _bits(outer))
-    else:
-        few = _float(element)
-        scale = _float(by)
-    raise_by = tl.where(scale < 9.094947017729282e-13, 18446744073709551616.0, 1.0)  # 2**-40, 2**64
-    upper = _float(_bits(scale * raise_by) & -4096)
-    lower = scale * raise_by - upper
-    near = few * scale
-    error = (few * upper - near * raise_by) + few * lower
-    return (_bits(near) - (error < 0.0).to(tl.int32)) | (error != 0.0).to(tl.int32)
-
-
-# -- the scale of a group ---------------------------------------------------------------------------------------------
-@triton.jit
-def power_of_two(largest, sharing):
-    """Return the exponents of groups, given the bits of their largest finite magnitudes.
-
-    Subnormal numbers and zeros count as 2**-127, since their scale is the smallest in any case.
-    """
-    exponent = (largest >> 23) - 127 - sharing.top
-    return tl.minimum(tl.maximum(exponent, sharing.lowest), sharing.highest)
-
-
-@triton.jit
-def power_bits(exponent):
-    """Return the bits of 2**exponent in fp32, for -149 to 127: those below -126 are subnormal."""
-    one = (exponent & 0) + 1
-    return tl.where(exponent < -126, one << tl.maximum(exponent + 149, 0), (exponent + 127) << 23)
-
-
-@triton.jit
-def ratio(largest, outer, numbers, sharing, SHARING: tl.constexpr):
-    """Return the bits of largest / maximum of the element (/ outer), rounded to the format of the scale, in fp32."""
-    wide = _wide(largest) * sharing.factor / sharing.maximum
-    if SHARING.outer:
-        wide = wide / outer.to(tl.float64)
-        found, _sign = cast(_to_odd(wide), largest & 0, 0, 0, numbers, SHARING.form, 1)
-    else:
-        near = tl.where(wide > 3.4028234663852886e38, 3.4028234663852886e38, wide).to(tl.float32)
-        found = tl.where(largest == 0, 0x3F800000, tl.maximum(_bits(near), 0x00800000))
-    return found
-
-
 # -- elements ---------------------------------------------------------------------------------------------------------
 @triton.jit
 def quotients(magnitude, by, outer, SHARING: tl.constexpr):
     """Return the bits of magnitudes / (scale * outer), rounded to fp32; zeros if the divisor is zero."""
-    divisor = _float(by)
+    divisor = float_of(by)
     if SHARING.outer:
         divisor = divisor * outer
-    found = _bits(tl.div_rn(_float(magnitude), divisor)) & 0x7FFFFFFF
+    found = bits_of(tl.div_rn(float_of(magnitude), divisor)) & 0x7FFFFFFF
     return tl.where(by == 0, tl.where(magnitude > 0x7F800000, magnitude, 0), found)
 
 
@@ -118,10 +44,10 @@ def quotients(magnitude, by, outer, SHARING: tl.constexpr):
 def _over_power(magnitude, by, SHARING: tl.constexpr):
     """Return magnitudes divided by powers of two; exact from 2**-126 on, far below the midpoints of elements."""
     if SHARING.low:  # scales of 2**-133 to 2**121, whose inverses fp32 does not all represent
-        by = _bits(_float(by) * 64.0)
+        by = bits_of(float_of(by) * 64.0)
     inverse = tl.where(by >= 0x7F000000, 0x00400000, 0x7F000000 - by)
     inverse = tl.where(by < 0x00800000, 0x7F000000, inverse)
-    quotient = _float(magnitude) * _float(inverse)
+    quotient = float_of(magnitude) * float_of(inverse)
     if SHARING.low:
         quotient = quotient * 64.0
     return quotient
@@ -130,11 +56,11 @@ def _over_power(magnitude, by, SHARING: tl.constexpr):
 @triton.jit
 def again(magnitude, by, outer, SHARING: tl.constexpr):
     """Return `quotients` computed in fp64, rounded to odd."""
-    divisor = _wide(by)
+    divisor = wide_of(by)
     if SHARING.outer:
         divisor = divisor * outer.to(tl.float64)
-    wide = _wide(magnitude) / tl.where(by == 0, 1.0, divisor)
-    return tl.where(by == 0, tl.where(magnitude > 0x7F800000, magnitude, 0), _to_odd(wide))
+    wide = wide_of(magnitude) / tl.where(by == 0, 1.0, divisor)
+    return tl.where(by == 0, tl.where(magnitude > 0x7F800000, magnitude, 0), to_odd(wide))
 
 
 @triton.jit
@@ -144,7 +70,7 @@ def is_close(quotient, element, by, outer, SHARING: tl.constexpr):
     distance = tl.where(element > quotient, element - quotient, quotient - element)
     close = (low <= 2 * SHARING.tolerance) & (distance > SHARING.tolerance)
     if SHARING.outer:  # a product below fp32's normal numbers has lost bits
-        product = _bits(_float(by) * outer)
+        product = bits_of(float_of(by) * outer)
         close = close | ((product < 0x00800000) & (by != 0))
     return close
 
@@ -156,7 +82,7 @@ def elements(
 ):  # fmt: skip
     """Return magnitude and sign of COUNT elements: numbers divided by their scales `by`, rounded."""
     if SHARING.power:
-        quotient = _bits(_over_power(magnitude, by, SHARING))
+        quotient = bits_of(_over_power(magnitude, by, SHARING))
         element, side = cast(quotient, sign, first, seed, numbers, FORM, COUNT)
         if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
             if is_undecided(quotient, first, seed, numbers, FORM, COUNT):
@@ -179,11 +105,11 @@ def elements(
 
 @triton.jit
 def _direct(
-    magnitude, sign, by, first, seed, numbers, codes, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr,
-    SHARING: tl.constexpr, COUNT: tl.constexpr,
+    magnitude, sign, by, hard, first, seed, numbers, codes, FORM: tl.constexpr, EXACT: tl.constexpr,
+    LAYOUT: tl.constexpr, SHARING: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Return the codes of `elements` under powers of two without computing their values, and which are NaN."""
-    quotient = _bits(_over_power(magnitude, by, SHARING))
+    quotient = bits_of(_over_power(magnitude, by, SHARING))
     code = direct(quotient, sign, first, seed, numbers, codes, FORM, LAYOUT, COUNT)
     if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
         if is_undecided(quotient, first, seed, numbers, FORM, COUNT):
@@ -192,34 +118,59 @@ def _direct(
                 code = encoded(element, side, codes, LAYOUT)
             else:
                 code = code ^ 1
-    return tl.where(by > 0x7F800000, 0, code), quotient > 0x7F800000
+    if SHARING.again:
+        if hard != 0:
+            code = tl.where(by > 0x7F800000, 0, code)
+    return code, quotient > 0x7F800000
 
 
 @triton.jit
 def write(
-    out, places, mask, magnitude, sign, by, outer, first, seed, numbers, codes, DTYPE: tl.constexpr,
-    FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr, COUNT: tl.constexpr,
+    out, start, end, magnitude, sign, by, inverse, upper, lower, hard, outer, first, seed, numbers, codes,
+    DTYPE: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Write COUNT numbers, divided by their scales and rounded, as codes or values; return where numbers were lost."""
-    if SHARING.direct:
-        code, lost = _direct(
-            magnitude, sign, by, first, seed, numbers, codes, FORM, EXACT, LAYOUT, SHARING, COUNT
+    """Write COUNT numbers, divided by their scales and rounded, as codes or values; return 1 if numbers were lost.
+
+    inverse, upper, lower: the `divisors` of the numbers; hard: whether `usual` does not serve for them.
+    """
+    lost = tl.cast(0, tl.int32)
+    USUAL: tl.constexpr = SHARING.near or SHARING.summed
+    if USUAL:
+        if hard != 0:
+            if SHARING.again:
+                element, side = elements(magnitude, sign, by, outer, first, seed, numbers, FORM, EXACT, SHARING, COUNT)
+                lost = put(out, start, end, element, side, by, outer, codes, DTYPE, LAYOUT, SHARING)
+        elif SHARING.near:
+            found, power, binade = nearest(magnitude, inverse, upper, lower, numbers, LAYOUT, SHARING)
+            put_nearest(
+                out, start, end, sign, found, power, binade, by, upper, lower, outer, numbers, codes, DTYPE, LAYOUT,
+                SHARING,
+            )  # fmt: skip
+        else:
+            quotient = bits_of(_over_power(magnitude, by, SHARING))
+            lost = put_under_powers(out, start, end, quotient, sign, by, numbers, DTYPE, SHARING, COUNT)
+    elif SHARING.direct:
+        code, missing = _direct(
+            magnitude, sign, by, hard, first, seed, numbers, codes, FORM, EXACT, LAYOUT, SHARING, COUNT
         )  # fmt: skip
-        store(out, places, mask, code, LAYOUT)
+        store(out, start, end, code, LAYOUT)
+        if SHARING.loses:
+            lost = tl.reduce(missing.to(tl.int32), 0, tl.standard._elementwise_max)
     else:
         element, side = elements(magnitude, sign, by, outer, first, seed, numbers, FORM, EXACT, SHARING, COUNT)
-        lost = put(out, places, mask, element, side, by, outer, codes, DTYPE, LAYOUT, SHARING)
+        lost = put(out, start, end, element, side, by, outer, codes, DTYPE, LAYOUT, SHARING)
     return lost
 
 
 @triton.jit
 def put(
-    out, places, mask, element, side, by, outer, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr,
+    out, start, end, element, side, by, outer, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr,
     SHARING: tl.constexpr,
 ):  # fmt: skip
     """Write codes, or the elements times their scales, which saturate at the largest number.
 
-    Return where numbers were lost: NaNs without a code, and values that a 16-bit dtype does not represent under a scale
+    Return 1 if numbers were lost: NaNs without a code, and values that a 16-bit dtype does not represent under a scale
     that is a power of two, which is an error, so that the written values do not matter. Under other scales values of 16
     bits are rounded once. Places beyond the end of a tensor are zeros and lose nothing.
     """
@@ -227,18 +178,18 @@ def put(
     if SHARING.codes:
         element = tl.where(poisoned, 0, element)
         code = encoded(element, tl.where(poisoned, 0, side), codes, LAYOUT)
-        store(out, places, mask, code, LAYOUT)
+        store(out, start, end, code, LAYOUT)
         lost = element > 0x7F800000
     else:
         is_nan = poisoned | (element > 0x7F800000)
         side = tl.where(poisoned, 0, side)
         if DTYPE == "fp32" or SHARING.power:
-            value = _float(element) * _float(by)
+            value = float_of(element) * float_of(by)
             if SHARING.outer:
                 value = value * outer
-            bits = tl.minimum(_bits(value) & 0x7FFFFFFF, 0x7F7FFFFF)
+            bits = tl.minimum(bits_of(value) & 0x7FFFFFFF, 0x7F7FFFFF)
         else:
-            bits = _product_to_odd(element, by, outer, SHARING)
+            bits = product_to_odd(element, by, outer, SHARING)
         bits = tl.where(is_nan, 0x7FC00000, bits)
         lost = is_nan
         if DTYPE == "fp32":
@@ -252,15 +203,19 @@ def put(
                 half = tl.where(is_nan, half, tl.minimum(half, 0x7F7F))
             raw = (half | (side >> 16)).to(tl.int16)
         else:
-            half = _float(tl.minimum(bits, 0x47800000)).to(tl.float16)
+            half = float_of(tl.minimum(bits, 0x47800000)).to(tl.float16)
             whole = half.to(tl.int16, bitcast=True).to(tl.int32)
             if SHARING.power:
-                lost = (_bits(half.to(tl.float32)) != bits) & (is_nan == 0)
+                lost = (bits_of(half.to(tl.float32)) != bits) & (is_nan == 0)
             else:
                 whole = tl.minimum(whole, 0x7BFF)
             raw = (tl.where(is_nan, 0x7E00, whole) | (side >> 16)).to(tl.int16)
-        tl.store(out + places, raw, mask=mask)
-    return lost
+        places = start + tl.arange(0, raw.shape[0])
+        tl.store(out + places, raw, mask=places < end)
+    found = tl.cast(0, tl.int32)
+    if SHARING.loses:
+        found = tl.reduce(lost.to(tl.int32), 0, tl.standard._elementwise_max)
+    return found
 
 
 @triton.jit
@@ -291,6 +246,13 @@ def _scales(largest, highest, outer, numbers, sharing, SHARING: tl.constexpr):
     return by, exponent
 
 
+@triton.jit
+def _each(of_groups, SIZE: tl.constexpr):
+    """Return what groups of SIZE have for each of their numbers."""
+    GROUPS: tl.constexpr = of_groups.shape[0]
+    return tl.reshape(tl.broadcast_to(of_groups[:, None], (GROUPS, SIZE)), (GROUPS * SIZE,))
+
+
 @triton.jit(do_not_specialize=["first", "numbers", "codes", "sharing", "scale_numbers", "scale_codes"])
 def blocks(
     x, out, scales, outers, lost, seed, total, first, numbers, codes, sharing, scale_numbers, scale_codes,
@@ -300,7 +262,7 @@ def blocks(
 ):  # fmt: skip
     """Cast `total` numbers, of which SIZE neighbours share a scale; the first has the logical index `first`.
 
-    If codes are written, scales are written to `scales`, one per group; `lost`, int32, counts numbers lost in `put`.
+    If codes are written, scales are written to `scales`, one per group. `lost`: int32, set to 1 if `put` loses numbers.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     places = start + tl.arange(0, BLOCK)
@@ -317,14 +279,21 @@ def blocks(
     if SHARING.codes:
         groups = tl.program_id(0).to(tl.int64) * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)
         keep(scales, groups, groups < total // SIZE, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
-    each = tl.reshape(tl.broadcast_to(by[:, None], (BLOCK // SIZE, SIZE)), (BLOCK,))
+    each = _each(by, SIZE)
+    inverse, upper, lower, hard = each, each, each, 0  # not read
+    if SHARING.near:
+        inverse, upper, lower, hard = divisors(by, highest, outer, SHARING)
+        inverse, upper, lower = _each(inverse, SIZE), _each(upper, SIZE), _each(lower, SIZE)
+        hard = tl.reduce(hard, 0, tl.standard._elementwise_max)
+    elif SHARING.summed or SHARING.direct:
+        hard = (tl.reduce(highest, 0, tl.standard._elementwise_max) >= 0x7E800000).to(tl.int32)
     missing = write(
-        out, places, mask, magnitude, sign, each, outer, first + start, key, numbers, codes, DTYPE, FORM, EXACT, LAYOUT,
-        SHARING, BLOCK,
+        out, start, total, magnitude, sign, each, inverse, upper, lower, hard, outer, first + start, key, numbers,
+        codes, DTYPE, FORM, EXACT, LAYOUT, SHARING, BLOCK,
     )  # fmt: skip
     if SHARING.loses:
-        if tl.reduce(missing.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-            tl.atomic_add(lost, tl.reduce(missing.to(tl.int32), 0, tl.standard._sum_combine))
+        if missing > 0:
+            tl.store(lost, 1)
 
 
 @triton.jit(do_not_specialize=["numbers", "codes", "sharing", "scale_numbers", "scale_codes"])
@@ -342,7 +311,8 @@ def rows(
     highest = tl.reduce(magnitude, 0, tl.standard._elementwise_max)
     largest = highest
     if not SHARING.marks:
-        largest = tl.reduce(_finite(magnitude), 0, tl.standard._elementwise_max)
+        if SHARING.again and highest >= 0x7F800000:
+            largest = tl.reduce(_finite(magnitude), 0, tl.standard._elementwise_max)
     if not WHOLE:
         for start in range(BLOCK, length, BLOCK):
             more, _side = read(x, start + inside, start + inside < length, DTYPE, False)
@@ -353,25 +323,30 @@ def rows(
     if SHARING.codes:
         keep(scales, row, row >= 0, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
     each = inside * 0 + by
+    inverse, upper, lower, hard = by, by, by, 0  # not read
+    if SHARING.near:
+        inverse, upper, lower, hard = divisors(by, highest, outer, SHARING)
+    elif SHARING.summed or SHARING.direct:
+        hard = (highest >= 0x7E800000).to(tl.int32)
     if WHOLE:
         missing = write(
-            out, inside, inside < length, magnitude, sign, each, outer, 0, 0, numbers, codes, DTYPE, FORM, EXACT,
-            LAYOUT, SHARING, BLOCK,
+            out, 0, length, magnitude, sign, each, inverse, upper, lower, hard, outer, 0, 0, numbers, codes, DTYPE,
+            FORM, EXACT, LAYOUT, SHARING, BLOCK,
         )  # fmt: skip
         if SHARING.loses:
-            if tl.reduce(missing.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-                tl.atomic_add(lost, tl.reduce(missing.to(tl.int32), 0, tl.standard._sum_combine))
+            if missing > 0:
+                tl.store(lost, 1)
     else:
         for start in range(0, length, BLOCK):
             places = start + inside
             magnitude, sign = read(x, places, places < length, DTYPE, False)
             missing = write(
-                out, places, places < length, magnitude, sign, each, outer, 0, 0, numbers, codes, DTYPE, FORM, EXACT,
-                LAYOUT, SHARING, BLOCK,
+                out, start, length, magnitude, sign, each, inverse, upper, lower, hard, outer, 0, 0, numbers, codes,
+                DTYPE, FORM, EXACT, LAYOUT, SHARING, BLOCK,
             )  # fmt: skip
             if SHARING.loses:
-                if tl.reduce(missing.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-                    tl.atomic_add(lost, tl.reduce(missing.to(tl.int32), 0, tl.standard._sum_combine))
+                if missing > 0:
+                    tl.store(lost, 1)
 
 
 @triton.jit(do_not_specialize=["count"])
