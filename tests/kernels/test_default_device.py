@@ -22,6 +22,7 @@ from lowp.kernels import (
     dequantize,
     few_bits,
     few_rows,
+    int16_convolution,
     int16_linear,
     int16_lists,
     int16_written,
@@ -130,6 +131,17 @@ def stored_weights() -> object:
     return [f([(weight, X.clone())], parse("bf16")) for f in (stored.store_rounded, stored.are_rounded)], weight
 
 
+def convolutions_written() -> object:
+    found: list[object] = []
+    for name, operands in OPERANDS.items():
+        product = int16_convolution.Product.of(name, SHAPE)
+        assert product is not None
+        a, b = (mantissas.Mantissas(operand(one), -9) for one in operands)
+        found.append(int16_convolution.written(product, a, b, -14, True, None))
+    assert None not in found
+    return found
+
+
 def predicted() -> object:
     scaling = Autoflex()
     state = scaling.init("cpu", 1)
@@ -158,6 +170,7 @@ def library_functions() -> object:
         layer(),
         written_layer(),
         stored_weights(),
+        convolutions_written(),
         predicted(),
         cpu_int16.words_int16(X.clone(), -13, 14, True),
         cpu_int16.relu(X.round(), X.round().to(torch.int16), 0),

@@ -121,6 +121,10 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_linear_int16_gradients": (c_int, (c_char_p, *(c_void_p,) * 4, c_int, *(c_void_p,) * 3)),
     "lowp_linear_written_int16": (c_int, (c_char_p, *(c_void_p,) * 3, c_int, c_void_p)),
     "lowp_linear_written_int16_gradients": (c_int, (c_char_p, *(c_void_p,) * 2, c_int, c_void_p)),
+    "lowp_written_convolution": (
+        c_int,
+        (c_char_p, c_int, *(c_void_p,) * 4, c_int64, *(c_void_p,) * 3, c_int, c_void_p),
+    ),
     "lowp_integer_convolution": (
         c_int,
         (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p),

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.compat import remembered
-from lowp.kernels import device_integers, integer
+from lowp.kernels import device_integers, int16_convolution, integer
+from lowp.kernels.int16_written import WrittenMantissas
 from lowp.kernels.integer import Bias, Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.call import Call, Quick, QuickRegion
@@ -103,6 +104,16 @@ class Convolution(Form):
             return super()._exact_sum(slot, left, right, **options)
         return integer.convolution_exact(*operands, **options)
 
+    def written(
+        self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool, bias: Tensor | None
+    ) -> WrittenMantissas | None:
+        product = self._products[slot]
+        if product is None or (bias is not None and not has_numbers(bias, (self.channels,))):
+            return None
+        is_swapped = slot != OUTPUT if self.transposed else slot == FIRST  # as in `_plain_operands`
+        a, b = (right, left) if is_swapped else (left, right)
+        return int16_convolution.written(product, a, b, exponent, symmetric, bias)
+
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
         fits = bias is not None and has_numbers(bias, (self.channels,))
         return bias if fits and self._is_plain else None
@@ -117,6 +128,14 @@ class Convolution(Form):
         """The plain convolution: of a transposed one the one with output and input exchanged."""
         whole = self._transposed_output(self.first) if self.transposed else self.first
         return integer.ConvolutionShape.of(whole, self.second, self.stride, self.padding, self.dilation, self.groups)
+
+    @cached_property
+    def _products(self) -> list[int16_convolution.Product | None]:
+        """The products that fill the slots, as one call of the library takes them; None if it takes no such product."""
+        if not self._is_plain:
+            return [None] * 3
+        names = _TRANSPOSED if self.transposed else _PRODUCTS
+        return [int16_convolution.Product.of(names[slot], self._shape) for slot in (FIRST, SECOND, OUTPUT)]
 
     def _plain_operands(
         self, slot: int, left: Tensor, right: Tensor

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.kernels import device_integers, integer
+from lowp.kernels.int16_written import WrittenMantissas
 from lowp.kernels.integer import Bias, Exact
 from lowp.kernels.mantissas import Mantissas
 
@@ -85,6 +86,12 @@ class Form(ABC):
             return self._exact_sum(slot, left.payload, right.payload, exponent=shift, symmetric=symmetric, bias=added)
         except integer.NotFinite:
             return None
+
+    def written(
+        self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool, bias: Tensor | None
+    ) -> WrittenMantissas | None:
+        """Return `mantissas` and their values from one call of the C++ library; None where there is no such call."""
+        return None
 
     def is_integer_sum(self, slot: int) -> bool:
         """Whether the product of a slot is a sum of products of the operands' integers, and nothing else."""

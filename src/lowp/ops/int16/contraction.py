@@ -249,7 +249,11 @@ def _write_sum(
     is_known = is_exact and not isinstance(operands[0].exponent, Tensor)
     entry = writer.sum_entry(role) if is_known else None
     if entry is not None:
-        found = form.mantissas(slot, *operands, entry.exponent, entry.table.is_symmetric, bias)
+        is_symmetric = entry.table.is_symmetric
+        written = form.written(slot, *operands, entry.exponent, is_symmetric, bias)
+        if written is not None:
+            return entry.wrote(written)
+        found = form.mantissas(slot, *operands, entry.exponent, is_symmetric, bias)
         if found is not None:
             return entry.write(found)
     return writer.write(_sum(form, slot, accumulate, [operands], bias), role)
