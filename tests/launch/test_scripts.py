@@ -168,6 +168,29 @@ def test_copies_of_a_model_and_its_optimizer_train_as_the_original(
     assert numbers(ran.stdout) == pytest.approx(numbers(plain("copies.py")), rel=1e-2)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "e4m3fn"])
+def test_models_that_a_script_converts_are_looked_at_again(
+    precision: str, plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran, expected = run_in(precision, "converted.py", tmp_path), plain("converted.py")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[:-1] == expected.splitlines()[:-1]
+    assert (ran.stdout.splitlines()[-1], expected.splitlines()[-1]) == ("rounded: True", "rounded: False")
+
+
+def test_a_run_tells_how_many_tensors_saturated_under_shared_exponents(tmp_path: Path) -> None:
+    (tmp_path / "growing.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 4)\noptimizer = torch.optim.SGD(model.parameters(), lr=1e-9)\n"
+        "for step in range(3):\n    model(torch.ones(2, 4) * 1000.0**step).sum().backward()\n    optimizer.step()\n"
+    )
+    ran = forked.run("-m", "lowp", "run", "--precision", "flex16+5", "--report", "run.json", "growing.py", cwd=tmp_path)
+    told = re.search(r"3 optimizer steps, 0 skipped, (\d+) of (\d+) tensors saturated, ", ran.stderr)
+    assert told, ran.stderr
+    summary = json.loads((tmp_path / "run.json").read_text())["summary"]
+    assert [summary["saturated"], summary["writes"]] == [int(one) for one in told.groups()]
+    assert 2 <= summary["saturated"] < summary["writes"]
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "flex16+5"])
 def test_parameters_that_a_script_exchanges_are_unscaled_and_stepped_as_before(
     precision: str, plain: Callable[[str], str], tmp_path: Path

@@ -40,12 +40,19 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or getattr(module, "_is_replica", False)
 
 
+def _first_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of a model's first parameter, which a conversion changes; None if it has none."""
+    first = next(module.parameters(), None)
+    return None if first is None else first.dtype
+
+
 class Forward:
     """The module calls of one session. `original` is torch's own `nn.Module.__call__`."""
 
     def __init__(self, session: Session, original: Callable[..., Any]) -> None:
         self.session, self.original = session, original
-        self._left_alone: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        # by model: whether it is left alone, and the dtype of its first parameter when that was found
+        self._left_alone: weakref.WeakKeyDictionary[nn.Module, tuple[bool, Any]] = weakref.WeakKeyDictionary()
         self._in_fp32: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # the sentences noted for models without an optimizer, with these models
         self._unstepped: list[tuple[str, list[weakref.ref[nn.Module]]]] = []
@@ -113,7 +120,7 @@ class Forward:
         parameters = {id(leaf) for leaf in leaves}
         held = [one for one in self.models if any(id(parameter) in parameters for parameter in one.parameters())]
         for module in held:
-            self._left_alone[module] = True
+            self._left_alone[module] = True, _first_dtype(module)
         sentence = self.session.keeps_in_fp32(
             f"model {type(held[0]).__name__}" if held else "a model",
             "its parameters are in no torch.optim optimizer, whose step could be skipped",
@@ -130,11 +137,12 @@ class Forward:
 
     def _is_plain(self, module: nn.Module) -> bool:
         """Whether a module that the script calls does not run under the rules."""
-        alone = self._left_alone.get(module)
-        if alone is None:
+        alone, dtype = self._left_alone.get(module, (None, None))
+        if alone is None or dtype is not _first_dtype(module):
             if isinstance(module, _Loss) or not _has_parameters(module):
                 return True  # not kept: a module may make its parameters in its first call
-            alone = self._left_alone[module] = self._is_left_alone(module)
+            alone = self._is_left_alone(module)
+            self._left_alone[module] = alone, _first_dtype(module)
         return alone or is_jit_tracing()  # what is recorded belongs to the script, as its checkpoints do
 
     def _is_left_alone(self, module: nn.Module) -> bool:

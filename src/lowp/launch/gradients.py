@@ -53,17 +53,21 @@ class Gradients:
         """Return a gradient multiplied by the scale of the running pass."""
         return gradient if self.scale is None else gradient * self.scale.to(gradient.device)
 
-    def shown(self, gradient: Tensor) -> Tensor:
+    def shown(self, gradient: Tensor | None) -> Tensor | None:
         """Return a gradient as a hook of the script sees it: unscaled, and in fp32 if it is in 16 bits.
 
-        Without the scale, gradients would be too small for 16 bits.
+        Without the scale, gradients would be too small for 16 bits. One that is undefined is None.
         """
+        if gradient is None:
+            return None
         is_narrow = self.inverse is not None and gradient.dtype in SIXTEEN_BIT
         return self.unscaled(gradient.float() if is_narrow else gradient)
 
-    def given(self, gradient: Tensor, place: Tensor) -> Tensor:
+    def given(self, gradient: Tensor, place: Tensor | None) -> Tensor:
         """Return what a hook of the script gives for a gradient of the running pass, scaled, in the dtype of that."""
-        return gradient if self.scale is None else self.scaled(gradient).to(place.dtype)
+        if self.scale is None:
+            return gradient
+        return self.scaled(gradient).to(gradient.dtype if place is None else place.dtype)
 
     # -- leaves -----------------------------------------------------------------------------------------------------
     def adopt(self, leaf: Any) -> None:
@@ -73,7 +77,9 @@ class Gradients:
         place = self._adopted[leaf] = _Place(leaf)
 
         @unserializable_hook  # type: ignore[untyped-decorator]
-        def unscale(gradient: Tensor) -> Tensor | None:
+        def unscale(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:  # undefined, as gradcheck makes it: a gradient of zeros
+                return None
             leaf = place.leaf()
             if leaf is not None and not self.is_trial:
                 self._waiting[self._held_as(leaf)] = True
@@ -228,7 +234,7 @@ def _install_tensor_hooks(session: Session, gradients: Gradients) -> None:
     register = tensor.register_hook
 
     @wraps(register)
-    def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+    def register_hook(self: Tensor, hook: Callable[[Tensor | None], Any]) -> Any:
         # in a region torch's own function calls this one again, with the hook that it was given
         if getattr(hook, "lowp_shows", False):
             return register(self, hook)
@@ -237,7 +243,7 @@ def _install_tensor_hooks(session: Session, gradients: Gradients) -> None:
             gradients.adopt(self)
 
         @wraps(hook)
-        def shown(gradient: Tensor) -> Any:
+        def shown(gradient: Tensor | None) -> Any:
             if gradients.is_trial:
                 return None
             with session.in_hook():

@@ -23,7 +23,10 @@ _KIND = "lowp run"
 
 @dataclass
 class ProcessRecord:
-    """What one process did. `notes` are sentences on the parts that did not run in the precision, in order."""
+    """What one process did. `notes` are sentences on the parts that did not run in the precision, in order.
+
+    `writes` and `saturated` count tensors under shared exponents: all, and those of which a number did not fit.
+    """
 
     precision: str
     rank: int = 0
@@ -32,6 +35,8 @@ class ProcessRecord:
     backward_passes: int = 0
     steps: int = 0
     skipped: int = 0
+    writes: int = 0
+    saturated: int = 0
     loss_scale: float | None = None
     scales: list[tuple[int, float]] = field(default_factory=list)
     stood_down: str = ""
@@ -90,6 +95,8 @@ def line(record: ProcessRecord, seconds: float) -> str:
         parts = [f"disabled, {record.stood_down} (--override replaces it)"]
     else:
         parts = [record.precision, f"{record.steps} optimizer steps", f"{record.skipped} skipped"]
+        if record.saturated:
+            parts.append(f"{record.saturated} of {record.writes} tensors saturated")
         if record.loss_scale is not None:
             parts.append(f"loss scale {record.loss_scale:g}")
     parts.append(f"{seconds:.1f} s")

@@ -182,6 +182,9 @@ class Session:
             record.skipped = self.precision.skipped_steps
             if self.is_scaling and record.steps:
                 record.loss_scale = self.precision.scale
+            if (exponents := self.precision.exponents) is not None:
+                written = exponents.summary()["all"]
+                record.writes, record.saturated = written.writes, written.saturated
             for name in self.precision.report().unseen:
                 record.note(f"{name} runs in fp32: no rule matches it")
         if settings.directory and os.getpid() != settings.leader:
