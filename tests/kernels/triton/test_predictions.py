@@ -36,7 +36,7 @@ SCALINGS = [
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_is_on_host", lambda one: False)
+    monkeypatch.setattr(dispatch, "is_on_host", lambda x: False)
 
 
 def table_of(scaling: Autoflex) -> DeviceTable:
