@@ -5,6 +5,7 @@ Run on fake CUDA tensors, which have no numbers that could be read, and on CPU t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,9 +116,24 @@ def test_the_rates_of_a_step_by_one_kernel_are_made_on_the_device(make: Callable
     assert table.is_cuda and not seen.sent
 
 
+PLAIN: dict[str, Make] = {
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "SGD, fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+}
+# without a loss scale nothing is skipped, and any optimizer will do
+STEPS = [(preset, name) for preset in ("fp32", "bf16", "bf16-storage", "fp8") for name in PLAIN]
+STEPS += [(preset, name) for preset in ("fp16", "fp16-storage") for name in PLAIN if "fused" in name]
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize("preset", ["fp16", "bf16", "bf16-storage", "fp16-storage"])
-def test_a_step_of_a_precision_reads_nothing_and_sends_nothing(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("preset", "name"), STEPS)
+def test_a_step_of_a_precision_reads_nothing_and_sends_nothing(
+    preset: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("torch.optim.adam"), "_get_value", _on_the_host)
     scale = "dynamic(1024)" if preset.startswith("fp16") else None  # without a number its start is searched for
     empty = _network()
     with fake_cuda():
@@ -131,7 +147,7 @@ def test_a_step_of_a_precision_reads_nothing_and_sends_nothing(preset: str, monk
         monkeypatch.setattr(Tensor, "backward", backward)
         monkeypatch.setattr(torch, "equal", lambda one, other: True)  # asked once, while a model is prepared
         precision = lowp.Precision(preset, loss_scale=scale)
-        model, optimizer = precision.prepare(model, torch.optim.AdamW(parameters, fused=True))
+        model, optimizer = precision.prepare(model, PLAIN[name](parameters))
         with HostReads() as seen:
             for _ in range(3):
                 seen.sent.clear()
@@ -141,6 +157,12 @@ def test_a_step_of_a_precision_reads_nothing_and_sends_nothing(preset: str, monk
                 precision.step(optimizer)
         assert not seen.sent
         assert precision.stepped.shape == ()
+
+
+def _on_the_host(steps: Tensor) -> float:
+    """Return a number of steps, which torch's optimizers that are not fused count in a tensor of the CPU."""
+    assert steps.is_cpu
+    return 1.0
 
 
 def _network() -> nn.Module:
@@ -238,9 +260,10 @@ def test_a_momentum_with_dampening_costs_a_read_in_its_first_step() -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_device")
-def test_another_optimizer_of_torchs_costs_the_one_read_that_torchs_own_scaler_makes() -> None:
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+def test_another_optimizer_of_torchs_costs_the_one_read_that_torchs_own_scaler_makes(name: str) -> None:
     parameter = nn.Parameter(torch.ones(3))
-    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), lowp.GradScaler("cpu")
+    optimizer, scaler = PLAIN[name]([parameter]), lowp.GradScaler("cpu")
     parameter.grad = torch.ones(3)
     scaler.scale(torch.ones(()))
     reads: list[str] = []
