@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
+
 import pytest
 import torch
 from numerics.small import network, train
+from rich.console import Console
 from torch import Tensor, nn
 
 import lowp
@@ -15,9 +19,10 @@ from lowp.numerics.findings import FINDINGS, explained
 from lowp.numerics.policies import effects, sensitivities
 from lowp.numerics.record import Key, Part, Record
 from lowp.numerics.search import cheapest
-from lowp.numerics.windows import window_of
+from lowp.numerics.spectrum import Spectrum
+from lowp.numerics.windows import initial_scale, window_of
 from lowp.presets import PRESETS
-from lowp.report.profile import part_seen, scale_line, verdict_line
+from lowp.report.profile import part_seen, print_profile, scale_line, verdict_line
 from lowp.report.profile_html import page
 
 
@@ -88,7 +93,7 @@ def test_a_layer_that_is_too_large_for_fp16_is_kept_in_bf16() -> None:
     assert finding.modules == ("large",) and "65504" in finding.evidence
     rule = advice.policy.rules[0]
     assert rule.where == "large" and str(rule.input) == "bf16"
-    assert "1 layers in bf16" in verdict(advice, "fp16")
+    assert "1 layer in bf16" in verdict(advice, "fp16")
 
 
 def test_a_layer_that_no_loss_scale_fits_is_kept_in_bf16() -> None:
@@ -99,6 +104,47 @@ def test_a_layer_that_no_loss_scale_fits_is_kept_in_bf16() -> None:
 
     advice = advise(record_of(Far(1.0), rate=0.0, loss=lambda output, y: (output * output).sum()))
     assert "N204" in [one.id for one in advice.findings]
+
+
+def test_a_number_that_fp16_has_is_not_said_to_be_beyond_it() -> None:
+    record = record_of(network())
+    key = Key("3", "linear", "output", "forward")
+    for largest, said in ((4e4, "4e+04, more than half of 65504, where fp16 ends"), (1e5, "1e+05; fp16 ends at 65504")):
+        record.tensors[key] = replace(record.tensors[key], maximum=largest)
+        (finding,) = (one for one in advise(record).findings if one.id == "N205")
+        assert said in finding.evidence
+
+
+def test_gradients_that_fit_under_no_scale_are_not_said_to_be_missing() -> None:
+    record = record_of(network())
+    for key, seen in list(record.tensors.items()):
+        if key.phase == "backward" and seen.nonzero:
+            record.tensors[key] = Spectrum.of(torch.tensor([2.0**-60, 2.0**60]))
+    advice = advise(record)
+    assert advice.window.is_empty and not advice.window.is_unknown
+    assert verdict(advice, "fp16") == "not usable: no loss scale fits any layer"
+    assert scale_line(advice.window) == "Scale window: no scale fits any layer"
+    assert not any("fp16" in str(rule) for rule in advice.policy.rules) and advice.policy.loss_scale is None
+    with pytest.raises(InvalidInput, match="no loss scale fits fp16 here"):
+        initial_scale(record)
+
+
+def test_steps_after_a_divergence_say_nothing_of_the_formats() -> None:
+    model = network()
+    with lowp.profile(model, max_overhead=None) as profile:
+        train(model, torch.optim.SGD(model.parameters(), lr=1e-3), 4)
+        with torch.no_grad():
+            next(model.parameters()).fill_(torch.inf)
+        train(model, torch.optim.SGD(model.parameters(), lr=1e-3), 8)
+    record = profile.record
+    assert record.sampled == [0, 1, 2] and record.part.faults[0]["step"] == 4
+    assert not any(seen.nonfinite for seen in record.tensors.values())
+    assert all(one.usable for one in advise(record).verdicts if one.format == "fp16")
+    said = verdict_line(record, advise(record))
+    assert said.startswith("the training itself failed, step 4: the loss was not finite; in finite steps: fp16 with")
+    printed = io.StringIO()
+    print_profile(Console(file=printed, width=200), record, advise(record), "lowp run --policy policy.toml train.py")
+    assert "--policy" not in printed.getvalue() and "Next: correct what made" in printed.getvalue()
 
 
 class Attention(nn.Module):

@@ -108,6 +108,7 @@ def test_faults_skips_and_a_second_run_are_shown(record: Record) -> None:
         record.part.faults.clear()
         record.part.steps.pop()
     assert "train.py:8" in text and "step 5 was skipped" in text
+    assert "<h3>Step 3: the loss was not finite</h3>" in text
     assert "Two runs" in text and "largest: second run" in text
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from lowp import presets
 from lowp.loss_scale import DYNAMIC, LossScale
 from lowp.numerics.findings import Finding
+from lowp.numerics.part import failure
 from lowp.numerics.prediction import Window, effect, lost_updates
 from lowp.numerics.record import Key, Record
 from lowp.numerics.spectrum import Spectrum
@@ -132,7 +133,9 @@ def _too_large(record: Record) -> dict[str, str]:
     for key, seen in record.tensors.items():
         op = record.ops.get((key.module, key.op))
         if key.role == "output" and op is not None and op.op_class in ("contraction", "norm") and seen.maximum > 32752:
-            found[key.module] = f"{key.op} writes up to {seen.maximum:.3g}"
+            is_beyond = seen.maximum > 65504
+            end = "fp16 ends at 65504" if is_beyond else "more than half of 65504, where fp16 ends"
+            found[key.module] = f"{key.op} writes up to {seen.maximum:.3g}{';' if is_beyond else ','} {end}"
     return found
 
 
@@ -174,9 +177,12 @@ def _fp16(record: Record, window: Window, outside: set[str]) -> FormatVerdict:
     if window.is_unknown:
         _, overflow, ratio = _judged(record, "fp16", 1.0, outside)
         return FormatVerdict("fp16", 0.0, overflow, None, ratio, "not judged: no gradient was recorded", False)
+    if window.is_empty:
+        _, overflow, ratio = _judged(record, "fp16")
+        return FormatVerdict("fp16", 0.0, overflow, None, ratio, "not usable: no loss scale fits any layer", False)
     scale = window.recommended
     flushed, overflow, ratio = _judged(record, "fp16", 2.0**scale, outside)
-    rest = f", {len(outside)} layers in bf16" if outside else ""
+    rest = f", {len(outside)} layer{'s'[: len(outside) != 1]} in bf16" if outside else ""
     word = f"with a dynamic loss scale{rest}" if record.is_partial else f"with loss scale 2^{scale}{rest}"
     return FormatVerdict("fp16", flushed, overflow, None, ratio, word, True, scale)
 
@@ -257,7 +263,7 @@ def _no_window(record: Record, outside: dict[str, str]) -> list[Finding]:
             f"{_some(outside)}: no fp16 loss scale fits",
             f"{first or 'the model'}: {outside[first]}",
             "keep in bf16",
-            "the other layers fit under one scale",
+            "no gradient overflows or is flushed there; other layers fit under one scale, if there are any",
             tuple(outside),
         )
     ]
@@ -271,8 +277,8 @@ def _large(record: Record, large: dict[str, str]) -> list[Finding]:
         Finding(
             "N205",
             "error",
-            f"{_some(large)}: too large for fp16",
-            f"{first or 'the model'}: {large[first]}; fp16 ends at 65504",
+            f"{_some(large)}: too large for fp16, or nearly",
+            f"{first or 'the model'}: {large[first]}",
             "keep in bf16",
             "no overflow in the forward pass",
             tuple(large),
@@ -304,7 +310,7 @@ def _faults(record: Record) -> list[Finding]:
         Finding(
             "N401",
             "error",
-            f"step {fault['step']}: the {fault['what']} not finite, first in {fault['op'] or 'an unknown operation'}"
+            f"{failure(fault)}, first in {fault['op'] or 'an unknown operation'}"
             + (f" of {fault['module']}" if fault["module"] else ""),
             " ".join(filter(None, [fault["line"], f"{fault['nan']} NaN, {fault['inf']} infinite."])),
             fault["hint"],

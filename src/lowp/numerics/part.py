@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from lowp.kernels.spectra import ROWS
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
 
-__all__ = ["PHASES", "ROLES", "Key", "OpSeen", "Part", "Print", "StepSeen"]
+__all__ = ["PHASES", "ROLES", "Key", "OpSeen", "Part", "Print", "StepSeen", "failure"]
 
 ROLES = ("input", "weight", "output", "grad", "weight_grad", "update")
 PHASES = ("forward", "backward", "step")
@@ -87,6 +88,16 @@ class StepSeen:
     skipped: bool = False
     largest_gradient: float | None = None
     sampled: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and the largest gradient were finite, as far as they are known."""
+        return all(math.isfinite(one) for one in (self.loss, self.largest_gradient) if one is not None)
+
+
+def failure(fault: Mapping[str, Any]) -> str:
+    """Return what a fault of a record says, such as ``step 3: the loss was not finite``."""
+    return f"step {fault['step']}: the {fault['what']} {'was' if fault['what'] == 'loss' else 'were'} not finite"
 
 
 class Print(NamedTuple):

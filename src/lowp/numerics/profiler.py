@@ -386,7 +386,9 @@ class Profiler:
         if watch is not None:
             seen = self._guard.current(self.step)
             part = watch.finish()
-            seen.sampled = True
+            seen.sampled = seen.is_finite or not self._kept.part.tensors
+            if not seen.sampled:  # a training that has diverged says nothing of the formats
+                part = Part(prints=part.prints)
             part.steps = [StepSeen(**vars(seen))]
             self._kept.add(part)
             self._drop_watch()

@@ -31,6 +31,8 @@ def window_of(record: Record) -> tuple[Window, dict[str, str]]:
             wanted[key.module] = max(wanted.get(key.module, -126), scale_window(seen, "fp16").lowest)
     fit = {power: sum(one.lowest <= power <= one.highest for one in windows.values()) for power in range(-126, 128)}
     most = max(fit.values())
+    if windows and not most:
+        return Window(1, 0), dict.fromkeys(windows, "fits under no scale")
     highest = max(power for power, count in fit.items() if count == most)
     outside = {
         module: f"fits 2^{one.lowest} to 2^{one.highest}" if not one.is_empty else "fits under no scale"

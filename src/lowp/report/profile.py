@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowp.numerics.advice import Advice, FormatVerdict
+from lowp.numerics.part import failure
 from lowp.numerics.prediction import Window
 from lowp.numerics.record import Record
 from lowp.report.tables import plain_table, show
@@ -40,7 +41,9 @@ def print_profile(console: Console, record: Record, advice: Advice, next_command
     console.print(escape(scale_line(advice.window, part_seen(record))))
     if left_out := unseen(record):
         console.print(escape(left_out))
-    if next_command:
+    if next_command and record.part.faults:
+        console.print("Next: correct what made the training infinite or NaN, and profile it again")
+    elif next_command:
         console.print(f"Next: {escape(next_command)}")
     if advice.findings:
         console.print(f"Why:  lowp explain {advice.findings[0].id}")
@@ -104,7 +107,10 @@ def verdict_line(record: Record, advice: Advice) -> str:
     part = part_seen(record)
     words = " · ".join(f"{verdict.format} {verdict.verdict}" for verdict in advice.verdicts)
     words = words or "none: no product of the model (linear, convolution, matmul) was recorded"
-    return f"for {part} alone: {words}" if part else words
+    words = f"for {part} alone: {words}" if part else words
+    if record.part.faults:
+        return f"the training itself failed, {failure(record.part.faults[0])}; in finite steps: {words}"
+    return words
 
 
 def findings(advice: Advice) -> list[str]:
@@ -139,7 +145,7 @@ def scale_line(window: Window, part: str = "") -> str:
     if window.is_unknown:
         return "Scale window: unknown, no gradient was recorded"
     if window.is_empty:
-        return "Scale window: none fits all layers"
+        return "Scale window: no scale fits any layer"
     low, high, width = max(window.lowest, -24), min(window.highest, 40), 24
     marker = round((window.recommended - low) / max(high - low, 1) * (width - 1))
     bar = "".join("■" if position == marker else "─" for position in range(width))

@@ -15,6 +15,7 @@ from typing import Any
 from lowp.formats import FORMATS, FloatFormat
 from lowp.numerics.advice import Advice
 from lowp.numerics.difference import difference
+from lowp.numerics.part import failure
 from lowp.numerics.record import Record
 from lowp.report.profile import headline, part_seen, verdict_line
 
@@ -306,7 +307,7 @@ def _faults(record: Record) -> str:
         ]
         where = " ".join(filter(None, (f"in {fault['module']}" if fault["module"] else "", fault["line"])))
         parts.append(
-            f"<h3>Step {fault['step']}: the {fault['what']} not finite</h3><p>First: <strong>"
+            f"<h3>{failure(fault).capitalize()}</h3><p>First: <strong>"
             f"{escape(fault['op'])}</strong> "
             f"({escape(fault['operation'])}, {fault['phase']}) {escape(where)}: {fault['nan']} NaN, "
             f"{fault['inf']} infinite. "
