@@ -127,6 +127,14 @@ def test_codes_of_8_bits_are_decoded_into_16_as_fast_as_memory_moves_them(gpu_st
     assert found.is_memory_bound and found.instructions < 18
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bits_are_rounded_stochastically_as_fast_as_memory_moves_them(
+    gpu_static: ModuleType, dtype: torch.dtype
+) -> None:
+    (chip,) = (chip for chip in gpu_static.CHIPS if chip.name == "H100")
+    assert gpu_static.bound(ahead.quantize(parse("e4m3fn:stochastic"), dtype), chip).is_memory_bound
+
+
 def test_every_instruction_that_a_unit_of_half_rate_or_less_executes_is_counted_there(gpu_static: ModuleType) -> None:
     code = [("VIADD R1, R2, 0x1", 3), ("@!P0 VIMNMX3 R1, R2, R3, R4, !PT", 1), ("VIADDMNMX R1, R2, 0x1, R3, PT", 1)]
     code += [("LEA.HI R1, R2, R3, RZ, 0x1", 1), ("UIADD3 UR4, UR4, 0x1, URZ", 1), ("MOV R1, R2", 1)]

@@ -10,7 +10,7 @@ from exact_casts import FORMATS_TRIED, bits, casts, inputs
 from torch import Tensor
 
 from lowp import kernels
-from lowp.casts import Cast, Overflow, Rounding
+from lowp.casts import Cast, Overflow, Rounding, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import bitwise, checks
@@ -130,6 +130,16 @@ def test_blocks_of_which_few_bits_decide(name: str, monkeypatch: pytest.MonkeyPa
     assert torch.equal(bits(forced(x, name, seed=SEED)), bits(wanted))
     with kernels.use("triton"):
         assert torch.equal(kernels.encode(x, name, seed=SEED).view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["e4m3fn:stochastic", "e2m1:stochastic", "e5m2:stochastic-8", "e5m2:stochastic:nan"])
+def test_nans_of_all_bits_with_noise_stay_nans(name: str) -> None:
+    x = torch.full((512,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # which GPUs make of products with NaN
+    x[::2] = -x[::2]
+    x[::3] = 3.4e38
+    wanted = torch.empty_like(x)
+    bitwise.quantize(x, parse(name), SEED, wanted)
+    assert torch.equal(bits(forced(x, name, seed=SEED)), bits(wanted))
 
 
 def test_a_gpu_is_given_these_kernels_and_a_cpu_is_not() -> None:

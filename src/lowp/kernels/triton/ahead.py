@@ -107,8 +107,8 @@ def executed(compiled: Compiled, rounds: int = 1) -> list[tuple[str, int]]:
 def usual_path(configuration: Configuration) -> Configuration:
     """Return the kernel without its rare branches.
 
-    Of more than 32 random bits, which one draw in 2**32 takes (where a word decides, the question stays, and the branch
-    copies); of groups with infinities, NaNs or numbers at the ends of fp32's range, and of scales at a midpoint of
+    Of more than 32 random bits, which one draw in 2**32 takes (where a word decides, the question stays); of groups
+    with infinities, NaNs or numbers at the ends of fp32's range, and of scales at a midpoint of
     their format; of statistics outside of 32 octaves, or not finite.
     """
     constants = dict(configuration.constants)
@@ -117,7 +117,7 @@ def usual_path(configuration: Configuration) -> Configuration:
         usual = form if form.by_noise else form._replace(random_bits=32)
         constants["FORM"] = usual
         if "EXACT" in constants:
-            constants["EXACT"] = exact(usual)._replace(cuts=not form.by_noise)
+            constants["EXACT"] = None if form.by_noise and form.varying else exact(usual)
     if "OTHERS" in constants:
         constants["OTHERS"] = False
     if sharing is not None:

@@ -37,7 +37,7 @@ class CastTraits(NamedTuple):
     varying: bool  # the format's smallest normal number differs from the carrier's: more bits of small numbers are cut
     by_addition: bool  # rounded by an addition to fp32's bits, and below the normal numbers by fp32's addition
     by_noise: bool  # stochastic with one word of 32 bits, in fp32's bits
-    by_sum: bool  # for such a rounding: a sum moves numbers below the normal ones to the place at which these are cut
+    by_product: bool  # for such a rounding: a product moves all numbers so that they are cut at one place
     reaches_subnormals: bool  # for such a rounding: 32 bits may decide on numbers below fp32's normal ones
     by_code: bool  # "even" is the parity of the exponent field
     flush: bool
@@ -68,6 +68,8 @@ class Numbers(NamedTuple):
     below_half: int  # half a unit of the last kept place of normal numbers, minus one
     anchor: int  # the bits of the power of two whose ulp is the quantum
     lift: int  # 2**(32 - dropped) if most bits are dropped: scales the cut bits to 32 bits
+    shrink: int  # the bits of the power of two by which the smallest normal number becomes fp32's
+    grow: int  # of its inverse
     flush_below: int
     parity_offset: int
     maximum: int
@@ -151,7 +153,7 @@ def _form(cast: Cast, p: Parameters) -> CastTraits:
         varying=varying,
         by_addition=is_sum and not wide and p.dropped < p.carrier.mantissa_bits and anchored,
         by_noise=by_noise,
-        by_sum=by_noise and varying and anchored and _cuts_most(cast, p),
+        by_product=by_noise and varying and anchored and _cuts_most(cast, p),
         reaches_subnormals=by_noise and varying and p.dropped + _low_field(cast, p) <= _DIGITS,
         by_code=p.parity_offset is not None,
         flush=p.flush_below != 0,
@@ -178,7 +180,10 @@ def _adds_noise(cast: Cast) -> bool:
 def _cuts_most(cast: Cast, p: Parameters) -> bool:
     """Whether the bits cut from a normal number decide nearly all numbers, or all of them with N random bits."""
     enough = cast.random_bits is None or cast.random_bits < p.dropped
-    return isinstance(cast.element, FloatFormat) and cast.element.has_zero and p.dropped >= _MOST_CUT and enough
+    element = cast.element
+    if not isinstance(element, FloatFormat) or not element.has_zero or not 1 - 127 <= element.min_exponent <= 1:
+        return False
+    return element.min_exponent == 1 - element.bias and p.dropped >= _MOST_CUT and enough
 
 
 def _unit(cast: Cast) -> int:
@@ -196,6 +201,7 @@ def _low_field(cast: Cast, p: Parameters) -> int:
 def _numbers(cast: Cast, p: Parameters) -> Numbers:
     mantissa_bits, bias = p.carrier.mantissa_bits, p.carrier.bias
     anchor = _unit(cast) + mantissa_bits + bias
+    lowest = _low_field(cast, p) - bias
     return Numbers(
         dropped=p.dropped,
         low_field=_low_field(cast, p),
@@ -204,12 +210,21 @@ def _numbers(cast: Cast, p: Parameters) -> Numbers:
         below_half=(1 << p.dropped >> 1) - 1 if p.dropped else 0,
         anchor=min(max(anchor, 0), 2 * bias) << mantissa_bits,
         lift=1 << (32 - p.dropped) if p.dropped >= _MOST_CUT and mantissa_bits < 32 else 0,
+        shrink=_power_bits(-126 - lowest),
+        grow=_power_bits(126 + lowest),
         flush_below=p.flush_below,
         parity_offset=p.parity_offset or 0,
         maximum=p.maximum,
         minimum=p.minimum,
         refused=p.refused,
     )
+
+
+def _power_bits(exponent: int) -> int:
+    """Return the bits of 2**exponent in fp32; zero if fp32 does not represent it."""
+    if -149 <= exponent <= 127:
+        return (exponent + 127) << 23 if exponent >= -126 else 1 << (exponent + 149)
+    return 0
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,13 +20,14 @@ def _quantize(
     if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
         if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):
             # rare, so that few registers matter more than time: in small blocks, with all bits
-            PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
-            for piece in range(0, COUNT, PIECE):
-                few = start + piece + tl.arange(0, PIECE)
-                inside = (few >= skipped) & (few < end)
-                size, side = read(x, few - skipped, inside, DTYPE, FORM.wide)
-                size, side = cast(size, side, first + start + piece, seed, numbers, EXACT, PIECE)
-                write(out, few - skipped, inside, size, side, DTYPE, FORM.wide)
+            if EXACT is not None:  # None only to count the instructions of the usual path
+                PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
+                for piece in range(0, COUNT, PIECE):
+                    few = start + piece + tl.arange(0, PIECE)
+                    inside = (few >= skipped) & (few < end)
+                    size, side = read(x, few - skipped, inside, DTYPE, FORM.wide)
+                    size, side = cast(size, side, first + start + piece, seed, numbers, EXACT, PIECE)
+                    write(out, few - skipped, inside, size, side, DTYPE, FORM.wide)
         else:
             magnitude, sign = cast(magnitude, sign, first + start, seed, numbers, FORM, COUNT)
             write(out, places - skipped, mask, magnitude, sign, DTYPE, FORM.wide)

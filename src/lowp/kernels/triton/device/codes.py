@@ -5,7 +5,7 @@ import triton.language as tl
 
 from lowp.kernels.triton.device.bits import first_words, infinity_bits, quiet_bit, read, write
 from lowp.kernels.triton.device.rounding import cast, in_quanta, raised
-from lowp.kernels.triton.device.stochastic import compared, drawn_up, is_undecided, split, summed
+from lowp.kernels.triton.device.stochastic import compared, drawn_up, is_undecided, lifted, split
 
 
 @triton.jit
@@ -99,11 +99,8 @@ def _drawn_code(
     Above the smallest normal number, whose hidden bit is the exponent field's 1, each binade adds 2**mantissa_bits.
     """
     word = compared(first_words(first, seed, COUNT), FORM)
-    if FORM.by_sum:
-        less, anchor = summed(magnitude, word, numbers, FORM)
-        # the exponent offset of a code; below the normal numbers also what was added to them
-        base = tl.maximum(anchor.to(tl.int32, bitcast=True), codes.offset << codes.dropped)
-        code = _uncut(less - base + ((1 << codes.dropped) - 1), codes)
+    if FORM.by_product:
+        code = _uncut(lifted(magnitude, word, numbers, FORM), codes)
     elif FORM.varying:
         shift, whole, digit = split(magnitude, numbers, FORM)
         code = whole + (digit > word).to(tl.int32)
@@ -212,27 +209,14 @@ def _encode(
     magnitude, sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
     if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
         if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):  # as in `casts`: in small blocks
-            PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
-            for piece in range(0, COUNT, PIECE):
-                few = start + piece + tl.arange(0, PIECE)
-                inside = (few >= skipped) & (few < end)
-                size, side = read(x, few - skipped, inside, DTYPE, FORM.wide)
-                here = first + start + piece
-                _put(
-                    out,
-                    start + piece - skipped,
-                    end - skipped,
-                    size,
-                    side,
-                    seed,
-                    here,
-                    numbers,
-                    codes,
-                    EXACT,
-                    LAYOUT,
-                    False,
-                    PIECE,
-                )
+            if EXACT is not None:  # None only to count the instructions of the usual path
+                PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
+                for piece in range(0, COUNT, PIECE):
+                    few = start + piece + tl.arange(0, PIECE)
+                    inside = (few >= skipped) & (few < end)
+                    size, side = read(x, few - skipped, inside, DTYPE, FORM.wide)
+                    here, to = first + start + piece, start + piece - skipped
+                    _put(out, to, end - skipped, size, side, seed, here, numbers, codes, EXACT, LAYOUT, False, PIECE)
         else:
             _put(
                 out, start - skipped, end - skipped, magnitude, sign, seed, first + start, numbers, codes, FORM, LAYOUT,

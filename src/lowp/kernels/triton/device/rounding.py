@@ -20,7 +20,8 @@ def cast(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.co
                 rounded = tl.where(magnitude < numbers.flush_below, 0, rounded)
             else:
                 rounded = tl.where(magnitude < numbers.flush_below, numbers.flush_below, rounded)
-        rounded = _overflowed(rounded, magnitude, sign, numbers, FORM)
+        if not (FORM.by_product and FORM.nan_beyond):  # else it is in `noisy`
+            rounded = _overflowed(rounded, magnitude, sign, numbers, FORM)
         if not FORM.signed:
             if FORM.has_zero:
                 refused = (sign < 0) & (magnitude != 0)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lowp.kernels.triton.device.bits import first_words, philox
+from lowp.kernels.triton.device.bits import first_words, infinity_bits, philox, quiet_bit
 
 
 @triton.jit
@@ -41,11 +41,14 @@ def split(magnitude, numbers, FORM: tl.constexpr):
 def noisy(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
     """Return fp32 magnitudes rounded stochastically by a comparison of 32 cut bits with the drawn word."""
     word = compared(first_words(first, seed, COUNT), FORM)
-    if FORM.by_sum:
-        less, anchor = summed(magnitude, word, numbers, FORM)
-        most = (magnitude & 0) - 1 << numbers.dropped
-        cut = (less + ~most & most).to(tl.float32, bitcast=True)
-        rounded = (cut - anchor).to(tl.int32, bitcast=True)
+    if FORM.by_product:
+        cut = lifted(magnitude, word, numbers, FORM) & ((magnitude & 0) - 1 << numbers.dropped)
+        grow = ((magnitude & 0) + numbers.grow).to(tl.float32, bitcast=True)
+        rounded = (cut.to(tl.float32, bitcast=True) * grow).to(tl.int32, bitcast=True)
+        if FORM.nan_beyond:  # a NaN may have overflowed int32 into uint32, and be no NaN any more
+            largest = numbers.maximum - (numbers.grow - 0x3F800000)
+            beyond = cut.to(tl.uint32, bitcast=True) > largest.to(tl.uint32)
+            rounded = tl.where(beyond, infinity_bits(False) + quiet_bit(False), rounded)
     elif FORM.varying:
         shift, _whole, digit = split(magnitude, numbers, FORM)
         away = digit > word
@@ -68,35 +71,33 @@ def drawn_up(magnitude, word, numbers):
 
 
 @triton.jit
-def summed(magnitude, word, numbers, FORM: tl.constexpr):
-    """Return numbers minus the drawn word below their cut, and what was first added to those below the normal ones.
+def lifted(magnitude, word, numbers, FORM: tl.constexpr):
+    """Return numbers times a power of two with noise added below the cut, as `drawn_up` does.
 
-    The latter is the smallest normal number, which makes the quantum the ulp of normal numbers. Adding ones to all bits
-    below the cut gives `drawn_up`. The sum is rounded in fp32's last place, which matters to no comparison of N random
-    bits: for these it is cut instead.
+    The power makes the format's smallest normal number that of fp32: all numbers are cut at one place, above which is
+    the code. Products below fp32's normal numbers are rounded in fp32's last place, which matters to no comparison of
+    N random bits: for these they are cut instead.
     """
-    smallest = (magnitude & 0) + numbers.smallest_normal
-    anchor = tl.where(magnitude < numbers.smallest_normal, smallest, 0).to(tl.float32, bitcast=True)
     value = magnitude.to(tl.float32, bitcast=True)
-    sum = value + anchor
-    bits = sum.to(tl.int32, bitcast=True)
+    product = value * ((magnitude & 0) + numbers.shrink).to(tl.float32, bitcast=True)
+    bits = product.to(tl.int32, bitcast=True)
     if FORM.random_bits <= 32:
-        bits = bits - (value - (sum - anchor) < 0.0).to(tl.int32)
-    noise = word >> tl.cast(32 - numbers.dropped, tl.uint32)
-    return bits - noise.to(tl.int32, bitcast=True), anchor
+        back = product * ((magnitude & 0) + numbers.grow).to(tl.float32, bitcast=True)
+        bits = bits + ((value - back).to(tl.int32, bitcast=True) >> 31)  # no difference is -0
+    return drawn_up(bits, word, numbers)
 
 
 @triton.jit
 def is_undecided(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
     """Return whether more bits than `noisy` compares may decide any number: one in 2**32, or in 2**(dropped - 1).
 
-    Below the cut `summed` has 0 if the drawn word equals the cut bits, and 1 if it is one less; 1 may also result from
-    the rounding of the sum.
+    `lifted` without the ones it adds to all bits below the cut has 0 there if the drawn word equals the cut bits, and 1
+    if it is one less; 1 may also result from the rounding of the product.
     """
     word = first_words(first, seed, COUNT)
-    if FORM.by_sum:
-        less, _anchor = summed(magnitude, word, numbers, FORM)
-        below = (less * numbers.lift).to(tl.uint32, bitcast=True)
+    if FORM.by_product:
+        up = lifted(magnitude, word, numbers, FORM)
+        below = (up * numbers.lift + numbers.lift).to(tl.uint32, bitcast=True)
         found = tl.reduce(below, 0, tl.standard._elementwise_min) <= tl.cast(numbers.lift, tl.uint32)
     else:
         _shift, _whole, digit = split(magnitude, numbers, FORM)
