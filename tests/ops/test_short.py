@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import kernels
+from lowp.kernels import small
 from lowp.ops import short
 from lowp.policy import Policy, Rule
 from lowp.region import engine
@@ -47,6 +49,12 @@ def results(region: Any, given: list[Tensor | None], twice: bool) -> list[Tensor
         return [y, *found, F.linear(*given)]  # type: ignore[arg-type]
 
 
+def take_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short, "short_linear", lambda *given: None)
+    monkeypatch.setattr(short, "_are_small_matrices", lambda *given: False)
+    monkeypatch.setattr(small, "are_plain", lambda *given: False)
+
+
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -58,11 +66,12 @@ def test_both_ways_give_the_same_bits(
 ) -> None:
     given = tensors(SHAPES[shape], dtype)
     taken = []
-    short_linear = short.short_linear
+    short_linear, apply_small = short.short_linear, short._apply_small
     monkeypatch.setattr(short, "short_linear", lambda *given: taken.append(short_linear(*given)) or taken[-1])
+    monkeypatch.setattr(short, "_apply_small", lambda *given: taken.append(apply_small(*given)) or taken[-1])
     fast = results(lowp.autocast(precision), given, twice)
     assert taken and all(one is not None for one in taken)
-    monkeypatch.setattr(short, "short_linear", lambda *given: None)
+    take_the_long_way(monkeypatch)
     slow = results(lowp.autocast(precision), given, twice)
     for one, other in zip(fast, slow, strict=True):
         assert one.dtype is other.dtype and torch.equal(one, other)
@@ -122,7 +131,7 @@ def test_both_ways_are_one_implementation(way: str, monkeypatch: pytest.MonkeyPa
     given = tensors(((5, 300), (3, 300)), torch.float32)
     with kernels.use(way):
         fast = results(lowp.autocast("bf16"), given, False)
-        monkeypatch.setattr(short, "short_linear", lambda *given: None)
+        take_the_long_way(monkeypatch)
         monkeypatch.setattr(engine, "device_of", lambda *given: None)
         slow = results(lowp.autocast("bf16"), given, False)
     assert all(torch.equal(one, other) for one, other in zip(fast, slow, strict=True))
@@ -163,3 +172,116 @@ def test_plans_of_rules_that_are_gone_are_not_taken_for_others() -> None:
     for format, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)) * 3:
         with by_rule(input=format, weight=format, grad=format, output=format)():
             assert F.linear(x, weight).dtype is dtype
+
+
+# -- matrices that are not large, in 16 bits ----------------------------------------------------------------------
+
+
+def long_and_short(run: Callable[[], list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the results of a function on the shortest path, which it must take, and on the long one."""
+    taken = []
+    apply_small = short._apply_small
+    monkeypatch.setattr(short, "_apply_small", lambda *given: taken.append(given) or apply_small(*given))
+    fast = run()
+    assert taken
+    take_the_long_way(monkeypatch)
+    slow = run()
+    assert len(fast) == len(slow)
+    for one, other in zip(fast, slow, strict=True):
+        assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+small_matrices = pytest.mark.usefixtures("emulated")
+
+
+@small_matrices
+@pytest.mark.parametrize("frozen", range(7), ids="{:03b}".format)
+def test_operands_that_need_no_gradient_get_none(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors(SHAPES["matrix"], torch.float32)
+    needed = [one for place, one in enumerate(given) if one is not None and not frozen >> place & 1]
+    for place, one in enumerate(given):
+        assert one is not None
+        one.requires_grad_(not frozen >> place & 1)
+
+    def run() -> list[Tensor]:
+        with lowp.autocast("fp16"):
+            y = F.linear(*given)  # type: ignore[arg-type]
+        return [y, *torch.autograd.grad(y, needed, y.detach() + 1)]
+
+    long_and_short(run, monkeypatch)
+
+
+@small_matrices
+def test_a_retained_graph_gives_its_gradients_again_and_operands_may_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run() -> list[Tensor]:
+        x, weight, bias = tensors(SHAPES["matrix"], torch.float32)
+        assert x is not None and weight is not None and bias is not None
+        with lowp.autocast("fp16"):
+            y = F.linear(x, weight, bias)
+        with torch.no_grad():  # rounded values are saved, not the operands
+            x.add_(1)
+            weight.mul_(2)
+        first = torch.autograd.grad(y, (x, weight, bias), y.detach() + 1, retain_graph=True)
+        second = torch.autograd.grad(y, (x, weight, bias), y.detach() + 1)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(y, (x, weight, bias), y.detach() + 1)
+        return [*first, *second]
+
+    long_and_short(run, monkeypatch)
+
+
+@small_matrices
+def test_hooks_see_saved_tensors_gradients_and_the_region_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[Tensor]:
+        packed: list[Tensor] = []
+        x, weight, bias = tensors(SHAPES["matrix"], torch.float32)
+        assert x is not None and weight is not None and bias is not None
+        weight.register_hook(lambda gradient: gradient * 2)
+        with lowp.autocast("fp16"):
+            with torch.autograd.graph.saved_tensors_hooks(lambda one: packed.append(one) or one, lambda one: one * 2):
+                y = F.linear(x, weight, bias)
+            assert [one.dtype for one in packed] == [torch.float16] * 2
+            y.sum().backward()  # within the region
+            assert torch.is_autocast_enabled("cpu")
+        assert x.grad is not None and weight.grad is not None and bias.grad is not None
+        return [x.grad, weight.grad, bias.grad]
+
+    long_and_short(run, monkeypatch)
+
+
+@small_matrices
+@pytest.mark.parametrize("way", ["reference", "bitwise"])
+def test_a_backward_pass_computes_as_it_is_told(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[Tensor]:
+        given = tensors(((5, 300), (3, 300)), torch.float32)
+        with lowp.autocast("fp16"):
+            y = F.linear(*given)  # type: ignore[arg-type]
+        with kernels.use(way):
+            return list(torch.autograd.grad(y, given, y.detach() + 1))  # type: ignore[arg-type]
+
+    long_and_short(run, monkeypatch)
+
+
+@small_matrices
+def test_a_weight_used_twice_in_an_entry_gets_the_gradient_of_one_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[Tensor]:
+        x, weight, bias = tensors(((5, 3), (3, 3)), torch.float32)
+        with lowp.autocast("fp16"):
+            y = F.linear(F.linear(x, weight, bias).float(), weight, bias)  # type: ignore[arg-type,union-attr]
+        return list(torch.autograd.grad(y.float().sum(), (x, weight, bias)))  # type: ignore[arg-type]
+
+    long_and_short(run, monkeypatch)
+
+
+def test_an_error_in_a_call_leaves_the_regions_state() -> None:
+    x, weight = torch.ones(2, 3), nn.Parameter(torch.ones(4, 3))
+    for precision in ("fp16", "bf16", "fp8", "dfp16"):
+        with lowp.autocast(precision):
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad), pytest.raises(RuntimeError):
+                    F.linear(x, weight, torch.ones(5))
+                assert torch.is_autocast_enabled("cpu")
+            assert F.linear(x, weight).shape == (2, 4)
+        assert not torch.is_autocast_enabled("cpu")

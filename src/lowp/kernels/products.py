@@ -34,7 +34,7 @@ from lowp.formats import FORMATS
 from lowp.kernels import byte_products, few_bits, few_rows, large
 from lowp.kernels.byte_products import MOST_DEPTH, Panels
 from lowp.kernels.byte_rows import Activations, ByteRows, Bytes
-from lowp.kernels.dispatch import forced
+from lowp.kernels.dispatch import chosen, forced
 from lowp.kernels.few_bits import PackedCodes, Signs
 from lowp.kernels.hardware import multiplies
 from lowp.kernels.mantissas import Mantissas
@@ -54,6 +54,7 @@ __all__ = [
     "multiplies_int8",
     "ready_operand",
     "sixteen_bits_run_in",
+    "sums_in_fp32",
     "torchs_own_device",
 ]
 
@@ -214,6 +215,14 @@ def sixteen_bits_run_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     if way is None:
         return dtype if multiplies("cpu" if x.is_cpu else x.device.type, dtype) else torch.float32
     return dtype if way == "native" else torch.float64 if way == "reference" else torch.float32
+
+
+def sums_in_fp32(dtype: torch.dtype) -> bool:
+    """Whether products of a 16-bit dtype are computed in fp32 on a CPU, for code that no compiler traces."""
+    way = chosen()
+    if way is None:
+        return dtype is torch.float16 or not multiplies("cpu", dtype)
+    return way != "native" and way != "reference"
 
 
 Packed = (

@@ -20,7 +20,7 @@ from lowp.compat import private
 from lowp.kernels import cpu
 from lowp.kernels.abi import parameters, scale_parameters
 from lowp.kernels.dispatch import chosen
-from lowp.kernels.hardware import multiplies
+from lowp.kernels.products import NARROW, sums_in_fp32
 from lowp.kernels.tracing import is_wrapped
 
 __all__ = ["MOST", "Product", "rounded_by_library", "sixteen_bits"]
@@ -29,8 +29,7 @@ MOST = 1024  # elements of an operand
 _MOST_SHAPES = 64  # each of up to 16 KiB
 _LINE = 16  # fp32 numbers of a cache line: operands begin at one, as in tensors of their own
 _PLAIN = (Tensor, Parameter)
-# implementations that sum products of 16 bits in fp32 on a CPU that has no faster way, and those that use the library
-_IN_FP32, _BY_LIBRARY = (None, "cpu", "bitwise"), (None, "cpu")
+_BY_LIBRARY = (None, "cpu")  # implementations that use the library
 _dispatch_modes: Any = private("torch._C._len_torch_dispatch_stack")
 _is_traced: Any = private("torch._C._is_tracing")
 
@@ -73,16 +72,10 @@ def sixteen_bits(dtype: torch.dtype) -> Product:
 
     A CPU that multiplies the dtype itself is not served.
     """
-    free, copy, linear, is_bf16 = _Free(), Tensor.copy_, F.linear, dtype is torch.bfloat16
-    narrowed = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}[dtype]
+    free, copy, linear, narrowed = _Free(), Tensor.copy_, F.linear, NARROW[dtype]
 
     def run(x: Any, weight: Any, bias: Any) -> Tensor | None:
-        way = chosen()
-        if (
-            way not in _IN_FP32
-            or (way is None and is_bf16 and multiplies("cpu", dtype))
-            or not are_plain(x, weight, bias)
-        ):
+        if not sums_in_fp32(dtype) or not are_plain(x, weight, bias):
             return None
         found = free[x.shape, weight.shape]
         if found is None:

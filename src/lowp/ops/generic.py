@@ -64,8 +64,12 @@ def quick_wide(rule: Rule) -> Callable[..., Any] | None:
     if rule.input is None or native_dtype(rule.input) is not torch.float32 or not (rule.output is rule.grad is None):
         return None
 
+    writes: dict[Callable[..., Any], bool] = {}  # `is_in_place`
+
     def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
-        if not args or type(args[0]) is not Tensor or is_in_place(function) or not is_plain(args[0]):
+        if (is_writing := writes.get(function)) is None:
+            is_writing = writes[function] = is_in_place(function)
+        if is_writing or not args or type(args[0]) is not Tensor or not is_plain(args[0]):
             return None
         if len(args) == 1 and not kwargs:
             return function(args[0].float())

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from lowp.casts import Cast
 from lowp.compat import applied_at_once, remembered_by_identity
@@ -26,8 +27,9 @@ from lowp.kernels.products import (
     gradients_sixteen_bits,
     linear_sixteen_bits,
     sixteen_bits_run_in,
+    sums_in_fp32,
 )
-from lowp.kernels.scratch import is_large
+from lowp.kernels.scratch import LEAST, is_large
 from lowp.kernels.small import rounded_by_library, sixteen_bits
 from lowp.ops.bytes import is_int8, linear_in_bytes
 from lowp.ops.call import Call, Quick, QuickRegion, RoleCasts, WeightCast
@@ -37,6 +39,7 @@ from lowp.ops.casting import (
     functorch_is_active,
     is_only_rounding,
     is_plain,
+    is_shielding_needed,
     native_dtype,
     shielded,
 )
@@ -50,6 +53,8 @@ from lowp.policy import Rule
 
 __all__ = ["linear", "one_dtype", "quick", "short_linear", "under"]
 
+_PLAIN = (Tensor, Parameter)
+_MOST_SHAPES = 1024
 Runner = Callable[[Call], Any]
 
 
@@ -89,14 +94,20 @@ def quick(rule: Rule) -> Quick | None:
             return written_linear.quick(rule, long_linear) if is_written else integer_linear.quick(rule)
         return _quick_rounded(rule) if _rounds_operands(rule) else None
 
-    small = sixteen_bits(dtype)
+    small, narrow, to = sixteen_bits(dtype), NARROW[dtype], cast(Cast, rule.weight)
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
         if kwargs:
             return None
-        if len(args) == 3 and not torch.is_grad_enabled():
-            if (result := small(*args)) is not None:
-                return result
+        if len(args) == 3:
+            if not torch.is_grad_enabled():
+                if (result := small(*args)) is not None:
+                    return result
+            elif sums_in_fp32(dtype) and _are_small_matrices(*args):
+                x, weight, bias = args
+                is_kept = weight.requires_grad and weight.is_leaf
+                factor = region.weights.narrowed(weight, to) if is_kept else narrow(weight)
+                return cast(Tensor, _apply_small(narrow(x), factor, bias, rule))
         if (runs_in := sixteen_bits_run_in(args[0], dtype)) is dtype:  # where torch's own dispatcher runs it
             return None
         return short_linear(rule, runs_in, args, region.weights.narrowed)
@@ -125,6 +136,33 @@ def short_linear(rule: Rule, runs_in: torch.dtype, args: tuple[Any, ...], weight
         result: Tensor = _apply_short(narrow(x), factor, bias, rule, runs_in)
         return result
     return linear_sixteen_bits(narrow(x), factor, bias, runs_in)
+
+
+def _are_small_matrices(x: Any, weight: Any, bias: Any) -> bool:
+    """Whether these are plain fp32 matrices x[m, k] and w[n, k] and a bias or None on a CPU, none of them large."""
+    if type(x) not in _PLAIN or type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
+        return False
+    fp32, strided = torch.float32, torch.strided
+    if x.dtype is not fp32 or weight.dtype is not fp32 or (bias is not None and bias.dtype is not fp32):
+        return False
+    if not is_on_host(x) or x.layout is not strided or weight.layout is not strided or x.is_nested or weight.is_nested:
+        return False
+    return (x.shape, weight.shape) in _small_shapes or _fit_small(x.shape, weight.shape)
+
+
+_small_shapes: set[tuple[torch.Size, torch.Size]] = set()  # of matrices that fit, and are not large
+
+
+def _fit_small(x: torch.Size, weight: torch.Size) -> bool:
+    """Whether these are the shapes of matrices for `_are_small_matrices`; noted if so."""
+    if len(x) != 2 or len(weight) != 2 or x[1] != weight[1]:
+        return False
+    if max(x.numel(), weight.numel(), x[0] * weight[0]) >= LEAST:
+        return False
+    if len(_small_shapes) >= _MOST_SHAPES:
+        _small_shapes.clear()
+    _small_shapes.add((x, weight))
+    return True
 
 
 def _is_usual(call: Call) -> bool:
@@ -162,7 +200,7 @@ class _Short(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, runs_in: torch.dtype) -> Tensor:
         first, second, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if second else None, weight if first else None)
-        ctx.shapes, ctx.rule, ctx.bias_dtype = (x.shape, weight.shape), rule, None if bias is None else bias.dtype
+        ctx.about = (x.shape, weight.shape), rule, None if bias is None else bias.dtype
         return linear_sixteen_bits(x, weight, bias, runs_in)
 
     @staticmethod
@@ -175,14 +213,41 @@ _apply_short = applied_at_once(_Short)
 
 def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
     (x, weight), (needs_x, needs_weight, needs_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
+    shapes, rule, bias_dtype = ctx.about
     if torch.is_grad_enabled() or functorch_is_active():
-        form, casts = Linear(*ctx.shapes), RoleCasts(ctx.rule, ctx.rule.accumulate)
+        form, casts = Linear(*shapes), RoleCasts(rule, rule.accumulate)
         needs = (needs_x, needs_weight, needs_bias)
-        return *gradients_of_linear(form, casts, needs, ctx.bias_dtype, gradient, (x, weight)), None, None
-    found = gradients_of_matrices(ctx.shapes, (x, weight), gradient, needs_bias)
-    of_x, of_weight, of_bias = found or gradients_sixteen_bits(Linear(*ctx.shapes), (x, weight), gradient, needs_bias)
-    of_bias = None if of_bias is None else NARROW[gradient.dtype](of_bias).to(ctx.bias_dtype)
+        return *gradients_of_linear(form, casts, needs, bias_dtype, gradient, (x, weight)), None, None
+    found = gradients_of_matrices(shapes, (x, weight), gradient, needs_bias)
+    of_x, of_weight, of_bias = found or gradients_sixteen_bits(Linear(*shapes), (x, weight), gradient, needs_bias)
+    of_bias = None if of_bias is None else NARROW[gradient.dtype](of_bias).to(bias_dtype)
     return of_x, of_weight, of_bias, None, None
+
+
+class _Small(torch.autograd.Function):
+    """`_Short` of matrices that are not large, computed in fp32: no function decides anything per product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule) -> Tensor:
+        first, second, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if second else None, weight if first else None)
+        ctx.about = (x.shape, weight.shape), rule, torch.float32
+        return NARROW[x.dtype](F.linear(x.float(), weight.float(), bias))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() or is_shielding_needed(gradient) or not sums_in_fp32(gradient.dtype):
+            return shielded(_gradients, gradient, ctx)[:4]
+        (x, weight), narrow, wide = ctx.saved_tensors, NARROW[gradient.dtype], gradient.float()
+        return (
+            None if weight is None else narrow(wide.mm(weight.float())),
+            None if x is None else narrow(wide.t().mm(x.float())),
+            narrow(wide.sum(0)).float() if ctx.needs_input_grad[2] else None,
+            None,
+        )
+
+
+_apply_small = applied_at_once(_Small)
 
 
 # -- operands in other formats, results in fp32 -------------------------------------------------------------------

@@ -41,7 +41,7 @@ _of_thread = cast(Any, private("torch._guards._TLS"))  # holds a tracing context
 _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
 # torch's original functions: the replacements in `region.entries` cost more
-_is_enabled, _get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_is_enabled, _get_dtype, _set_enabled = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.set_autocast_enabled
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NO_RULE = Rule()
 _UNKNOWN = Plan(Row("", ""), None, None)
@@ -64,6 +64,7 @@ class Engine(TorchFunctionMode):
         self.rulebook, self.weights, self.path, self.observers = rulebook, weights, path, observers
         self.traced = rulebook.traced
         self.devices, self.dtype, self.has_host = tuple(devices), dtype, "cpu" in devices
+        self.is_on_host = self.devices == ("cpu",)
         self.active = True
         self.look: Callable[[], None] | None = None  # parks or resumes entries of generators and coroutines
         self.running: tuple[str, bool] | None = None  # the op that runs, and whether a rule matches it
@@ -110,6 +111,21 @@ class Engine(TorchFunctionMode):
                 self.passing.add(func)
         if plan is None or not self.is_ours(args, kwargs):
             return func(*args, **kwargs)
+        quick = plan.first
+        if quick is not None and self.resting is None and not (self.observers or everywhere) and self._is_quick(plan):
+            if self.is_on_host:  # on a machine without other devices this is `_DisableAutocast`, with less overhead
+                try:
+                    _set_enabled("cpu", False)
+                    result = quick(func, args, kwargs, self)
+                finally:
+                    _set_enabled("cpu", True)
+            else:
+                with _DisableAutocast():
+                    result = quick(func, args, kwargs, self)
+            if result is not None:
+                if plan.rounds:
+                    self.rulebook.has_rounded = True
+                return result
         if self.resting is not None and self.rests():
             with _DisableAutocast():
                 return func(*args, **kwargs)

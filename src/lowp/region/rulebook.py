@@ -45,6 +45,7 @@ class Plan(NamedTuple):
     quick: Quick | None = None  # fast path of the usual calls, without observers
     is_plain: bool = False  # the function runs unchanged, shielded from torch.autocast
     suspends: bool = False  # the function is a backward pass, to which no rule applies
+    first: Quick | None = None  # `quick`, where it is what most calls run
 
 
 Plans = dict[Callable[..., Any], "Plan | None"]
@@ -118,14 +119,16 @@ class Rulebook:
             # without sites, as under torch.compile and torch.func, each tensor's exponent comes from its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
             at_site = partial(table.runner(row.at_site), row)
-            return Plan(
-                row, rule, _under(alone, row.run(alone)), at_site, row.is_contraction, True, None, row.quick(rule)
-            )
+            quick = row.quick(rule)
+            run = _under(alone, row.run(alone))
+            return Plan(row, rule, run, at_site, row.is_contraction, True, None, quick, first=quick)
         rounds = row.is_contraction and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
         way = hand_over(function, row, rule, self.main_dtype())
         is_plain = run is None and way is None and row.op_class != "structural"
-        return Plan(row, rule, run, None, rounds, looks, way, row.quick(rule), is_plain)
+        quick = row.quick(rule)
+        first = None if is_plain or (way is not None and way.is_usual) else quick
+        return Plan(row, rule, run, None, rounds, looks, way, quick, is_plain, first=first)
 
     def missed(self, name: str) -> None:
         """Note a contraction that no rule matches. Raises InvalidInput in a strict region."""

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import TensorWeakRef
 
 from lowp.casts import Cast
-from lowp.compat import applied_at_once, private, real_tensors
+from lowp.compat import applied_at_once, private, real_tensors, remembered_by_identity
 from lowp.kernels.functions import quantize_operand
 from lowp.kernels.products import NARROW, has_launches
 from lowp.ops.casting import carried, functorch_is_active, is_irregular, is_jit_tracing, native_dtype, shield
@@ -180,14 +180,24 @@ class WeightCasts:
 
         Without gradients a small weight is always cast anew: that takes less time than the check for writes.
         """
-        held, narrow = self._entries.get(id(weight)), NARROW[cast(torch.dtype, native_dtype(to))]
-        if held is None and weight.numel() <= _SMALL and not torch.is_grad_enabled():
+        narrow = _narrow_of(to)
+        held = self._entries.get(id(weight))
+        if held is None and not torch.is_grad_enabled() and weight.numel() <= _SMALL:
             return narrow(weight)
         if torch.is_inference_mode_enabled():
             return narrow(weight)
         sign = self._sign(weight)
-        known = None if held is None else self._known(weight, to, sign)
-        return self._remember(weight, to, sign, narrow(weight)) if known is None else known
+        if held is not None:
+            known = self._known(weight, to, sign)
+            return self._remember(weight, to, sign, narrow(weight)) if known is None else known
+        value = narrow(weight)  # the first use; `_remember` in fewer functions
+        if value is not weight:
+            self._made.append(TensorWeakRef(value))
+            if sign is not None:
+                self._entries[id(weight)] = [_Entry(weight, to, value, sign)]
+                if len(self._entries) >= self._prune_at:
+                    self._prune()
+        return value
 
     def rounded(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
         """Return the values of a plain leaf's cast in a dtype that holds them, detached from the graph and reusable."""
@@ -251,10 +261,11 @@ class WeightCasts:
         if sys.getrefcount(weight.untyped_storage()) != one_name:  # before a local name refers to it
             return None
         storage = weight.untyped_storage()
-        if _storage_holders(storage._cdata) != one_holder:
+        if _storage_holders(storage._cdata) != one_holder or not storage.resizable():
             return None
-        memory = storage.data_ptr()
-        if not storage.resizable() or memory in self._handed_out or (weight.is_cpu and storage.is_shared()):
+        if self._handed_out and storage.data_ptr() in self._handed_out:
+            return None
+        if weight.is_cpu and storage.is_shared():
             return None
         return weight._version, weight.data_ptr(), _writes[0]
 
@@ -351,6 +362,12 @@ def forget_all() -> None:
 def _watch_optimizers() -> None:
     """Count the steps of all optimizers, because torch's fused kernels do not increment a weight's version."""
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: forget_all())
+
+
+@remembered_by_identity
+def _narrow_of(to: Cast) -> Callable[[Tensor], Tensor]:
+    """Return the conversion to the 16-bit dtype of a cast."""
+    return NARROW[cast(torch.dtype, native_dtype(to))]
 
 
 def _is_traced() -> bool:
