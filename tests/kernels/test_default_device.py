@@ -126,6 +126,16 @@ def written_layer() -> object:
     return found, int16_written.gradients(result.values, incoming, operands, shapes, (-9, -9, -9), to)
 
 
+def written_convolution() -> object:
+    to, (x, weight) = parse("dfp16"), (operand(name).float() for name in OPERANDS["forward"])
+    found = int16_written.convolution((x, weight, None), (to, to), None, to, -2, SHAPE)
+    assert found is not None
+    result, operands = found
+    incoming = mantissas.Mantissas(result.payload, result.exponent)
+    shapes, exponents = (SHAPE.input, SHAPE.weight, SHAPE.weight[:1]), (-2, -2, -2)
+    return found, int16_written.convolution_gradients(result.values, incoming, operands, shapes, exponents, to, SHAPE)
+
+
 def stored_weights() -> object:
     weight = torch.zeros_like(X, dtype=torch.bfloat16)
     return [f([(weight, X.clone())], parse("bf16")) for f in (stored.store_rounded, stored.are_rounded)], weight
@@ -169,6 +179,7 @@ def library_functions() -> object:
         int16_lists.are_int16([(X, mantissas.Mantissas(old, 0), cpu_int16.Rows(1, X.numel(), X.numel()))]),
         layer(),
         written_layer(),
+        written_convolution(),
         stored_weights(),
         convolutions_written(),
         predicted(),

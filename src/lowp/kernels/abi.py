@@ -125,6 +125,8 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int,
         (c_char_p, c_int, *(c_void_p,) * 4, c_int64, *(c_void_p,) * 3, c_int, c_void_p),
     ),
+    "lowp_convolution_written_int16": (c_int, (c_char_p, *(c_void_p,) * 4, c_int, c_void_p)),
+    "lowp_convolution_written_int16_gradients": (c_int, (c_char_p, *(c_void_p,) * 3, c_int, c_void_p)),
     "lowp_integer_convolution": (
         c_int,
         (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p),

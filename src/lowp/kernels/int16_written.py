@@ -1,4 +1,4 @@
-"""Linear layers of int16 with results written under given exponents: one call of the C++ library, and one backward.
+"""Linear layers and convolutions of int16 with results written under given exponents: one C++ call, and one backward.
 
 They compute what `mantissas.current_mantissas`, `integer.matmul_exact`, `mantissas.values` and
 `mantissas.mantissas_and_values` do, bit for bit, with the same observations. Mantissas that were kept of a tensor are
@@ -7,6 +7,7 @@ compared with it in the same call, before they are used.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,11 +18,21 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.kernels import cpu
 from lowp.kernels.cpu_int16 import Seen, is_direct, mantissa_block, own_exponent, seen_of
-from lowp.kernels.int16_linear import Sizes
+from lowp.kernels.integer_reference import ConvolutionShape
 from lowp.kernels.integer_run import check_status, is_observed
 from lowp.kernels.mantissas import Mantissas, has_mantissas, int16_element
 
-__all__ = ["LayerMantissas", "WrittenMantissas", "exponents_of", "gradients", "linear", "serves", "weight_of"]
+__all__ = [
+    "LayerMantissas",
+    "WrittenMantissas",
+    "convolution",
+    "convolution_gradients",
+    "exponents_of",
+    "gradients",
+    "linear",
+    "serves",
+    "weight_of",
+]
 
 _NOT_FINITE, _UNFIT = 3, 4  # of the bias; of an operand, or kept mantissas that are not its own
 _CONVERTED, _KEPT, _KNOWN = 0, 1, 2  # how the mantissas of x are found
@@ -37,7 +48,7 @@ class WrittenMantissas(NamedTuple):
 
 
 class LayerMantissas(NamedTuple):
-    """What backward reads of a layer: the mantissas of x, and those of weight, [n k + 2], with both exponents."""
+    """What backward reads of a layer: the mantissas of x, and those of weight, with both exponents as two more."""
 
     first: Tensor
     second: Tensor
@@ -64,27 +75,58 @@ def linear(
     where it is left to others: operands and biases that are not finite, other dtypes and layouts, mantissas that are
     not those of x, and while products are observed.
     """
+    x, weight, _ = tensors
+    n, k = weight.shape
+    return _layer(tensors, casts, known, (output, exponent), (x.numel() // k, n, k), (*x.shape[:-1], n))
+
+
+def convolution(
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    casts: tuple[Cast, Cast],
+    known: tuple[Mantissas, bool] | None,
+    output: Cast,
+    exponent: int,
+    shape: ConvolutionShape,
+) -> tuple[WrittenMantissas, LayerMantissas] | None:
+    """Return the convolution of x by weight, and bias, as `linear` does. `shape` is that of x and weight, not empty."""
+    x, weight, _ = tensors
+    sizes = x.numel(), weight.numel(), math.prod(shape.output)
+    return _layer(tensors, casts, known, (output, exponent), sizes, shape.output, shape)
+
+
+def _layer(
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    casts: tuple[Cast, Cast],
+    known: tuple[Mantissas, bool] | None,
+    output: tuple[Cast, int],
+    sizes: tuple[int, int, int],
+    result_shape: tuple[int, ...],
+    shape: ConvolutionShape | None = None,
+) -> tuple[WrittenMantissas, LayerMantissas] | None:
     x, weight, bias = tensors
     if is_observed() or not (is_direct(x, weight) if bias is None else is_direct(x, weight, bias)):
         return None
-    n, k = weight.shape
     if known is None:
         first, of_first, found_by = torch.empty(x.shape, dtype=torch.int16, device="cpu"), 0, _CONVERTED
     else:
         (first, of_first, _), is_kept = known
         found_by = _KEPT if is_kept else _KNOWN
-    second = torch.empty(n * k + 2, dtype=torch.int16, device="cpu")
-    shape = (*x.shape[:-1], n)
-    payload = torch.empty(shape, dtype=torch.int16, device="cpu")
-    result = torch.empty(shape, dtype=torch.float32, device="cpu")
+    second = torch.empty(weight.numel() + 2, dtype=torch.int16, device="cpu")
+    payload = torch.empty(result_shape, dtype=torch.int16, device="cpu")
+    result = torch.empty(result_shape, dtype=torch.float32, device="cpu")
     (to_x, *of_x), (to_weight, *of_weight) = own_exponent(casts[0]), own_exponent(casts[1])
-    given = array("q", (x.numel() // k, n, k, x.data_ptr() or cpu.address(x), first.data_ptr(), of_first, found_by))
+    given = array("q", (*sizes, x.data_ptr() or cpu.address(x), first.data_ptr(), of_first, found_by))
     given.extend((weight.data_ptr() or cpu.address(weight), second.data_ptr()))
     given.append(0 if bias is None else bias.data_ptr() or cpu.address(bias))
-    given.extend((payload.data_ptr(), result.data_ptr(), exponent, _lowest(output), *of_x, *of_weight))
-    counts, kernel = array("q", (0,) * 4), cpu.asked()
-    addresses = given.buffer_info()[0], torch.get_num_threads(), counts.buffer_info()[0]
-    status = cpu.loaded().lowp_linear_written_int16(kernel.encode() or None, to_x, to_weight, *addresses)
+    to, exponent = output
+    given.extend((payload.data_ptr(), result.data_ptr(), exponent, _lowest(to), *of_x, *of_weight))
+    counts, kernel, library = array("q", (0,) * 4), cpu.asked(), cpu.loaded()
+    operands = kernel.encode() or None, to_x, to_weight, given.buffer_info()[0]
+    rest = torch.get_num_threads(), counts.buffer_info()[0]
+    if shape is None:
+        status = library.lowp_linear_written_int16(*operands, *rest)
+    else:
+        status = library.lowp_convolution_written_int16(*operands, shape.numbers.buffer_info()[0], *rest)
     if status in (_NOT_FINITE, _UNFIT):
         return None
     check_status(status, kernel)
@@ -105,28 +147,58 @@ def gradients(
     None if they are known to be its own. `shapes`: those of x, weight and bias; None for a gradient that is not needed.
     `layer` is of `linear`. None where they are not its own, and while products are observed.
     """
+    k = layer.first.shape[-1]
+    n = (layer.second.numel() - 2) // k
+    return _gradients(gradient, incoming, layer, shapes, exponents, output, (incoming.payload.numel() // n, n, k))
+
+
+def convolution_gradients(
+    gradient: Tensor | None,
+    incoming: Mantissas,
+    layer: LayerMantissas,
+    shapes: Sequence[tuple[int, ...] | None],
+    exponents: Sequence[int],
+    output: Cast,
+    shape: ConvolutionShape,
+) -> list[WrittenMantissas | None] | None:
+    """Return the same of a `convolution`, of the same shape."""
+    sizes = layer.first.numel(), layer.second.numel() - 2, incoming.payload.numel()
+    return _gradients(gradient, incoming, layer, shapes, exponents, output, sizes, shape)
+
+
+def _gradients(
+    gradient: Tensor | None,
+    incoming: Mantissas,
+    layer: LayerMantissas,
+    shapes: Sequence[tuple[int, ...] | None],
+    exponents: Sequence[int],
+    output: Cast,
+    sizes: tuple[int, int, int],
+    shape: ConvolutionShape | None = None,
+) -> list[WrittenMantissas | None] | None:
     if is_observed() or (gradient is not None and not is_direct(gradient)):
         return None
-    m, n, k = _sizes(incoming.payload, layer)
     first, second = layer.first.contiguous(), layer.second.contiguous()  # hooks may have laid them out otherwise
     address = 0 if gradient is None else gradient.data_ptr() or cpu.address(gradient)
-    given = array("q", (m, n, k, _lowest(output), address, incoming.payload.data_ptr(), incoming.exponent))
+    given = array("q", (*sizes, _lowest(output), address, incoming.payload.data_ptr(), incoming.exponent))
     given.extend((first.data_ptr(), second.data_ptr()))
     made: list[tuple[Tensor, Tensor] | None] = []
-    for shape, exponent in zip(shapes, exponents, strict=True):
-        if shape is None:
+    for wanted, exponent in zip(shapes, exponents, strict=True):
+        if wanted is None:
             made.append(None)
             given.extend((0, 0, 0))
             continue
-        payload = torch.empty(shape, dtype=torch.int16, device="cpu")
-        values = torch.empty(shape, dtype=torch.float32, device="cpu")
+        payload = torch.empty(wanted, dtype=torch.int16, device="cpu")
+        values = torch.empty(wanted, dtype=torch.float32, device="cpu")
         made.append((payload, values))
         given.extend((payload.data_ptr(), values.data_ptr(), exponent))
-    counts, kernel = array("q", (0,) * 12), cpu.asked()
-    addresses = given.buffer_info()[0], torch.get_num_threads(), counts.buffer_info()[0]
-    status = cpu.loaded().lowp_linear_written_int16_gradients(
-        kernel.encode() or None, mantissa_block(output), *addresses
-    )
+    counts, kernel, library = array("q", (0,) * 12), cpu.asked(), cpu.loaded()
+    operands = kernel.encode() or None, mantissa_block(output), given.buffer_info()[0]
+    rest = torch.get_num_threads(), counts.buffer_info()[0]
+    if shape is None:
+        status = library.lowp_linear_written_int16_gradients(*operands, *rest)
+    else:
+        status = library.lowp_convolution_written_int16_gradients(*operands, shape.numbers.buffer_info()[0], *rest)
     if status == _UNFIT:
         return None
     check_status(status, kernel)
@@ -144,15 +216,9 @@ def exponents_of(layer: LayerMantissas) -> tuple[int, int]:
     return first, second
 
 
-def weight_of(layer: LayerMantissas) -> Tensor:
-    """Return the mantissas of weight, [n, k]."""
-    return layer.second[:-2].view(-1, layer.first.shape[-1])
-
-
-def _sizes(payload: Tensor, layer: LayerMantissas) -> Sizes:
-    k = layer.first.shape[-1]
-    n = (layer.second.numel() - 2) // k
-    return Sizes(payload.numel() // n, n, k)
+def weight_of(layer: LayerMantissas, shape: Sequence[int]) -> Tensor:
+    """Return the mantissas of weight, whose shape this is."""
+    return layer.second[:-2].view(shape)
 
 
 def _lowest(output: Cast) -> int:

@@ -25,6 +25,7 @@ from lowp.ops.call import Call, Quick, QuickRegion
 from lowp.ops.casting import is_jit_tracing
 from lowp.ops.contraction import runner
 from lowp.ops.int16.linear import are_plain, contracted, sums_integers
+from lowp.ops.int16.written import of_form
 from lowp.ops.products import contract
 from lowp.ops.signature import Mismatch, bound, check, require
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair, has_numbers
@@ -122,6 +123,10 @@ class Convolution(Form):
     def _is_plain(self) -> bool:
         """Whether the kernels' own convolution can compute it, without windows made by torch."""
         return not self.transposed or self._shape.output == self.first
+
+    @cached_property
+    def plain_shape(self) -> integer.ConvolutionShape | None:
+        return None if self.transposed or None in self._products else self._shape
 
     @cached_property
     def _shape(self) -> integer.ConvolutionShape:
@@ -279,14 +284,25 @@ def quick(rule: Rule) -> Quick | None:
     """Return the fast path of conv1d to 3d and conv_transpose1d to 3d of int16; None for other rules."""
     if not sums_integers(rule):
         return None
+    is_written = rule.output is not None
+    run_written = of_form(rule, _in_general) if is_written else None
     run_contraction = contracted(rule)
 
     def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
         if kwargs or (form := _form_of(function.__name__, args)) is None:
             return None
-        return run_contraction(form, function.__name__, args[:3], region)
+        if run_written is None:
+            return run_contraction(form, function.__name__, args[:3], region)
+        if region.spots is None:
+            return None
+        return run_written(form, function.__name__, function, args, region)
 
     return run
+
+
+def _in_general(call: Call) -> Tensor:
+    result: Tensor = (convolution if call.op in _PLAIN else conv_transpose)(call)
+    return result
 
 
 def _form_of(op: str, args: tuple[Any, ...]) -> Convolution | None:

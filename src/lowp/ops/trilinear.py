@@ -97,6 +97,11 @@ class Form(ABC):
         """Whether the product of a slot is a sum of products of the operands' integers, and nothing else."""
         return True
 
+    @property
+    def plain_shape(self) -> integer.ConvolutionShape | None:
+        """The shape of a convolution of the kernels that this is, with the same operands; None of other products."""
+        return None
+
     def _exact_sum(self, slot: int, left: Tensor, right: Tensor, **options: Any) -> Exact | None:
         """Return the exact sum of int16 products, with the options of `integer.matmul_exact`; None where it is none."""
         rows, columns, finish = self.matrices(slot, left, right)

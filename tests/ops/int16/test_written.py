@@ -1,4 +1,4 @@
-"""Linear layers under shared exponents: the bits, exponents and observations of the general path, by two calls."""
+"""Linear layers and convolutions under shared exponents: bits and observations of the general path, by two calls."""
 
 from __future__ import annotations
 
@@ -34,6 +34,25 @@ class Layers(nn.Module):
         y = checkpoint(self.second, y, use_reentrant=False) if self.checkpointed else self.second(y)
         y = self.second(y) + y
         return self.head(F.linear(y.mT.contiguous().mT, self.second.weight * 2))
+
+
+class Convolutions(nn.Module):
+    """Convolutions of one to three dimensions, with and without bias, in groups, strided, dilated and transposed."""
+
+    def __init__(self, channels: int = 6, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, (3, 1), stride=2, dilation=(1, 2), padding=1, groups=3, bias=False)
+        self.third, self.back = nn.Conv3d(1, 2, (2, 1, 3)), nn.ConvTranspose1d(2, 2, 3)
+        self.last, self.checkpointed = nn.Conv1d(2, 3, 5, padding=2), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.first(x))
+        y = checkpoint(self.second, y, use_reentrant=False) if self.checkpointed else self.second(y)
+        z = self.third((y + F.conv2d(y, self.second.weight * 2, None, 1, (1, 0), 1, 3)).unsqueeze(1))
+        z = self.last(self.back(z.flatten(2)))
+        result: Tensor = self.last.weight.sum() * z.mT.contiguous().mT + z
+        return result.mean(-1)
 
 
 def state(exponents: SharedExponents | None) -> list[Any]:
@@ -103,6 +122,13 @@ CASES: dict[str, Callable[[], list[Any]]] = {
     "many classes": lambda: trained(Layers(1030), drawn(6, 12), twice=False),
     "a large input": lambda: trained(Layers(), drawn(3000, 12, grad=True), twice=False),
     "an infinite input": lambda: trained(Layers(), drawn(6, 12).index_fill(0, torch.tensor([1]), math.inf), 2),
+    "convolutions": lambda: trained(Convolutions(), drawn(2, 3, 8, 7, grad=True)),
+    "convolutions, trained": lambda: trained(Convolutions(), drawn(2, 3, 8, 7), twice=False),
+    "convolutions, channels last": lambda: trained(Convolutions(), drawn(2, 8, 7, 3).permute(0, 3, 1, 2), twice=False),
+    "convolutions, checkpointed": lambda: trained(Convolutions(checkpointed=True), drawn(2, 3, 8, 7), twice=False),
+    "many channels": lambda: trained(Convolutions(1026), drawn(1, 3, 4, 7), 3, twice=False),
+    "a large picture": lambda: trained(Convolutions(), drawn(2, 3, 31, 33, grad=True), twice=False),
+    "an infinite picture": lambda: trained(Convolutions(), drawn(2, 3, 8, 7) / drawn(3, 1, 1).relu(), 2, twice=False),
 }
 
 
@@ -126,7 +152,8 @@ def test_every_instruction_set_gives_the_same_bits(instruction_set: str, monkeyp
 
     def run() -> list[Any]:
         torch.manual_seed(0)
-        return trained(Layers(), drawn(6, 12), twice=False)
+        layers = trained(Layers(), drawn(6, 12), twice=False)
+        return [*layers, *trained(Convolutions(), drawn(2, 3, 8, 7), twice=False)]
 
     try:
         cpu.select(instruction_set)
@@ -140,7 +167,7 @@ def test_every_instruction_set_gives_the_same_bits(instruction_set: str, monkeyp
 
 @needs_library
 def test_a_layer_is_one_call_forward_and_one_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"linear": 0, "gradients": 0}
+    counts = dict.fromkeys(("linear", "gradients", "convolution", "convolution_gradients"), 0)
     for name in counts:
         original = getattr(int16_written, name)
 
@@ -151,24 +178,32 @@ def test_a_layer_is_one_call_forward_and_one_backward(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(int16_written, name, counted)
     trained(Layers(), drawn(2, 3, 12, grad=True), steps=3, twice=False)
-    assert counts == {"linear": 2 * 4, "gradients": 2 * 4}  # the first step begins exponents; one input lies otherwise
+    # the first step begins exponents; one input lies otherwise
+    assert counts == {"linear": 2 * 4, "gradients": 2 * 4, "convolution": 0, "convolution_gradients": 0}
+    trained(Convolutions(), drawn(2, 3, 8, 7), steps=3, twice=False)
+    assert counts == {"linear": 8, "gradients": 8, "convolution": 2 * 4, "convolution_gradients": 2 * 4}
 
 
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
 @pytest.mark.parametrize("where", ["input", "gradient"])
-def test_mantissas_of_memory_that_was_written_are_not_used(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mantissas_of_memory_that_was_written_are_not_used(
+    where: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run() -> list[Any]:
         torch.manual_seed(0)
-        first, second, found = nn.Linear(12, 8), nn.Linear(8, 8), list[Any]()
-        numbers = lowp.Precision("flex16+5")
+        first: nn.Module = nn.Linear(12, 8) if kind == "linear" else nn.Conv1d(6, 8, 3)
+        second: nn.Module = nn.Linear(8, 8) if kind == "linear" else nn.Conv1d(8, 8, 3)
+        x = drawn(1, 6, 12)
+        numbers, found = lowp.Precision("flex16+5"), list[Any]()
         for _ in range(3):
             with numbers.autocast():
-                inner = first(drawn(6, 12))
+                inner = first(x)
                 if where == "input":
-                    inner.data.numpy()[0, 0] = 0.3712345
+                    inner.data.numpy().flat[0] = 0.3712345
                 outer = second(inner)
             gradient = torch.autograd.grad(outer, [inner], outer.detach())[0]
             if where == "gradient":
-                gradient.numpy()[0, 0] = 0.3712345
+                gradient.numpy().flat[0] = 0.3712345
             found += [outer, *torch.autograd.grad(inner, list(first.parameters()), gradient)]
             assert numbers.exponents is not None
             numbers.exponents.flush()

@@ -4,39 +4,14 @@
 #include <exception>
 #include <vector>
 
-#include "calls.hpp"
+#include "layers.hpp"
 
-LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
-                                   float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
-LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out,
-                                  float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
-LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* out, int64_t count, int threads);
-LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
-                                    int64_t stride, int exponent, int rounded, int lowest, int threads);
-LOWP_EXPORT void lowp_sum_int16(const int16_t* mantissas, int64_t outer, int64_t channels, int64_t inner, int64_t* out,
-                                int threads);
 LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const int16_t* b, void* c,
                                     const int64_t* sizes, const int64_t* strides, int kind, int exponent, int lowest,
                                     const float* bias, int bias_exponent, int threads, int64_t* seen, double* largest);
 
 namespace lowp {
 namespace {
-
-constexpr int kUnfit = 4;  // an operand has an infinity or a NaN, or is not what its mantissas stand for
-
-// The conversion of a tensor: its cast, and the arguments of lowp_current_int16 for the exponent.
-struct Conversion {
-  const lowp_cast* cast;
-  int64_t offset, lowest, highest;
-};
-
-// Writes x as mantissas under its own exponent; false if it is not finite.
-bool convert(const Conversion& to, const float* x, int64_t count, int threads, int16_t* out, int* exponent) {
-  int64_t counts[4];
-  *exponent = lowp_current_int16(to.cast, x, static_cast<int>(to.offset), static_cast<int>(to.lowest),
-                                 static_cast<int>(to.highest), out, nullptr, count, 0, threads, counts);
-  return *exponent != 1 << 20;
-}
 
 // A matrix [count, depth] of mantissas with strides `across` and `along`, of which one is 1.
 struct Side {
@@ -66,23 +41,6 @@ int linear(const char* forced, const Conversion& to_x, const Conversion& to_weig
   return multiply(forced, {a, m, k, 1}, {b, n, k, 1}, k, of_x + of_weight, bias, threads, y);
 }
 
-template <class T>
-T* at(int64_t address) {
-  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
-}
-
-Conversion conversion(const lowp_cast* cast, const int64_t* bounds) { return {cast, bounds[0], bounds[1], bounds[2]}; }
-
-// The destination of a result that is written under an exponent: its mantissas (0: not needed), its values, the exponent.
-struct Written {
-  int16_t* mantissas;
-  float* values;
-  int exponent;
-
-  explicit Written(const int64_t* given)
-      : mantissas(at<int16_t>(given[0])), values(at<float>(given[1])), exponent(static_cast<int>(given[2])) {}
-};
-
 // The exact product of two matrices of mantissas, and bias, rounded once under the exponent of `to`; `exponent` is the sum
 // of those of the operands. counts: those of lowp_write_int16, where a sum that was not zero counts as a number.
 int write_product(const char* forced, const Side& a, const Side& b, int64_t depth, int exponent, int lowest,
@@ -95,7 +53,7 @@ int write_product(const char* forced, const Side& a, const Side& b, int64_t dept
                                          lowest, bias, -to.exponent, threads, seen, &largest);
   if (status) return status;
   lowp_from_int16(to.mantissas, to.exponent, to.values, a.count * b.count, threads);
-  counts[0] = seen[1], counts[1] = seen[0], counts[2] = 0, counts[3] = seen[2] > 0;
+  tell(seen, counts);
   return 0;
 }
 
@@ -167,15 +125,10 @@ LOWP_EXPORT int lowp_linear_int16_gradients(const char* forced, const lowp_cast*
 LOWP_EXPORT int lowp_linear_written_int16(const char* forced, const lowp_cast* to_x, const lowp_cast* to_weight,
                                           const int64_t* given, int threads, int64_t* counts) {
   const int64_t m = given[0], n = given[1], k = given[2];
-  const float *x = at<float>(given[3]), *weight = at<float>(given[7]);
-  int16_t *a = at<int16_t>(given[4]), *b = at<int16_t>(given[8]), *exponents = b + n * k;
-  int of_x = static_cast<int>(given[5]), of_weight;
-  if (given[6] == 0 && !convert(conversion(to_x, given + 14), x, m * k, threads, a, &of_x)) return kUnfit;
-  if (given[6] == 1 && lowp_same_int16(x, a, 1, m * k, m * k, of_x, 0, 0, threads) != 0) return kUnfit;
-  if (!convert(conversion(to_weight, given + 17), weight, n * k, threads, b, &of_weight)) return kUnfit;
-  exponents[0] = static_cast<int16_t>(of_x), exponents[1] = static_cast<int16_t>(of_weight);
-  return write_product(forced, {a, m, k, 1}, {b, n, k, 1}, k, of_x + of_weight, static_cast<int>(given[13]),
-                       at<float>(given[9]), Written(given + 10), threads, counts);
+  const Operands found = read_operands(to_x, to_weight, given, m * k, n * k, threads);
+  if (!found.x) return kUnfit;
+  return write_product(forced, {found.x, m, k, 1}, {found.weight, n, k, 1}, k, found.exponent,
+                       static_cast<int>(given[13]), at<float>(given[9]), Written(given + 10), threads, counts);
 }
 
 // The gradients of x, weight and bias, each an exact sum rounded once under an exponent. given:
@@ -204,12 +157,7 @@ LOWP_EXPORT int lowp_linear_written_int16_gradients(const char* forced, const lo
       if (status) return status;
     }
     if (!of_bias.mantissas) return 0;
-    std::vector<int64_t> sums(static_cast<size_t>(n));
-    std::vector<double> numbers(static_cast<size_t>(n));
-    lowp_sum_int16(g, m, n, 1, sums.data(), threads);
-    for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = std::ldexp(static_cast<double>(sums[i]), exponent);
-    lowp_write_int16(cast, kFp64, numbers.data(), of_bias.exponent, of_bias.mantissas, of_bias.values, n, 0, threads,
-                     counts + 8);
+    write_sums(cast, g, m, n, 1, exponent, of_bias, threads, counts + 8);
     return 0;
   } catch (const std::exception&) {
     return 2;

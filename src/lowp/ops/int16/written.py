@@ -1,4 +1,4 @@
-"""Linear layers under shared exponents: one call of the C++ library forward, and one backward.
+"""Linear layers and convolutions under shared exponents: one call of the C++ library forward, and one backward.
 
 The result is that of `integer_contraction`, with the same exponents and observations. Calls that the library does not
 serve take the general path: first writes at a site, checkpoints that run again, observers, listeners, second words,
@@ -36,10 +36,11 @@ from lowp.ops.int16.contraction import (
 from lowp.ops.int16.linear import are_plain, contracted
 from lowp.ops.int16.nodes import BIAS_GRADIENT, INPUT_GRADIENT, OUTPUT_ROLE, WEIGHT_GRADIENT
 from lowp.ops.products import integer_gradients
-from lowp.ops.trilinear import Linear
+from lowp.ops.trilinear import Form, Linear
 from lowp.policy import Rule
 
-__all__ = ["quick"]
+__all__ = ["of_form", "quick"]
+
 
 _FEW = 1 << 12  # elements of an input that the graph may keep alive: an edge in its place takes longer than the product
 _FIRST_ROLES = {True: (WEIGHT_GRADIENT, f"{WEIGHT_GRADIENT} 2"), False: (INPUT_GRADIENT, WEIGHT_GRADIENT)}
@@ -50,24 +51,38 @@ def quick(rule: Rule, general: Callable[[Call], Any]) -> Quick:
 
     `general` runs a call that has its writer.
     """
-    casts, run_contraction = RoleCasts(rule, rule.accumulate), contracted(rule)
-    pair = cast(Cast, rule.input), cast(Cast, rule.weight)
-    at_once = all(map(int16_written.serves, (*pair, cast(Cast, rule.grad))))
+    run_form = of_form(rule, general)
 
     def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
         if kwargs or not 2 <= len(args) <= 3 or region.spots is None or not _are_operands(args):
             return None
-        x, weight, bias = args if len(args) == 3 else (*args, None)
-        form = Linear(tuple(x.shape), tuple(weight.shape))
-        if not (at_once and torch.is_grad_enabled()):
-            return run_contraction(form, "linear", (x, weight, bias), region)
-        writer = region.writer("linear", rule)
-        found = _written((x, weight, bias), pair, writer)
+        x, weight, *_ = args
+        return run_form(Linear(tuple(x.shape), tuple(weight.shape)), "linear", function, args, region)
+
+    return run
+
+
+def of_form(rule: Rule, general: Callable[[Call], Any]) -> Callable[..., Tensor | None]:
+    """Return the function that runs contractions of plain fp32 tensors, not empty, under such a rule.
+
+    It takes the form, the op, the function of the call and its arguments, which begin with the operands and an optional
+    bias, and the region, which has sites.
+    """
+    casts, run_contraction = RoleCasts(rule, rule.accumulate), contracted(rule)
+    pair = cast(Cast, rule.input), cast(Cast, rule.weight)
+    at_once = all(map(int16_written.serves, (*pair, cast(Cast, rule.grad))))
+
+    def run(form: Form, op: str, function: Any, args: tuple[Any, ...], region: QuickRegion) -> Tensor | None:
+        x, weight, bias = args[:3] if len(args) > 2 else (*args, None)
+        if not (at_once and torch.is_grad_enabled() and (isinstance(form, Linear) or form.plain_shape is not None)):
+            return run_contraction(form, op, (x, weight, bias), region)
+        writer = region.writer(op, rule)
+        found = _written(form, (x, weight, bias), pair, writer)
         if found is None:
-            return cast(Tensor, general(Call("linear", function, args, {}, rule, writer=writer)))
+            return cast(Tensor, general(Call(op, function, args, {}, rule, writer=writer)))
         results = Results(writer, _roles(x, weight))
         first = x if x.numel() <= _FEW else end_of(x)
-        product = Contraction(form, casts, integer_gradients, "linear")
+        product = Contraction(form, casts, integer_gradients, op)
         return cast(Tensor, _apply(first, end_of(weight), bias, *found, product, results))
 
     return run
@@ -93,7 +108,7 @@ def _roles(x: Tensor, weight: Tensor) -> tuple[str, str]:
 
 
 def _written(
-    tensors: tuple[Tensor, Tensor, Tensor | None], casts: tuple[Cast, Cast], writer: SiteWriter
+    form: Form, tensors: tuple[Tensor, Tensor, Tensor | None], casts: tuple[Cast, Cast], writer: SiteWriter
 ) -> tuple[Tensor, LayerMantissas] | None:
     """Return the output, written, and what backward reads; None where the general path has to write."""
     # what a checkpointed function saves has to be the same when it runs again, at exponents that it knows
@@ -108,7 +123,8 @@ def _written(
         known = None if words is None else (words, False)
     if known is not None and not known[0].payload.is_contiguous():
         return None
-    found = int16_written.linear(tensors, casts, known, writer.cast, entry.exponent)
+    given, shape = (tensors, casts, known, writer.cast, entry.exponent), form.plain_shape
+    found = int16_written.linear(*given) if shape is None else int16_written.convolution(*given, shape)
     if found is None:
         return None
     written, layer = found
@@ -146,26 +162,27 @@ _apply = applied_at_once(_WrittenLinear)
 def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     layer, product, results = LayerMantissas(*ctx.saved_tensors), ctx.product, ctx.results
     if torch.is_grad_enabled() or functorch_is_active():
-        return gradients_from(gradient, ctx, _saved(layer))
+        return gradients_from(gradient, ctx, _saved(layer, product.form.second))
     rule: Rule = product.casts.rule
     may_stay, _ = reading(rule)
     output = cast(Cast, rule.output)
-    kept = payloads.kept(gradient, output.format) if may_stay and gradient.shape[-1] < FEATURES else None
+    has_one_word = gradient.shape[-1] < FEATURES or not isinstance(product.form, Linear)
+    kept = payloads.kept(gradient, output.format) if may_stay and has_one_word else None
     if kept is not None and (found := _at_once(gradient, kept, layer, ctx)) is not None:
         return found
     gradient, incoming = incoming_of(gradient, product, results)
     if incoming is None:
-        return gradients_given(gradient, None, ctx, _saved(layer))
+        return gradients_given(gradient, None, ctx, _saved(layer, product.form.second))
     words = words_of(gradient, incoming, product)
     if len(words) == 1 and incoming.payload.is_contiguous():
         found = _at_once(None, incoming, layer, ctx)
         if found is not None:
             return found
-    return summed_gradients(ctx, _saved(layer), words, results)
+    return summed_gradients(ctx, _saved(layer, product.form.second), words, results)
 
 
-def _saved(layer: LayerMantissas) -> list[Mantissas]:
-    payloads_of = layer.first, int16_written.weight_of(layer)
+def _saved(layer: LayerMantissas, weight: Sequence[int]) -> list[Mantissas]:
+    payloads_of = layer.first, int16_written.weight_of(layer, weight)
     return [Mantissas(*one) for one in zip(payloads_of, int16_written.exponents_of(layer), strict=True)]
 
 
@@ -179,7 +196,7 @@ def _at_once(
     form, results = ctx.product.form, ctx.results
     writer: SiteWriter = results.writer
     needs = list(ctx.needs_input_grad[:3])
-    is_long = needs[2] and incoming.payload.shape[-1] >= FEATURES  # that gradient may need a second word
+    is_long = needs[2] and form.second[0] >= FEATURES  # that gradient may need a second word
     needs[2] = needs[2] and not is_long
     roles = [one for one, needed in zip((*results.gradients, BIAS_GRADIENT), needs, strict=True) if needed]
     entries = writer.sum_entries(roles)
@@ -189,7 +206,8 @@ def _at_once(
     wanted = [shape if needed else None for shape, needed in zip(shapes, needs, strict=True)]
     of_entries = iter(entries)
     exponents = [next(of_entries).exponent if needed else 0 for needed in needs]
-    found = int16_written.gradients(gradient, incoming, layer, wanted, exponents, writer.cast)
+    given, shape = (gradient, incoming, layer, wanted, exponents, writer.cast), form.plain_shape
+    found = int16_written.gradients(*given) if shape is None else int16_written.convolution_gradients(*given, shape)
     if found is None:
         return None
     of_entries = iter(entries)
