@@ -12,15 +12,18 @@ from torch import Tensor, nn
 import lowp
 from lowp.casts import parse
 from lowp.errors import LowpError
+from lowp.exponents.device_table import DeviceTable
 from lowp.formats import FORMATS, FloatFormat
 from lowp.grad_scaler import gradients
 from lowp.kernels import device_mantissas, updates
+from lowp.kernels.cpu_int16 import Seen
 from lowp.kernels.dispatch import forced
 from lowp.kernels.writes import write_there
 
 CASTS = ("", ":stochastic", ":toward-zero", ":nearest-away", ":saturate")
 SCALED = ("mxfp8", "mxfp4", "nvfp4", "int8", "e4m3fn@fp32/row", "dfp16")
 FLEX = parse("flex16+5")
+_SITES, _STEPS = 40, 20  # of predicted exponents
 _AHEAD = 16  # copies of what is timed, queued before it: about a millisecond on the fastest device
 
 
@@ -29,6 +32,7 @@ def checks(is_tiny: bool) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return what is checked, by name; every kind first: kernels compile in their first call, and time may be short."""
     found: dict[str, Callable[[Tensor], Tensor]] = {"statistics": lambda y: lowp.statistics(y).exponent_histogram}
     found["check of gradients"] = _checked_gradients
+    found["predicted exponents"] = _predicted
     found |= {f"quantize {name}": (lambda y, name=name: lowp.quantize(y, name)) for name in SCALED}
     rows = [row for row in FORMATS.values() if isinstance(row, FloatFormat) and row.bits <= 32]
     for row in [row for row in rows if row.bits <= 16 and row.has_nan and row.signed][:: 4 if is_tiny else 1]:
@@ -68,6 +72,24 @@ def _checked_gradients(y: Tensor) -> Tensor:
         gradient, found_inf = y * inverse, (~y.isfinite().all()).float()
     parts = [bits(one.reshape(-1)).int() for one in (gradient, histogram, largest, found_inf)]
     return torch.cat(parts)
+
+
+def _predicted(y: Tensor) -> Tensor:
+    """Return the table of shared exponents after some steps, as bytes; maxima of writes, below 8, are low bits of y."""
+    table = DeviceTable(parse("flex16+5:autoflex"), y.device)
+    maxima = y.reshape(-1)[-_STEPS * _SITES :].view(torch.int32).view(_STEPS, _SITES) & 0x7FFF
+    bad, small = maxima % 16 == 3, maxima % 16 == 5  # not finite; all of it rounded to zero
+    nothing = torch.zeros((), dtype=torch.int64, device=y.device)
+    for site in range(_SITES):
+        table.index(f"output of {site} linear")
+    for step in range(_STEPS):
+        mantissas = (maxima[step] >> (table.state.exponent + 12).clamp(0, 15)) * ~small[step]
+        for site in range(_SITES):
+            flags = bad[step, site], small[step, site]
+            table.note(site, Seen(mantissas[site], *flags, nothing, nothing, nothing + 8))
+        table.flush(tell=False)
+    parts = [*table.state, table.before, *(table.counts[name] for name in ("raises_needed", "measured"))]
+    return torch.cat([one.reshape(-1).contiguous().view(torch.int8).int() for one in parts])
 
 
 def bits(x: Tensor) -> Tensor:

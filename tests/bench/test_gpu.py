@@ -103,7 +103,9 @@ def test_fp8_is_asked_of_devices_that_multiply_it(parts: ModuleType, monkeypatch
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton's interpreter")
-@pytest.mark.parametrize("name", ["check of gradients", "int16 product, exact", "int16 of a tensor"])
+@pytest.mark.parametrize(
+    "name", ["check of gradients", "int16 product, exact", "int16 of a tensor", "predicted exponents"]
+)
 def test_what_is_checked_on_a_device_is_its_kernel(
     name: str, parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +120,10 @@ def test_what_is_checked_on_a_device_is_its_kernel(
     assert launched
 
 
-@pytest.mark.parametrize("name", ["check of gradients", "fp8 product", "int16 product, in chains", "int16 of a tensor"])
+@pytest.mark.parametrize(
+    "name",
+    ["check of gradients", "fp8 product", "int16 product, in chains", "int16 of a tensor", "predicted exponents"],
+)
 def test_a_number_that_is_wrong_is_counted(
     name: str, parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
