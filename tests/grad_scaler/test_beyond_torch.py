@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -178,6 +179,23 @@ def test_gradients_are_unscaled_at_once_to_the_bits_of_torchs_method(bad: float 
             results.append([flag.item() for flag in found.values()])
             results[-1] += [one.grad.view(torch.int32).tolist() for one in parameters if one.grad is not None]
         assert results[0] == results[1] and results[0][0] == (bad is not None)
+
+
+def test_gradients_are_divided_by_the_scale_of_their_step_also_when_it_changes() -> None:
+    scaler, optimizer = started(loss_scale=4.0, sample_interval=0), one_parameter([1.0])
+    for scale in (4.0, 4.0, 8.0, 2.0, 4.0):
+        scaler.update(scale)
+        parameter_of(optimizer).grad = torch.tensor([1.0])
+        scaler.unscale_(optimizer)
+        assert parameter_of(optimizer).grad == torch.tensor([1.0 / scale])
+        flags = list(scaler._found_inf_per_device(optimizer).values())
+        assert [flag.item() for flag in flags] == [0.0]
+        flags[0].fill_(1.0)  # the flag of this step alone
+        scaler.step(optimizer)
+        assert not scaler.stepped
+        assert scaler._inverse is not None and scaler._inverse[0] == scale
+    scaler.update()
+    assert "_inverse" not in scaler.__getstate__() and copy.deepcopy(scaler)._inverse is None
 
 
 def test_gradients_that_need_more_than_one_pass_are_not_unscaled_at_once() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from lowp import distributed
-from lowp.compat import private
+from lowp.compat import private, real_tensors
 from lowp.errors import Misuse
 from lowp.grad_scaler import gradients as grads
 from lowp.grad_scaler.provenance import all_finite
@@ -128,8 +128,8 @@ class Checks(ScalerState):
             return None  # somebody has put a function of theirs in its place
         if not (number := scale.item()) >= 1 or not (values := grads.plain_on_host(optimizer)):
             return None
-        inverse = torch.full((), 1.0 / number, dtype=torch.float32, device="cpu")
-        found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
+        inverse, zero = self._inverse_of(number)
+        found_inf = zero.clone()
         grads.unscale_and_check_(values, found_inf, inverse)
         found = {found_inf.device: found_inf}
         if found_inf.item():
@@ -139,6 +139,16 @@ class Checks(ScalerState):
             return self._agreed(optimizer, found, found_inf)
         self._agreed_with = ()
         return found
+
+    def _inverse_of(self, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return 1 / scale and 0 as 0-dimensional fp32 tensors on the CPU, which are only read; kept for this scale."""
+        if self._inverse is not None and self._inverse[0] == scale:
+            return self._inverse[1:]
+        with real_tensors():
+            inverse = torch.full((), 1.0 / scale, dtype=torch.float32, device="cpu")
+            zero = torch.zeros((), dtype=torch.float32, device="cpu")
+        self._inverse = scale, inverse, zero
+        return inverse, zero
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         """Note, in one flag per device, whether the gradients, left scaled, are finite and stay finite unscaled."""

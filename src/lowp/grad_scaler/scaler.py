@@ -143,7 +143,8 @@ class GradScaler(Checks):
         found = combined(optimizer_state["found_inf_per_device"].values(), state.scale.device)
         is_on_host = hardware.is_on_host(state.scale)
         if is_on_host:
-            skip, scale = found.item(), state.scale.item()
+            skip = found.item()
+            scale = state.scale.item() if skip else self._scaling.floor
         else:
             skip, scale = torch.stack((found, state.scale.reshape(()))).tolist()
         at_floor = scale <= self._scaling.floor or not isinstance(self._scaling, DynamicLossScale)

@@ -35,6 +35,7 @@ _NOT_PICKLED = (
     "_provenance",
     "_guard",
     "_scaled_since_update",
+    "_inverse",
 )
 
 
@@ -91,6 +92,7 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         self._provenance = Provenance()
         self._guard = StepGuard(self._patience)
         self._scaled_since_update = False
+        self._inverse: tuple[float, torch.Tensor, torch.Tensor] | None = None  # a scale, its inverse, and 0
 
     # torch's own methods get and set these three by name.
     _growth_factor = _of_scaling("growth_factor", still=1.0)
