@@ -33,6 +33,7 @@ def norm(op: Callable[..., Tensor], *args: Any) -> Callable[[Tensor, Tensor], Te
     return lambda x, y: op(x, *args, weight, bias) * y
 
 
+CLASSES = torch.tensor([1, 2, 5, 2])
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda x, y: torch.relu(x) * y,
     "relu in place": lambda x, y: F.relu(x * y, inplace=True),
@@ -65,6 +66,13 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "instance_norm": lambda x, y: F.instance_norm(x * y),
     "maximum": lambda x, y: torch.maximum(x, y) + torch.where(x > y, x, y) * y,
     "cross_entropy": lambda x, y: F.cross_entropy((x * y).flatten(1), torch.tensor([1, 0, 5, 2])),
+    "cross_entropy, an ignored class": lambda x, y: F.cross_entropy((x * y)[:, 0, 0], CLASSES, ignore_index=2),
+    "cross_entropy, none": lambda x, y: F.cross_entropy((x * y).flatten(0, 2), torch.arange(144) % 6, reduction="none"),
+    "cross_entropy, sum": lambda x, y: F.cross_entropy((x * y)[0].flatten(1), torch.arange(6) * 3, reduction="sum"),
+    "cross_entropy, indices": lambda x, y: F.cross_entropy((x * y)[:, 0, 0], CLASSES),
+    "cross_entropy, smoothed": lambda x, y: F.cross_entropy((x * y)[:, 0, 0], CLASSES, label_smoothing=0.1),
+    "cross_entropy, weighted": lambda x, y: F.cross_entropy((x * y)[:, 0, 0], CLASSES, y[0, 0, 0].detach().abs()),
+    "cross_entropy, probabilities": lambda x, y: F.cross_entropy((x * y)[:, 0, 0], torch.softmax(y[:, 0, 0], 1)),
     "mse_loss": lambda x, y: F.mse_loss(x * y, y),
 }
 
@@ -95,6 +103,22 @@ def test_backward_has_the_bits_that_it_has_from_what_torch_keeps(name: str, monk
     monkeypatch.setattr(flexpoint, "has_integer_kernels", lambda *tensors: False)
     for found, expected in zip(kept, outcome(OPS[name]), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "kind", ["an ignored class", "none", "sum", "indices", "smoothed", "weighted", "probabilities"]
+)
+def test_the_loss_of_class_indices_needs_no_graph_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = [0]
+    derivative = saved_room._nll_derivative
+
+    def counted(*given: Any) -> Tensor:
+        count[0] += 1
+        return derivative(*given)
+
+    monkeypatch.setattr(saved_room, "_nll_derivative", counted)
+    assert outcome(OPS[f"cross_entropy, {kind}"])
+    assert count[0] == (0 if kind in ("smoothed", "weighted", "probabilities") else 3)
 
 
 @pytest.mark.skipif(not uses_library(), reason="the C++ library alone writes in place")

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.compat import gradients_of
+from lowp.compat import gradients_of, private
 from lowp.exponents import SiteWriter
 from lowp.kernels import payloads
 from lowp.kernels.cpu_int16 import is_direct
@@ -101,6 +102,10 @@ class _Again(Fp32Function):
         return cast(Tensor, self.function(*changed(self.args, fill), **changed(self.kwargs, fill)))
 
 
+_nll = torch.ops.aten.nll_loss_forward.default
+_nll_derivative = torch.ops.aten.nll_loss_backward.default
+_log_softmax_derivative = cast(Any, private("torch.ops.aten._log_softmax_backward_data")).default
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # as torch's operations number them
 _DERIVATIVES: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda gradient, x, approximate="none": torch.ops.aten.gelu_backward(gradient, x, approximate=approximate),
     "silu": lambda gradient, x, inplace=False: torch.ops.aten.silu_backward(gradient, x),
@@ -116,6 +121,25 @@ class _Derived(_Again):
     def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
         settings = {name: value for name, value in self.kwargs.items() if name != "input"}
         return [self.derivative(gradient, tensors[0], **settings)]
+
+
+@dataclass(frozen=True, eq=False)
+class _CrossEntropy(_Again):
+    """Cross entropy of logits [n, classes] and class indices [n]: the operations of torch's own function and graph."""
+
+    target: Tensor
+    reduction: int
+    ignored: int
+
+    def forward(self, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
+        logarithms = torch.log_softmax(cast(Tensor, tensors[0]), 1)
+        result, weight = _nll(logarithms, self.target, None, self.reduction, self.ignored)
+        return result, (weight,)
+
+    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+        logarithms = torch.log_softmax(cast(Tensor, tensors[0]), 1)
+        settings = self.target, None, self.reduction, self.ignored, small[0]
+        return [_log_softmax_derivative(_nll_derivative(gradient, logarithms, *settings), logarithms, 1, torch.float32)]
 
 
 class _Product(_Again):
@@ -159,9 +183,32 @@ def as_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
     found = _followed(call)
     if found is None:
         return None
+    if call.func is F.cross_entropy and (settings := _of_indices(call)) is not None:
+        tensors, args, kwargs = found
+        return _CrossEntropy(call.func, args, kwargs, *settings), tensors
     derivative = _DERIVATIVES.get(call.op)
     fused = _Again(call.func, *found[1:]) if derivative is None else _Derived(call.func, *found[1:], derivative)
     return fused, found[0]
+
+
+def _of_indices(call: Call) -> tuple[Tensor, int, int] | None:
+    """Return target, reduction and ignored index of a call of F.cross_entropy [n, classes] by class indices [n].
+
+    None with weights, smoothed labels, the deprecated arguments, and for arguments that torch may refuse.
+    """
+    if len(call.args) != 2:
+        return None
+    (x, target), given = call.args, call.kwargs
+    if any(given.get(name) is not None for name in ("weight", "size_average", "reduce")) or given.get(
+        "label_smoothing"
+    ):
+        return None
+    if type(x) is not Tensor or type(target) is not Tensor or target.dtype is not torch.int64:
+        return None
+    if x.dim() != 2 or target.dim() != 1 or not has_integer_kernels(target) or len(x) != len(target) or x.numel() == 0:
+        return None
+    reduction = _REDUCTIONS.get(given.get("reduction", "mean"))
+    return None if reduction is None else (target, reduction, given.get("ignore_index", -100))
 
 
 def as_product(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
