@@ -122,8 +122,8 @@ def written_layer() -> object:
     assert found is not None
     result, operands = found
     incoming = mantissas.Mantissas(result.payload, result.exponent)
-    shapes = tuple(X.shape), tuple(X.shape), (3,)
-    return found, int16_written.gradients(result.values, incoming, operands, shapes, (-9, -9, -9), to)
+    wanted = [(shape, -9) for shape in ((3, 40), (3, 40), (3,))]
+    return found, int16_written.gradients(result.values, incoming, operands, wanted, to)
 
 
 def written_convolution() -> object:
@@ -132,8 +132,8 @@ def written_convolution() -> object:
     assert found is not None
     result, operands = found
     incoming = mantissas.Mantissas(result.payload, result.exponent)
-    shapes, exponents = (SHAPE.input, SHAPE.weight, SHAPE.weight[:1]), (-2, -2, -2)
-    return found, int16_written.convolution_gradients(result.values, incoming, operands, shapes, exponents, to, SHAPE)
+    wanted = [(shape, -2) for shape in (SHAPE.input, SHAPE.weight, SHAPE.weight[:1])]
+    return found, int16_written.convolution_gradients(result.values, incoming, operands, wanted, to, SHAPE)
 
 
 def stored_weights() -> object:

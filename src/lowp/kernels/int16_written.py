@@ -7,7 +7,6 @@ compared with it in the same call, before they are used.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,6 +34,7 @@ __all__ = [
 ]
 
 _NOT_FINITE, _UNFIT = 3, 4  # of the bias; of an operand, or kept mantissas that are not its own
+Wanted = tuple[tuple[int, ...], int]  # the shape of a gradient, and the exponent under which it is written
 _CONVERTED, _KEPT, _KNOWN = 0, 1, 2  # how the mantissas of x are found
 
 
@@ -52,6 +52,13 @@ class LayerMantissas(NamedTuple):
 
     first: Tensor
     second: Tensor
+
+
+class _Sizes(NamedTuple):
+    """What a call of the library is told of a layer: three numbers, and the shape of a convolution (None: linear)."""
+
+    numbers: tuple[int, int, int]  # m, n and k of a linear layer; else the elements of x, weight and the result
+    shape: ConvolutionShape | None = None
 
 
 def serves(to: Cast) -> bool:
@@ -77,7 +84,8 @@ def linear(
     """
     x, weight, _ = tensors
     n, k = weight.shape
-    return _layer(tensors, casts, known, (output, exponent), (x.numel() // k, n, k), (*x.shape[:-1], n))
+    made = _made((*x.shape[:-1], n))
+    return _layer(tensors, casts, known, (output, exponent, *made), _Sizes((x.numel() // k, n, k)))
 
 
 def convolution(
@@ -90,18 +98,22 @@ def convolution(
 ) -> tuple[WrittenMantissas, LayerMantissas] | None:
     """Return the convolution of x by weight, and bias, as `linear` does. `shape` is that of x and weight, not empty."""
     x, weight, _ = tensors
-    sizes = x.numel(), weight.numel(), math.prod(shape.output)
-    return _layer(tensors, casts, known, (output, exponent), sizes, shape.output, shape)
+    payload, result = _made(shape.output)
+    sizes = _Sizes((x.numel(), weight.numel(), result.numel()), shape)
+    return _layer(tensors, casts, known, (output, exponent, payload, result), sizes)
+
+
+def _made(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return memory for the mantissas and the values of a result."""
+    return torch.empty(shape, dtype=torch.int16, device="cpu"), torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _layer(
     tensors: tuple[Tensor, Tensor, Tensor | None],
     casts: tuple[Cast, Cast],
     known: tuple[Mantissas, bool] | None,
-    output: tuple[Cast, int],
-    sizes: tuple[int, int, int],
-    result_shape: tuple[int, ...],
-    shape: ConvolutionShape | None = None,
+    output: tuple[Cast, int, Tensor, Tensor],
+    sizes: _Sizes,
 ) -> tuple[WrittenMantissas, LayerMantissas] | None:
     x, weight, bias = tensors
     if is_observed() or not (is_direct(x, weight) if bias is None else is_direct(x, weight, bias)):
@@ -112,21 +124,19 @@ def _layer(
         (first, of_first, _), is_kept = known
         found_by = _KEPT if is_kept else _KNOWN
     second = torch.empty(weight.numel() + 2, dtype=torch.int16, device="cpu")
-    payload = torch.empty(result_shape, dtype=torch.int16, device="cpu")
-    result = torch.empty(result_shape, dtype=torch.float32, device="cpu")
+    to, exponent, payload, result = output
     (to_x, *of_x), (to_weight, *of_weight) = own_exponent(casts[0]), own_exponent(casts[1])
-    given = array("q", (*sizes, x.data_ptr() or cpu.address(x), first.data_ptr(), of_first, found_by))
+    given = array("q", (*sizes.numbers, x.data_ptr() or cpu.address(x), first.data_ptr(), of_first, found_by))
     given.extend((weight.data_ptr() or cpu.address(weight), second.data_ptr()))
     given.append(0 if bias is None else bias.data_ptr() or cpu.address(bias))
-    to, exponent = output
     given.extend((payload.data_ptr(), result.data_ptr(), exponent, _lowest(to), *of_x, *of_weight))
     counts, kernel, library = array("q", (0,) * 4), cpu.asked(), cpu.loaded()
     operands = kernel.encode() or None, to_x, to_weight, given.buffer_info()[0]
     rest = torch.get_num_threads(), counts.buffer_info()[0]
-    if shape is None:
+    if sizes.shape is None:
         status = library.lowp_linear_written_int16(*operands, *rest)
     else:
-        status = library.lowp_convolution_written_int16(*operands, shape.numbers.buffer_info()[0], *rest)
+        status = library.lowp_convolution_written_int16(*operands, sizes.shape.numbers.buffer_info()[0], *rest)
     if status in (_NOT_FINITE, _UNFIT):
         return None
     check_status(status, kernel)
@@ -137,77 +147,69 @@ def gradients(
     gradient: Tensor | None,
     incoming: Mantissas,
     layer: LayerMantissas,
-    shapes: Sequence[tuple[int, ...] | None],
-    exponents: Sequence[int],
+    wanted: Sequence[Wanted | None],
     output: Cast,
 ) -> list[WrittenMantissas | None] | None:
     """Return the gradients of x, weight and bias, each an exact sum rounded once under its exponent.
 
     `incoming`: the mantissas of the gradient of the result, contiguous as `gradient`, with which they are compared, or
-    None if they are known to be its own. `shapes`: those of x, weight and bias; None for a gradient that is not needed.
+    None if they are known to be its own. `wanted`: shapes and exponents of the three; None for one that is not needed.
     `layer` is of `linear`. None where they are not its own, and while products are observed.
     """
     k = layer.first.shape[-1]
     n = (layer.second.numel() - 2) // k
-    return _gradients(gradient, incoming, layer, shapes, exponents, output, (incoming.payload.numel() // n, n, k))
+    return _gradients(gradient, incoming, layer, wanted, output, _Sizes((incoming.payload.numel() // n, n, k)))
 
 
 def convolution_gradients(
     gradient: Tensor | None,
     incoming: Mantissas,
     layer: LayerMantissas,
-    shapes: Sequence[tuple[int, ...] | None],
-    exponents: Sequence[int],
+    wanted: Sequence[Wanted | None],
     output: Cast,
     shape: ConvolutionShape,
 ) -> list[WrittenMantissas | None] | None:
     """Return the same of a `convolution`, of the same shape."""
-    sizes = layer.first.numel(), layer.second.numel() - 2, incoming.payload.numel()
-    return _gradients(gradient, incoming, layer, shapes, exponents, output, sizes, shape)
+    sizes = _Sizes((layer.first.numel(), layer.second.numel() - 2, incoming.payload.numel()), shape)
+    return _gradients(gradient, incoming, layer, wanted, output, sizes)
 
 
 def _gradients(
     gradient: Tensor | None,
     incoming: Mantissas,
     layer: LayerMantissas,
-    shapes: Sequence[tuple[int, ...] | None],
-    exponents: Sequence[int],
+    wanted: Sequence[Wanted | None],
     output: Cast,
-    sizes: tuple[int, int, int],
-    shape: ConvolutionShape | None = None,
+    sizes: _Sizes,
 ) -> list[WrittenMantissas | None] | None:
     if is_observed() or (gradient is not None and not is_direct(gradient)):
         return None
     first, second = layer.first.contiguous(), layer.second.contiguous()  # hooks may have laid them out otherwise
     address = 0 if gradient is None else gradient.data_ptr() or cpu.address(gradient)
-    given = array("q", (*sizes, _lowest(output), address, incoming.payload.data_ptr(), incoming.exponent))
+    given = array("q", (*sizes.numbers, _lowest(output), address, incoming.payload.data_ptr(), incoming.exponent))
     given.extend((first.data_ptr(), second.data_ptr()))
-    made: list[tuple[Tensor, Tensor] | None] = []
-    for wanted, exponent in zip(shapes, exponents, strict=True):
-        if wanted is None:
-            made.append(None)
-            given.extend((0, 0, 0))
-            continue
-        payload = torch.empty(wanted, dtype=torch.int16, device="cpu")
-        values = torch.empty(wanted, dtype=torch.float32, device="cpu")
-        made.append((payload, values))
-        given.extend((payload.data_ptr(), values.data_ptr(), exponent))
+    made = [None if one is None else _made(one[0]) for one in wanted]
+    for one, both in zip(wanted, made, strict=True):
+        given.extend((0, 0, 0) if one is None or both is None else (both[0].data_ptr(), both[1].data_ptr(), one[1]))
     counts, kernel, library = array("q", (0,) * 12), cpu.asked(), cpu.loaded()
     operands = kernel.encode() or None, mantissa_block(output), given.buffer_info()[0]
     rest = torch.get_num_threads(), counts.buffer_info()[0]
-    if shape is None:
+    if sizes.shape is None:
         status = library.lowp_linear_written_int16_gradients(*operands, *rest)
     else:
-        status = library.lowp_convolution_written_int16_gradients(*operands, shape.numbers.buffer_info()[0], *rest)
+        geometry = sizes.shape.numbers.buffer_info()[0]
+        status = library.lowp_convolution_written_int16_gradients(*operands, geometry, *rest)
     if status == _UNFIT:
         return None
     check_status(status, kernel)
-    return [
-        None
-        if one is None
-        else WrittenMantissas(one[1], one[0], exponents[i], seen_of(one[0].numel(), *counts[4 * i : 4 * i + 4]))
-        for i, one in enumerate(made)
-    ]
+    found: list[WrittenMantissas | None] = []
+    for at, (one, both) in enumerate(zip(wanted, made, strict=True)):
+        if one is None or both is None:
+            found.append(None)
+        else:
+            seen = seen_of(both[0].numel(), *counts[4 * at : 4 * at + 4])
+            found.append(WrittenMantissas(both[1], both[0], one[1], seen))
+    return found
 
 
 def exponents_of(layer: LayerMantissas) -> tuple[int, int]:

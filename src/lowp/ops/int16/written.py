@@ -202,11 +202,9 @@ def _at_once(
     entries = writer.sum_entries(roles)
     if entries is None:
         return None
-    shapes = form.first, form.second, form.second[:1]
-    wanted = [shape if needed else None for shape, needed in zip(shapes, needs, strict=True)]
-    of_entries = iter(entries)
-    exponents = [next(of_entries).exponent if needed else 0 for needed in needs]
-    given, shape = (gradient, incoming, layer, wanted, exponents, writer.cast), form.plain_shape
+    shapes, of_entries = (form.first, form.second, form.second[:1]), iter(entries)
+    wanted = [(one, next(of_entries).exponent) if needed else None for one, needed in zip(shapes, needs, strict=True)]
+    given, shape = (gradient, incoming, layer, wanted, writer.cast), form.plain_shape
     found = int16_written.gradients(*given) if shape is None else int16_written.convolution_gradients(*given, shape)
     if found is None:
         return None
