@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lowp.kernels.spectra import count_tensor, numbers_at
-from lowp.numerics.modes import numbers_of
+from lowp.numerics.modes import numbers_of, untransformed
 from lowp.numerics.part import Key, Print
 from lowp.numerics.spectrum import Spectrum
 
@@ -35,9 +35,10 @@ class CountedTensor(NamedTuple):
 
 def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> CountedTensor:
     """Count a tensor divided by `scale`, in one read, and take its print: the sum of its bits, and a few numbers."""
-    flat = numbers_of(tensor.detach()).reshape(-1)
-    counts, last = count_tensor(flat, scale), flat.numel() - 1
-    numbers: list[float] = []
-    if last >= 0:
-        numbers = numbers_at(flat, [last * place // (_PROBES - 1) for place in range(_PROBES)], scale)
+    with untransformed(tensor) as whole:
+        flat = numbers_of(whole.detach()).reshape(-1)
+        counts, last = count_tensor(flat, scale), flat.numel() - 1
+        numbers: list[float] = []
+        if last >= 0:
+            numbers = numbers_at(flat, [last * place // (_PROBES - 1) for place in range(_PROBES)], scale)
     return CountedTensor(Spectrum.from_counts(counts, last + 1), Print(key, counts.checksum, tuple(numbers)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,12 +15,28 @@ __all__ = ["Cycle"]
 _FORGOTTEN = 64  # steps of others after which an optimizer is no longer expected
 
 
+class _Found(NamedTuple):
+    """The parameters of one optimizer, those of them that the models have, and the version of the models' names."""
+
+    version: int
+    given: list[nn.Parameter]
+    named: list[tuple[str, nn.Parameter]]
+
+    def holds_for(self, version: int, given: list[nn.Parameter]) -> bool:
+        """Whether the optimizer still has these parameters, and they their names."""
+        return (
+            version == self.version
+            and len(given) == len(self.given)
+            and all(one is other for one, other in zip(given, self.given, strict=True))
+        )
+
+
 class Cycle:
     """The optimizers that step in turn. A step of the training ends when each has stepped, or one has stepped twice."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._found: dict[int, tuple[int, list[tuple[str, nn.Parameter]]]] = {}
+        self._found: dict[int, _Found] = {}
         self._last: dict[int, int] = {}  # by optimizer, its last step, counted in steps of all
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: set[int] = set()
@@ -26,16 +44,15 @@ class Cycle:
 
     def parameters(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of the models that an optimizer steps, with their names in the record."""
-        state = len(self._models.parameters) + len(self._models.roots)
-        for group in optimizer.param_groups:
-            state += len(group["params"]) << 32
+        given = [one for group in optimizer.param_groups for one in group["params"]]
         known = self._found.get(id(optimizer))
-        if known is None or known[0] != state:
+        if known is None or not known.holds_for(self._models.version, given):
+            if not all(id(one) in self._models.parameters for one in given):
+                self._models.renew()
             names = self._models.parameters
-            given = [one for group in optimizer.param_groups for one in group["params"]]
-            known = state, [(names[id(one)], one) for one in given if id(one) in names]
-            self._found[id(optimizer)] = known
-        return known[1]
+            found = [(names[id(one)], one) for one in given if id(one) in names]
+            known = self._found[id(optimizer)] = _Found(self._models.version, given, found)
+        return known.named
 
     def ends_with(self, optimizer: Optimizer) -> bool:
         """Note that an optimizer has stepped. Return whether that ends the step of the training."""
@@ -61,5 +78,5 @@ class Cycle:
 
     def trains(self, model: nn.Module) -> bool:
         """Whether an optimizer that has stepped holds a parameter of the model."""
-        trained = {id(one) for _, found in self._found.values() for _, one in found}
+        trained = {id(one) for found in self._found.values() for _, one in found.named}
         return any(id(one) in trained for one in unwrapped(model).parameters())

@@ -32,6 +32,8 @@ class Models:
         self.paths: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
         self._first = ""  # the name of the first model if there are others
+        self._hidden: set[str] = set()  # names of parameters that other tensors stood for when they were looked for
+        self.version = 0  # of `parameters`: another one where these have changed
         for name, one in models.items():
             self._add(name if len(models) > 1 else "", one)
 
@@ -48,16 +50,23 @@ class Models:
         return renamed
 
     def renew(self) -> bool:
-        """Find modules and parameters that were replaced since; return whether there are new paths of modules."""
-        before = self.modules
+        """Find modules and parameters that were replaced since; return whether there are new paths of modules.
+
+        Parameters in whose place torch.func.functional_call puts other tensors for a call keep their names.
+        """
+        before, known = self.modules, self.parameters
         self.modules, self.paths, self.parameters = {}, {}, {}
+        self._hidden.clear()
         for name, model in self.roots.items():
             self._collect(name, unwrapped(model))
+        self.parameters.update({one: name for one, name in known.items() if name in self._hidden})
+        self.version += self.parameters != known
         return not self.modules.keys() <= before.keys()
 
     def _add(self, name: str, model: nn.Module) -> None:
         inner = unwrapped(model)
         self.roots[name] = model
+        self.version += 1
         self._first = self._first or type(inner).__name__
         self._collect(name, inner)
 
@@ -67,7 +76,10 @@ class Models:
                 full = _joined(name, path.replace("._orig_mod", ""))
                 self.paths[id(module)], self.modules[full] = full, module
         for path, parameter in inner.named_parameters():
-            self.parameters.setdefault(id(parameter), _joined(name, path))
+            if isinstance(parameter, nn.Parameter):
+                self.parameters.setdefault(id(parameter), _joined(name, path))
+            else:
+                self._hidden.add(_joined(name, path))
 
     def _free(self, name: str) -> str:
         """Return the name, with a number if another model has it."""

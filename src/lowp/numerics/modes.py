@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import FrameType
 from typing import Any, cast
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import private, sparse_values
+from lowp.kernels.tracing import is_transformed
 from lowp.numerics.hooks import Uncopied
 from lowp.numerics.models import Models
 from lowp.ops import table
@@ -30,12 +32,19 @@ __all__ = [
     "source_line",
     "take_off",
     "tensors_in",
+    "untransformed",
 ]
 
 _modes = cast(Callable[[], list[Any]], private("torch.overrides._get_current_function_mode_stack"))
 _push = cast(Callable[[Any], None], private("torch.overrides._push_mode"))
 _pop = cast(Callable[[], Any], private("torch.overrides._pop_mode"))
 _graph_task = cast(Callable[[], int], private("torch._C._current_graph_task_id"))
+_is_wrapped = cast(Callable[[Tensor], bool], private("torch._C._functorch.is_functorch_wrapped_tensor"))
+_unwrapped = cast(Callable[[Tensor], Tensor], private("torch._C._functorch.get_unwrapped"))
+_outside_transforms = cast(
+    Callable[[], AbstractContextManager[object]],
+    private("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"),
+)
 _OWN = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (str(torch.__file__), __file__))
 _LOWP = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _RECIPES = os.path.join(_LOWP, "recipes") + os.sep
@@ -92,6 +101,18 @@ def numbers_of(x: Tensor) -> Tensor:
         return found
     values = sparse_values(found)
     return torch.empty(0) if values is None else values
+
+
+@contextmanager
+def untransformed(x: Tensor) -> Iterator[Tensor]:
+    """Leave all transforms of torch.func, and give a tensor as it is there, such as the whole batch of vmap."""
+    if not is_transformed():
+        yield x
+        return
+    while _is_wrapped(x):
+        x = _unwrapped(x)
+    with _outside_transforms():
+        yield x
 
 
 def tensors_in(value: Any) -> list[Tensor]:

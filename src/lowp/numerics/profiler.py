@@ -30,7 +30,7 @@ from lowp.numerics.recording import Recording, merged_over_ranks
 from lowp.numerics.sampling import Budget
 from lowp.numerics.watching import WatchMode
 from lowp.numerics.windows import initial_scale
-from lowp.ops.casting import is_jit_tracing
+from lowp.ops.casting import functorch_is_active, is_jit_tracing
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 
@@ -210,7 +210,7 @@ class Profiler:
             elif self.plan.wants_sizes and not self.plan.beside:
                 self._stance.set(False)
                 self.plan.begin_sizing(module)
-            if self.plan.guards and torch.is_grad_enabled():
+            if self.plan.guards and torch.is_grad_enabled() and not functorch_is_active():
                 self._guard.unguarded = self.step - self._guarded
                 self._guard.begin(module, args, kwargs)
         self._spent(started)

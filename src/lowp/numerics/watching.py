@@ -40,6 +40,7 @@ from lowp.numerics.record import Key, OpSeen, Part, Print
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.tape import Tape
 from lowp.numerics.updates import Updates
+from lowp.ops.casting import functorch_is_active
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 
@@ -95,6 +96,10 @@ class WatchMode(TorchFunctionMode):
         """Whether a module is looked at in this step."""
         return self._modules is None or module in self._modules
 
+    def _is_looked_at(self, name: str, parameter: Tensor) -> bool:
+        """Whether a parameter is looked at in this step: complex ones have no low precision."""
+        return not parameter.is_complex() and self.looks_at(name.rpartition(".")[0])
+
     @property
     def is_whole(self) -> bool:
         """Whether every module is looked at."""
@@ -118,7 +123,7 @@ class WatchMode(TorchFunctionMode):
         if not self.beside:
             self._follow_ops(running)
         for name, parameter in self._models.named_parameters():
-            if parameter.requires_grad and self.looks_at(name.rpartition(".")[0]):
+            if parameter.requires_grad and self._is_looked_at(name, parameter):
                 listen: Any = parameter.register_post_accumulate_grad_hook
                 self._ends.append(listen(partial(self._accumulated, name)).remove)
 
@@ -218,6 +223,9 @@ class WatchMode(TorchFunctionMode):
     def _addresses(self) -> dict[int, str]:
         return {numbers_of(one.detach()).data_ptr(): name for name, one in self._models.named_parameters()}
 
+    def _name_of(self, weight: Tensor) -> str | None:
+        return None if functorch_is_active() else self._addresses.get(weight.data_ptr())
+
     def _in_region(self) -> bool:
         entry = entries.current()
         return entry is not None and entry.engine is not None and entry.engine.active
@@ -236,7 +244,7 @@ class WatchMode(TorchFunctionMode):
         if seen.phase != "forward" or in_backward():
             return
         op = self._op(path, seen.op, seen.op_class, "input weight")
-        name = self._addresses.get(seen.tensor.data_ptr()) if seen.role == "weight" else None
+        name = self._name_of(seen.tensor) if seen.role == "weight" else None
         if seen.role == "output":
             op.calls += 1
         if name is not None:
@@ -264,7 +272,7 @@ class WatchMode(TorchFunctionMode):
             for one in outputs:
                 seen.dtypes["output"] = str(one.dtype).removeprefix("torch.")
                 self._count(Key(module, op, "output", "forward"), one)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not functorch_is_active():
             for one in outputs:
                 if one.requires_grad and one.grad_fn is not None and (one.ndim or reads):
                     self._await_gradient(Key(module, op, "grad", "backward"), one)
@@ -287,8 +295,11 @@ class WatchMode(TorchFunctionMode):
             elif role in ("input", "weight"):
                 seen.dtypes[role] = str(one.dtype).removeprefix("torch.")
                 self._count(Key(module, op, role, "forward"), one)
-                if seen.op_class in _SENSITIVE and torch.is_grad_enabled() and one.grad_fn is not None:
+                if seen.op_class in _SENSITIVE and self._has_slope(one):
                     self._await_slope(Key(module, op, role, "forward"), one)
+
+    def _has_slope(self, activation: Tensor) -> bool:
+        return torch.is_grad_enabled() and activation.grad_fn is not None and not functorch_is_active()
 
     def _count(self, key: Key, tensor: Tensor) -> None:
         if not tensor.is_meta:
@@ -336,7 +347,7 @@ class WatchMode(TorchFunctionMode):
     def before_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Look at weights, and at gradients that no backward pass has left."""
         for name, parameter in parameters:
-            if name in self._weights or not self.looks_at(name.rpartition(".")[0]):
+            if name in self._weights or not self._is_looked_at(name, parameter):
                 continue
             weight = numbers_of(parameter.detach())
             self._count(parameter_key(name, "weight", "step"), weight)
