@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import lowp
 from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.kernels import cpu, int16_linear
@@ -131,3 +134,65 @@ def test_other_layouts_and_sizes_are_left_to_others() -> None:
 )
 def test_casts_to_int16_under_their_own_exponent_are_served(cast: str, is_served: bool) -> None:
     assert int16_linear.serves(parse(cast)) is is_served
+
+
+@needs_library
+@pytest.mark.parametrize("instruction_set", cpu.available() if HAS_LIBRARY else ())
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("cast", ["dfp16", "dfp16:current(headroom=2)"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_calls_planned_by_shapes_have_the_same_bits(
+    sizes: Sizes, cast: str, has_bias: bool, instruction_set: str
+) -> None:
+    (x, weight, bias, _), to = drawn(sizes), parse(cast)
+    run, added, before = int16_linear.without_gradients((to, to)), bias if has_bias else None, cpu.asked()
+    try:
+        cpu.select(instruction_set)
+        for factor in (1.0, 3.0, 2.0**-20):  # the second and third calls find the plan
+            found = run(x * factor, weight, added)
+            whole = int16_linear.linear(x * factor, weight, added, (to, to), False)
+            assert found is not None and whole is not None
+            assert torch.equal(found.view(torch.int32), whole[0].view(torch.int32))
+    finally:
+        cpu.select(before or None)
+
+
+@needs_library
+def test_calls_planned_by_shapes_leave_the_same_tensors_to_others() -> None:
+    run, sizes = int16_linear.without_gradients((DFP16, DFP16)), Sizes(3, 4, 5)
+    x, weight, bias, _ = drawn(sizes)
+    others: list[tuple[Any, Any, Any]] = [
+        (x.t().contiguous().t(), weight, bias),
+        (x.double(), weight, bias),
+        (x, weight, bias.double()),
+        (x, weight, bias[:3]),
+        (x, weight, bias.reshape(1, 4)),
+        (x, weight, bias.repeat(2)[::2]),
+        (x, weight[:, :4].contiguous(), bias),
+        (x[0], weight, bias),
+        (x[:0], weight, bias),
+        (x.to("meta"), weight, bias),
+        (x * math.inf, weight, bias),
+        (torch.frombuffer(bytearray(64), dtype=torch.float32, offset=1, count=15).view(3, 5), weight, bias),
+        (torch.zeros(300, 200), torch.zeros(4, 200), None),
+        (torch.zeros(2, 8), torch.zeros(1024, 8), None),
+        (None, weight, bias),
+    ]
+    for given in others:
+        assert run(*given) is None, given
+    for way in ("reference", "bitwise"):
+        with kernels.use(way):
+            assert run(x, weight, bias) is None
+    with observed(lambda operations: nullcontext()):
+        assert run(x, weight, bias) is None
+    assert run(x, weight, bias) is not None
+
+
+@needs_library
+def test_a_region_without_gradients_gives_the_bits_of_one_with_them() -> None:
+    layer, x = nn.Linear(5, 4), torch.randn(3, 5)
+    with lowp.autocast("dfp16"):
+        followed = layer(x)
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(layer(x), followed)

@@ -22,7 +22,7 @@ MOST = {
     "bf16": (13, 19, 17),  # where the processor multiplies bf16, its own products are looked for first
     "e5m7": (8, 57, 56),
     "fp8": (8, 57, 59),
-    "dfp16": (26, 30, 30),
+    "dfp16": (13, 31, 30),
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,17 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.kernels import cpu
 from lowp.kernels.cpu_int16 import is_direct, own_exponent
+from lowp.kernels.dispatch import chosen
 from lowp.kernels.integer_run import check_status, is_observed
 from lowp.kernels.low_words import FEATURES
 from lowp.kernels.mantissas import Mantissas, has_mantissas, readable
+from lowp.kernels.small import Product, are_plain
+from lowp.kernels.tracing import is_wrapped
 
-__all__ = ["Sizes", "gradients", "linear", "parts", "serves"]
+__all__ = ["Sizes", "gradients", "linear", "parts", "serves", "without_gradients"]
 
 MOST = 1 << 15  # elements of an operand: larger ones share what is kept of them, which is memory
+_MOST_SHAPES = 256
 _NOT_FINITE = 4  # kUnfit in cpu/linear.cpp
 
 
@@ -74,6 +78,65 @@ def linear(
         return None
     check_status(status, kernel)
     return y, kept
+
+
+def without_gradients(casts: tuple[Cast, Cast]) -> Product:
+    """Return the function of what `linear` computes of x, weight and bias where nothing is kept, planned by shapes.
+
+    Outside torch.func and forward-mode autograd. It returns None where `linear` does, and for other than matrices.
+    """
+    (to_x, *of_x), (to_weight, *of_weight) = own_exponent(casts[0]), own_exponent(casts[1])
+    plans: dict[tuple[torch.Size, torch.Size], tuple[int, int, array[int], int] | None] = {}
+
+    def plan(x: torch.Size, weight: torch.Size) -> tuple[int, int, array[int], int] | None:
+        if len(plans) >= _MOST_SHAPES:
+            plans.clear()
+        found = None
+        if len(x) == len(weight) == 2 and x[1] == weight[1] and weight[0] < FEATURES:
+            (m, k), n = x, weight[0]
+            if 0 < m * k <= MOST and 0 < n * k <= MOST and m * n <= MOST:
+                given = array("q", (m, n, k, *of_x, *of_weight))
+                found = m, n, given, given.buffer_info()[0]
+        plans[x, weight] = found
+        return found
+
+    def run(x: Any, weight: Any, bias: Any) -> Tensor | None:
+        if chosen() not in ("cpu", None) or is_observed() or not are_plain(x, weight, bias):
+            return None
+        shapes = x.shape, weight.shape
+        found = plans[shapes] if shapes in plans else plan(*shapes)
+        if found is None or (own := cpu.library()) is None or not (_is_readable(x) and _is_readable(weight)):
+            return None
+        m, n, _, given = found
+        if bias is not None and not (_is_readable(bias) and bias.is_contiguous() and bias.shape == (n,)):
+            return None
+        y, kernel = torch.empty(m, n, dtype=torch.float32, device="cpu"), cpu.asked()
+        status = own.lowp_linear_int16(
+            kernel.encode() or None,
+            to_x,
+            to_weight,
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            given,
+            None,
+            torch.get_num_threads(),
+            y.data_ptr(),
+        )
+        if status == _NOT_FINITE:
+            return None
+        check_status(status, kernel)
+        return y
+
+    return run
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether a plain tensor has memory on the CPU that holds its numbers as they are."""
+    if not x.is_cpu or x.layout is not torch.strided or x.is_neg() or is_wrapped(x):
+        return False
+    address = x.data_ptr()
+    return address != 0 and address % 4 == 0
 
 
 def gradients(

@@ -46,8 +46,12 @@ def quick(rule: Rule) -> Quick:
     to_input, to_weight, casts = cast(Cast, rule.input), cast(Cast, rule.weight), RoleCasts(rule, rule.accumulate)
     run_contraction = contracted(rule)
     at_once = all(map(int16_linear.serves, (to_input, to_weight, cast(Cast, rule.grad))))
+    without_gradients = int16_linear.without_gradients((to_input, to_weight)) if at_once else None
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
+        if without_gradients is not None and len(args) == 3 and not kwargs and not torch.is_grad_enabled():
+            if (result := without_gradients(*args)) is not None:
+                return result
         if kwargs or not 2 <= len(args) <= 3 or not _are_matrices(args):
             return None
         x, weight, bias = args if len(args) == 3 else (*args, None)
