@@ -24,10 +24,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 
 def check_codes(format: FloatFormat | IntFormat, dtype: torch.dtype, rounding: str = "nearest-even") -> None:
+    check_cast(Cast(format).with_rounding(rounding), dtype)
+
+
+def check_cast(cast: Cast, dtype: torch.dtype) -> None:
+    format = cast.element
     x = inputs(format, dtype, random=100)
     has_code = ~x.isnan() if isinstance(format, IntFormat) or not format.has_nan else torch.ones_like(x).bool()
     wanted, found = (torch.empty(x.shape, dtype=code_dtype(format)) for _ in range(2))
-    cast = Cast(format).with_rounding(rounding)
     assert triton.encode(x, cast, SEED, found) == bitwise.encode(x, cast, SEED, wanted)
     assert torch.equal(as_integers(found)[has_code], as_integers(wanted)[has_code])
 
@@ -64,6 +68,18 @@ def test_codes_of_every_format_and_dtype_are_those_of_the_definition(format: Flo
     check_values(format, torch.float64)
     if format.bits > 1:
         check_values(format, torch.float32) if format.bits < 26 else None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rounding", ["up", "down", "toward-zero"])
+def test_codes_are_rounded_in_a_direction_with_every_overflow(rounding: str, dtype: torch.dtype) -> None:
+    for name in ("e5m2", "e4m3fn", "e4m3fnuz", "e2m1", "e3m4", "fp16"):
+        for overflow in ("", ":saturate", ":nan"):
+            try:
+                cast = parse(f"{name}:{rounding}{overflow}")
+            except InvalidInput:  # a format without NaN
+                continue
+            check_cast(cast, dtype)
 
 
 def test_codes_decode_into_16_bits() -> None:

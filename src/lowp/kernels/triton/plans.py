@@ -23,7 +23,8 @@ _LARGEST_UNIT = 104  # 2**(104 + 23) is fp32's largest power of two
 _SMALLEST_UNIT = -148  # fp32 represents half of it
 _DIGITS = 56  # bits of fp32's significand and of a drawn word: bits cut below all of them decide nothing
 _MOST_CUT = 18  # bits: in one of 64 blocks, one of 2048 numbers leaves a draw undecided
-_BY_ADDITION = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.TOWARD_ZERO, Rounding.UP, Rounding.DOWN)
+_DIRECTED = (Rounding.TOWARD_ZERO, Rounding.UP, Rounding.DOWN)
+_BY_ADDITION = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, *_DIRECTED)
 
 
 class CastTraits(NamedTuple):
@@ -36,6 +37,7 @@ class CastTraits(NamedTuple):
     cuts: bool  # bits are cut from normal numbers, or for integers from all numbers below 2**mantissa_bits
     varying: bool  # the format's smallest normal number differs from the carrier's: more bits of small numbers are cut
     by_addition: bool  # rounded by an addition to fp32's bits, and below the normal numbers by fp32's addition
+    by_sum: bool  # codes rounded up, down or toward zero by a sum with a power of two of their neighbours' ulp
     by_noise: bool  # stochastic with one word of 32 bits, in fp32's bits
     by_product: bool  # for such a rounding: a product moves all numbers so that they are cut at one place
     reaches_subnormals: bool  # for such a rounding: 32 bits may decide on numbers below fp32's normal ones
@@ -144,6 +146,7 @@ def _form(cast: Cast, p: Parameters) -> CastTraits:
     is_sum = cast.rounding in _BY_ADDITION and p.parity_offset is None
     by_noise = cast.is_stochastic and not wide and _adds_noise(cast)
     anchored = not varying or _SMALLEST_UNIT <= _unit(cast) <= _LARGEST_UNIT
+    by_addition = is_sum and not wide and p.dropped < p.carrier.mantissa_bits and anchored
     return CastTraits(
         wide=wide,
         rounding=str(cast.rounding),
@@ -151,7 +154,8 @@ def _form(cast: Cast, p: Parameters) -> CastTraits:
         overflow=str(cast.overflow),
         cuts=p.dropped > 0 or varying,
         varying=varying,
-        by_addition=is_sum and not wide and p.dropped < p.carrier.mantissa_bits and anchored,
+        by_addition=by_addition,
+        by_sum=by_addition and varying and cast.rounding in _DIRECTED and _is_summed(cast.element, p),
         by_noise=by_noise,
         by_product=by_noise and varying and anchored and _cuts_most(cast, p),
         reaches_subnormals=by_noise and varying and p.dropped + _low_field(cast, p) <= _DIGITS,
@@ -184,6 +188,13 @@ def _cuts_most(cast: Cast, p: Parameters) -> bool:
     if not isinstance(element, FloatFormat) or not element.has_zero or not 1 - 127 <= element.min_exponent <= 1:
         return False
     return element.min_exponent == 1 - element.bias and p.dropped >= _MOST_CUT and enough
+
+
+def _is_summed(element: FloatFormat | IntFormat, p: Parameters) -> bool:
+    """Whether a power of two whose ulp is the distance of neighbours is not too large for any number of a format."""
+    if not isinstance(element, FloatFormat) or not element.signed or not element.has_zero or p.minimum != p.maximum:
+        return False
+    return element.bits <= 16 and element.max_exponent + 1 + p.dropped <= p.carrier.bias
 
 
 def _unit(cast: Cast) -> int:
@@ -257,7 +268,7 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         minus_zero=minus_zero,
         infinity=infinity is not None,
         anchored=anchored,
-        summed=anchored and varying and format.bits <= 16 and format.max_exponent + 1 + p.dropped <= bias,
+        summed=anchored and varying and _is_summed(format, p),
         next_is_beyond=beyond == most + 1,
         in_byte=signed and format.bits == 8,
         in_nibble=signed and format.bits == 4,
@@ -304,12 +315,13 @@ def _with_product(codes: Codes, format: FloatFormat) -> Codes:
 def is_direct(form: CastTraits, shape: Layout) -> bool:
     """Whether codes are computed directly from fp32 bits: by addition or a word, for a signed format with subnormals.
 
-    Directed roundings without saturation are excluded: they round some numbers beyond the largest one to it.
+    Directed roundings that round some numbers beyond the largest one to it must saturate, or be those by a sum.
     """
     is_known = form.by_addition or form.by_noise
     is_plain = is_known and form.signed and not form.flush and form.has_zero and not shape.wide
-    is_plain = is_plain and (form.overflow == "saturate" or not form.is_directed)
-    return is_plain and form.overflow == "saturate" if shape.integer else is_plain and form.cuts
+    is_followed = shape.next_is_beyond and (form.overflow != "nan" or not shape.infinity)
+    ends = form.overflow == "saturate" or not form.is_directed or (form.by_sum and is_followed)
+    return is_plain and form.overflow == "saturate" if shape.integer else is_plain and ends and form.cuts
 
 
 def _signed64(code: int) -> int:

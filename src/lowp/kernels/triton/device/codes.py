@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from lowp.kernels.triton.device.bits import first_words, infinity_bits, quiet_bit, read, write
-from lowp.kernels.triton.device.rounding import cast, in_quanta, raised
+from lowp.kernels.triton.device.rounding import cast, directed, in_quanta, raised
 from lowp.kernels.triton.device.stochastic import compared, drawn_up, is_undecided, lifted, split
 
 
@@ -67,13 +67,12 @@ def _nearest_code(magnitude, sign, numbers, codes, FORM: tl.constexpr, LAYOUT: t
 def _summed_code(magnitude, numbers, codes, FORM: tl.constexpr):
     """Return codes without sign for numbers rounded to nearest even by a sum, with overflow.
 
-    All bits but those of the code are arbitrary.
+    The bits from the 23rd on are arbitrary.
     """
-    if FORM.overflow == "saturate":
-        size = tl.minimum(magnitude, numbers.maximum)
-    else:  # the number after the largest one
-        size = tl.minimum(magnitude, numbers.maximum + (1 << codes.dropped))
-    return summing(size, codes)[0]
+    most = numbers.maximum
+    if FORM.overflow != "saturate":  # the number after the largest one
+        most = most + (1 << codes.dropped)
+    return summing(tl.minimum(magnitude, most), codes)[0]
 
 
 @triton.jit
@@ -131,8 +130,15 @@ def direct(
     is_nan = magnitude > infinity_bits(False)
     FOLLOWED: tl.constexpr = LAYOUT.next_is_beyond and (FORM.overflow != "nan" or not LAYOUT.infinity)
     SUMMED: tl.constexpr = LAYOUT.summed and FORM.by_addition and FORM.rounding == "nearest-even"
-    ENDS: tl.constexpr = SUMMED and (FORM.overflow == "saturate" or FOLLOWED)
-    if ENDS:
+    DIRECTED: tl.constexpr = FORM.by_sum and FORM.by_addition and not LAYOUT.integer
+    ENDS: tl.constexpr = (SUMMED or DIRECTED) and (FORM.overflow == "saturate" or FOLLOWED)
+    if ENDS and DIRECTED:
+        sum, binade = directed(magnitude, sign, numbers, FORM)
+        code = sum + (binade >> codes.dropped) - (codes.smallest_normal >> codes.dropped)
+        code = code & 0x003FFFFF
+        if FORM.overflow != "saturate":  # infinity becomes no finite number in any direction
+            code = tl.where(magnitude == infinity_bits(False), codes.beyond, code)
+    elif ENDS:
         code = _summed_code(magnitude, numbers, codes, FORM)
     elif FORM.by_noise:
         code = _drawn_code(magnitude, first, seed, numbers, codes, FORM, LAYOUT, COUNT)
@@ -152,7 +158,7 @@ def direct(
             code = tl.where(code > codes.most, codes.nan_code, code)
         else:
             code = tl.where(code > codes.most, codes.beyond, code)
-        if LAYOUT.nan == "above" and FORM.overflow != "nan":  # otherwise overflow becomes NaN
+        if LAYOUT.nan == "above" and (DIRECTED or FORM.overflow != "nan"):  # otherwise overflow becomes NaN
             code = tl.where(is_nan, codes.nan_code, code)
         above = 24 if LAYOUT.in_byte else 28 if LAYOUT.in_nibble else 31 - codes.sign_place
         side = (sign.to(tl.uint32, bitcast=True) >> tl.cast(above, tl.uint32)).to(tl.int32, bitcast=True)
@@ -171,13 +177,15 @@ def direct(
 def store(out, start, end, code, LAYOUT: tl.constexpr):
     """Write codes to those places from `start` on that are in 0 .. `end`; if packed, two per byte, the first low.
 
-    For packed codes both numbers are even.
+    For packed codes both numbers are even. Above a byte's bits codes are arbitrary.
     """
     COUNT: tl.constexpr = code.shape[0]
     if LAYOUT.packed:
         low, high = tl.split(tl.reshape(code, (COUNT // 2, 2)))
         places = (start >> 1) + tl.arange(0, COUNT // 2)
-        byte = (low & 15) | (high << 4)
+        if LAYOUT.integer:
+            low = low & 15
+        byte = low | (high << 4)
         tl.store(out + places, byte.to(out.dtype.element_ty), mask=(places >= 0) & (places < end >> 1))
     else:
         places = start + tl.arange(0, COUNT)
@@ -254,8 +262,14 @@ def encode(
 
 @triton.jit
 def _tell_nans(found, magnitude, WIDE: tl.constexpr):
-    """Set `found` to 1 if there are NaNs."""
-    if tl.reduce(magnitude, 0, tl.standard._elementwise_max) > infinity_bits(WIDE):
+    """Set `found` to 1 if there are NaNs, or infinities: those with zero have a sum only if there are none."""
+    if WIDE:
+        none = (magnitude & 0).to(tl.float64, bitcast=True)
+        products = magnitude.to(tl.float64, bitcast=True) * none
+    else:
+        none = (magnitude & 0).to(tl.float32, bitcast=True)
+        products = magnitude.to(tl.float32, bitcast=True) * none
+    if tl.reduce(products, 0, tl.standard._sum_combine) != 0.0:
         tl.store(found, 1)
 
 

@@ -62,6 +62,32 @@ def _rounded(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: t
 
 
 @triton.jit
+def directed(magnitude, sign, numbers, FORM: tl.constexpr):
+    """Return the bits of sums of numbers and powers of two that have the ulp of their neighbours, and binades.
+
+    The sums are rounded up, and so are numbers that have been given the sign that makes theirs this direction. Numbers
+    beyond the largest one become it, or the number after it.
+    """
+    if FORM.overflow == "saturate":
+        size = tl.minimum(magnitude, numbers.maximum)
+    else:
+        size = tl.minimum(magnitude, numbers.maximum + ((1 << numbers.dropped) - 1))
+    if FORM.rounding == "up":
+        side = sign
+    elif FORM.rounding == "down":
+        side = sign ^ -0x80000000
+    else:
+        side = (sign & 0) | -0x80000000
+    binade = tl.maximum(size & 0x7F800000, numbers.smallest_normal)
+    bits = binade + (numbers.dropped << 23)
+    value, power = (size | side).to(tl.float32, bitcast=True), (bits | side).to(tl.float32, bitcast=True)
+    sum = value + power
+    rest = (sum - power) - value  # zero is not -0
+    ulp = (bits - (23 << 23)) & (rest.to(tl.int32, bitcast=True) >> 31)
+    return (sum + ulp.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True), binade
+
+
+@triton.jit
 def raised(magnitude, sign, numbers, FORM: tl.constexpr):
     """Return what is added to a normal number's bits before the extra bits are cut."""
     one = (magnitude & 0) + 1
