@@ -1,7 +1,8 @@
 """Casts with a scale per block or row: maximum, scale, and values or codes, in one read.
 
-Division of fp32 numbers by a scale that is a power of two is exact. Division by any other scale is rounded once, which
-matters only for a quotient near the midpoint of two elements; these rare quotients are divided again in fp64.
+Division of fp32 numbers by a scale that is a power of two is exact. Other scales are mostly those of `usual`. Where it
+knows no way, division is rounded once, which matters only for a quotient near the midpoint of two elements; these rare
+quotients are divided again in fp64. All numbers are where `usual` does not serve for a program's.
 """
 
 import triton
@@ -90,6 +91,8 @@ def elements(
                     element, side = cast(quotient, sign, first, seed, numbers, EXACT, COUNT)
                 else:
                     element = element ^ 1
+    elif SHARING.near:  # only where `usual` does not serve
+        element, side = cast(again(magnitude, by, outer, SHARING), sign, first, seed, numbers, FORM, COUNT)
     else:
         quotient = quotients(magnitude, by, outer, SHARING)
         element, side = cast(quotient, sign, first, seed, numbers, FORM, COUNT)
