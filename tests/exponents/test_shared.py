@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
-from lowp.exponents import Flush, SharedExponents, class_of, scaling_of, table
+from lowp.exponents import Flush, SharedExponents, class_of, scaling_of, shared, table
 
 FLEX = parse("flex16+5:autoflex")
 
@@ -271,3 +271,24 @@ def test_headroom_is_kept_free() -> None:
             exponents.write(torch.tensor([1.5]), cast, "output of x")
             exponents.flush()
         assert exponents.exponent("output of x") == -14 + bits
+
+
+def test_the_unit_of_a_site_on_a_cpu_is_made_of_the_exponent_that_the_host_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exponents, site, known = SharedExponents(), "exp_avg_sq of 0.weight", shared.times
+    called = []
+    monkeypatch.setattr(shared, "times", lambda *given: (called.append(1), known(*given))[1])
+    for step in range(4):
+        exponents.write(torch.full((3,), 10.0**-step), FLEX, site)
+        unit = exponents.unit(site)
+        assert unit.dtype is torch.float32 and unit.dim() == 0 and unit.device.type == "cpu"
+        assert unit.item() == 2.0 ** exponents.exponent(site)
+        exponents.flush()
+    assert not called
+    (group,) = exponents._groups.values()
+    for exponent in (-150, -127, -126, 0, 126, 127):
+        group.exponents[0] = exponent
+        group.state.exponent[0] = exponent
+        assert torch.equal(exponents.unit(site), known(torch.ones(()), torch.tensor(exponent, dtype=torch.int32)))
+    assert len(called) == 3  # outside of the normal powers of two

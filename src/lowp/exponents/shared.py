@@ -34,7 +34,7 @@ from lowp.kernels import low_words, payloads
 from lowp.kernels.cpu_int16 import is_direct
 from lowp.kernels.int16_lists import exact_mantissas as exact_list
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
-from lowp.scaling.powers import times
+from lowp.scaling.powers import LARGEST_NORMAL, times
 
 __all__ = ["SharedExponents"]
 
@@ -418,7 +418,10 @@ class SharedExponents:
         Raises KeyError for a site that was never written.
         """
         group = next(group for group in self._groups.values() if site in group.names)
-        exponent = group.state.exponent[group.names[site]]
+        index = group.names[site]
+        if not isinstance(group, DeviceTable) and abs(group.exponents[index]) <= LARGEST_NORMAL:
+            return torch.full((), 2.0 ** group.exponents[index], dtype=torch.float32, device=group.device)
+        exponent = group.state.exponent[index]
         return times(torch.ones((), dtype=torch.float32, device=exponent.device), exponent)
 
     def summary(self) -> dict[str, Summary]:

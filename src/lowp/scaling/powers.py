@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["floor_log2", "fp32_power", "times"]
+__all__ = ["LARGEST_NORMAL", "floor_log2", "fp32_power", "times"]
 
-_SIDE = 126  # exponent range of normal fp32 powers of two: two factors reach every result
+LARGEST_NORMAL = (
+    126  # powers of two up to it, and their inverses, are normal fp32 numbers; two factors reach every result
+)
 
 
 def times(x: Tensor, exponent: Tensor) -> Tensor:
@@ -18,8 +20,8 @@ def times(x: Tensor, exponent: Tensor) -> Tensor:
     """
     if x.dtype is torch.float64:
         return torch.ldexp(x, exponent)
-    half = exponent.clamp(-2 * _SIDE, 2 * _SIDE) >> 1
-    return x * fp32_power(half) * fp32_power((exponent - half).clamp(-_SIDE, _SIDE + 1))
+    half = exponent.clamp(-2 * LARGEST_NORMAL, 2 * LARGEST_NORMAL) >> 1
+    return x * fp32_power(half) * fp32_power((exponent - half).clamp(-LARGEST_NORMAL, LARGEST_NORMAL + 1))
 
 
 def fp32_power(exponent: Tensor) -> Tensor:
