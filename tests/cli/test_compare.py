@@ -143,6 +143,7 @@ def test_without_matplotlib_the_json_is_written_and_it_says_so(
     ("arguments", "text"),
     [
         (("digts",), "unknown recipe 'digts'; did you mean digits or digits-hard?"),
+        (("train.py",), "compare whole runs of a script by lowp run --compare fp32,bf16 train.py"),
         (("digits", "--precision", "fp16,fp61"), "unknown precision 'fp61'; did you mean"),
         (("digits", "--seeds", "0"), "--seeds 0: give 1 or more"),
         (("digits", "--jobs", "0"), "--jobs 0: give 1 or more"),

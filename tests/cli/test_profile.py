@@ -303,6 +303,7 @@ def test_arguments_behind_a_script_are_the_script_s() -> None:
     assert split(["digits", "--steps", "5"]) == (["--steps", "5"], ["digits"])
     assert split(["--max-overhead=5%", "-m", "package.train", "--lr", "1"])[1] == ["-m", "package.train", "--lr", "1"]
     assert split(["--diff", "a", "b"]) == (["--diff", "a", "b"], [])
+    assert split(["--max-overhed", "3%", "train.py"]) == (["--max-overhed"], []), "refused by its name alone"
 
 
 def test_a_finding_is_explained(lowp: Callable[..., Any]) -> None:

@@ -119,6 +119,11 @@ def _check(arguments: argparse.Namespace) -> None:
     from lowp.errors import InvalidInput
     from lowp.recipes import get
 
+    if arguments.recipe.endswith(".py"):
+        raise InvalidInput(
+            f"{arguments.recipe} is a script, and lowp compare trains recipes: compare whole runs of a script by "
+            f"lowp run --compare fp32,bf16 {arguments.recipe}"
+        )
     get(arguments.recipe)
     for option, value, minimum in (("--seeds", arguments.seeds, 1), ("--jobs", arguments.jobs, 1)):
         if value is not None and value < minimum:

@@ -28,6 +28,7 @@ _VALUED = {
     "--batch", "--lr", "--seed", "--data", "--bits", "--cost", "--least-signal", "--device", "--precision",
     "--verify-steps",
 }  # fmt: skip
+_FLAGS = {"--diff", "--verify", "--help", "-h"}
 _VERIFIED = 40  # steps
 
 
@@ -119,6 +120,8 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     rest = list(arguments)
     while rest and (rest[0].startswith("-") and rest[0] != "-m"):
         name, equals, _ = rest[0].partition("=")
+        if name not in _VALUED and name not in _FLAGS:
+            return [rest[0]], []  # refused by name, not with what follows it
         count = 3 if name == "--diff" else 2 if name in _VALUED and not equals else 1
         own, rest = own + rest[:count], rest[count:]
     if rest and not _is_script(rest[0]):
