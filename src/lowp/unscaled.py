@@ -108,7 +108,7 @@ class UnscaledSteps:
                 f"step {number}: the loss or a gradient is infinite or NaN, and {self.name} has no loss scale that "
                 "skips such steps: the weights may no longer be finite. Resume an earlier checkpoint with a smaller "
                 f"learning rate, look at the inputs, or skip such steps: Precision({self.name!r}, "
-                "loss_scale='dynamic')",
+                "loss_scale='dynamic'), or --loss-scale dynamic in lowp run",
                 UserWarning,
                 stacklevel=4,
             )
