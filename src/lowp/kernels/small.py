@@ -46,6 +46,8 @@ class _Memory(NamedTuple):
     narrow: Tensor
     narrow_x: Tensor
     narrow_weight: Tensor
+    to_x: tuple[int, int]  # address and number of elements of `wide_x`
+    to_weight: tuple[int, int]
 
 
 _Shapes = tuple[torch.Size, torch.Size]
@@ -81,7 +83,7 @@ def sixteen_bits(dtype: torch.dtype) -> Product:
         if found is None:
             return None
         memory = found.pop() if found else _memory(x.shape, weight.shape, dtype)
-        wide, wide_x, wide_weight, narrow, narrow_x, narrow_weight = memory
+        wide, wide_x, wide_weight, narrow, narrow_x, narrow_weight, *_ = memory
         copy(narrow_x, x)
         copy(narrow_weight, weight)
         copy(wide, narrow)
@@ -92,13 +94,13 @@ def sixteen_bits(dtype: torch.dtype) -> Product:
     return run
 
 
-def rounded_by_library(to_x: Cast, to_weight: Cast) -> Product:
+def rounded_by_library(cast_of_x: Cast, cast_of_weight: Cast) -> Product:
     """Return the function of a linear layer whose fp32 operands are rounded in one pass each, with a result in fp32.
 
     Both casts are of `run.is_one_pass`. It serves finite operands, where the C++ library is used.
     """
     free, linear = _Free(), F.linear
-    for_x, for_weight = (parameters(to_x), scale_parameters(to_x)), (parameters(to_weight), scale_parameters(to_weight))
+    for_x, for_weight = ((parameters(to), scale_parameters(to)) for to in (cast_of_x, cast_of_weight))
 
     def run(x: Any, weight: Any, bias: Any) -> Tensor | None:
         if chosen() not in _BY_LIBRARY or not are_plain(x, weight, bias) or (own := cpu.library()) is None:
@@ -110,11 +112,10 @@ def rounded_by_library(to_x: Cast, to_weight: Cast) -> Product:
         if not at_x or not at_weight:  # without memory
             return None
         memory = found.pop() if found else _memory(x.shape, weight.shape, torch.float32)
-        _, wide_x, wide_weight, *_ = memory
+        _, wide_x, wide_weight, *_, to_x, to_weight = memory
         result = None
-        if not quantize(*for_x, at_x, wide_x.data_ptr(), wide_x.numel(), 0, 1):
-            if not quantize(*for_weight, at_weight, wide_weight.data_ptr(), wide_weight.numel(), 0, 1):
-                result = linear(wide_x, wide_weight, bias)
+        if not quantize(*for_x, at_x, *to_x, 0, 1) and not quantize(*for_weight, at_weight, *to_weight, 0, 1):
+            result = linear(wide_x, wide_weight, bias)
         found.append(memory)
         return result
 
@@ -149,4 +150,5 @@ def _memory(x: torch.Size, weight: torch.Size, dtype: torch.dtype) -> _Memory:
         if dtype is torch.float32:
             narrow = wide
         parts = [(one, one[:first].view(x), one[begin:end].view(weight)) for one in (wide, narrow)]
-    return _Memory(*parts[0], *parts[1])
+    spans = [(one.data_ptr(), one.numel()) for one in parts[0][1:]]
+    return _Memory(*parts[0], *parts[1], *spans)

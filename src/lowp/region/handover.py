@@ -131,7 +131,12 @@ def on_host(
             return ELSEWHERE
     if not has_tensors or (leaves and way.weights is not None and not weights.are_left(leaves)):
         return ELSEWHERE
-    return _without_cache(function, args, kwargs)
+    caches = _caches()  # as `_without_cache`
+    try:
+        _set_caches(False)
+        return function(*args, **kwargs)
+    finally:
+        _set_caches(caches)
 
 
 def handed_over(
