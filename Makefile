@@ -1,6 +1,7 @@
 # make demo    a virtual environment with lowp, then the main job
 # make test    what CI runs: style, types, layers, tests
 # make test-portable    the tests as other processors would run them: each library held to less than this machine has
+# make test-versions    a part of the tests with earlier versions of torch, installed into build/versions (5 GB each)
 # make sanitize    the kernel tests on a C++ library with AddressSanitizer and UndefinedBehaviorSanitizer (GCC)
 # PYTHON=python3.12 make test  chooses another interpreter; make test CXX=clang++  another compiler
 
@@ -30,7 +31,7 @@ SANITIZED := LOWP_CPU_LIBRARY=$(CURDIR)/build/sanitize/liblowp_cpu.so OMP_NUM_TH
   LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)"
 CMAKE := cmake
 
-.PHONY: demo test lint style types layers pytest slow test-portable sanitize clean
+.PHONY: demo test lint style types layers pytest slow test-portable test-versions sanitize clean
 
 demo: $(VENV)/installed
 	$(DEMO)
@@ -66,6 +67,9 @@ slow: $(VENV)/installed-dev
 
 test-portable: $(VENV)/installed-dev
 	$(BIN)/python tests/portable.py
+
+test-versions: $(VENV)/installed-dev
+	$(BIN)/python tests/versions.py
 
 sanitize: $(VENV)/installed-dev
 	$(CMAKE) -S . -B build/sanitize -DLOWP_SANITIZE=ON -DCMAKE_CXX_COMPILER=$(CXX)

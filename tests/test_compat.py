@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import versions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import lowp
 from lowp import compat
 from lowp.errors import Unavailable
+from lowp.region import context, engine
 
 
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.1+cu130", torch.__version__])
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cpu", "2.13.0", "2.13.1+cu130", torch.__version__])
 def test_the_tested_torch_passes_in_silence(version: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -29,9 +32,9 @@ def test_a_later_torch_in_the_range_is_announced() -> None:
         compat.check_torch("2.14.0a0+git1234567")
 
 
-@pytest.mark.parametrize("version", ["1.13.1", "2.9.1", "2.12.1+cpu", "2.15.0", "3.0.0"])
+@pytest.mark.parametrize("version", ["1.13.1", "2.9.1", "2.10.0+cpu", "2.15.0", "3.0.0"])
 def test_another_torch_is_refused(version: str) -> None:
-    text = f"lowp supports torch >=2.13,<2.15; this is torch {version}. Install one with: pip install 'torch==2.13.*'"
+    text = f"lowp supports torch >=2.11,<2.15; this is torch {version}. Install one with: pip install 'torch==2.13.*'"
     with pytest.raises(Unavailable, match=f"^{re.escape(text)}$"):
         compat.check_torch(version)
 
@@ -47,6 +50,29 @@ def test_the_range_is_the_one_that_pip_reads(repository: Path) -> None:
     )
     assert f'"torch>={low},<{limit}"' in (repository / "pyproject.toml").read_text()
     assert f"\ntorch=={tested}." in (repository / "constraints.txt").read_text()
+
+
+def test_the_versions_that_the_tests_run_with_cover_the_range_below_that_of_the_constraints() -> None:
+    minors = [tuple(map(int, version.split(".")[:2])) for version in versions.VERSIONS]
+    low, tested = compat.TORCH_MINIMUM, compat.TORCH_TESTED
+    assert minors == [(low[0], minor) for minor in range(low[1], tested[1])]
+    assert all((Path(versions.__file__).parent / one).exists() for one in versions.PART)
+
+
+def test_a_region_that_the_compiler_cannot_follow_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (engine, context):
+        monkeypatch.setattr(module, "COMPILES_REGIONS", False)
+    layer, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager")
+    with lowp.autocast("bf16"):
+        with pytest.raises(
+            Exception, match=r"follows a region of lowp from torch 2\.12 on; this is torch .*set_stance"
+        ):
+            compiled(x)
+        with torch.compiler.set_stance("force_eager"):
+            assert torch.equal(compiled(x), layer(x))
+    torch._dynamo.reset()
 
 
 def test_a_private_name_is_found() -> None:

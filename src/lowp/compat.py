@@ -22,9 +22,11 @@ from lowp.errors import Unavailable
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OneKey = TypeVar("_OneKey", bound=Callable[[Any], Any])
 
-# pyproject.toml requires TORCH_MINIMUM <= torch < TORCH_LIMIT. The tests run with the minimum, which constraints.txt
-# pins; a later torch within the range is accepted with a warning.
-TORCH_MINIMUM = (2, 13)
+# pyproject.toml requires TORCH_MINIMUM <= torch < TORCH_LIMIT. The tests run with TORCH_TESTED, which constraints.txt
+# pins, and, by tests/versions.py, with earlier versions; a later one within the range is accepted with a warning.
+TORCH_MINIMUM = (2, 11)
+# the first torch whose compiler passes objects to functions that are constant when compiled, as regions need
+TORCH_COMPILES_REGIONS = (2, 12)
 TORCH_TESTED = (2, 13)
 TORCH_LIMIT = (2, 15)
 _MOST_KEPT = 8192
@@ -35,16 +37,22 @@ def check_torch(version: str) -> None:
 
     `version` is torch's own text ("2.13.0+cpu", "2.14.0a0+git1234567"); only major.minor is compared.
     """
-    match = re.match(r"(\d+)\.(\d+)", version)
+    found = _parsed(version)
     wanted = f"lowp supports torch >={_dotted(TORCH_MINIMUM)},<{_dotted(TORCH_LIMIT)}"
-    if match is None:
+    if found is None:
         raise Unavailable(f"{wanted}; this torch has the version {version!r}, which cannot be read")
-    found = (int(match[1]), int(match[2]))
     if not TORCH_MINIMUM <= found < TORCH_LIMIT:
-        raise Unavailable(f"{wanted}; this is torch {version}. Install one with: pip install 'torch==2.13.*'")
+        raise Unavailable(
+            f"{wanted}; this is torch {version}. Install one with: pip install 'torch=={_dotted(TORCH_TESTED)}.*'"
+        )
     if found > TORCH_TESTED:
         message = f"lowp is tested with torch {_dotted(TORCH_TESTED)}, not yet with this torch {version}"
         warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def _parsed(version: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 @functools.cache
@@ -72,6 +80,16 @@ def constant_when_compiled(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_when_compiled
+def refuse_compiled_region() -> None:
+    """Raise Unavailable while torch.compile traces a call in a region that this torch's compiler cannot follow."""
+    raise Unavailable(
+        f"torch.compile follows a region of lowp from torch {_dotted(TORCH_COMPILES_REGIONS)} on; this is torch "
+        f"{torch.__version__}: call the compiled function under torch.compiler.set_stance('force_eager'), which runs "
+        "it uncompiled"
+    )
 
 
 def remembered(function: _OneKey) -> _OneKey:
@@ -275,6 +293,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 check_torch(torch.__version__)
+COMPILES_REGIONS = (_parsed(torch.__version__) or TORCH_LIMIT) >= TORCH_COMPILES_REGIONS
 _values = cast(Callable[[torch.Tensor], torch.Tensor], private("torch.Tensor._values"))
 _MKLDNN = private("torch._mkldnn")
 _forward_mode = cast(Any, private("torch.autograd.forward_ad"))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from grad_scaler.cases import NAN, batches, loss_of, make_model
 from torch import Tensor, nn
+from torch_versions import compiles_regions
 
 import lowp
 from lowp.recipes.training import Settings, Training, moved
@@ -201,6 +202,7 @@ def test_a_recipe_takes_steps_and_is_evaluated(device: str, name: str, preset: s
     assert "loss" in found
 
 
+@compiles_regions
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
 @pytest.mark.parametrize("kind", ["e4m3fn:stochastic", "bf16"])
 def test_what_is_compiled_has_the_numbers_of_eager_mode(device: str, kind: str) -> None:

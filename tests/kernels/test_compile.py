@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp.casts import Cast, parse
+from lowp.compat import COMPILES_REGIONS
 from lowp.kernels import bitwise, decode, encode, quantize, statistics, use
 from lowp.quantized import Quantized
 
@@ -71,7 +72,7 @@ def test_inductor_does_not_delete_a_cast(inductors: tuple[Tensor, list[Tensor]])
 @pytest.mark.parametrize("text", CASTS)
 def test_one_graph_gives_the_eager_bits(text: str) -> None:
     x = torch.randn(6, 40)
-    for given in (text, parse(text)):
+    for given in (text, parse(text)) if COMPILES_REGIONS else (text,):  # earlier compilers take no objects
         found = compiled(lambda x, given=given: quantize(x + 1, given, seed=5).sin(), backend="aot_eager")(x)
         assert torch.equal(found, quantize(x + 1, text, seed=5).sin())  # type: ignore[arg-type]
 

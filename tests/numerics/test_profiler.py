@@ -14,6 +14,7 @@ import torch
 from numerics.small import network, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch_versions import compiles_regions
 
 import lowp
 from lowp.errors import InvalidInput, Misuse
@@ -230,6 +231,7 @@ def test_looking_at_a_compiled_model_changes_no_number(share: str | None, diverg
     assert record.updates["body.0.weight"].present
 
 
+@compiles_regions
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_model_in_a_region_is_looked_at_beside_the_training_too() -> None:
     def trained(watched: bool) -> tuple[list[torch.Tensor], Record | None]:

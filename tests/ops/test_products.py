@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from ops.cases import CONTRACTIONS, sixteen_bit, under
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch_versions import compiles_regions
 
 from lowp import kernels
 from lowp.errors import Unavailable
@@ -279,6 +280,7 @@ def test_a_tensor_changed_in_place_before_backward_is_noticed() -> None:
         result.sum().backward()
 
 
+@compiles_regions
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
 @pytest.mark.parametrize(
     ("name", "rule"),

@@ -10,11 +10,14 @@ from region.small_model import Net, gradients
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
+from torch_versions import compiles_regions
 
 from lowp.ops import casting
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
 from lowp.region import autocast, context
+
+pytestmark = compiles_regions
 
 # one dtype of torch's own and one that is emulated, each in one of two places; compiling takes seconds
 AROUND = [pytest.param("fp16", marks=pytest.mark.slow), "e4m3fn"]

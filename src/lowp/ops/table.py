@@ -332,7 +332,7 @@ _STRUCTURAL = frozenset(
     block_diag histc histogram histogramdd result_type can_cast get_autocast_dtype is_autocast_enabled
     set_autocast_enabled set_autocast_dtype grad row_stack column_stack hstack vstack dstack sym_float sym_int sym_ite
     sym_max sym_min sym_not sym_sum sym_sqrt fft_fftshift fft_ifftshift bitwise_and bitwise_not bitwise_or bitwise_xor
-    bitwise_left_shift bitwise_right_shift gcd lcm
+    bitwise_left_shift bitwise_right_shift gcd lcm align_as align_to refine_names rename
     """.split()
 )
 _STRUCTURAL_SUFFIXES = ("_copy", "_scatter", "_inverse", "_like")

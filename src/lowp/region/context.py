@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowp import presets
 from lowp.callbacks import listed
-from lowp.compat import accelerator
+from lowp.compat import COMPILES_REGIONS, accelerator, refuse_compiled_region
 from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import SharedExponents, Spots
 from lowp.ops import table
@@ -124,6 +124,8 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         device_type: None = None,
         strict: bool = False,
     ) -> None:
+        if not COMPILES_REGIONS and torch.compiler.is_compiling():
+            refuse_compiled_region()
         if dtype is not None:
             raise InvalidInput(f"autocast({precision!r}, dtype={dtype}): a precision defines its formats: omit dtype")
         super().__init__()
@@ -161,6 +163,8 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         """
         if not self._enabled or not self.policy.rules:
             return func(*args, **(kwargs or {}))
+        if not COMPILES_REGIONS:
+            refuse_compiled_region()
         if self.policy.uses_paths:
             raise Unavailable(
                 "a policy with rules for module paths cannot be entered inside a compiled function, where modules "

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from lowp.compat import constant_when_compiled, is_transformed, private
+from lowp.compat import COMPILES_REGIONS, constant_when_compiled, is_transformed, private, refuse_compiled_region
 from lowp.errors import Unavailable
 from lowp.exponents import SharedExponents, SiteWriter, Tell
 from lowp.ops import table
@@ -91,6 +91,8 @@ class Engine(TorchFunctionMode):
         """Run one call by the rule that matches it."""
         kwargs = kwargs or {}
         if is_compiling():
+            if not COMPILES_REGIONS:
+                refuse_compiled_region()
             ours = self.active and self.is_ours(args, kwargs)
             return self.apply(func, args, kwargs) if ours else func(*args, **kwargs)
         if func in self.passing and self.look is None:

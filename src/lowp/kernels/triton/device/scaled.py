@@ -228,7 +228,8 @@ def keep(scales, places, mask, by, exponent, numbers, codes, sharing, SHARING: t
     if SHARING.power:
         kept = tl.where(poisoned, 0xFF, exponent - sharing.lowest).to(tl.int8)
     elif SHARING.outer:
-        code = encoded(by, by & 0, codes, SHARING.layout)
+        LAYOUT: tl.constexpr = SHARING.layout  # Triton 3.6 passes no tuple out of a tuple
+        code = encoded(by, by & 0, codes, LAYOUT)
         kept = code.to(tl.int8)
     else:
         kept = by

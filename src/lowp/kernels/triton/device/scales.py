@@ -69,19 +69,20 @@ def _rounded_ratio(largest, outer, numbers, sharing, SHARING: tl.constexpr):
     In fp32 between two bounds, or divided in fp64 where these are rounded differently. Six operations are in error by
     2**-24 or 2**-23 each, in all by less than 2**-20. Outer scales at the ends of fp32's range are left to fp64.
     """
+    FORM: tl.constexpr = SHARING.form  # Triton 3.6 passes no tuple out of a tuple
     divisor = float_of((largest & 0) + bits_of(outer)) * sharing.maximum
     inverse = inverted(divisor)
     low, high = (
         float_of(largest) * (inverse * 0.99999904632568359375),
         float_of(largest) * (inverse * 1.00000095367431640625),
     )
-    found, _sign = cast(bits_of(low) & 0x7FFFFFFF, largest & 0, 0, 0, numbers, SHARING.form, 1)
-    other, _sign = cast(bits_of(high) & 0x7FFFFFFF, largest & 0, 0, 0, numbers, SHARING.form, 1)
+    found, _sign = cast(bits_of(low) & 0x7FFFFFFF, largest & 0, 0, 0, numbers, FORM, 1)
+    other, _sign = cast(bits_of(high) & 0x7FFFFFFF, largest & 0, 0, 0, numbers, FORM, 1)
     is_plain = (bits_of(divisor) >= 0x01000000) & (bits_of(divisor) < 0x7E000000)
     if tl.reduce(((found != other) | (is_plain == 0)).to(tl.int32), 0, tl.standard._elementwise_max) > 0:
         if SHARING.again:
             wide = wide_of(largest) / sharing.maximum / outer.to(tl.float64)
-            found, _sign = cast(to_odd(wide), largest & 0, 0, 0, numbers, SHARING.form, 1)
+            found, _sign = cast(to_odd(wide), largest & 0, 0, 0, numbers, FORM, 1)
         else:
             found = found ^ 1
     return found

@@ -101,7 +101,8 @@ def _block(
     weights, rests, grads, averages, squares, inverse, rates, places, mask, form, WAY: tl.constexpr
 ):  # fmt: skip
     weight = _weight(weights, rests, places, mask, WAY.split)
-    gradient = _gradient(grads, inverse, places, mask, WAY.dtype, WAY.scaled, WAY.maximize)
+    DTYPE: tl.constexpr = WAY.dtype  # Triton 3.6 passes no string out of a tuple
+    gradient = _gradient(grads, inverse, places, mask, DTYPE, WAY.scaled, WAY.maximize)
     if WAY.adamw:
         weight = _adamw(weight, gradient, averages, squares, places, mask, rates, form, WAY.near)
     else:
