@@ -170,11 +170,16 @@ def _network() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
+def _no_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let optimizers of a torch built for CUDA not ask the driver, which may not be there, for a captured graph."""
+    check = "_accelerator_graph_capture_health_check"
+    monkeypatch.setattr(torch.optim.Optimizer, check, lambda self: None, raising=False)
+
+
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.usefixtures("as_on_a_device")
 def test_on_real_numbers_a_step_is_skipped_without_a_read(bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a torch built for CUDA asks the driver whether a graph is captured, which a machine without one lacks
-    monkeypatch.setattr(torch.optim.AdamW, "_accelerator_graph_capture_health_check", lambda self: None, raising=False)
+    _no_captures(monkeypatch)
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     optimizer, scaler = torch.optim.AdamW(parameters, lr=0.1, fused=True), lowp.GradScaler("cpu", init_scale=4.0)
     with HostReads("cpu"):
@@ -261,7 +266,10 @@ def test_a_momentum_with_dampening_costs_a_read_in_its_first_step() -> None:
 
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
-def test_another_optimizer_of_torchs_costs_the_one_read_that_torchs_own_scaler_makes(name: str) -> None:
+def test_another_optimizer_of_torchs_costs_the_one_read_that_torchs_own_scaler_makes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _no_captures(monkeypatch)
     parameter = nn.Parameter(torch.ones(3))
     optimizer, scaler = PLAIN[name]([parameter]), lowp.GradScaler("cpu")
     parameter.grad = torch.ones(3)
