@@ -21,7 +21,7 @@ from lowp.compat import remembered, with_tangents
 from lowp.errors import Misuse
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import is_castable, is_irregular, is_plain, native_dtype, shield
-from lowp.ops.signature import into_out, without_out
+from lowp.ops.signature import can_hold, into_out, plain, without_out
 from lowp.policy import Rule
 
 __all__ = [
@@ -44,11 +44,6 @@ __all__ = [
 ]
 
 _Change = Callable[[Tensor], Tensor]
-
-
-def plain(call: Call) -> Any:
-    """Run the op unchanged."""
-    return call.func(*call.args, **call.kwargs)
 
 
 def wide(call: Call) -> Any:
@@ -234,7 +229,8 @@ def run_changed(call: Call, change: _Change, finish: _Change | None = None) -> A
     if finish is not None:
         result = changed(result, finish)
     if target is not None:
-        return target.copy_(result)
+        # torch refuses to write floats into integers, or complex numbers into real ones, which `copy_` would cut
+        return target.copy_(result) if can_hold(target.dtype, result.dtype) else plain(call)
     if "out" not in call.kwargs or out is None:
         return result
     if isinstance(out, (tuple, list)):

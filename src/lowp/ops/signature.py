@@ -48,13 +48,25 @@ def without_out(call: Call) -> tuple[Call, Tensor | None]:
     return call.given(call.args, kwargs), out
 
 
+def can_hold(own: torch.dtype, other: torch.dtype) -> bool:
+    """Whether torch writes results of a dtype into tensors of `own`: `torch.can_cast`, which torch.compile traces."""
+    if own is torch.bool:
+        return other is torch.bool
+    return own.is_complex or not (other.is_complex or (other.is_floating_point and not own.is_floating_point))
+
+
 def into_out(call: Call, result: Tensor, out: Tensor | None) -> Tensor:
     """Return `result`, written into `out` if the call gave one, as torch's out= functions do.
 
-    Raises RuntimeError if autograd would have to record the write, as torch does.
+    Raises RuntimeError, as torch does, if autograd would have to record the write, and if floats would be written into
+    integers or complex numbers into real ones.
     """
     if out is None:
         return result
+    if not can_hold(out.dtype, result.dtype):
+        raise RuntimeError(
+            f"{call.op}(): result type {result.dtype} can't be cast to the desired output type {out.dtype}"
+        )
     if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
         raise RuntimeError(
             f"{call.op}(): functions with out=... arguments don't support automatic differentiation, but one of the "

@@ -144,6 +144,29 @@ def test_in_place_and_out_forms_write_what_they_compute() -> None:
     assert region.exponents is not None and region.exponents.sites() == ["output of mul", "output of exp"]
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, count: count.mul_(2.5),
+        lambda x, count: count.__itruediv__(2),
+        lambda x, count: count.add_(x),
+        lambda x, count: (count > 1).add_(count),
+        lambda x, count: x.mul_(torch.full((3,), 1j)),
+        lambda x, count: torch.add(x, 1.5, out=count),
+        lambda x, count: torch.mul(x, torch.full((3,), 1j), out=x),
+    ],
+)
+def test_results_that_a_type_cannot_hold_are_refused_as_by_torch(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x, count = torch.full((3,), 0.5), torch.arange(3)
+    with pytest.raises(RuntimeError, match=r"result type .* can't be cast to the desired output type"):
+        write(x, count)
+    with lowp.autocast("flex16+5"):
+        with pytest.raises(RuntimeError, match=r"result type .* can't be cast to the desired output type"):
+            write(x, count)
+        assert torch.equal(count.add_(2), torch.arange(3) + 2)
+    assert torch.equal(x, torch.full((3,), 0.5))
+
+
 def test_attention_and_recurrent_networks_are_written_once() -> None:
     region = lowp.autocast("flex16+5")
     q = flexed(1, 2, 5, 4)
