@@ -60,8 +60,10 @@ def test_tensors_become_int16_by_vectors_whatever_the_rounding() -> None:
         assert "LDG.E.128" in found.sass and "STG.E." in found.sass
 
 
-def test_divisions_of_rare_groups_spill_nothing() -> None:
-    check(ahead.shared("int8", torch.float32, True), 100, MOST)
+@pytest.mark.parametrize("capability", [75, 100])
+def test_divisions_of_rare_groups_spill_nothing(capability: int) -> None:
+    check(ahead.shared("int8", torch.float32, True), capability, MOST)
+    check(ahead.shared("int8", torch.float32, False), capability, MOST)
 
 
 def test_integer_products_run_on_tensor_cores() -> None:

@@ -2,7 +2,7 @@
 
 Division of fp32 numbers by a scale that is a power of two is exact. Other scales are mostly those of `usual`. Where it
 knows no way, division is rounded once, which matters only for a quotient near the midpoint of two elements; these rare
-quotients are divided again in fp64. All numbers are where `usual` does not serve for a program's.
+quotients are divided again in fp64. All numbers under one level of scales are where `usual` does not serve.
 """
 
 import triton
@@ -56,11 +56,23 @@ def _over_power(magnitude, by, SHARING: tl.constexpr):
 
 @triton.jit
 def again(magnitude, by, outer, SHARING: tl.constexpr):
-    """Return `quotients` computed in fp64, rounded to odd."""
+    """Return `quotients` computed in fp64, rounded to odd.
+
+    Midpoints of elements have at most 9 bits, so that a quotient of two fp32 numbers is one, or 2**-33 of itself away:
+    a product with the inverse of a scale, rounded to 41 bits, is on the same side, or is the midpoint. For codes this
+    needs fewer registers than division, whose calls spill them; for values it needs more.
+    """
     divisor = wide_of(by)
-    if SHARING.outer:
-        divisor = divisor * outer.to(tl.float64)
-    wide = wide_of(magnitude) / tl.where(by == 0, 1.0, divisor)
+    if SHARING.codes and not SHARING.outer:
+        inverse = (1.0 / float_of(by)).to(tl.float64)
+        inverse = inverse * (2.0 - divisor * inverse)
+        inverse = inverse * (2.0 - divisor * inverse)
+        bits = (wide_of(magnitude) * inverse).to(tl.int64, bitcast=True)
+        wide = ((bits + 0x800) & -0x1000).to(tl.float64, bitcast=True)
+    else:
+        if SHARING.outer:
+            divisor = divisor * outer.to(tl.float64)
+        wide = wide_of(magnitude) / tl.where(by == 0, 1.0, divisor)
     return tl.where(by == 0, tl.where(magnitude > 0x7F800000, magnitude, 0), to_odd(wide))
 
 
@@ -91,7 +103,7 @@ def elements(
                     element, side = cast(quotient, sign, first, seed, numbers, EXACT, COUNT)
                 else:
                     element = element ^ 1
-    elif SHARING.near:  # only where `usual` does not serve
+    elif SHARING.near and not SHARING.outer:  # only where `usual` does not serve
         element, side = cast(again(magnitude, by, outer, SHARING), sign, first, seed, numbers, FORM, COUNT)
     else:
         quotient = quotients(magnitude, by, outer, SHARING)
