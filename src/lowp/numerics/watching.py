@@ -44,13 +44,11 @@ from lowp.ops.casting import functorch_is_active
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 
-__all__ = ["WatchMode", "guessed_cost"]
+__all__ = ["WatchMode"]
 
 _READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs are looked at
 _SENSITIVE = ("contraction", "norm", "softmax")  # classes whose activations policies round
 _SAMPLED = 2048  # numbers of an activation that are kept until its gradient arrives
-# where guesses of what a look costs begin, in seconds; looks that were made correct them
-_A_TENSOR, _A_NUMBER, _TENSORS = 5e-5, 3e-9, 4
 
 
 class WatchMode(TorchFunctionMode):
@@ -388,13 +386,6 @@ class WatchMode(TorchFunctionMode):
         self._weight_gradients.clear()
         self.part.prints[self.step] = self._prints
         return self.part
-
-
-def guessed_cost(module: nn.Module, written: int) -> float:
-    """What a look at a module that writes so many numbers may take, in seconds, before one was made."""
-    own = [one.numel() for one in module.parameters(recurse=False)]
-    # input, output and gradient; of a parameter value, gradient and update, which is counted twice
-    return (_TENSORS + _TENSORS * len(own)) * _A_TENSOR + (_TENSORS * sum(own) + 3 * written) * _A_NUMBER
 
 
 def _multiplications(op: str, args: tuple[Any, ...], output: Tensor) -> int:
