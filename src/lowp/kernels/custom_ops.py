@@ -29,7 +29,7 @@ _SIGN = 1 << 63
 def quantize(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: Tensor | None = None) -> Tensor:
     """`lowp.quantize` as an operator."""
     scale, zero_point = _tensors(scale, x)
-    arguments = (x, _text(cast), scale, zero_point, *_seed(seed))
+    arguments = _unwrapped(x, _text(cast), scale, zero_point, *_seed(seed))
     if tracing.is_transformed():
         # every transform has a rule for copy_, and none for an operator that writes
         result = torch.ops.lowp.quantize(*arguments) if tracing.is_functionalized() else _apply(*arguments)
@@ -62,7 +62,7 @@ def encode(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, packed:
 
 def decode(codes: Tensor, format: str | Format | Cast, dtype: torch.dtype, packed: bool, length: int | None) -> Tensor:
     """`lowp.decode` as an operator."""
-    result: Tensor = torch.ops.lowp.decode(codes, _text(format), dtype, packed, length)
+    result: Tensor = torch.ops.lowp.decode(tracing.unwrapped(codes), _text(format), dtype, packed, length)
     return result
 
 
@@ -110,6 +110,11 @@ def _draw(seed: int, seed_tensor: Tensor | None, offset: int) -> Seed:
 def _tensors(scale: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     first, second = scale if isinstance(scale, tuple) else (scale, None)
     return _tensor(first, x), _tensor(second, x)
+
+
+def _unwrapped(*arguments: Any) -> tuple[Any, ...]:
+    """Return the arguments of an operator, with what they wrap for tensors that outlived their transform."""
+    return tuple([tracing.unwrapped(one) if isinstance(one, Tensor) else one for one in arguments])
 
 
 def _tensor(scale: Any, x: Tensor) -> Tensor | None:
@@ -162,7 +167,8 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        return torch.ops.lowp.quantize(*arguments)  # type: ignore[no-any-return]
+        # inside of the transform, where tensors of one that has ended cannot be told from others, they stay wrapped
+        return torch.ops.lowp.quantize(*_unwrapped(*arguments))  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(context: Any, inputs: Any, output: Any) -> None:

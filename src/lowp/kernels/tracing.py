@@ -43,6 +43,15 @@ def is_eager(x: Tensor) -> bool:
     return is_quiet() and is_real(x)
 
 
+def unwrapped(x: Tensor) -> Tensor:
+    """Return what x wraps if it outlived its torch.func transform, else x; for operators, which torch does not unwrap.
+
+    Raises torch's RuntimeError for a tensor that outlived torch.func.vmap.
+    """
+    is_dead = not is_compiling() and _transform() is None and is_wrapped(x)
+    return x.view_as(x) if is_dead else x
+
+
 def is_transformed() -> bool:
     """Whether the call is inside torch.func or forward-mode differentiation."""
     return not is_compiling() and (_transform() is not None or forward_ad._current_level >= 0)

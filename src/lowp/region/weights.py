@@ -258,7 +258,10 @@ class WeightCasts:
     def _sign(self, weight: Tensor) -> _Sign | None:
         """Return the sign that a later use compares; None if other code may write the weight unnoticed."""
         one_holder, one_name = _one_holder()
-        if sys.getrefcount(weight.untyped_storage()) != one_name:  # before a local name refers to it
+        try:
+            if sys.getrefcount(weight.untyped_storage()) != one_name:  # before a local name refers to it
+                return None
+        except NotImplementedError:  # a tensor that outlived its torch.func transform has no storage
             return None
         storage = weight.untyped_storage()
         if _storage_holders(storage._cdata) != one_holder or not storage.resizable():
