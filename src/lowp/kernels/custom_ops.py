@@ -167,7 +167,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        # inside of the transform, where tensors of one that has ended cannot be told from others, they stay wrapped
+        # within a transform `quantize` cannot tell a tensor of an ended one from its own; here no transform is left
         return torch.ops.lowp.quantize(*_unwrapped(*arguments))  # type: ignore[no-any-return]
 
     @staticmethod
