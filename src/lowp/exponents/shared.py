@@ -30,8 +30,8 @@ from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer
 from lowp.exponents.summary import Summary, summarised
 from lowp.exponents.table import ExponentTable, Flush, SumEntry
 from lowp.exponents.weights import WeightSteps
-from lowp.kernels import low_words, payloads
-from lowp.kernels.cpu_int16 import is_direct
+from lowp.kernels import low_words, payloads, squares
+from lowp.kernels.cpu_int16 import Seen, is_direct
 from lowp.kernels.int16_lists import exact_mantissas as exact_list
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
 from lowp.scaling.powers import LARGEST_NORMAL, times
@@ -215,6 +215,22 @@ class SharedExponents:
         indices = [self._begun(group, site) for site in chosen]
         group.write_list_(list(chosen.values()), indices)
         self._note_faults(group, zip(chosen, indices, strict=True))
+
+    def square_entry(self, x: Tensor, cast: Cast, site: str) -> SumEntry | None:
+        """Return the entry under which `squares.write_` may write x, in fp32; None, with nothing done, if it may not.
+
+        It may not where `write` has to see the root: as for `sum_entries`, `apart`, where a root may need a second
+        word, and where `squares` does not serve x.
+        """
+        if self._is_apart or max(x.shape, default=0) >= low_words.FEATURES:
+            return None
+        found = self.sum_entries(cast, [site])
+        return found[0] if found is not None and squares.serves(x, found[0].exponent) else None
+
+    def note(self, site: str, entry: SumEntry, seen: Seen) -> None:
+        """Note what was seen of a tensor that was written under an entry of a site."""
+        entry.table.note(entry.place, seen)
+        self._note_faults(entry.table, ((site, entry.place),))
 
     def begin_steps(
         self, weights: Sequence[Tensor], cast: Cast, sites: Sequence[tuple[str, str]]

@@ -29,6 +29,7 @@ from lowp.optim.model_state import Attachment, StoredModel, attach, own
 from lowp.optim.names import given_names
 from lowp.optim.shards import is_sharded
 from lowp.optim.skipping import begin_momentum, starts_momentum, steps_by_itself
+from lowp.optim.squares import Squares
 from lowp.optim.state_dicts import entries_by_parameter, parameters_of, with_loading_hooks, with_saving_hooks
 from lowp.optim.storage import Storage
 from lowp.optim.wrapper import Wrapper
@@ -266,20 +267,26 @@ class FlexWeights(Wrapper):
                 self._write_step(parameter, old)
 
     def _write_states(self, trained: Iterable[Tensor]) -> None:
-        """Write what the inner optimizer keeps of the parameters; all at once but for means of squares."""
+        """Write what the inner optimizer keeps of the parameters; all at once where that is possible."""
         moments: dict[str, Tensor] = {}
+        squares = Squares(self.exponents, self._write_square_)
         for parameter in trained:
             for key, value in self.inner.state.get(parameter, {}).items():
                 if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0):
                     continue
                 site = _state(key, self._names[parameter])
                 if key in SQUARES:
-                    value.copy_(self._rounded_square(value, site))
+                    is_seen = self._is_skipped is not None or step(site.name) is not None
+                    if is_seen or not squares.take(value, self.cast, site):
+                        squares.write()  # sites are written in order
+                        self._write_square_(value, site)
                 elif value.dtype is not torch.float32 or str(site) in moments:
+                    squares.write()
                     self._write_(value, site)
                 else:
                     self._tell(value, site)
                     moments[str(site)] = value
+        squares.write()
         self.exponents.write_list_(list(moments.values()), self.cast, list(moments))
 
     def _write_step(self, parameter: Tensor, old: Tensor | Mantissas) -> None:
@@ -401,6 +408,9 @@ class FlexWeights(Wrapper):
         result = self._rounded(x, site, unless_exact)
         if result is not x:
             x.copy_(result)
+
+    def _write_square_(self, x: Tensor, site: _Site) -> None:
+        x.copy_(self._rounded_square(x, site))
 
     def _rounded_square(self, x: Tensor, site: _Site) -> Tensor:
         """Return a non-negative x as squares of values of the format; nonzero elements stay nonzero.
