@@ -29,7 +29,7 @@ from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.mantissas import values
 from lowp.ops.call import Call
 from lowp.ops.casting import edge, shield
-from lowp.ops.generic import changed, is_out_of_place
+from lowp.ops.generic import changed, is_out_of_place, tensors_of
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, rounded_gradient
 from lowp.ops.observing import role_of
 
@@ -64,6 +64,10 @@ class Fp32Function(ABC):
         """Return which tensors the gradients of the wanted tensors need."""
         return [True] * len(wanted)
 
+    def held(self) -> list[Tensor]:
+        """Return what backward reads beside the fp32 tensors, as indices: saved, so that writes to it are noticed."""
+        return []
+
     def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
         """Return the gradients of the wanted tensors."""
         with torch.enable_grad():
@@ -92,6 +96,9 @@ class _Again(Fp32Function):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def held(self) -> list[Tensor]:
+        return [one for one in tensors_of((self.args, self.kwargs)) if one.numel()]
 
     def plain(self, tensors: Tensors) -> Tensor:
         given = iter(tensors)
@@ -329,7 +336,7 @@ class _Computed(torch.autograd.Function):
     def forward(ctx: Any, plan: _Plan, saved: list[Tensor | None], *tensors: Tensor | None) -> Tensor:
         result, small = plan.fused.forward(tensors)
         ctx.plan = plan
-        ctx.save_for_backward(*saved, *small)
+        ctx.save_for_backward(*saved, *small, *plan.fused.held())
         with shield():
             return plan.out.write(result, OUTPUT_ROLE, in_place=_is_alone(result, [*tensors, *small]))
 
