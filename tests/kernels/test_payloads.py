@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu, payloads
+from lowp.kernels import cpu, payloads, use
 
 FLEX, DFP = parse("flex16+5"), parse("dfp16")
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="without the library each reader rounds for itself")
@@ -160,3 +160,17 @@ def test_without_the_library_the_answers_are_the_same(monkeypatch: pytest.Monkey
     assert stands_for(x) and stands_for(x[3:, 2:])
     x.numpy()[20, 20] += 1.0
     assert stands_for(x) and stands_for(x[3:, 2:])
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "bitwise"])
+def test_the_lowest_mantissa_is_exact_under_the_exponent_that_is_kept(kernel: str) -> None:
+    if kernel == "cpu" and cpu.library() is None:
+        pytest.skip("the C++ library was not built")
+    cast = parse("flex16+5")
+    with use(kernel):
+        x = torch.tensor([-32768.0, 3.0, 0.0]) * 2.0**-9
+        assert not payloads.is_exact(x, cast)  # under the exponent of its own maximum
+        payloads.keep(x, cast.format, -9)
+        assert payloads.is_exact(x, cast)
+        x[1] += 2.0**-11
+        assert not payloads.is_exact(x, cast)

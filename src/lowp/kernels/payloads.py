@@ -306,7 +306,7 @@ def _computed(x: Tensor, cast: Cast, exponent: int | None) -> Mantissas | None:
     """Return x as exact mantissas, under the given exponent if possible."""
     x = x.detach().contiguous()
     if exponent is not None and abs(exponent) <= _LARGEST:
-        found = exact_mantissas(x, cast, exponent)
+        found = exact_mantissas(x, cast, exponent) if uses_library() else _exact_under(x, cast, exponent)
         if (
             found is not None
             and found.seen is not None
@@ -315,6 +315,12 @@ def _computed(x: Tensor, cast: Cast, exponent: int | None) -> Mantissas | None:
             return found
     exponent = exact_exponent(x, cast)
     return None if exponent is None else to_mantissas(x, cast, exponent)
+
+
+def _exact_under(x: Tensor, cast: Cast, exponent: int) -> Mantissas | None:
+    """Return x as exact mantissas under this exponent, in torch operations; None if it is not in the format."""
+    found = to_mantissas(x, cast, exponent)
+    return found if torch.equal(values(found.payload, exponent).to(x.dtype), x) else None
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
