@@ -22,9 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp import distributed
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import GradScaler
+from lowp.loss_scale import LossScale
 from lowp.numerics.record import Key, Record
+from lowp.policy import Policy
 from lowp.precision import Precision
 
 RANKS = 2
@@ -242,6 +244,64 @@ def profiles(rank: int) -> list[Any]:
     return [found, profile.record.tensors[INPUT].count, profile.record.tensors[INPUT].maximum]
 
 
+MISMATCHES: list[tuple[Callable[[], Precision], Callable[[], Precision], str]] = [
+    (lambda: Precision("fp16"), lambda: Precision("bf16"), "fp16 with loss_scale.kind = dynamic"),
+    (lambda: Precision("fp32"), lambda: Precision("fp16"), "fp32 with loss_scale.kind = none"),
+    (lambda: Precision("bf16"), lambda: Precision("bf16-storage"), "bf16 with masters = none"),
+    (lambda: Precision("fp8"), lambda: Precision("mxfp8"), "fp8 with "),
+    (lambda: Precision("e4m3fn"), lambda: Precision("e4m3fn:stochastic"), 'input = "e4m3fn:saturate" on rank 0'),
+    (lambda: Precision("flex16+5"), lambda: Precision("flex16+5:frozen"), 'parameters = "flex16+5:frozen" on rank 1'),
+    (lambda: _scaled("dynamic(256)"), lambda: _scaled("dynamic(1024)"), "loss_scale.initial = 1024.0 on rank 1"),
+    (lambda: _scaled(128), lambda: _scaled("dynamic"), "loss_scale.kind = static on rank 0"),
+    (lambda: _scaled(_growing(10)), lambda: _scaled(_growing(20)), "loss_scale.interval = 20 on rank 1"),
+    (lambda: _stored(seed=0), lambda: _stored(seed=1), "bf16-storage with seed = 1 on rank 1"),
+    (lambda: _stored(masters="split"), lambda: _stored(masters="stochastic"), "masters = stochastic on rank 1"),
+    (lambda: Precision("fp16", accumulate="fp16/16"), lambda: Precision("fp16"), "fp16 with other rules on rank 1"),
+]
+
+
+def _scaled(loss_scale: Any) -> Precision:
+    return Precision("fp16", loss_scale=loss_scale)
+
+
+def _growing(interval: int) -> LossScale:
+    return LossScale("dynamic", 1024.0, interval=interval)
+
+
+def _stored(**options: Any) -> Precision:
+    return Precision("bf16-storage", **options)
+
+
+def mismatches(rank: int) -> list[str]:
+    """Prepare a model in other precisions than the other rank, and in the same; return the errors that are raised."""
+    found = []
+    for one in MISMATCHES:
+        model = nn.Linear(2, 2)
+        with pytest.raises(Misuse) as caught:
+            one[rank]().prepare(model)
+        assert model.weight.dtype == torch.float32
+        found.append(str(caught.value))
+    for same in ("fp8", torch.float16 if rank else "fp16", Policy(name=f"of rank {rank}")):
+        precision = Precision(same)
+        for _ in range(2 + rank):  # compared once
+            precision.prepare(nn.Linear(2, 2))
+    return found
+
+
+def prepared_alone(rank: int) -> list[str]:
+    """Only rank 0 prepares a model; what the ranks exchange next is not mixed with it."""
+    patience, distributed._PATIENCE = distributed._PATIENCE, 0.1
+    said = []
+    if rank == 0:
+        with pytest.warns(UserWarning, match="for other ranks to prepare") as caught:
+            Precision("fp32").prepare(nn.Linear(2, 2))
+        said = [str(one.message) for one in caught]
+    DistributedDataParallel(nn.Linear(2, 2))
+    distributed._PATIENCE = patience
+    Precision("bf16").prepare(nn.Linear(2, 2))  # no longer compared
+    return said
+
+
 JOBS = {
     job.__name__: job
     for job in (
@@ -254,6 +314,8 @@ JOBS = {
         maxima,
         first_scales,
         profiles,
+        mismatches,
+        prepared_alone,  # the last, since it ends all comparisons
     )
 }
 
@@ -329,6 +391,18 @@ def test_ranks_begin_with_one_scale_where_one_of_them_cannot_search(result: Any)
     for found in result(first_scales):
         for kind in ("static", "sharded", "nan", "reentrant"):
             assert found[kind] == [(32768.0, 1), (16384.0, 2)], kind
+
+
+def test_ranks_that_prepare_other_precisions_all_raise_with_both_named(result: Any) -> None:
+    first, second = result(mismatches)
+    assert first == second
+    for text, (_, _, said) in zip(first, MISMATCHES, strict=True):
+        assert said in text and "on rank 0 and" in text and "on rank 1. Give all ranks the same" in text
+
+
+def test_a_rank_that_prepares_alone_waits_no_longer_than_its_patience(result: Any) -> None:
+    said = "rank 0 has waited 0.1 s for other ranks to prepare a model: whether all ranks train in one precision is "
+    assert result(prepared_alone) == [[said + "not compared"], []]
 
 
 def test_a_maximum_is_taken_over_a_group(result: Any) -> None:

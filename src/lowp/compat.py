@@ -275,6 +275,11 @@ def gathered_parameters(module: Any) -> Iterator[tuple[torch.nn.Parameter, torch
                 yield whole, one.sharded_param
 
 
+def rendezvous_store() -> Any:
+    """Return the store by which the ranks of the default group have found each other; None if it has none (MPI)."""
+    return cast(Any, private("torch.distributed.distributed_c10d._get_default_store"))()
+
+
 def hooks_after_accumulation(parameter: torch.Tensor) -> dict[int, Any]:
     """The hooks that run once a parameter's gradient is accumulated, as torch looks them up; {} where there is none."""
     found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed
 
-from lowp.errors import InvalidInput
+from lowp.compat import rendezvous_store
+from lowp.errors import InvalidInput, Misuse
+
+_PATIENCE = 30.0  # seconds in which all ranks should have prepared a model
 
 # None: this rank alone.
 Group: TypeAlias = "torch.distributed.ProcessGroup | None"
@@ -74,6 +79,59 @@ def gather(value: object, group: Group) -> list[Any]:
     found: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(found, value, group=group)
     return found
+
+
+def require_same_precision(name: str, lines: Sequence[str]) -> None:
+    """Raise Misuse, on all ranks, if one describes its precision by other lines; the n-th calls of all belong together.
+
+    Ranks meet in the store by which they found each other, not in a collective: that would hang, or be taken for
+    another one, if a rank never calls this. Here it is a warning after 30 s, and the end of all such comparisons.
+    """
+    if (whole := rendezvous_store()) is None:
+        return
+    from torch.distributed.distributed_c10d import PrefixStore  # no build without ranks has it
+
+    store, own = PrefixStore("lowp", whole), "\n".join([str(rank()), name, *lines])
+    try:
+        if store.check(["given up"]):
+            return
+        here = PrefixStore(str(store.add(f"calls of rank {rank()}", 1)), store)
+        first = here.compare_set("first", "", own).decode()
+        if _lines(first) != list(lines):
+            here.compare_set("other", "", own)
+        if _lines(first) != list(lines) or here.add("equal", 1) == torch.distributed.get_world_size():
+            here.set("is known", "")
+    except RuntimeError:  # the store of torch's fake backend has no methods
+        return
+    try:
+        here.wait(["is known"], timedelta(seconds=_PATIENCE))
+    except RuntimeError:
+        store.set("given up", "")
+        warnings.warn(
+            f"rank {rank()} has waited {_PATIENCE:g} s for other ranks to prepare a model: whether all ranks train in "
+            "one precision is not compared",
+            UserWarning,
+            stacklevel=5,
+        )
+        return
+    if here.check(["other"]):
+        raise Misuse(_difference(first, here.get("other").decode()))
+
+
+def _lines(text: str) -> list[str]:
+    return text.split("\n")[2:]
+
+
+def _difference(*texts: str) -> str:
+    said = []
+    for text, other in sorted(zip(texts, reversed(texts), strict=True), key=lambda pair: int(pair[0].split("\n")[0])):
+        alone = [line.strip() for line in _lines(text) if line not in _lines(other)]
+        at, name, *_ = text.split("\n")
+        said.append(f"{name} with {alone[0] if alone else 'other rules'} on rank {at}")
+    return (
+        f"the ranks differ in precision: {' and '.join(said)}. Give all ranks the same precision, policy, loss scale, "
+        "masters and seed"
+    )
 
 
 def own_device(kind: str) -> torch.device:

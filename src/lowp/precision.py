@@ -86,6 +86,7 @@ class Precision:
         self._device = torch.device("cpu")
         self._storing = self._new_storing()
         self._models: list[Callable[[], nn.Module | None]] = []  # that were prepared
+        self._is_compared = False  # with the precisions of other ranks
         self._unscaled = UnscaledSteps(preset.name, self.exponents)
 
     # -- a training step, in the order of its calls ---------------------------------------------------------------
@@ -117,6 +118,7 @@ class Precision:
         if not isinstance(model, nn.Module):
             raise TypeError(f"prepare takes a torch module and its optimizer, not {type(model).__name__}")
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._require_same_on_all_ranks()
         if self._storing is not None:
             self._storing.model(model)
         if self._scaler is None:
@@ -130,8 +132,14 @@ class Precision:
         """Do what `prepare` does to an optimizer of prepared models; returns it, or the wrapper to be used for it."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"prepare_optimizer takes a torch optimizer, not {type(optimizer).__name__}")
+        self._require_same_on_all_ranks()
         prepared: Any = optimizer if self._storing is None else self._storing.optimizer(optimizer)
         return cast("AnyOptimizer", prepared)
+
+    def _require_same_on_all_ranks(self) -> None:
+        if not self._is_compared and distributed.has_other_ranks():
+            distributed.require_same_precision(self.preset.name, precision_state.lines_of(self.preset, self.seed))
+            self._is_compared = True
 
     def _watch(self, model: nn.Module) -> None:
         """Give names to a model's parameters in reports, and restore its running statistics when a step is skipped."""

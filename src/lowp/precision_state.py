@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 from lowp.errors import InvalidInput, brief
@@ -9,10 +10,17 @@ from lowp.policy import Policy
 from lowp.presets import Preset
 from lowp.rng_state import check_rng_states
 
-__all__ = ["VERSION", "check"]
+__all__ = ["VERSION", "check", "lines_of"]
 
 VERSION = 1
 _ENTRIES = ("name", "policy", "loss_scale", "masters", "scaler", "steps", "skipped_steps", "seed", "random")
+
+
+def lines_of(preset: Preset, seed: int) -> list[str]:
+    """Return, line by line, what has to be equal on all ranks of a training; names may differ."""
+    scale = [f"loss_scale.{name} = {value}" for name, value in asdict(preset.loss_scale).items()]
+    policy = replace(preset.policy, name="", loss_scale=None).to_toml()
+    return [f"seed = {seed}", f"masters = {preset.masters}", *scale, *policy.splitlines()]
 
 
 def check(state: Any, preset: Preset, has_exponents: bool) -> None:
