@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -98,25 +98,22 @@ class BatchNormJournal:
 
 
 class _BeginOnLoad:
-    """A model hook that calls `begin` of a journal. In a copy of the model, which has no journal, it does nothing."""
+    """A model hook that calls `begin` of a journal.
+
+    Copies and files of the model have in its place a function of Python that does nothing: they have no journal, and
+    open without lowp.
+    """
 
     def __init__(self, journal: BatchNormJournal) -> None:
-        self._journal: Callable[[], BatchNormJournal | None] = weakref.ref(journal)
+        self._journal = weakref.ref(journal)
 
     def __call__(self, module: nn.Module, keys: Any) -> None:
         journal = self._journal()
         if journal is not None:
             journal.begin()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._journal = _nobody
-
-
-def _nobody() -> None:
-    return None
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _flat(buffers: list[torch.Tensor]) -> torch.Tensor:

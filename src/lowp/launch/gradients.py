@@ -18,11 +18,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from lowp.compat import private
 from lowp.launch.session import Session
 
 __all__ = ["SIXTEEN_BIT", "Gradients", "install", "leaves_of"]
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+_MODULE = "torch.nn.Module"
 
 
 class Gradients:
@@ -258,7 +260,7 @@ def _install_tensor_hooks(session: Session, gradients: Gradients) -> None:
 
 
 def _install_module_hooks(session: Session, gradients: Gradients) -> None:
-    """Pass unscaled gradients to full backward hooks of modules."""
+    """Pass unscaled gradients to backward hooks of modules, which stay the script's own: files of a model hold them."""
     module = cast(Any, nn.Module)
 
     def shown_all(seen: Any) -> Any:
@@ -274,20 +276,25 @@ def _install_module_hooks(session: Session, gradients: Gradients) -> None:
             for one, place in zip_longest(result, places)
         )
 
-    def patched(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def register(self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            @wraps(hook)
-            def shown(owner: nn.Module, *seen: Any) -> Any:
-                if gradients.is_trial:
-                    return None
-                with session.in_hook():
-                    result = hook(owner, *map(shown_all, seen))
-                return None if result is None else given_all(result, seen[0])  # a result stands for the first of them
+    def showing(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def shown(owner: nn.Module, *seen: Any) -> Any:
+            if gradients.is_trial:
+                return None
+            with session.in_hook():
+                result = hook(owner, *map(shown_all, seen))
+            return None if result is None else given_all(result, seen[0])  # a result stands for the first of them
 
-            return original(self, shown, *args, **kwargs)
+        return shown
 
-        return register
+    after: Callable[[nn.Module], tuple[list[Any], list[Any]]] = cast(Any, private(f"{_MODULE}._get_backward_hooks"))
+    before: Callable[[nn.Module], list[Any]] = cast(Any, private(f"{_MODULE}._get_backward_pre_hooks"))
 
-    for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-        setattr(module, name, patched(getattr(module, name)))
+    def _get_backward_hooks(self: nn.Module) -> tuple[list[Any], list[Any]]:
+        full, other = after(self)
+        return [*map(showing, full)], [*map(showing, other)]
+
+    def _get_backward_pre_hooks(self: nn.Module) -> list[Any]:
+        return [*map(showing, before(self))]
+
+    module._get_backward_hooks, module._get_backward_pre_hooks = _get_backward_hooks, _get_backward_pre_hooks
