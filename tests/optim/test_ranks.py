@@ -80,14 +80,40 @@ def data_parallel(rank: int, folder: str) -> Any:
     return found
 
 
-def wrapped_too_early(rank: int, folder: str) -> str:
+# what would convert the parameters of a model that DistributedDataParallel holds: through the wrapper or around it
+TOO_LATE: dict[str, Callable[[nn.Module], Any]] = {
+    "prepare": lambda wrapped: lowp.Precision("bf16-storage").prepare(
+        wrapped, torch.optim.SGD(wrapped.module.parameters())
+    ),
+    **{
+        f"inner module, {name}": lambda wrapped, name=name: lowp.Precision(name).prepare_model(wrapped.module)
+        for name in ("bf16-storage", "fp16-storage", "fp16-naive")
+    },
+    "a layer": lambda wrapped: lowp.Precision("bf16-storage").prepare_model(wrapped.module[2]),
+    "lowp.optim": lambda wrapped: lowp.optim.AdamW(wrapped.parameters()),
+    "MasterWeights": lambda wrapped: lowp.MasterWeights(torch.optim.SGD(wrapped.parameters())),
+}
+
+
+def wrapped_too_early(rank: int, folder: str) -> dict[str, str]:
+    said = {}
+    for name, convert in TOO_LATE.items():
+        model = _model(0)
+        wrapped, before = DistributedDataParallel(model), model[0].weight
+        try:
+            convert(wrapped)
+            said[name] = "taken"
+        except InvalidInput as error:
+            said[name] = f"{error} {before is model[0].weight and {one.dtype for one in model.parameters()}}"
+    return said
+
+
+def wrapped_before_and_unwrapped(rank: int, folder: str) -> bool:
+    """A wrapper that is gone holds nothing."""
     model = _model(0)
-    before = model[0].weight
-    try:
-        lowp.Precision("bf16-storage").prepare(DistributedDataParallel(model), torch.optim.SGD(model.parameters()))
-    except InvalidInput as error:
-        return f"{error} {before is model[0].weight and before.dtype}"
-    return "taken"
+    DistributedDataParallel(model)
+    lowp.Precision("bf16-storage").prepare_model(model)
+    return model[0].weight.dtype is torch.bfloat16
 
 
 def wrapped_before_it_is_prepared(rank: int, folder: str) -> Any:
@@ -180,6 +206,7 @@ def redundancy(rank: int, folder: str) -> Any:
 JOBS = (
     data_parallel,
     wrapped_too_early,
+    wrapped_before_and_unwrapped,
     wrapped_before_it_is_prepared,
     fully_sharded,
     sharded_checkpoint,
@@ -210,9 +237,14 @@ def test_ranks_stay_together_whether_the_model_is_prepared_before_it_is_wrapped(
 
 
 def test_a_model_that_is_wrapped_too_early_is_refused_and_left_as_it_was(result: Any) -> None:
-    for said in result(wrapped_too_early):
-        assert "call precision.prepare_model(model) first, then DistributedDataParallel(model), then" in said
-        assert said.endswith("torch.float32")
+    for rank in result(wrapped_too_early):
+        for way, said in rank.items():
+            assert "call precision.prepare_model(model) first, then DistributedDataParallel(model), then" in said, way
+            assert said.endswith("{torch.float32}"), way
+
+
+def test_a_wrapper_that_is_gone_holds_no_parameters(result: Any) -> None:
+    assert result(wrapped_before_and_unwrapped) == [True] * RANKS
 
 
 def test_where_nothing_is_converted_the_order_is_free(result: Any) -> None:

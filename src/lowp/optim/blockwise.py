@@ -97,6 +97,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 raise InvalidInput(f"a {parameter.dtype} parameter cannot be trained: omit it from the optimizer")
             if parameter.dtype is not self.storage.dtype and self.storage.cast is not None:
                 refuse_to_convert(str(self.storage.cast))
+        self.storage.refuse(self.param_groups[-1]["params"])
+        for parameter in self.param_groups[-1]["params"]:
             self.storage.adopt(parameter, self.state[parameter])
         own(self, self.param_groups[-1]["params"])
 

@@ -180,10 +180,10 @@ class MasterWeights(Wrapper):
         }
 
     def _adopt(self) -> None:
-        for group in self.inner.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._master_state:
-                    self._adopt_one(parameter)
+        new = [one for one in parameters_of(self) if one not in self._master_state]
+        self.storage.refuse(new)
+        for parameter in new:
+            self._adopt_one(parameter)
         own(self, self._master_state)
 
     def _adopt_one(self, parameter: Tensor) -> None:

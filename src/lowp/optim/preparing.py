@@ -6,7 +6,6 @@ that. Until then the fp32 values are kept with the model, and an optimizer claim
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -83,29 +82,13 @@ class MasterStorage:
         """Convert the parameters in place. Raises InvalidInput, with nothing changed, if the model is wrapped."""
         _refuse_scripted(model, str(self.storage.cast))
         convertible = [one for one in model.parameters() if one.is_floating_point() and owner_of(one) is None]
-        left = [one for one in convertible if one.dtype is not self.storage.dtype]
-        if left:
-            self._refuse_wrapped(model)
-        for parameter in left:
-            if is_sharded(parameter):
-                self.storage.adopt(parameter, {})  # raises with advice
+        self.storage.refuse(convertible)
         inner = unwrapped(model)
         if all(found() is not inner for found, _ in self._models):
             stored = StoredModel(self.storage)
             stored.store(inner, keep=self.storage.kind in ("fp32", "split"))
             attach(inner, stored)
             self._models.append((weakref.ref(inner), stored))
-
-    def _refuse_wrapped(self, model: nn.Module) -> None:
-        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-        for module in model.modules():
-            if isinstance(module, (nn.parallel.DistributedDataParallel, fsdp)):
-                kind = type(module).__name__
-                raise InvalidInput(
-                    f"the parameters of a {kind} can no longer be converted to {self.storage.cast}, because it holds "
-                    f"references to them: call precision.prepare_model(model) first, then {kind}(model), then "
-                    "precision.prepare_optimizer(optimizer)"
-                )
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Give an optimizer the masters of its parameters, wrapped in MasterWeights unless it keeps masters itself."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Iterable
 from typing import Any, cast
 
 from torch import Tensor, nn
+
+from lowp import distributed
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -15,6 +20,28 @@ def is_sharded(tensor: Tensor) -> bool:
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 (fully_shard) gathers a module's parameters before its forward and backward pass."""
     return hasattr(module, "reshard") and hasattr(module, "unshard")
+
+
+def holder_of(parameters: Iterable[Tensor]) -> str | None:
+    """Return the kind of the wrapper that reduces or shards the gradients of any of these very tensors, or None.
+
+    Nothing leads from a parameter, or from the module within a DistributedDataParallel, to the wrapper. So all objects
+    are looked through, where there are ranks.
+    """
+    wanted = {id(one) for one in parameters}
+    if not distributed.is_running() or _find_holder(wanted) is None:
+        return None
+    gc.collect()  # a wrapper that the script has dropped is part of a cycle
+    return _find_holder(wanted)
+
+
+def _find_holder(wanted: set[int]) -> str | None:
+    replicated = nn.parallel.DistributedDataParallel
+    wrappers = replicated, getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", replicated)
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, wrappers)}  # faster than each by itself
+    found = [one for one in objects if type(one) in kinds]
+    return next((type(one).__name__ for one in found if any(id(each) in wanted for each in one.parameters())), None)
 
 
 def local(tensor: Tensor) -> Tensor:

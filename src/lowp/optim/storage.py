@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from lowp.formats import FloatFormat
 from lowp.kernels import stored
 from lowp.kernels.dispatch import answers_at_once
 from lowp.kernels.stored import Weight
-from lowp.optim.shards import is_sharded, local, shard_like, shard_of
+from lowp.optim.shards import holder_of, is_sharded, local, shard_like, shard_of
 from lowp.optim.split import join, split
 
 KINDS = ("fp32", "split", "stochastic", "none")
@@ -63,20 +63,31 @@ class Storage:
         """Whether writing a step draws random numbers."""
         return self.kind == "stochastic" or (self.cast is not None and self.cast.is_stochastic)
 
+    def refuse(self, parameters: Iterable[Tensor]) -> None:
+        """Raise InvalidInput if one of these parameters would get another dtype while others hold it or its memory."""
+        changed = [one for one in parameters if self.cast is not None and one.dtype is not self.dtype]
+        sharded = next(filter(is_sharded, changed), None)
+        if sharded is not None:
+            raise InvalidInput(
+                f"a sharded parameter (DTensor) of {sharded.dtype} cannot be stored in {self.cast}: convert the "
+                "model before it is sharded, precision.prepare_model(model), then fully_shard(model), then make "
+                "the optimizer and call precision.prepare_optimizer(optimizer)"
+            )
+        if changed and (kind := holder_of(changed)) is not None:
+            raise InvalidInput(
+                f"the parameters of a {kind} can no longer be converted to {self.cast}, because it holds "
+                f"references to them: call precision.prepare_model(model) first, then {kind}(model), then "
+                "precision.prepare_optimizer(optimizer)"
+            )
+
     def adopt(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Store `parameter` in the format, in place, and put the data for its fp32 value into `state`.
 
-        Raises InvalidInput for a DTensor of another dtype: sharding code keeps references to the parameter's memory.
+        Call `refuse` for all parameters before.
         """
         if self.cast is None:
             return
         if parameter.dtype is not self.dtype:
-            if is_sharded(parameter):
-                raise InvalidInput(
-                    f"a sharded parameter (DTensor) of {parameter.dtype} cannot be stored in {self.cast}: convert the "
-                    "model before it is sharded, precision.prepare_model(model), then fully_shard(model), then make "
-                    "the optimizer and call precision.prepare_optimizer(optimizer)"
-                )
             parameter.grad = None  # has the old dtype
         # the kept data is contiguous for every memory format of the parameter: optimizers walk it in logical order
         here = local(parameter)
