@@ -32,8 +32,6 @@ from lowp.recipes.results import header
 
 PRECISIONS = ("fp16", "bf16", "bf16-tpu", "e5m7", "fp8", "dfp16")
 TRAINED = (*PRECISIONS, "flex16+5")  # only steps are timed: each op has a site there, once per step
-CALLS = 300
-STEPS = 60
 Table = dict[str, dict[str, float]]
 
 
@@ -91,15 +89,15 @@ def entering() -> dict[str, Callable[[], object]]:
     return {"enter and leave": enter, "make a region": lambda: lowp.autocast("fp16")}
 
 
-def seconds(operation: Callable[[], object]) -> float:
-    """Return the time of one call in seconds, the mean over many."""
+def seconds(operation: Callable[[], object], count: int) -> float:
+    """Return the time of one call in seconds, the mean over this many."""
     start = time.thread_time()
-    for _ in range(CALLS):
+    for _ in range(count):
         operation()
-    return (time.thread_time() - start) / CALLS
+    return (time.thread_time() - start) / count
 
 
-def calls(rounds: int) -> Table:
+def calls(rounds: int, count: int) -> Table:
     """Return microseconds by region and operation; torch.autocast is in bf16."""
     regions: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "none": nullcontext,
@@ -114,9 +112,9 @@ def calls(rounds: int) -> Table:
         for region, make in regions.items():
             with make():
                 for name, operation in ops.items():
-                    best[region][name] = min(best[region][name], seconds(operation))
+                    best[region][name] = min(best[region][name], seconds(operation, count))
         for name, operation in once.items():
-            best["fp16 region"][name] = min(best["fp16 region"][name], seconds(operation))
+            best["fp16 region"][name] = min(best["fp16 region"][name], seconds(operation, count))
     return in_microseconds(best)
 
 
@@ -210,7 +208,7 @@ def timed(function: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
-def steps(rounds: int) -> tuple[Table, Table]:
+def steps(rounds: int, count: int) -> tuple[Table, Table]:
     """Return microseconds of the optimizer's steps and of the steps of digits; the median within a round."""
     optimizers = {"plain": plain(), "torch.amp.GradScaler": scaled(lambda: torch.amp.GradScaler("cpu"))}
     optimizers |= {"lowp.GradScaler": scaled(lambda: lowp.GradScaler("cpu"))}
@@ -220,8 +218,8 @@ def steps(rounds: int) -> tuple[Table, Table]:
     for _ in range(rounds):
         for table, found in zip((optimizers, networks), best, strict=True):
             for name, run in table.items():
-                taken = sorted(run() for _ in range(STEPS))
-                found[name]["step"] = min(found[name]["step"], taken[STEPS // 2])
+                taken = sorted(run() for _ in range(count))
+                found[name]["step"] = min(found[name]["step"], taken[count // 2])
     first, second = map(in_microseconds, best)
     return first, second
 
@@ -234,11 +232,12 @@ def main() -> None:
     """Measure, print the tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=300, help="of an operation in a round, and five times its steps")
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = calls(given.rounds)
+    rows = calls(given.rounds, given.calls)
     base = rows["torch.autocast"]
     for region, row in rows.items():
         told = (
@@ -246,7 +245,7 @@ def main() -> None:
             for name, value in row.items()
         )
         print(f"{region:<15} " + ", ".join(told))
-    optimizers, networks = steps(given.rounds)
+    optimizers, networks = steps(given.rounds, given.calls // 5)
     for name, row in optimizers.items():
         print(f"{name:<22} {row['step']:.1f} us, {row['step'] - optimizers['plain']['step']:+.1f} of the plain step")
     for name, row in networks.items():

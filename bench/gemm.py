@@ -37,7 +37,7 @@ CONVOLUTIONS = (
     (16, 128, 16),
     (16, 256, 8),
 )  # batch, channels in and out, height and width; 3x3, padding 1
-
+SMALL_SIZES, SMALL_CONVOLUTIONS = (128,), ((2, 16, 8),)
 
 AVX2 = {
     "LOWP_CPU_ISA": "avx2",
@@ -150,14 +150,14 @@ def kernel() -> str:
 def main() -> None:
     """Run all rows with one thread and with two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="only the smallest size of each kind")
+    parser.add_argument("--quick", action="store_true", help="only a small size of each kind")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--avx2", action="store_true", help="limit torch's libraries and lowp to AVX2")
     options = parser.parse_args()
     if options.avx2:
         hold_to_avx2()
     torch.manual_seed(0)
-    sizes, convolutions = (SIZES[:1], CONVOLUTIONS[:1]) if options.quick else (SIZES, CONVOLUTIONS)
+    sizes, convolutions = (SMALL_SIZES, SMALL_CONVOLUTIONS) if options.quick else (SIZES, CONVOLUTIONS)
     results: dict[str, Any] = {
         **header("bench-gemm", "bench/gemm.py"),
         "held_to_avx2": options.avx2,

@@ -33,7 +33,6 @@ from lowp.kernels.choices import choices
 from lowp.recipes import results
 
 SIZES = (512, 1024, 2048)
-WIDE = 4096
 FAR = 10  # times the fastest
 Call = Callable[[Tensor], Any]
 
@@ -117,8 +116,8 @@ def best(calls: dict[str, Call], x: Tensor, rounds: int) -> dict[str, float]:
     return times
 
 
-def rows(rounds: int, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Yield a row per size: seconds of every contender, and of packed weights at batch 1."""
+def rows(rounds: int, sizes: tuple[int, ...], wide: int) -> Iterator[dict[str, Any]]:
+    """Yield a row per size: seconds of every contender; then of packed weights of size `wide` at batch 1."""
     for size in sizes:
         layer, x = nn.Linear(size, size, bias=False), torch.randn(size, size)
         ways = contenders(layer, x)
@@ -126,10 +125,10 @@ def rows(rounds: int, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
         absent = {name: way for name, way in ways.items() if isinstance(way, str)}
         seconds = best(calls, x, rounds * SIZES[-1] // size)  # short calls run more often
         yield {"layer": f"{size}x{size}", "batch": size, "seconds": seconds, "absent": absent}
-    layer, x = nn.Linear(WIDE, WIDE, bias=False), torch.randn(1, WIDE)
+    layer, x = nn.Linear(wide, wide, bias=False), torch.randn(1, wide)
     formats = ("int8", "int4", "mxfp4", "nvfp4", "ternary", "binary", "bf16")
     calls = {"fp32": layer, **{f"lowp {name}": lowp.quantize_model(layer, name) for name in formats}}
-    yield {"layer": f"{WIDE}x{WIDE}", "batch": 1, "seconds": best(calls, x, 5 * rounds), "absent": {}}
+    yield {"layer": f"{wide}x{wide}", "batch": 1, "seconds": best(calls, x, 5 * rounds), "absent": {}}
 
 
 def show(row: dict[str, Any], threads: int) -> None:
@@ -157,7 +156,7 @@ def main() -> None:
     torch.manual_seed(0)
     table = []
     with torch.no_grad():
-        for row in rows(arguments.rounds, SIZES[:1] if arguments.quick else SIZES):
+        for row in rows(arguments.rounds, *((SIZES[:1], SIZES[0]) if arguments.quick else (SIZES, 2 * SIZES[-1]))):
             show(row, arguments.threads)
             table.append(row)
     if arguments.json is not None:

@@ -1,9 +1,9 @@
 """Time the casts beside torch.copy_ and the peers: `python bench/kernels.py [--quick] [--threads N] [--json FILE]`.
 
-The inputs are 16 M normal fp32 numbers; results are written to a reused buffer. All candidates take turns in every
-round, so that other load of the machine affects them equally; the best round of each counts. Bandwidth counts the
-necessary reads and writes (8 bytes per element for fp32 to fp32). Peers that are not installed are omitted; peers that
-take longer than a second run in fewer rounds. qtorch compiles its kernels when it is imported.
+The inputs are 16 M normal fp32 numbers (`--elements`); results are written to a reused buffer. All candidates take
+turns in every round, so that other load of the machine affects them equally; the best round of each counts. Bandwidth
+counts the necessary reads and writes (8 bytes per element for fp32 to fp32). Peers that are not installed are omitted;
+peers that take longer than a second run in fewer rounds. qtorch compiles its kernels when it is imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from lowp.casts import parse
 from lowp.kernels import cpu, cpu_int16
 from lowp.recipes.results import header
 
-ELEMENTS = 1 << 24
 NEAREST = ("fp16", "bf16", "bf16-tpu", "e4m3fn", "e4m3fn:saturate", "e5m2", "e4m3fnuz", "e8m0", "e3m2", "e2m1", "tf32")
 NEAREST += ("e5m7", "e6m9", "i8", "i16")
 OTHER_MODES = ("bf16-trunc", "fp16:nearest-away", "fp16:up", "e4m3fn:down")
@@ -47,7 +46,6 @@ def ours(x: Tensor, out: Tensor) -> Candidates:
     candidates["lowp decode e4m3fn"] = lambda: cpu.decode(codes, fp8.element, out)
     candidates["lowp int16 and maximum"] = lambda: cpu_int16.to_int16(x, dfp16, -12, payload)
     candidates["lowp statistics"] = lambda: lowp.statistics(x)
-    candidates["lowp e4m3fn and statistics"] = lambda: cpu.quantize_statistics(x, fp8, 0, out)
     return candidates
 
 
@@ -143,10 +141,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 15, no peers")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--elements", type=int, default=1 << 24)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(arguments.elements, generator=torch.Generator().manual_seed(0))
     out = torch.empty_like(x)
     candidates: Candidates = {"torch.copy_": lambda: out.copy_(x), **ours(x, out)}
     if not arguments.quick:
@@ -154,14 +153,14 @@ def main() -> None:
     best = best_times(candidates, 3 if arguments.quick else 15)
     copy = best["torch.copy_"]
     document = {**header("bench-kernels", "bench/kernels.py"), "kernels": cpu.select(None)}
-    print(f"{document['machine']['words']}; {arguments.threads} threads, {ELEMENTS:,} elements")
+    print(f"{document['machine']['words']}; {arguments.threads} threads, {arguments.elements:,} elements")
     rows = {}
     for name, seconds in best.items():
         row = {
             "milliseconds": round(seconds * 1e3, 2),
-            "gigabytes_per_second": round(ELEMENTS * bytes_of(name) / seconds / 1e9, 2),
+            "gigabytes_per_second": round(arguments.elements * bytes_of(name) / seconds / 1e9, 2),
             "percent_of_copy": round(100 * copy / seconds, 1),
-            "nanoseconds_an_element_a_thread": round(seconds * arguments.threads / ELEMENTS * 1e9, 3),
+            "nanoseconds_an_element_a_thread": round(seconds * arguments.threads / arguments.elements * 1e9, 3),
         }
         rows[name] = row
         print(
@@ -174,7 +173,7 @@ def main() -> None:
     if arguments.json:
         document |= {
             "threads": arguments.threads,
-            "elements": ELEMENTS,
+            "elements": arguments.elements,
             "rows": rows,
             "microseconds_1000_elements": small,
         }

@@ -163,6 +163,7 @@ def _main(arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
+        sys.path.insert(0, str(Path(kind).resolve().parent))
         runpy.run_path(kind, run_name="__main__")
 
 
