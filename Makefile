@@ -1,7 +1,8 @@
 # make demo    a virtual environment with lowp, then the main job
 # make test    what CI runs: style, types, layers, tests
 # make test-portable    the tests as other processors would run them: each library held to less than this machine has
-# make test-versions    a part of the tests with earlier versions of torch, installed into build/versions (5 GB each)
+# make test-versions    the tests with the newest torch, and a part of them with others (build/versions, 5 GB each)
+# make test-nightly    the tests with the nightly build of torch
 # make sanitize    the kernel tests on a C++ library with AddressSanitizer and UndefinedBehaviorSanitizer (GCC)
 # PYTHON=python3.12 make test  chooses another interpreter; make test CXX=clang++  another compiler
 
@@ -31,7 +32,7 @@ SANITIZED := LOWP_CPU_LIBRARY=$(CURDIR)/build/sanitize/liblowp_cpu.so OMP_NUM_TH
   LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)"
 CMAKE := cmake
 
-.PHONY: demo test lint style types layers pytest slow test-portable test-versions sanitize clean
+.PHONY: demo test lint style types layers pytest slow test-portable test-versions test-nightly sanitize clean
 
 demo: $(VENV)/installed
 	$(DEMO)
@@ -70,6 +71,9 @@ test-portable: $(VENV)/installed-dev
 
 test-versions: $(VENV)/installed-dev
 	$(BIN)/python tests/versions.py
+
+test-nightly: $(VENV)/installed-dev
+	$(BIN)/python tests/versions.py nightly
 
 sanitize: $(VENV)/installed-dev
 	$(CMAKE) -S . -B build/sanitize -DLOWP_SANITIZE=ON -DCMAKE_CXX_COMPILER=$(CXX)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import versions
 
 from lowp.kernels import cpu
 
@@ -25,7 +26,7 @@ def test_every_action_is_pinned_by_commit(repository: Path) -> None:
 def test_every_target_that_ci_makes_is_in_the_makefile(repository: Path) -> None:
     text = "".join(file.read_text() for file in (repository / ".github" / "workflows").glob("*.yml"))
     targets = re.findall(r"run: make ([\w-]+)", text)
-    assert {"sanitize", "slow", "test-portable"} <= set(targets)
+    assert {"sanitize", "slow", "test-portable", "test-nightly"} <= set(targets)
     makefile = (repository / "Makefile").read_text()
     assert all(f"\n{target}:" in makefile for target in targets)
 
@@ -62,3 +63,23 @@ def test_each_level_that_the_machine_has_is_a_configuration() -> None:
 
     levels = [one["LOWP_CPU_ISA"] for one in portable.configurations().values() if "LOWP_CPU_ISA" in one]
     assert levels == list(cpu.available())
+
+
+@pytest.mark.parametrize("version", ["2.11.0", versions.VERSIONS[-1], "nightly"])
+def test_the_newest_torch_is_tested_with_all_tests_and_others_with_a_part(
+    version: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **given: object) -> SimpleNamespace:
+        ran.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(versions.subprocess, "run", run)
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # as if every version were installed
+    monkeypatch.setattr(Path, "touch", lambda path: None)
+    assert versions.main([version]) == 0 and capsys.readouterr().out == "== 1 of 1 versions passed\n"
+    assert any("nightly/cpu" in word for word in ran[0]) is (version == "nightly")
+    assert [word for word in ran[-1] if word.startswith("tests/")] == (
+        [f"tests/{one}" for one in versions.PART] if version == "2.11.0" else []
+    )

@@ -2,9 +2,9 @@
 
     python tests/versions.py [VERSION ...] [-- PYTEST OPTIONS]
 
-Runs the tests in `PART`; `-- tests` runs all. pip installs torch and its requirements, Triton among them, into
-build/versions/VERSION, once; everything else is that of this environment. On Linux a version from PyPI takes 5 GB and
-needs no GPU.
+Runs all tests with the newest version and with `nightly`, and those in `PART` with the others; `-- tests` runs all. pip
+installs torch and its requirements, Triton among them, into build/versions/VERSION, once, and `nightly`, a CPU build,
+every time; everything else is that of this environment. On Linux a version from PyPI takes 5 GB and needs no GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# the last release of each minor version below the one in constraints.txt, down to the minimum
-VERSIONS = ("2.11.0", "2.12.1")
+# the last release of each minor version but that of constraints.txt, from the minimum to the newest
+VERSIONS = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
+NIGHTLY = ("--pre", "--index-url", "https://download.pytorch.org/whl/nightly/cpu", "torch")
 # the tests of what depends on torch's version: its private names, modes, autograd, compiler, optimizers, and Triton
 PART = (
     *("test_compat.py", "gpu", "region", "exponents", "optim", "grad_scaler", "kernels/test_compile.py"),
@@ -24,10 +25,12 @@ PART = (
 )
 # Triton 3.6's interpreter takes arrays of one element as numbers, which NumPy deprecates and 2.4 no longer allows.
 BESIDE = ("numpy<2.4",)
-# torch 2.12 says the second although the call opts out
+# torch 2.12 says the second although the call opts out; a nightly is newer than what lowp is tested with
 WARNINGS = (
     "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning",
     "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
+    "ignore:lowp is tested with torch up to:UserWarning",
+    "ignore:.torch.jit.script. is deprecated:FutureWarning",
 )
 
 
@@ -35,9 +38,10 @@ def installed(version: str, root: Path) -> Path:
     """Return the folder that has a version of torch, installed first if necessary."""
     folder = root / "build" / "versions" / version
     done = folder / "installed"
-    if not done.exists():
+    if version == "nightly" or not done.exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(folder)]
-        subprocess.run([*command, f"torch=={version}", *BESIDE], check=True)
+        wanted = NIGHTLY if version == "nightly" else (f"torch=={version}",)
+        subprocess.run([*command, *wanted, *BESIDE], check=True)
         done.touch()
     return folder
 
@@ -45,7 +49,6 @@ def installed(version: str, root: Path) -> Path:
 def main(arguments: Sequence[str]) -> int:
     """Run the tests with the named versions, or all; return the number of those that failed."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options = arguments[end + 1 :] or ["-n", "2", "--dist", "worksteal", *(f"tests/{one}" for one in PART)]
     chosen = arguments[:end] or VERSIONS
     root = Path(__file__).resolve().parent.parent
     failed = []
@@ -55,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
         told = "import torch, triton; print(f'== torch {torch.__version__}, triton {triton.__version__}', flush=True)"
         subprocess.run([sys.executable, "-c", told], cwd=root, env=environment, check=True)
         ignored = [word for text in WARNINGS for word in ("-W", text)]
+        part = () if version in (VERSIONS[-1], "nightly") else PART
+        options = arguments[end + 1 :] or ["-n", "2", "--dist", "worksteal", *(f"tests/{one}" for one in part)]
         command = [sys.executable, "-m", "pytest", "-q", *ignored, *options]
         if subprocess.run(command, cwd=root, env=environment).returncode:
             failed.append(version)

@@ -22,31 +22,30 @@ from lowp.errors import Unavailable
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OneKey = TypeVar("_OneKey", bound=Callable[[Any], Any])
 
-# pyproject.toml requires TORCH_MINIMUM <= torch < TORCH_LIMIT. The tests run with TORCH_TESTED, which constraints.txt
-# pins, and, by tests/versions.py, with earlier versions; a later one within the range is accepted with a warning.
+# pyproject.toml requires TORCH_MINIMUM or later. The tests run with the version in constraints.txt and, by
+# tests/versions.py, with others up to TORCH_TESTED; a later one is accepted with a warning.
 TORCH_MINIMUM = (2, 11)
 # the first torch whose compiler passes objects to functions that are constant when compiled, as regions need
 TORCH_COMPILES_REGIONS = (2, 12)
-TORCH_TESTED = (2, 13)
-TORCH_LIMIT = (2, 15)
+TORCH_TESTED = (2, 15)
 _MOST_KEPT = 8192
 
 
 def check_torch(version: str) -> None:
-    """Raise Unavailable for a torch outside the supported range; warn for a version with which lowp was not tested.
+    """Raise Unavailable for a torch that is too old; warn for one that is newer than those lowp was tested with.
 
     `version` is torch's own text ("2.13.0+cpu", "2.14.0a0+git1234567"); only major.minor is compared.
     """
     found = _parsed(version)
-    wanted = f"lowp supports torch >={_dotted(TORCH_MINIMUM)},<{_dotted(TORCH_LIMIT)}"
+    wanted = f"lowp supports torch >={_dotted(TORCH_MINIMUM)}"
     if found is None:
         raise Unavailable(f"{wanted}; this torch has the version {version!r}, which cannot be read")
-    if not TORCH_MINIMUM <= found < TORCH_LIMIT:
+    if found < TORCH_MINIMUM:
         raise Unavailable(
             f"{wanted}; this is torch {version}. Install one with: pip install 'torch=={_dotted(TORCH_TESTED)}.*'"
         )
     if found > TORCH_TESTED:
-        message = f"lowp is tested with torch {_dotted(TORCH_TESTED)}, not yet with this torch {version}"
+        message = f"lowp is tested with torch up to {_dotted(TORCH_TESTED)}, not yet with this torch {version}"
         warnings.warn(message, UserWarning, stacklevel=2)
 
 
@@ -298,7 +297,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 check_torch(torch.__version__)
-COMPILES_REGIONS = (_parsed(torch.__version__) or TORCH_LIMIT) >= TORCH_COMPILES_REGIONS
+COMPILES_REGIONS = (_parsed(torch.__version__) or TORCH_TESTED) >= TORCH_COMPILES_REGIONS
 _values = cast(Callable[[torch.Tensor], torch.Tensor], private("torch.Tensor._values"))
 _MKLDNN = private("torch._mkldnn")
 _forward_mode = cast(Any, private("torch.autograd.forward_ad"))

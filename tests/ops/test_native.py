@@ -6,6 +6,8 @@ bf16 kernels are a different path.
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,6 +192,47 @@ def test_the_choice_is_told_with_its_reason() -> None:
 
 def test_fp16_is_multiplied_by_no_cpu() -> None:
     assert not hardware.multiplies("cpu", torch.float16) and hardware.multiplies("cuda", torch.float16)
+
+
+_ENCODER = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+_NETWORKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "layers": (nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)), (4, 16)),
+    "large": (nn.Linear(256, 256), (256, 256)),
+    "convolutions": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 3, 3)), (2, 3, 8, 8)),
+    "attention": (_ENCODER, (2, 5, 16)),
+    "recurrent": (nn.LSTM(8, 8), (3, 2, 8)),
+}
+_MULTIPLYING = re.compile("mm|mv|dot|matmul|linear|bilinear|conv|attention|einsum|lstm")
+
+
+def _fp16_products(run: Callable[[], object]) -> set[str]:
+    """Return the products that torch itself computes of fp16 operands."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return {e.name() for e in events if "c10::Half" in e.dtypes() and _MULTIPLYING.search(e.name())}
+
+
+@pytest.mark.parametrize("kind", ["fp32 in a region", "fp16 in a region", "served", *PRODUCTS])
+def test_no_product_of_fp16_is_left_to_torch_on_a_cpu(kind: str) -> None:
+    def run() -> None:
+        if kind in PRODUCTS:
+            _run(PRODUCTS[kind][0], _drawn(PRODUCTS[kind][1]), lowp.autocast("fp16"))
+            return
+        for network, shape in _NETWORKS.values():
+            network, x = copy.deepcopy(network), torch.randn(shape)
+            if kind == "served":
+                lowp.quantize_model(network.eval(), "fp16", [x])(x)
+                continue
+            if kind.startswith("fp16"):
+                network, x = network.half(), x.half()
+            with lowp.autocast("fp16"):
+                y = network(x)
+            (y[0] if isinstance(y, tuple) else y).float().sum().backward()
+
+    x = torch.ones(2, 2, dtype=torch.float16)
+    assert "aten::mm" in _fp16_products(lambda: x @ x)
+    assert _fp16_products(run) == set()
 
 
 @own

@@ -44,6 +44,8 @@ def attended(
     query, key, value = operands
     if is_compiling() or not query.is_cpu or query.dtype is not torch.float32 or forced() == "reference":
         return None
+    if query.dim() != 4:  # from torch 2.15 on the fused kernel is chosen for other shapes too, which it does not take
+        return None
     if _choice(query, key, value, mask, 0.0, causal, scale=scale) != SDPBackend.FLASH_ATTENTION.value:
         return None
     return Attended(*_forward(query, key, value, 0.0, causal, attn_mask=_added(mask), scale=scale))

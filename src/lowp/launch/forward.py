@@ -278,17 +278,17 @@ def _install_traces(session: Session) -> None:
 def _install_functions(session: Session) -> None:
     """Keep a user's autograd Function in fp32 unless it declares its casts: its backward is written for one dtype."""
     function = cast(Any, torch.autograd.Function)
-    original = function.__dict__["apply"].__func__
+    original = function.__dict__["apply"].__get__  # a class method, from torch 2.15 on of C
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not session.local.calls or session.rests or session.local.backward or torch.compiler.is_compiling():
-            return original(cls, *args, **kwargs)
+            return original(None, cls)(*args, **kwargs)
         if cls.__module__.partition(".")[0] in ("torch", "lowp") or hasattr(cast(Any, cls).forward, "__wrapped__"):
-            return original(cls, *args, **kwargs)
+            return original(None, cls)(*args, **kwargs)
         if not any(isinstance(one, Tensor) and one.is_floating_point() for one in args):
-            return original(cls, *args, **kwargs)
+            return original(None, cls)(*args, **kwargs)
         session.keeps_in_fp32(f"autograd Function {cls.__name__}", "its forward has no torch.amp.custom_fwd decorator")
         with session.in_fp32():
-            return original(cls, *map(to_fp32, args), **kwargs)
+            return original(None, cls)(*map(to_fp32, args), **kwargs)
 
     function.apply = classmethod(apply)

@@ -249,11 +249,11 @@ class _Calls(TorchFunctionMode):
 @contextmanager
 def _functions(trace: Trace) -> Iterator[None]:
     """Mark what Functions of the user's have made with the line that called them, which no mode sees."""
-    plain = torch.autograd.Function.__dict__["apply"]
+    plain = torch.autograd.Function.__dict__["apply"]  # a class method, from torch 2.15 on of C
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         place = Place(cls.__name__, trace.paths.current, source_line())
-        result = plain.__func__(cls, *args, **kwargs)
+        result = plain.__get__(None, cls)(*args, **kwargs)
         trace.mark(result, place)
         return result
 

@@ -178,7 +178,10 @@ def bound(
 def install() -> None:
     """Let checkpoints and DataParallel's workers run their functions in the region in which they were called."""
     checkpoint = sys.modules["torch.utils.checkpoint"]
-    generator = cast(Callable[..., Any], private("torch.utils.checkpoint._checkpoint_without_reentrant_generator"))
+    run_later = "_checkpoint_without_reentrant_generator"
+    if hasattr(checkpoint, f"{run_later}_impl"):  # what torch 2.14 and later call
+        run_later = f"{run_later}_impl"
+    generator = cast(Callable[..., Any], private(f"torch.utils.checkpoint.{run_later}"))
     reentrant = cast(Any, private("torch.utils.checkpoint.CheckpointFunction"))
     keywords = cast(Callable[..., Any], private("torch.utils.checkpoint._get_autocast_kwargs"))
 
@@ -205,7 +208,7 @@ def install() -> None:
             super().__init__(target=bound(target, ModulePath()), args=args)
 
     for name, value in {
-        "_checkpoint_without_reentrant_generator": non_reentrant,
+        run_later: non_reentrant,
         "CheckpointFunction": CheckpointFunction,
         "_get_autocast_kwargs": autocast_keywords,
     }.items():
