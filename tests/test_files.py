@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import subprocess
@@ -10,11 +11,16 @@ from pathlib import Path
 
 import forked
 import pytest
+import torch
+from torch import nn
 
-from lowp import files
+import lowp
+from lowp import checkpoint, files
+from lowp.checkpoint import InvalidCheckpoint
 from lowp.errors import InvalidInput, NotWritten, Unavailable
+from lowp.portable import convert
 
-fcntl = pytest.importorskip("fcntl")
+fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")
 
 
 def write(path: Path, content: bytes = b"new") -> None:
@@ -48,6 +54,76 @@ def test_a_link_stays_a_link_and_what_it_leads_to_is_replaced(tmp_path: Path) ->
     write(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def _with_links_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lstat(path: Path | str) -> os.stat_result:
+        found = true_lstat(path)
+        other = os.stat_result((*found[:4], found.st_uid + 1, *found[5:10]))
+        return other if stat.S_ISLNK(found.st_mode) else found
+
+    true_lstat = os.lstat
+    monkeypatch.setattr(os, "lstat", lstat)
+
+
+def test_a_link_of_another_user_is_not_followed_even_through_an_own_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "planted").symlink_to("real")
+    (tmp_path / "link").symlink_to("planted")
+    _with_links_of_another_user(monkeypatch)
+    for path in (tmp_path / "planted", tmp_path / "link"):
+        for use in (write, files.check_target):
+            with pytest.raises(InvalidInput, match="is a link of another user and is not followed: give the file itse"):
+                use(path)
+    assert (tmp_path / "real").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("way", ["file", "link"])
+def test_a_read_only_file_is_never_replaced_not_even_by_root(tmp_path: Path, way: str) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "file").chmod(0o444)
+    (tmp_path / "link").symlink_to("file")
+    for use in (write, files.check_target, lambda path: checkpoint.save(path, model=nn.Linear(1, 1))):
+        with pytest.raises(InvalidInput, match=f"{way} cannot be written: it is read-only"):
+            use(tmp_path / way)
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert names(tmp_path) == ["file", "link"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("a" * 300, "File name too long"), ("a\0b", "null")])
+def test_names_that_no_file_can_have_are_refused_in_words(tmp_path: Path, name: str, words: str) -> None:
+    for use in (write, files.check_target, lambda path: checkpoint.save(path, model=nn.Linear(1, 1))):
+        with pytest.raises(InvalidInput, match=f"cannot be a file: .*{words}"):
+            use(tmp_path / name)
+    for path in (tmp_path / name, str(tmp_path / name)):
+        for read in (lowp.load, checkpoint.read, lambda path: convert(path, tmp_path / "out.pt", "bf16")):
+            with pytest.raises(InvalidCheckpoint, match="there is no checkpoint"):
+                read(path)
+
+
+def test_without_a_free_descriptor_the_documented_errors_are_raised(tmp_path: Path) -> None:
+    path, model = tmp_path / "run.pt", nn.Linear(1, 1)
+    checkpoint.save(path, model=model)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    opened, limits = [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 8, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(NotWritten, match=r"run\.pt was not written, and is as it was: Too many open files"):
+            checkpoint.save(path, model=model)
+        for read in (lambda: lowp.load(path, model=model), lambda: lowp.load(tmp_path / "weights.pt")):
+            with pytest.raises(InvalidCheckpoint, match=r"\.pt cannot be read: Too many open files"):
+                read()
+        with pytest.raises(InvalidCheckpoint, match=r"weights\.pt cannot be read: Too many open files"):
+            convert(tmp_path / "weights.pt", tmp_path / "out.pt", "bf16")
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_replaced_file_keeps_its_mode_and_a_new_one_follows_the_umask(tmp_path: Path) -> None:

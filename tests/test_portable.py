@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -250,6 +251,13 @@ HOSTILE = {
     "an unknown dtype": _header('{"a":{"dtype":"F3","shape":[],"data_offsets":[0,0]}}'),
     "a shape below zero": _header('{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}}', b"1"),
     "a shape of truth": _header('{"a":{"dtype":"U8","shape":[true],"data_offsets":[0,1]}}', b"1"),
+    "a shape whose product overflows": _header(
+        '{"a":{"dtype":"F64","shape":[0,2305843009213693952,2305843009213693952],"data_offsets":[0,0]}}'
+    ),
+    "a shape of 100 dimensions": _header(f'{{"a":{{"dtype":"U8","shape":{[1] * 100},"data_offsets":[0,1]}}}}', b"1"),
+    "a shape of 30,000 dimensions": _header(
+        f'{{"a":{{"dtype":"U8","shape":{[1 << 61] * 30_000},"data_offsets":[0,1]}}}}', b"1"
+    ),
     "offsets that do not fit": _header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', b"1234"),
     "an overlap": _header(ONE + ',"b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}', b"123456"),
     "a gap": _header(ONE + ',"b":{"dtype":"U8","shape":[1],"data_offsets":[5,6]}}', b"123456"),
@@ -274,6 +282,32 @@ def test_damaged_safetensors_files_are_refused_in_words(content: bytes) -> None:
         lowp.load("bad.safetensors")
 
 
+def test_many_empty_tensors_are_read_in_a_time_that_grows_as_their_number() -> None:
+    """In shards and packed; to search for each among all took 20 seconds."""
+    count = 10_000
+    packed = {f"t{one}": {"cast": "e5m7", "shape": [0, 0], "dtype": "float32"} for one in range(count)}
+    stored = {f"{name}.codes": {"dtype": "U8", "shape": [0, 0], "data_offsets": [0, 0]} for name in packed}
+    os.mkdir("many")
+    header = {"__metadata__": {"lowp.tensors": json.dumps(packed)}, **stored}
+    Path("many/a.safetensors").write_bytes(_header(json.dumps(header)))
+    index = {"weight_map": dict.fromkeys(stored, "a.safetensors")}
+    Path("many/m.safetensors.index.json").write_text(json.dumps(index))
+    began = time.process_time()
+    with open_source(Path("many")) as source:
+        assert len(source.names()) == count
+        found = [source.tensor(name) for name in source.names()]
+    assert all(one.shape == (0, 0) for one in found)
+    assert time.process_time() - began < 5
+
+
+def test_a_number_that_is_repeated_beyond_memory_is_refused() -> None:
+    torch.save({"x": torch.zeros(1).expand(1 << 42)}, "wide.pt")
+    with pytest.raises(InvalidCheckpoint, match="x has 17,592,186,044,416 bytes, more than the file: its numbers are"):
+        lowp.load("wide.pt")
+    torch.save({"x": torch.ones(1).expand(1 << 20)}, "wide.pt")
+    assert lowp.load("wide.pt")["x"].sum() == 1 << 20
+
+
 def test_a_file_cut_anywhere_is_refused() -> None:
     whole = Path("in.safetensors").read_bytes()
     for end in (3, 8, 100, len(whole) - 1):
@@ -281,6 +315,28 @@ def test_a_file_cut_anywhere_is_refused() -> None:
         with pytest.raises(InvalidCheckpoint):
             convert("cut.safetensors", "out.safetensors", "fp16")
     assert not Path("out.safetensors").exists()
+
+
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("format", ["fp32", "int4"])
+def test_a_flipped_bit_of_a_header_is_refused_or_reads_the_stored_bytes(format: str, every: int) -> None:
+    """The format has no checksums: a name may change, but no tensor has other bytes than those of the file."""
+    convert("in.safetensors", "whole.safetensors", format)
+    content = Path("whole.safetensors").read_bytes()
+    begins = 8 + int.from_bytes(content[:8], "little")
+    refused = 0
+    for bit in range(0, 8 * begins, every):
+        edited = bytearray(content)
+        edited[bit // 8] ^= 1 << bit % 8
+        Path("bad.safetensors").write_bytes(edited)
+        try:
+            lowp.load("bad.safetensors")
+            with open_source(Path("bad.safetensors")) as source:
+                raw = [source.raw(name).reshape(-1).view(torch.uint8) for name in source.raw_names()]
+            assert sorted(torch.cat(raw).tolist()) == sorted(content[begins:]), bit
+        except InvalidCheckpoint:
+            refused += 1
+    assert refused > 8 * begins / every / 2
 
 
 def _edited(content: bytes, draw: random.Random) -> bytes:

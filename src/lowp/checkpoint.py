@@ -7,7 +7,9 @@ stored in, so ``torch.load(path, weights_only=True)["model"]`` opens it without 
 
 from __future__ import annotations
 
+import os
 import pickle
+import struct
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
@@ -22,7 +24,7 @@ from lowp.errors import InvalidInput, LowpError, brief
 from lowp.optim.saved_state import check_saved, kind_of
 from lowp.rng_state import check_rng_states, restore_rng_states, rng_states
 
-__all__ = ["InvalidCheckpoint", "Stateful", "check_archive", "check_replaceable", "load", "read", "save"]
+__all__ = ["InvalidCheckpoint", "Stateful", "check_archive", "check_replaceable", "load", "read", "save", "unreadable"]
 
 VERSION = 1
 KEY = "lowp_checkpoint"
@@ -48,9 +50,10 @@ def save(path: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: S
     """Write the states of `parts` (model=, optimizer=, precision=, scheduler= …) and the random states to `path`.
 
     The file is written under a temporary name, synchronised to the disk and renamed: at any time `path` is the old
-    checkpoint or the new one, even after a power failure or kill -9. A file that is replaced keeps its mode. `extra`
-    holds plain values of the caller (epoch, history). Raises InvalidInput for a part without `state_dict`, for values
-    that could not be read back, or if `path` is not a regular file; NotWritten if the disk is full.
+    checkpoint or the new one, even after a power failure or kill -9. A file that is replaced keeps its mode; a link
+    stays, and the file to which it leads is replaced. `extra` holds plain values of the caller (epoch, history). Raises
+    InvalidInput for a part without `state_dict`, for values that could not be read back, or if `path` is read-only, not
+    a regular file, or a link of another user; NotWritten if the disk is full or no file can be opened.
     """
     _check_parts(parts)
     content = {
@@ -151,6 +154,11 @@ def _damaged(path: str | Path, what: str) -> InvalidCheckpoint:
     return InvalidCheckpoint(f"{path} is damaged, and nothing was loaded: {what}")
 
 
+def unreadable(path: str | Path, error: OSError) -> InvalidCheckpoint:
+    """Return the error for a file that the system does not open or read, damaged or not."""
+    return InvalidCheckpoint(f"{path} cannot be read: {error.strerror or error}")
+
+
 def _does_not_fit(path: str | Path, name: str, error: Exception) -> InvalidCheckpoint:
     return InvalidCheckpoint(f"{path} does not fit {name}, and nothing was loaded: {_said(error)}")
 
@@ -158,7 +166,7 @@ def _does_not_fit(path: str | Path, name: str, error: Exception) -> InvalidCheck
 def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
     """Return the content of a checkpoint as plain values. Raises InvalidCheckpoint for anything else."""
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, False for every name that no file can have
         raise InvalidCheckpoint(f"there is no checkpoint {path}")
     try:
         with path.open("rb") as file, warnings.catch_warnings():
@@ -172,6 +180,8 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
             f"if you trust it, load it with torch.load "
             f"and save its state_dict ({_first_line(error)})"
         ) from None
+    except OSError as error:
+        raise unreadable(path, error) from None
     except Exception as error:  # an edited file may make the unpickler raise anything
         if "map_location" in str(error):
             raise InvalidCheckpoint(
@@ -192,17 +202,52 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
 def check_archive(file: IO[bytes]) -> None:
     """Raise ValueError unless the file is an archive as torch writes it: complete, uncompressed, all checksums right.
 
-    torch's own reader compares no checksums, and one flipped bit can multiply a weight by 2**127.
+    torch's own reader compares no checksums, and one flipped bit can multiply a weight by 2**127. Python's reader
+    compares them here. An archive in which torch's reader could find other bytes is refused: it looks for the directory
+    in another way, ignores the case of names, and leaves memory uninitialised for an entry that is marked as a folder.
     """
     with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
         if any(one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size for one in entries):
             raise ValueError("an entry is compressed, which torch never writes")
-        if len({entry.filename for entry in entries}) < len(entries):
+        if len({entry.filename.lower() for entry in entries}) < len(entries):
             raise ValueError("two entries have one name")
+        _check_directory(file, archive.start_dir, len(entries))
+        ends = [*(entry.header_offset for entry in entries[1:]), archive.start_dir]
+        for entry, end in zip(entries, ends, strict=True):
+            # a writer may set the mode of a Unix file, the upper half of the attributes
+            if entry.flag_bits & ~_USUAL_FLAGS or entry.external_attr & 0xFFFF or entry.is_dir():
+                raise ValueError(f"its entry {entry.filename} is marked as a folder or as encrypted")
+            file.seek(entry.header_offset + 26)
+            named = sum(int.from_bytes(file.read(2), "little") for _ in ("name", "extra field"))
+            if entry.header_offset + 30 + named + entry.file_size > end:
+                raise ValueError(f"its entry {entry.filename} overlaps another")
         wrong = archive.testzip()
     if wrong is not None:
         raise ValueError(f"the checksum of its entry {wrong} is wrong")
+
+
+_USUAL_FLAGS = 0x0808  # the checksum is repeated behind the payload; names are UTF-8
+
+
+def _check_directory(file: IO[bytes], start: int, count: int) -> None:
+    """Raise ValueError unless a directory of `count` entries reaches from `start` to its end records, the file's last.
+
+    Source: PKWARE, APPNOTE.TXT 6.3.10, sections 4.3.14 to 4.3.16.
+    """
+    size = file.seek(0, 2)
+    file.seek(max(0, size - 98))
+    tail = file.read()
+    is_zip64 = tail[-42:-38] == b"PK\x06\x07"
+    end = size - (98 if is_zip64 else 22)
+    length, most = max(0, end - start), 0xFFFFFFFF
+    counts = [min(count, 0xFFFF)] * 2
+    written = struct.pack("<4s2H2H2LH", b"PK\x05\x06", 0, 0, *counts, min(length, most), min(start, most), 0)
+    if is_zip64:
+        record = struct.pack("<4sQ4s2L4Q", b"PK\x06\x06", 44, tail[12:16], 0, 0, count, count, length, start)
+        written = record + struct.pack("<4sLQL", b"PK\x06\x07", 0, end, 1) + written
+    if tail[-len(written) :] != written:
+        raise ValueError("its directory is not where its end says")
 
 
 # -- plain values -----------------------------------------------------------------------------------------------------

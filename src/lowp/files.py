@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from lowp.errors import InvalidInput, NotWritten, Unavailable
+from lowp.errors import InvalidInput, LowpError, NotWritten, Unavailable, brief
 
 __all__ = ["check_target", "remove_own", "replacing", "same_file", "sole_writer", "target_of"]
 
@@ -28,27 +28,54 @@ _LONGEST_NAME = 200  # bytes of a name repeated in the temporary file's name; sy
 
 
 def target_of(path: Path) -> Path:
-    """Return the file to which a path leads, through links. Raises InvalidInput unless it is regular or missing."""
-    if path.is_dir():
-        raise InvalidInput(f"{path} is a folder: give a file in it, such as {path / 'run'}")
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise InvalidInput(f"{path}: there is no folder {path.parent}: create it first")
-    if os.path.lexists(target) and not stat.S_ISREG(os.lstat(target).st_mode):
+    """Return the file to which a path leads, through links.
+
+    Raises InvalidInput, for every file that lowp writes, if the target is not regular or is read-only, and for links of
+    other users: who may write to a folder could otherwise lead lowp to any file of its user.
+    """
+    try:
+        if path.is_dir():
+            raise InvalidInput(f"{path} is a folder: give a file in it, such as {path / 'run'}")
+        target = Path(os.path.realpath(path))
+        if not target.parent.is_dir():
+            raise InvalidInput(f"{path}: there is no folder {path.parent}: create it first")
+        found = os.lstat(target) if os.path.lexists(target) else None
+        if path.is_symlink() and not _is_own(path):
+            raise InvalidInput(f"{path} is a link of another user and is not followed: give the file itself, {target}")
+    except (OSError, ValueError) as error:
+        if isinstance(error, LowpError):
+            raise
+        raise InvalidInput(f"{brief(str(path))} cannot be a file: {getattr(error, 'strerror', error)}") from None
+    if found is None:
+        return target
+    if not stat.S_ISREG(found.st_mode):
         raise InvalidInput(f"{path} is a device, a pipe or a socket and is not replaced: give the name of a file")
+    if not (found.st_mode & 0o222 and os.access(target, os.W_OK)):  # root may write everywhere, but was asked not to
+        raise InvalidInput(f"{path} cannot be written: it is read-only")
     return target
 
 
+def _is_own(link: Path) -> bool:
+    """Whether a link, and those to which it leads, are of this user or of the folder's owner."""
+    if not hasattr(os, "geteuid"):
+        return True
+    for _ in range(40):  # as many as Linux follows
+        if os.lstat(link).st_uid not in (os.geteuid(), os.stat(link.parent).st_uid):
+            return False
+        link = link.parent / os.readlink(link)
+        if not link.is_symlink():
+            break
+    return True
+
+
 def check_target(path: Path) -> Path:
-    """Return `target_of` a path. Raises InvalidInput, before any work, if the target is not writable."""
+    """Return `target_of` a path. Raises InvalidInput, before any work, if its folder is not writable."""
     target = target_of(path)
     try:
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
         raise InvalidInput(f"{path} cannot be written: {error.strerror}") from None
-    if target.exists() and not os.access(target, os.W_OK):
-        raise InvalidInput(f"{path} cannot be written: it is read-only")
     return target
 
 
@@ -65,8 +92,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
     The file is written beside `path`, synchronised to the disk and renamed: at any moment `path` is the old file or the
     new one, even after a power failure or kill -9. The new file has the old one's mode and owner, or the umask's mode.
-    Temporary files of killed writers are removed. Raises InvalidInput if `path` is not a regular file, NotWritten if
-    the system refuses (disk full).
+    Temporary files of killed writers are removed. Raises InvalidInput as `target_of`, NotWritten if the system refuses
+    (disk full).
     """
     target = target_of(path)
     _remove_leftovers(target)
@@ -168,7 +195,10 @@ def _remove_leftovers(target: Path) -> None:
     if _fcntl is None:
         return
     left = re.compile(re.escape(_beside(target, "").name) + r"[a-z0-9_]{8,16}\.part")
-    for name in os.listdir(target.parent):
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # a folder that may not be listed, or no descriptor left
+        names = os.listdir(target.parent)
+    for name in names:
         if left.fullmatch(name):
             with contextlib.suppress(OSError):  # a running writer's, or another user's
                 descriptor = os.open(target.parent / name, os.O_RDONLY | os.O_NOFOLLOW)
@@ -201,7 +231,7 @@ def _system_error(error: BaseException) -> OSError | None:
 
 def _synchronise(folder: Path) -> None:
     """Make the rename durable, if the system can open a folder."""
-    if hasattr(os, "O_DIRECTORY"):
+    if hasattr(os, "O_DIRECTORY") and os.access(folder, os.R_OK):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)

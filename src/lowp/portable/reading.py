@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ def load(
 
 def _is_of_a_run(path: Path) -> bool:
     """Whether a file is from `lowp.save`, or cannot contain weights; its reader then reports the error."""
-    if path.is_dir() or path.suffix in (".safetensors", ".json"):
+    if os.path.isdir(path) or path.suffix in (".safetensors", ".json"):
         return False
-    if not path.is_file():
+    if not os.path.isfile(path):
         return True
     content = read_torch(path)
     return isinstance(content, dict) and checkpoint.KEY in content

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lowp.checkpoint import InvalidCheckpoint
 from lowp.errors import InvalidInput, brief
+from lowp.portable.stored import is_shape
 
 __all__ = ["DTYPES", "Spool", "TensorEntry", "read_header", "read_tensor"]
 
@@ -89,16 +90,12 @@ def _entry(path: Path, name: str, given: Any, first: int) -> TensorEntry:
     dtype = DTYPES.get(given["dtype"]) if isinstance(given.get("dtype"), str) else None
     if dtype is None:
         raise _invalid(path, f"{brief(name)} has dtype {brief(given.get('dtype'))}; allowed: {', '.join(DTYPES)}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _invalid(path, f"{brief(name)} has no shape or no offsets: {brief(given)}")
+    if not is_shape(shape) or not is_shape(offsets) or len(offsets) != 2:
+        raise _invalid(path, f"{brief(name)} has no shape, or none that torch can have, or no offsets: {brief(given)}")
     start, stop = offsets
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise _invalid(path, f"{brief(name)} of shape {brief(tuple(shape))} does not fill its {stop - start:,} bytes")
     return TensorEntry(dtype, tuple(shape), first + start, first + stop)
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 62 for one in value)
 
 
 def _invalid(path: Path, what: str) -> InvalidCheckpoint:

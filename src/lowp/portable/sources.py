@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import warnings
 import zipfile
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import IO, Any, cast
@@ -15,7 +16,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from lowp.checkpoint import InvalidCheckpoint, check_archive
+from lowp.checkpoint import InvalidCheckpoint, check_archive, unreadable
 from lowp.errors import InvalidInput, brief
 from lowp.portable import safetensors_file
 from lowp.portable.stored import SUFFIXES, Packed, unpack
@@ -26,6 +27,7 @@ INDEX = ".index.json"  # the index of a sharded checkpoint: {"metadata": {...}, 
 METADATA = "__metadata__"  # the key of text in a torch file: in the `_metadata` of its state_dict, beside the modules'
 KEY = "lowp.tensors"  # the key of packed tensors in the metadata
 _LONGEST_INDEX = 100_000_000
+_MOST_REPEATED = 1 << 30  # bytes of a tensor of which the file holds only some numbers
 _STATE_ENTRIES = ("model", "state_dict", "model_state_dict", "model_state")
 
 
@@ -42,8 +44,8 @@ class Source(AbstractContextManager["Source"]):
         self._packed: dict[str, Packed] = {}
 
     @abstractmethod
-    def raw_names(self) -> list[str]:
-        """Return the names of the tensors stored in the file."""
+    def raw_names(self) -> KeysView[str]:
+        """Return the names of the tensors stored in the file, in its order."""
 
     @abstractmethod
     def raw(self, name: str) -> Tensor:
@@ -63,8 +65,8 @@ class Source(AbstractContextManager["Source"]):
         packed = self._packed.get(name)
         if packed is None:
             return self.raw(name)
-        present = set(self.raw_names())
-        parts = {name + suffix: self.raw(name + suffix) for suffix in SUFFIXES.values() if name + suffix in present}
+        stored = [name + suffix for suffix in SUFFIXES.values() if name + suffix in self.raw_names()]
+        parts = {one: self.raw(one) for one in stored}
         try:
             return unpack(name, packed, parts)
         except InvalidInput as error:
@@ -98,9 +100,9 @@ class SafetensorsSource(Source):
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def raw_names(self) -> list[str]:
+    def raw_names(self) -> KeysView[str]:
         """Return the names in the order of the header."""
-        return list(self._entries)
+        return self._entries.keys()
 
     def raw(self, name: str) -> Tensor:
         """Read a tensor."""
@@ -115,6 +117,7 @@ class ShardedSource(Source):
         self._stack = ExitStack()
         self._shards: dict[str, Source] = {}
         self._where: dict[str, str] = {}
+        self._raw: dict[str, Source] = {}
         try:
             self.index = _read_index(path)
             self._open(self.index["weight_map"])
@@ -130,9 +133,10 @@ class ShardedSource(Source):
                 if name in self._where:
                     raise InvalidCheckpoint(f"{self.path} is damaged: {brief(name)} is in two of its files")
                 self._where[name] = file
+            self._raw.update(dict.fromkeys(shard.raw_names(), shard))
             self.metadata.update(shard.metadata)
             self._packed.update(shard._packed)
-        missing = [name for name, file in weight_map.items() if name not in set(self._shards[file].raw_names())]
+        missing = [name for name, file in weight_map.items() if name not in self._shards[file].raw_names()]
         if missing:
             raise InvalidCheckpoint(
                 f"{self.path} is damaged: {brief(missing[0])} is not in the file that its index names"
@@ -141,13 +145,13 @@ class ShardedSource(Source):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def raw_names(self) -> list[str]:
+    def raw_names(self) -> KeysView[str]:
         """Shard by shard."""
-        return [name for shard in self._shards.values() for name in shard.raw_names()]
+        return self._raw.keys()
 
     def raw(self, name: str) -> Tensor:
         """Read a tensor from its shard."""
-        return next(shard for shard in self._shards.values() if name in shard.raw_names()).raw(name)
+        return self._raw[name].raw(name)
 
     def file_of(self, name: str) -> str:
         """Return the shard of a tensor."""
@@ -201,9 +205,9 @@ class TorchSource(Source):
     def __exit__(self, *_: object) -> None:
         self._state = {}
 
-    def raw_names(self) -> list[str]:
+    def raw_names(self) -> KeysView[str]:
         """Return the names in the order of the file."""
-        return list(self._state)
+        return self._state.keys()
 
     def raw(self, name: str) -> Tensor:
         """Return a mapped tensor, whose pages are read when they are used."""
@@ -211,6 +215,10 @@ class TorchSource(Source):
         if found.layout is not torch.strided or found.is_quantized or found.is_meta:
             raise InvalidInput(
                 f"{self.path}: {name} is a {found.layout} tensor on {found.device}: give dense CPU tensors"
+            )
+        if found.nbytes > max(self.path.stat().st_size, _MOST_REPEATED):
+            raise InvalidCheckpoint(
+                f"{self.path}: {name} has {found.nbytes:,} bytes, more than the file: its numbers are repeated (expand)"
             )
         return found
 
@@ -231,6 +239,8 @@ def read_torch(path: Path) -> Any:
             f"was not opened: "
             f"if you trust it, load it with torch.load and save its state_dict ({brief(str(error).splitlines()[0])})"
         ) from None
+    except OSError as error:
+        raise unreadable(path, error) from None
     except Exception as error:
         raise InvalidCheckpoint(f"{path} is damaged or not a torch file: {brief(str(error))}") from None
 
@@ -264,16 +274,19 @@ def open_source(path: str | Path, entry: str | None = None) -> Source:
     hostile.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = _in_folder(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InvalidCheckpoint(f"there is no checkpoint {path}")
-    with path.open("rb") as file:
-        begins = file.read(16)
-    if path.name.endswith(".json"):
-        return ShardedSource(path)
-    if path.suffix == ".safetensors" or begins[8:10] == b'{"':
-        return SafetensorsSource(path)
+    try:
+        with path.open("rb") as file:
+            begins = file.read(16)
+        if path.name.endswith(".json"):
+            return ShardedSource(path)
+        if path.suffix == ".safetensors" or begins[8:10] == b'{"':
+            return SafetensorsSource(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
     return TorchSource(path, entry)
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lowp import casts, kernels
 from lowp.casts import Cast
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, brief
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, ScaledFormat
 from lowp.kernels import scaled
 from lowp.kernels.floats import CARRIERS
 from lowp.quantized import Quantized
 
-__all__ = ["Errors", "Packed", "is_narrow", "pieces_of", "store", "stored_dtype", "unpack"]
+__all__ = ["Errors", "Packed", "is_narrow", "is_shape", "pieces_of", "store", "stored_dtype", "unpack"]
 
 _DTYPES: dict[Format, torch.dtype] = {
     FORMATS["fp64"]: torch.float64,
@@ -32,6 +32,7 @@ _DTYPES: dict[Format, torch.dtype] = {
     FORMATS["e5m2fnuz"]: torch.float8_e5m2fnuz,
 }
 _PIECE = 1 << 17  # elements processed at once: 1 MiB of fp64, which stays in the cache
+_MOST_DIMENSIONS = 64  # of torch's operations
 SUFFIXES = {"payload": ".codes", "scale": ".scale", "outer": ".outer", "zero_point": ".zero_point"}
 
 
@@ -43,6 +44,13 @@ def stored_dtype(cast: Cast) -> torch.dtype | None:
 def is_narrow(cast: Cast) -> bool:
     """Whether a format is only for matrices: one with shared scales, or fewer than 16 bits."""
     return isinstance(cast.format, ScaledFormat) or cast.format.bits < 16
+
+
+def is_shape(value: Any) -> bool:
+    """Whether plain values from a file are the shape of a tensor that torch can have: the strides must not overflow."""
+    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
+        return False
+    return all(type(size) is int and size >= 0 for size in value) and math.prod(size or 1 for size in value) < 1 << 60
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,9 @@ class Packed:
         """Return the object from plain values; raise InvalidInput for others."""
         dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in CARRIERS}
         try:
-            shape = tuple(given["shape"])
-            if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
-                raise ValueError(f"a shape of {shape}")
-            return Packed(casts.parse(given["cast"]), shape, dtypes[given["dtype"]])
+            if not is_shape(given["shape"]):
+                raise ValueError(f"a shape of {brief(given['shape'])}")
+            return Packed(casts.parse(given["cast"]), tuple(given["shape"]), dtypes[given["dtype"]])
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidInput(f"the description of a packed tensor must be cast, shape and dtype: {error}") from None
 
