@@ -146,6 +146,13 @@ def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def skipped_by_compilers(function: _Function) -> _Function:
+    """Mark a function that torch.compile neither traces nor compiles, with all its calls, at no cost; a graph break."""
+    _set_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
 def gradients_of(
     result: torch.Tensor, inputs: Sequence[torch.Tensor], gradient: torch.Tensor, create_graph: bool = False
 ) -> Sequence[torch.Tensor]:
@@ -307,4 +314,7 @@ _modes_before_dispatch = cast(Callable[[], int], private("torch._ops._len_torch_
 _without_modes = cast(
     Callable[[], AbstractContextManager[object]], private("torch.utils._python_dispatch._disable_current_modes")
 )
+_set_strategy: Any = private("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+_strategy: Any = private("torch._C._dynamo.eval_frame._FrameExecStrategy")
+_action: Any = private("torch._C._dynamo.eval_frame._FrameAction")
 _run_backward: Any = private("torch.autograd.graph._engine_run_backward")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from array import array
 from collections.abc import Iterator
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import torch
 from exact_casts import FORMATS_TRIED, bits, casts, exact_cast, inputs, uniform
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowp import kernels
 from lowp.casts import Cast, Rounding, parse
@@ -634,3 +636,33 @@ def test_a_missing_library_is_said_once_and_the_bits_stay_the_same(monkeypatch: 
         monkeypatch.undo()
         _forget_the_library()
     assert torch.equal(bits(found), bits(wanted))
+
+
+# -- what the library is given -----------------------------------------------------------------------------------------
+def without_memory() -> dict[str, Tensor]:
+    """Tensors that have no memory of their own on the CPU."""
+    freed = torch.ones(8)
+    view = freed[2:]
+    freed.untyped_storage().resize_(0)
+    with FakeTensorMode():
+        fake = torch.ones(8)
+    return {"fake": fake, "meta": torch.ones(8, device="meta"), "freed": freed, "a view of what was freed": view}
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+@pytest.mark.parametrize("kind", without_memory())
+def test_no_function_of_the_library_is_reached_with_a_tensor_without_memory(kind: str) -> None:
+    x, own = without_memory()[kind], cpu.loaded()
+    for name, (_, arguments) in abi.SIGNATURES.items():
+        for place in (at for at, one in enumerate(arguments) if one is c_void_p):
+            for given in (x, [1, x]):
+                others = [None] * len(arguments)
+                with pytest.raises(InvalidInput, match=r"no memory of its own|without memory"):
+                    getattr(own, name)(*others[:place], given, *others[place + 1 :])
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_no_number_stands_for_memory() -> None:
+    x = torch.ones(8)
+    with pytest.raises(TypeError, match="a number for the memory at 0"):
+        cpu.loaded().lowp_grid(x.data_ptr(), 8, 0, 1, array("q", (0, 0)))

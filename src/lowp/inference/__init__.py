@@ -1,5 +1,6 @@
 """Models as they are served: weights in few bits, products on packed operands, calibration, export to ONNX."""
 
+from lowp.inference import operators as operators  # registers them with torch
 from lowp.inference.attention import attention
 from lowp.inference.calibration import METHODS
 from lowp.inference.exporting import export_onnx

@@ -34,6 +34,17 @@ def attention(
     values), each head and example on its own; the softmax is fp32. A boolean mask is true where attention may go.
     """
     highest = check_bits(bits)
+    q, k, v = query.detach(), key.detach(), value.detach()
+    if is_eager(query):
+        return attended(q, k, v, mask, is_causal, scale, highest)
+    found: Tensor = torch.ops.lowp.attention_in_bytes(q, k, v, mask, is_causal, scale, highest)
+    return found
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, highest: int
+) -> Tensor:
+    """What `attention` returns, where no compiler, mode or transform sees it; `highest` is the largest byte."""
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = _product(query, key, highest) * factor
     if is_causal:
@@ -47,8 +58,8 @@ def attention(
 def _product(left: Tensor, right: Tensor, highest: int) -> Tensor:
     """Return left @ right^T in fp32, matrix by matrix."""
     batch: torch.Size = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
-    rows = left.detach().float().expand(*batch, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
-    columns = right.detach().float().expand(*batch, *right.shape[-2:]).reshape(-1, *right.shape[-2:]).contiguous()
+    rows = left.float().expand(*batch, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
+    columns = right.float().expand(*batch, *right.shape[-2:]).reshape(-1, *right.shape[-2:]).contiguous()
     if not rows.numel() or not columns.numel():
         return torch.zeros(*batch, left.shape[-2], right.shape[-2], dtype=torch.float32, device=left.device)
     codes = kernels.encode(columns, "int8")
@@ -99,11 +110,10 @@ class ServedAttention(nn.Module):
             for layer, one in zip((self.query, self.key, self.value), given, strict=True)
         )
         mask = _mask(attn_mask, key_padding_mask, self.num_heads)
-        product = attention if self.bytewise and is_eager(q) else None
-        if product is None:
-            found = F.scaled_dot_product_attention(q, k, v, mask)
+        if self.bytewise:
+            found = attention(q, k, v, mask, bits=self.bits)
         else:
-            found = product(q, k, v, mask, bits=self.bits)
+            found = F.scaled_dot_product_attention(q, k, v, mask)
         out: Tensor = self.out(found.transpose(1, 2).flatten(-2))
         out = out[0] if single else out
         return (out if batch_first else out.transpose(0, 1)), None

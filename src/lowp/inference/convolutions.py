@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,6 @@ from lowp.kernels import byte_rows
 from lowp.kernels.byte_products import PANEL
 from lowp.kernels.byte_rows import Bytes
 from lowp.kernels.products import contract_packed
-from lowp.kernels.tracing import is_eager
 
 __all__ = ["Geometry", "ServedConvolution", "matrix_of"]
 
@@ -72,9 +73,11 @@ def matrix_of(module: Convolution) -> Tensor:
 class ServedConvolution(Served):
     """`nn.Conv1d` or `nn.Conv2d` with a packed weight, whose columns are as `matrix_of` has them."""
 
+    dimensions: int
+    geometry: Geometry
+
     def __init__(self, weight: Weight, module: Convolution) -> None:
-        super().__init__(weight, module.bias)
-        self.dimensions, self.geometry = len(module.kernel_size), Geometry.of(module)
+        super().__init__(weight, module.bias, dimensions=len(module.kernel_size), geometry=Geometry.of(module))
 
     def dense(self, matrix: Tensor | None = None) -> Tensor:
         """The weight in fp32, or another such matrix, in torch's order: [out, channels of the group, height, width]."""
@@ -87,19 +90,28 @@ class ServedConvolution(Served):
         x = F.pad(x, self.geometry.around, self.geometry.mode) if self.geometry.around else x
         return x[:, :, None] if self.dimensions == 1 else x
 
-    def forward(self, x: Tensor) -> Tensor:
+    def computed(self, x: Tensor) -> Tensor:
         """Return the convolution of x [batch, channels, (height,) width], or of one without a batch, in x's dtype."""
+        return self._on_image(x, self._convolved)
+
+    def empty(self, x: Tensor) -> Tensor:
+        """Of x's dtype."""
+        size = (self.weight.n, self.weight.k // math.prod(self.geometry.kernel), *self.geometry.kernel)
+        return self._on_image(x, lambda image: self.geometry.convolved(image, image.new_empty(size), None))
+
+    def _on_image(self, x: Tensor, convolved: Callable[[Tensor], Tensor]) -> Tensor:
         single = x.ndim == self.dimensions + 1
-        image = self.image(x[None] if single else x)
-        weight = self.weight
-        if not isinstance(weight, Int8) or torch.compiler.is_compiling() or not is_eager(x):
-            result = self.geometry.convolved(weight.rounded(image), self.dense(), self._bias())
-        elif self.geometry.groups == 1 or weight.n // self.geometry.groups % PANEL == 0:
-            result = self._in_bytes(image.detach(), weight)
-        else:
-            result = self._in_whole_numbers(image.detach(), weight)
+        result = convolved(self.image(x[None] if single else x))
         result = (result[:, :, 0] if self.dimensions == 1 else result).to(x.dtype)
         return result[0] if single else result
+
+    def _convolved(self, image: Tensor) -> Tensor:
+        weight = self.weight
+        if not isinstance(weight, Int8):
+            return self.geometry.convolved(image, self.dense(), self._bias())
+        if self.geometry.groups == 1 or weight.n // self.geometry.groups % PANEL == 0:
+            return self._in_bytes(image, weight)
+        return self._in_whole_numbers(image, weight)
 
     def _in_bytes(self, image: Tensor, weight: Int8) -> Tensor:
         """By lowp's products, group by group, with channels last."""

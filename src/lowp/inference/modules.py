@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowp import kernels
-from lowp.casts import Cast
+from lowp.casts import Cast, parse
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import byte_products, byte_rows, few_bits, scaled
 from lowp.kernels.byte_products import Panels
@@ -33,10 +33,6 @@ class Weight(nn.Module, ABC):
     @abstractmethod
     def values(self) -> Tensor:
         """The weight in fp32 [n, k], in the order of the layer's own weight."""
-
-    def rounded(self, rows: Tensor) -> Tensor:
-        """Activations fp32 as the product sees them: what is exported, compiled and traced computes with these."""
-        return rows
 
     @abstractmethod
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -62,16 +58,6 @@ class _Bytewise(Weight):
         scale, zero = self._buffers["input_scale"], self._buffers["input_zero"]
         assert scale is not None and zero is not None
         return Range(scale.item(), int(zero.item()), self.highest)
-
-    def rounded(self, rows: Tensor) -> Tensor:
-        """Quantised and back, in operations of torch."""
-        scale, zero = self.get_buffer("input_scale"), self.get_buffer("input_zero").float()
-        if self.dynamic:
-            low, high = rows.amin().clamp(max=0), rows.amax().clamp(min=0)
-            scale = (high - low) / self.highest
-            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-            zero = (-low / scale).round()
-        return (rows / scale).round().clamp(-zero, self.highest - zero) * scale
 
     def bytes(self, rows: Tensor) -> Bytes:
         """Activations in bytes."""
@@ -227,17 +213,19 @@ class Stored(Weight):
     def __init__(self, weight: Tensor, cast: Cast) -> None:
         super().__init__()
         self.n, self.k = weight.shape
-        self.packed = Packed(cast, tuple(weight.shape), torch.float32)
-        parts = store(weight.detach().float(), cast, 0, Errors())
-        self._suffixes = {f"part{suffix.replace('.', '_')}": suffix for suffix in parts}
-        for name, suffix in self._suffixes.items():
-            pieces = parts[suffix]
+        self.cast = str(cast)
+        for suffix, pieces in store(weight.detach().float(), cast, 0, Errors()).items():
+            name = f"part{suffix.replace('.', '_')}"
             self.register_buffer(name, torch.cat(pieces) if len(pieces) > 1 else pieces[0])
 
     def values(self) -> Tensor:
         """In fp32."""
-        parts: Mapping[str, Tensor] = {suffix: self.get_buffer(name) for name, suffix in self._suffixes.items()}
-        return parts[""].float() if stored_dtype(self.packed.cast) else unpack("", self.packed, parts)
+        cast = parse(self.cast)
+        held: Any = self._buffers
+        parts = {name.removeprefix("part").replace("_", ".", 1): one for name, one in held.items()}
+        if stored_dtype(cast):
+            return held["part"].float()  # type: ignore[no-any-return]
+        return unpack("", Packed(cast, (self.n, self.k), torch.float32), parts)
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """In fp32; on a CPU few rows read weights of 16 bits as they are stored, and sum in fp64."""
@@ -260,13 +248,37 @@ def packed(weight: Tensor, cast: Cast, over: Range | None, highest: int) -> Weig
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
-class Served(nn.Module):
-    """A layer with a packed weight. It has no gradient: it is made from a trained layer, and serves."""
+class Served(nn.Module, ABC):
+    """A layer with a packed weight. It has no gradient: it is made from a trained layer, and serves.
 
-    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+    Compilers, exporters, modes and transforms see one operator of it, `lowp::served`, which runs the same.
+    """
+
+    def __init__(self, weight: Weight, bias: Tensor | None, **geometry: Any) -> None:
         super().__init__()
         self.weight = weight
         self.register_buffer("bias", None if bias is None else bias.detach().clone().float())
+        for name, value in geometry.items():
+            setattr(self, name, value)
+        of_weight = {name: value for name, value in vars(weight).items() if isinstance(value, (int, str))}
+        held = [name for name, one in weight._buffers.items() if one is not None]
+        self.text = json.dumps([type(self).__name__, geometry, type(weight).__name__, of_weight, held])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the layer that this one replaces returns, computed with the packed weight."""
+        if is_eager(x):
+            return self.computed(x.detach())
+        held = [one for one in (*self.weight._buffers.values(), self._bias()) if one is not None]
+        found: Tensor = torch.ops.lowp.served(x.detach(), held, self.text)
+        return found
+
+    @abstractmethod
+    def computed(self, x: Tensor) -> Tensor:
+        """The result."""
+
+    @abstractmethod
+    def empty(self, x: Tensor) -> Tensor:
+        """A tensor as the result, without its numbers, of an x that has none."""
 
     def _bias(self) -> Tensor | None:
         found: Tensor | None = self._buffers["bias"]
@@ -276,12 +288,14 @@ class Served(nn.Module):
 class ServedLinear(Served):
     """`nn.Linear` with a packed weight."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def computed(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias in x's dtype."""
-        if torch.compiler.is_compiling() or not is_eager(x):
-            return F.linear(self.weight.rounded(x.float()), self.weight.values(), self._bias()).to(x.dtype)
-        rows = x.detach().reshape(-1, self.weight.k).float()
+        rows = x.reshape(-1, self.weight.k).float()
         return self.weight.product(rows, self._bias()).reshape(*x.shape[:-1], self.weight.n).to(x.dtype)
+
+    def empty(self, x: Tensor) -> Tensor:
+        """Of x's dtype."""
+        return x.new_empty(*x.shape[:-1], self.weight.n)
 
     def extra_repr(self) -> str:
         """Sizes."""
@@ -291,7 +305,7 @@ class ServedLinear(Served):
 class ServedEmbedding(Served):
     """`nn.Embedding` whose rows are stored in few bits; only the requested rows are converted to fp32."""
 
-    def forward(self, indices: Tensor) -> Tensor:
+    def computed(self, indices: Tensor) -> Tensor:
         """Return the rows at `indices`, in fp32."""
         weight = self.weight
         if isinstance(weight, Int8) and weight.panels().memory.ndim == 4:
@@ -300,3 +314,7 @@ class ServedEmbedding(Served):
             rows = codes[panel, :, place].flatten(-2)[..., : weight.k]
             return rows.float() * weight.get_buffer("scales")[indices][..., None]
         return F.embedding(indices, weight.values())
+
+    def empty(self, indices: Tensor) -> Tensor:
+        """In fp32."""
+        return indices.new_empty(*indices.shape, self.weight.k, dtype=torch.float32)

@@ -79,9 +79,7 @@ def pack(weight: Tensor, scales: Tensor, highest: int) -> Panels:
     ways = torch.full((width // PANEL, up(depth, CHUNK) // CHUNK), 2, dtype=torch.uint8, device="cpu")
     memory = padded.reshape(width // PANEL, PANEL, depth // 4, 4).transpose(1, 2).contiguous()
     if cpu.library() is not None and memory.numel():
-        cpu.loaded().lowp_bytes_pack(
-            *matrix(padded), highest, cpu.address(memory), cpu.address(ways), cpu.address(sums), torch.get_num_threads()
-        )
+        cpu.loaded().lowp_bytes_pack(*matrix(padded), highest, memory, ways, sums, torch.get_num_threads())
     return Panels(memory, ways, sums, scale, n, k, highest)
 
 
@@ -132,11 +130,8 @@ def multiply(
         return result if bias is None else result + bias.detach().float()
     bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
     out = torch.empty(rows, b.n, dtype=torch.float32, device="cpu")
-    left = cpu.address(a.payload), rows, depth
-    finish = cpu.address(b.scales), cpu.address(b.sums), cpu.optional_address(bias)
-    cpu.loaded().lowp_bytes_multiply(
-        cpu.level(level), *left, *_panels(b), a.scale, a.zero, *finish, cpu.address(out), torch.get_num_threads()
-    )
+    left, right, finish = (a.payload, rows, depth), (b.memory, b.ways, b.n), (b.scales, b.sums, bias, out)
+    cpu.loaded().lowp_bytes_multiply(cpu.level(level), *left, *right, a.scale, a.zero, *finish, torch.get_num_threads())
     return out
 
 
@@ -149,17 +144,11 @@ def _linear(a: Activations, b: Panels, bias: Tensor | None, level: int | None) -
     bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
     payload = torch.empty(x.shape[0] * up(b.k, EIGHT), dtype=torch.uint8, device="cpu")
     out = torch.empty(x.shape[0], b.n, dtype=torch.float32, device="cpu")
-    finish = cpu.address(b.scales), cpu.address(b.sums), cpu.optional_address(bias)
-    results = cpu.address(payload), cpu.address(out)
+    right, finish = (b.memory, b.ways, b.n), (b.scales, b.sums, bias, payload, out)
     cpu.loaded().lowp_bytes_linear(
-        cpu.level(level), *matrix(x), scale, zero, highest, *_panels(b), *finish, *results, torch.get_num_threads()
+        cpu.level(level), *matrix(x), scale, zero, highest, *right, *finish, torch.get_num_threads()
     )
     return out
-
-
-def _panels(b: Panels) -> tuple[int, int, int]:
-    """Packed weights as the library takes them: their memory, their ways, and how many columns there are."""
-    return cpu.address(b.memory), cpu.address(b.ways), b.n
 
 
 def _defined_sums(a: Bytes, b: Panels) -> Tensor:

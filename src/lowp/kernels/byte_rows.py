@@ -84,9 +84,9 @@ def numbered(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
-def matrix(x: Tensor) -> tuple[int, int, int, int]:
-    """Return a `numbered` matrix for the library: its address, rows, columns, and row stride."""
-    return cpu.address(x), *x.shape, x.stride(0)
+def matrix(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """Return a `numbered` matrix as the library takes it: with its rows, columns, and row stride."""
+    return x, *x.shape, x.stride(0)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def own_range(x: Tensor, highest: int, level: int | None = None) -> Range:
         low, high = torch.aminmax(x)
         return range_of(low.item(), high.item(), highest)
     x, found = numbered(x), array("f", (0.0, 0.0))
-    cpu.loaded().lowp_bytes_extremes(cpu.level(level), *matrix(x), found.buffer_info()[0], torch.get_num_threads())
+    cpu.loaded().lowp_bytes_extremes(cpu.level(level), *matrix(x), found, torch.get_num_threads())
     lowest, largest = found
     return range_of(lowest, largest, highest)
 
@@ -126,7 +126,7 @@ def to_bytes(x: Tensor, scale: float, zero: int, highest: int, level: int | None
     x, depth = numbered(x), up(x.shape[1], EIGHT)
     payload = torch.empty(x.shape[0], depth, dtype=torch.uint8, device="cpu")
     cpu.loaded().lowp_bytes_quantize(
-        cpu.level(level), *matrix(x), scale, zero, highest, depth, cpu.address(payload), torch.get_num_threads()
+        cpu.level(level), *matrix(x), scale, zero, highest, depth, payload, torch.get_num_threads()
     )
     return Bytes(payload, scale, zero, highest)
 
@@ -157,7 +157,7 @@ def rows_in_int8(x: Tensor, zero: int, level: int | None) -> tuple[Tensor, Tenso
     payload = torch.empty(x.shape[0], depth, dtype=torch.uint8, device="cpu")
     scales = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
     finite = cpu.loaded().lowp_bytes_rows(
-        cpu.level(level), *matrix(x), zero, depth, cpu.address(payload), cpu.address(scales), torch.get_num_threads()
+        cpu.level(level), *matrix(x), zero, depth, payload, scales, torch.get_num_threads()
     )
     return (payload, scales) if finite else None
 
@@ -190,9 +190,6 @@ def windows(
         found = found.reshape(batch, count, -1, found.shape[-1]).permute(0, 3, 2, 1).reshape(rows, -1)
         return x._replace(payload=_in_rows(found - x.zero, x.zero)), high, wide
     out = torch.empty(rows, depth, dtype=torch.uint8, device="cpu")
-    sizes = (batch, height, width, channels, begin, count, *kernel, high, wide, *stride, *padding, *dilation, depth)
-    numbers = array("q", sizes)
-    cpu.loaded().lowp_bytes_windows(
-        cpu.address(x.payload), numbers.buffer_info()[0], x.zero, cpu.address(out), torch.get_num_threads()
-    )
+    sizes = [batch, height, width, channels, begin, count, *kernel, high, wide, *stride, *padding, *dilation, depth]
+    cpu.loaded().lowp_bytes_windows(x.payload, sizes, x.zero, out, torch.get_num_threads())
     return x._replace(payload=out), high, wide

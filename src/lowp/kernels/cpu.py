@@ -3,6 +3,9 @@
 Every function takes contiguous CPU tensors of fp32, fp64, fp16 or bf16, uses `threads` threads and writes the result to
 `out`. The results are bit-identical to `lowp.kernels.reference`; kernels/README.md defines them. The caller must check
 whether a dtype can hold the values of a format.
+
+The functions of the library take tensors and arrays, never addresses: `_guarded` reads the address of each, in the call
+that uses it, and refuses tensors without memory of their own.
 """
 
 from __future__ import annotations
@@ -14,14 +17,19 @@ import os
 import platform
 import struct
 import warnings
-from ctypes import c_char_p, c_int64, c_uint32
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import c_char_p, c_int64, c_uint32, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lowp import __version__
 from lowp.casts import Cast
+from lowp.compat import skipped_by_compilers
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.abi import SIGNATURES, TYPE_NUMBERS, format_parameters, parameters, scale_parameters
@@ -44,6 +52,7 @@ def library() -> ctypes.CDLL | None:
         for name, (result, arguments) in SIGNATURES.items():
             function = getattr(own, name)
             function.restype, function.argtypes = result, arguments
+            setattr(own, name, _guarded(function, [at for at, one in enumerate(arguments) if one is c_void_p]))
     except (OSError, AttributeError) as error:
         reason = "it was not built" if not PATH.exists() else str(error)
         warnings.warn(
@@ -55,8 +64,35 @@ def library() -> ctypes.CDLL | None:
         return None
     if chosen := os.environ.get("LOWP_CPU_ISA"):
         _select(own, chosen)
-    own.lowp_set_team(None if uses_own_threads() else _openmp_parallel())
+    own.lowp_set_team(None if uses_own_threads() else c_void_p(_openmp_parallel()))
     return own
+
+
+def _guarded(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """Return a function of the library that takes at `places`, where the library takes pointers, what has memory.
+
+    That is tensors, arrays, bytes, objects of ctypes, None, and lists of integers, tensors and None, which become int64
+    numbers and addresses. All of them live until the call has returned. A compiler that traced the reading of an
+    address would free a tensor after its last use in torch, which is before the call: none traces this.
+    """
+
+    def call(*given: Any) -> Any:
+        passed = [*given]
+        for place in places:
+            one = passed[place]
+            if isinstance(one, Tensor):
+                passed[place] = address(one)
+            elif isinstance(one, array):
+                passed[place] = one.buffer_info()[0]
+            elif isinstance(one, list):
+                table = array("q", [x if type(x) is int else optional_address(x) or 0 for x in one])
+                passed[place] = table.buffer_info()[0]
+                given += (table,)  # it lives as long
+            elif isinstance(one, int):
+                raise TypeError(f"a number for the memory at {place} of {function}: give the tensor or array")
+        return function(*passed)
+
+    return skipped_by_compilers(call)
 
 
 def uses_own_threads() -> bool:
@@ -176,10 +212,28 @@ def available(own: ctypes.CDLL | None = None) -> tuple[str, ...]:
     return tuple(name for level, name in enumerate(INSTRUCTION_SETS) if level <= best)
 
 
+PLAIN = (Tensor, Parameter)
+
+
 def address(x: Tensor) -> int:
-    """Return the address of a CPU tensor's elements. Raises InvalidInput for elements without memory."""
+    """Return the address of a CPU tensor's elements: the one check of all memory that the library is given.
+
+    Raises InvalidInput for a tensor on another device, for one that stands for others or for nothing (a fake tensor, a
+    wrapper), and for elements without memory.
+    """
+    kind = type(x)
+    if not x.is_cpu or (kind not in PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__):
+        raise InvalidInput(
+            f"a {kind.__name__} {tuple(x.shape)} on {x.device} has no memory of its own that the C++ library reads: "
+            "give a torch.Tensor on the CPU"
+        )
+    return begin(x)
+
+
+def begin(x: Tensor) -> int:
+    """Return where a tensor's elements begin, on any device. Raises InvalidInput for elements without memory."""
     pointer = x.data_ptr()
-    if pointer or not x.numel():
+    if pointer != x.storage_offset() * x.element_size() or not x.numel():  # where the storage begins at 0, as if freed
         return pointer
     raise InvalidInput(
         f"a tensor {tuple(x.shape)} without memory: its storage was resized to 0, as FSDP frees parameters, "
@@ -197,8 +251,8 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     loaded().lowp_quantize(
         parameters(cast),
         TYPE_NUMBERS[x.dtype],
-        address(x),
-        address(out),
+        x,
+        out,
         x.numel(),
         *_drawn(seed),
         torch.get_num_threads(),
@@ -210,7 +264,7 @@ def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
 
     x must be finite, and a shared scale must be one fp32 scale for the whole tensor, from its largest magnitude.
     """
-    given = parameters(cast), scale_parameters(cast), x.data_ptr(), out.data_ptr(), x.numel(), seed & MASK
+    given = parameters(cast), scale_parameters(cast), x, out, x.numel(), seed & MASK
     return not loaded().lowp_quantize_finite(*given, torch.get_num_threads())
 
 
@@ -230,9 +284,9 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     nans: int = loaded().lowp_encode(
         parameters(cast),
         TYPE_NUMBERS[x.dtype],
-        address(x),
+        x,
         out.element_size(),
-        address(out),
+        out,
         x.numel(),
         *_drawn(seed),
         torch.get_num_threads(),
@@ -245,9 +299,9 @@ def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
     loaded().lowp_decode(
         format_parameters(format),
         codes.element_size(),
-        address(codes),
+        codes,
         TYPE_NUMBERS[out.dtype],
-        address(out),
+        out,
         codes.numel(),
         torch.get_num_threads(),
     )
@@ -261,9 +315,7 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     """
     counts = torch.zeros(259, dtype=torch.int64, device="cpu")
     reals = torch.zeros(2, dtype=torch.float64, device="cpu")
-    failed = loaded().lowp_statistics(
-        TYPE_NUMBERS[x.dtype], address(x), x.numel(), torch.get_num_threads(), address(counts), address(reals)
-    )
+    failed = loaded().lowp_statistics(TYPE_NUMBERS[x.dtype], x, x.numel(), torch.get_num_threads(), counts, reals)
     if failed:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
     zeros, nans, infinities = counts[256:].tolist()
@@ -291,13 +343,13 @@ def quantize_scaled(
     loaded().lowp_quantize_scaled(
         parameters(cast.element_cast),
         TYPE_NUMBERS[x.dtype],
-        address(x),
-        address(out),
+        x,
+        out,
         x.numel(),
         length,
         group,
-        address(wide),
-        optional_address(points),
+        wide,
+        points,
         *_drawn(seed),
         torch.get_num_threads(),
     )
@@ -306,7 +358,7 @@ def quantize_scaled(
 def random_words(seed: int, counter: int, counters: int) -> Tensor:
     """Return the Philox-4x32-10 words of the counters (counter, 0, 0) onwards: int64 [counters, 4]."""
     words = torch.zeros(counters, 4, dtype=torch.int32, device="cpu")
-    loaded().lowp_random_words(seed & MASK, counter & MASK, counters, address(words))
+    loaded().lowp_random_words(seed & MASK, counter & MASK, counters, words)
     return words.to(torch.int64) & 0xFFFFFFFF
 
 
@@ -325,7 +377,7 @@ def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
     neither is final.
     """
     found = (c_int64 * 2)()
-    loaded().lowp_grid(address(x), x.numel(), lowest, torch.get_num_threads(), found)
+    loaded().lowp_grid(x, x.numel(), lowest, torch.get_num_threads(), found)
     return fp32_of(found[0]), None if found[1] == 1000 else found[1] - 127
 
 

@@ -1,7 +1,6 @@
 """int16 mantissas by the C++ library: contiguous fp32 tensors on a CPU, or the layout that `Rows` describes.
 
-`mantissas` chooses between these functions and torch operations that give the same bits. `cpu.address` raises for a
-tensor without memory, whose pointer is null.
+`mantissas` chooses between these functions and torch operations that give the same bits.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ def is_direct(*tensors: Tensor) -> bool:
     try:
         for x in tensors:
             if not (
-                x.dtype is torch.float32
+                type(x) in cpu.PLAIN
+                and x.dtype is torch.float32
                 and x.is_cpu
                 and x.layout is torch.strided
                 and x.is_contiguous()
@@ -72,14 +72,14 @@ def to_int16(
     cpu.loaded().lowp_write_int16(
         mantissa_block(cast),
         TYPE_NUMBERS[x.dtype],
-        x.data_ptr() or cpu.address(x),
+        x,
         exponent,
-        None if out is None else out.data_ptr(),
-        None if result is None else result.data_ptr(),
+        out,
+        result,
         x.numel(),
         seed & cpu.MASK,
         torch.get_num_threads(),
-        counts.buffer_info()[0],
+        counts,
     )
     return seen_of(x.numel(), *counts)
 
@@ -94,8 +94,8 @@ def current_int16(x: Tensor, cast: Cast, seed: int, out: Tensor) -> tuple[int, S
     """
     counts = array("q", (0,) * 4)
     block, offset, lowest, highest = own_exponent(cast)
-    memory = out.data_ptr(), None, x.numel(), seed & cpu.MASK, torch.get_num_threads(), counts.buffer_info()[0]
-    given = block, x.data_ptr() or cpu.address(x), offset, lowest, highest
+    memory = out, None, x.numel(), seed & cpu.MASK, torch.get_num_threads(), counts
+    given = block, x, offset, lowest, highest
     exponent: int = cpu.loaded().lowp_current_int16(*given, *memory)
     return None if exponent == _NOT_FINITE else (exponent, seen_of(x.numel(), *counts))
 
@@ -107,8 +107,8 @@ def current_values(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
     """
     counts = array("q", (0,) * 4)
     block, offset, lowest, highest = own_exponent(cast)
-    memory = None, cpu.address(out), x.numel(), seed & cpu.MASK, torch.get_num_threads(), counts.buffer_info()[0]
-    found: int = cpu.loaded().lowp_current_int16(block, cpu.address(x), offset, lowest, highest, *memory)
+    memory = None, out, x.numel(), seed & cpu.MASK, torch.get_num_threads(), counts
+    found: int = cpu.loaded().lowp_current_int16(block, x, offset, lowest, highest, *memory)
     return found != _NOT_FINITE
 
 
@@ -124,8 +124,7 @@ def own_exponent(cast: Cast) -> tuple[object, int, int, int]:
 
 def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
     """Write mantissas * 2**exponent into `out`, fp32: exact unless it leaves the range."""
-    addresses = mantissas.data_ptr() or cpu.address(mantissas), exponent, out.data_ptr()
-    cpu.loaded().lowp_from_int16(*addresses, mantissas.numel(), torch.get_num_threads())
+    cpu.loaded().lowp_from_int16(mantissas, exponent, out, mantissas.numel(), torch.get_num_threads())
 
 
 def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
@@ -133,8 +132,7 @@ def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
 
     None where some element is no int16 under this exponent; `out` is then half written. Exponents from -100 to 100.
     """
-    addresses = x.data_ptr() or cpu.address(x), exponent, out.data_ptr()
-    largest: int = cpu.loaded().lowp_exact_int16(*addresses, x.numel(), torch.get_num_threads())
+    largest: int = cpu.loaded().lowp_exact_int16(x, exponent, out, x.numel(), torch.get_num_threads())
     return None if largest < 0 else largest
 
 
@@ -164,8 +162,8 @@ def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows, symm
 
 def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded: bool, lowest: int) -> int:
     given = (
-        x.data_ptr() or cpu.address(x),
-        mantissas.data_ptr(),
+        x,
+        mantissas,
         *lie,
         exponent,
         rounded,
@@ -184,7 +182,7 @@ def relu(x: Tensor, mantissas: Tensor, exponent: int) -> tuple[Tensor, Tensor] |
     if not is_direct(x):
         return None
     payload, result = torch.empty_like(mantissas), torch.empty_like(x)
-    given = cpu.address(x), cpu.address(mantissas), exponent, cpu.address(payload), cpu.address(result)
+    given = x, mantissas, exponent, payload, result
     wrong = cpu.loaded().lowp_relu_int16(*given, x.numel(), torch.get_num_threads())
     return None if wrong else (payload, result)
 
@@ -196,8 +194,8 @@ def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> See
     """
     counts = array("q", (0,) * 4)
     lowest = -32767 if symmetric else -32768
-    given = (exponent, low_bits, lowest, x.numel(), torch.get_num_threads(), counts.buffer_info()[0])
-    cpu.loaded().lowp_words_int16(cpu.address(x), *given)
+    given = (exponent, low_bits, lowest, x.numel(), torch.get_num_threads(), counts)
+    cpu.loaded().lowp_words_int16(x, *given)
     return seen_of(x.numel(), *counts)
 
 

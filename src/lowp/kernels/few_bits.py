@@ -158,15 +158,15 @@ def _multiplied(x: _Operand, w: PackedCodes, bias: Tensor | None, level: int | N
     numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset))
     cpu.loaded().lowp_codes_multiply(
         cpu.level(level),
-        numbers.buffer_info()[0],
-        cpu.address(x.digits),
-        cpu.address(x.scales),
-        cpu.address(x.sums),
-        cpu.address(w.memory),
+        numbers,
+        x.digits,
+        x.scales,
+        x.sums,
+        w.memory,
         levels,
-        cpu.address(w.scales),
-        cpu.optional_address(bias),
-        cpu.address(out),
+        w.scales,
+        bias,
+        out,
         torch.get_num_threads(),
     )
     return out
@@ -183,15 +183,15 @@ def _of_bytes(x: Bytes, w: PackedCodes) -> _Operand:
     digits = torch.zeros(rows, planes, w.depth, dtype=torch.int8, device="cpu")
     sums = torch.empty(rows, 1, dtype=torch.int32, device="cpu")
     cpu.loaded().lowp_codes_bytes(
-        cpu.address(x.payload),
+        x.payload,
         rows,
         w.k,
         x.payload.shape[1],
         x.zero,
         planes,
         w.depth,
-        cpu.address(digits),
-        cpu.address(sums),
+        digits,
+        sums,
     )
     return _Operand(digits, scales, sums)
 
@@ -218,9 +218,9 @@ def _of_floats(x: Tensor, w: PackedCodes, level: int | None) -> _Operand | None:
         *matrix(x),
         w.group,
         w.depth,
-        cpu.address(digits),
-        cpu.address(scales),
-        cpu.address(sums),
+        digits,
+        scales,
+        sums,
     )
     return _Operand(digits, scales, sums) if finite else None
 
@@ -250,13 +250,13 @@ def multiply_signs(a: Signs, b: Signs, bias: Tensor | None = None, level: int | 
         sums = torch.empty(a.memory.shape[0], b.memory.shape[0], dtype=torch.int32, device="cpu")
         cpu.loaded().lowp_bits_multiply(
             cpu.level(level),
-            cpu.address(a.memory),
+            a.memory,
             a.memory.shape[0],
-            cpu.address(b.memory),
+            b.memory,
             b.memory.shape[0],
             a.memory.shape[1],
             b.length,
-            cpu.address(sums),
+            sums,
             torch.get_num_threads(),
         )
     else:

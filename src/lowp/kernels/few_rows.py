@@ -39,15 +39,15 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, level: int |
     out = torch.empty(rows, weight.shape[0], dtype=torch.float32, device="cpu")
     cpu.loaded().lowp_rows_multiply(
         cpu.level(level),
-        cpu.address(wide),
+        wide,
         rows,
         wide.shape[1],
-        cpu.address(weight),
+        weight,
         int(weight.dtype is torch.float16),
         weight.shape[0],
         k,
-        cpu.optional_address(bias),
-        cpu.address(out),
+        bias,
+        out,
         torch.get_num_threads(),
     )
     return out

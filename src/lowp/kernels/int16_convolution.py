@@ -64,16 +64,16 @@ def written(
     status = cpu.loaded().lowp_written_convolution(
         kernel.encode() or None,
         product.number,
-        first.data_ptr() or cpu.address(first),
-        second.data_ptr() or cpu.address(second),
-        payload.data_ptr(),
-        result.data_ptr(),
+        first,
+        second,
+        payload,
+        result,
         result.numel(),
-        product.shape.numbers.buffer_info()[0],
-        given.buffer_info()[0],
-        None if numbers is None else numbers.data_ptr() or cpu.address(numbers),
+        product.shape.numbers,
+        given,
+        numbers,
         torch.get_num_threads(),
-        seen.buffer_info()[0],
+        seen,
     )
     if status == _NOT_FINITE:
         return None

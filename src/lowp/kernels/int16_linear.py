@@ -66,13 +66,13 @@ def linear(
         kernel.encode() or None,
         to_x,
         to_weight,
-        x.data_ptr() or cpu.address(x),
-        weight.data_ptr() or cpu.address(weight),
-        None if bias is None else bias.data_ptr() or cpu.address(bias),
-        given.buffer_info()[0],
-        None if kept is None else kept.data_ptr(),
+        x,
+        weight,
+        bias,
+        given,
+        kept,
         torch.get_num_threads(),
-        y.data_ptr(),
+        y,
     )
     if status == _NOT_FINITE:
         return None
@@ -86,17 +86,16 @@ def without_gradients(casts: tuple[Cast, Cast]) -> Product:
     Outside torch.func and forward-mode autograd. It returns None where `linear` does, and for other than matrices.
     """
     (to_x, *of_x), (to_weight, *of_weight) = own_exponent(casts[0]), own_exponent(casts[1])
-    plans: dict[tuple[torch.Size, torch.Size], tuple[int, int, array[int], int] | None] = {}
+    plans: dict[tuple[torch.Size, torch.Size], array[int] | None] = {}
 
-    def plan(x: torch.Size, weight: torch.Size) -> tuple[int, int, array[int], int] | None:
+    def plan(x: torch.Size, weight: torch.Size) -> array[int] | None:
         if len(plans) >= _MOST_SHAPES:
             plans.clear()
         found = None
         if len(x) == len(weight) == 2 and x[1] == weight[1] and weight[0] < FEATURES:
             (m, k), n = x, weight[0]
             if 0 < m * k <= MOST and 0 < n * k <= MOST and m * n <= MOST:
-                given = array("q", (m, n, k, *of_x, *of_weight))
-                found = m, n, given, given.buffer_info()[0]
+                found = array("q", (m, n, k, *of_x, *of_weight))
         plans[x, weight] = found
         return found
 
@@ -104,10 +103,10 @@ def without_gradients(casts: tuple[Cast, Cast]) -> Product:
         if chosen() not in ("cpu", None) or is_observed() or not are_plain(x, weight, bias):
             return None
         shapes = x.shape, weight.shape
-        found = plans[shapes] if shapes in plans else plan(*shapes)
-        if found is None or (own := cpu.library()) is None or not (_is_readable(x) and _is_readable(weight)):
+        given = plans[shapes] if shapes in plans else plan(*shapes)
+        if given is None or (own := cpu.library()) is None or not (_is_readable(x) and _is_readable(weight)):
             return None
-        m, n, _, given = found
+        m, n, *_ = given
         if bias is not None and not (_is_readable(bias) and bias.is_contiguous() and bias.shape == (n,)):
             return None
         y, kernel = torch.empty(m, n, dtype=torch.float32, device="cpu"), cpu.asked()
@@ -115,13 +114,13 @@ def without_gradients(casts: tuple[Cast, Cast]) -> Product:
             kernel.encode() or None,
             to_x,
             to_weight,
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            x,
+            weight,
+            bias,
             given,
             None,
             torch.get_num_threads(),
-            y.data_ptr(),
+            y,
         )
         if status == _NOT_FINITE:
             return None
@@ -161,11 +160,11 @@ def gradients(
     status = cpu.loaded().lowp_linear_int16_gradients(
         kernel.encode() or None,
         to,
-        gradient.data_ptr() or cpu.address(gradient),
-        kept.data_ptr(),
-        given.buffer_info()[0],
+        gradient,
+        kept,
+        given,
         torch.get_num_threads(),
-        *(None if one is None else one.data_ptr() for one in found),
+        *found,
     )
     if status == _NOT_FINITE:
         return None

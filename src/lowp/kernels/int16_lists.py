@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ _APART = 32  # elements: each payload of a block begins at a multiple of 64 byte
 
 def are_int16(tensors: Sequence[tuple[Tensor, Mantissas, Rows]]) -> list[bool]:
     """Whether every element of each tensor is its mantissa * 2**exponent; the two lie alike."""
-    given, found = array("q"), array("q", (0,) * len(tensors))
+    given, found = [], array("q", (0,) * len(tensors))
     for x, (payload, exponent, _), lie in tensors:
-        given.extend((cpu.address(x), cpu.address(payload), *lie, exponent))
-    numbers = given.buffer_info()[0], len(tensors), torch.get_num_threads(), found.buffer_info()[0]
+        given += [x, payload, *lie, exponent]
+    numbers = given, len(tensors), torch.get_num_threads(), found
     cpu.loaded().lowp_same_int16_list(*numbers)
     return [one == 0 for one in found]
 
@@ -36,16 +37,16 @@ class Compared:
     """fp32 tensors and their kept mantissas, contiguous and alike: one call compares them all, as often as asked."""
 
     def __init__(self, kept: Sequence[tuple[Tensor, Mantissas]]) -> None:
-        self._kept = kept  # the payloads stay alive
+        self._kept = kept
         self._addresses = [cpu.address(x) for x, _ in kept]
-        self._given = array("q")
-        for (x, (payload, exponent, _)), address in zip(kept, self._addresses, strict=True):
-            self._given.extend((address, cpu.address(payload), 1, x.numel(), x.numel(), exponent))
+        self._given = []
+        for x, (payload, exponent, _) in kept:
+            self._given += [x, payload, 1, x.numel(), x.numel(), exponent]
 
     def are_same(self) -> bool:
         """Whether every element of each tensor is its mantissa * 2**exponent."""
         found = array("q", (0,) * len(self._kept))
-        numbers = self._given.buffer_info()[0], len(self._kept), torch.get_num_threads(), found.buffer_info()[0]
+        numbers = self._given, len(self._kept), torch.get_num_threads(), found
         cpu.loaded().lowp_same_int16_list(*numbers)
         return not any(found)
 
@@ -73,14 +74,16 @@ class OpenSteps:
             self._begins.append(self._begins[-1] + -(-size // _APART) * _APART)
         self._payload = torch.empty(self._begins[-1], dtype=torch.int16, device="cpu")
         self._addresses = [cpu.address(one) for one in weights]
+        self._parts = [
+            self._payload[begin : begin + size] for begin, size in zip(self._begins, self._sizes, strict=False)
+        ]
         self._largest = self._read()
 
     def _read(self) -> array[int]:
-        first, given, found = self._payload.data_ptr(), array("q"), array("q", (0,) * len(self.weights))
-        rows = zip(self._addresses, self._begins, self._sizes, self.exponents, strict=False)
-        for address, begin, size, exponent in rows:
-            given.extend((address, first + 2 * begin, size, exponent))
-        numbers = given.buffer_info()[0], len(self.weights), torch.get_num_threads(), found.buffer_info()[0]
+        given, found = [], array("q", (0,) * len(self.weights))
+        for weight, part, size, exponent in zip(self.weights, self._parts, self._sizes, self.exponents, strict=True):
+            given += [weight, part, size, exponent]
+        numbers = given, len(self.weights), torch.get_num_threads(), found
         cpu.loaded().lowp_exact_int16_list(*numbers)
         return found
 
@@ -91,33 +94,31 @@ class OpenSteps:
     @property
     def mantissas(self) -> list[Mantissas]:
         """The mantissas of each weight before the step."""
-        rows = zip(self.weights, self._begins, self._sizes, self.exponents, self._largest, strict=False)
+        rows = zip(self.weights, self._parts, self._sizes, self.exponents, self._largest, strict=True)
         return [
-            Mantissas(
-                self._payload[begin : begin + size].view(one.shape), exponent, Seen(most, False, False, 0, 0, size)
-            )
-            for one, begin, size, exponent, most in rows
+            Mantissas(part.view(one.shape), exponent, Seen(most, False, False, 0, 0, size))
+            for one, part, size, exponent, most in rows
         ]
 
     def write(self, exponents: Sequence[tuple[int, int]], cast: Cast) -> list[tuple[Seen, Seen]] | None:
         """Write the steps as `write_steps` does; None, with nothing done, where a weight was moved."""
         if [one.data_ptr() for one in self.weights] != self._addresses:
             return None
-        first, given, counts = self._payload.data_ptr(), array("q"), array("q", (0,) * (8 * len(self.weights)))
-        rows = zip(self._addresses, self._begins, self._sizes, self.exponents, exponents, strict=False)
-        for address, begin, size, exponent, (of_update, of_weight) in rows:
-            given.extend((address, first + 2 * begin, size, exponent, of_update, of_weight))
+        given, counts = [], array("q", (0,) * (8 * len(self.weights)))
+        rows = zip(self.weights, self._parts, self._sizes, self.exponents, exponents, strict=True)
+        for weight, part, size, exponent, both in rows:
+            given += [weight, part, size, exponent, *both]
         _run_steps(self.weights, given, counts, cast)
         return _seen_of_steps(self._sizes, counts)
 
 
 def exact_mantissas(tensors: Sequence[Tensor], exponents: Sequence[int]) -> list[Mantissas | None]:
     """Return each tensor as mantissas that represent every bit of it; None if there are none under its exponent."""
-    given, found = array("q"), array("q", (0,) * len(tensors))
+    given, found = [], array("q", (0,) * len(tensors))
     payloads = [torch.empty(x.shape, dtype=torch.int16, device="cpu") for x in tensors]
     for x, payload, exponent in zip(tensors, payloads, exponents, strict=True):
-        given.extend((cpu.address(x), cpu.address(payload), x.numel(), exponent))
-    numbers = given.buffer_info()[0], len(tensors), torch.get_num_threads(), found.buffer_info()[0]
+        given += [x, payload, x.numel(), exponent]
+    numbers = given, len(tensors), torch.get_num_threads(), found
     cpu.loaded().lowp_exact_int16_list(*numbers)
     return [
         None if largest < 0 else Mantissas(payload, exponent, Seen(largest, False, False, 0, 0, payload.numel()))
@@ -132,16 +133,16 @@ def write_steps(
 
     The mantissas take the new ones; `exponents` are those of update and weight. Returns what was seen of both.
     """
-    given, counts = array("q"), array("q", (0,) * (8 * len(weights)))
-    for weight, (payload, exponent, _), (of_update, of_weight) in zip(weights, old, exponents, strict=True):
-        given.extend((cpu.address(weight), cpu.address(payload), weight.numel(), exponent, of_update, of_weight))
+    given, counts = [], array("q", (0,) * (8 * len(weights)))
+    for weight, (payload, exponent, _), both in zip(weights, old, exponents, strict=True):
+        given += [weight, payload, weight.numel(), exponent, *both]
     _run_steps(weights, given, counts, cast)
     return _seen_of_steps([weight.numel() for weight in weights], counts)
 
 
-def _run_steps(weights: Sequence[Tensor], given: array[int], counts: array[int], cast: Cast) -> None:
+def _run_steps(weights: Sequence[Tensor], given: list[Any], counts: array[int], cast: Cast) -> None:
     lowest = -32767 if int16_element(cast).symmetric else -32768
-    numbers = given.buffer_info()[0], len(weights), lowest, torch.get_num_threads(), counts.buffer_info()[0]
+    numbers = given, len(weights), lowest, torch.get_num_threads(), counts
     cpu.loaded().lowp_step_int16_list(*numbers)
     torch.autograd.graph.increment_version(weights)
 
@@ -155,10 +156,10 @@ def _seen_of_steps(sizes: Sequence[int], counts: array[int]) -> list[tuple[Seen,
 
 def write_(tensors: Sequence[Tensor], cast: Cast, exponents: Sequence[int]) -> list[Seen]:
     """Round the finite elements of tensors in place to values of the format; return the statistics of each."""
-    given, counts = array("q"), array("q", (0,) * (4 * len(tensors)))
+    given, counts = [], array("q", (0,) * (4 * len(tensors)))
     for x, exponent in zip(tensors, exponents, strict=True):
-        given.extend((cpu.address(x), x.numel(), exponent))
-    numbers = given.buffer_info()[0], len(tensors), torch.get_num_threads(), counts.buffer_info()[0]
+        given += [x, x.numel(), exponent]
+    numbers = given, len(tensors), torch.get_num_threads(), counts
     cpu.loaded().lowp_write_int16_list(mantissa_block(cast), *numbers)
     torch.autograd.graph.increment_version(tensors)
     return [seen_of(x.numel(), *counts[at : at + 4]) for at, x in zip(range(0, len(counts), 4), tensors, strict=True)]

@@ -126,17 +126,15 @@ def _layer(
     second = torch.empty(weight.numel() + 2, dtype=torch.int16, device="cpu")
     to, exponent, payload, result = output
     (to_x, *of_x), (to_weight, *of_weight) = own_exponent(casts[0]), own_exponent(casts[1])
-    given = array("q", (*sizes.numbers, x.data_ptr() or cpu.address(x), first.data_ptr(), of_first, found_by))
-    given.extend((weight.data_ptr() or cpu.address(weight), second.data_ptr()))
-    given.append(0 if bias is None else bias.data_ptr() or cpu.address(bias))
-    given.extend((payload.data_ptr(), result.data_ptr(), exponent, _lowest(to), *of_x, *of_weight))
+    given = [*sizes.numbers, x, first, of_first, found_by, weight, second, bias, payload, result, exponent, _lowest(to)]
+    given += [*of_x, *of_weight]
     counts, kernel, library = array("q", (0,) * 4), cpu.asked(), cpu.loaded()
-    operands = kernel.encode() or None, to_x, to_weight, given.buffer_info()[0]
-    rest = torch.get_num_threads(), counts.buffer_info()[0]
+    operands = kernel.encode() or None, to_x, to_weight, given
+    rest = torch.get_num_threads(), counts
     if sizes.shape is None:
         status = library.lowp_linear_written_int16(*operands, *rest)
     else:
-        status = library.lowp_convolution_written_int16(*operands, sizes.shape.numbers.buffer_info()[0], *rest)
+        status = library.lowp_convolution_written_int16(*operands, sizes.shape.numbers, *rest)
     if status in (_NOT_FINITE, _UNFIT):
         return None
     check_status(status, kernel)
@@ -185,19 +183,17 @@ def _gradients(
     if is_observed() or (gradient is not None and not is_direct(gradient)):
         return None
     first, second = layer.first.contiguous(), layer.second.contiguous()  # hooks may have laid them out otherwise
-    address = 0 if gradient is None else gradient.data_ptr() or cpu.address(gradient)
-    given = array("q", (*sizes.numbers, _lowest(output), address, incoming.payload.data_ptr(), incoming.exponent))
-    given.extend((first.data_ptr(), second.data_ptr()))
+    given = [*sizes.numbers, _lowest(output), gradient, incoming.payload, incoming.exponent, first, second]
     made = [None if one is None else _made(one[0]) for one in wanted]
     for one, both in zip(wanted, made, strict=True):
-        given.extend((0, 0, 0) if one is None or both is None else (both[0].data_ptr(), both[1].data_ptr(), one[1]))
+        given += (0, 0, 0) if one is None or both is None else (both[0], both[1], one[1])
     counts, kernel, library = array("q", (0,) * 12), cpu.asked(), cpu.loaded()
-    operands = kernel.encode() or None, mantissa_block(output), given.buffer_info()[0]
-    rest = torch.get_num_threads(), counts.buffer_info()[0]
+    operands = kernel.encode() or None, mantissa_block(output), given
+    rest = torch.get_num_threads(), counts
     if sizes.shape is None:
         status = library.lowp_linear_written_int16_gradients(*operands, *rest)
     else:
-        geometry = sizes.shape.numbers.buffer_info()[0]
+        geometry = sizes.shape.numbers
         status = library.lowp_convolution_written_int16_gradients(*operands, geometry, *rest)
     if status == _UNFIT:
         return None

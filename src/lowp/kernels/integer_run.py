@@ -126,14 +126,7 @@ def _matmul(left: Tensor, right: Tensor, output: Output) -> Result:
         a, a_depth, a_rows = a.contiguous(), 1, k
     sizes = array("q", (math.prod(batch), m, n, k))
     strides = array("q", (*(a_batch or (0,)), a_rows, a_depth, *(b_batch or (0,)), b_columns, b_depth, m * n, n))
-    operands = (
-        a.data_ptr() or cpu.address(a),
-        b.data_ptr() or cpu.address(b),
-        result.data_ptr(),
-        sizes.buffer_info()[0],
-        strides.buffer_info()[0],
-    )
-    return _called(library.lowp_integer_matmul, output, result, operands)
+    return _called(library.lowp_integer_matmul, output, result, (a, b, result, sizes, strides))
 
 
 def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Result:
@@ -184,12 +177,12 @@ def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, ou
         return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output, 1)
     result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
     a, b = a.contiguous(), b.contiguous()
-    addresses = (cpu.address(a), cpu.address(b), cpu.address(result), shape.numbers.buffer_info()[0])
-    return _called(library.lowp_integer_convolution, output, result, (list(PRODUCTS).index(product), *addresses))
+    operands = (list(PRODUCTS).index(product), a, b, result, shape.numbers)
+    return _called(library.lowp_integer_convolution, output, result, operands)
 
 
 def _called(function: Callable[..., int], output: Output, result: Tensor, operands: tuple[Any, ...]) -> Result:
-    """Call the library; `operands` are numbers and addresses of memory that the caller keeps."""
+    """Call the library; `operands` are tensors and numbers."""
     integers, largest, bias = array("q", (0, 0, 0)), array("d", (0.0,)), output.bias
     status = function(
         output.kernel.encode() or None,
@@ -197,11 +190,11 @@ def _called(function: Callable[..., int], output: Output, result: Tensor, operan
         0 if output.chained else KINDS[output.dtype],
         output.exponent,
         output.lowest,
-        None if bias is None else bias.numbers.data_ptr() or cpu.address(bias.numbers),
+        None if bias is None else bias.numbers,
         0 if bias is None else bias.exponent,
         torch.get_num_threads(),
-        integers.buffer_info()[0],
-        largest.buffer_info()[0],
+        integers,
+        largest,
     )
     check_status(status, output.kernel)
     return Result(result, integers, largest)

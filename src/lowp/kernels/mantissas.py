@@ -232,8 +232,7 @@ def sums(payload: Tensor, axis: int) -> Tensor:
     payload = payload.contiguous()
     outer, count, inner = math.prod(payload.shape[:axis]), payload.shape[axis], math.prod(payload.shape[axis + 1 :])
     result = payload.new_empty(count, dtype=torch.int64)
-    given = payload.data_ptr() or cpu.address(payload), outer, count, inner
-    cpu.loaded().lowp_sum_int16(*given, result.data_ptr(), torch.get_num_threads())
+    cpu.loaded().lowp_sum_int16(payload, outer, count, inner, result, torch.get_num_threads())
     return result
 
 

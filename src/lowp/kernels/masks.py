@@ -47,7 +47,7 @@ def nonzero(x: Tensor) -> Mask:
     if not (_is_plain(x) and _fills_its_memory(x)):
         return packed(x.bool())
     bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device="cpu")
-    cpu.loaded().lowp_pack_nonzero(x.data_ptr() or cpu.address(x), bits.data_ptr(), x.numel(), torch.get_num_threads())
+    cpu.loaded().lowp_pack_nonzero(x, bits, x.numel(), torch.get_num_threads())
     return Mask(bits, x.shape, x.stride())
 
 
@@ -60,8 +60,7 @@ def passed(x: Tensor, mask: Mask) -> Tensor:
         # a selection by masked_fill or where takes many times as long
         return unpacked(mask).to(torch.int32).mul_(x.view(torch.int32)).view(torch.float32)
     result = torch.empty_like(x)
-    addresses = x.data_ptr() or cpu.address(x), mask.bits.data_ptr(), result.data_ptr()
-    cpu.loaded().lowp_pass_bits(*addresses, x.numel(), torch.get_num_threads())
+    cpu.loaded().lowp_pass_bits(x, mask.bits, result, x.numel(), torch.get_num_threads())
     return result
 
 
@@ -71,8 +70,7 @@ def passed_where_positive(x: Tensor, mantissas: Tensor) -> Tensor:
         result: Tensor = torch.ops.aten.threshold_backward(x, mantissas, 0)
         return result
     result = torch.empty_like(x)
-    addresses = x.data_ptr() or cpu.address(x), mantissas.data_ptr(), result.data_ptr()
-    cpu.loaded().lowp_pass_positive(*addresses, x.numel(), torch.get_num_threads())
+    cpu.loaded().lowp_pass_positive(x, mantissas, result, x.numel(), torch.get_num_threads())
     return result
 
 

@@ -36,6 +36,4 @@ def observe(scaling: Autoflex, columns: Sequence[Tensor], written: Iterable[tupl
     numbers = array("i")
     for entry, (mantissa, nonfinite, vanished, *_) in written:
         numbers.extend((entry, mantissa, bool(nonfinite) + 2 * bool(vanished)))
-    table = array("Q", [column.data_ptr() for column in columns])
-    given = table.buffer_info()[0], numbers.buffer_info()[0], len(numbers) // 3
-    cpu.loaded().lowp_autoflex_observe(autoflex_parameters(scaling), *given)
+    cpu.loaded().lowp_autoflex_observe(autoflex_parameters(scaling), [*columns], numbers, len(numbers) // 3)

@@ -47,7 +47,7 @@ def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | No
     """Write the values into `out`, which may be `x`, overlap it, or have other strides."""
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise InvalidInput("out is expanded: several of its elements share one number in memory; give out.contiguous()")
-    cpu.address(out)
+    cpu.begin(out)
     same = out is x or (out.data_ptr() == x.data_ptr() and out.stride() == x.stride())
     direct = cast.scaling is None and x.is_contiguous() and out.is_contiguous() and not out.is_neg()
     if direct and (same or not _overlap(x, out)):
@@ -230,10 +230,9 @@ def _call(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, out: Tensor) ->
 
 def _readable(x: Tensor) -> Tensor:
     """Return the tensor with its numbers in memory: lazy negations resolved, and autograd's zero tensors filled."""
-    if x.numel() and x.data_ptr() == 0:
-        if x._is_zerotensor():
-            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        cpu.address(x)  # raises
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    cpu.begin(x)
     return x.resolve_neg()
 
 

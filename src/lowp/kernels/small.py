@@ -46,8 +46,6 @@ class _Memory(NamedTuple):
     narrow: Tensor
     narrow_x: Tensor
     narrow_weight: Tensor
-    to_x: tuple[int, int]  # address and number of elements of `wide_x`
-    to_weight: tuple[int, int]
 
 
 _Shapes = tuple[torch.Size, torch.Size]
@@ -83,7 +81,7 @@ def sixteen_bits(dtype: torch.dtype) -> Product:
         if found is None:
             return None
         memory = found.pop() if found else _memory(x.shape, weight.shape, dtype)
-        wide, wide_x, wide_weight, narrow, narrow_x, narrow_weight, *_ = memory
+        wide, wide_x, wide_weight, narrow, narrow_x, narrow_weight = memory
         copy(narrow_x, x)
         copy(narrow_weight, weight)
         copy(wide, narrow)
@@ -108,13 +106,14 @@ def rounded_by_library(cast_of_x: Cast, cast_of_weight: Cast) -> Product:
         found = free[x.shape, weight.shape]
         if found is None or x.is_neg() or weight.is_neg() or is_wrapped(x) or is_wrapped(weight):
             return None
-        at_x, at_weight, quantize = x.data_ptr(), weight.data_ptr(), own.lowp_quantize_finite
-        if not at_x or not at_weight:  # without memory
+        if not x.data_ptr() or not weight.data_ptr():  # without memory
             return None
         memory = found.pop() if found else _memory(x.shape, weight.shape, torch.float32)
-        _, wide_x, wide_weight, *_, to_x, to_weight = memory
-        result = None
-        if not quantize(*for_x, at_x, *to_x, 0, 1) and not quantize(*for_weight, at_weight, *to_weight, 0, 1):
+        _, wide_x, wide_weight, *_ = memory
+        result, quantize = None, own.lowp_quantize_finite
+        if not quantize(*for_x, x, wide_x, x.numel(), 0, 1) and not quantize(
+            *for_weight, weight, wide_weight, weight.numel(), 0, 1
+        ):
             result = linear(wide_x, wide_weight, bias)
         found.append(memory)
         return result
@@ -150,5 +149,4 @@ def _memory(x: torch.Size, weight: torch.Size, dtype: torch.dtype) -> _Memory:
         if dtype is torch.float32:
             narrow = wide
         parts = [(one, one[:first].view(x), one[begin:end].view(weight)) for one in (wide, narrow)]
-    spans = [(one.data_ptr(), one.numel()) for one in parts[0][1:]]
-    return _Memory(*parts[0], *parts[1], *spans)
+    return _Memory(*parts[0], *parts[1])

@@ -75,7 +75,7 @@ def count_tensor(x: Tensor, scale: float = 1.0) -> TensorCounts:
 def _counted(x: Tensor, scale: float) -> TensorCounts:
     counts = np.empty(_POWERS + 256 + 6, np.int64)  # SpectrumSeen of cpu/cast.hpp
     failed = cpu.loaded().lowp_spectrum(
-        TYPE_NUMBERS[x.dtype], cpu.address(x), x.numel(), scale, torch.get_num_threads(), _pointer(counts)
+        TYPE_NUMBERS[x.dtype], x, x.numel(), scale, torch.get_num_threads(), counts.ctypes
     )
     if failed:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
@@ -84,10 +84,6 @@ def _counted(x: Tensor, scale: float) -> TensorCounts:
     return TensorCounts(
         counts[:_BINS], counts[_BINS:_POWERS], counts[_POWERS:-6], zeros, nan, inf, maximum, squares, checksum
     )
-
-
-def _pointer(array: NDArray[np.int64] | NDArray[np.float64]) -> int:
-    return array.ctypes.data
 
 
 def _counted_by_torch(flat: Tensor, scale: float) -> TensorCounts:
@@ -161,10 +157,8 @@ def largest_of(tensors: Sequence[Tensor]) -> float:
         plain = []
     most = 0.0
     if plain:
-        places = array("q", [cpu.address(one) for one in plain])
         counts = array("q", [one.numel() for one in plain])
-        given = places.buffer_info()[0], counts.buffer_info()[0]
-        most = cpu.loaded().lowp_largest(*given, len(plain), torch.get_num_threads())
+        most = cpu.loaded().lowp_largest(plain, counts, len(plain), torch.get_num_threads())
     if len(plain) < len(tensors):
         known = set(map(id, plain))
         rest = [one.detach().abs().amax().double() for one in tensors if one.numel() and id(one) not in known]
@@ -186,13 +180,13 @@ def count_updates(
         return _updates_by_torch(weight, update, slope)
     counts, energy = np.empty(_CELLS + 1, np.int64), np.empty(ROWS)
     cpu.loaded().lowp_updates(
-        cpu.address(weight),
-        cpu.address(update),
-        cpu.optional_address(slope),
+        weight,
+        update,
+        slope,
         weight.numel(),
         torch.get_num_threads(),
-        _pointer(counts),
-        _pointer(energy),
+        counts.ctypes,
+        energy.ctypes,
     )
     return counts[:-1].reshape(ROWS, ROWS, 3), energy, int(counts[-1])
 

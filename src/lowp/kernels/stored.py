@@ -66,9 +66,9 @@ def store_rounded(weights: Sequence[Weight], cast: Cast) -> list[bool]:
 def _run(name: str, weights: Sequence[Weight], cast: Cast) -> list[bool]:
     if not weights:
         return []
-    given, found = array("q"), array("q", (0,) * len(weights))
+    given, found = [], array("q", (0,) * len(weights))
     for stored, master in weights:
-        given.extend((master.data_ptr(), stored.data_ptr(), stored.numel()))
-    numbers = given.buffer_info()[0], len(weights), torch.get_num_threads(), found.buffer_info()[0]
+        given += [master, stored, stored.numel()]
+    numbers = given, len(weights), torch.get_num_threads(), found
     getattr(cpu.loaded(), name)(parameters(cast), TYPE_NUMBERS[weights[0][0].dtype], *numbers)
     return [one == 0 for one in found]

@@ -36,7 +36,7 @@ def is_real(x: Tensor) -> bool:
 
 
 def is_eager(x: Tensor) -> bool:
-    """Whether the kernels may run on the tensor directly: it is an ordinary tensor, without modes and transforms.
+    """Whether the kernels may run on the tensor directly: an ordinary tensor, without compilers, modes and transforms.
 
     A tensor that outlived its torch.func transform is a wrapper without storage, of type Tensor, which torch unwraps.
     """
@@ -69,5 +69,11 @@ def is_traced() -> bool:
 
 
 def is_quiet() -> bool:
-    """Whether no mode and no transform is active."""
-    return _dispatch_modes() == 0 and _transform() is None and forward_ad._current_level < 0 and not _is_traced()
+    """Whether no compiler, no mode and no transform is active."""
+    return (
+        not is_compiling()
+        and _dispatch_modes() == 0
+        and _transform() is None
+        and forward_ad._current_level < 0
+        and not _is_traced()
+    )
