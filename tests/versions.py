@@ -30,7 +30,9 @@ WARNINGS = (
     "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning",
     "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
     "ignore:lowp is tested with torch up to:UserWarning",
-    "ignore:.torch.jit.script. is deprecated:FutureWarning",
+    # said by torch 2.15's own code: by forward-mode derivatives, by the compiler, and by what tests trace
+    "ignore:`torch.jit.:FutureWarning",
+    "ignore:The .grad attribute of a Tensor:UserWarning",
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +149,15 @@ def test_an_op_has_one_name(function: Callable[..., Any], name: str) -> None:
 )
 def test_what_moves_or_describes_tensors_has_no_row(function: Callable[..., Any]) -> None:
     assert row_of(function) is None
+
+
+def test_functions_of_lists_are_left_to_optimizers_under_both_of_their_names() -> None:
+    def sqrt(tensors: list[torch.Tensor]) -> None:
+        """As torch.foreach.sqrt, which torch has from 2.15 on."""
+
+    sqrt.__module__ = "torch.foreach"
+    functions = [torch._foreach_sqrt, sqrt, getattr(torch, "foreach", SimpleNamespace(sqrt=sqrt)).sqrt]
+    assert [row_of(one) for one in functions] == [None] * 3
 
 
 def test_rules_can_name_rows_and_pointwise_ops() -> None:

@@ -337,7 +337,7 @@ _STRUCTURAL = frozenset(
 )
 _STRUCTURAL_SUFFIXES = ("_copy", "_scatter", "_inverse", "_like")
 _STRUCTURAL_PREFIXES = tuple("_ is_ sparse_ quantize fbgemm_ sym_ to_ choose_qparams fake_quantize".split())
-_STRUCTURAL_MODULES = ("torch.distributed", "torch.nn.init")
+_STRUCTURAL_MODULES = ("torch.distributed", "torch.foreach", "torch.nn.init")
 
 
 _known = TABLES["lowp-1"].keys() | ALIASES.keys() | _STRUCTURAL
@@ -347,8 +347,8 @@ _known = TABLES["lowp-1"].keys() | ALIASES.keys() | _STRUCTURAL
 def name_of(function: Callable[..., Any]) -> str:
     """Return the name of an op: without namespace, overload, in-place underscore and operator dunders.
 
-    Functions of custom operators and of torch.distributed and torch.nn.init get a name that begins with an underscore:
-    they are never cast.
+    Functions of custom operators, torch.distributed, torch.foreach and torch.nn.init get a name that begins with an
+    underscore: they are never cast.
     """
     if type(function).__module__ == "torch._ops":  # aten.mm or aten.mm.default
         namespace, _, name = str(function).partition(".")

@@ -28,7 +28,7 @@ _BY_ADDITION = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, *_DIRECTED)
 
 
 class CastTraits(NamedTuple):
-    """The properties that determine the instructions of a cast."""
+    """The properties that determine the instructions of a cast; all are fields, which is all that kernels see."""
 
     wide: bool  # computes on fp64's bits, otherwise on fp32's
     rounding: str
@@ -48,16 +48,8 @@ class CastTraits(NamedTuple):
     minus_zero: bool
     two_ends: bool  # the smallest number differs from minus the largest
     binary: bool
-
-    @property
-    def nan_beyond(self) -> bool:
-        """Whether overflow becomes NaN, so that one comparison finds both overflow and NaN."""
-        return self.overflow == "nan" and self.signed and not (self.wide or self.two_ends or self.is_directed)
-
-    @property
-    def is_directed(self) -> bool:
-        """Whether finite numbers beyond the largest one may become it while infinity does not."""
-        return self.rounding in ("toward-zero", "to-odd", "up", "down")
+    is_directed: bool  # finite numbers beyond the largest one may become it while infinity does not
+    nan_beyond: bool  # overflow becomes NaN, so that one comparison finds both overflow and NaN
 
 
 class Numbers(NamedTuple):
@@ -147,6 +139,8 @@ def _form(cast: Cast, p: Parameters) -> CastTraits:
     by_noise = cast.is_stochastic and not wide and _adds_noise(cast)
     anchored = not varying or _SMALLEST_UNIT <= _unit(cast) <= _LARGEST_UNIT
     by_addition = is_sum and not wide and p.dropped < p.carrier.mantissa_bits and anchored
+    signed, two_ends = not isinstance(element, FloatFormat) or element.signed, p.minimum != p.maximum
+    is_directed = str(cast.rounding) in ("toward-zero", "to-odd", "up", "down")
     return CastTraits(
         wide=wide,
         rounding=str(cast.rounding),
@@ -162,10 +156,12 @@ def _form(cast: Cast, p: Parameters) -> CastTraits:
         by_code=p.parity_offset is not None,
         flush=p.flush_below != 0,
         has_zero=element.has_zero,
-        signed=not isinstance(element, FloatFormat) or element.signed,
+        signed=signed,
         minus_zero=isinstance(element, FloatFormat) and element.has_minus_zero,
-        two_ends=p.minimum != p.maximum,
+        two_ends=two_ends,
         binary=isinstance(element, IntFormat) and element.bits == 1,
+        is_directed=is_directed,
+        nan_beyond=str(cast.overflow) == "nan" and signed and not (wide or two_ends or is_directed),
     )
 
 
