@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -298,6 +299,42 @@ def test_many_empty_tensors_are_read_in_a_time_that_grows_as_their_number() -> N
         found = [source.tensor(name) for name in source.names()]
     assert all(one.shape == (0, 0) for one in found)
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [
+        ("quantized", lambda: torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8)),
+        ("meta", lambda: torch.empty(2, device="meta")),
+        ("torch.sparse_coo", lambda: torch.eye(2).to_sparse()),
+    ],
+)
+def test_tensors_without_numbers_in_rows_are_named_by_their_kind(kind: str, tensor: Callable[[], Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's quantized tensors are deprecated
+        torch.save({"x": tensor()}, "odd.pt")
+    with pytest.raises(InvalidInput, match=rf"odd\.pt: x is a {kind} tensor: give dense tensors"):
+        lowp.load("odd.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"root:x:0:0:root:/root:/bin/bash\n", "it begins with b'root:x:0'"),
+        (b"", "it is empty"),
+        (b"\x80\x05K\x01.", "Invalid magic number"),
+    ],
+)
+def test_a_file_of_another_program_is_said_to_be_no_torch_file(content: bytes, words: str) -> None:
+    Path("passwd").write_bytes(content)
+    with pytest.raises(InvalidCheckpoint, match=rf"passwd .*not a torch file.*{words}"):
+        convert("passwd", "out.pt", "bf16")
+
+
+def test_what_a_pickle_asks_for_is_named() -> None:
+    torch.save(nn.Linear(1, 1), "module.pt")
+    with pytest.raises(InvalidCheckpoint, match=r"was not opened: .* \(it names torch\.nn\.modules\.linear\.Linear\)$"):
+        lowp.load("module.pt")
 
 
 def test_a_number_that_is_repeated_beyond_memory_is_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import struct
 import warnings
 import zipfile
@@ -24,7 +25,17 @@ from lowp.errors import InvalidInput, LowpError, brief
 from lowp.optim.saved_state import check_saved, kind_of
 from lowp.rng_state import check_rng_states, restore_rng_states, rng_states
 
-__all__ = ["InvalidCheckpoint", "Stateful", "check_archive", "check_replaceable", "load", "read", "save", "unreadable"]
+__all__ = [
+    "InvalidCheckpoint",
+    "Stateful",
+    "check_archive",
+    "check_replaceable",
+    "load",
+    "read",
+    "save",
+    "unpickling_error",
+    "unreadable",
+]
 
 VERSION = 1
 KEY = "lowp_checkpoint"
@@ -178,7 +189,7 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
         raise InvalidCheckpoint(
             f"{path} asks for objects that are not plain tensors and numbers, and was not opened: "
             f"if you trust it, load it with torch.load "
-            f"and save its state_dict ({_first_line(error)})"
+            f"and save its state_dict ({unpickling_error(error)})"
         ) from None
     except OSError as error:
         raise unreadable(path, error) from None
@@ -258,6 +269,13 @@ def _said(error: Exception) -> str:
     """Return the message of an error; for a KeyError, whose text is only the key, that the entry is missing."""
     plain = type(error) is KeyError and len(error.args) == 1
     return f"its entry {error.args[0]!r} is missing" if plain else str(error)
+
+
+def unpickling_error(error: pickle.UnpicklingError) -> str:
+    """Return what torch's unpickler refused, without the advice around it."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    said = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
+    return f"it names {named[1]}" if named else brief(said.splitlines()[0])
 
 
 def _first_line(error: Exception) -> str:

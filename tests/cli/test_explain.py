@@ -159,6 +159,35 @@ def test_what_cannot_be_explained_is_one_line(lowp: Callable[..., Any], argument
     assert text in result.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("0.1", "--in", "fp16", "--via", "fp32", "--to", "bf16"), "--in and --via are both the format before --to"),
+        (("1 + 2", "--in", "fp16", "--via", "fp32"), "--via says nothing about an operation: omit it; allowed: --to"),
+        (("1 + 2", "--in", "flex16+5", "--to", "fp16"), "--to says nothing about an operation in a flex format"),
+        (("--weight", "1", "--gradient", "2", "--in", "fp16", "--to", "bf16"), "--to says nothing about --weight"),
+        (("--weight", "1", "--gradient", "2", "--in", "fp16", "--order", "x"), "--order says nothing about --weight"),
+        (("--fma", "--steps", "2"), "--steps says nothing about --fma: omit it; allowed: --fma, --a"),
+        (("0.1", "--to", "fp16", "--random", "0.5"), "--random is for a stochastic cast, and fp16 is none: give fp16:"),
+        (("0.1", "--to", "fp16", "--rescale", "3"), "fp16 has no mantissas under a shared exponent"),
+        (("0.1", "--to", "flex16+5", "--rescale", "3", "--scale", "2"), "--scale says nothing about --rescale"),
+        (("N101", "--to", "fp16"), "--to says nothing about a finding: omit it; allowed: no options"),
+        (("N1011",), "unknown finding 'N1011'; did you mean N101"),
+        (("--worked", "--json"), "--json says nothing about --worked: omit it; allowed: --worked, --plain"),
+    ],
+)
+def test_no_option_is_ignored(lowp: Callable[..., Any], arguments: tuple[str, ...], text: str) -> None:
+    result = lowp("explain", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert text in result.err
+
+
+def test_a_number_in_one_format_is_converted_to_another(lowp: Callable[..., Any]) -> None:
+    both = lowp("explain", "1.00390625001", "--in", "fp32", "--to", "bf16")
+    assert both == lowp("explain", "1.00390625001", "--via", "fp32", "--to", "bf16")
+    assert both.out != lowp("explain", "1.00390625001", "--to", "bf16").out
+
+
 def test_machines_get_the_same_facts(lowp: Callable[..., Any]) -> None:
     data = json.loads(lowp("explain", "1.125 + 0.12457275390625", "--in", "fp16", "--json").out)
     assert data["alignment"]["shift"] == 4

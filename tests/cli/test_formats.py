@@ -132,9 +132,12 @@ def test_a_terminal_without_box_characters_gets_plain_ones(monkeypatch: pytest.M
 def test_machines_get_exact_numbers(lowp: Callable[..., Any]) -> None:
     rows = {row["name"]: row for row in json.loads(lowp("formats", "--json").out)}
     assert list(rows) == list(FORMATS)
+    assert rows["fp64"]["limits"]["smallest"] == 5e-324 and rows["fp64"]["limits"]["maximum"] == sys.float_info.max
     assert Fraction(rows["fp16"]["limits"]["smallest_subnormal"]) == Fraction(1, 1 << 24)
     assert rows["bf16-tpu"]["limits"]["smallest_subnormal"] is None
-    assert rows["flex16+5"]["limits"]["maximum"] == "32767"
+    assert repr(rows["flex16+5"]["limits"]["maximum"]) == "32767"
+    (wide,) = json.loads(lowp("formats", "e11m52@fp32/row", "--json").out)
+    assert wide["limits"]["smallest"] == "2^-1223", "which fp64 does not hold"
     assert rows["fp32"]["cost"]["multiply_energy"] == {"value": 3.7, "unit": "pJ", "how": "table"}
     assert [row["name"] for row in json.loads(lowp("formats", "e5m7", "--json").out)] == ["e5m7"]
 

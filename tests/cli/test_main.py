@@ -90,6 +90,40 @@ def test_an_unknown_option_lists_the_near_ones(lowp: Callable[..., Any]) -> None
     assert result.err.startswith("lowp: error: unknown option '--versoin'; did you mean --version? Also allowed: ")
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_misspelled_option_of_a_command_lists_the_near_ones_whatever_follows_it(
+    lowp: Callable[..., Any], name: str
+) -> None:
+    listed = [word.strip(",") for word in lowp(name, "--help").out.split() if word.startswith("--")]
+    option = next((one for one in listed if one != "--help" and one[2:].isalpha()), "--help")
+    misspelled = f"{option[:-2]}x{option[-2:]}"
+    for arguments in ((misspelled, "x"), (f"{misspelled}=x",), ("x", misspelled))[: 2 if name == "run" else 3]:
+        result = lowp(name, *arguments)
+        assert (result.code, result.out) == (2, "")
+        assert f"'{misspelled}'" in result.err and "did you mean --" in result.err and option in result.err
+        assert result.err.startswith("lowp: error: ") and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train",), "lowp train: the following arguments are required: recipe (`lowp train --help` says what"),
+        (("train", "digits", "--epochs", "x"), "lowp train: argument --epochs: invalid int value: 'x'"),
+        (("train", "digits", "--s=1"), "ambiguous option: --s=1 could match --size, --seed"),
+        (("--version", "--verbose", "x"), "unknown option of --version 'x'"),
+        (("help", "trian"), "unknown command 'trian'; did you mean train?"),
+    ],
+)
+def test_what_argparse_refuses_is_one_line(lowp: Callable[..., Any], arguments: tuple[str, ...], words: str) -> None:
+    result = lowp(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert words in result.err and result.err.count("\n") == 1
+
+
+def test_help_of_a_command_is_its_own(lowp: Callable[..., Any]) -> None:
+    assert lowp("help", "train") == lowp("train", "--help")
+
+
 def test_arguments_reach_the_command_and_its_code_comes_back(
     lowp: Callable[..., Any], command: Callable[..., None]
 ) -> None:

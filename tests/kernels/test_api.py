@@ -462,6 +462,15 @@ def test_what_cannot_be_done_is_refused(call: dict[str, object], kind: type[Exce
         quantize(call.pop("x"), call.pop("cast"), **call)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("cast", ["fp16", "int8", "mxfp8", "flex16+5"])
+def test_nested_tensors_are_refused_in_words_in_every_format(cast: str) -> None:
+    x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    for call in (quantize, encode):
+        with pytest.raises(TypeError, match=r"strided tensors, not nested ones: give each of x\.unbind\(\)"):
+            call(x, cast)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 def test_a_layout_that_refuses_to_say_whether_it_is_contiguous_is_refused() -> None:
     with pytest.raises(TypeError, match=r"lowp takes strided tensors, not torch\.sparse_csr: give x\.to_dense\(\)"):

@@ -68,6 +68,21 @@ def test_updates_that_bf16_would_lose_are_found() -> None:
     assert verdict(advice, "pure bf16") == "WILL STALL"
 
 
+@pytest.mark.parametrize("rate", [1e-4, 1e-3, 5e-3, 2e-2, 5e-2, 0.1])
+def test_where_pure_bf16_stalls_a_finding_says_so_and_its_tensors_are_not_among_those_that_need_no_change(
+    rate: float,
+) -> None:
+    record = record_of(network(), rate=rate)
+    advice = advise(record)
+    stalls = "STALL" in verdict(advice, "pure bf16")
+    assert stalls == (rate < 5e-2)
+    assert stalls == ("N101" in [one.id for one in advice.findings])
+    assert ("Nothing needs a change" in page(record, advice)) == (not stalls)
+    if rate == 5e-3:
+        (finding,) = advice.findings
+        assert finding.summary == "4 of 6 parameters: 56% of the updates are lost in pure bf16", "one of them wholly"
+
+
 def test_they_are_an_error_where_the_weights_are_in_16_bits() -> None:
     record = record_of(network(), rate=1e-4)
     record.header["dtypes"] = ["bfloat16"]

@@ -14,7 +14,11 @@ from lowp.report.profile import headline
         ({"max_overhead": 0.03, "overhead": 0.025, "own_seconds": 9.0, "allowance": 0.25}, "overhead 2.5 %"),
         (
             {"max_overhead": 0.03, "overhead": 0.858, "own_seconds": 0.271, "allowance": 0.25, "looks": 5.0},
-            "overhead 85.8 % (0.27 s; budget: 3 %, or 0.25 s if that is more)",
+            "overhead 0.27 s, above 0.25 s and 3 % of the run",
+        ),
+        (
+            {"max_overhead": 0.03, "overhead": 1.341, "own_seconds": 0.182, "allowance": 0.25, "looks": 5.0},
+            "overhead 0.18 s, of 0.25 s allowed",
         ),
         (
             {"max_overhead": 0.03, "overhead": 0.5, "own_seconds": 2.0, "allowance": 0.0, "looks": 1.0},

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
+from typing import NoReturn
 
 # By name, which is that of the command's module in this package, the line in `lowp --help`.
 COMMANDS: dict[str, str] = {
@@ -42,7 +44,7 @@ _HELP_HEAD = (
 _HELP_TAIL = (
     "",
     "options:",
-    "  --help     this text; `lowp COMMAND --help` for one command",
+    "  --help     this text; `lowp COMMAND --help` or `lowp help COMMAND` for one command",
     "  --version  the version; with --verbose also the processor's features and the kernels chosen for it",
 )
 
@@ -100,7 +102,9 @@ def _answer_sigterm() -> bool:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if arguments[:1] == ["help"]:  # lowp help train
+        arguments = [*arguments[1:2], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0
     if arguments[0] == "--version":
@@ -112,25 +116,55 @@ def _dispatch(arguments: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         raise UnknownName(unknown(kind, name, [*COMMANDS, "--help", "--version"]))
     module = import_module(f"lowp.cli.{name}")
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"lowp {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
     split = getattr(module, "split", None)
     own, script = (rest, None) if split is None else split(rest)
+    parser.check_options(own)
     try:
         parsed = parser.parse_args(own, None if script is None else argparse.Namespace(script=script))
-    except SystemExit as stop:  # argparse has printed its help or its error
-        return stop.code if isinstance(stop.code, int) else EXIT_ERROR
+    except SystemExit:  # argparse has printed its help
+        return 0
     return int(module.run(parsed))
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of lowp: one line, with the options that resemble an unknown one."""
+
+    def check_options(self, arguments: Sequence[str]) -> None:
+        """Raise UnknownName for an unknown option, before argparse takes the value after it for another argument."""
+        for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
+            name = argument.partition("=")[0]
+            if name.startswith("-") and not self._is_value(argument) and not self._is_option(name):
+                from lowp.errors import UnknownName, unknown
+
+                options = [option for option in self._option_string_actions if option.startswith("--")]
+                raise UnknownName(unknown(f"option of {self.prog}", name, options))
+
+    def error(self, message: str) -> NoReturn:
+        """Raise InvalidInput."""
+        from lowp.errors import InvalidInput
+
+        raise InvalidInput(f"{self.prog}: {message} (`{self.prog} --help` says what is allowed)")
+
+    def _is_value(self, argument: str) -> bool:
+        return len(argument) == 1 or " " in argument or re.match(r"-(\d|\.\d|inf|nan)", argument) is not None
+
+    def _is_option(self, name: str) -> bool:
+        """Whether an option has this name or, with two dashes, a longer one, as argparse finds it."""
+        return any(
+            one == name or (name.startswith("--") and one.startswith(name)) for one in self._option_string_actions
+        )
 
 
 def _version(arguments: Sequence[str]) -> int:
     from lowp import __version__
     from lowp.errors import UnknownName, unknown
 
-    if arguments and arguments != ["--verbose"]:
-        raise UnknownName(unknown("option of --version", arguments[0], ["--verbose"]))
+    if unexpected := [one for one in arguments if one != "--verbose"]:
+        raise UnknownName(unknown("option of --version", unexpected[0], ["--verbose"]))
     print(f"lowp {__version__}")
     if arguments:
         import textwrap

@@ -51,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser._negative_number_matcher = re.compile(r"^-(\d|\.\d|inf|nan).*$")
     parser.add_argument("number", nargs="*", help="a number, or two with an operator between them")
     parser.add_argument("--to", metavar="CAST", help="the format to convert to: fp16, e4m3fn:toward-zero:saturate")
-    parser.add_argument("--in", dest="within", metavar="CAST", help="the format of an operation or a weight update")
+    parser.add_argument(
+        "--in",
+        dest="within",
+        metavar="CAST",
+        help="the format of an operation or a weight update; of a number before --to",
+    )
     parser.add_argument("--from", dest="source", metavar="FORMAT", help="the format of a bit pattern")
     parser.add_argument("--bits", action="store_true", help="read numbers as bit patterns, such as 0x3c7c")
     parser.add_argument("--via", metavar="CAST", help="a cast before --to, to show double rounding")
@@ -83,12 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the requested explanation."""
-    if len(arguments.number) == 1 and re.fullmatch(r"[Nn]\d{3}", arguments.number[0]):
+    if len(arguments.number) == 1 and re.fullmatch(r"[Nn]\d+", arguments.number[0]):
         from lowp.numerics.findings import explained
 
+        _check_options("a finding", "", arguments)
         print(explained(arguments.number[0]))
         return 0
     if arguments.worked:
+        _check_options("--worked", "", arguments)
         show(_worked(), arguments.plain)
         return 0
     result = _explanation(arguments)
@@ -116,6 +123,7 @@ def _explanation(arguments: argparse.Namespace) -> object:
             "nothing to explain: give a number and --to (lowp explain 0.1 --to fp16), an operation and --in "
             "(lowp explain '1.5 * 2.25' --in bf16), --weight and --gradient, --fma, or --worked"
         )
+    _check_options(requests[0], text, arguments)
     if arguments.fma:
         return fused_multiply_add(
             arguments.a,
@@ -126,6 +134,39 @@ def _explanation(arguments: argparse.Namespace) -> object:
             order=arguments.order,
         )
     return _update(arguments) if is_update else _number(text, arguments)
+
+
+_UNASKED = {"steps": 1, "accumulate": "fp32", "order": "tensor-core"}  # the values of options that were not given
+_TAKES = {
+    "a finding": (),
+    "--worked": ("worked", "plain"),
+    "a number": ("to", "within", "source", "bits", "via", "exponent", "scale", "random", "json", "plain"),
+    "--rescale": ("rescale", "to", "within", "source", "bits", "exponent", "json", "plain"),
+    "an operation": ("to", "within", "source", "bits", "random", "json", "plain"),
+    "an operation in a flex format": ("within", "to", "source", "bits", "exponent", "json", "plain"),
+    "--weight": ("weight", "gradient", "steps", "learning_rate", "minus", "within", "to", "bits", "json", "plain"),
+    "--fma": ("fma", "a", "b", "c", "accumulate", "order", "element", "within", "json", "plain"),
+}
+
+
+def _check_options(request: str, text: str, arguments: argparse.Namespace) -> None:
+    """Raise InvalidInput for an option that this explanation would not heed."""
+    if request == "a number" and split_expression(text, arguments.bits):
+        format = arguments.within or arguments.to
+        request = "an operation in a flex format" if format and is_flex(parse_cast(format)) else "an operation"
+    elif request == "a number" and arguments.rescale is not None:
+        request = "--rescale"
+    takes = set(_TAKES[request])
+    if arguments.within and request in ("--weight", "--rescale", "an operation in a flex format"):
+        takes.discard("to")  # these have one format
+    for name, value in vars(arguments).items():
+        if name not in takes and name != "number" and value not in (None, False, _UNASKED.get(name)):
+            allowed = ", ".join(_spelled(one) for one in _TAKES[request] if one in takes) or "no options"
+            raise InvalidInput(f"{_spelled(name)} says nothing about {request}: omit it; allowed: {allowed}")
+
+
+def _spelled(name: str) -> str:
+    return "--" + {"within": "in", "source": "from"}.get(name, name).replace("_", "-")
 
 
 def _update(arguments: argparse.Namespace) -> object:
@@ -158,6 +199,8 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
     if target is None:
         option = "--in, for example --in fp16" if parts else "--to, for example --to fp16"
         raise InvalidInput(f"{text}: the format is missing: give {option}; `lowp formats` lists the formats")
+    if random is not None and not any(parse_cast(one).is_stochastic for one in (target, arguments.within) if one):
+        raise InvalidInput(f"--random is for a stochastic cast, and {target} is none: give {target}:stochastic")
     source = arguments.source or _element_format(arguments.within or target)
     if parts:
         left, operator, right = parts
@@ -171,10 +214,12 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
     if arguments.rescale is not None:
         number = flex_number(parse_number(text, source, bits), parse_cast(target), arguments.exponent)
         return rescale(number, arguments.rescale)
+    if arguments.to and arguments.within and arguments.via:
+        raise InvalidInput("--in and --via are both the format before --to: give one of them")
     return convert(
         parse_number(text, source, bits),
         target,
-        via=arguments.via,
+        via=arguments.via or (arguments.within if arguments.to else None),
         source=arguments.source,
         exponent=arguments.exponent,
         scale=None if arguments.scale is None else _fraction(arguments.scale, "--scale"),

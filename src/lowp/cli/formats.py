@@ -12,6 +12,7 @@ Energy and area are estimates from Horowitz, ISSCC 2014 (45 nm); ~ marks values 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from lowp.casts import NAMED, Cast, parse
 from lowp.cli import format_facts, layouts
@@ -95,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.json:
         import json
 
-        facts = [format_facts.facts(format) for format in given or FORMATS.values()]
+        rows = [format_facts.facts(format) for format in given or FORMATS.values()]
+        facts = [asdict(row) | {"limits": format_facts.plain(row.limits)} for row in rows]
         print(json.dumps(as_json(facts), indent=2))
     elif arguments.markdown:
         print(markdown(given or list(FORMATS.values())))

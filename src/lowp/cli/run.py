@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _command(script: list[str]) -> list[str]:
     """Return the command that runs the script as Python would; raise InvalidInput if there is no script."""
-    from lowp.errors import InvalidInput
+    from lowp.errors import InvalidInput, near
 
     script = script[1:] if script[:1] == ["--"] else script
     if not script:
@@ -87,7 +87,9 @@ def _command(script: list[str]) -> list[str]:
         if len(script) == 1:
             raise InvalidInput("-m needs the name of a module: lowp run --precision bf16 -m package.train")
     elif script[0].startswith("-"):
-        raise InvalidInput(f"{script[0]!r} is not an option of lowp run: give options of the script after its name")
+        name = script[0].partition("=")[0]
+        meant = "".join(f"; did you mean {one}?" for one in near(name, (*_VALUED, *_FLAGS), 1))
+        raise InvalidInput(f"{name!r} is not an option of lowp run: give options of the script after its name{meant}")
     elif not os.path.exists(script[0]):
         raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
     return [sys.executable, *script]

@@ -172,6 +172,8 @@ def flex_arithmetic(
 
 def flex_number(value: Operand, cast: Cast, exponent: int | None = None) -> FlexNumber:
     """A number as the format holds it, under `exponent` or under the one that it would have alone."""
+    if not is_flex(cast):
+        raise InvalidInput(f"{cast.format} has no mantissas under a shared exponent: give flex16+5 or dfp16")
     conversion = convert(value, cast, exponent=exponent)
     scale, element = conversion.scale, conversion.rounded.result
     if scale is None or scale.exponent is None or not conversion.given.is_finite:

@@ -52,8 +52,10 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def check_seed(x: Tensor, seed: int | Tensor) -> int | Tensor:
     """Return the seed, an integer of NumPy as one of Python; refuse other seeds, and tensors without strides."""
-    if x.layout is not torch.strided or x.is_nested:
+    if x.layout is not torch.strided:
         raise TypeError(f"lowp takes strided tensors, not {x.layout}: give x.to_dense(), or its values")
+    if x.is_nested:
+        raise TypeError("lowp takes strided tensors, not nested ones: give each of x.unbind()")
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.ndim != 0:
             raise TypeError(f"a seed must be an int or a 0-d int64 tensor, not {seed.ndim}-d {seed.dtype}")

@@ -222,7 +222,7 @@ def _goes_straight(x: Tensor) -> bool:
     if not (type(x) in _PLAIN and x.is_cpu and uses_library() and tracing.is_plain(x)):
         return False
     try:
-        return x.layout is torch.strided and x.is_contiguous() and x.data_ptr() != 0
+        return x.layout is torch.strided and not x.is_nested and x.is_contiguous() and x.data_ptr() != 0
     except RuntimeError:  # what outlived its torch.func transform: a wrapper without storage, which torch opens
         return False
 

@@ -229,13 +229,15 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _lost(record: Record) -> list[Finding]:
-    """Return findings for whole tensors whose updates bf16 would lose; errors if they are already stored in bf16."""
+    """Return a finding for the parameters for which pure bf16 stalls; an error if they are already stored in bf16."""
     shares = {name: _lost_share(record, "bf16", name) for name, one in record.updates.items() if one.present}
-    whole = [name for name, share in shares.items() if share >= _LOST_WHOLLY]
+    lost = _stored(record, "bf16").stalled or 0.0
+    stalled = [name for name, share in shares.items() if share >= (_STALLS if lost > _STALLS else _LOST_WHOLLY)]
+    how_many = "all" if all(shares[name] >= _LOST_WHOLLY for name in stalled) else f"{lost:.0%} of the"
     stored = [_HALF[dtype] for dtype in record.header.get("dtypes", []) if dtype in _HALF]
-    if not whole:
+    if not stalled:
         return []
-    sample = whole[0]
+    sample = stalled[0]
     path, _, own = sample.rpartition(".")
     weight = record.tensors[Key(path, own, "weight", "step")].maximum
     update = record.tensors[Key(path, own, "update", "step")].maximum
@@ -243,11 +245,11 @@ def _lost(record: Record) -> list[Finding]:
         Finding(
             "N101",
             "error" if stored else "warning",
-            f"{len(whole)} of {len(shares)} parameters: all updates are lost in pure bf16",
+            f"{len(stalled)} of {len(shares)} parameters: {how_many} updates are lost in pure bf16",
             f"{sample}: |w| up to {weight:.3g}, |update| up to {update:.3g}, needs more than {weight * 2.0**-9:.3g}",
             "keep master weights",
             "every update arrives; the presets bf16 and fp16 keep them",
-            tuple(whole),
+            tuple(stalled),
         )
     ]
 

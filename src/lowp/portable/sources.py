@@ -16,8 +16,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from lowp.checkpoint import InvalidCheckpoint, check_archive, unreadable
-from lowp.errors import InvalidInput, brief
+from lowp.checkpoint import InvalidCheckpoint, check_archive, unpickling_error, unreadable
+from lowp.errors import InvalidInput, LowpError, brief
 from lowp.portable import safetensors_file
 from lowp.portable.stored import SUFFIXES, Packed, unpack
 
@@ -212,10 +212,10 @@ class TorchSource(Source):
     def raw(self, name: str) -> Tensor:
         """Return a mapped tensor, whose pages are read when they are used."""
         found = self._state[name].detach()
-        if found.layout is not torch.strided or found.is_quantized or found.is_meta:
-            raise InvalidInput(
-                f"{self.path}: {name} is a {found.layout} tensor on {found.device}: give dense CPU tensors"
-            )
+        kinds = {"quantized": found.is_quantized, "nested": found.is_nested, "meta": found.is_meta}
+        kind = next((name for name, holds in kinds.items() if holds), str(found.layout))
+        if kind != "torch.strided":
+            raise InvalidInput(f"{self.path}: {name} is a {kind} tensor: give dense tensors, for example by to_dense()")
         if found.nbytes > max(self.path.stat().st_size, _MOST_REPEATED):
             raise InvalidCheckpoint(
                 f"{self.path}: {name} has {found.nbytes:,} bytes, more than the file: its numbers are repeated (expand)"
@@ -229,15 +229,19 @@ def read_torch(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's warnings about an untrusted file end as errors here
             archive = zipfile.is_zipfile(path)
-            if archive:
-                with path.open("rb") as file:
+            with path.open("rb") as file:
+                if archive:
                     check_archive(file)
+                elif (begins := file.read(8))[:1] != b"\x80":  # a pickle, as torch wrote files before version 1.6
+                    held = f"begins with {begins!r}" if begins else "is empty"
+                    raise InvalidCheckpoint(f"{path} is not a torch file, or damaged: it {held}")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+    except LowpError:
+        raise
     except pickle.UnpicklingError as error:
         raise InvalidCheckpoint(
-            f"{path} asks for objects that are not plain tensors and numbers, or is not a torch file, and "
-            f"was not opened: "
-            f"if you trust it, load it with torch.load and save its state_dict ({brief(str(error).splitlines()[0])})"
+            f"{path} asks for objects that are not plain tensors and numbers, or is not a torch file, and was not "
+            f"opened: if you trust it, load it with torch.load and save its state_dict ({unpickling_error(error)})"
         ) from None
     except OSError as error:
         raise unreadable(path, error) from None

@@ -19,6 +19,7 @@ from lowp.report.tables import plain_table, show
 __all__ = [
     "findings",
     "headline",
+    "overhead_words",
     "part_seen",
     "print_profile",
     "scale_line",
@@ -54,24 +55,24 @@ def headline(record: Record) -> str:
     header, sampling = record.header, record.sampling
     parts = [str(header.get("title", header.get("model", "a model"))), f"{header.get('parameters', 0):,} parameters"]
     parts += [f"{len(record.tensors)} tensors", _looks(record)]
-    overhead = sampling.get("overhead")
-    if overhead is not None:
-        parts.append(f"overhead {100 * overhead:.1f} %{_above(sampling)}")
+    if "overhead" in sampling:
+        parts.append(f"overhead {overhead_words(sampling)}")
     if not record.complete:
         parts.append("the run did not end")
     return " · ".join(parts)
 
 
-def _above(sampling: Mapping[str, Any]) -> str:
-    """Return a comparison of the overhead with the budget if it is larger; '' otherwise."""
-    budget, own = sampling.get("max_overhead"), sampling.get("own_seconds", math.inf)
-    if not budget or sampling["overhead"] <= budget:
-        return ""
+def overhead_words(sampling: Mapping[str, Any]) -> str:
+    """Return the share of time that was added; the seconds of a short run, where an allowance is the limit."""
+    budget, own, overhead = sampling.get("max_overhead"), sampling.get("own_seconds", math.inf), sampling["overhead"]
+    share = f"{100 * overhead:.1f} %"
+    if not budget or overhead <= budget:
+        return share
     if allowance := sampling.get("allowance", 0.0):
-        return f" ({own:.2f} s; budget: {100 * budget:g} %, or {allowance:g} s if that is more)"
-    if sampling.get("looks", 0.0) <= 1.0:
-        return f", above {100 * budget:g} %: a single recording costs that much here"
-    return f", above {100 * budget:g} %"
+        limits = f"{allowance:g} s and {100 * budget:g} % of the run"
+        return f"{own:.2f} s, of {allowance:g} s allowed" if own <= allowance else f"{own:.2f} s, above {limits}"
+    why = ": a single recording costs that much here" if sampling.get("looks", 0.0) <= 1.0 else ""
+    return f"{share}, above {100 * budget:g} %{why}"
 
 
 def _looks(record: Record) -> str:

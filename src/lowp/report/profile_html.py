@@ -17,7 +17,7 @@ from lowp.numerics.advice import Advice
 from lowp.numerics.difference import difference
 from lowp.numerics.part import failure
 from lowp.numerics.record import Record
-from lowp.report.profile import headline, part_seen, verdict_line
+from lowp.report.profile import headline, overhead_words, part_seen, verdict_line
 
 __all__ = ["page"]
 
@@ -365,10 +365,7 @@ def _method(record: Record) -> str:
         ("sampled steps", ", ".join(map(str, record.sampled))),
         ("steps in all", sampling.get("steps", "")),
         ("recorded modules", f"{sampling.get('modules_seen', '')} of {sampling.get('modules', '')}"),
-        (
-            "overhead",
-            f"{100 * sampling['overhead']:.2f} %" if "overhead" in sampling else "unknown: the run was killed",
-        ),
+        ("overhead", overhead_words(sampling) if "overhead" in sampling else "unknown: the run was killed"),
         ("steps without a guard against NaN", sampling.get("unguarded", "")),
         ("precision of the run", header.get("precision", "")),
         ("device, torch, lowp", f"{header.get('device')}, {header.get('torch')}, {header.get('lowp')}"),
