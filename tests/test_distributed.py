@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 import traceback
@@ -16,14 +17,17 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp import distributed
+from lowp.casts import parse
 from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import GradScaler
+from lowp.kernels.mantissas import current_mantissas
 from lowp.loss_scale import LossScale
 from lowp.numerics.record import Key, Record
 from lowp.policy import Policy
@@ -272,6 +276,71 @@ def _stored(**options: Any) -> Precision:
     return Precision("bf16-storage", **options)
 
 
+def shards(rank: int) -> list[str]:
+    """Cast DTensors with shards along each dimension; return which differ from the whole cast, or are gathered."""
+    mesh, found = init_device_mesh("cpu", (RANKS,)), []
+    generator = torch.Generator().manual_seed(3)
+    for shape, last in itertools.product(((4, 64), (5, 3, 10), (1, 16)), (1.0, math.inf, math.nan)):
+        x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+        x.view(-1)[-1] *= last
+        for name, dim in itertools.product(SHARDED, range(len(shape))):
+            y = lowp.quantize(distribute_tensor(x, mesh, [Shard(dim)]), name, seed=5)
+            if not torch.equal(_bits(y.full_tensor()), _bits(lowp.quantize(x, name, seed=5))):
+                found.append(f"{name} {shape} {dim} {last} differs")
+            if y.placements != (Shard(dim),) and shape == (4, 64) and last == 1:
+                found.append(f"{name} along {dim}")
+    part = DTensor.from_local(torch.full((4,), rank + 1.1), mesh, [Partial()])
+    whole = distribute_tensor(torch.linspace(-4, 4, 64).reshape(4, 16), mesh, [Shard(1)])
+    assert lowp.quantize(part, "e4m3fn").full_tensor().tolist() == [3.25] * 4
+    plain = whole.full_tensor()
+    assert torch.equal(lowp.dequantize(lowp.encode(whole, "nvfp4", packed=True)), lowp.quantize(plain, "nvfp4"))
+    assert torch.equal(lowp.encode(whole, "e4m3fn"), lowp.encode(plain, "e4m3fn"))
+    assert lowp.statistics(whole).maximum == 4
+    compiled = torch.compile(lambda x: lowp.quantize(x, "nvfp4"), backend="eager", fullgraph=True)(whole)
+    assert torch.equal(compiled.full_tensor(), lowp.quantize(plain, "nvfp4"))
+    assert torch.equal(lowp.quantize(whole, "int8", out=whole.clone()).full_tensor(), lowp.quantize(plain, "int8"))
+    with pytest.raises(InvalidInput, match=r"a DTensor \(4, 16\) on cpu has no memory of its own"):
+        current_mantissas(whole, parse("dfp16"))
+    return found
+
+
+SHARDED = ["e4m3fn", "dfp16", "e4m3fn@fp32/tensor", "i4@fp32/tensor/affine", "e2m1@e8m0/tensor"]
+SHARDED += ["int8", "mxfp8", "nvfp4", "e4m3fn@fp32/channel", "e2m1@e4m3@fp32/row", "ternary", "nvfp4:stochastic"]
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32)
+
+
+def tensor_parallel(rank: int) -> dict[str, Any]:
+    """Train a pair of layers split over the ranks and a whole one; return the losses, the last without gradients."""
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+    def losses(name: str, is_parallel: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(16, 32)
+        precision = Precision(name)
+        precision.prepare_model(model)
+        if is_parallel:
+            parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+        optimizer, found = precision.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.5)), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            with precision.autocast():
+                loss = model(x).float().square().mean()
+            precision.backward(loss)
+            precision.step(optimizer)
+            found.append(loss.item())
+        with torch.inference_mode(), precision.autocast():
+            found.append(model(x).float().square().mean().item())
+        return found
+
+    return {name: [losses(name, is_parallel) for is_parallel in (True, False)] for name in PARALLEL}
+
+
+PARALLEL = ("bf16-storage", "fp8", "e5m7:stochastic", "int8", "mxfp8", "nvfp4", "dfp16")
+
+
 def mismatches(rank: int) -> list[str]:
     """Prepare a model in other precisions than the other rank, and in the same; return the errors that are raised."""
     found = []
@@ -314,6 +383,8 @@ JOBS = {
         maxima,
         first_scales,
         profiles,
+        shards,
+        tensor_parallel,
         mismatches,
         prepared_alone,  # the last, since it ends all comparisons
     )
@@ -391,6 +462,21 @@ def test_ranks_begin_with_one_scale_where_one_of_them_cannot_search(result: Any)
     for found in result(first_scales):
         for kind in ("static", "sharded", "nan", "reentrant"):
             assert found[kind] == [(32768.0, 1), (16384.0, 2)], kind
+
+
+def test_shards_are_cast_as_they_are_in_the_whole_and_gathered_only_where_a_scale_or_a_draw_needs_it(
+    result: Any,
+) -> None:
+    gathered = ["int8 along 1", "e4m3fn@fp32/channel along 1", "e2m1@e4m3@fp32/row along 1", "ternary along 1"]
+    gathered += ["nvfp4:stochastic along 0", "nvfp4:stochastic along 1"]
+    assert [sorted(found) for found in result(shards)] == [sorted(gathered)] * RANKS
+
+
+def test_tensor_parallel_layers_train_as_whole_ones_in_every_precision(result: Any) -> None:
+    first, second = result(tensor_parallel)
+    assert first == second
+    for name, (parallel, whole) in first.items():
+        assert parallel == pytest.approx(whole, rel=1e-2 if name == "bf16-storage" else 1e-6), name
 
 
 def test_ranks_that_prepare_other_precisions_all_raise_with_both_named(result: Any) -> None:

@@ -17,7 +17,7 @@ from lowp.casts import Cast
 from lowp.compat import constant_when_compiled
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, IntFormat
-from lowp.kernels import checks, dispatch, packing, run, scaled, tracing
+from lowp.kernels import checks, dispatch, packing, run, scaled, shards, tracing
 from lowp.kernels.floats import home
 from lowp.kernels.philox import Draw, Seed, drawn
 from lowp.kernels.scaled import Scales
@@ -28,6 +28,8 @@ _SIGN = 1 << 63
 
 def quantize(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: Tensor | None = None) -> Tensor:
     """`lowp.quantize` as an operator."""
+    if tracing.is_sharded(x):
+        return _of_shards(x, cast, scale, seed, out)
     scale, zero_point = _tensors(scale, x)
     arguments = _unwrapped(x, _text(cast), scale, zero_point, *_seed(seed))
     if tracing.is_transformed():
@@ -41,9 +43,21 @@ def quantize(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: 
     return found
 
 
+def _of_shards(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: Tensor | None) -> Tensor:
+    """`lowp.quantize` of a DTensor."""
+    own = _cast(cast) if scale is None else None
+    x = shards.placed(x, own)
+    ends = None if own is None else shards.extremes(x, own)
+    if ends is None:
+        found: Tensor = torch.ops.lowp.quantize(x, _text(cast), *_tensors(scale, x), *_seed(seed))
+    else:
+        found = torch.ops.lowp.quantize_part(x, _text(cast), ends)
+    return found if out is None else out.copy_(found)
+
+
 def encode(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, packed: bool) -> Tensor | Quantized:
     """`lowp.encode` as an operator."""
-    draw = _seed(seed)
+    x, draw = shards.whole(x), _seed(seed)
     if not _is_scaled(cast):
         result: Tensor = torch.ops.lowp.encode(x.detach(), _text(cast), *draw, packed)
         return result
@@ -62,13 +76,13 @@ def encode(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, packed:
 
 def decode(codes: Tensor, format: str | Format | Cast, dtype: torch.dtype, packed: bool, length: int | None) -> Tensor:
     """`lowp.decode` as an operator."""
-    result: Tensor = torch.ops.lowp.decode(tracing.unwrapped(codes), _text(format), dtype, packed, length)
+    result: Tensor = torch.ops.lowp.decode(tracing.unwrapped(shards.whole(codes)), _text(format), dtype, packed, length)
     return result
 
 
 def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three tensors of `Statistics` by an operator."""
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.lowp.statistics(x.detach())
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.lowp.statistics(shards.whole(x).detach())
     return result
 
 
@@ -160,6 +174,20 @@ def _backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _quantize.register_autograd(_backward)
+
+
+@torch.library.custom_op("lowp::quantize_part", mutates_args=())
+def _quantize_part(x: Tensor, cast: str, extremes: Tensor) -> Tensor:
+    plan, module = checks.plan(cast, x.dtype), dispatch.implementation(x.device)
+    return shards.in_whole(lambda part, by: run.quantize(module, part, by, None, 0), x, extremes, plan)
+
+
+@_quantize_part.register_fake
+def _(x: Tensor, cast: str, extremes: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+_quantize_part.register_autograd(lambda context, gradient: (gradient, None, None))
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -112,7 +112,7 @@ def quantize_operand(x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool)
     if keeps:
         return rounded
     # a sum that overflows means a second look, no more
-    if not is_traced and x.is_cpu and not x.is_meta and math.isfinite(float(x.detach().sum())):
+    if not is_traced and type(x) in _PLAIN and x.is_cpu and not x.is_meta and math.isfinite(float(x.detach().sum())):
         return rounded
     return torch.where(x.isfinite(), rounded, x)
 

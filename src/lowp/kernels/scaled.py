@@ -104,7 +104,7 @@ def choose(x: Tensor, cast: Cast) -> Scales:
             f"{cast}: a {scaling.kind} scale depends on earlier tensors, which a cast does not record: use current "
             "scaling, or lowp.quantize with scale= computed from those tensors (lowp.statistics(x).maximum)"
         )
-    if format.affine or format.element.bits == 1 or is_ternary(format):
+    if format.affine or is_mean(format):
         wide = widen(x)
         if format.affine:
             return _affine(wide, format)
@@ -172,6 +172,11 @@ def _mean_magnitude(x: Tensor, scope: Scope) -> Tensor:
     count = fold(x.isfinite().to(torch.float64), scope).sum(-1)
     mean = fold(finite.abs(), scope).sum(-1) / count.clamp(min=1)
     return _rounded_scale(mean, FP32)  # type: ignore[arg-type]
+
+
+def is_mean(format: ScaledFormat) -> bool:
+    """Whether scales are means of magnitudes, not maxima: of binary and ternary formats."""
+    return format.element.bits == 1 or is_ternary(format)
 
 
 def is_ternary(format: Format) -> bool:

@@ -35,6 +35,11 @@ def is_real(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and not is_wrapped(x)
 
 
+def is_sharded(x: object) -> bool:
+    """Whether a tensor is a DTensor, as parameters of FSDP2 (fully_shard) and tensor parallelism are."""
+    return hasattr(x, "device_mesh") and hasattr(x, "placements")
+
+
 def is_eager(x: Tensor) -> bool:
     """Whether the kernels may run on the tensor directly: an ordinary tensor, without compilers, modes and transforms.
 

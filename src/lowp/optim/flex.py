@@ -84,9 +84,9 @@ def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
     """Raise InvalidInput if a parameter is sharded over ranks."""
     if any(is_sharded(parameter) for parameter in parameters):
         raise InvalidInput(
-            f"a parameter that is sharded over ranks (a DTensor of FSDP2) cannot be stored in {cast}: an exponent "
-            "belongs to the whole tensor. Use DistributedDataParallel, or a precision whose parameters can be sharded, "
-            "such as bf16 or bf16-storage"
+            "a parameter that is sharded over ranks (a DTensor, by FSDP2 or tensor parallelism) cannot be stored in "
+            f"{cast}: an exponent belongs to the whole tensor. Use DistributedDataParallel, or a precision whose "
+            "parameters can be sharded, such as bf16 or bf16-storage"
         )
 
 

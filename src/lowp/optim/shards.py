@@ -10,11 +10,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from lowp import distributed
+from lowp.kernels.tracing import is_sharded
 
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, as parameters of FSDP2 (fully_shard) and tensor parallelism are."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
+__all__ = ["holder_of", "is_fully_sharded", "is_sharded", "local", "shard_like", "shard_of"]
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from lowp.kernels.device_exponents import apart, power, together
 from lowp.kernels.dispatch import answers_at_once
 from lowp.kernels.mantissas import Mantissas, has_mantissas, sums
 from lowp.kernels.products import contract
+from lowp.kernels.tracing import is_sharded
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import end_of, functorch_is_active, shielded
 from lowp.ops.int16.nodes import (
@@ -65,9 +66,9 @@ def integer_contraction(
 
     `in_fp32` computes the gradients of the same values in fp32, for cases in backward that integers cannot represent.
     """
-    if functorch_is_active():
-        return None
     first, second, bias = tensors
+    if functorch_is_active() or is_sharded(first) or is_sharded(second):
+        return None
     to_first, to_second = casts.of(casts.roles[0]), casts.of(casts.roles[1])
     assert to_first is not None and to_second is not None  # the rule requires integers
     a = payloads.rounded(first, to_first, casts.seed)
