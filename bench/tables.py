@@ -142,26 +142,28 @@ def served() -> Iterator[tuple[bool, list[str]]]:
 
 def overview() -> Rows:
     """Return README's table: the step of each format on each type of processor, as multiples of the fp32 step."""
-    kinds = [([*result(f"step{one}")["results"].values()], result(f"flex{one}")["rows"]) for one in ("-avx2", "")]
+    kinds = [[*result(f"step{one}")["results"].values()] for one in ("-avx2", "", "-1-amx")]
     rows = []
     for format in ("bf16", "fp16"):
-        ours = [span([formats[format]["lowp_over_fp32"] for formats in networks], 1) for networks, _ in kinds]
+        ours = [span([formats[format]["lowp_over_fp32"] for formats in networks], 1) for networks in kinds]
         rows.append([f"{format}, lowp", *ours])
     for format in ("bf16", "fp16"):
         cells = []
-        for networks, _ in kinds:
+        for networks in kinds:
             values = [formats[format]["torch_autocast_ms"] / formats[format]["fp32_ms"] for formats in networks]
             cells.append(span(values, 1 if max(values) < 10 else 0))
         rows.append([f"{format}, torch.autocast", *cells])
     for format in ("dfp16", "flex16+5"):
-        rows.append([f"{format}, MLP of width 2048", *(told(flex[format]["of_fp32"], 1) for _, flex in kinds)])
-    return [[*row, "not measured"] for row in rows]
+        integers = [told(result(f"flex{one}")["rows"][format]["of_fp32"], 1) for one in ("-avx2", "")]
+        rows.append([f"{format}, MLP of width 2048", *integers, "not measured"])
+    return rows
 
 
 TABLES = (
     Table("README.md", "step | AVX2", overview),
     Table("docs/performance.md", "network, AVX2 | format", lambda: steps("step-avx2")),
     Table("docs/performance.md", "network, AVX-512 | format", lambda: steps("step")),
+    Table("docs/performance.md", "network, AMX | format", lambda: steps("step-1-amx")),
     Table("docs/performance.md", "network, Zen 4 | format", lambda: steps("step-zen4")),
     Table("docs/performance.md", "precision | ms a step", lambda: integer_steps("flex", "flex-avx2")),
     Table("docs/performance.md", "precision, Zen 4 | ms a step", lambda: integer_steps("flex-zen4", "flex-avx2-zen4")),

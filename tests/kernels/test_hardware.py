@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +40,33 @@ def test_bf16_is_multiplied_by_the_processor(reports_amx: None) -> None:
         found = layer(x)
     found.float().sum().backward()
     assert torch.allclose(found.float(), layer(x), atol=0.05) and layer.weight.grad is not None
+
+
+def test_intels_avx512_alone_is_slower_than_fp32_and_fp16_is_emulated_with_the_reason(
+    reports_amx: None, monkeypatch: pytest.MonkeyPatch, lowp: Callable[..., Any]
+) -> None:
+    reported = {"avx512_bf16": True, "avx512_fp16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: reported)
+    for is_intel in (True, False):
+        monkeypatch.setattr(hardware, "_is_intel", lambda is_intel=is_intel: is_intel)
+        hardware.products_of_bf16.cache_clear()
+        assert hardware.multiplies("cpu", torch.bfloat16) is not is_intel
+        told = " ".join(lowp("--version", "--verbose").out.split())
+        assert ("bf16 products: fp32 products of rounded operands, the processor reports AVX512-BF16, but" in told) is (
+            is_intel
+        )
+        assert "fp16 products: fp32 products of rounded operands, the processor reports AVX512-FP16, with" in told
+    reported.clear()
+    assert "torch sums no fp16 products faster than fp32's" in choices()["fp16 products"]
+
+
+def test_the_maker_of_the_processor_is_read_where_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "Path", lambda name: tmp_path / "absent")
+    for told, expected in (("Intel64 Family 6 Model 143 Stepping 8, GenuineIntel", True), ("AuthenticAMD", False)):
+        monkeypatch.setattr(hardware.platform, "processor", lambda told=told: told)
+        assert hardware._is_intel() is expected
+    (tmp_path / "absent").write_text("vendor_id\t: GenuineIntel\n")
+    assert hardware._is_intel()
 
 
 @pytest.mark.skipif(bool(set(hardware._LIMITS) & set(os.environ)), reason="oneDNN may be held to wrong sums")

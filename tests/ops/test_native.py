@@ -162,7 +162,7 @@ def test_a_network_of_norms_and_products_trains_as_the_emulation_does() -> None:
 
 # -- what decides -------------------------------------------------------------------------------------------------
 
-DECIDED: dict[str, tuple[list[str], str, dict[str, str], bool]] = {
+DECIDED: dict[str, tuple[list[str], str, dict[str, str], bool]] = {  # of processors of Intel's where the name says so
     "none": ([], "AVX512", {}, False),
     "AVX-512": (["AVX512-BF16"], "AVX512", {}, True),
     "AMX": (["AVX512-BF16", "AMX-BF16"], "AVX512", {}, True),
@@ -170,6 +170,14 @@ DECIDED: dict[str, tuple[list[str], str, dict[str, str], bool]] = {
     "oneDNN held": (["AVX512-BF16"], "AVX512", {"ONEDNN_MAX_CPU_ISA": "avx2"}, False),
     "oneDNN held by its old name": (["AMX-BF16"], "AVX512", {"DNNL_MAX_CPU_ISA": "AVX512_CORE"}, False),
     "oneDNN held to more": (["AVX512-BF16"], "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True),
+    "Intel, AMX": (["AVX512-BF16", "AMX-BF16"], "AVX512", {}, True),
+    "Intel, oneDNN held to AMX": (
+        *(["AVX512-BF16", "AMX-BF16"], "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, True),
+    ),
+    "Intel, oneDNN held from AMX": (
+        *(["AVX512-BF16", "AMX-BF16"], "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, False),
+    ),
+    "Intel without AMX": (["AVX512-BF16"], "AVX512", {}, False),
     "Arm": (["Arm BF16"], "SVE256", {}, True),
     "Arm without SVE": (["Arm BF16"], "DEFAULT", {}, True),
     "Arm held": (["Arm BF16"], "DEFAULT", {"ATEN_CPU_CAPABILITY": "default"}, False),
@@ -179,7 +187,7 @@ DECIDED: dict[str, tuple[list[str], str, dict[str, str], bool]] = {
 @pytest.mark.parametrize("name", DECIDED)
 def test_what_the_processor_reports_and_torch_is_held_to_decides(name: str) -> None:
     instructions, capability, environment, expected = DECIDED[name]
-    found, words = hardware._decided(instructions, capability, environment)
+    found, words = hardware._decided(instructions, capability, environment, "Intel" in name)
     assert found is expected and ("but" in words) is (bool(instructions) and not expected)
 
 

@@ -7,7 +7,7 @@ import torch
 from lowp.compat import accelerator
 from lowp.kernels import cpu
 from lowp.kernels.dispatch import forced, uses_library
-from lowp.kernels.hardware import multiplies, products_of_bf16
+from lowp.kernels.hardware import multiplies, products_of_bf16, why_fp16_is_emulated
 
 __all__ = ["choices"]
 
@@ -32,7 +32,7 @@ def choices() -> dict[str, str]:
         )
         found["casts"] = f"{forced() or 'the C++ library'}; other: {_OTHER_WAY.format('bitwise')}: the same bits"
     found["bf16 products"] = _products(torch.bfloat16, products_of_bf16()[1])
-    found["fp16 products"] = _products(torch.float16, "torch sums no fp16 products faster than fp32's on a CPU")
+    found["fp16 products"] = _products(torch.float16, why_fp16_is_emulated())
     found["int16 products"] = (
         "the C++ library" if uses_library() else "torch's fp64 products, which are exact"
     ) + f"; other: {_OTHER_WAY.format('bitwise')}"

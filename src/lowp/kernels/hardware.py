@@ -2,11 +2,14 @@
 
 A CPU multiplies bf16 alone, where it has instructions for that and torch and oneDNN may use them:
 
-* x86: AVX512-BF16 (vdpbf16ps) or AMX-BF16 (tdpbf16ps), unless ``ATEN_CPU_CAPABILITY`` holds torch, or
-  ``ONEDNN_MAX_CPU_ISA`` oneDNN, to less;
+* x86: AMX-BF16 (tdpbf16ps), and AVX512-BF16 (vdpbf16ps) but for Intel's, which takes twice the time of fp32's products;
+  unless ``ATEN_CPU_CAPABILITY`` holds torch, or ``ONEDNN_MAX_CPU_ISA`` oneDNN, to less;
 * Arm: the BF16 extension (bfmmla), unless ``ATEN_CPU_CAPABILITY`` is ``default``.
 
 Such a product sums in fp32 and is rounded once. The instructions take operands and sums below 2^-126 for zero.
+
+fp16 is never left to a CPU: with AVX512-FP16 torch's matrix products take the time of fp32's, and its gradients of
+convolutions hundreds of times that; without, all take tens to hundreds of times (torch 2.13 to 2.15).
 
 Bytes are torch's where the processor reports tiles for them (AMX-INT8) and nothing is held to less. Where oneDNN is
 held to less than VNNI, `torch._int_mm` gives wrong sums (torch 2.13).
@@ -15,14 +18,16 @@ held to less than VNNI, `torch._int_mm` gives wrong sums (torch 2.13).
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from lowp.compat import constant_when_compiled
 
-__all__ = ["is_on_host", "multiplies", "products_of_bf16"]
+__all__ = ["is_on_host", "multiplies", "products_of_bf16", "why_fp16_is_emulated"]
 
 _INSTRUCTIONS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16", "bf16": "Arm BF16"}
 # The values of ONEDNN_MAX_CPU_ISA that leave oneDNN without products of bf16
@@ -40,10 +45,21 @@ def products_of_bf16() -> tuple[bool, str]:
         return False, "this torch was built without oneDNN"
     capabilities = torch.cpu.get_capabilities()
     instructions = [words for name, words in _INSTRUCTIONS.items() if capabilities.get(name)]
-    return _decided(instructions, torch.backends.cpu.get_cpu_capability(), os.environ)
+    return _decided(instructions, torch.backends.cpu.get_cpu_capability(), os.environ, _is_intel())
 
 
-def _decided(instructions: list[str], capability: str, environment: Mapping[str, str]) -> tuple[bool, str]:
+def _is_intel() -> bool:
+    """Whether the processor says that it is Intel's."""
+    try:
+        told = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        told = platform.processor()
+    return "GenuineIntel" in told
+
+
+def _decided(
+    instructions: list[str], capability: str, environment: Mapping[str, str], is_intel: bool
+) -> tuple[bool, str]:
     if not instructions:
         return False, "the processor reports no AVX512-BF16, AMX-BF16 or Arm BF16"
     has = f"the processor reports {' and '.join(instructions)}"
@@ -54,7 +70,20 @@ def _decided(instructions: list[str], capability: str, environment: Mapping[str,
     for limit in _LIMITS:
         if (given := environment.get(limit, "").upper()) in _WITHOUT:
             return False, f"{has}, but {limit} holds oneDNN to {given}"
+    if is_intel and not ("AMX-BF16" in instructions and _uses_tiles(capability, environment)):
+        held = " is held from AMX, and" if "AMX-BF16" in instructions else ""
+        return False, f"{has}, but{held} without AMX Intel's bf16 products take twice the time of fp32's"
     return True, has
+
+
+def why_fp16_is_emulated() -> str:
+    """Return in words why no CPU multiplies fp16 itself, as `multiplies` has it."""
+    if torch.cpu.get_capabilities().get("avx512_fp16"):
+        return (
+            "the processor reports AVX512-FP16, with which torch's matrix products take the time of fp32's and its "
+            "gradients of convolutions hundreds of times that"
+        )
+    return "torch sums no fp16 products faster than fp32's on a CPU"
 
 
 def is_on_host(x: torch.Tensor | torch.device) -> bool:
