@@ -259,7 +259,9 @@ def test_the_state_alone_brings_back_counters_and_random_numbers() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for factor in (float("inf"), 1.0):
         optimizer.zero_grad()
-        precision.backward((weight * factor).sum())
+        with precision.autocast():
+            loss = (weight * factor).sum()
+        precision.backward(loss)
         precision.step(optimizer)
     state, drawn = precision.state_dict(), torch.rand(3)
     resumed = lowp.Precision("fp16")

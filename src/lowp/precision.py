@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,16 +17,16 @@ from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite
 from lowp.grad_scaler.first_scale import first_scale
-from lowp.grad_scaler.misplaced import expect_step, step_comes
+from lowp.grad_scaler.misplaced import FirstStep, expect_step, step_comes
 from lowp.ops.int16.flexpoint import is_flexpoint
 from lowp.optim.flex import FlexWeights
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
-from lowp.optim.shards import is_fully_sharded
 from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
 from lowp.rng_state import restore_rng_states, rng_states
 from lowp.step_guard import StepGuard, as_flag
+from lowp.trained import Trained
 from lowp.unscaled import UnscaledSteps
 
 __all__ = ["Precision"]
@@ -85,7 +84,8 @@ class Precision:
         self._clipped = presets.clipped_gradients(preset)  # a warning that the first backward pass gives
         self._device = torch.device("cpu")
         self._storing = self._new_storing()
-        self._models: list[Callable[[], nn.Module | None]] = []  # that were prepared
+        self._trained = Trained(preset, self._storing)
+        self._first: FirstStep | None = None  # from the first backward pass to its step
         self._is_compared = False  # with the precisions of other ranks
         self._unscaled = UnscaledSteps(preset.name, self.exponents)
 
@@ -102,6 +102,8 @@ class Precision:
         call them separately: prepare_model(model), wrap, create the optimizer, prepare_optimizer(optimizer).
         """
         prepared: Any = optimizer
+        if isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer):
+            self._trained.admit(optimizer, model)
         model = self.prepare_model(model)
         if optimizer is not None:
             prepared = self.prepare_optimizer(optimizer)
@@ -118,13 +120,13 @@ class Precision:
         if not isinstance(model, nn.Module):
             raise TypeError(f"prepare takes a torch module and its optimizer, not {type(model).__name__}")
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._trained.admit(None, model)
         self._require_same_on_all_ranks()
         if self._storing is not None:
             self._storing.model(model)
         if self._scaler is None:
             self._scaler = self._new_scaler(self._device.type)
-        if all(known() is not model for known in self._models):
-            self._models.append(weakref.ref(model))
+        if self._trained.add(model):
             self._watch(model)
         return model
 
@@ -132,6 +134,7 @@ class Precision:
         """Do what `prepare` does to an optimizer of prepared models; returns it, or the wrapper to be used for it."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"prepare_optimizer takes a torch optimizer, not {type(optimizer).__name__}")
+        self._trained.admit(optimizer)
         self._require_same_on_all_ranks()
         prepared: Any = optimizer if self._storing is None else self._storing.optimizer(optimizer)
         return cast("AnyOptimizer", prepared)
@@ -176,16 +179,15 @@ class Precision:
         else:
             self._unscaled.saw(loss)
         self.scaler.scale(loss).backward(**options)
+        if (self.steps == 0 or self._first is not None) and not torch.compiler.is_compiling():
+            self._first = FirstStep(self._trained.models() if self.scaler.is_enabled() else ())
 
     def _may_search(self) -> bool:
         """Whether backward can run several times: not if it gathers and reduces shards, as with fully_shard.
 
         With several ranks, only if all models were prepared, since only then are they known.
         """
-        models = [model for known in self._models if (model := known()) is not None]
-        if not models:
-            return not distributed.has_other_ranks()
-        return not any(is_fully_sharded(module) for model in models for module in model.modules())
+        return not self._trained.is_sharded if self._trained.models() else not distributed.has_other_ranks()
 
     @region.at_rest
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -202,6 +204,9 @@ class Precision:
         if not optimizers:
             raise Misuse("step() needs the optimizers to step: precision.step(optimizer)")
         scaler, is_scaled = self.scaler, self.scaler.is_enabled()
+        self._trained.check(optimizers, is_scaled or closure is not None)
+        if self._first is not None and self._first.begins(scaler, optimizers, self._forgotten()):
+            self._first = None
         if closure is not None and is_scaled:
             raise Misuse(
                 "a closure computes its loss without the loss scale: compute loss and gradients first, or train this "
@@ -239,6 +244,7 @@ class Precision:
 
         For callers that see one optimizer at a time. With a loss scale only.
         """
+        self._trained.check((optimizer,), True)
         self._require_backward("step_one")
         step_comes(self.scaler)
         self._agree_on_masters((optimizer,))
@@ -253,6 +259,14 @@ class Precision:
     def _agree_on_masters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self.steps == 0 and isinstance(self._storing, MasterStorage):
             agree_on_masters(optimizers)
+
+    def _forgotten(self) -> str:
+        if not self.policy.rules or self._region.was_entered or self._region.report().ops:
+            return ""
+        return (
+            f"nothing ran in {self.preset.name} in the first step, because precision.autocast() was not entered: "
+            "compute the loss within `with precision.autocast():`"
+        )
 
     def _require_backward(self, what: str) -> None:
         if self.scaler.is_enabled() and not self.scaler.has_scaled:
@@ -351,14 +365,13 @@ class Precision:
 
     # -- parts ----------------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
-        models = [model for known in self._models if (model := known()) is not None]
-        return {**self.__dict__, "_models": models, "_skipped_steps": self.skipped_steps}
+        return {**self.__dict__, "_skipped_steps": self.skipped_steps, "_first": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        skipped, models = state.pop("_skipped_steps"), state["_models"]
-        self.__dict__.update({**state, "_models": [weakref.ref(model) for model in models]})
+        skipped = state.pop("_skipped_steps")
+        self.__dict__.update(state)
         self.guard.skipped_steps = skipped
-        for model in models:
+        for model in self._trained.models():
             self._watch(model)
 
     def _new_storing(self) -> MasterStorage | FlexStorage | None:

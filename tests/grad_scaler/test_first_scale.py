@@ -113,7 +113,9 @@ def test_gradients_that_accumulate_have_one_scale(monkeypatch: pytest.MonkeyPatc
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(2):
         for _ in range(3):
-            precision.backward(weight * 1.0)
+            with precision.autocast():
+                loss = weight * 1.0
+            precision.backward(loss)
         precision.step(optimizer)
     assert len(calls) == 1 and precision.scale == 256
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lowp
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, Misuse
 
 RANKS = 2
 
@@ -183,6 +183,18 @@ def shards_that_are_refused(rank: int, folder: str) -> list[str]:
     return said
 
 
+def shards_without_masters(rank: int, folder: str) -> list[str]:
+    mesh, said = init_device_mesh("cpu", (RANKS,)), []
+    for name in ("bf16-storage", "fp16-storage"):
+        precision, model = lowp.Precision(name), _model(0)
+        fully_shard(precision.prepare_model(model), mesh=mesh)
+        try:
+            _train(precision, model, torch.optim.SGD(model.parameters(), 0.1), rank)
+        except Misuse as error:
+            said.append(str(error))
+    return said
+
+
 def redundancy(rank: int, folder: str) -> Any:
     """ZeroRedundancyOptimizer gives each rank some of the parameters and sends them to the others."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its own deprecated functions
@@ -211,6 +223,7 @@ JOBS = (
     fully_sharded,
     sharded_checkpoint,
     shards_that_are_refused,
+    shards_without_masters,
     redundancy,
 )
 
@@ -270,6 +283,11 @@ def test_what_cannot_be_sharded_says_what_to_do(result: Any) -> None:
         assert "convert the model before it is sharded, precision.prepare_model(model), then fully_shard" in late
         assert "an exponent belongs to the whole tensor. Use DistributedDataParallel" in flex
         assert "cannot have masters of kind split: give kind='fp32', or use lowp.optim.AdamW" in split
+
+
+def test_shards_are_stepped_only_by_an_optimizer_that_keeps_masters(result: Any) -> None:
+    for said in result(shards_without_masters):
+        assert len(said) == 2 and all("this optimizer is not what prepare returned" in one for one in said)
 
 
 def test_zero_redundancy_takes_a_converted_model_and_refuses_another(result: Any) -> None:

@@ -30,6 +30,8 @@ class Held(Optimizer):
     Groups, state and defaults ARE the optimizer's own.
     """
 
+    allows_fp16_gradients = True  # a script may convert its model, by its own choice
+
     def __init__(self, optimizer: Optimizer, inner: Step) -> None:
         self._optimizer, self._inner = weakref.ref(optimizer), inner
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})

@@ -9,9 +9,12 @@ that optimizer.
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -85,7 +88,24 @@ class StoredModel:
         self.pending: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
+        self._warn_of_averaging()
         return {**self.__dict__, "owners": [], "unclaimed": {}, "pending": {}}
+
+    def _warn_of_averaging(self) -> None:
+        """Warn if the copy is for torch's AveragedModel, which adds in the dtype of the copy's parameters."""
+        averaging = getattr(sys.modules.get("torch.optim.swa_utils"), "AveragedModel", None)
+        frame: FrameType | None = sys._getframe(1)
+        depth = 1
+        while averaging is not None and frame is not None and frame.f_code is not averaging.__init__.__code__:
+            frame, depth = frame.f_back, depth + 1
+        if averaging is not None and frame is not None and self.storage.dtype.itemsize < 4:
+            warnings.warn(
+                f"AveragedModel of a model that stores parameters in {self.storage.cast} averages in it, and rounds "
+                "small changes away: average an fp32 copy of the model that was made before prepare, by "
+                "twin.load_state_dict(model.state_dict()) and averaged.update_parameters(twin)",
+                UserWarning,
+                stacklevel=depth + 1,
+            )
 
     def mine(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and stored parameters of a model, including parameters that were added to the owner later."""

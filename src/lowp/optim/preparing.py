@@ -90,6 +90,22 @@ class MasterStorage:
             attach(inner, stored)
             self._models.append((weakref.ref(inner), stored))
 
+    def admit(self, optimizer: Optimizer, *models: nn.Module) -> None:
+        """Raise InvalidInput for an optimizer that would train none of what is stored here, or with `models` will be.
+
+        A flat parameter of which the weights are views, and the parameters of another model, are no model's own.
+        """
+        stored = [*models, *(model for model, _ in self._living())]
+        owned = [one for model in stored for one in model.parameters()]
+        given = parameters_of(optimizer)
+        self.storage.refuse([one for one in [*owned, *given] if owner_of(one) is None])
+        if owned and given and {id(one) for one in owned}.isdisjoint(map(id, given)):
+            raise InvalidInput(
+                "none of the optimizer's parameters belongs to a prepared model: it would train none of the weights "
+                f"that are stored in {self.storage.cast}. Make the optimizer of model.parameters(); one of parameters "
+                "outside of the model is not prepared"
+            )
+
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Give an optimizer the masters of its parameters, wrapped in MasterWeights unless it keeps masters itself."""
         keeper: Any = optimizer.optim if is_zero(optimizer) else optimizer  # type: ignore[attr-defined]

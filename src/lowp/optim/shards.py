@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lowp import distributed
@@ -31,6 +33,26 @@ def holder_of(parameters: Iterable[Tensor]) -> str | None:
         return None
     gc.collect()  # a wrapper that the script has dropped is part of a cycle
     return _find_holder(wanted)
+
+
+def sharing(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return the first tensor that has an element in common with another one before it, or None.
+
+    Tensors that lie side by side in one allocation, as the weights of an LSTM on a GPU, share nothing.
+    """
+    allocations: defaultdict[tuple[int, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
+    for one in tensors:
+        if one.layout is torch.strided and not one.is_meta and not is_sharded(one) and one.numel():
+            allocations[one.untyped_storage().data_ptr(), one.dtype].setdefault(id(one), one)
+    for group in (list(each.values()) for each in allocations.values() if len(each) > 1):
+        size = group[0].untyped_storage().nbytes() // group[0].element_size()
+        taken = torch.zeros(size, dtype=torch.bool, device="cpu")
+        for one in group:
+            mine = taken.as_strided(one.shape, one.stride(), one.storage_offset())
+            if mine.any():
+                return one
+            mine.fill_(True)
+    return None
 
 
 def _find_holder(wanted: set[int]) -> str | None:

@@ -15,7 +15,7 @@ from lowp.formats import FloatFormat
 from lowp.kernels import stored
 from lowp.kernels.dispatch import answers_at_once
 from lowp.kernels.stored import Weight
-from lowp.optim.shards import holder_of, is_sharded, local, shard_like, shard_of
+from lowp.optim.shards import holder_of, is_sharded, local, shard_like, shard_of, sharing
 from lowp.optim.split import join, split
 
 KINDS = ("fp32", "split", "stochastic", "none")
@@ -78,6 +78,13 @@ class Storage:
                 f"the parameters of a {kind} can no longer be converted to {self.cast}, because it holds "
                 f"references to them: call precision.prepare_model(model) first, then {kind}(model), then "
                 "precision.prepare_optimizer(optimizer)"
+            )
+        if (shared := sharing(changed)) is not None:
+            raise InvalidInput(
+                f"a parameter of shape {tuple(shared.shape)} shares memory with another one, which storing them in "
+                f"{self.cast} would separate: use one nn.Parameter in both places, give the optimizer the parameters "
+                "of the model instead of a flat one, or take a precision that leaves parameters in fp32, such as "
+                "fp16 or bf16"
             )
 
     def adopt(self, parameter: Tensor, state: dict[str, Tensor]) -> None:

@@ -135,6 +135,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         self._rulebook = Rulebook(self.policy, strict)
         self._is_users = not isinstance(precision, str) or precision.endswith(".toml")
         self._has_complained = False  # about rules that matched nothing
+        self.was_entered = False
         self._weights = WeightCasts()  # of the latest entry
         self._observers: list[Observer] = []
         self._dtype = self._rulebook.main_dtype()
@@ -188,6 +189,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
 
     def _begin(self, entry: Entry, path: ModulePath | None, spots: Spots | None = None) -> None:
         """Activate an entry. `_undo` reverts all of this, wherever it was interrupted."""
+        self.was_entered = True
         entries.push(entry)
         outer = entry.outer
         if path is None:

@@ -1,0 +1,173 @@
+"""What a precision trains: the parameters of its models, as its optimizers hold them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowp.errors import InvalidInput, Misuse
+from lowp.optim.model_state import owner_of
+from lowp.optim.preparing import MasterStorage, Preparation
+from lowp.optim.shards import is_fully_sharded, is_sharded
+from lowp.optim.state_dicts import parameters_of
+from lowp.optim.zero import is_zero
+from lowp.presets import Preset
+
+__all__ = ["Trained"]
+
+Optimizer = torch.optim.Optimizer
+_NO_MODULE: dict[str, Any] = {}
+
+
+class _Place(NamedTuple):
+    """Where a parameter stands in a model, and its dtype. No reference to it: swap_tensors refuses weak ones."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    identity: int
+    dtype: torch.dtype
+    path: str
+
+
+class _Known(NamedTuple):
+    """An optimizer that has been looked at: how many parameters of models it holds, and the first and last of them."""
+
+    optimizer: weakref.ref[Optimizer]
+    held: int
+    ends: tuple[_Place, ...]
+
+
+class Trained:
+    """The models and optimizers of a precision, and whether they still belong together.
+
+    An optimizer is looked at in full at its first step, and again if its first or last parameter is no longer what it
+    was, as after ``half()`` and after ``load_state_dict(assign=True)``. To compare these two takes less than a
+    microsecond and reads nothing of a device.
+    """
+
+    def __init__(self, preset: Preset, storing: Preparation | None) -> None:
+        self._preset, self._storing = preset, storing
+        # whether optimizers keep masters or exponents of what is stored
+        self._keeps = storing is not None and (preset.masters.kind != "none" or not isinstance(storing, MasterStorage))
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._known: dict[int, _Known] = {}  # by id of the optimizer
+
+    def models(self) -> list[nn.Module]:
+        """Return the prepared models that still exist."""
+        return [model for known in self._models if (model := known()) is not None]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 gathers parameters of a model."""
+        return any(is_fully_sharded(module) for model in self.models() for module in model.modules())
+
+    def add(self, model: nn.Module) -> bool:
+        """Add a prepared model; return whether it is new."""
+        is_new = all(known is not model for known in self.models())
+        if is_new:
+            self._models.append(weakref.ref(model))
+        return is_new
+
+    def admit(self, optimizer: Optimizer | None, *models: nn.Module) -> None:
+        """Raise InvalidInput, before models and their optimizer are prepared, if they cannot be trained together."""
+        given = [] if optimizer is None else parameters_of(optimizer)
+        names = {id(one): name for model in models for name, one in model.named_parameters()}
+        if self._storing is None:
+            for one in [*given, *(one for model in models for one in model.parameters())]:
+                self._refuse_dtype(one, names.get(id(one), ""), optimizer)
+        if optimizer is not None and isinstance(self._storing, MasterStorage):
+            self._storing.admit(optimizer, *models)
+
+    def check(self, optimizers: Sequence[Optimizer], may_lack_gradients: bool) -> None:
+        """Raise or warn, before a step, if optimizers do not train the models, or not as they were prepared."""
+        for optimizer in optimizers:
+            known = self._known.get(id(optimizer))
+            if known is None or known[0]() is not optimizer:
+                self._look(optimizer, 0, may_lack_gradients)
+                continue
+            for module, name, identity, dtype, _ in known[2]:
+                found = getattr(module(), "_parameters", _NO_MODULE).get(name)
+                if id(found) != identity or found.dtype is not dtype:
+                    self._look(optimizer, known[1], True)
+                    break
+
+    def _look(self, optimizer: Optimizer, before: int, may_lack_gradients: bool) -> None:
+        keeper = optimizer.optim if is_zero(optimizer) else optimizer  # type: ignore[attr-defined]
+        places = {place.identity: place for place in self._places()}
+        given = parameters_of(keeper)
+        mine = [one for one in given if id(one) in places]
+        for one in mine:
+            self._refuse_unkept(one, places[id(one)].path, keeper)
+            self._refuse_dtype(one, places[id(one)].path, keeper)
+        if len(mine) < before:
+            warnings.warn(
+                f"{before - len(mine)} of the {before} parameters that the optimizer trains are no longer the model's: "
+                "load_state_dict(assign=True) replaces parameters, and so does a new layer, and what is there now is "
+                "not trained. Load without assign=True, or make the optimizer anew and call prepare again",
+                UserWarning,
+                stacklevel=5,
+            )
+        elif places and not mine and not may_lack_gradients and all(one.grad is None for one in given):
+            warnings.warn(
+                "the optimizer holds no parameter of a prepared model, and none with a gradient: its steps change "
+                "nothing. Make the optimizer of model.parameters(), after any load_state_dict(assign=True)",
+                UserWarning,
+                stacklevel=5,
+            )
+        # FSDP2 may leave gathered parameters in the places of their shards
+        ends = () if any(map(is_sharded, mine)) else tuple(places[id(one)] for one in mine[:: max(len(mine) - 1, 1)])
+        self._known = {key: known for key, known in self._known.items() if known.optimizer() is not None}
+        self._known[id(optimizer)] = _Known(weakref.ref(optimizer), len(mine), ends)
+
+    def _places(self) -> Iterator[_Place]:
+        for model in self.models():
+            for path, module in model.named_modules():
+                for name, one in module._parameters.items():
+                    if one is not None:
+                        yield _Place(weakref.ref(module), name, id(one), one.dtype, f"{path}.{name}".lstrip("."))
+
+    def _refuse_unkept(self, parameter: Tensor, path: str, optimizer: Optimizer) -> None:
+        """Raise Misuse for a parameter in few bits whose masters, or exponent, its optimizer does not keep."""
+        owner: Any = owner_of(parameter)
+        if (
+            self._keeps
+            and parameter.is_floating_point()
+            and (owner is None or getattr(owner, "inner", None) is optimizer)
+        ):
+            raise Misuse(
+                f"{self._preset.name} stores {path} in {self._preset.policy.parameters}, and this optimizer is not "
+                "what prepare returned: it would round every update to that format. Step the optimizer that "
+                "precision.prepare_optimizer(optimizer), or prepare, has returned"
+            )
+
+    def _refuse_dtype(self, parameter: Tensor, path: str, optimizer: Optimizer | None) -> None:
+        """Raise InvalidInput for a parameter that was converted after prepare, or that is narrow and has no master."""
+        owner, dtype = owner_of(parameter), parameter.dtype
+        storage = getattr(owner, "storage", None) or getattr(self._storing, "storage", None)
+        stored = torch.float32 if storage is None else storage.dtype
+        name = path or f"a parameter of shape {tuple(parameter.shape)}"
+        if not parameter.is_floating_point() or (storage is not None and storage.cast is None):
+            return
+        if (storage is not None or self._storing is not None) and dtype is not stored:
+            raise InvalidInput(
+                f"{name} is {dtype}, and was {stored} when its optimizer was prepared: convert the model back, or a "
+                "copy of it instead, such as copy.deepcopy(model).half() for inference"
+            )
+        is_narrow = dtype.itemsize < 4 and parameter.requires_grad and storage is None and self._preset.policy.rules
+        if is_narrow and not getattr(optimizer, "allows_fp16_gradients", False):
+            raise InvalidInput(
+                f"{name} is {dtype}, and {self._preset.name} trains parameters as they are: without masters most "
+                "updates would be rounded away. Convert the model back with float(), or take a precision with masters: "
+                f"{'fp16' if dtype is torch.float16 else 'bf16'}-storage"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_models": self.models(), "_known": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_models": [weakref.ref(model) for model in state["_models"]]})
