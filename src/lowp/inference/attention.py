@@ -45,7 +45,7 @@ def attended(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, highest: int
 ) -> Tensor:
     """What `attention` returns, where no compiler, mode or transform sees it; `highest` is the largest byte."""
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    factor = 1 / math.sqrt(query.shape[-1] or 1) if scale is None else scale
     scores = _product(query, key, highest) * factor
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

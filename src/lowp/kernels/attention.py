@@ -46,6 +46,8 @@ def attended(
         return None
     if query.dim() != 4:  # from torch 2.15 on the fused kernel is chosen for other shapes too, which it does not take
         return None
+    if not (query.numel() and key.numel()):  # torch's backward kernel divides by the number of heads
+        return None
     if _choice(query, key, value, mask, 0.0, causal, scale=scale) != SDPBackend.FLASH_ATTENTION.value:
         return None
     return Attended(*_forward(query, key, value, 0.0, causal, attn_mask=_added(mask), scale=scale))

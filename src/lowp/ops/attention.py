@@ -247,8 +247,8 @@ def _in_two_contractions(
     """Compute scores, softmax in fp32, and the product with the values; both contractions run under the rule."""
     inner = Rule(input=call.rule.input, weight=call.rule.input, grad=call.rule.grad, accumulate=call.rule.accumulate)
     if settings.grouped:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    scale = 1 / math.sqrt(query.shape[-1]) if settings.scale is None else settings.scale
+        key, value = (x.repeat_interleave(query.shape[-3] // (x.shape[-3] or 1), -3) for x in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1] or 1) if settings.scale is None else settings.scale
     scores = contracted(call, inner, query, key.transpose(-2, -1)).float() * scale
     if settings.causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

@@ -20,7 +20,7 @@ from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.generic import has_irregular, irregular
 from lowp.ops.observing import role_of
 from lowp.ops.products import contract
-from lowp.ops.signature import Mismatch, bound, check, into_out, plain, require, without_out
+from lowp.ops.signature import Empty, Mismatch, bound, check, into_out, plain, require, without_out
 from lowp.ops.trilinear import Einsum, Linear
 
 Runner = Callable[[Call], Any]
@@ -36,8 +36,9 @@ def runner(run: Callable[[Call], Any]) -> Runner:
                 return run(call)
             inner, out = without_out(call)
             result = run(inner)
-        except Mismatch:
-            return irregular(call) if has_irregular((call.args, call.kwargs)) else plain(call)
+        except Mismatch as reason:
+            is_irregular = isinstance(reason, Empty) or has_irregular((call.args, call.kwargs))
+            return irregular(call) if is_irregular else plain(call)
         return into_out(call, result, out)
 
     return outer

@@ -27,7 +27,7 @@ from lowp.ops.contraction import runner
 from lowp.ops.int16.linear import are_plain, contracted, sums_integers
 from lowp.ops.int16.written import of_form
 from lowp.ops.products import contract
-from lowp.ops.signature import Mismatch, bound, check, require
+from lowp.ops.signature import Empty, Mismatch, bound, check, require
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair, has_numbers
 from lowp.policy import Rule
 
@@ -342,6 +342,8 @@ def _general(call: Call) -> Tensor:
 def _convolve(
     call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Sizes, Sizes, Sizes, bool, Sizes, int]
 ) -> Tensor:
+    if not (x.numel() and weight.numel()):
+        raise Empty
     require(x.dim() in (weight.dim() - 1, weight.dim()) and settings[-1] >= 1)
     single = x.dim() == weight.dim() - 1
     x = x.unsqueeze(0) if single else x

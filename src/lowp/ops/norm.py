@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,8 @@ from lowp.ops.call import Call, Quick
 from lowp.ops.casting import native_dtype
 from lowp.ops.contraction import runner
 from lowp.ops.fp32 import Computation, Gradients, computed_in_fp32, is_one_kernel
-from lowp.ops.generic import irregular
 from lowp.ops.int16.saved import Fp32Function, Tensors, computed_and_rounded
-from lowp.ops.signature import bound, check, require
+from lowp.ops.signature import Empty, bound, check, require
 from lowp.policy import Rule
 
 
@@ -172,7 +171,8 @@ def group_norm(call: Call) -> Tensor:
     )
     check(x, weight, bias)
     require(x.dim() >= 2 and groups >= 1 and x.shape[1] % groups == 0 and _fits_channels(x.shape[1], weight, bias))
-    require(math.prod(x.shape) // max(groups, 1) > 0)
+    if x.numel() < max(groups, 1):
+        raise Empty
     return _normed(call, GroupNorm(groups, eps), x, weight, bias)
 
 
@@ -249,7 +249,7 @@ def _batch_norm(
     require((training or (mean is not None and var is not None)) and (mean is None) == (var is None))
     require(not training or x.numel() > x.shape[1])  # one value a channel has no variance: torch refuses
     if x.numel() == 0 and not training:  # torch's kernel for the gradients divides by the size of the batch
-        return cast(Tensor, irregular(call))
+        raise Empty
     with _fp32_statistics(mean, var, training) as (wide_mean, wide_var):
         return _normed(call, BatchNorm(wide_mean, wide_var, training, momentum, eps), x, weight, bias)
 
@@ -273,7 +273,7 @@ def instance_norm(call: Call) -> Tensor:
     require((use_input or mean is not None) and (mean is None) == (var is None))
     require(not use_input or math.prod(x.shape[2:]) > 1)
     if x.numel() == 0:
-        return cast(Tensor, irregular(call))
+        raise Empty
     return _instance_norm(call, x, mean, var, weight, bias, use_input, momentum, eps)
 
 

@@ -19,7 +19,7 @@ from lowp.ops.products import cast_operand, summed
 from lowp.ops.recurrent_cells import CELLS
 from lowp.ops.sequence import Layer, composed, run
 from lowp.ops.short import linear
-from lowp.ops.signature import bound, check, require
+from lowp.ops.signature import Empty, bound, check, require
 
 _NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
 
@@ -42,7 +42,8 @@ def recurrent(call: Call) -> tuple[Tensor, ...]:
         batches, data = (batch,) * length, data.reshape(length * batch, data.shape[2])
     states = [state] if isinstance(state, Tensor) else list(state)
     check(data, *states, *params)
-    require(len(batches) > 0 and data.shape[0] > 0)
+    if not data.shape[0]:
+        raise Empty
     result, *last = _network(call, data, batches, states, list(params), *settings)
     if not packed:
         result = result.reshape(length, batch, -1)

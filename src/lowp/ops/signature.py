@@ -14,6 +14,10 @@ class Mismatch(Exception):
     """The arguments do not fit the signature: the function itself raises the error."""
 
 
+class Empty(Mismatch):
+    """An operand has no elements: the function itself takes the rounded operands, and gives the shapes of torch."""
+
+
 _REQUIRED = object()
 
 
