@@ -135,7 +135,7 @@ def at_any_byte(x: Tensor) -> Tensor:
     """Return a tensor with x's numbers whose address is one byte beyond a multiple of their size."""
     memory = bytearray(x.numel() * x.element_size() + 9)
     start = 1 + -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 8
-    moved = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=start)
+    moved = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape)
     assert moved.data_ptr() % x.element_size() == 1 % x.element_size()
     return moved.copy_(x)
 

@@ -426,6 +426,9 @@ def test_empty_operands_give_zeros_or_nothing() -> None:
         output = random_int16(*shape.output)
         gradient = integer.convolution_exact("weight_gradient", empty, output, shape, kernel=kernel)
         assert same(gradient, (torch.zeros(3, 2, 3, dtype=torch.int16), 0, 0, 0))
+        apart = ConvolutionShape.of((0, 2, 6), (2, 2, 1), stride=3)  # pixels without a window are filled with zeros
+        ends = random_int16(*apart.output), random_int16(*apart.weight)
+        assert integer.convolution_exact("input_gradient", *ends, apart, kernel=kernel).values.shape == (0, 2, 6)
 
 
 def test_an_exponent_can_be_a_tensor() -> None:

@@ -46,7 +46,7 @@ class Products {
   // Sets the result to zeros, for the parts without a product; false if something is added to them.
   bool fill_zeros(int64_t count) {
     if (call_.bias.numbers) return false;
-    if (!zeros_) std::memset(out_, 0, static_cast<size_t>(count * BYTES[static_cast<int>(format_.kind)]));
+    if (!zeros_ && count > 0) std::memset(out_, 0, static_cast<size_t>(count * BYTES[static_cast<int>(format_.kind)]));
     return zeros_ = true;
   }
 

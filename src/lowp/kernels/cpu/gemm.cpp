@@ -42,15 +42,24 @@ void Tally::report(int64_t* seen, double* largest) const {
   *largest = largest_value;
 }
 
+// A tensor may begin at any byte.
+float Bias::number(int64_t i) const {
+  float found;
+  std::memcpy(&found, numbers + i, sizeof(found));
+  return found;
+}
+
 bool Bias::is_finite() const {
-  return !numbers || std::all_of(numbers, numbers + count, [](float number) { return std::isfinite(number); });
+  for (int64_t i = 0; numbers && i < count; i++)
+    if (!std::isfinite(number(i))) return false;
+  return true;
 }
 
 std::vector<double> Bias::panels(int64_t first, int64_t count, int width) const {
   if (!numbers) return {};
   std::vector<double> whole(static_cast<size_t>(divide_up(count, width) * width));
   for (int64_t i = 0; i < count; i++)
-    whole[static_cast<size_t>(i)] = std::ldexp(static_cast<double>(numbers[first + i]), exponent);
+    whole[static_cast<size_t>(i)] = std::ldexp(static_cast<double>(number(first + i)), exponent);
   return whole;
 }
 

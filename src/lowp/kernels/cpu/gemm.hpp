@@ -182,6 +182,7 @@ struct Bias {
   const float* numbers;
   int64_t count;
   int exponent;
+  float number(int64_t i) const;
   bool is_finite() const;
   // `count` of them from `first` on, in whole panels of a micro-kernel; null if there are none
   std::vector<double> panels(int64_t first, int64_t count, int width) const;

@@ -71,17 +71,23 @@ __attribute__((noinline)) static int32_t lowest_bit(const uint32_t* in, int64_t 
 // With `lowest`, stops if int16 cannot represent the numbers: `maximum` is then not the largest.
 static void grid(const float* in, bool lowest, Grid* seen, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
-  const uint32_t* const bits = reinterpret_cast<const uint32_t*>(in);
+  alignas(64) uint32_t buffer[kBlock];
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
-    const uint32_t largest = largest_magnitude(bits + first, count);
+    const uint32_t* const bits = load<F32>(in, kFp32, first, count, buffer);
+    const uint32_t largest = largest_magnitude(bits, count);
     seen->maximum = largest > seen->maximum ? largest : seen->maximum;
     if (!lowest) continue;
-    const int32_t bit = lowest_bit(bits + first, count);
+    const int32_t bit = lowest_bit(bits, count);
     seen->lowest = bit < seen->lowest ? bit : seen->lowest;
     const int32_t highest = static_cast<int32_t>(seen->maximum >> 23);
     if (highest == 255 || (seen->lowest < 1000 && highest - seen->lowest > 14)) return;
   }
+}
+
+// Numbers of an fp32 tensor, which may begin at any byte: in place, or copied into `buffer`.
+static const float* numbers(const float* in, int64_t first, int64_t count, uint32_t* buffer) {
+  return reinterpret_cast<const float*>(load<F32>(in, kFp32, first, count, buffer));
 }
 
 // Writes x * 2**-exponent if all are int16, and returns whether they are.
@@ -105,9 +111,10 @@ __attribute__((noinline)) static bool write_exactly(const float* in, float facto
 static bool exact_int16(const float* in, int exponent, int16_t* out, int64_t* largest, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
   const float factor = power_of_two<F32>(-exponent), unit = power_of_two<F32>(exponent);
+  alignas(64) uint32_t buffer[kBlock];
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
-    if (!write_exactly(in + first, factor, unit, out + first, count, largest)) return false;
+    if (!write_exactly(numbers(in, first, count, buffer), factor, unit, out + first, count, largest)) return false;
   }
   return true;
 }
@@ -145,11 +152,13 @@ static bool same_int16(const float* in, const int16_t* mantissas, int exponent, 
                        int64_t begin, int64_t end) {
   const ExactArithmetic exact;
   const float factor = power_of_two<F32>(-exponent), unit = power_of_two<F32>(exponent);
+  alignas(64) uint32_t buffer[kBlock];
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
+    const float* const x = numbers(in, first, count, buffer);
     const bool same = largest == nullptr
-                          ? same_block(in + first, mantissas + first, unit, count)
-                          : same_rounded_block(in + first, mantissas + first, factor, lower, count, largest);
+                          ? same_block(x, mantissas + first, unit, count)
+                          : same_rounded_block(x, mantissas + first, factor, lower, count, largest);
     if (!same) return false;
   }
   return true;
