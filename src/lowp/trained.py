@@ -91,7 +91,7 @@ class Trained:
                 self._look(optimizer, 0, may_lack_gradients)
                 continue
             for module, name, identity, dtype, _ in known[2]:
-                found = getattr(module(), "_parameters", _NO_MODULE).get(name)
+                found: Any = getattr(module(), "_parameters", _NO_MODULE).get(name)
                 if id(found) != identity or found.dtype is not dtype:
                     self._look(optimizer, known[1], True)
                     break
