@@ -13,13 +13,14 @@ import torch
 
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import remembered_by_identity
-from lowp.formats import FloatFormat, IntFormat, ScaledFormat
+from lowp.formats import FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.scaling import Autoflex
 
 TYPE_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ROUNDINGS = {mode: number for number, mode in enumerate(Rounding)}
 _OVERFLOWS = {overflow: number for number, overflow in enumerate(Overflow)}
 _FLOAT, _INTEGER, _BINARY = 0, 1, 2
+_BEYOND = 1 << 20  # an exponent above all
 
 
 class CastBlock(Structure):
@@ -35,10 +36,15 @@ class CastBlock(Structure):
     )
 
 
-class ScaleBlock(Structure):
-    """struct lowp_scale of cpu/cast.hpp."""
+class SharingBlock(Structure):
+    """struct lowp_sharing of cpu/cast.hpp."""
 
-    _fields_ = tuple((name, c_double) for name in ("headroom", "maximum", "limit", "smallest"))
+    _fields_ = (
+        *((name, CastBlock) for name in ("element", "scale", "outer")),
+        *((name, c_int32) for name in ("power", "top", "lowest", "last", "of_zeros", "marks")),
+        *((name, c_int32) for name in ("stored_from", "unused")),
+        *((name, c_double) for name in ("headroom", "highest", "outer_highest", "smallest", "outer_smallest")),
+    )
 
 
 class AutoflexBlock(Structure):
@@ -60,9 +66,29 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_quantize_finite": (c_int, (*(c_void_p,) * 4, c_int64, c_uint64, c_int)),
     "lowp_encode": (c_int64, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int64, c_int)),
     "lowp_decode": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int)),
-    "lowp_quantize_scaled": (
-        None,
+    "lowp_quantize_groups": (
+        c_int,
         (c_void_p, c_int, c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_uint64, c_int64, c_int),
+    ),
+    "lowp_encode_groups": (
+        c_int64,
+        (
+            c_void_p,
+            c_int,
+            *(c_void_p,) * 2,
+            c_int,
+            c_void_p,
+            c_int,
+            c_void_p,
+            *(c_int64,) * 3,
+            c_uint64,
+            c_int64,
+            c_int,
+        ),
+    ),
+    "lowp_decode_groups": (
+        c_int,
+        (*(c_void_p,) * 2, c_int, c_void_p, c_int, c_double, c_void_p, c_int, c_void_p, *(c_int64,) * 3, c_int),
     ),
     "lowp_write_int16": (None, (*(c_void_p, c_int) * 2, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p)),
     "lowp_sum_int16": (None, (c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
@@ -141,19 +167,39 @@ def format_parameters(format: FloatFormat | IntFormat) -> object:
 
 
 @remembered_by_identity
-def scale_parameters(cast: Cast) -> object:
-    """Return a pointer to the parameters for choosing one fp32 scale per tensor; None for casts without scales."""
+def sharing_parameters(cast: Cast) -> object:
+    """Return a pointer to the parameters of a cast's shared scales; None for casts without. They describe `scaled`."""
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None:
         return None
-    assert isinstance(format.scale, FloatFormat)
-    limits = format.scale.maximum, format.scale.smallest_normal
-    return byref(ScaleBlock(2.0**scaling.headroom, float(format.element.maximum), *limits))
+    element, scale = format.element, format.scale
+    block = SharingBlock(element=_block(cast.element_cast), highest=element.maximum, headroom=2.0**scaling.headroom)
+    if isinstance(scale, FloatFormat):
+        block.scale, block.smallest = _block(Cast(scale, overflow=Overflow.SATURATE)), scale.smallest_normal
+        block.marks = scale.bits <= 8 and scale.has_nan and scaling.kind == "current"
+    if isinstance(scale, PowerOfTwo) or not (scale.has_zero or scale.mantissa_bits):
+        largest = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
+        block.power, block.top, block.last = True, largest - scaling.headroom, scale.max_exponent
+        block.of_zeros = block.lowest = block.stored_from = scale.min_exponent
+        if format.scope.kind == "tensor":
+            block.of_zeros = min(max(0, block.lowest), block.last)
+            block.stored_from = 0 if isinstance(scale, PowerOfTwo) else block.lowest
+        if scaling.exponent is not None:
+            block.of_zeros = block.lowest = scaling.exponent
+            block.top = _BEYOND
+    elif outer := format.outer:
+        block.outer, block.outer_smallest = _block(Cast(outer, overflow=Overflow.SATURATE)), outer.smallest_normal
+        block.outer_highest = scale.maximum * float(element.maximum)
+    return byref(block)
 
 
 @remembered_by_identity
 def parameters(cast: Cast) -> object:
     """Return a pointer to the parameter block of a cast; the pointer keeps the block alive."""
+    return byref(_block(cast))
+
+
+def _block(cast: Cast) -> CastBlock:
     element = cast.element
     block = CastBlock(
         bits=element.bits,
@@ -177,7 +223,7 @@ def parameters(cast: Cast) -> object:
         block.has_zero = element.has_zero
     else:
         block.kind = _BINARY if element.bits == 1 else _INTEGER
-    return byref(block)
+    return block
 
 
 @remembered_by_identity

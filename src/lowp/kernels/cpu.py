@@ -32,7 +32,7 @@ from lowp.casts import Cast
 from lowp.compat import skipped_by_compilers
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.abi import SIGNATURES, TYPE_NUMBERS, format_parameters, parameters, scale_parameters
+from lowp.kernels.abi import SIGNATURES, TYPE_NUMBERS, format_parameters, parameters, sharing_parameters
 from lowp.kernels.philox import Seed, drawn
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
@@ -254,7 +254,7 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
         x,
         out,
         x.numel(),
-        *_drawn(seed),
+        *drawn_bits(seed),
         torch.get_num_threads(),
     )
 
@@ -262,13 +262,13 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
 def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
     """Write the result of casting fp32 x into `out`. Return False, with nothing written, if that is not possible.
 
-    x must be finite, and a shared scale must be one fp32 scale for the whole tensor, from its largest magnitude.
+    x must be finite, and a shared scale must be one for the whole tensor, from its largest magnitude.
     """
-    given = parameters(cast), scale_parameters(cast), x, out, x.numel(), seed & MASK
+    given = parameters(cast), sharing_parameters(cast), x, out, x.numel(), seed & MASK
     return not loaded().lowp_quantize_finite(*given, torch.get_num_threads())
 
 
-def _drawn(seed: Seed) -> tuple[int, int]:
+def drawn_bits(seed: Seed) -> tuple[int, int]:
     """Return the 64 bits of a seed, and the index of the first element."""
     if isinstance(seed, int):
         return seed & MASK, 0
@@ -288,7 +288,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
         out.element_size(),
         out,
         x.numel(),
-        *_drawn(seed),
+        *drawn_bits(seed),
         torch.get_num_threads(),
     )
     return nans
@@ -321,38 +321,6 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     zeros, nans, infinities = counts[256:].tolist()
     maximum, squares = reals.tolist()
     return counts[:256], maximum, squares, zeros, nans, infinities
-
-
-def quantize_scaled(
-    x: Tensor, cast: Cast, scale: Tensor, seed: Seed, out: Tensor, group: int = 0, zero_point: Tensor | None = None
-) -> None:
-    """Write element * scale into `out`, where element is x / scale in fp64, cast by `cast`'s element cast.
-
-    `x` is [rows, length], `scale` [rows, groups of a row], fp32 or fp64; `group` neighbours share a scale (0: the whole
-    row), the last group of a row may be shorter. With a `zero_point` (integers in scale's shape) the integer element is
-    limited so that element + zero_point is in the format's range. Quotient and product are fp64, and the product is
-    rounded once to the dtype of `out`.
-    """
-    rows, length = x.shape
-    group = group or max(length, 1)
-    groups = -(-length // group)
-    if scale.numel() != rows * groups:
-        raise InvalidInput(f"{tuple(scale.shape)} scales for {rows} rows of {groups} groups: give one a group")
-    wide = scale.to(torch.float64).contiguous()
-    points = zero_point.to(torch.int32).contiguous() if zero_point is not None else None
-    loaded().lowp_quantize_scaled(
-        parameters(cast.element_cast),
-        TYPE_NUMBERS[x.dtype],
-        x,
-        out,
-        x.numel(),
-        length,
-        group,
-        wide,
-        points,
-        *_drawn(seed),
-        torch.get_num_threads(),
-    )
 
 
 def random_words(seed: int, counter: int, counters: int) -> Tensor:

@@ -16,7 +16,7 @@ from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels import cpu, cpu_int16, packing, scaled
+from lowp.kernels import cpu, cpu_groups, cpu_int16, packing, scaled
 from lowp.kernels.floats import home, narrow, widen
 from lowp.kernels.mantissas import has_mantissas
 from lowp.kernels.philox import Seed
@@ -49,9 +49,12 @@ def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | No
         raise InvalidInput("out is expanded: several of its elements share one number in memory; give out.contiguous()")
     cpu.begin(out)
     same = out is x or (out.data_ptr() == x.data_ptr() and out.stride() == x.stride())
-    direct = cast.scaling is None and x.is_contiguous() and out.is_contiguous() and not out.is_neg()
-    if direct and (same or not _overlap(x, out)):
+    direct = x.is_contiguous() and out.is_contiguous() and not out.is_neg() and (same or not _overlap(x, out))
+    if direct and cast.scaling is None:
         _call(module, _readable(x), cast, seed, out)
+    elif direct and module is cpu and scales is None and x.dtype.itemsize > 2:  # 16 bits may be refused
+        if cpu_groups.quantize_groups(_readable(x), cast, seed, out) is None:
+            out.copy_(quantize(module, x, cast, scales, seed))
     else:
         out.copy_(quantize(module, x, cast, scales, seed))
 
@@ -116,8 +119,8 @@ def encode_scaled(
     packed = packed and x.ndim > 0
     device = x.device
     x, format = _readable(x).to(home(device)), scaled.scaled_format(cast)
-    fused = getattr(module, "encode_groups", None) if scales is None else None
-    if fused is not None and (made := fused(x, cast, seed, packed)) is not None:
+    fused = getattr(_of_groups(module), "encode_groups", None) if scales is None else None
+    if fused is not None and (made := fused(x.contiguous(), cast, seed, packed)) is not None:
         payload, kept, outer, nans = made
         _refuse_nans(nans, x, format.element)
         return Quantized(payload, kept, cast, outer, None, x.dtype, _packed_length(payload, x, format, packed))
@@ -151,6 +154,8 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
     assert isinstance(format, ScaledFormat)
     if (there := home(q.device)) != q.device:
         return dequantize(module, q.to(there)).to(q.device)
+    if module is cpu and (found := cpu_groups.decode_groups(q)) is not None:
+        return found
     decoded = decode if q.length is None else partial(decode_packed, length=q.length)
     element = decoded(module, q.payload, format.element, torch.float64)
     zero_point = None if q.zero_point is None else q.zero_point.to(torch.float64)
@@ -160,19 +165,21 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
 
 def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
     x = x.contiguous()
-    fused = getattr(module, "quantize_groups", None) if scales is None else None
+    fused = getattr(_of_groups(module), "quantize_groups", None) if scales is None else None
     if fused is not None and (found := fused(x, cast, seed)) is not None:
         return found  # type: ignore[no-any-return]
-    if module is cpu and scales is None and isinstance(seed, int) and x.dtype is torch.float32:
-        out = torch.empty_like(x) if is_one_pass(cast) else None
-        if out is not None and quantize_finite(x, cast, seed, out):
-            return out
     if scales is None:
         scales = scaled.choose(x, cast)
-    if module is cpu and x.numel() and x.dtype in (torch.float32, torch.float64):
-        return _quantize_scaled_in_one_pass(x, cast, scales, seed)
+    if module is cpu and x.numel():
+        by = scaled.divisor(scales).expand(scales.scale.shape).contiguous()
+        return cpu_groups.quantize_scaled(x, cast, by, seed, None, scales.zero_point)
     wide = widen(x)
     return scaled.values(scaled.elements(wide, cast, scales, _element_cast(module, seed)), cast, scales, x.dtype)
+
+
+def _of_groups(module: ModuleType) -> ModuleType:
+    """Return the module that may have an implementation's functions of whole formats with shared scales."""
+    return cpu_groups if module is cpu else module
 
 
 @remembered_by_identity
@@ -198,21 +205,6 @@ def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
     if has_mantissas(cast):
         return cpu_int16.current_values(x, cast, seed, out)
     return cpu.quantize_finite(x, cast, seed, out)
-
-
-def _quantize_scaled_in_one_pass(x: Tensor, cast: Cast, scales: Scales, seed: Seed) -> Tensor:
-    scope = scaled.scaled_format(cast).scope
-    rows = {"tensor": 1, "channel": x.shape[0] if x.ndim else 1}.get(scope.kind, x[..., 0].numel() if x.ndim else 1)
-    table, out = x.reshape(rows, -1), torch.empty_like(x)
-    scale = scaled.divisor(scales).expand(scales.scale.shape).reshape(rows, -1)
-    zero_point = None if scales.zero_point is None else scales.zero_point.reshape(rows, -1)
-    group = scaled.block_size(scope, table.shape[1]) if scope.kind == "block" else 0
-    cpu.quantize_scaled(table, cast, scale, seed, out.reshape(rows, -1), group, zero_point)
-    if scales.outer is not None and bool((scale == 0).any()):
-        # the e4m3 scale of a small block underflowed to zero: zeros instead of the division's NaN
-        zeros = x * 0.0 if isinstance(cast.element, FloatFormat) and cast.element.has_minus_zero else 0.0
-        out = torch.where(scaled.spread(scaled.divisor(scales), x.shape, scope) == 0, zeros, out)
-    return out
 
 
 def _element_cast(module: ModuleType, seed: Seed) -> scaled.ElementCast:

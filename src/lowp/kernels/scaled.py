@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Overflow
+from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
 from lowp.kernels import bitwise
@@ -47,7 +48,7 @@ def group_shape(shape: torch.Size, scope: Scope) -> tuple[int, ...]:
     if scope.kind == "tensor":
         return ()
     if scope.kind == "channel":
-        return tuple(shape[:1])
+        return tuple(shape[:1]) or (1,)
     if scope.kind == "row":
         return tuple(shape[:-1])
     return (*shape[:-1], -(-(shape[-1] if shape else 1) // scope.size))
@@ -185,6 +186,21 @@ def is_ternary(format: Format) -> bool:
         return False
     element = format.element
     return isinstance(element, IntFormat) and element.bits == 2 and element.symmetric
+
+
+@remembered_by_identity
+def follow_largest(cast: Cast) -> bool:
+    """Whether the scales of a cast depend on its groups' largest magnitudes alone, or are static powers of two."""
+    format, scaling = cast.format, cast.scaling
+    if not isinstance(format, ScaledFormat) or scaling is None or format.affine or format.element.bits == 1:
+        return False
+    if isinstance(format.element, FloatFormat) and not format.element.has_zero:
+        return False
+    scale = format.scale
+    if isinstance(scale, FloatFormat) and not scale.has_zero and scale.mantissa_bits:
+        return False
+    is_power = isinstance(scale, PowerOfTwo) or not scale.has_zero
+    return (scaling.kind == "current" or (scaling.kind == "static" and is_power)) and not is_ternary(format)
 
 
 def _mean_of_large(x: Tensor, scope: Scope) -> Tensor:

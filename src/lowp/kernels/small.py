@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from lowp.casts import Cast
 from lowp.compat import private
 from lowp.kernels import cpu
-from lowp.kernels.abi import parameters, scale_parameters
+from lowp.kernels.abi import parameters, sharing_parameters
 from lowp.kernels.dispatch import chosen
 from lowp.kernels.products import NARROW, sums_in_fp32
 from lowp.kernels.tracing import is_wrapped
@@ -98,7 +98,7 @@ def rounded_by_library(cast_of_x: Cast, cast_of_weight: Cast) -> Product:
     Both casts are of `run.is_one_pass`. It serves finite operands, where the C++ library is used.
     """
     free, linear = _Free(), F.linear
-    for_x, for_weight = ((parameters(to), scale_parameters(to)) for to in (cast_of_x, cast_of_weight))
+    for_x, for_weight = ((parameters(to), sharing_parameters(to)) for to in (cast_of_x, cast_of_weight))
 
     def run(x: Any, weight: Any, bias: Any) -> Tensor | None:
         if chosen() not in _BY_LIBRARY or not are_plain(x, weight, bias) or (own := cpu.library()) is None:

@@ -13,6 +13,14 @@ namespace lowp {
 // The kernels of the instruction set in use (casts.cpp).
 const Kernels& kernels();
 
+inline int64_t bytes_of(int type) { return type == kFp64 ? 8 : type == kFp32 ? 4 : 2; }
+
+// Bypassing the cache is faster only if the output is not the input, whose lines are in the cache.
+inline bool streams(const void* in, const void* out, int64_t bytes) {
+  constexpr int64_t kStreamBytes = int64_t{1} << 23;  // larger results do not stay in a core's share of the cache
+  return in != out && bytes >= kStreamBytes;
+}
+
 inline int enough_threads(int64_t count, int threads) { return count < kSerial ? 1 : threads; }
 
 // Runs work(part, begin, end) in parts, and merges the results with the source's own merge(part, all).
@@ -29,7 +37,9 @@ void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {
 
 }  // namespace lowp
 
-// mantissas.cpp
+// casts.cpp, mantissas.cpp
+LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, void* out, int64_t count, uint64_t seed,
+                               int64_t index, int threads);
 LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int threads, int64_t* found);
 
 namespace lowp {

@@ -25,9 +25,19 @@ struct lowp_cast {
   double minimum;       // most negative value; the smallest in an unsigned format
 };
 
-// The scale of a whole tensor: largest * headroom / maximum, in fp32, below `limit` and at least `smallest`.
-struct lowp_scale {
-  double headroom, maximum, limit, smallest;
+// How the numbers of a tensor share scales; built by abi.py from a Cast.
+struct lowp_sharing {
+  lowp_cast element, scale, outer;  // `outer`: of one more scale for the whole tensor; `bits` is 0 without one
+  int32_t power;                    // scales are powers of two; otherwise ratios of the largest number to `highest`
+  int32_t top;                      // the exponent of a scale is that of the largest number minus `top`, limited
+  int32_t lowest, last;             // its limits
+  int32_t of_zeros;                 // the exponent of a group of zeros
+  int32_t marks;                    // the scale of a group with an infinity or a NaN is NaN
+  int32_t stored_from;              // a scale is kept as its exponent minus this, as an fp32 number, or as a code
+  int32_t unused;
+  double headroom;                  // the largest number counts as this many times as large
+  double highest, outer_highest;    // the largest element, and that times the largest scale
+  double smallest, outer_smallest;  // the smallest normal numbers of both scales
 };
 
 namespace lowp {
@@ -69,12 +79,21 @@ struct Task {
   int64_t index = 0;  // of the first element in the whole tensor, which determines its random words
 };
 
-// One scale for `group` neighbours of each row of `row` elements (the last group of a row may be shorter).
-struct Scales {
-  const double* scale;
-  const int32_t* zero_point;  // or null
-  int64_t row;
-  int64_t group;
+// `group` neighbours of each row of `row` elements share a scale (the last group of a row may be shorter).
+struct Groups {
+  const lowp_sharing* sharing;
+  int64_t row, group;
+  double outer;               // the scale of the whole tensor
+  const double* scale;        // of every group; null: they are found, from begin to end, which are borders of groups
+  const int32_t* zero_point;  // of every group, or null
+  void* stored;               // the scales as they are kept, or null
+  int32_t stored_bytes;       // of one
+  bool packed;                // codes fill no whole bytes
+};
+
+struct Largest {
+  double magnitude = 0;  // of the finite numbers
+  bool finite = true;    // all of them
 };
 
 struct Statistics {
@@ -141,7 +160,13 @@ struct Kernels {
   void (*quantize)(const Task&, int64_t begin, int64_t end);
   int64_t (*encode)(const Task&, int64_t begin, int64_t end);
   void (*decode)(const Task&, int64_t begin, int64_t end);
-  void (*quantize_scaled)(const Task&, const Scales&, int64_t begin, int64_t end);
+  // Whether a 16-bit tensor cannot hold a value under a power of two; the number of NaNs without a code.
+  bool (*quantize_groups)(const Task&, const Groups&, int64_t begin, int64_t end);
+  int64_t (*encode_groups)(const Task&, const Groups&, int64_t begin, int64_t end);
+  bool (*decode_groups)(const Task&, const Groups&, int64_t begin, int64_t end);
+  void (*find_largest)(const Task&, int64_t begin, int64_t end, Largest*);
+  void (*choose_scales)(const Groups&, int64_t group, const Largest*, int64_t count, double* scale);
+  double (*outer_scale)(const lowp_sharing&, double largest);
   void (*to_int16)(const Task&, int exponent, float* values, Mantissas*, int64_t begin, int64_t end);
   void (*from_int16)(const int16_t* in, int exponent, float* out, int64_t begin, int64_t end);
   // out[c] = the sum of in[.][c][.] of an [outer][channels][inner] tensor, for channels begin .. end

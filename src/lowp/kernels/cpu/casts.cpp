@@ -8,8 +8,6 @@
 namespace lowp {
 namespace {
 
-constexpr int64_t kStreamBytes = int64_t{1} << 23;  // larger results do not stay in a core's share of the cache
-
 const Kernels* kernels_of(int level) {
 #if defined(__x86_64__)
   static const Kernels* const all[] = {&kPortableKernels, &kAvx2Kernels, &kAvx512Kernels};
@@ -21,11 +19,6 @@ const Kernels* kernels_of(int level) {
 }
 
 std::atomic<const Kernels*> chosen{nullptr};
-
-int64_t bytes_of(int type) { return type == kFp64 ? 8 : type == kFp32 ? 4 : 2; }
-
-// Bypassing the cache is faster only if the output is not the input, whose lines are in the cache.
-bool streams(const void* in, const void* out, int64_t bytes) { return in != out && bytes >= kStreamBytes; }
 
 }  // namespace
 
@@ -76,37 +69,6 @@ LOWP_EXPORT void lowp_decode(const lowp_cast* cast, int code_bytes, const void* 
   const Kernels& kernel = kernels();
   parallel_for(count, kBlock, enough_threads(count, threads),
                [&](int64_t begin, int64_t end) { kernel.decode(task, begin, end); });
-}
-
-// x has rows of `row` elements; each `group` of a row has a scale and, unless null, a zero point.
-LOWP_EXPORT void lowp_quantize_scaled(const lowp_cast* cast, int type, const void* x, void* out, int64_t count,
-                                      int64_t row, int64_t group, const double* scale, const int32_t* zero_point,
-                                      uint64_t seed, int64_t index, int threads) {
-  const Task task{cast, x, out, type, type, seed, streams(x, out, count * bytes_of(type)), index};
-  const Scales scales{scale, zero_point, row, group};
-  const Kernels& kernel = kernels();
-  parallel_for(count, kBlock, enough_threads(count, threads),
-               [&](int64_t begin, int64_t end) { kernel.quantize_scaled(task, scales, begin, end); });
-}
-
-// Casts all of x, fp32, which must be finite: under the format's scale for the largest magnitude, or without one (`scale`
-// null). Returns 0; returns 1 and writes nothing if x is not finite or its scale is not below the limit.
-LOWP_EXPORT int lowp_quantize_finite(const lowp_cast* cast, const lowp_scale* scale, const float* x, float* out,
-                                     int64_t count, uint64_t seed, int threads) {
-  int64_t found[2];
-  lowp_grid(x, count, 0, threads, found);
-  if (found[0] >= kInfiniteBits) return 1;
-  if (scale == nullptr) {
-    lowp_quantize(cast, kFp32, x, out, count, seed, 0, threads);
-    return 0;
-  }
-  const double largest = magnitude(static_cast<uint32_t>(found[0]));
-  const double wanted = largest * scale->headroom / scale->maximum;
-  if (!(wanted < scale->limit)) return 1;
-  const double rounded = static_cast<float>(wanted);
-  const double chosen = wanted == 0 ? 1.0 : rounded > scale->smallest ? rounded : scale->smallest;
-  lowp_quantize_scaled(cast, kFp32, x, out, count, count, count > 0 ? count : 1, &chosen, nullptr, seed, 0, threads);
-  return 0;
 }
 
 // Philox-4x32-10: four words for each counter from (counter, 0, 0) on.

@@ -66,10 +66,10 @@ static Code<C> make_code(const lowp_cast& cast) {
   return code;
 }
 
-// Codes of values of the format; returns the number of NaNs.
-template <class C, class T>
-__attribute__((noinline)) static int64_t encode_values(const typename C::Bits* values, T* out, int64_t count,
-                                                       const Code<C>& given) {
+// Replaces values of the format by their codes; returns the number of NaNs. (Codes of few bytes are made of these by a loop
+// of its own: in one loop the compiler would shorten every step to bytes, which takes more instructions.)
+template <class C>
+__attribute__((noinline)) static int64_t encode_values(typename C::Bits* values, int64_t count, const Code<C>& given) {
   using Bits = typename C::Bits;
   using Int = typename C::Int;
   const Code<C> code = given;
@@ -86,20 +86,15 @@ __attribute__((noinline)) static int64_t encode_values(const typename C::Bits* v
     result = choose<Bits>(nan, code.nan, result);
     nans += nan & 1;
     const Bits sign = code.sign & negative & ~(nan & code.unsigned_nan);
-    out[i] = static_cast<T>(result | sign);
+    values[i] = result | sign;
   }
   return static_cast<int64_t>(nans);
 }
 
-template <class C, class T>
-static int64_t encode_one_by_one(const typename C::Bits* values, T* out, int64_t count, const lowp_cast& cast) {
-  int64_t nans = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const double value = static_cast<double>(number(values[i]));
-    out[i] = static_cast<T>(code_general(value, cast));
-    nans += value != value;
-  }
-  return nans;
+template <class Bits, class T>
+__attribute__((noinline)) static void shorten(const Bits* codes, T* out, int64_t count) {
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(codes[i]);
 }
 
 template <class C, class T>
@@ -113,38 +108,6 @@ __attribute__((noinline)) static int64_t encode_integers(const typename C::Bits*
     nans += nan;
   }
   return nans;
-}
-
-template <class C, class T>
-static int64_t encode_in(const Task& task, int64_t begin, int64_t end) {
-  const lowp_cast& cast = *task.cast;
-  const Caster<C> caster(cast, task.seed, task.index);
-  const Code<C> code = cast.kind == kFloat ? make_code<C>(cast) : Code<C>{};
-  alignas(64) typename C::Bits buffer[kBlock], values[kBlock];
-  int64_t nans = 0;
-  for (int64_t first = begin; first < end; first += kBlock) {
-    const int64_t count = end - first < kBlock ? end - first : kBlock;
-    caster(load<C>(task.in, task.in_type, first, count, buffer), values, first, count);
-    T* out = static_cast<T*>(task.out) + first;
-    if (cast.kind != kFloat)
-      nans += encode_integers<C, T>(values, out, count);
-    else if (caster.kernel != nullptr)
-      nans += encode_values<C, T>(values, out, count, code);
-    else
-      nans += encode_one_by_one<C, T>(values, out, count, cast);
-  }
-  return cast.kind == kFloat && cast.has_nan ? 0 : nans;
-}
-
-template <class C>
-static int64_t encode_as(const Task& task, int64_t begin, int64_t end) {
-  return with_code_type(task.out_type, [&](auto code) { return encode_in<C, decltype(code)>(task, begin, end); });
-}
-
-static int64_t encode(const Task& task, int64_t begin, int64_t end) {
-  const ExactArithmetic exact;
-  if (task.in_type != kFp64 && reaches<F32>(*task.cast)) return encode_as<F32>(task, begin, end);
-  return encode_as<F64>(task, begin, end);
 }
 
 template <class C, class T>
@@ -167,11 +130,74 @@ __attribute__((noinline)) static void decode_codes(const T* codes, typename C::B
   }
 }
 
+// The codes of an element format, prepared for one call: by vector kernels, or by the general functions.
+template <class C>
+struct Coder {
+  const lowp_cast& cast;
+  bool encodes, decodes;  // by vector kernels
+  Code<C> code;
+
+  explicit Coder(const lowp_cast& given)
+      : cast(given), encodes(cast.kind == kFloat && reaches<C>(cast)), decodes(encodes && !is_one_below<C>(cast)),
+        code(encodes ? make_code<C>(cast) : Code<C>{}) {}
+
+  // The codes of at most kBlock values, which are overwritten. Returns the number of NaNs without a code.
+  template <class T>
+  int64_t encode(typename C::Bits* values, T* out, int64_t count) const {
+    if (cast.kind != kFloat) return encode_integers<C, T>(values, out, count);
+    int64_t nans = 0;
+    if (encodes) {
+      nans = encode_values<C>(values, count, code);
+      shorten(values, out, count);
+    } else {
+      for (int64_t i = 0; i < count; ++i) {
+        const double value = static_cast<double>(number(values[i]));
+        out[i] = static_cast<T>(code_general(value, cast));
+        nans += value != value;
+      }
+    }
+    return cast.has_nan ? 0 : nans;
+  }
+
+  template <class T>
+  void decode(const T* codes, typename C::Bits* values, int64_t count) const {
+    if (decodes) return decode_codes<C, T>(codes, values, count, code);
+    for (int64_t i = 0; i < count; ++i) {
+      const double value = cast.kind == kFloat ? value_general(codes[i], cast)
+                                               : static_cast<double>(static_cast<std::make_signed_t<T>>(codes[i]));
+      values[i] = bits_of(static_cast<typename C::Number>(value));
+    }
+  }
+};
+
+template <class C, class T>
+static int64_t encode_in(const Task& task, int64_t begin, int64_t end) {
+  const Caster<C> caster(*task.cast, task.seed, task.index);
+  const Coder<C> coder(*task.cast);
+  alignas(64) typename C::Bits buffer[kBlock], values[kBlock];
+  int64_t nans = 0;
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    caster(load<C>(task.in, task.in_type, first, count, buffer), values, first, count);
+    nans += coder.encode(values, static_cast<T*>(task.out) + first, count);
+  }
+  return nans;
+}
+
+template <class C>
+static int64_t encode_as(const Task& task, int64_t begin, int64_t end) {
+  return with_code_type(task.out_type, [&](auto code) { return encode_in<C, decltype(code)>(task, begin, end); });
+}
+
+static int64_t encode(const Task& task, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  if (task.in_type != kFp64 && reaches<F32>(*task.cast)) return encode_as<F32>(task, begin, end);
+  return encode_as<F64>(task, begin, end);
+}
+
 template <class C, class T>
 static void decode_in(const Task& task, int64_t begin, int64_t end) {
-  const lowp_cast& cast = *task.cast;
-  const bool vector = cast.kind == kFloat && reaches<C>(cast) && !is_one_below<C>(cast);
-  const Code<C> code = vector ? make_code<C>(cast) : Code<C>{};
+  const Coder<C> coder(*task.cast);
   alignas(64) typename C::Bits values[kBlock];
   alignas(64) T copy[kBlock];
   const bool aligned = is_aligned(task.in, sizeof(T));
@@ -179,17 +205,7 @@ static void decode_in(const Task& task, int64_t begin, int64_t end) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     const char* const from = at(task.in, first, sizeof(T));
     if (!aligned) std::memcpy(copy, from, sizeof(T) * static_cast<size_t>(count));
-    const T* codes = aligned ? reinterpret_cast<const T*>(from) : copy;
-    if (vector) {
-      decode_codes<C, T>(codes, values, count, code);
-    } else {
-      for (int64_t i = 0; i < count; ++i) {
-        const double value = cast.kind == kFloat
-                                 ? value_general(codes[i], cast)
-                                 : static_cast<double>(static_cast<std::make_signed_t<T>>(codes[i]));
-        values[i] = bits_of(static_cast<typename C::Number>(value));
-      }
-    }
+    coder.decode(aligned ? reinterpret_cast<const T*>(from) : copy, values, count);
     store<C>(values, task.out, task.out_type, first, count, task.stream);
   }
   if (task.stream) finish_streaming();

@@ -20,8 +20,6 @@ struct Weight {
         count(row[2]) {}
 };
 
-int64_t bytes_of(int type) { return type == kFp32 ? 4 : 2; }
-
 // Whether a cast is that of a 16-bit type itself, as torch converts to it.
 bool is_type(const lowp_cast& cast, int type) {
   if (cast.kind != kFloat || cast.bits != 16 || cast.rounding != kNearestEven || cast.overflow != kInfinity) return false;

@@ -1,0 +1,141 @@
+// The C functions of casts whose numbers share scales, called by lowp/kernels/cpu.py. Returned where a 16-bit tensor is
+// written: 1 if it cannot hold a value under a power of two. All return -1 if memory runs out.
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "calls.hpp"
+
+namespace lowp {
+namespace {
+
+constexpr int64_t kLong = 16 * 1024;  // longer groups are read twice: first for their scales, by all threads
+
+int64_t groups_of_row(const Groups& groups) { return (groups.row + groups.group - 1) / groups.group; }
+
+// Where a group begins, or the end of the last.
+int64_t start(const Groups& groups, int64_t group) {
+  const int64_t of_row = groups_of_row(groups);
+  return group / of_row * groups.row + group % of_row * groups.group;
+}
+
+// The largest numbers of groups begin .. end of a whole tensor.
+void find(const Task& task, const Groups& groups, int64_t count, int threads, Largest* found) {
+  const Kernels& kernel = kernels();
+  std::mutex merging;
+  parallel_for(count, kBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end;) {
+      const int64_t row = first / groups.row, column = first % groups.row, group = column / groups.group;
+      const int64_t last = std::min({(group + 1) * groups.group, groups.row, end - first + column}) - column + first;
+      Largest part;
+      kernel.find_largest(task, first, last, &part);
+      std::lock_guard<std::mutex> lock(merging);
+      Largest& all = found[row * groups_of_row(groups) + group];
+      all.finite &= part.finite;
+      all.magnitude = std::max(all.magnitude, part.magnitude);
+      first = last;
+    }
+  });
+}
+
+// The parts of a tensor, whose scales are known or to be found: work(begin, end). Returns false if memory runs out.
+template <class Work>
+bool share(const Task& task, Groups& groups, int64_t count, int threads, Work work) {
+  const Kernels& kernel = kernels();
+  const int used = enough_threads(count, threads);
+  std::unique_ptr<double[]> scales;
+  if (groups.sharing->outer.bits != 0 && groups.scale == nullptr) {
+    const Groups all{groups.sharing, count, count, 1, nullptr, nullptr, nullptr, 0, false};
+    Largest largest;
+    find(task, all, count, threads, &largest);
+    groups.outer = kernel.outer_scale(*groups.sharing, largest.magnitude);
+  }
+  const int64_t number = count / groups.row * groups_of_row(groups);
+  if (groups.scale == nullptr && std::min(groups.group, groups.row) > kLong) {
+    const std::unique_ptr<Largest[]> found(new (std::nothrow) Largest[number]);
+    scales.reset(new (std::nothrow) double[number]);
+    if (found == nullptr || scales == nullptr) return false;
+    find(task, groups, count, threads, found.get());
+    for (int64_t group = 0; group < number; group += kBlock)
+      kernel.choose_scales(groups, group, &found[group], std::min(kBlock, number - group), &scales[group]);
+    groups.scale = scales.get();
+  }
+  if (groups.scale != nullptr) {
+    parallel_for(count, kBlock, used, work);
+  } else {
+    const int64_t length = std::min(groups.group, groups.row);
+    parallel_for(number, std::max<int64_t>(kBlock / length, 1), used, [&](int64_t begin, int64_t end) {
+      work(start(groups, begin), start(groups, end));
+    });
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace lowp
+
+using namespace lowp;
+
+// x has rows of `row` elements, `group` of which share a scale. `scale`: those of all groups; null: they are found.
+LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, const void* x, void* out, int64_t count,
+                                     int64_t row, int64_t group, const double* scale, const int32_t* zero_point,
+                                     uint64_t seed, int64_t index, int threads) {
+  const bool stream = !draws(sharing->element.rounding) && streams(x, out, count * bytes_of(type));
+  const Task task{nullptr, x, out, type, type, seed, stream, index};
+  Groups groups{sharing, row, group, 1, scale, zero_point, nullptr, 0, false};
+  const Kernels& kernel = kernels();
+  std::atomic<bool> lost{false};
+  const bool done = share(task, groups, count, threads, [&](int64_t begin, int64_t end) {
+    if (kernel.quantize_groups(task, groups, begin, end)) lost = true;
+  });
+  return done ? static_cast<int>(lost) : -1;
+}
+
+// Also writes the scales as they are kept, and that of the whole tensor. Returns the number of NaNs without a code.
+LOWP_EXPORT int64_t lowp_encode_groups(const lowp_sharing* sharing, int type, const void* x, void* codes, int packed,
+                                       void* stored, int stored_bytes, double* outer, int64_t count, int64_t row,
+                                       int64_t group, uint64_t seed, int64_t index, int threads) {
+  const Task task{nullptr, x, codes, type, 0, seed, false, index};
+  Groups groups{sharing, row, group, 1, nullptr, nullptr, stored, stored_bytes, packed != 0};
+  const Kernels& kernel = kernels();
+  std::atomic<int64_t> nans{0};
+  const bool done = share(task, groups, count, threads, [&](int64_t begin, int64_t end) {
+    nans += kernel.encode_groups(task, groups, begin, end);
+  });
+  *outer = groups.outer;
+  return done ? nans.load() : -1;
+}
+
+LOWP_EXPORT int lowp_decode_groups(const lowp_sharing* sharing, const void* codes, int packed, void* stored, int stored_bytes,
+                                   double outer, const int32_t* zero_point, int type, void* out, int64_t count,
+                                   int64_t row, int64_t group, int threads) {
+  const Task task{nullptr, codes, out, 0, type, 0, streams(codes, out, count * bytes_of(type))};
+  const Groups groups{sharing, row, group, outer, nullptr, zero_point, stored, stored_bytes, packed != 0};
+  const Kernels& kernel = kernels();
+  std::atomic<bool> lost{false};
+  parallel_for(count, kBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
+    if (kernel.decode_groups(task, groups, begin, end)) lost = true;
+  });
+  return lost;
+}
+
+// Casts all of x, fp32, which must be finite: under the scale of its largest magnitude, or without one (`sharing` null).
+// Returns 0; returns 1 and writes nothing if x is not finite.
+LOWP_EXPORT int lowp_quantize_finite(const lowp_cast* cast, const lowp_sharing* sharing, const float* x, float* out,
+                                     int64_t count, uint64_t seed, int threads) {
+  int64_t found[2];
+  lowp_grid(x, count, 0, threads, found);
+  if (found[0] >= kInfiniteBits) return 1;
+  if (sharing == nullptr) {
+    lowp_quantize(cast, kFp32, x, out, count, seed, 0, threads);
+    return 0;
+  }
+  const Groups groups{sharing, count, count, 1, nullptr, nullptr, nullptr, 0, false};
+  const Largest largest{magnitude(static_cast<uint32_t>(found[0])), true};
+  double scale;
+  kernels().choose_scales(groups, 0, &largest, 1, &scale);
+  const int64_t length = std::max<int64_t>(count, 1);
+  return lowp_quantize_groups(sharing, kFp32, x, out, count, length, length, &scale, nullptr, seed, 0, threads);
+}

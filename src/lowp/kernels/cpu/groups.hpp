@@ -1,0 +1,424 @@
+// Tensors whose numbers share scales: in one pass over strips of whole groups, or of given scales. Included once per
+// instruction set.
+#pragma once
+
+#include "codes.hpp"
+#include "group.hpp"
+
+namespace lowp {
+namespace LOWP_ISA {
+
+// The runs of a strip from the number `first` on, at most to `end`. If `whole`, its groups are: none if the first is longer
+// than a strip.
+struct Strip {
+  int64_t group;  // of the first run
+  int64_t rest;   // of the first group
+  int64_t count = 0;
+  Runs runs;
+
+  Strip(const Groups& groups, int64_t first, int64_t end, bool whole) {
+    const int64_t of_row = (groups.row + groups.group - 1) / groups.group;
+    int64_t column = first % groups.row;
+    const int64_t begun = column % groups.group;
+    group = first / groups.row * of_row + column / groups.group;
+    rest = smaller(groups.group - begun, groups.row - column);
+    const int64_t most = smaller(kBlock, end - first);
+    if (begun == 0 && groups.row % groups.group == 0 && groups.group <= most) {
+      runs.number = most / groups.group, runs.each = groups.group;
+      count = runs.number * groups.group;
+      if (runs.each != 16 && runs.each != 32)
+        for (int64_t run = 0; run < runs.number; ++run) runs.length[run] = static_cast<int32_t>(groups.group);
+      return;
+    }
+    for (int64_t length = rest; count < most; length = smaller(groups.group, groups.row - column)) {
+      if (length > most - count) {
+        if (whole) return;
+        length = most - count;
+      }
+      runs.length[runs.number++] = static_cast<int32_t>(length);
+      count += length, column += length;
+      column = column == groups.row ? 0 : column;
+    }
+  }
+
+ private:
+  static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+};
+
+// -- scales as they are kept ------------------------------------------------------------------------------------------
+static inline bool keeps_fp32(const lowp_sharing& sharing) {
+  return !sharing.power && sharing.scale.bits == 32 && sharing.scale.mantissa_bits == 23;
+}
+
+template <class T>
+static void store_powers(const lowp_sharing& sharing, const double* scale, T* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int exponent = static_cast<int>(bits_of(scale[i]) >> 52) - 1023;
+    out[i] = static_cast<T>(scale[i] == scale[i] ? exponent - sharing.stored_from : sharing.scale.nan);
+  }
+}
+
+template <class T>
+static void read_powers(const lowp_sharing& sharing, const T* in, double* scale, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int exponent = static_cast<int32_t>(in[i]) + sharing.stored_from;
+    const bool known = exponent <= sharing.last || sizeof(T) > 2;  // the exponent of a whole tensor is a number
+    scale[i] = known ? power_of_two<F64>(exponent) : number(Constants<F64>::kQuietNan);
+  }
+}
+
+// At most kBlock scales, from that of `group` on.
+static void store_scales(const Groups& groups, const double* scale, int64_t group, int64_t count) {
+  const lowp_sharing& sharing = *groups.sharing;
+  alignas(64) uint64_t bits[kBlock];
+  std::memcpy(bits, scale, sizeof(double) * static_cast<size_t>(count));
+  if (keeps_fp32(sharing)) return store<F64>(bits, groups.stored, kFp32, group, count, false);
+  with_code_type(groups.stored_bytes, [&](auto code) {
+    auto* const out = static_cast<decltype(code)*>(groups.stored) + group;
+    if (sharing.power) return store_powers(sharing, scale, out, count);
+    Coder<F64>(sharing.scale).encode(bits, out, count);
+  });
+}
+
+static void read_scales(const Groups& groups, int64_t group, int64_t count, double* scale) {
+  const lowp_sharing& sharing = *groups.sharing;
+  alignas(64) uint64_t bits[kBlock];
+  if (keeps_fp32(sharing)) {
+    load<F64>(groups.stored, kFp32, group, count, bits);
+  } else {
+    with_code_type(groups.stored_bytes, [&](auto code) {
+      const auto* const in = static_cast<const decltype(code)*>(groups.stored) + group;
+      if (sharing.power) return read_powers(sharing, in, scale, count);
+      Coder<F64>(sharing.scale).decode(in, bits, count);
+    });
+    if (sharing.power) return;
+  }
+  std::memcpy(scale, bits, sizeof(double) * static_cast<size_t>(count));
+}
+
+// -- codes that fill no whole bytes -----------------------------------------------------------------------------------
+// Eight codes of `bits` bits, one a byte, as the lowest 8 * bits bits of a word, the first lowest; and back.
+static inline uint64_t packed_eight(uint64_t codes, int bits) {
+  const uint64_t each = 0x0101010101010101 * ((1u << bits) - 1);
+  codes &= each;
+  codes = (codes & 0x00ff00ff00ff00ff) | (codes & 0xff00ff00ff00ff00) >> (8 - bits);
+  codes = (codes & 0x0000ffff0000ffff) | (codes & 0xffff0000ffff0000) >> (16 - 2 * bits);
+  return (codes & 0x00000000ffffffff) | (codes & 0xffffffff00000000) >> (32 - 4 * bits);
+}
+
+static inline uint64_t unpacked_eight(uint64_t word, int bits) {
+  const auto low = [](int count) { return (uint64_t{1} << count) - 1; };
+  word = (word & low(4 * bits)) | (word >> (4 * bits) & low(4 * bits)) << 32;
+  const uint64_t pair = 0x0000000100000001 * low(2 * bits), each = 0x0001000100010001 * low(bits);
+  word = (word & pair) | (word << (16 - 2 * bits) & pair << 16);
+  return (word & each) | (word << (8 - bits) & each << 8);
+}
+
+// At most kBlock codes, the first of which begins a byte. `codes` has room for eight more.
+static void pack(uint8_t* codes, int64_t count, int bits, uint8_t* out) {
+  uint8_t bytes[kBlock + 8];
+  std::memset(codes + count, 0, 8);
+  for (int64_t i = 0, at = 0; i < count; i += 8, at += bits) {
+    uint64_t word;
+    std::memcpy(&word, codes + i, 8);
+    word = packed_eight(word, bits);
+    std::memcpy(bytes + at, &word, 8);
+  }
+  std::memcpy(out, bytes, static_cast<size_t>((count * bits + 7) / 8));
+}
+
+static void unpack(const uint8_t* in, int64_t count, int bits, bool is_signed, uint8_t* codes) {
+  uint8_t bytes[kBlock + 8];
+  std::memcpy(bytes, in, static_cast<size_t>((count * bits + 7) / 8));
+  const uint8_t sign = static_cast<uint8_t>(is_signed ? 1u << (bits - 1) : 0);
+  for (int64_t i = 0, at = 0; i < count; i += 8, at += bits) {
+    uint64_t word;
+    std::memcpy(&word, bytes + at, 8);
+    word = unpacked_eight(word, bits);
+    std::memcpy(codes + i, &word, 8);
+  }
+  for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>((codes[i] ^ sign) - sign);
+}
+
+// -- values in the type of the tensor ---------------------------------------------------------------------------------
+// One rounding from fp64.
+static void narrow_exactly(uint64_t* values, int type, int64_t count) {
+  if (type == kFp64) return;
+  if (type == kFp32) {  // the conversion to fp32 is that rounding, except for overflow
+    constexpr double kLargest = 0x1.fffffep127;
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < count; ++i) {
+      const double value = number(values[i]);
+      const double above = value < -kLargest ? -kLargest : value;
+      values[i] = bits_of(above > kLargest ? kLargest : above);
+    }
+    return;
+  }
+  lowp_cast cast{};
+  cast.bits = 16;
+  cast.is_signed = cast.subnormals = cast.has_zero = cast.has_nan = cast.minus_zero = 1;
+  cast.overflow = kSaturate;
+  cast.mantissa_bits = type == kFp16 ? 10 : 7;
+  cast.bias = type == kFp16 ? 15 : 127;
+  cast.min_exponent = 1 - cast.bias;
+  cast.maximum = type == kFp16 ? 65504.0 : 0x1.fep127;
+  cast.minimum = -cast.maximum;
+  cast_numbers<F64, kNearestEven, kPlain>(values, values, count, nullptr, make_lane<F64>(cast));
+}
+
+// Whether fp16 or bf16 lacks one of these numbers.
+static bool loses(const uint32_t* values, int type, int64_t count) {
+  uint32_t lost = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t a = values[i] & 0x7fffffff;
+    const uint32_t tiny = mask<F32>(a < 0x38800000), small = a & tiny;
+    const uint32_t below = mask<F32>(bits_of((number(small) + 0.5f) - 0.5f) != small);
+    const uint32_t half = (tiny & below) | (~tiny & ((a & 0x1fff) | mask<F32>(a > 0x477fe000)));
+    lost |= (type == kFp16 ? half : a & 0xffff) & mask<F32>(a <= 0x7f800000);
+  }
+  return lost != 0;
+}
+
+// The values of a strip, written. Returns whether the type lacks one: under powers of two they are not rounded again.
+static bool write(const uint32_t* values, const Task& task, int64_t first, int64_t count) {
+  const bool lost = task.out_type != kFp32 && loses(values, task.out_type, count);
+  store<F32>(values, task.out, task.out_type, first, count, task.stream);
+  return lost;
+}
+
+static bool write(uint64_t* values, const Task& task, bool power, int64_t first, int64_t count) {
+  const bool once = power && task.out_type != kFp64;
+  narrow_exactly(values, once ? kFp32 : task.out_type, count);
+  if (!once) {
+    store<F64>(values, task.out, task.out_type, first, count, task.stream);
+    return false;
+  }
+  alignas(64) uint32_t narrow[kBlock];
+  store<F64>(values, narrow, kFp32, 0, count, false);
+  return write(narrow, task, first, count);
+}
+
+// -- the kernels ------------------------------------------------------------------------------------------------------
+template <class C>
+static void find_largest_in(const Task& task, int64_t begin, int64_t end, Largest* all) {
+  alignas(64) typename C::Bits buffer[kBlock];
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    const typename C::Bits* in = load<C>(task.in, task.in_type, first, count, buffer);
+    typename C::Bits largest = largest_of<C, false>(in, count);
+    if (largest >= Constants<C>::kInf) all->finite = false, largest = largest_of<C, true>(in, count);
+    const double magnitude = wide_number(largest);
+    all->magnitude = magnitude > all->magnitude ? magnitude : all->magnitude;
+  }
+}
+
+static void find_largest(const Task& task, int64_t begin, int64_t end, Largest* all) {
+  const ExactArithmetic exact;
+  if (task.in_type == kFp64) return find_largest_in<F64>(task, begin, end, all);
+  find_largest_in<F32>(task, begin, end, all);
+}
+
+// The scales of at most kBlock groups, which are stored, too.
+static void choose_scales(const Groups& groups, int64_t group, const Largest* found, int64_t count, double* scale) {
+  const ExactArithmetic exact;
+  ScaleOf(*groups.sharing)(found, count, groups.outer, scale);
+  if (groups.stored != nullptr) store_scales(groups, scale, group, count);
+}
+
+static double outer_scale(const lowp_sharing& sharing, double largest) {
+  const ExactArithmetic exact;
+  const double ratio = largest / sharing.outer_highest;
+  const double rounded = cast_general(ratio, sharing.outer, 0, 0);
+  return ratio == 0 ? 1.0 : rounded > sharing.outer_smallest ? rounded : sharing.outer_smallest;
+}
+
+// use(numbers, index of the first, strip, its scales) for all strips from `begin` to `end`.
+template <class C, class Use>
+static void each_strip(const Task& task, const Groups& groups, int64_t begin, int64_t end, Use use) {
+  const bool finds = groups.scale == nullptr;
+  const ScaleOf scale_of(*groups.sharing);
+  alignas(64) typename C::Bits buffer[kBlock];
+  alignas(64) double scale[kBlock];
+  Largest found[kBlock];
+  for (int64_t first = begin, long_end = begin; first < end;) {
+    const bool inside = first < long_end;  // of a group longer than a strip, whose scale is known
+    const Strip strip(groups, first, inside ? long_end : end, finds && !inside);
+    if (strip.count == 0) {
+      long_end = first + strip.rest;
+      found[0] = Largest{};
+      find_largest(task, first, long_end, found);
+      scale_of(found, 1, groups.outer, scale);
+      if (groups.stored != nullptr) store_scales(groups, scale, strip.group, 1);
+      continue;
+    }
+    const typename C::Bits* const in = load<C>(task.in, task.in_type, first, strip.count, buffer);
+    if (finds && !inside) {
+      largest_of_runs<C>(in, strip.runs, found);
+      scale_of(found, strip.runs.number, groups.outer, scale);
+      if (groups.stored != nullptr) store_scales(groups, scale, strip.group, strip.runs.number);
+    }
+    use(in, first, strip, finds ? scale : groups.scale + strip.group);
+    first += strip.count;
+  }
+}
+
+static inline void widen(const uint32_t* in, uint64_t* out, int64_t count) {
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) out[i] = bits_of(static_cast<double>(number(in[i])));
+}
+
+// The elements of each strip in fp32 or, if that does not decide or x is fp64, in fp64: then(elements, index, strip, scales).
+template <class C, class Narrow, class Wide>
+static void each_strip_rounded(const Task& task, const Groups& groups, int64_t begin, int64_t end, Narrow in_fp32,
+                               Wide in_fp64) {
+  const GroupCast cast(*groups.sharing, task.seed, task.index);
+  alignas(64) uint32_t buffer[kBlock + 4], narrow[kBlock];
+  alignas(64) uint64_t wide[kBlock];
+  each_strip<C>(task, groups, begin, end, [&](auto* in, int64_t first, const Strip& strip, const double* scale) {
+    const int64_t count = strip.count;
+    const uint32_t* words = buffer;
+    if (draws(cast.sharing.element.rounding)) words = words_from(task.seed, task.index + first, count, buffer);
+    const int32_t* const points = groups.zero_point == nullptr ? nullptr : groups.zero_point + strip.group;
+    if constexpr (sizeof(*in) == 4) {
+      if (points == nullptr && cast.elements(in, strip.runs, scale, groups.outer, words, first, count, narrow))
+        return in_fp32(narrow, first, strip, scale);
+      widen(in, wide, count);
+    } else {
+      std::memcpy(wide, in, sizeof(wide[0]) * static_cast<size_t>(count));
+    }
+    cast.elements(wide, strip.runs, scale, groups.outer, points, words, first, count, wide);
+    in_fp64(wide, first, strip, scale);
+  });
+}
+
+template <class C>
+static bool quantize_groups_in(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
+  alignas(64) uint32_t result[kBlock];
+  alignas(64) uint64_t wide[kBlock];
+  const bool power = groups.sharing->power != 0;
+  const bool narrow = task.out_type == kFp32 || (power && task.out_type != kFp64);
+  const bool direct = task.out_type == kFp32 && !task.stream && is_aligned(task.out, sizeof(uint32_t));
+  bool lost = false;
+  const auto in_fp64 = [&](uint64_t* element, int64_t first, const Strip& strip, const double* scale) {
+    values(element, strip.runs, scale, groups.outer, nullptr);
+    lost |= write(element, task, power, first, strip.count);
+  };
+  const auto in_fp32 = [&](const uint32_t* element, int64_t first, const Strip& strip, const double* scale) {
+    if (!narrow) {
+      widen(element, wide, strip.count);
+      return in_fp64(wide, first, strip, scale);
+    }
+    values(element, strip.runs, scale, groups.outer, direct ? static_cast<uint32_t*>(task.out) + first : result);
+    if (!direct) lost |= write(result, task, first, strip.count);
+  };
+  each_strip_rounded<C>(task, groups, begin, end, in_fp32, in_fp64);
+  if (task.stream) finish_streaming();
+  return lost;
+}
+
+static bool quantize_groups(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  if (task.in_type == kFp64) return quantize_groups_in<F64>(task, groups, begin, end);
+  return quantize_groups_in<F32>(task, groups, begin, end);
+}
+
+template <class C, class T>
+static int64_t encode_groups_in(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
+  const Coder<F32> narrow(groups.sharing->element);
+  const Coder<F64> wide(groups.sharing->element);
+  const int bits = groups.sharing->element.bits;
+  alignas(64) T codes[kBlock + 8];
+  int64_t nans = 0;
+  const auto put = [&](const auto& coder, auto* element, int64_t first, int64_t count) {
+    if (!groups.packed) {
+      nans += coder.encode(element, static_cast<T*>(task.out) + first, count);
+      return;
+    }
+    nans += coder.encode(element, codes, count);
+    if constexpr (sizeof(T) == 1) pack(codes, count, bits, static_cast<uint8_t*>(task.out) + first * bits / 8);
+  };
+  each_strip_rounded<C>(
+      task, groups, begin, end,
+      [&](uint32_t* element, int64_t first, const Strip& strip, auto) { put(narrow, element, first, strip.count); },
+      [&](uint64_t* element, int64_t first, const Strip& strip, auto) { put(wide, element, first, strip.count); });
+  return nans;
+}
+
+// run(a zero of the unsigned type of codes)
+template <class Run>
+static auto with_short_code(int bits, Run run) {
+  return bits <= 8 ? run(uint8_t{}) : run(uint16_t{});
+}
+
+static int64_t encode_groups(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  return with_short_code(groups.sharing->element.bits, [&](auto code) {
+    using T = decltype(code);
+    if (task.in_type == kFp64) return encode_groups_in<F64, T>(task, groups, begin, end);
+    return encode_groups_in<F32, T>(task, groups, begin, end);
+  });
+}
+
+template <class C, class T>
+static bool decode_groups_in(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
+  const lowp_sharing& sharing = *groups.sharing;
+  const Coder<C> coder(sharing.element);
+  alignas(64) typename C::Bits element[kBlock];
+  alignas(64) uint64_t wide[kBlock];
+  alignas(64) T copy[kBlock + 8];
+  alignas(64) double scale[kBlock];
+  bool lost = false;
+  for (int64_t first = begin; first < end;) {
+    const Strip strip(groups, first, end, false);
+    const int64_t count = strip.count;
+    read_scales(groups, strip.group, strip.runs.number, scale);
+    const T* codes = copy;
+    if (groups.packed) {
+      const int bits = sharing.element.bits;
+      const uint8_t* const from = static_cast<const uint8_t*>(task.in) + first * bits / 8;
+      if constexpr (sizeof(T) == 1) unpack(from, count, bits, sharing.element.kind != kFloat, copy);
+    } else if (is_aligned(task.in, sizeof(T))) {
+      codes = static_cast<const T*>(task.in) + first;
+    } else {
+      std::memcpy(copy, at(task.in, first, sizeof(T)), sizeof(T) * static_cast<size_t>(count));
+    }
+    coder.decode(codes, element, count);
+    bool narrow = sizeof(element[0]) == 4;
+    for (int64_t run = 0; run < strip.runs.number; ++run) narrow &= is_fp32(scale[run]) || scale[run] != scale[run];
+    if constexpr (sizeof(element[0]) == 4) {
+      if (narrow) {
+        values(element, strip.runs, scale, groups.outer, element);
+        lost |= write(element, task, first, count);
+      } else {
+        widen(element, wide, count);
+      }
+    } else {
+      std::memcpy(wide, element, sizeof(wide[0]) * static_cast<size_t>(count));
+    }
+    if (!narrow) {
+      values(wide, strip.runs, scale, groups.outer, groups.zero_point == nullptr ? nullptr : groups.zero_point + strip.group);
+      lost |= write(wide, task, sharing.power != 0, first, count);
+    }
+    first += count;
+  }
+  if (task.stream) finish_streaming();
+  return lost;
+}
+
+static bool decode_groups(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  const lowp_sharing& sharing = *groups.sharing;
+  const bool held = sharing.element.kind == kInteger || reaches<F32>(sharing.element);
+  const bool once = task.out_type == kFp32 || (sharing.power && task.out_type != kFp64);
+  const bool two = sharing.outer.bits == 0 || (is_fp32(groups.outer) && has_small_products(sharing));
+  const bool narrow = held && once && two && groups.zero_point == nullptr;
+  return with_short_code(sharing.element.bits, [&](auto code) {
+    using T = decltype(code);
+    if (narrow) return decode_groups_in<F32, T>(task, groups, begin, end);
+    return decode_groups_in<F64, T>(task, groups, begin, end);
+  });
+}
+
+}  // namespace LOWP_ISA
+}  // namespace lowp

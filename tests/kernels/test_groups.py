@@ -1,0 +1,212 @@
+"""Casts under shared scales by the C++ library have the bits of the definition, on every instruction set and thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from exact_casts import bits, inputs
+from torch import Tensor
+
+from lowp import kernels
+from lowp.casts import parse
+from lowp.errors import InvalidInput
+from lowp.formats import FORMATS, FloatFormat, ScaledFormat
+from lowp.kernels import checks, cpu, cpu_groups, scaled
+from lowp.quantized import Quantized
+
+NAMED = [name for name, row in FORMATS.items() if isinstance(row, ScaledFormat)]
+SPELLED = [
+    "e4m3fn@fp32/tensor",
+    "e5m2@fp32/row",
+    "i8s@fp32/channel",
+    "e2m1@2^-20..20/4",
+    "i4s@e4m3fn/16",
+    "i8s@fp16/row",
+]
+SPELLED += [
+    "e3m2@e8m0/tensor",
+    "e4m0fn@fp32/row",
+    "bf16@e8m0/32",
+    "i8s@fp64/row",
+    "e2m1@e4m3fn@fp16/16",
+    "e5m7@fp32/row",
+]
+SPELLED += ["i4s@e4m3fn@fp32/16", "bf16-tpu@fp32/row", "e4m3fn@e8m0/5", "e4m3fnuz@e8m0/32", "e4m3fn@e5m2@fp32/8"]
+SPELLED += ["mxfp8:static(-127)", "mxfp8:static(0)", "dfp16:static(-8)"]
+NEAREST = ("", "nearest-away", "saturate", "current(headroom=2)")
+OTHERS = ("toward-zero", "up", "down", "to-odd", "stochastic", "stochastic-8", "stochastic-b-6", "stochastic-c-6")
+SETS = cpu.available() if cpu.library() is not None else ()
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    if not SETS:
+        pytest.skip("the C++ library was not built")
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    cpu.select(None)
+
+
+def numbers(text: str, dtype: torch.dtype) -> Tensor:
+    """Return rows whose quotients are every code, midpoint and neighbour of the element, under scales of all sizes.
+
+    Every 16 numbers begin with one that makes the scale known, exactly for powers of two. More rows have infinities and
+    NaNs, zeros of both signs, subnormal numbers, and small numbers beside huge ones.
+    """
+    cast, generator = parse(text), torch.Generator().manual_seed(2)
+    element = cast.element
+    points = inputs(element, torch.float64, random=0, at_most=40).nan_to_num(1.0, 1.0, 1.0)
+    points = points.clamp(-element.maximum, element.maximum)
+    rows = -(-len(points) // 60)
+    x = torch.nn.functional.pad(points, (0, 60 * rows - len(points))).reshape(rows, 4, 15)
+    x = torch.cat([torch.full((rows, 4, 1), float(element.maximum)), x], dim=-1).reshape(rows, 64)
+    scale = torch.rand(rows, 1, generator=generator) + 1
+    scale = scale if not scaled.has_power_of_two(scaled.scaled_format(cast)) else torch.ones(rows, 1)
+    x = (x * scale).to(dtype)
+    x[1::3] = torch.nextafter(x[1::3], x.new_tensor(torch.inf))
+    more = torch.randn(9, 64, generator=generator) * 2.0 ** torch.randint(-6, 6, (9, 64), generator=generator)
+    more[0] *= 2.0**-130
+    more[1] *= 2.0**100
+    more[2, :32], more[2, 32:] = 0.0, -0.0
+    more[3, 5], more[3, 40], more[4, 6] = torch.inf, -torch.inf, -torch.nan
+    more[5], more[5, 3] = 0.0, 1e-45
+    more[6] = torch.rand(64, generator=generator) * 2.0**-126
+    more[7, ::2], more[7, 1::2] = 3.4e38, -1e-38
+    more[8], more[8, 0] = 1e-40, 2.0**20
+    return torch.cat([x, more.to(dtype)])
+
+
+def outcome(call: object, *arguments: object, **named: object) -> object:
+    """Return a result, or the words of what refuses it."""
+    try:
+        return call(*arguments, **named)  # type: ignore[operator]
+    except InvalidInput as error:
+        return str(error)
+
+
+def parts(result: object) -> list[object]:
+    """Return what is compared: a text, the bits of a tensor, or those of all tensors of a Quantized."""
+    if isinstance(result, Quantized):
+        return [result.length, *(part for one in (result.payload, result.scale, result.outer) for part in parts(one))]
+    if isinstance(result, Tensor):
+        return [result.shape, result.dtype, bits(result) if result.is_floating_point() else result]
+    return [result]
+
+
+def agree(one: object, other: object) -> bool:
+    pairs = zip(parts(one), parts(other), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
+
+
+def compare(x: Tensor, text: str, sets: tuple[str, ...] = SETS) -> None:
+    """Compare values, codes, packed codes and their values on all instruction sets with the definition."""
+    cast = parse(text)
+    marks = getattr(cast.element, "has_nan", False) or "e8m0" in cast.format.spelling or bool(cast.format.outer)  # type: ignore[union-attr]
+    coded = x if marks else x.nan_to_num(posinf=1.0, neginf=-1.0)
+    with kernels.use("bitwise"):
+        values = outcome(kernels.quantize, x, cast, seed=5)
+        codes = [outcome(kernels.encode, coded, cast, seed=5, packed=packed) for packed in (False, True)]
+        decoded = [outcome(kernels.dequantize, q) for q in codes if isinstance(q, Quantized)]
+    for name in sets:
+        cpu.select(name)
+        assert agree(outcome(kernels.quantize, x, cast, seed=5), values), (name, text, x.dtype)
+        found = [outcome(kernels.encode, coded, cast, seed=5, packed=packed) for packed in (False, True)]
+        assert all(map(agree, found, codes)), (name, text, x.dtype)
+        again = [outcome(kernels.dequantize, q) for q in codes if isinstance(q, Quantized)]
+        assert all(map(agree, again, decoded)), (name, text, x.dtype)
+
+
+def with_mode(text: str, mode: str) -> str | None:
+    """Return a cast in words; None if the format has no such cast."""
+    is_float = isinstance(parse(text).element, FloatFormat)
+    if ("static" in text and mode.startswith("current")) or (mode == "saturate" and not is_float):
+        return None
+    return f"{text}:{mode}" if mode else text
+
+
+@pytest.mark.parametrize("text", [*NAMED, *SPELLED])
+def test_values_and_codes_are_those_of_the_definition(text: str) -> None:
+    x = numbers(text, torch.float32)
+    for cast in filter(None, (with_mode(text, mode) for mode in (*NEAREST, *OTHERS))):
+        compare(x, cast)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_tensors_of_other_dtypes_are_rounded_once(dtype: torch.dtype) -> None:
+    for text in (*NAMED, "e4m3fn@fp32/tensor", "i8s@fp16/row", "e5m2@fp32/channel"):
+        x = numbers(text, dtype)
+        for cast in (text, f"{text}:stochastic", f"{text}:up"):
+            if checks.holds(parse(cast), dtype):
+                compare(x, cast)
+                compare(x[1:3], cast)  # 16 bits hold these under every scale
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (70,), (5, 40), (3, 2, 33), (4, 3000), (2, 17_000), (40, 1), (3, 1025)], ids=str
+)
+def test_groups_may_be_cut_short_long_or_alone(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    for text in (
+        "mxfp8",
+        "mxfp6",
+        "mxfp4:stochastic",
+        "nvfp4",
+        "int8",
+        "int4",
+        "dfp16:up",
+        "e2m1@fp32/7",
+        "i8s@fp32/channel",
+        "e3m2@e8m0/tensor",
+        "e4m3fn@e8m0/2000:stochastic",
+        "e4m3fn@e4m3fn@fp32/20000",
+    ):
+        compare(x, text, SETS[-1:])
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "int8", "dfp16", "mxfp4:stochastic", "mxfp8-e5m2:stochastic"])
+def test_the_number_of_threads_changes_no_bit_and_many_numbers_are_drawn_for(text: str) -> None:
+    x = torch.randn(70, 1024, generator=torch.Generator().manual_seed(5))
+    x = x * torch.exp2(torch.randint(-20, 1, x.shape, generator=torch.Generator().manual_seed(6)))
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        compare(x, text, SETS if threads == 1 else SETS[-1:])
+
+
+def test_results_may_be_in_place_and_tensors_begin_at_any_byte() -> None:
+    x = torch.randn(9, 4100, generator=torch.Generator().manual_seed(7))
+    for text in ("mxfp8", "mxfp8:stochastic", "nvfp4", "int8", "dfp16", "int8-affine"):
+        wanted = kernels.quantize(x, text)
+        own, memory = x.clone(), bytearray(x.numel() * 4 + 1)
+        assert torch.equal(kernels.quantize(own, text, out=own), wanted)
+        moved = torch.frombuffer(memory, dtype=torch.float32, count=x.numel(), offset=1).view_as(x).copy_(x)
+        assert torch.equal(kernels.quantize(moved, text), wanted)
+        assert torch.equal(kernels.quantize(x, text, out=moved), wanted)
+        assert torch.equal(kernels.quantize(x.t().contiguous().t(), text), wanted)
+
+
+def test_pieces_draw_the_bits_of_the_whole() -> None:
+    x = torch.randn(6, 96, generator=torch.Generator().manual_seed(8))
+    for text in ("mxfp4:stochastic", "i8s@fp32/row:stochastic-9", "nvfp4:stochastic"):
+        with kernels.use("bitwise"):
+            wanted = kernels.quantize(x, text, seed=3, offset=96 * 5)
+        assert torch.equal(kernels.quantize(x, text, seed=3, offset=96 * 5), wanted)
+
+
+def test_the_library_casts_every_format_of_the_table_but_those_of_other_scales() -> None:
+    x = torch.randn(2, 64)
+    left = {name for name in NAMED if cpu_groups.quantize_groups(x, parse(name), 0) is None}
+    assert left == {"int8-affine", "ternary", "binary"}
+    assert {name for name in NAMED if cpu_groups.encode_groups(x, parse(name), 0, True) is None} == left
+    decoded = (cpu_groups.decode_groups(kernels.encode(x, name)) for name in NAMED)
+    assert all(isinstance(found, Tensor) for found in decoded)
+
+
+def test_codes_in_another_layout_are_decoded_by_the_definition() -> None:
+    q = kernels.encode(torch.randn(3, 64), "mxfp4", packed=True)
+    wider = Quantized(torch.nn.functional.pad(q.payload, (0, 2)), q.scale, q.cast, None, None, q.dtype, q.length)
+    assert torch.equal(kernels.dequantize(wider), kernels.dequantize(q))
+    turned = Quantized(q.payload.t().contiguous().t(), q.scale.t().contiguous().t(), q.cast, None, None, q.dtype, 64)
+    assert torch.equal(kernels.dequantize(turned), kernels.dequantize(q))
