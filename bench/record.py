@@ -1,12 +1,14 @@
-"""Record the figures of README and docs on this machine, and write the pages' tables from them.
+"""Record the figures of README and docs on this machine, and write the pages' tables and pictures from them.
 
     python bench/record.py [--only step,flex-avx2] [--beside zen4] [--list]
 
-Takes ten minutes on two idle cores. Every bench writes `bench/results/NAME.json` at its end, with a description of the
-machine; NAME-avx2 is the same with all libraries limited to AVX2, NAME-1 with one thread. Other results are not
-changed. `--beside zen4` keeps the results of another processor and writes NAME-zen4.json beside them. On a busy machine
-set OMP_WAIT_POLICY=PASSIVE, so that waiting threads release their cores. `bench/exactness.py`, `bench/debuggers.py`,
-`bench/gpu_static.py` and `lowp bench` have pages of their own.
+Takes a quarter of an hour on two idle cores. Every bench writes `bench/results/NAME.json` at its end, with a
+description of the machine; NAME-avx2 is the same with all libraries limited to AVX2, NAME-1 with one thread, and
+bench-NAME what `lowp bench` writes of a recipe. Other results are not changed. `--beside zen4` keeps the results of
+another processor and writes NAME-zen4.json beside them. On a busy machine set OMP_WAIT_POLICY=PASSIVE, so that waiting
+threads release their cores. `bench/exactness.py` and `bench/debuggers.py`, which need libraries that no extra installs,
+`bench/gpu_static.py`, which compiles for half an hour, and `bench/runs.py`, of runs on data sets, have pages of their
+own, which they write or whose tests compare them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,19 @@ RUNS: dict[str, list[str]] = {
     "inference-avx2": ["inference.py", "--avx2"],
     "memory": ["memory.py"],
     "int16-memory": ["int16_memory.py"],
+    "bench-rossmann": ["-m", "lowp", "bench", "rossmann", "--memory", "64MB"],
+    "bench-unet": ["-m", "lowp", "bench", "unet", "--seconds", "2"],
+    "bench-bert": ["-m", "lowp", "bench", "bert", "--seconds", "2"],
 }
+
+
+def command_of(name: str, path: Path) -> list[str]:
+    """Return the command that writes a result to a file; `lowp bench` leaves its picture in the folder of builds."""
+    first, *options = RUNS[name]
+    if first != "-m":
+        return [sys.executable, str(BENCH / first), *options, "--json", str(path)]
+    plot = BENCH.parent / "build" / f"{path.stem}.png"  # tables.py draws the page's, with the file's hash
+    return [sys.executable, first, *options, "--plot", str(plot), "--out", str(path)]
 
 
 def main() -> int:
@@ -54,9 +68,8 @@ def main() -> int:
         parser.error(f"no bench writes {', '.join(unknown)}: give some of {', '.join(RUNS)}")
     failed = 0
     for name in names:
-        script, *options = RUNS[name]
-        name = f"{name}-{given.beside}" if given.beside else name
-        command = [sys.executable, str(BENCH / script), *options, "--json", str(BENCH / "results" / f"{name}.json")]
+        written = f"{name}-{given.beside}" if given.beside else name
+        command = command_of(name, BENCH / "results" / f"{written}.json")
         print(" ".join(command), flush=True)
         if given.list:
             continue

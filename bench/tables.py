@@ -1,14 +1,17 @@
-"""Write the tables of README and docs from bench/results.
+"""Write the tables, the figures of README's claims and the pictures of `lowp bench` from bench/results.
 
     python bench/tables.py
 
-The rows of every table listed here are replaced by the recorded results; other text is not changed.
-`tests/test_docs.py` fails if a page and the results differ.
+The rows of every table listed here are replaced by the recorded results; other text is not changed. A picture names the
+file that it shows by a hash of it. `tests/test_docs.py` fails if a page or a picture and the results differ.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,6 +182,146 @@ TABLES = (
 )
 
 
+# -- the figures of README's claims ------------------------------------------------------------------------------------
+def _share(names: str) -> str:
+    """Return the bandwidths, as shares of a copy's, of the casts whose names match."""
+    rows = result("kernels")["rows"]
+    shares = [row["percent_of_copy"] for name, row in rows.items() if re.fullmatch(names, name)]
+    return span(shares, 0 if max(shares) >= 1 else 1)
+
+
+def _nanoseconds(name: str) -> float:
+    return float(result("kernels")["rows"][name]["nanoseconds_an_element_a_thread"])
+
+
+def _of_steps(name: str, formats: str, key: str) -> list[float]:
+    networks = result(name)["results"].values()
+    return [row[key] for network in networks for format, row in network.items() if format in formats.split()]
+
+
+def _of_products(name: str, kind: str) -> str:
+    titles = result(name)["rows"].items()
+    ways = [row for title, row in titles if "convolution" not in title]
+    return span([row[way]["relative"] for row in ways for way in row if way.startswith(kind)], 1)
+
+
+def _of_integers(name: str, format: str) -> str:
+    return told(result(name)["rows"][format]["of_fp32"], 2)
+
+
+def _without_arithmetic() -> str:
+    faster = [
+        row["torch_autocast_ms"] / row["lowp_ms"]
+        for network in result("step-avx2")["results"].values()
+        for format, row in network.items()
+        if format in ("bf16", "fp16")
+    ]
+    ours = span(_of_steps("step-avx2", "bf16 fp16", "lowp_over_fp32"), 2)
+    return f"{ours} times the fp32 step, {span(faster, 0)} times faster than torch.autocast"
+
+
+def _benched(recipe: str, row: str) -> float:
+    (found,) = [one for one in result(f"bench-{recipe}")["recipes"][0]["variants"] if one["label"] == row]
+    return float(found["step"]["relative"])
+
+
+CLAIMS: dict[str, Callable[[], str]] = {  # by the beginning of a claim: that of its figure
+    "rounding to nearest even, any format": lambda: (
+        f"{_share('lowp (?!statistics)[^: ]*(:saturate)?')} % of the bandwidth of `torch.copy_`; torch's own "
+        f"conversions {_share('torch .to.*')} %, ml_dtypes {_share('ml_dtypes .*')} %, gfloat {_share('gfloat .*')} %"
+    ),
+    "stochastic rounding": lambda: f"{_share('lowp .*:stochastic.*')} % of `torch.copy_`",
+    "statistics of a tensor": lambda: f"{_nanoseconds('lowp statistics'):.1f} ns per element and thread",
+    "a bf16 or fp16 step without 16-bit arithmetic": _without_arithmetic,
+    "a bf16 step where the processor multiplies bf16": lambda: (
+        f"{span(_of_steps('step', 'bf16', 'lowp_over_fp32'), 2)} of the fp32 step, "
+        f"{span(_of_steps('step', 'bf16', 'lowp_over_torch'), 2)} of torch.autocast's"
+    ),
+    "int16 matrix products": lambda: (
+        f"int32 chains {_of_products('gemm', 'chained')} times as fast, exact sums {_of_products('gemm', 'exact')}; "
+        f"restricted to AVX2 {_of_products('gemm-avx2', 'chained')} and {_of_products('gemm-avx2', 'exact')}"
+    ),
+    "an int16 step of an MLP": lambda: (
+        f"dfp16 {_of_integers('flex', 'dfp16')}, flex16+5 {_of_integers('flex', 'flex16+5')} times the fp32 step on "
+        f"Zen 5 with AVX-512, {_of_integers('flex-avx2', 'dfp16')} and {_of_integers('flex-avx2', 'flex16+5')} "
+        "restricted to AVX2"
+    ),
+    "a dfp16 step of BERT": lambda: f"{_benched('bert', 'lowp dfp16'):.2f} times the fp32 step",
+}
+
+
+def claimed(text: str) -> str:
+    """Return README's text with the figures of its claims replaced: the second cell, up to what it adds to them."""
+    for claim, figure in CLAIMS.items():
+        begin = re.search(rf"^\| {re.escape(claim)}[^|]* \| ", text, re.MULTILINE)
+        if begin is None:
+            raise SystemExit(f"README.md has no claim that begins with {claim!r}")
+        cell, bar, after = text[begin.end() :].partition(" | ")
+        added = re.search(r" \(MLP.*|; the same peak.*", cell)
+        text = text[: begin.end()] + figure() + (added[0] if added else "") + bar + after
+    return text
+
+
+# -- `lowp bench` ------------------------------------------------------------------------------------------------------
+EXAMPLE = "```console not-run\n$ lowp bench unet --seconds 2\n"
+
+
+def example(text: str) -> str:
+    """Return docs/benchmark.md with the tables of its example replaced: times, memory, and what was published."""
+    from rich.console import Console
+
+    from lowp.report import tables
+    from lowp.report.benchmark import benchmark_tables
+
+    times, memory, _, published = benchmark_tables(result("bench-unet"))
+    parts = []
+    for table in (times, memory, published):
+        console = Console(width=160, record=True, file=io.StringIO())
+        tables.show(console, table)
+        parts.append("\n".join(line.rstrip() for line in console.export_text().strip().splitlines()))
+    before, begin, rest = text.partition(EXAMPLE)
+    if not begin:
+        raise SystemExit(f"docs/benchmark.md has no block that begins with {EXAMPLE!r}")
+    _, end, after = rest.partition("\n```\n")
+    return f"{before}{begin}{parts[0]}\n\n{parts[1]}\n...\n{parts[2]}\n...{end}{after}"
+
+
+def pictures() -> dict[Path, Path]:
+    """Return the pictures of `lowp bench`, by the files that they show."""
+    files = sorted((ROOT / "bench" / "results").glob("bench-*.json"))
+    return {file: ROOT / "docs" / "figures" / f"{file.stem}.png" for file in files}
+
+
+def shown(picture: Path) -> str | None:
+    """Return the hash of the file that a picture shows, as the picture names it."""
+    from PIL import Image
+
+    with Image.open(picture) as image:
+        return image.info.get("results")
+
+
+def draw(file: Path, picture: Path) -> None:
+    """Draw a file's picture, with the file's hash."""
+    from PIL import Image, PngImagePlugin
+
+    from lowp.report.figures.benchmark import chart
+
+    chart(json.loads(file.read_text()), picture)
+    named = PngImagePlugin.PngInfo()
+    named.add_text("results", digest(file))
+    with Image.open(picture) as image:
+        image.load()
+        image.save(picture, pnginfo=named, dpi=image.info["dpi"], optimize=True)
+
+
+def digest(file: Path) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+OTHER: dict[str, Callable[[str], str]] = {"README.md": claimed, "docs/benchmark.md": example}
+
+
 # -- pages ------------------------------------------------------------------------------------------------------------
 def written(text: str, table: Table) -> str:
     """Return a page's text with the rows of a table replaced."""
@@ -192,15 +335,20 @@ def written(text: str, table: Table) -> str:
 
 
 def main() -> None:
-    """Write all pages, and print which were changed."""
-    for page in dict.fromkeys(table.page for table in TABLES):
+    """Write all pages and pictures, and print which were changed."""
+    for page in dict.fromkeys([*(table.page for table in TABLES), *OTHER]):
         path = ROOT / page
         text = old = path.read_text()
         for table in TABLES:
             if table.page == page:
                 text = written(text, table)
+        text = OTHER.get(page, str)(text)
         path.write_text(text)
         print(f"{page}: {'unchanged' if text == old else 'written'}")
+    for file, picture in pictures().items():
+        if not picture.exists() or shown(picture) != digest(file):
+            draw(file, picture)
+            print(f"{picture.relative_to(ROOT)}: drawn")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def wrong(words: list[str]) -> list[str]:
 
 def _wrong_of_lowp(words: list[str]) -> list[str]:
     name, *rest = words
-    if name in ("--version", "--help"):
-        return [word for word in rest if word != "--verbose"]
+    if name in ("--version", "--help", "help"):
+        return [word for word in rest if word not in ("--verbose", "COMMAND", *COMMANDS)]
     if name not in COMMANDS:
         return [] if name.isupper() else [name]
     module, parser = import_module(f"lowp.cli.{name}"), argparse.ArgumentParser()

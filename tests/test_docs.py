@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from test_commands import wrong
 
 from lowp.presets import PRESETS
 from lowp.recipes import RECIPES, get
@@ -90,6 +91,40 @@ def test_the_figures_in_tables_are_those_of_the_benches(tables: ModuleType) -> N
         assert tables.written(text, one) == text, f"{one.page}, {one.first!r} is out of date: python bench/tables.py"
 
 
+def test_claims_of_readme_and_the_example_of_lowp_bench_have_the_figures_of_their_results(tables: ModuleType) -> None:
+    for page, written in tables.OTHER.items():
+        text = (ROOT / page).read_text()
+        assert written(text) == text, f"{page} is out of date: python bench/tables.py"
+
+
+def test_pictures_of_lowp_bench_show_the_recorded_results(tables: ModuleType) -> None:
+    pictures = tables.pictures()
+    assert {picture.name for picture in pictures.values()} == {one.name for one in DOCS.glob("figures/bench-*.png")}
+    for file, picture in pictures.items():
+        assert tables.shown(picture) == tables.digest(file), f"{picture.name} is out of date: python bench/tables.py"
+
+
+def test_a_figure_or_a_picture_out_of_date_is_noticed(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = tables.result
+
+    def changed(name: str) -> Any:
+        found = recorded(name)
+        if name in ("bench-bert", "bench-unet"):
+            for row in found["recipes"][0]["variants"]:
+                row["step"]["relative"] *= 2
+        return found
+
+    monkeypatch.setattr(tables, "result", changed)
+    for page, written in tables.OTHER.items():
+        assert written((ROOT / page).read_text()) != (ROOT / page).read_text()
+    file, picture = next(iter(tables.pictures().items()))
+    copy = tmp_path / file.name
+    copy.write_text(file.read_text() + "\n")
+    assert tables.shown(picture) != tables.digest(copy)
+
+
 def test_a_table_out_of_date_is_written_anew(tables: ModuleType) -> None:
     rows = [["bf16", "0.5"], ["fp16", "1.1"]]
     text = "Words.\n\n| format | ratio |\n| --- | --: |\n| bf16 | 0.9 |\n\nMore words.\n"
@@ -109,9 +144,9 @@ def test_every_bench_that_is_recorded_is_there_and_takes_its_options(repository:
     command = [sys.executable, str(repository / "bench" / "record.py"), "--list"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     for line in lines:
-        _, script, *options = line.split()
-        assert all(f'"{option}"' in Path(script).read_text() for option in options if option.startswith("--"))
-        assert Path(options[-1]).exists()  # the results that it writes anew
+        words = line.split()
+        assert wrong(words[2:] if words[1] == "-m" else words[1:]) == []
+        assert Path(words[-1]).exists()  # the results that it writes anew
 
 
 def test_a_bf16_step_keeps_no_more_than_torch_autocast(tables: ModuleType) -> None:
