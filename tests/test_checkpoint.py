@@ -112,6 +112,8 @@ def test_a_part_that_does_not_fit_leaves_the_others_as_they_were(tmp_path: Path)
         ("precision", {"steps": -1}, "does not fit precision, .* steps=-1: give a number of steps, 0 or more"),
         ("precision", {"skipped_steps": "a"}, "does not fit precision, .* skipped_steps='a'"),
         ("precision", {"seed": None}, "does not fit precision, .* seed=None: give a whole number"),
+        ("precision", {"seed": -1}, "does not fit precision, .* seed=-1: give a whole number from 0"),
+        ("model", {"weight": torch.full((2, 3), torch.nan)}, "does not fit model, .* weight has infinities or NaN"),
         ("precision", {"policy": 7}, "does not fit precision, .* must be TOML text, not int"),
         ("precision", {"random": None}, "does not fit precision, .* not the states of random generators"),
         ("precision", {"scaler": {"scale": 1.0}}, "does not fit precision, and nothing was loaded: .*missing: growth"),
@@ -135,6 +137,21 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(
     assert (precision.seed, precision.steps) == (3, 0)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
+
+
+@pytest.mark.parametrize(
+    "kind, entry", [("fp16", "exp_avg_sq"), ("bf16-storage", "master_weight"), ("fp16", "exp_avg")]
+)
+def test_state_of_an_optimizer_that_is_not_finite_is_refused(tmp_path: Path, kind: str, entry: str) -> None:
+    lowp.save(tmp_path / "a.pt", **_training(kind, _adam))
+    content = torch.load(tmp_path / "a.pt", weights_only=True)
+    content["optimizer"]["state"][1][entry][0] = torch.inf
+    torch.save(content, tmp_path / "a.pt")
+    parts = _training(kind, _adam, seed=1)
+    before = _states(parts)
+    with pytest.raises(InvalidCheckpoint, match=f"{entry} of parameter 1 has infinities or NaN, from which no run"):
+        lowp.load(tmp_path / "a.pt", **parts)
+    assert _states(parts) == before
 
 
 def test_an_entry_that_a_part_misses_is_named(tmp_path: Path) -> None:
@@ -318,6 +335,7 @@ def parts() -> dict[str, Any]:
             "x",
             "master_seed of parameter 0 must be a whole number if there is a master_weight, not 'x'",
         ),
+        ((*_MOMENT[:3], "master_seed"), -1, "master_seed of parameter 0 must be a whole number .* not -1"),
         (_MOMENT[:3], {}, "the state of parameter 0 lacks master_weight, which others have"),
         (
             ("kinds", "optimizer"),

@@ -351,6 +351,7 @@ class Precision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; raises InvalidInput, with nothing changed, if it is of another precision."""
         precision_state.check(state, self.preset, self.exponents is not None)
+        check_seed(state["seed"], "a precision's state with ")
         before = self.scaler.state_dict()
         self.scaler.load_state_dict(state["scaler"])
         if self.exponents is not None and state.get("exponents") is not None:

@@ -54,6 +54,4 @@ def check(state: Any, preset: Preset, has_exponents: bool) -> None:
             )
     if has_exponents and state.get("exponents") is None:
         raise InvalidInput(f"a precision's state has no exponents, which {preset.name} needs")
-    if type(state["seed"]) is not int:
-        raise InvalidInput(f"a precision's state with seed={brief(state['seed'])}: give a whole number")
     check_rng_states(state["random"])

@@ -57,6 +57,8 @@ def test_a_resumed_scaler_goes_on_as_the_one_that_was_saved() -> None:
         ({"scale": "65536"}, ValueError, "cannot be '65536'"),
         ({"growth_factor": 0.5}, AssertionError, "growth factor must be > 1.0"),
         ({"backoff_factor": 1.5}, AssertionError, "backoff factor must be < 1.0"),
+        ({"growth_factor": 2.0**70}, ValueError, "has growth_factor=1.1805916207174113e+21, by which one step moves"),
+        ({"backoff_factor": 1e-300}, ValueError, "has backoff_factor=1e-300, by which one step moves the scale beyond"),
         ({"growth_interval": "often"}, ValueError, "growth_interval must be a number of steps"),
         ({"_growth_tracker": -1}, ValueError, "_growth_tracker=-1"),
         ({"lowp": [1]}, ValueError, "entry 'lowp' of the loaded state must be a dictionary of counters"),
@@ -71,6 +73,12 @@ def test_a_bad_state_is_refused_and_changes_nothing(change: dict[str, Any], kind
     with pytest.raises(kind) as caught:
         scaler.load_state_dict({name: value for name, value in state.items() if value is not None})
     assert text in str(caught.value) and scaler.state_dict() == before
+
+
+def test_extreme_factors_that_a_scaler_has_itself_are_loaded() -> None:
+    scaler = started(growth_factor=2.0**70)
+    scaler.load_state_dict(scaler.state_dict())
+    assert scaler.get_growth_factor() == 2.0**70
 
 
 def test_an_empty_state_and_no_dictionary_are_refused() -> None:

@@ -32,6 +32,8 @@ _POSITIONAL = ("device", "init_scale", "growth_factor", "backoff_factor", "growt
 # the entries of torch's state dict
 _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
+_LARGEST_FACTOR = 2.0**32  # by which a loaded state may move a scale at a time
+
 
 class MissingEntries(InvalidInput, KeyError):
     """A state dict lacks entries. Also a KeyError, since torch raises that."""
@@ -171,7 +173,13 @@ def read_state(state: Mapping[str, Any], scaling: LossScaling) -> Loaded:
         raise MissingEntries(f"a scaler's state needs {', '.join(_ENTRIES)}; missing: {', '.join(missing)}")
     scale = scaling.check(state["scale"], "the scale of the loaded state")
     if isinstance(scaling, DynamicLossScale) and state["growth_factor"] != 1.0:  # 1.0: saved by a static scaler
-        scaling = dataclasses.replace(scaling, **{name: state[name] for name in _ENTRIES[1:4]})
+        before, scaling = scaling, dataclasses.replace(scaling, **{name: state[name] for name in _ENTRIES[1:4]})
+        for name in _ENTRIES[1:3]:
+            if state[name] != getattr(before, name) and not 1 / _LARGEST_FACTOR <= state[name] <= _LARGEST_FACTOR:
+                raise InvalidInput(
+                    f"the loaded state has {name}={state[name]!r}, by which one step moves the scale beyond fp16's "
+                    f"range: allowed is a factor up to {_LARGEST_FACTOR:,.0f} either way, or what this scaler has"
+                )
     own = state.get("lowp", {})
     if not isinstance(own, Mapping):
         raise InvalidInput(f"the entry 'lowp' of the loaded state must be a dictionary of counters, not {own!r}")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -64,6 +65,8 @@ def check_saved(part: Any, saved: Any, kind: object, present: Mapping[str, Any])
         _check_scheduler(saved, present)
     elif isinstance(part, nn.Module):
         _check_model(saved, present)
+        for name, _ in part.named_parameters(remove_duplicate=False):
+            _check_finite(saved.get(name), name)
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:
@@ -89,6 +92,8 @@ def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
             raise InvalidInput(f"it has a state of parameter {index!r}, but there are {len(parameters)} parameters")
         if not isinstance(entry, Mapping):
             raise InvalidInput(f"the state of parameter {index} must be a dictionary, not {type(entry).__name__}")
+        for name, value in entry.items():
+            _check_finite(value, f"{name} of parameter {index}")
         if has_masters and MASTER_WEIGHT not in entry:
             raise InvalidInput(f"the state of parameter {index} lacks {MASTER_WEIGHT}, which others have")
         if is_torch_s and type(inner).__name__ in _REQUIRED:
@@ -149,7 +154,8 @@ def _check_moments(entry: Mapping[Any, Any], parameter: Tensor, index: object, r
     for name, value in entry.items():
         if name == "step" and not (_is_number(value) and value >= 0):
             raise InvalidInput(f"the step of parameter {index} must be a number of 0 or more, not {brief(value)}")
-        if name in _OF_MASTERS[1:] and not (type(value) is int and set(_OF_MASTERS) <= set(entry)):
+        is_whole = type(value) is int and 0 <= value < 2**64
+        if name in _OF_MASTERS[1:] and not (is_whole and set(_OF_MASTERS) <= set(entry)):
             raise InvalidInput(
                 f"{name} of parameter {index} must be a whole number if there is a {MASTER_WEIGHT}, not {brief(value)}"
             )
@@ -184,6 +190,15 @@ def _check_model(saved: Any, present: Mapping[str, Any]) -> None:
             raise InvalidInput(f"{name} must be {_described(value)}, not {type(given).__name__}")
         if given.is_floating_point() != value.is_floating_point() or given.is_complex() != value.is_complex():
             raise InvalidInput(f"{name} must be {_described(value)}, not {_described(given)}: its numbers would change")
+
+
+def _check_finite(value: Any, name: str) -> None:
+    """Raise InvalidInput for a tensor of floating-point numbers from which no training can go on."""
+    if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
+        raise InvalidInput(
+            f"{name} has infinities or NaN, from which no run can go on: load an earlier checkpoint. To look at this "
+            "one, read it with torch.load"
+        )
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

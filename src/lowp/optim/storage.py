@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowp import casts, kernels
 from lowp.casts import Cast
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, UnknownName, brief, unknown
 from lowp.formats import FloatFormat
 from lowp.kernels import stored
 from lowp.kernels.dispatch import answers_at_once
@@ -236,10 +236,10 @@ def _put(state: dict[str, Tensor], key: str, value: Tensor) -> None:
         current.copy_(value)
 
 
-def check_seed(seed: object) -> None:
-    """Raise InvalidInput for a seed that is not a whole number."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidInput(f"seed={seed!r}: give a whole number, such as 0")
+def check_seed(seed: object, what: str = "") -> None:
+    """Raise InvalidInput for a seed that is not a whole number of 64 bits."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise InvalidInput(f"{what}seed={brief(seed)}: give a whole number from 0 to 2**64 - 1, such as 0")
 
 
 def seed_of(seed: int | Tensor, step: int | Tensor, tensor: int, slot: int = 0) -> int | Tensor:
