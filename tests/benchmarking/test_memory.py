@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,20 @@ def test_a_fresh_process_grows_by_what_a_step_takes() -> None:
     split = memory_of(FP32, DATA, 8192)
     growth = process_memory.process_growth(FP32, DATA, 8192, 1)
     assert growth is not None and 0.8 * split.allocated < growth < 2 * split.allocated
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be blocked here")
+def test_ctrl_c_does_not_reach_the_process_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(process: Any) -> None:
+        blocked.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        raise KeyboardInterrupt
+
+    blocked: list[bool] = []
+    monkeypatch.setattr(type(process_memory._context().Process()), "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        process_memory.process_growth(FP32, DATA, 8, 1)
+    assert blocked == [True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_growth_is_not_known_where_nobody_tells_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

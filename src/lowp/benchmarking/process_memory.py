@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lowp.benchmarking.contenders import STOPPED_BY, Contender, begin, step_of
 from lowp.benchmarking.memory import batch_of, warm_up
 from lowp.recipes.recipe import Data
+from lowp.recipes.runs import interrupts_left_to_us
 
 __all__ = ["METHOD", "growth", "is_known", "process_growth"]
 
@@ -51,7 +52,8 @@ def process_growth(
     examples = _Same(_packed(data.training.batch(torch.arange(batch) % len(data.training))), batch)
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(sending, contender, examples, threads), daemon=True)
-    process.start()
+    with interrupts_left_to_us():
+        process.start()
     sending.close()
     try:
         while not receiving.poll(0.1):

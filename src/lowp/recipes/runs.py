@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -156,18 +157,19 @@ def _report_epochs(epochs: Any, on_epoch: OnEpoch) -> None:
 
 @contextmanager
 def interrupts_left_to_us() -> Iterator[None]:
-    """Start processes inside with SIGINT ignored from the beginning, so that only this process handles Ctrl-C.
+    """Start processes inside with SIGINT blocked from the beginning, so that only this process handles Ctrl-C.
 
-    It does nothing outside the main thread.
+    One that comes while they start reaches this process afterwards. It does nothing where signals cannot be blocked.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # starting it would unblock the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # -- in a worker process ----------------------------------------------------------------------------------------------
