@@ -76,7 +76,36 @@ def test_onnxruntime_and_torch_export_give_the_answers_of_groups_lines_and_atten
     found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
     exported = torch.export.export(served, (x,)).module()(x)
     assert torch.equal(exported, wanted)
-    assert (found - wanted).norm() < 0.02 * wanted.norm()  # the attention's own products are fp32 there, of bytes here
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+class Transformer(nn.Module):
+    """Two layers, with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        """Of x [N, T, 32]."""
+        return self.layers(x, src_key_padding_mask=padding)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_onnxruntime_quantises_the_products_of_attention_as_the_served_transformer_does(
+    tmp_path: Path, bits: int
+) -> None:
+    torch.manual_seed(0)
+    x, padding = torch.randn(4, 6, 32), torch.arange(6) >= torch.tensor([6, 4, 5, 6])[:, None]
+    model = Transformer().eval()
+    served = lowp.quantize_model(model, "int8", [(x, padding)], bits=bits)
+    wanted, trained = served(x, padding), model(x, padding).detach()
+    export_onnx(served, (x, padding), tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+    found = torch.from_numpy(session.run(None, dict(zip(names, (x.numpy(), padding.numpy()), strict=True)))[0])
+    assert (found - wanted).norm() < 1e-3 * (wanted - trained).norm()
 
 
 def test_layers_of_other_formats_are_exported_in_fp32(tmp_path: Path) -> None:

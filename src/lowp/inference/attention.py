@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,27 +37,33 @@ def attention(
     highest = check_bits(bits)
     q, k, v = query.detach(), key.detach(), value.detach()
     if is_eager(query):
-        return attended(q, k, v, mask, is_causal, scale, highest)
+        return attended(q, k, v, mask, is_causal, scale, partial(by_kernels, highest))
     found: Tensor = torch.ops.lowp.attention_in_bytes(q, k, v, mask, is_causal, scale, highest)
     return found
 
 
 def attended(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, highest: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    product: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """What `attention` returns, where no compiler, mode or transform sees it; `highest` is the largest byte."""
+    """What `attention` returns, with left @ right^T by `product`."""
     factor = 1 / math.sqrt(query.shape[-1] or 1) if scale is None else scale
-    scores = _product(query, key, highest) * factor
+    scores = product(query, key) * factor
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~allowed, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-    return _product(torch.softmax(scores, -1), value.transpose(-1, -2), highest).to(query.dtype)
+    return product(torch.softmax(scores, -1), value.transpose(-1, -2)).to(query.dtype)
 
 
-def _product(left: Tensor, right: Tensor, highest: int) -> Tensor:
-    """Return left @ right^T in fp32, matrix by matrix."""
+def by_kernels(highest: int, left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right^T in fp32, matrix by matrix, of bytes up to `highest`."""
     batch: torch.Size = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
     rows = left.float().expand(*batch, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
     columns = right.float().expand(*batch, *right.shape[-2:]).reshape(-1, *right.shape[-2:]).contiguous()
@@ -110,13 +117,14 @@ class ServedAttention(nn.Module):
             for layer, one in zip((self.query, self.key, self.value), given, strict=True)
         )
         mask = _mask(attn_mask, key_padding_mask, self.num_heads)
-        if self.bytewise:
-            found = attention(q, k, v, mask, bits=self.bits)
-        else:
-            found = F.scaled_dot_product_attention(q, k, v, mask)
+        found = self.attended(q, k, v, mask) if self.bytewise else F.scaled_dot_product_attention(q, k, v, mask)
         out: Tensor = self.out(found.transpose(1, 2).flatten(-2))
         out = out[0] if single else out
         return (out if batch_first else out.transpose(0, 1)), None
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention in bytes."""
+        return attention(query, key, value, mask, bits=self.bits)
 
 
 def _mask(attention_mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:

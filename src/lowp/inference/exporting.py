@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import tempfile
 import warnings
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from lowp import files
 from lowp.errors import InvalidInput, Unavailable
-from lowp.inference.attention import ServedAttention
+from lowp.inference.attention import ServedAttention, attended
+from lowp.inference.calibration import check_bits
 from lowp.inference.convolutions import ServedConvolution
 from lowp.inference.modules import Int8, Served, ServedEmbedding, ServedLinear
 
@@ -31,7 +33,7 @@ def export_onnx(
 
     `arguments` are example inputs; with `dynamic_batch` the first dimension of each may be any size. Weights are int8
     with a scale an output channel, activations unsigned bytes of 7 bits, in pairs of QuantizeLinear and
-    DequantizeLinear: onnxruntime gives the same results up to the rounding of its fp32 sums. With 7 bits its byte
+    DequantizeLinear: onnxruntime gives the same results up to the rounding of fp32. With 7 bits its byte
     products do not saturate, as they may with 8 bits on processors without VNNI. Layers in other formats, and layers
     that were not replaced, are exported in fp32. `options` go to `torch.onnx.export`.
 
@@ -64,7 +66,7 @@ def _exportable(model: nn.Module) -> nn.Module:
     found = False
     for name, module in list(copied.named_modules()):
         if isinstance(module, ServedAttention):
-            module.bytewise = False  # its products are fp32 there
+            module.__class__ = _Attention
         if not isinstance(module, Served):
             continue
         found = True
@@ -76,6 +78,33 @@ def _exportable(model: nn.Module) -> nn.Module:
     if not found:
         raise InvalidInput("the model has no quantized layer: export the result of lowp.quantize_model")
     return copied
+
+
+class _Attention(ServedAttention):
+    """Attention whose products of bytes are operations of ONNX."""
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """As the served one."""
+        return attended(
+            query, key, value, mask, False, None, functools.partial(_product_of_bytes, check_bits(self.bits))
+        )
+
+
+def _product_of_bytes(highest: int, left: Tensor, right: Tensor) -> Tensor:
+    """What `attention.by_kernels` returns: the same integers, whose sums fp64 holds exactly."""
+    low, high = (
+        one.double() for one in (left.amin((-2, -1), True).clamp(max=0), left.amax((-2, -1), True).clamp(min=0))
+    )
+    scale = _not_zero(((high - low) / highest).float())
+    zero = (-low / scale.double()).round()
+    numbers = (left / scale).round().double().clamp(-zero, highest - zero)
+    scales = _not_zero((right.abs().amax(-1, True).double() / 127).float())
+    codes = (right.double() / scales.double()).round().clamp(-127, 127)
+    return (numbers @ codes.transpose(-1, -2)).float() * (scale * scales.transpose(-1, -2))
+
+
+def _not_zero(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def _layer(name: str, module: Served) -> nn.Module:

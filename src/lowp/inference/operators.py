@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.inference.attention import attended
+from lowp.inference.attention import attended, by_kernels
 from lowp.inference.convolutions import Geometry, ServedConvolution
 from lowp.inference.modules import Int8, Nibble, Served, ServedEmbedding, ServedLinear, Sign, Stored
 
@@ -66,7 +66,7 @@ def _(info: Any, dimensions: Any, x: Tensor, held: list[Tensor], text: str) -> t
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, highest: int
 ) -> Tensor:
-    return attended(query, key, value, mask, is_causal, scale, highest)
+    return attended(query, key, value, mask, is_causal, scale, functools.partial(by_kernels, highest))
 
 
 @_attention.register_fake

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import forked
 import pytest
 import torch
 from exact_casts import FORMATS_TRIED, bits, casts, inputs
@@ -160,3 +161,17 @@ def test_what_kernels_read_of_a_plan_are_fields() -> None:
         for kind in vars(module).values():
             if isinstance(kind, type) and issubclass(kind, tuple) and kind.__module__ == module.__name__:
                 assert not [name for name, one in vars(kind).items() if isinstance(one, property)], kind
+
+
+def test_triton_s_own_interpreter_of_a_whole_process_changes_nothing() -> None:
+    code = """
+import torch
+from lowp import kernels
+x = torch.linspace(-3, 3, 64)
+for cast in ("e4m3fn", "nvfp4"):  # its kernel calls functions of other modules
+    with kernels.use("triton"):
+        found = kernels.quantize(x, cast)
+    print(torch.equal(found, kernels.quantize(x, cast)))
+"""
+    ended = forked.run("-c", code, environment={"TRITON_INTERPRET": "1"})
+    assert (ended.stdout, ended.stderr) == ("True\nTrue\n", "")

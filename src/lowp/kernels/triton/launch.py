@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 from triton.errors import TritonError
-from triton.runtime.interpreter import FunctionRewriter, GridExecutor
+from triton.runtime.interpreter import FunctionRewriter, GridExecutor, InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from lowp.errors import Unavailable
@@ -78,7 +78,7 @@ def _scope(module: str) -> dict[str, Any]:
     names = vars(sys.modules[module])
     scope = dict(names)
     for name, value in names.items():
-        if isinstance(value, JITFunction):
+        if isinstance(value, (JITFunction, InterpretedFunction)):  # the latter where TRITON_INTERPRET is set
             function = value.fn
             if function.__module__ == module:
                 scope[name] = _rewritten(function, scope)
