@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch.overrides
 
+from lowp import autocast
 from lowp.ops import table
 from lowp.ops.table import ALIASES, TABLES, is_structural, name_of, op_names, row_of
 from lowp.ops.torch_lists import LISTS
@@ -189,3 +190,25 @@ def test_functions_that_are_equal_have_one_name() -> None:
     for function in torch.overrides.get_testing_overrides():
         names.setdefault(function, set()).add(name_of.__wrapped__(function))
     assert all(len(each) == 1 for each in names.values())
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor], tuple[Any, ...]]] = {
+    **dict.fromkeys(("add_", "mul_", "div_", "pow_", "xlogy_", "atan2_", "clamp_"), lambda other: (other,)),
+    **dict.fromkeys(("square_", "log_", "abs_", "sin_"), lambda other: ()),
+    "cumprod_": lambda other: (0,),
+}
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m7", "flex16+5"])
+def test_functions_in_place_have_the_derivatives_of_those_that_are_not(name: str) -> None:
+    for function, takes in IN_PLACE.items():
+        found = []
+        for one in (function, function[:-1]):
+            x, w = ((torch.rand(4, 3, generator=torch.Generator().manual_seed(seed)) + 0.5) for seed in (0, 1))
+            x, w = x.requires_grad_(), w.requires_grad_()
+            with autocast(name):
+                y = getattr(x.float() + 0.25, one)(*takes(w))
+            y.float().square().sum().backward()
+            found.append([y, x.grad, w.grad])
+        for changed, kept in zip(*found, strict=True):
+            assert changed is kept is None or torch.equal(changed, kept), function

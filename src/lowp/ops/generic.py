@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _Change = Callable[[Tensor], Tensor]
+_SUMS = ("add", "sub", "__add__", "__sub__")  # functions whose derivative needs no operand
 
 
 def wide(call: Call) -> Any:
@@ -225,6 +226,13 @@ def run_changed(call: Call, change: _Change, finish: _Change | None = None) -> A
     inner, out = without_out(call)
     args = changed(inner.args, change)
     kwargs = changed(inner.kwargs, change)
+    if (
+        target is not None
+        and torch.is_grad_enabled()
+        and function.__name__ not in _SUMS
+        and args[0].dtype is target.dtype
+    ):
+        args = (args[0].clone(), *args[1:])  # its derivative may need the numbers that are overwritten here
     result = function(*args, **kwargs)
     if finish is not None:
         result = changed(result, finish)
