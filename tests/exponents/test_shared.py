@@ -30,6 +30,15 @@ def test_a_write_is_rounded_once_to_values_of_the_format() -> None:
     assert 2**13 <= found.abs().max() < 2**15  # the guess leaves at most one bit
 
 
+def test_writes_of_tensors_without_numbers_are_not_in_the_summary() -> None:
+    exponents, site = SharedExponents(), "output of 0 linear"
+    for count in range(2):
+        assert exponents.write(torch.ones(4, 4, device="meta"), FLEX, site).is_meta
+        assert exponents.summary()["all"].writes == count
+        assert exponents.write(torch.ones(4, 4), FLEX, site).sum() == 16
+        exponents.flush()
+
+
 @pytest.mark.parametrize(
     ("site", "rows", "cast", "has_both"),
     [

@@ -68,10 +68,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return run
 
 
+_RUN = ("-m", "lowp", "run", "--precision")
+
+
 def run_in(precision: str, name: str, cwd: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run a script under lowp."""
     run = python if name in WITH_CHILDREN else forked.run
-    return run("-m", "lowp", "run", "--precision", precision, *options, str(SCRIPTS / name), cwd=cwd)
+    return run(*_RUN, precision, *options, str(SCRIPTS / name), cwd=cwd)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +129,15 @@ def test_files_of_every_kind_open_without_lowp(precision: str, tmp_path: Path) -
     assert opened.stdout == "opened 7\n", opened.stderr
 
 
-def test_updates_without_an_optimizer_run_in_fp32_where_a_step_would_have_to_be_skipped(
-    plain: Callable[[str], str], tmp_path: Path
+@pytest.mark.parametrize("precision", ["fp16", "flex16+5"])
+def test_updates_without_an_optimizer_are_plain_python_where_a_step_would_have_to_be_skipped(
+    precision: str, plain: Callable[[str], str], tmp_path: Path
 ) -> None:
-    ran = run_in("fp16", "language_model.py", tmp_path)
-    assert numbers(ran.stdout) == pytest.approx(numbers(plain("language_model.py")), rel=1e-3)
-    assert "lowp run: model Model runs in fp32: its parameters are in no torch.optim optimizer" in ran.stderr
-    refused = run_in("fp16", "language_model.py", tmp_path, "--strict")
+    ran = run_in(precision, "language_model.py", tmp_path)
+    assert ran.stdout == plain("language_model.py")
+    assert "lowp run: model Model runs in fp32: its parameters are in no optimizer of torch.optim, fastai" in ran.stderr
+    assert "were rounded" not in ran.stderr
+    refused = run_in(precision, "language_model.py", tmp_path, "--strict")
     assert refused.returncode == 2 and refused.stdout == ""
 
 
@@ -170,6 +175,32 @@ def test_the_scale_moves_once_for_all_optimizers_of_a_pass(plain: Callable[[str]
     assert scales == tuple(scales[0] / 2**skips for skips in range(len(scales)))
     assert all(step % 4 == 0 for step in steps)  # after the last of four optimizers
     assert summary["notes"] == []  # the model ran in fp32 only until it had optimizers
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [("fp32", ()), ("fp16", ("--loss-scale", "dynamic(1073741824)")), ("bf16", ()), ("flex16+5", ())],
+)
+def test_optimizers_of_fastai_and_keras_step_as_those_of_torch(
+    precision: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    ran = {
+        kind: forked.run(
+            *_RUN, precision, *options, "--report", f"{kind}.json", str(SCRIPTS / "others.py"), kind, cwd=tmp_path
+        )
+        for kind in ("torch", "fastai", "keras")
+    }
+    told = {re.sub(r", [\d.]+ s$", "", one.stderr.splitlines()[0]) for one in ran.values()}
+    assert len(told) == len({one.stdout for one in ran.values()}) == 1, ran
+    assert ("6 optimizer steps, 0 skipped" in told.pop()) == (precision != "fp16")
+    calls = [json.loads((tmp_path / f"{kind}.json").read_text())["summary"]["calls"] for kind in ran]
+    assert calls == [1 if precision == "fp32" else 6] * 3
+    notes = [one.stderr.splitlines()[1:] for one in ran.values()]
+    fp32 = [
+        f"lowp run: the state of {name} stays in fp32: it is not torch.optim's"
+        for name in ("Optimizer", "BaseOptimizer")
+    ]
+    assert notes == ([[], [fp32[0]], [fp32[1]]] if precision == "flex16+5" else [[], [], []])
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -12,10 +12,10 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
-__all__ = ["start"]
+__all__ = ["start", "when_imported"]
 
 _started = False
 
@@ -27,10 +27,7 @@ def start() -> None:
         return
     _started = True
     _lead()
-    if "torch" in sys.modules:
-        _install()
-    else:
-        sys.meta_path.insert(0, _Waiting())
+    when_imported("torch", _install)
 
 
 def _lead() -> None:
@@ -67,13 +64,24 @@ def _install() -> None:
     session.start()
 
 
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Call a function after a module has been executed, now if it has been."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Waiting(name, then))
+
+
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Lets the other finders find torch, and installs lowp after torch has been executed."""
+    """Lets the other finders find a module, and calls a function after it has been executed."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -82,15 +90,15 @@ class _Waiting(importlib.abc.MetaPathFinder):
             if spec is not None:
                 break
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader)
+            spec.loader = _Then(spec.loader, self._then)
         return spec
 
 
 class _Then(importlib.abc.Loader):
-    """Loads a module with its own loader, then installs lowp."""
+    """Loads a module with its own loader, then calls a function."""
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
+        self._loader, self._then = loader, then
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -100,4 +108,4 @@ class _Then(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _install()
+        self._then()

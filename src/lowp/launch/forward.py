@@ -20,6 +20,7 @@ from lowp.ops.casting import functorch_is_active, is_jit_tracing
 __all__ = ["Forward", "install", "to_fp32"]
 
 _tree_map = cast(Callable[[Callable[[Any], Any], Any], Any], private("torch.utils._pytree.tree_map"))
+_leaves = cast(Callable[[Any], list[Any]], private("torch.utils._pytree.tree_leaves"))
 _Loss = cast(type, private("torch.nn.modules.loss._Loss"))
 # torch's errors for an op with two dtypes, or with a dtype for which there is no kernel
 _DTYPE_ERROR = re.compile(r"dtype|scalar type|same type|not implemented for '(Half|BFloat16)'|must have the same", re.I)
@@ -46,6 +47,19 @@ def _first_dtype(module: nn.Module) -> torch.dtype | None:
     return None if first is None else first.dtype
 
 
+def _asks_for_shapes(given: Any) -> bool:
+    """Whether a module is called for the shapes of its results: with tensors of the meta device, or Keras's symbols."""
+    return any(
+        one.is_meta if isinstance(one, Tensor) else type(one).__name__ == "KerasTensor" for one in _leaves(given)
+    )
+
+
+def _without_optimizer(model: nn.Module | None) -> tuple[str, str]:
+    """Return what runs in fp32, and why, if no optimizer holds the parameters of a model."""
+    what = "a model" if model is None else f"model {type(model).__name__}"
+    return what, "its parameters are in no optimizer of torch.optim, fastai or Keras, whose step could be skipped"
+
+
 class Forward:
     """The module calls of one session. `original` is torch's own `nn.Module.__call__`."""
 
@@ -54,27 +68,35 @@ class Forward:
         # by model: whether it is left alone, and the dtype of its first parameter when that was found
         self._left_alone: weakref.WeakKeyDictionary[nn.Module, tuple[bool, Any]] = weakref.WeakKeyDictionary()
         self._in_fp32: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # the sentences noted for models without an optimizer, with these models
-        self._unstepped: list[tuple[str, list[weakref.ref[nn.Module]]]] = []
+        # models that no optimizer holds: the sentence noted, and whether a backward pass has shown it
+        self._unstepped: weakref.WeakKeyDictionary[nn.Module, tuple[str, bool]] = weakref.WeakKeyDictionary()
+        self._needs_steps = session.is_scaling or session.preset.policy.parameters is not None
         self.has_models = False  # whether the script has called a model, be it one that is left alone
-        # the modules that the script has called under the rules
+        self._rounded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose gradients the rules have changed
+        # the models that the script has called to train them
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def outermost(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module that the script calls."""
         session = self.session
-        if self._is_plain(module) or session.rests:
+        if session.rests or _asks_for_shapes((args, kwargs)) or self._is_plain(module):
             session.local.alone += 1
             try:
                 return self.original(module, *args, **kwargs)
             finally:
                 session.local.alone -= 1
-        precision = session.precision
-        if module not in self.models and module.training and torch.is_grad_enabled():
-            self.models.add(module)
-            if session.preset.policy.parameters is None:  # else at the first step, with the optimizer
-                precision.prepare(module)
+        if torch.is_grad_enabled():
+            self._rounded.add(module)
+            if module.training:
+                self._meet(module)
         return self.under_rules(lambda: self.inner(module, args, kwargs))
+
+    def _meet(self, module: nn.Module) -> None:
+        """Prepare a model that is trained, once."""
+        if module not in self.models:
+            self.models.add(module)
+            if self.session.preset.policy.parameters is None:  # else at the first step, with the optimizer
+                self.session.precision.prepare(module)
 
     def under_rules(self, compute: Callable[[], Any]) -> Any:
         """Return the result of `compute` under the rules, in fp32."""
@@ -118,22 +140,45 @@ class Forward:
     def leave_alone(self, leaves: Iterable[Tensor]) -> None:
         """From now on run the models with any of these parameters, which no optimizer holds, in fp32."""
         parameters = {id(leaf) for leaf in leaves}
-        held = [one for one in self.models if any(id(parameter) in parameters for parameter in one.parameters())]
-        for module in held:
-            self._left_alone[module] = True, _first_dtype(module)
-        sentence = self.session.keeps_in_fp32(
-            f"model {type(held[0]).__name__}" if held else "a model",
-            "its parameters are in no torch.optim optimizer, whose step could be skipped",
-        )
-        self._unstepped.append((sentence, [weakref.ref(module) for module in held]))
+
+        def reached(models: Iterable[nn.Module]) -> list[nn.Module]:
+            return [one for one in models if any(id(parameter) in parameters for parameter in one.parameters())]
+
+        rounded = reached(self._rounded)
+        self._rounded.difference_update(rounded)
+        models: list[nn.Module | None] = [*(rounded or reached(self._unstepped))]
+        for module in models or [None]:  # None: what was called is not known
+            what, why = _without_optimizer(module)
+            why += "; its calls before its first backward pass were rounded" if rounded else ""
+            sentence = self.session.keeps_in_fp32(what, why)
+            if module is not None:
+                self._unstepped[module] = sentence, True
+                self._left_alone[module] = True, _first_dtype(module)
 
     def look_again(self) -> None:
         """Recompute which models are left alone: an optimizer was made, possibly after the first backward pass."""
         self._left_alone.clear()
-        for sentence, modules in self._unstepped:
-            alive = [module for one in modules if (module := one()) is not None]
-            if alive and all(any(map(self.session.is_stepped, module.parameters())) for module in alive):
-                self.session.record.take_back(sentence)
+        former = set()
+        for module, (sentence, is_shown) in list(self._unstepped.items()):
+            if is_shown and not any(map(self.session.is_stepped, module.parameters())):
+                self._left_alone[module] = True, _first_dtype(module)
+            else:
+                del self._unstepped[module]
+                former.add(sentence)
+        for sentence in former.difference(sentence for sentence, _ in self._unstepped.values()):
+            self.session.record.take_back(sentence)
+
+    def _waits(self, module: nn.Module) -> bool:
+        """Whether a model is trained before there is any optimizer, without which it is to run in fp32."""
+        if not self._needs_steps or self.session.stepped or not (module.training and torch.is_grad_enabled()):
+            return False
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return False
+        self._meet(module)
+        if module not in self._unstepped:
+            sentence = self.session.keeps_in_fp32(*_without_optimizer(module), is_certain=False)
+            self._unstepped[module] = sentence, False
+        return True
 
     def _is_plain(self, module: nn.Module) -> bool:
         """Whether a module that the script calls does not run under the rules."""
@@ -143,7 +188,9 @@ class Forward:
                 return True  # not kept: a module may make its parameters in its first call
             alone = self._is_left_alone(module)
             self._left_alone[module] = alone, _first_dtype(module)
-        return alone or is_jit_tracing()  # what is recorded belongs to the script, as its checkpoints do
+        return (
+            alone or self._waits(module) or is_jit_tracing()
+        )  # what is recorded belongs to the script, as its checkpoints do
 
     def _is_left_alone(self, module: nn.Module) -> bool:
         """Whether the rules do not apply to a model, because it is not in fp32."""

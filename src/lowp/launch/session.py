@@ -116,10 +116,11 @@ class Session:
             self.rests = True
             self.record.stood_down = reason
 
-    def keeps_in_fp32(self, what: str, why: str) -> str:
-        """Note that something does not run in the precision, and return the sentence. Exits under --strict."""
+    def keeps_in_fp32(self, what: str, why: str, is_certain: bool = True) -> str:
+        """Note that something does not run in the precision; return the sentence. Exits under --strict if certain."""
         sentence = f"{what} runs in fp32: {why}"
-        if self.record.note(sentence) and self.settings.strict:
+        self.record.note(sentence)
+        if is_certain and self.settings.strict:
             self.refuse(sentence)
         return sentence
 
@@ -129,7 +130,7 @@ class Session:
         raise SystemExit(_EXIT_REFUSED)
 
     def is_stepped(self, parameter: Tensor) -> bool:
-        """Whether an optimizer of torch.optim's kind holds a parameter, or the shards of which FSDP2 gathered it."""
+        """Whether an optimizer holds a parameter, or the shards of which FSDP2 gathered it."""
         return self.held_as(parameter) in self.stepped
 
     def held_as(self, leaf: Tensor) -> Tensor:

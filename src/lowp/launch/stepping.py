@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import Any, cast
+from functools import partial, wraps
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lowp import distributed
+from lowp.launch.boot import when_imported
 from lowp.launch.gradients import Gradients
 from lowp.launch.session import Session, nothing
 
 __all__ = ["install"]
 
 Step = Callable[..., Any]
+Parameters = Callable[[Any], list[Tensor]]
 _WITHOUT_MODEL = (
     "what the script trains",
     "it calls no module with parameters, and what is outside of modules is plain torch",
@@ -27,18 +31,19 @@ _WITHOUT_MODEL = (
 class Held(Optimizer):
     """The script's optimizer for the precision: without wrappers that the script or a scheduler put around `step`.
 
-    Groups, state and defaults ARE the optimizer's own.
+    Groups, state and defaults ARE the optimizer's own; of one that is not of torch.optim's kind, `parameters` gives the
+    parameters, and its state is left to it.
     """
 
     allows_fp16_gradients = True  # a script may convert its model, by its own choice
 
-    def __init__(self, optimizer: Optimizer, inner: Step) -> None:
-        self._optimizer, self._inner = weakref.ref(optimizer), inner
+    def __init__(self, optimizer: Any, inner: Step, parameters: Parameters | None) -> None:
+        self._optimizer, self._inner, self._parameters = weakref.ref(optimizer), inner, parameters
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        super().__setstate__({"defaults": optimizer.defaults})
+        super().__setstate__({"defaults": {} if parameters else optimizer.defaults})
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> Any:
         """The script's optimizer, which exists while it steps."""
         found = self._optimizer()
         assert found is not None
@@ -47,12 +52,13 @@ class Held(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The optimizer's groups."""
-        return self.optimizer.param_groups
+        found = self._parameters
+        return self.optimizer.param_groups if found is None else [{"params": found(self.optimizer)}]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The optimizer's state."""
-        return self.optimizer.state
+        return self.optimizer.state if self._parameters is None else {}
 
     def step(self, closure: None = None) -> Any:  # type: ignore[override]
         """Call the script's `step` with the script's arguments."""
@@ -68,8 +74,8 @@ class _Steps:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.gradients: Gradients | None = session.gradients
-        self._held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
-        self._prepared: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
+        self._prepared: weakref.WeakKeyDictionary[Any, Optimizer] = weakref.WeakKeyDictionary()
         self._without_model = ""  # the sentence that no module has run so far
         self._stepped: set[int] = set()  # ids of parameters whose optimizers have stepped in this step
 
@@ -82,23 +88,35 @@ class _Steps:
         if self.session.forward is not None:
             self.session.forward.look_again()
 
-    def step(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take one optimizer step of the script."""
+    def step(
+        self,
+        optimizer: Any,
+        inner: Step,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: Parameters | None = None,
+    ) -> Any:
+        """Take one step of an optimizer of the script: torch.optim's, or one that tells its `parameters`."""
         session = self.session
         session.record.steps += 1
         session.record.rank = distributed.rank()
         if session.rests:
             return inner(optimizer, *args, **kwargs)
         self._note_without_model()
-        closure = args[0] if args else kwargs.get("closure")
+        held = self._held.get(optimizer)
+        if held is None:
+            held = self._held[optimizer] = Held(optimizer, inner, parameters)
+        held.arguments = args, kwargs
+        closure = None if parameters else args[0] if args else kwargs.get("closure")
         if closure is None:
-            return self._guarded(optimizer, inner, args, kwargs)
+            return self._guarded(held)
         if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS):
             # torch's own optimizers call the closure once, at the start; the step must be skipped if a gradient
             # overflows
             with torch.enable_grad():
                 loss = closure()
-            self._guarded(optimizer, inner, (), {"closure": lambda: loss})
+            held.arguments = (), {"closure": lambda: loss}
+            self._guarded(held)
             return loss
         return self._in_fp32(optimizer, inner, args, kwargs)
 
@@ -123,26 +141,23 @@ class _Steps:
         finally:
             session.rests = bool(session.record.stood_down)
 
-    def _guarded(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _guarded(self, held: Held) -> Any:
         """Step by the precision, which skips the step if a gradient overflowed."""
-        precision = self.session.precision
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        precision, optimizer = self.session.precision, held.optimizer
+        parameters = [one for group in held.param_groups for one in group["params"]]
         nonfinite = None if self.gradients is None else self.gradients.take_nonfinite(parameters)
         if all(one.grad is None for one in parameters):
-            return inner(optimizer, *args, **kwargs)
-        held = self._held.get(optimizer)
-        if held is None:
-            held = self._held[optimizer] = Held(optimizer, inner)
-        held.arguments = args, kwargs
+            return held.step()
         if self.session.is_scaling:
             with self.session.turn:
-                result = self._scaled_step(optimizer, held, parameters, nonfinite)
+                result = self._scaled_step(held, parameters, nonfinite)
         else:
-            result = precision.step(self._of(optimizer, held))
-        cast(Any, optimizer)._opt_called = True  # schedulers check this; torch.amp's skipped steps set it too
+            result = precision.step(self._of(held))
+        if isinstance(optimizer, Optimizer):
+            cast(Any, optimizer)._opt_called = True  # schedulers check this; torch.amp's skipped steps set it too
         return result
 
-    def _scaled_step(self, optimizer: Optimizer, held: Held, parameters: list[Tensor], nonfinite: Tensor | None) -> Any:
+    def _scaled_step(self, held: Held, parameters: list[Tensor], nonfinite: Tensor | None) -> Any:
         """Step one optimizer. The scale moves once, after all optimizers that share a backward pass have stepped.
 
         All have stepped when no other parameter waits for a step (`.grad` is not read, since other threads may write
@@ -154,7 +169,7 @@ class _Steps:
         scaler = session.precision.scaler
         scaler.scale(torch.ones((), dtype=torch.float32))  # made at the first loss; a script may step before
         scaler.check_(held, nonfinite)
-        result = session.precision.step_one(self._of(optimizer, held))
+        result = session.precision.step_one(self._of(held))
         self._stepped |= identities
         session.end_step = self._end_step
         is_only = len(self._stepped) >= len(session.stepped)
@@ -176,13 +191,18 @@ class _Steps:
         if not record.scales or record.scales[-1][1] != scale:
             record.scales.append((record.steps, scale))
 
-    def _of(self, optimizer: Optimizer, held: Held) -> Optimizer:
+    def _of(self, held: Held) -> Optimizer:
         """Return what the precision steps: the held optimizer, or its wrapper that writes the parameters' format."""
         if self.session.preset.policy.parameters is None:
             return held
+        optimizer = held.optimizer
         if optimizer not in self._prepared:
-            models = nn.ModuleList(self.session.models_of(optimizer))
+            models = nn.ModuleList(self.session.models_of(held))
             self._prepared[optimizer] = self.session.precision.prepare(models, held)[1]
+            if not isinstance(optimizer, Optimizer):
+                self.session.record.note(
+                    f"the state of {type(optimizer).__name__} stays in fp32: it is not torch.optim's"
+                )
         return self._prepared[optimizer]
 
 
@@ -210,6 +230,7 @@ def install(session: Session) -> None:
         return step
 
     optimizers.profile_hook_step = staticmethod(profile_hook_step)
+    _install_others(session, steps)
     if not session.is_plain:
         _install_groups(session, steps)
 
@@ -238,3 +259,54 @@ def _install_groups(session: Session, steps: _Steps) -> None:
 
     optimizers.add_param_group, optimizers.zero_grad = add_param_group, zero_grad
     optimizers.__setstate__ = __setstate__
+
+
+class _Other(NamedTuple):
+    """A class of optimizers that is not torch.optim's: the methods that make one and that step, and its parameters."""
+
+    module: str
+    name: str
+    make: str
+    step: str
+    parameters: Parameters
+
+
+def _of_keras(optimizer: Any) -> list[Tensor]:
+    values = (variable.value for variable in optimizer._trainable_variables)
+    return [value for value in values if isinstance(value, Tensor)]  # Keras has other backends
+
+
+_OTHERS = (
+    _Other("fastai.optimizer", "Optimizer", "__init__", "step", lambda optimizer: list(chain(*optimizer.param_lists))),
+    _Other("keras.src.optimizers.base_optimizer", "BaseOptimizer", "build", "apply", _of_keras),
+)
+
+
+def _install_others(session: Session, steps: _Steps) -> None:
+    """Wrap the steps of optimizers that are not torch.optim's, when the script imports them."""
+    for other in _OTHERS:
+        when_imported(other.module, partial(_install_other, session, steps, other))
+
+
+def _install_other(session: Session, steps: _Steps, other: _Other) -> None:
+    kind = getattr(sys.modules[other.module], other.name)
+    made, inner, local = getattr(kind, other.make), getattr(kind, other.step), session.local
+
+    @wraps(made)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        steps.hold(other.parameters(self))
+
+    @wraps(inner)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if local.steps or torch.compiler.is_compiling() or not other.parameters(self):
+            return inner(self, *args, **kwargs)
+        local.steps += 1
+        try:
+            return steps.step(self, inner, args, kwargs, other.parameters)
+        finally:
+            local.steps -= 1
+
+    setattr(kind, other.step, step)
+    if not session.is_plain:
+        setattr(kind, other.make, make)
