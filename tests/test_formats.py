@@ -170,8 +170,8 @@ def test_other_names_mean_a_row(alias: str) -> None:
 REFUSED = {
     "bf61": "unknown format 'bf61'; did you mean bf16",
     "": "unknown format ''",
-    "FP8": "unknown format 'FP8': several formats have this width: e4m3fn, e5m2, mxfp8",
-    "float4": "several formats have this width: e2m1, mxfp4, nvfp4",
+    "FP8": "FP8 is a width, which several formats have: give one of e4m3fn, e5m2, mxfp8",
+    "float4": "float4 is a width, which several formats have: give one of e2m1, mxfp4, nvfp4",
     "e12m2": "e12m2: 12 exponent and 2 mantissa bits are not possible: give 1 to 11 exponent bits",
     "e8m53": "give 1 to 11 exponent bits and 0 to 52 mantissa bits, for example e5m10",
     "e5m0": "without a mantissa bit infinity and NaN would have the same code",
@@ -202,7 +202,7 @@ def test_what_is_no_format_is_refused(text: str) -> None:
 
 
 def test_what_is_neither_text_nor_a_format_is_refused() -> None:
-    for other, kind in ((3, "int"), (None, "NoneType"), (torch.float16, "dtype")):
+    for other, kind in ((3, "int"), (None, "NoneType"), (torch.strided, "layout")):
         with pytest.raises(TypeError, match=f"a format must be text .fp16, e5m7. or one of FORMATS, not {kind}"):
             formats.parse(other)  # type: ignore[arg-type]
 

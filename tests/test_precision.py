@@ -245,6 +245,20 @@ def test_a_floating_dtype_of_torch_is_the_precision_of_its_name(dtype: torch.dty
 def test_another_dtype_of_torch_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"unknown precision 'torch\.int8'"):
         lowp.Precision(torch.int8)
+    with pytest.raises(InvalidInput, match=r"unknown format 'torch\.int8'"):
+        lowp.quantize(torch.ones(2), torch.int8)
+
+
+def test_a_floating_dtype_of_torch_is_the_format_of_its_name_wherever_one_is_taken() -> None:
+    x = torch.randn(8)
+    assert lowp.format(torch.bfloat16) == lowp.format("bf16")
+    assert torch.equal(lowp.quantize(x, torch.float16), x.half().float())
+    assert torch.equal(
+        torch.compile(lowp.quantize, backend="eager", fullgraph=True)(x, torch.float16), x.half().float()
+    )
+    assert torch.equal(lowp.encode(x, torch.float8_e5m2), lowp.encode(x, "e5m2"))
+    assert lowp.Rule.of("linear", input=torch.float16) == lowp.Rule.of("linear", input="fp16")
+    assert str(lowp.quantize_model(torch.nn.Linear(2, 2), torch.float16).weight.cast) == "fp16"
 
 
 def test_a_low_precision_accumulator_can_be_asked_for() -> None:

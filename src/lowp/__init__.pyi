@@ -50,7 +50,7 @@ _Element = TypeVar("_Element", bound=_numpy.generic)
 @overload
 def quantize(
     x: _torch.Tensor,
-    cast: str | Cast | _Format,
+    cast: str | Cast | _Format | _torch.dtype,
     *,
     scale: Any = None,
     seed: int | _torch.Tensor = 0,
@@ -60,7 +60,7 @@ def quantize(
 @overload
 def quantize(
     x: _NDArray[_Element],
-    cast: str | Cast | _Format,
+    cast: str | Cast | _Format | _torch.dtype,
     *,
     scale: Any = None,
     seed: int | _torch.Tensor = 0,
@@ -103,7 +103,7 @@ def encode(
 @overload
 def decode(
     codes: _torch.Tensor,
-    format: str | Cast | _Format,
+    format: str | Cast | _Format | _torch.dtype,
     *,
     dtype: _torch.dtype = ...,
     packed: bool = False,
@@ -112,7 +112,7 @@ def decode(
 @overload
 def decode(
     codes: _NDArray[Any],
-    format: str | Cast | _Format,
+    format: str | Cast | _Format | _torch.dtype,
     *,
     dtype: _torch.dtype = ...,
     packed: bool = False,

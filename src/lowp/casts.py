@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from lowp import formats
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat, checks
+from lowp.formats.checks import Dtype
 from lowp.formats.text_enum import TextEnum
 from lowp.hashing import hashed_once
 
@@ -244,20 +245,22 @@ def possible_overflows(format: Format) -> tuple[Overflow, ...]:
 NAMED = {"bf16-trunc": "bf16:toward-zero"}
 
 
-def parse(text: str | Cast | Format) -> Cast:
+def parse(text: str | Cast | Format | Dtype) -> Cast:
     """A cast from ``format[:rounding][:overflow][:scaling]``, such as ``e4m3fn:stochastic:saturate`` or ``bf16-trunc``.
 
-    Roundings: nearest-even, nearest-away, toward-zero, up, down, to-odd, stochastic, and with N random bits
-    stochastic-N, stochastic-b-N, stochastic-c-N. Overflow: inf, nan, saturate. Scaling: current, delayed(window=16),
-    autoflex(headroom=1), static(-8). The words after the format may come in any order. Raises ValueError with the near
-    names for anything else.
+    A floating dtype of torch is the format of its name. Roundings: nearest-even, nearest-away, toward-zero, up, down,
+    to-odd, stochastic, and with N random bits stochastic-N, stochastic-b-N, stochastic-c-N. Overflow: inf, nan,
+    saturate. Scaling: current, delayed(window=16), autoflex(headroom=1), static(-8). The words after the format may
+    come in any order. Raises ValueError with the near names for anything else.
     """
     if isinstance(text, Cast):
         return text
-    if not isinstance(text, str):
-        if not isinstance(text, (FloatFormat, IntFormat, ScaledFormat)):
-            raise TypeError(f"a cast must be text (e4m3fn:stochastic), a Cast or a format, not {type(text).__name__}")
+    if isinstance(text, (FloatFormat, IntFormat, ScaledFormat)):
         return Cast(text)
+    if not isinstance(text, str):
+        if not checks.is_dtype(text):
+            raise TypeError(f"a cast must be text (e4m3fn:stochastic), a Cast or a format, not {type(text).__name__}")
+        text = str(text)
     head, *words = checks.spelling("cast", text).split(":")
     head, *named_words = NAMED.get(head, head).split(":")
     given: dict[str, object] = {}

@@ -64,7 +64,7 @@ class Precision:
         strict: bool = False,
         seed: int = 0,
     ) -> None:
-        preset = presets.parse(_name(precision) if isinstance(precision, torch.dtype) else precision)
+        preset = presets.parse(precision)
         if loss_scale is not None:
             preset = replace(preset, loss_scale=LossScale.parse(loss_scale))
         if masters is not None:
@@ -389,11 +389,6 @@ class Precision:
         if scale.kind == "none":
             return GradScaler(device, enabled=False, patience=_PATIENCE)
         return GradScaler(device, loss_scale=scale)
-
-
-def _name(dtype: torch.dtype) -> str:
-    """Return the name under which a floating dtype of torch is a precision; any other dtype is unknown by its name."""
-    return str(dtype).removeprefix("torch.") if dtype.is_floating_point else str(dtype)
 
 
 def _accumulating(policy: Policy, accumulate: Accumulation) -> Policy:

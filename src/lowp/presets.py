@@ -9,6 +9,7 @@ from lowp import casts, formats
 from lowp.casts import Cast, Overflow
 from lowp.errors import UnknownName, unknown
 from lowp.formats import FloatFormat, ScaledFormat
+from lowp.formats.checks import Dtype
 from lowp.loss_scale import DYNAMIC, LossScale
 from lowp.policy import Policy, Rule
 
@@ -174,7 +175,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def parse(precision: str | Preset | Policy | Path) -> Preset:
+def parse(precision: str | Preset | Policy | Path | Dtype) -> Preset:
     """A preset by name, a bare format for contraction operands and gradients (the rest fp32), or a policy file (.toml).
 
     Raises InvalidInput with the near names for anything else.

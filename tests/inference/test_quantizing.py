@@ -248,6 +248,9 @@ def test_a_not_a_number_stays_one_in_a_dynamic_range() -> None:
         ({"format": "int8", "calibration_data": [torch.full((1, 8), torch.inf)]}, "NaN or infinite activations"),
         ({"format": "int8:delayed"}, "a delayed scale depends on earlier tensors"),
         ({"format": "int9"}, "unknown format"),
+        ({"format": "fp8"}, "fp8 is a width, which several formats have: give one of e4m3fn"),
+        ({"calibration_data": torch.ones(4, 8)}, r"is one batch, a Tensor: give a list of batches, such as \[x\]"),
+        ({"calibration_data": {"input": torch.ones(4, 8)}}, "is one batch, a dict: give a list of batches"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(arguments: dict[str, Any], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
+from typing import Protocol
 
 from lowp.errors import InvalidInput, brief
 
@@ -16,6 +17,20 @@ def spelling(kind: str, text: str) -> str:
             f"{text[:20]!r}... is not a {kind}: it has {len(text)} characters; at most {LONGEST} are allowed"
         )
     return text.strip().lower()
+
+
+class Dtype(Protocol):
+    """A dtype of torch, which is not imported here; its text names a format, if it is a floating one."""
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether it is one."""
+        ...
+
+
+def is_dtype(value: object) -> bool:
+    """Whether a value is a dtype of torch."""
+    return type(value).__module__ == "torch" and type(value).__name__ == "dtype"
 
 
 def text(owner: str, value: object) -> None:

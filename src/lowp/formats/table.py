@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import checks
+from lowp.formats.checks import Dtype
 from lowp.formats.scaled import Format, PowerOfTwo, ScaledFormat, Scope
 from lowp.formats.types import FORMATS, MOST_EXPONENT_BITS, FloatFormat, IntFormat, Specials, usual_bias
 
@@ -82,8 +83,8 @@ _INT = re.compile(r"i(\d+)(s?)", re.ASCII)
 _POWER = re.compile(r"2\^(-?\d+)\.\.(-?\d+)", re.ASCII)
 
 
-def parse(text: str | Format) -> Format:
-    """Return a format by its name (``fp16``) or its spelling.
+def parse(text: str | Format | Dtype) -> Format:
+    """Return a format by its name (``fp16``), its spelling, or a floating dtype of torch (``torch.float16``).
 
     Floating point: ``eXmY`` (``ueXmY`` without a sign), then optionally ``bN`` (bias), one of ``fn fnuz nuz finite``
     (specials; IEEE without), ``ftz`` (no subnormals): ``e5m7``, ``e4m3b11fnuz``, ``e8m7ftz``. X is 1 to 11, Y 0 to 52,
@@ -96,10 +97,10 @@ def parse(text: str | Format) -> Format:
     """
     if isinstance(text, (FloatFormat, IntFormat, ScaledFormat)):
         return text
-    if not isinstance(text, str):
+    if not isinstance(text, str) and not checks.is_dtype(text):
         raise TypeError(f"a format must be text (fp16, e5m7) or one of FORMATS, not {type(text).__name__}")
-    name = checks.spelling("format", text)
-    name = ALIASES.get(name, name)
+    name = checks.spelling("format", str(text))
+    name = ALIASES.get(name.removeprefix("torch."), name)
     if name in FORMATS:
         return FORMATS[name]
     if "@" in name:
@@ -111,13 +112,13 @@ def parse(text: str | Format) -> Format:
     if match := _INT.fullmatch(name):
         return IntFormat(name, int(match[1]), bool(match[2]))
     if name in _WIDTHS:
-        raise UnknownName(f"unknown format {text!r}: several formats have this width: {_WIDTHS[name]}")
+        raise UnknownName(f"{text} is a width, which several formats have: give one of {_WIDTHS[name]}")
     if name == "bf16-trunc":
         raise InvalidInput(
             "bf16-trunc is a cast, not a format: give bf16 here, or use bf16-trunc where a cast is allowed"
         )
     raise UnknownName(
-        unknown("format", text, [*FORMATS, *ALIASES], shown=FORMATS)
+        unknown("format", str(text), [*FORMATS, *ALIASES], shown=FORMATS)
         + "; or spell one out, such as e5m7, e4m3b11fnuz, i6s, e2m1@e8m0/32"
     )
 

@@ -29,7 +29,7 @@ _ROLES = ("query", "key", "value", "out")
 
 def quantize_model(
     model: nn.Module,
-    format: str | Cast | Format = "int8",
+    format: str | Cast | Format | torch.dtype = "int8",
     calibration_data: Iterable[Any] | None = None,
     *,
     calibration: str = "maximum",
@@ -57,6 +57,9 @@ def quantize_model(
     """
     cast, highest = casts.parse(format), check_bits(bits)
     _check_format(cast)
+    if isinstance(calibration_data, (Tensor, Mapping)):
+        kind = type(calibration_data).__name__
+        raise InvalidInput(f"calibration_data is one batch, a {kind}: give a list of batches, such as [x]")
     seen = ActivationRange(calibration)  # raises for an unknown method before any work
     del seen
     served = copy.deepcopy(model).eval()

@@ -24,13 +24,13 @@ LARGEST_OFFSET = 1 << 62
 _parse = functools.lru_cache(maxsize=1024)(parse)
 
 
-def as_cast(cast: str | Cast | Format) -> Cast:
+def as_cast(cast: str | Cast | Format | torch.dtype) -> Cast:
     """Return the cast for a text, a cast or a format."""
     return cast if isinstance(cast, Cast) else _parse(cast) if isinstance(cast, str) else parse(cast)
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(cast: str | Cast | Format, dtype: torch.dtype) -> Cast:
+def plan(cast: str | Cast | Format | torch.dtype, dtype: torch.dtype) -> Cast:
     """Return the parsed cast, after the checks that depend only on the dtype."""
     planned = as_cast(cast)
     check_dtype(dtype)
@@ -112,7 +112,7 @@ def check_out(x: Tensor, out: Any) -> None:
         )
 
 
-def element(format: str | Format | Cast) -> FloatFormat | IntFormat:
+def element(format: str | Format | Cast | torch.dtype) -> FloatFormat | IntFormat:
     """Return the format of codes, also if a cast was given. Raises ValueError for a format with a shared scale."""
     found = as_cast(format).format
     if isinstance(found, ScaledFormat):

@@ -26,7 +26,9 @@ from lowp.quantized import Quantized
 _SIGN = 1 << 63
 
 
-def quantize(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: Tensor | None = None) -> Tensor:
+def quantize(
+    x: Tensor, cast: str | Cast | Format | torch.dtype, scale: Any, seed: Seed, out: Tensor | None = None
+) -> Tensor:
     """`lowp.quantize` as an operator."""
     if tracing.is_sharded(x):
         return _of_shards(x, cast, scale, seed, out)
@@ -43,7 +45,9 @@ def quantize(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: 
     return found
 
 
-def _of_shards(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: Tensor | None) -> Tensor:
+def _of_shards(
+    x: Tensor, cast: str | Cast | Format | torch.dtype, scale: Any, seed: Seed, out: Tensor | None
+) -> Tensor:
     """`lowp.quantize` of a DTensor."""
     own = _cast(cast) if scale is None else None
     x = shards.placed(x, own)
@@ -55,7 +59,9 @@ def _of_shards(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out
     return found if out is None else out.copy_(found)
 
 
-def encode(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, packed: bool) -> Tensor | Quantized:
+def encode(
+    x: Tensor, cast: str | Cast | Format | torch.dtype, scale: Any, seed: Seed, packed: bool
+) -> Tensor | Quantized:
     """`lowp.encode` as an operator."""
     x, draw = shards.whole(x), _seed(seed)
     if not _is_scaled(cast):
@@ -74,7 +80,9 @@ def encode(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, packed:
     )
 
 
-def decode(codes: Tensor, format: str | Format | Cast, dtype: torch.dtype, packed: bool, length: int | None) -> Tensor:
+def decode(
+    codes: Tensor, format: str | Format | Cast | torch.dtype, dtype: torch.dtype, packed: bool, length: int | None
+) -> Tensor:
     """`lowp.decode` as an operator."""
     result: Tensor = torch.ops.lowp.decode(tracing.unwrapped(shards.whole(codes)), _text(format), dtype, packed, length)
     return result
@@ -87,22 +95,22 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @constant_when_compiled
-def _text(cast: str | Cast | Format) -> str:
+def _text(cast: str | Cast | Format | torch.dtype) -> str:
     return cast if isinstance(cast, str) else str(cast)
 
 
 @constant_when_compiled
-def _is_scaled(cast: str | Cast | Format) -> bool:
+def _is_scaled(cast: str | Cast | Format | torch.dtype) -> bool:
     return checks.as_cast(cast).scaling is not None
 
 
 @constant_when_compiled
-def _cast(cast: str | Cast | Format) -> Cast:
+def _cast(cast: str | Cast | Format | torch.dtype) -> Cast:
     return checks.as_cast(cast)
 
 
 @constant_when_compiled
-def _parts(cast: str | Cast | Format) -> tuple[bool, bool, int]:
+def _parts(cast: str | Cast | Format | torch.dtype) -> tuple[bool, bool, int]:
     """Return whether a format has an outer scale, whether a zero point, and the bits of an element."""
     format = scaled.scaled_format(checks.as_cast(cast))
     return format.outer is not None, format.affine, format.element.bits

@@ -30,7 +30,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def quantize(
     x: Any,
-    cast: str | Cast | Format,
+    cast: str | Cast | Format | torch.dtype,
     *,
     scale: Any = None,
     seed: int | Tensor = 0,
@@ -127,7 +127,7 @@ def _keeps_infinities(cast: Cast) -> bool:
 
 def encode(
     x: Any,
-    cast: str | Cast | Format,
+    cast: str | Cast | Format | torch.dtype,
     *,
     scale: Any = None,
     seed: int | Tensor = 0,
@@ -160,7 +160,7 @@ def encode(
 
 def decode(
     codes: Any,
-    format: str | Format | Cast,
+    format: str | Format | Cast | torch.dtype,
     *,
     dtype: torch.dtype = torch.float32,
     packed: bool = False,
