@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ import forked
 import pytest
 from launch.test_scripts import python
 
-from lowp.launch import comparison
+from lowp.errors import InvalidInput
+from lowp.launch import comparison, folders
 from lowp.launch.settings import RUN
 
 
@@ -114,6 +116,10 @@ def test_a_script_that_handles_sigterm_itself_finds_what_it_finds_in_python(tmp_
     [
         ((), "the script is missing"),
         (("--precision", "bf17", "s.py"), "unknown precision 'bf17'"),
+        (
+            ("--compare", "fp32", "bf16", "s.py"),
+            "'bf16' is a precision and not a script: give several precisions as one",
+        ),
         (("nothere.py",), "there is no script 'nothere.py' here"),
         (("--lr", "0.1", "s.py"), "'--lr' is not an option of lowp run: give options of the script after its name"),
         (("--precision", "bf16-storage", "s.py"), "use --precision bf16"),
@@ -140,8 +146,10 @@ def test_a_precision_in_the_environment_that_does_not_exist_ends_the_script(tmp_
 def test_several_precisions_stand_side_by_side(
     tmp_path: Path, lowp: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def process(command: list[str], env: Mapping[str, str], stdout: IO[bytes], **_: object) -> SimpleNamespace:
-        ran = forked.run(*command[1:], environment=env)
+    def process(
+        command: list[str], cwd: Path, env: Mapping[str, str], stdout: IO[bytes], **_: object
+    ) -> SimpleNamespace:
+        ran = forked.run(*command[1:], cwd=cwd, environment=env)
         stdout.write((ran.stdout + ran.stderr).encode())
         return SimpleNamespace(wait=lambda seconds=None: ran.returncode, kill=lambda: None)
 
@@ -149,18 +157,76 @@ def test_several_precisions_stand_side_by_side(
     monkeypatch.setattr("lowp.launch.comparison.subprocess", SimpleNamespace(Popen=process, STDOUT=None, DEVNULL=None))
     text = (
         "import torch\ntorch.manual_seed(0)\nm = torch.nn.Linear(4, 1)\no = torch.optim.SGD(m.parameters(), 0.1)\n"
-        "for _ in range(3):\n    loss = m(torch.ones(2, 4)).square().mean()\n    loss.backward()\n    o.step()\n"
-        "print('loss', loss.item())\n"
+        "import os, sys\nassert open(sys.argv[1]).read() == 'above'\n"
+        "assert not os.path.exists('checkpoint.pt'), 'resumed'\nassert not os.path.exists('lowp-compare')\n"
+        "count = int(open('data/count').read())\nopen('data/count', 'w').write('7')\n"
+        "for _ in range(count):\n    loss = m(torch.randn(2, 4)).square().mean()\n    loss.backward()\n    o.step()\n"
+        "torch.save(m, 'checkpoint.pt')\nprint('loss', loss.item())\n"
     )
-    (tmp_path / "script.py").write_text(text)
-    ran = lowp("run", "--compare", "fp32,bf16", "script.py")
-    assert ran.code == 0, ran.err
-    assert len(re.findall(r"(?:fp32|bf16) .* 0 .* s .* 0 .* loss \d", ran.out)) == 2, ran.out
+    here = tmp_path / "here"
+    (here / "data").mkdir(parents=True)
+    (tmp_path / "above.txt").write_text("above")
+    (here / "data" / "count").write_text("3")
+    (here / "data" / "not written").write_text("")
+    (here / "script.py").write_text(text)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("COLUMNS", "160")
+    for number in ("", "-2"):
+        ran = lowp("run", "--compare", "fp32,flex16+5", "script.py", "../above.txt")
+        assert ran.code == 0, ran.err
+        rows = re.findall(r"(fp32|flex16\+5) .* 0 .* s .* 0 of 3 .* (\d+ of \d+)? .* loss (\S+) │ (.*) │", ran.out)
+        (_, none, exact, nothing), (_, saturated, rounded, apart) = rows
+        assert none == nothing.strip() == "" and re.fullmatch(r"\d+ of [1-9]\d*", saturated)
+        assert re.fullmatch(rf"\S+ % off: {rounded} for {exact}", apart.strip())
+        folder = here / f"lowp-compare{number}"
+        assert str(folder) in ran.err
+        for name in ("fp32", "flex16+5"):
+            wrote = {str(path.relative_to(folder / name)) for path in (folder / name).rglob("*") if path.is_file()}
+            assert wrote == {"checkpoint.pt", "data/count"}
+            assert exact in (folder / "fp32.txt").read_text()
+    assert (here / "data" / "count").read_text() == "3" and not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "said"),
+    [
+        ("loss 0.5", "loss 0.5", "the same line"),
+        ("epoch 2 loss 0.55 accuracy 99", "epoch 2 loss 0.5 accuracy 100", "10 % off: 0.55 for 0.5"),
+        ("loss nan", "loss 0.5", "off: nan for 0.5"),
+        ("loss 0.1", "loss 0.0", "off: 0.1 for 0.0"),
+        ("Error: 3", "loss 0.5", "other words"),
+        ("done", "finished", "other words"),
+    ],
+)
+def test_a_last_line_is_compared_by_its_numbers(line: str, other: str, said: str) -> None:
+    assert comparison.difference(line, other) == said
+
+
+def test_large_files_and_hidden_folders_of_a_run_are_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_COPIED", 10)
+    here = tmp_path / "here"
+    (here / ".hidden").mkdir(parents=True)
+    for name, size in (("small", 4), ("large", 11), (".hidden/one", 1)):
+        (here / name).write_bytes(b"x" * size)
+    place = folders.Workplace(folders.new_folder(tmp_path, "run"), here)
+    assert {path.name: path.is_symlink() for path in place.folder.iterdir()} == {
+        "small": False,
+        "large": True,
+        ".hidden": True,
+    }
+    place.leave()
+    assert not place.folder.exists() and len(list(here.rglob("*"))) == 4
+    with pytest.raises(InvalidInput, match="which cannot be made: Not a directory"):
+        folders.new_folder(here / "small", "run")
 
 
 def test_a_comparison_that_is_stopped_ends_the_script_and_shows_the_runs_so_far(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-S", "-c", "import time; print('begun', flush=True); time.sleep(600)"]
     environments = [
         (name, {**os.environ, RUN: json.dumps({"directory": str(tmp_path / name)})}) for name in ("fp32", "bf16")

@@ -90,9 +90,27 @@ def _command(script: list[str]) -> list[str]:
         name = script[0].partition("=")[0]
         meant = "".join(f"; did you mean {one}?" for one in near(name, (*_VALUED, *_FLAGS), 1))
         raise InvalidInput(f"{name!r} is not an option of lowp run: give options of the script after its name{meant}")
+    elif not os.path.exists(script[0]) and (also := _precisions(script)):
+        raise InvalidInput(
+            f"{script[0]!r} is a precision and not a script: give several precisions as one list with commas, as in "
+            f"lowp run --compare {','.join(['fp32', *(one for one in also if one != 'fp32')])} train.py"
+        )
     elif not os.path.exists(script[0]):
         raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
     return [sys.executable, *script]
+
+
+def _precisions(words: list[str]) -> list[str]:
+    """Return the words at the beginning that are precisions."""
+    from lowp import presets
+    from lowp.errors import LowpError
+
+    for count, word in enumerate(words):
+        try:
+            presets.parse(word)
+        except LowpError:
+            return words[:count]
+    return words
 
 
 def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str]:
