@@ -30,7 +30,7 @@ from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer
 from lowp.exponents.summary import Summary, summarised
 from lowp.exponents.table import ExponentTable, Flush, SumEntry
 from lowp.exponents.weights import WeightSteps
-from lowp.kernels import low_words, payloads, squares
+from lowp.kernels import hardware, low_words, payloads, squares
 from lowp.kernels.cpu_int16 import Seen, is_direct
 from lowp.kernels.int16_lists import exact_mantissas as exact_list
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
@@ -296,7 +296,7 @@ class SharedExponents:
         return found
 
     def _group(self, cast: Cast, device: torch.device) -> ExponentTable:
-        if device.type == "meta":  # a model that is called for its shapes writes no numbers
+        if not hardware.has_numbers(device):  # a model that is called for its shapes writes no numbers
             return new_table(cast, device)
         for group in self._groups.values():  # one or two
             if group.cast is cast:

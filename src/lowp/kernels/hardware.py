@@ -27,7 +27,7 @@ import torch
 
 from lowp.compat import constant_when_compiled
 
-__all__ = ["is_on_host", "multiplies", "products_of_bf16", "why_fp16_is_emulated"]
+__all__ = ["has_numbers", "is_on_host", "multiplies", "products_of_bf16", "why_fp16_is_emulated"]
 
 _INSTRUCTIONS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16", "bf16": "Arm BF16"}
 # The values of ONEDNN_MAX_CPU_ISA that leave oneDNN without products of bf16
@@ -84,6 +84,11 @@ def why_fp16_is_emulated() -> str:
             "gradients of convolutions hundreds of times that"
         )
     return "torch sums no fp16 products faster than fp32's on a CPU"
+
+
+def has_numbers(device: torch.device) -> bool:
+    """Whether tensors of a device hold numbers: on the meta device they are shapes."""
+    return device.type != "meta"
 
 
 def is_on_host(x: torch.Tensor | torch.device) -> bool:
