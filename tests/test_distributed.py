@@ -17,7 +17,7 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -202,10 +202,18 @@ def maxima(rank: int) -> list[Any]:
     return [value.tolist(), own.item(), distributed.resolve("auto") is torch.distributed.group.WORLD]
 
 
+class Recomputing(nn.Sequential):
+    """Two layers, of which the second one's backward has begun when the first one's refuses to run for a search."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = checkpoint(self[0], x.requires_grad_(), use_reentrant=True)
+        return self[1](hidden)  # type: ignore[no-any-return]
+
+
 def first_scales(rank: int) -> dict[str, Any]:
     """Train in fp16 with overflowing gradients, sixteen times larger on rank 1; return the scales and skipped steps."""
     found: dict[str, Any] = {}
-    for kind in ("none", "ddp", "unused", "static", "sharded", "nan", "reentrant"):
+    for kind in ("none", "ddp", "unused", "static", "sharded", "parallel", "nan", "reentrant", "sharded reentrant"):
         torch.manual_seed(0)
         model: nn.Module = nn.Linear(4, 4)
         precision = Precision("fp16")
@@ -216,6 +224,10 @@ def first_scales(rank: int) -> dict[str, Any]:
             )
         if kind == "sharded":
             fully_shard(model)
+        if kind == "sharded reentrant":
+            model = fully_shard(Recomputing(fully_shard(model), fully_shard(nn.Linear(4, 4))))
+        if kind == "parallel":
+            parallelize_module(model, init_device_mesh("cpu", (RANKS,)), ColwiseParallel(output_layouts=Replicate()))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         for step in range(2):
             x = torch.full((4, 4), 10.0 * 16**rank)
@@ -224,6 +236,8 @@ def first_scales(rank: int) -> dict[str, Any]:
                 y = checkpoint(model, x.requires_grad_(), use_reentrant=True) if once else model(x)
                 loss = y.float().sum() * (math.nan if kind == "nan" and rank == 0 and step == 0 else 1.0)
             precision.backward(loss)
+            if kind.startswith("sharded"):
+                assert all(isinstance(one.grad, DTensor) for one in model.parameters()), "gradients were not reduced"
             precision.step(optimizer)
             found.setdefault(kind, []).append((precision.scale, precision.skipped_steps))
     return found
@@ -454,13 +468,13 @@ def test_ranks_begin_with_the_scale_of_the_one_that_needs_the_smallest(result: A
     first, second = result(first_scales)
     assert first == second
     # a weight's gradient is 4 * 160 * scale there: below 65504 with 5 powers of two of room from a scale of 2 on
-    for kind in ("none", "ddp", "unused"):
+    for kind in ("none", "ddp", "unused", "sharded", "parallel"):
         assert first[kind] == [(2.0, 0)] * 2, kind
 
 
 def test_ranks_begin_with_one_scale_where_one_of_them_cannot_search(result: Any) -> None:
     for found in result(first_scales):
-        for kind in ("static", "sharded", "nan", "reentrant"):
+        for kind in ("static", "nan", "reentrant", "sharded reentrant"):
             assert found[kind] == [(32768.0, 1), (16384.0, 2)], kind
 
 

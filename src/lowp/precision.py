@@ -169,7 +169,7 @@ class Precision:
         if self._searches_scale and not torch.compiler.is_compiling():
             self._searches_scale = False
             scale = self.preset.loss_scale
-            if self.steps == 0 and self.scaler.get_scale() == scale.initial and self._may_search():
+            if self.steps == 0 and self.scaler.get_scale() == scale.initial:
                 self.scaler.begin_with(first_scale(loss, scale.initial, scale.floor, **options))
         if self.scaler.is_enabled():
             expect_step(self.scaler)
@@ -181,13 +181,6 @@ class Precision:
         self.scaler.scale(loss).backward(**options)
         if (self.steps == 0 or self._first is not None) and not torch.compiler.is_compiling():
             self._first = FirstStep(self._trained.models() if self.scaler.is_enabled() else ())
-
-    def _may_search(self) -> bool:
-        """Whether backward can run several times: not if it gathers and reduces shards, as with fully_shard.
-
-        With several ranks, only if all models were prepared, since only then are they known.
-        """
-        return not self._trained.is_sharded if self._trained.models() else not distributed.has_other_ranks()
 
     @region.at_rest
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowp.errors import InvalidInput, Misuse
 from lowp.optim.model_state import owner_of
 from lowp.optim.preparing import MasterStorage, Preparation
-from lowp.optim.shards import is_fully_sharded, is_sharded
+from lowp.optim.shards import is_sharded
 from lowp.optim.state_dicts import parameters_of
 from lowp.optim.zero import is_zero
 from lowp.presets import Preset
@@ -60,11 +60,6 @@ class Trained:
     def models(self) -> list[nn.Module]:
         """Return the prepared models that still exist."""
         return [model for known in self._models if (model := known()) is not None]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether FSDP2 gathers parameters of a model."""
-        return any(is_fully_sharded(module) for model in self.models() for module in model.modules())
 
     def add(self, model: nn.Module) -> bool:
         """Add a prepared model; return whether it is new."""

@@ -375,17 +375,15 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("port", "factor", "skips"), [("29572", "1e-7", False), ("29573", "1e2", True)])
-def test_gradients_of_fsdp2_are_scaled_and_ranks_skip_together(
-    port: str, factor: str, skips: bool, tmp_path: Path
+@pytest.mark.parametrize(("port", "factor"), [("29572", "1e-7"), ("29573", "1e2")])
+def test_gradients_of_fsdp2_are_scaled_by_a_scale_at_which_the_first_of_them_fit(
+    port: str, factor: str, tmp_path: Path
 ) -> None:
     script = (*TORCHRUN, port, str(SCRIPTS / "fsdp2.py"), factor)
     plain = python(*script, cwd=tmp_path)
     ran = python("-m", "lowp", "run", "--precision", "fp16", *script, cwd=tmp_path)
-    # skipped steps are missing from 20
-    assert numbers(ran.stdout) == pytest.approx(numbers(plain.stdout), rel=2.0 if skips else 0.01), ran.stderr
-    skipped = re.findall(r"lowp run: fp16, 20 optimizer steps, (\d+) skipped", ran.stderr)
-    assert len(set(skipped)) == 1 and (int(skipped[0]) > 0) == skips and int(skipped[0]) < 12, ran.stderr
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain.stdout), rel=0.01), ran.stderr
+    assert "lowp run: fp16, 20 optimizer steps, 0 skipped" in ran.stderr
     assert "runs in fp32" not in ran.stderr
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowp import distributed
+from lowp.optim.shards import local
 from lowp.rng_state import restore_rng_states, rng_states
 
 __all__ = ["first_scale"]
@@ -26,13 +27,13 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     are restored, and the graph is kept for the backward that follows. `options` are the arguments of that backward.
     Returns `initial` if no scale can be found: for a loss that is not finite, for gradients that are not finite even at
     `floor`, and for a graph that cannot be run twice (reentrant checkpoints, torch.compile's donated buffers, a static
-    graph of DistributedDataParallel). All ranks must call this, each with its own loss; the result is the smallest
-    scale that any rank needs. Waits for the device and for the other ranks at each try.
+    graph of DistributedDataParallel, FullyShardedDataParallel). All ranks must call this, each with its own loss; the
+    result is the smallest scale that any rank needs. Waits for the device and for the other ranks at each try.
     """
     inputs = options.get("inputs")
     nodes = _nodes(loss)
     leaves = _leaves(nodes) if inputs is None else [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    usable = all(map(_is_whole, leaves)) and not any(map(_starts_a_reduction, nodes))
+    usable = not any(type(leaf).__name__ == "FlatParameter" for leaf in leaves) and _can_run_twice(nodes)
     usable = usable and bool(leaves) and bool(torch.isfinite(loss.detach()).all())
     if _worst_of_ranks(_FITS if usable else _FAILS, loss.device) == _FAILS:
         return initial
@@ -64,6 +65,7 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     return initial if power is None else initial * 2.0 ** -min(power, most)
 
 
+_ONCE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # nodes that may refuse to run a second time
 _FITS, _OVERFLOWS, _FAILS = range(3)  # outcomes of a try on one rank, the worst last
 
 
@@ -128,15 +130,17 @@ def _retaining() -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.retains_grad and not tensor.is_leaf]
 
 
-def _is_whole(leaf: Tensor) -> bool:
-    """Whether a leaf is not a shard: neither a DTensor nor a FullyShardedDataParallel parameter."""
-    return not hasattr(leaf, "device_mesh") and type(leaf).__name__ != "FlatParameter"
+def _can_run_twice(nodes: Sequence[Any]) -> bool:
+    """Whether a try changes nothing for the backward that follows, also if it fails.
 
-
-def _starts_a_reduction(node: Any) -> bool:
-    """Whether a node starts a reduction over ranks that runs only once: a static graph of DistributedDataParallel."""
-    wrapper = getattr(node, "ddp_weakref", None)
-    return wrapper is not None and bool(getattr(wrapper(), "static_graph", False))
+    A static graph of DistributedDataParallel reduces only once. A backward through modules of fully_shard must not end
+    early, as a try does where a node refuses to run twice: they would reduce nothing from then on, and say nothing.
+    """
+    names = {type(node).__name__ for node in nodes}
+    wrappers = [wrapper() for node in nodes if (wrapper := getattr(node, "ddp_weakref", None)) is not None]
+    if any(getattr(wrapper, "static_graph", False) for wrapper in wrappers):
+        return False
+    return "RegisterPostBackwardFunctionBackward" not in names or names.isdisjoint(_ONCE)
 
 
 def _all_finite(gradients: Sequence[Tensor | None]) -> bool:
@@ -144,6 +148,6 @@ def _all_finite(gradients: Sequence[Tensor | None]) -> bool:
     checks: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         if gradient is not None:
-            values = gradient.coalesce()._values() if gradient.is_sparse else gradient
+            values = gradient.coalesce()._values() if gradient.is_sparse else local(gradient)
             checks.setdefault(values.device, []).append(torch.isfinite(values).all())
     return all(bool(torch.stack(flags).all()) for flags in checks.values())

@@ -64,16 +64,11 @@ class _Backward:
         self._clipped = clipped_gradients(session.preset)
         self.largest_grad_scale = largest_grad_scale(session.preset.policy)
 
-    def _look_for_scale(self, outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> None:
-        """Set a dynamic scale's initial value to one at which the first gradients fit, found by trial on this loss.
-
-        Not if FSDP2 has gathered parameters for this pass: its hooks would gather and reduce them in each trial.
-        """
+    def _look_for_scale(self, outputs: tuple[Tensor, ...]) -> None:
+        """Set a dynamic scale's initial value to one at which the first gradients fit, found by trial on this loss."""
         if not self._looks or len(outputs) != 1 or outputs[0].numel() != 1:
             return
         self._looks = False
-        if any(self.session.held_as(leaf) is not leaf for leaf in leaves):
-            return
         scale = self.session.preset.loss_scale
         self.gradients.is_trial = True
         try:
@@ -104,7 +99,7 @@ class _Backward:
             self._clipped = None
         one = torch.ones((), dtype=torch.float32, device=outputs[0].device)
         if looks:
-            self._look_for_scale(outputs, leaves)
+            self._look_for_scale(outputs)
         waits = self._looks and most < self.session.preset.loss_scale.initial  # until a backward pass has searched
         scale = one * most if waits else self.session.precision.scaler.scale(one).clamp(max=most)
         self.gradients.set_retained_aside()
