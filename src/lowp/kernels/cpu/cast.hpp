@@ -91,11 +91,6 @@ struct Groups {
   bool packed;                // codes fill no whole bytes
 };
 
-struct Largest {
-  double magnitude = 0;  // of the finite numbers
-  bool finite = true;    // all of them
-};
-
 struct Statistics {
   int64_t histogram[256];
   int64_t zeros, nans, infinities;
@@ -164,8 +159,9 @@ struct Kernels {
   bool (*quantize_groups)(const Task&, const Groups&, int64_t begin, int64_t end);
   int64_t (*encode_groups)(const Task&, const Groups&, int64_t begin, int64_t end);
   bool (*decode_groups)(const Task&, const Groups&, int64_t begin, int64_t end);
-  void (*find_largest)(const Task&, int64_t begin, int64_t end, Largest*);
-  void (*choose_scales)(const Groups&, int64_t group, const Largest*, int64_t count, double* scale);
+  // The largest magnitude of the finite numbers; with a minus sign if there are others.
+  double (*find_largest)(const Task&, int64_t begin, int64_t end);
+  void (*choose_scales)(const Groups&, int64_t group, const double* largest, int64_t count, double* scale);
   double (*outer_scale)(const lowp_sharing&, double largest);
   void (*to_int16)(const Task&, int exponent, float* values, Mantissas*, int64_t begin, int64_t end);
   void (*from_int16)(const int16_t* in, int exponent, float* out, int64_t begin, int64_t end);

@@ -6,6 +6,8 @@
 //   2. `ScaleOf` computes the scale of every group from it,
 //   3. `GroupCast` divides the runs by their scales and rounds them to elements, and `values` multiplies these again.
 // Quotients are rounded once, as if they were computed in fp64, and values are rounded once to the type of the tensor.
+// fp32 quotients by powers of two are exact unless they are small. By other scales they have an error, of less than 2**-22
+// of them, which matters only near the midpoint of two elements: such a strip is cast in fp64.
 #pragma once
 
 #include "quantize.hpp"
@@ -54,22 +56,19 @@ static inline typename C::Bits largest_of(const typename C::Bits* in, int64_t co
 static inline double wide_number(uint32_t bits) { return static_cast<double>(number(bits)); }
 static inline double wide_number(uint64_t bits) { return number(bits); }
 
+// The largest finite magnitudes of all runs, with a minus sign (also that of -0) if others are in the run.
 template <class C>
-__attribute__((noinline)) static void largest_of_runs(const typename C::Bits* in, const Runs& runs, Largest* found) {
+__attribute__((noinline)) static void largest_of_runs(const typename C::Bits* in, const Runs& runs, double* found) {
   using Bits = typename C::Bits;
   alignas(64) Bits largest[kBlock];
   each_run(runs, [&](int64_t run, int64_t begin, auto count) {
     largest[run] = largest_of<C, false>(in + begin, count);
   });
-  Bits most = 0;
-  for (int64_t run = 0; run < runs.number; ++run) {
-    found[run] = {wide_number(largest[run]), true};
-    most = most > largest[run] ? most : largest[run];
-  }
-  if (most < Constants<C>::kInf) return;
+  LOWP_VECTOR_LOOP
+  for (int64_t run = 0; run < runs.number; ++run) found[run] = wide_number(largest[run]);
+  if (largest_of<C, false>(largest, runs.number) < Constants<C>::kInf) return;
   each_run(runs, [&](int64_t run, int64_t begin, int64_t count) {
-    if (largest[run] >= Constants<C>::kInf)
-      found[run] = {wide_number(largest_of<C, true>(in + begin, count)), false};
+    if (largest[run] >= Constants<C>::kInf) found[run] = -wide_number(largest_of<C, true>(in + begin, count));
   });
 }
 
@@ -88,35 +87,55 @@ struct ScaleOf {
   explicit ScaleOf(const lowp_sharing& given) : sharing(given), rounded(given.scale, 0) {}
 
   // At most kBlock groups. `outer`: the scale of the whole tensor, if the format has one.
-  void operator()(const Largest* found, int64_t groups, double outer, double* scale) const {
-    if (sharing.power) {
-      for (int64_t group = 0; group < groups; ++group) {
-        const double largest = found[group].magnitude;
-        int exponent = largest == 0 ? sharing.of_zeros : floor_log2(largest) - sharing.top;
-        exponent = exponent < sharing.lowest ? sharing.lowest : exponent > sharing.last ? sharing.last : exponent;
-        scale[group] = power_of_two<F64>(exponent);
-      }
-    } else {
+  __attribute__((noinline)) void operator()(const double* found, int64_t groups, double outer, double* scale) const {
+    if (sharing.power)
+      powers(found, groups, scale);
+    else
       ratios(found, groups, outer, scale);
-    }
     if (!sharing.marks) return;
-    for (int64_t group = 0; group < groups; ++group)
-      scale[group] = found[group].finite ? scale[group] : number(Constants<F64>::kQuietNan);
+    LOWP_VECTOR_LOOP
+    for (int64_t group = 0; group < groups; ++group) {
+      const uint64_t other = uint64_t{0} - (bits_of(found[group]) >> 63);
+      scale[group] = number(choose<uint64_t>(other, Constants<F64>::kQuietNan, bits_of(scale[group])));
+    }
   }
 
  private:
-  void ratios(const Largest* found, int64_t groups, double outer, double* scale) const {
+  void powers(const double* found, int64_t groups, double* scale) const {
+    const int32_t top = sharing.top + 1023, lowest = sharing.lowest, last = sharing.last;
+    int32_t least = 1;
+    LOWP_VECTOR_LOOP
+    for (int64_t group = 0; group < groups; ++group) {
+      const int32_t field = static_cast<int32_t>((bits_of(found[group]) & Constants<F64>::kMagnitude) >> 52);
+      int32_t exponent = field - top;
+      exponent = exponent < lowest ? lowest : exponent;
+      exponent = exponent > last ? last : exponent;
+      least = field < least ? field : least;
+      scale[group] = number(static_cast<uint64_t>(exponent + 1023) << 52);
+    }
+    if (least > 0) return;
+    for (int64_t group = 0; group < groups; ++group) {  // zeros, and subnormal numbers of fp64
+      const double largest = __builtin_fabs(found[group]);
+      if (bits_of(largest) >> 52) continue;
+      const int exponent = largest == 0 ? sharing.of_zeros : floor_log2(largest) - sharing.top;
+      scale[group] = power_of_two<F64>(exponent < lowest ? lowest : exponent > last ? last : exponent);
+    }
+  }
+
+  void ratios(const double* found, int64_t groups, double outer, double* scale) const {
     alignas(64) uint64_t ratio[kBlock], result[kBlock];
     const bool two = sharing.outer.bits != 0;
+    const double headroom = sharing.headroom, highest = sharing.highest, least = two ? 0 : sharing.smallest;
+    const double divisor = two ? outer : 1, of_zeros = two ? 0 : 1;
     ratio[0] = 0;  // without it GCC warns that there may be no groups
-    for (int64_t group = 0; group < groups; ++group) {
-      const double quotient = found[group].magnitude * sharing.headroom / sharing.highest;
-      ratio[group] = bits_of(two ? quotient / outer : quotient);
-    }
+    LOWP_VECTOR_LOOP
+    for (int64_t group = 0; group < groups; ++group)
+      ratio[group] = bits_of(__builtin_fabs(found[group]) * headroom / highest / divisor);
     rounded.with_words(ratio, result, 0, groups, nullptr);
-    for (int64_t group = 0; group < groups; ++group) {
-      const double size = number(result[group]), least = sharing.smallest;  // subnormal numbers have few bits
-      scale[group] = two ? size : ratio[group] == 0 ? 1.0 : size > least ? size : least;
+    LOWP_VECTOR_LOOP
+    for (int64_t group = 0; group < groups; ++group) {  // subnormal numbers would have few bits
+      const double size = number(result[group]), normal = size > least ? size : least;
+      scale[group] = number(ratio[group]) == 0 ? of_zeros : normal;
     }
   }
 };
@@ -124,11 +143,6 @@ struct ScaleOf {
 static inline bool is_fp32(double x) { return static_cast<double>(static_cast<float>(x)) == x; }
 
 // -- 3. elements and values -------------------------------------------------------------------------------------------
-// How quotients in fp32 become those in fp64. Powers of two: they are exact, unless small. Otherwise they are in doubt if
-// rounding errors may have moved them to or over the midpoint of two elements.
-enum Sharing { kPowers, kRatios, kTwoLevels };
-constexpr int kTolerance = 3;  // of kTwoLevels in fp32's last places: the inverse and the product are rounded
-
 // Whether fp32 represents all products of an element and a scale.
 static inline bool has_small_products(const lowp_sharing& sharing) {
   const lowp_cast &element = sharing.element, &scale = sharing.scale;
@@ -136,27 +150,92 @@ static inline bool has_small_products(const lowp_sharing& sharing) {
          (element.kind != kFloat || element.min_exponent > -40) && scale.min_exponent > -40;
 }
 
-// The quotients of a run. Returns whether one is in doubt, as bits. `far` from a multiple of the quantum is a midpoint.
-template <int kKind>
-static inline uint32_t divide_run(const uint32_t* in, int64_t count, float by, const Lane<F32>& lane, float far,
-                                  uint32_t* out) {
-  constexpr uint32_t kPlaces = kKind == kTwoLevels ? kTolerance : 0;
+// The constants of the quick cast: to nearest even, of integers and of floats with a mantissa and a small range. A sum with
+// a power of two whose ulp is the quantum rounds to it.
+struct Quick {
+  float lower, upper;          // integers: their range
+  uint32_t smallest, cap;      // floats: the smallest normal number; a number that overflows
+  uint32_t step;               // from the exponent of a number to that of the power
+  uint32_t limit, beyond;      // the largest magnitude, and what larger ones become
+  float far;                   // from the power to the distance from an element at which a quotient is in doubt
+};
+
+static inline bool is_quick(const lowp_cast& cast) {
+  if (cast.rounding != kNearestEven) return false;
+  if (cast.kind == kInteger) return cast.bits <= 16;
+  return cast.kind == kFloat && cast.mantissa_bits > 0 && cast.mantissa_bits < 16 && cast.minus_zero && cast.is_signed &&
+         cast.subnormals && cast.has_zero && cast.min_exponent > -60 && cast.maximum < 0x1p60;
+}
+
+static inline Quick make_quick(const lowp_cast& cast, const Lane<F32>& lane) {
+  Quick quick{};
+  quick.lower = static_cast<float>(cast.minimum), quick.upper = static_cast<float>(cast.maximum);
+  if (cast.kind == kInteger) return quick;
+  quick.smallest = static_cast<uint32_t>(lane.smallest), quick.limit = static_cast<uint32_t>(lane.limit[0]);
+  quick.cap = bits_of(4 * quick.upper), quick.beyond = static_cast<uint32_t>(lane.beyond[0]);
+  quick.step = static_cast<uint32_t>(lane.shift) << 23;
+  quick.far = power_of_two<F32>(-24) - power_of_two<F32>(-21 - lane.shift);
+  return quick;
+}
+
+// The element of a number. Unless that is exact, `doubt` gets bits if it is so near to a midpoint of two elements that an
+// error of 2**-22 of it may have decided.
+template <bool kWholes, bool kExact>
+static inline uint32_t quick_element(uint32_t bits, const Quick& quick, uint32_t& doubt) {
+  const uint32_t a = bits & 0x7fffffff, sign = bits ^ a;
+  uint32_t result;
+  if constexpr (kWholes) {
+    constexpr float kMagic = 0x1.8p23f;
+    const float x = number(bits), above = x < quick.lower ? quick.lower : x, limited = above > quick.upper ? quick.upper : above;
+    const float whole = (limited + kMagic) - kMagic;
+    if (!kExact) doubt |= mask<F32>(__builtin_fabsf(limited - whole) >= 0.5f - number(a) * 0x1p-22f);
+    result = bits_of(whole);
+    return choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan | sign, result);
+  } else {
+    const int32_t capped = static_cast<int32_t>(a) < static_cast<int32_t>(quick.cap) ? static_cast<int32_t>(a)
+                                                                                      : static_cast<int32_t>(quick.cap);
+    const int32_t exponent = capped & 0x7f800000, smallest = static_cast<int32_t>(quick.smallest);
+    const float x = number(static_cast<uint32_t>(capped));
+    const float power = number(static_cast<uint32_t>(exponent > smallest ? exponent : smallest) + quick.step);
+    const float rounded = (x + power) - power;
+    if (!kExact) doubt |= mask<F32>(__builtin_fabsf(x - rounded) >= power * quick.far);
+    result = bits_of(rounded);
+    result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(result) > static_cast<int32_t>(quick.limit)), quick.beyond, result);
+    result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan, result);
+    return result | sign;
+  }
+}
+
+// Beyond fp32's largest number values become that.
+static inline uint32_t value_of(uint32_t element, float factor, float second) {
+  constexpr float kLargest = 0x1.fffffep127f;
+  const float value = number(element) * factor * second;
+  const float above = value < -kLargest ? -kLargest : value;
+  return bits_of(above > kLargest ? kLargest : above);
+}
+
+// The quotients of a run by a power of two. Returns bits if one is below fp32's normal numbers, and perhaps not exact.
+static inline uint32_t divide_run(const uint32_t* in, int64_t count, float inverse, uint32_t* out) {
   constexpr int32_t kSmallestNormal = 0x00800000;
+  uint32_t small = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t quotient = bits_of(number(in[i]) * inverse);
+    small |= mask<F32>(static_cast<int32_t>(quotient & 0x7fffffff) < kSmallestNormal) & (in[i] & 0x7fffffff);
+    out[i] = quotient;
+  }
+  return small;
+}
+
+// The values of a run or, without `kValues`, its elements. Returns bits if one is in doubt.
+template <bool kWholes, bool kExact, bool kValues>
+static inline uint32_t cast_run(const uint32_t* in, int64_t count, float inverse, float factor, float second,
+                                const Quick& quick, uint32_t* out) {
   uint32_t doubt = 0;
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
-    const float quotient = kKind == kRatios ? number(in[i]) / by : number(in[i]) * by;
-    const uint32_t a = bits_of(quotient) & 0x7fffffff;
-    uint32_t found = mask<F32>(static_cast<int32_t>(a) < kSmallestNormal) & (in[i] & 0x7fffffff);
-    if (kKind != kPowers) {
-      const uint32_t below = mask<F32>(static_cast<int32_t>(a) < lane.smallest);
-      const float size = number(a & below), rest = size - ((size + lane.magic) - lane.magic);
-      const uint32_t fixed = mask<F32>(__builtin_fabsf(rest) >= far);
-      const uint32_t normal = mask<F32>((a & lane.discard) - (lane.half - kPlaces) <= 2 * kPlaces);
-      found = choose<uint32_t>(below, fixed, normal);
-    }
-    doubt |= found;
-    out[i] = bits_of(quotient);
+    const uint32_t element = quick_element<kWholes, kExact>(bits_of(number(in[i]) * inverse), quick, doubt);
+    out[i] = kValues ? value_of(element, factor, second) : element;
   }
   return doubt;
 }
@@ -165,21 +244,23 @@ struct GroupCast {
   const lowp_sharing& sharing;
   Caster<F32> narrow;
   Caster<F64> wide;
-  int kind;
-  bool in_fp32;     // both steps can be done in fp32
-  bool small_counts;  // whether a number too small for fp32 under its scale matters
+  bool is_quick_cast;  // in fp32 by the quick cast; only under powers of two by others
+  bool in_fp32;
+  bool small_counts;  // whether it matters that a number is too small for fp32 under its scale
+  Quick quick;
   uint64_t seed;
   int64_t index;
 
   GroupCast(const lowp_sharing& given, uint64_t given_seed, int64_t first)
       : sharing(given), narrow(given.element, given_seed, first), wide(given.element, given_seed, first),
-        kind(given.power ? kPowers : given.outer.bits ? kTwoLevels : kRatios), seed(given_seed), index(first) {
+        is_quick_cast(is_quick(given.element)), quick(make_quick(given.element, narrow.lane)), seed(given_seed),
+        index(first) {
     const lowp_cast& element = sharing.element;
-    const bool nearest = element.rounding == kNearestEven || element.rounding == kNearestAway;
     const bool is_float = element.kind == kFloat;
+    const bool nearest = element.rounding == kNearestEven || element.rounding == kNearestAway;
     in_fp32 = narrow.kernel != nullptr && (!is_float || (element.is_signed && element.min_exponent > -90));
-    if (kind != kPowers) in_fp32 = in_fp32 && nearest && element.bits <= 8 && (!is_float || element.subnormals);
-    if (kind == kTwoLevels) in_fp32 = in_fp32 && is_float && has_small_products(sharing);
+    if (!sharing.power) in_fp32 = is_quick_cast && element.bits <= 8;
+    if (sharing.outer.bits) in_fp32 = in_fp32 && has_small_products(sharing);
     small_counts = !nearest && element.rounding != kTowardZero;
   }
 
@@ -188,15 +269,24 @@ struct GroupCast {
   bool elements(const uint32_t* in, const Runs& runs, const double* scale, double outer, const uint32_t* words,
                 int64_t first, int64_t count, uint32_t* out) const {
     alignas(64) uint32_t quotients[kBlock];
-    alignas(64) float by[kBlock];
-    if (!in_fp32 || !factors(runs, scale, outer, by)) return false;
-    const bool sure = kind == kPowers  ? divide<kPowers>(in, runs, by, quotients)
-                      : kind == kRatios ? divide<kRatios>(in, runs, by, quotients)
-                                        : divide<kTwoLevels>(in, runs, by, quotients);
-    if (!sure) return false;
-    clear_marked(runs, scale, quotients);
+    alignas(64) float inverse[kBlock];
+    if (!in_fp32 || !invert(runs, scale, outer, inverse)) return false;
+    if (is_quick_cast) return cast_strip<false>(in, runs, inverse, scale, outer, out);
+    uint32_t small = 0;
+    each_run(runs, [&](int64_t run, int64_t begin, auto length) {
+      small |= divide_run(in + begin, length, inverse[run], quotients + begin);
+    });
+    if (small != 0 && small_counts) return false;
+    mark(runs, scale, quotients, uint32_t{0});
     narrow.with_words(quotients, out, first, count, words);
     return true;
+  }
+
+  // The values of a strip in one step. Returns false if there is no such step or fp32 does not decide.
+  bool all(const uint32_t* in, const Runs& runs, const double* scale, double outer, uint32_t* out) const {
+    alignas(64) float inverse[kBlock];
+    return in_fp32 && is_quick_cast && invert(runs, scale, outer, inverse) &&
+           cast_strip<true>(in, runs, inverse, scale, outer, out);
   }
 
   // The same in fp64; `in` may be `out`. With zero points the element is limited so that their sum is in the range.
@@ -211,7 +301,7 @@ struct GroupCast {
       LOWP_VECTOR_LOOP
       for (int64_t i = begin; i < begin + length; ++i) out[i] = bits_of(number(in[i]) / divisor);
     });
-    clear_marked(runs, scale, out);
+    mark(runs, scale, out, uint64_t{0});
     if (zero_point == nullptr) return wide.with_words(out, out, first, count, words);
     each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
       lowp_cast moved = sharing.element;
@@ -223,51 +313,64 @@ struct GroupCast {
   }
 
  private:
-  // What quotients are computed with: the scales, or their inverses. Returns false if fp32 does not reach them.
-  bool factors(const Runs& runs, const double* scale, double outer, float* by) const {
-    const double least = kind == kPowers ? 0x1p-127 : 0x1p-126, most = kind == kPowers ? 0x1p127 : 0x1p126;
-    bool reached = is_fp32(outer);
+  // The inverses of the scales. Returns false if fp32 does not reach them.
+  bool invert(const Runs& runs, const double* scale, double outer, float* inverse) const {
+    const double least = sharing.power ? 0x1p-127 : 0x1p-126, most = sharing.power ? 0x1p127 : 0x1p126;
+    uint64_t beyond = is_fp32(outer) ? 0 : 1;
+    LOWP_VECTOR_LOOP
     for (int64_t run = 0; run < runs.number; ++run) {
-      const double divisor = scale[run] * outer, size = divisor == divisor && divisor != 0 ? divisor : 1;
-      reached &= size >= least && size <= most && (kind != kRatios || is_fp32(size));
-      by[run] = static_cast<float>(kind == kRatios ? size : divisor == 0 ? 0 : 1 / size);
+      const double divisor = scale[run] * outer;
+      const uint64_t known = mask<F64>(divisor == divisor) & mask<F64>(divisor != 0);
+      const double size = number(choose<uint64_t>(known, bits_of(divisor), bits_of(1.0)));
+      beyond |= mask<F64>(size < least) | mask<F64>(size > most) | (mask<F64>(!is_fp32(scale[run])) & known);
+      inverse[run] = static_cast<float>(number(bits_of(1 / size) & mask<F64>(divisor != 0)));
     }
-    return reached;
+    return beyond == 0;
   }
 
-  template <int kKind>
-  __attribute__((noinline)) bool divide(const uint32_t* in, const Runs& runs, const float* by, uint32_t* out) const {
-    constexpr float kPlaces = kKind == kTwoLevels ? kTolerance : 0;
-    const Lane<F32> lane = narrow.lane;
-    const int top = sharing.element.kind == kFloat ? sharing.element.min_exponent : sharing.element.bits;
-    const float far = lane.half_quantum - kPlaces * power_of_two<F32>(top - 23);
+  template <bool kValues>
+  bool cast_strip(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
+                  uint32_t* out) const {
+    const bool exact = sharing.power != 0;
+    const auto run = sharing.element.kind != kInteger
+                         ? exact ? &GroupCast::cast_runs<false, true, kValues> : &GroupCast::cast_runs<false, false, kValues>
+                     : exact ? &GroupCast::cast_runs<true, true, kValues>
+                             : &GroupCast::cast_runs<true, false, kValues>;
+    if ((this->*run)(in, runs, inverse, scale, outer, out) != 0) return false;
+    mark(runs, scale, out, kValues ? Constants<F32>::kQuietNan : 0);
+    return true;
+  }
+
+  template <bool kWholes, bool kExact, bool kValues>
+  __attribute__((noinline)) uint32_t cast_runs(const uint32_t* in, const Runs& runs, const float* inverse,
+                                               const double* scale, double outer, uint32_t* out) const {
+    const Quick constants = quick;
+    const float second = static_cast<float>(outer);
     uint32_t doubt = 0;
     each_run(runs, [&](int64_t run, int64_t begin, auto length) {
-      doubt |= divide_run<kKind>(in + begin, length, by[run], lane, far, out + begin);
+      const float factor = static_cast<float>(scale[run]);
+      doubt |= cast_run<kWholes, kExact, kValues>(in + begin, length, inverse[run], factor, second, constants, out + begin);
     });
-    return doubt == 0 || (kKind == kPowers && !small_counts);
+    return doubt;
   }
 
+  // Writes what stands for numbers under a scale of NaN.
   template <class Bits>
-  void clear_marked(const Runs& runs, const double* scale, Bits* quotients) const {
+  void mark(const Runs& runs, const double* scale, Bits* numbers, Bits as) const {
     if (!sharing.marks) return;
     each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
-      if (scale[run] != scale[run]) std::memset(quotients + begin, 0, sizeof(Bits) * static_cast<size_t>(length));
+      if (scale[run] == scale[run]) return;
+      for (int64_t i = begin; i < begin + length; ++i) numbers[i] = as;
     });
   }
 };
 
 static inline void multiply_run(const uint32_t* in, int64_t count, float factor, float second, uint32_t* out) {
-  constexpr float kLargest = 0x1.fffffep127f;
   LOWP_VECTOR_LOOP
-  for (int64_t i = 0; i < count; ++i) {
-    const float value = number(in[i]) * factor * second;
-    const float above = value < -kLargest ? -kLargest : value;
-    out[i] = bits_of(above > kLargest ? kLargest : above);
-  }
+  for (int64_t i = 0; i < count; ++i) out[i] = value_of(in[i], factor, second);
 }
 
-// The values of a strip of elements. Those beyond fp32's largest number become that.
+// The values of a strip of elements.
 __attribute__((noinline)) static void values(const uint32_t* element, const Runs& runs, const double* scale, double outer,
                                              uint32_t* out) {
   const float second = static_cast<float>(outer);

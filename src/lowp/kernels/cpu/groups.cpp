@@ -2,6 +2,7 @@
 // written: 1 if it cannot hold a value under a power of two. All return -1 if memory runs out.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -22,19 +23,18 @@ int64_t start(const Groups& groups, int64_t group) {
 }
 
 // The largest numbers of groups begin .. end of a whole tensor.
-void find(const Task& task, const Groups& groups, int64_t count, int threads, Largest* found) {
+void find(const Task& task, const Groups& groups, int64_t count, int threads, double* found) {
   const Kernels& kernel = kernels();
   std::mutex merging;
   parallel_for(count, kBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
     for (int64_t first = begin; first < end;) {
       const int64_t row = first / groups.row, column = first % groups.row, group = column / groups.group;
       const int64_t last = std::min({(group + 1) * groups.group, groups.row, end - first + column}) - column + first;
-      Largest part;
-      kernel.find_largest(task, first, last, &part);
+      const double part = kernel.find_largest(task, first, last);
       std::lock_guard<std::mutex> lock(merging);
-      Largest& all = found[row * groups_of_row(groups) + group];
-      all.finite &= part.finite;
-      all.magnitude = std::max(all.magnitude, part.magnitude);
+      double& all = found[row * groups_of_row(groups) + group];
+      const double most = std::max(std::fabs(all), std::fabs(part));
+      all = std::signbit(all) || std::signbit(part) ? -most : most;
       first = last;
     }
   });
@@ -48,13 +48,13 @@ bool share(const Task& task, Groups& groups, int64_t count, int threads, Work wo
   std::unique_ptr<double[]> scales;
   if (groups.sharing->outer.bits != 0 && groups.scale == nullptr) {
     const Groups all{groups.sharing, count, count, 1, nullptr, nullptr, nullptr, 0, false};
-    Largest largest;
+    double largest = 0;
     find(task, all, count, threads, &largest);
-    groups.outer = kernel.outer_scale(*groups.sharing, largest.magnitude);
+    groups.outer = kernel.outer_scale(*groups.sharing, std::fabs(largest));
   }
   const int64_t number = count / groups.row * groups_of_row(groups);
   if (groups.scale == nullptr && std::min(groups.group, groups.row) > kLong) {
-    const std::unique_ptr<Largest[]> found(new (std::nothrow) Largest[number]);
+    const std::unique_ptr<double[]> found(new (std::nothrow) double[number]());
     scales.reset(new (std::nothrow) double[number]);
     if (found == nullptr || scales == nullptr) return false;
     find(task, groups, count, threads, found.get());
@@ -133,7 +133,7 @@ LOWP_EXPORT int lowp_quantize_finite(const lowp_cast* cast, const lowp_sharing* 
     return 0;
   }
   const Groups groups{sharing, count, count, 1, nullptr, nullptr, nullptr, 0, false};
-  const Largest largest{magnitude(static_cast<uint32_t>(found[0])), true};
+  const double largest = magnitude(static_cast<uint32_t>(found[0]));
   double scale;
   kernels().choose_scales(groups, 0, &largest, 1, &scale);
   const int64_t length = std::max<int64_t>(count, 1);

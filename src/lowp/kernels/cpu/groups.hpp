@@ -80,7 +80,7 @@ static void store_scales(const Groups& groups, const double* scale, int64_t grou
   });
 }
 
-static void read_scales(const Groups& groups, int64_t group, int64_t count, double* scale) {
+static void read_scales(const Groups& groups, const Coder<F64>& coder, int64_t group, int64_t count, double* scale) {
   const lowp_sharing& sharing = *groups.sharing;
   alignas(64) uint64_t bits[kBlock];
   if (keeps_fp32(sharing)) {
@@ -89,7 +89,7 @@ static void read_scales(const Groups& groups, int64_t group, int64_t count, doub
     with_code_type(groups.stored_bytes, [&](auto code) {
       const auto* const in = static_cast<const decltype(code)*>(groups.stored) + group;
       if (sharing.power) return read_powers(sharing, in, scale, count);
-      Coder<F64>(sharing.scale).decode(in, bits, count);
+      coder.decode(in, bits, count);
     });
     if (sharing.power) return;
   }
@@ -201,26 +201,28 @@ static bool write(uint64_t* values, const Task& task, bool power, int64_t first,
 
 // -- the kernels ------------------------------------------------------------------------------------------------------
 template <class C>
-static void find_largest_in(const Task& task, int64_t begin, int64_t end, Largest* all) {
+static double find_largest_in(const Task& task, int64_t begin, int64_t end) {
   alignas(64) typename C::Bits buffer[kBlock];
+  double most = 0;
+  bool finite = true;
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     const typename C::Bits* in = load<C>(task.in, task.in_type, first, count, buffer);
     typename C::Bits largest = largest_of<C, false>(in, count);
-    if (largest >= Constants<C>::kInf) all->finite = false, largest = largest_of<C, true>(in, count);
+    if (largest >= Constants<C>::kInf) finite = false, largest = largest_of<C, true>(in, count);
     const double magnitude = wide_number(largest);
-    all->magnitude = magnitude > all->magnitude ? magnitude : all->magnitude;
+    most = magnitude > most ? magnitude : most;
   }
+  return finite ? most : -most;
 }
 
-static void find_largest(const Task& task, int64_t begin, int64_t end, Largest* all) {
+static double find_largest(const Task& task, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
-  if (task.in_type == kFp64) return find_largest_in<F64>(task, begin, end, all);
-  find_largest_in<F32>(task, begin, end, all);
+  return task.in_type == kFp64 ? find_largest_in<F64>(task, begin, end) : find_largest_in<F32>(task, begin, end);
 }
 
 // The scales of at most kBlock groups, which are stored, too.
-static void choose_scales(const Groups& groups, int64_t group, const Largest* found, int64_t count, double* scale) {
+static void choose_scales(const Groups& groups, int64_t group, const double* found, int64_t count, double* scale) {
   const ExactArithmetic exact;
   ScaleOf(*groups.sharing)(found, count, groups.outer, scale);
   if (groups.stored != nullptr) store_scales(groups, scale, group, count);
@@ -239,15 +241,13 @@ static void each_strip(const Task& task, const Groups& groups, int64_t begin, in
   const bool finds = groups.scale == nullptr;
   const ScaleOf scale_of(*groups.sharing);
   alignas(64) typename C::Bits buffer[kBlock];
-  alignas(64) double scale[kBlock];
-  Largest found[kBlock];
+  alignas(64) double scale[kBlock], found[kBlock];
   for (int64_t first = begin, long_end = begin; first < end;) {
     const bool inside = first < long_end;  // of a group longer than a strip, whose scale is known
     const Strip strip(groups, first, inside ? long_end : end, finds && !inside);
     if (strip.count == 0) {
       long_end = first + strip.rest;
-      found[0] = Largest{};
-      find_largest(task, first, long_end, found);
+      found[0] = find_largest(task, first, long_end);
       scale_of(found, 1, groups.outer, scale);
       if (groups.stored != nullptr) store_scales(groups, scale, strip.group, 1);
       continue;
@@ -268,10 +268,11 @@ static inline void widen(const uint32_t* in, uint64_t* out, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = bits_of(static_cast<double>(number(in[i])));
 }
 
-// The elements of each strip in fp32 or, if that does not decide or x is fp64, in fp64: then(elements, index, strip, scales).
-template <class C, class Narrow, class Wide>
-static void each_strip_rounded(const Task& task, const Groups& groups, int64_t begin, int64_t end, Narrow in_fp32,
-                               Wide in_fp64) {
+// The elements of each strip: in_fp32(elements, index, strip, scales), or in_fp64 if fp32 does not decide or x is fp64;
+// neither where whole(cast, numbers, index, strip, scales) is true.
+template <class C, class Whole, class Narrow, class Wide>
+static void each_strip_rounded(const Task& task, const Groups& groups, int64_t begin, int64_t end, Whole whole,
+                               Narrow in_fp32, Wide in_fp64) {
   const GroupCast cast(*groups.sharing, task.seed, task.index);
   alignas(64) uint32_t buffer[kBlock + 4], narrow[kBlock];
   alignas(64) uint64_t wide[kBlock];
@@ -281,6 +282,7 @@ static void each_strip_rounded(const Task& task, const Groups& groups, int64_t b
     if (draws(cast.sharing.element.rounding)) words = words_from(task.seed, task.index + first, count, buffer);
     const int32_t* const points = groups.zero_point == nullptr ? nullptr : groups.zero_point + strip.group;
     if constexpr (sizeof(*in) == 4) {
+      if (points == nullptr && whole(cast, in, first, strip, scale)) return;
       if (points == nullptr && cast.elements(in, strip.runs, scale, groups.outer, words, first, count, narrow))
         return in_fp32(narrow, first, strip, scale);
       widen(in, wide, count);
@@ -298,7 +300,9 @@ static bool quantize_groups_in(const Task& task, const Groups& groups, int64_t b
   alignas(64) uint64_t wide[kBlock];
   const bool power = groups.sharing->power != 0;
   const bool narrow = task.out_type == kFp32 || (power && task.out_type != kFp64);
-  const bool direct = task.out_type == kFp32 && !task.stream && is_aligned(task.out, sizeof(uint32_t));
+  // a strip that fp32 does not decide is read again
+  const bool kept = task.in != task.out && !task.stream;
+  const bool direct = kept && task.out_type == kFp32 && is_aligned(task.out, sizeof(uint32_t));
   bool lost = false;
   const auto in_fp64 = [&](uint64_t* element, int64_t first, const Strip& strip, const double* scale) {
     values(element, strip.runs, scale, groups.outer, nullptr);
@@ -312,7 +316,13 @@ static bool quantize_groups_in(const Task& task, const Groups& groups, int64_t b
     values(element, strip.runs, scale, groups.outer, direct ? static_cast<uint32_t*>(task.out) + first : result);
     if (!direct) lost |= write(result, task, first, strip.count);
   };
-  each_strip_rounded<C>(task, groups, begin, end, in_fp32, in_fp64);
+  const auto whole = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const double* scale) {
+    uint32_t* const out = direct ? static_cast<uint32_t*>(task.out) + first : result;
+    if (!narrow || !cast.all(in, strip.runs, scale, groups.outer, out)) return false;
+    if (!direct) lost |= write(result, task, first, strip.count);
+    return true;
+  };
+  each_strip_rounded<C>(task, groups, begin, end, whole, in_fp32, in_fp64);
   if (task.stream) finish_streaming();
   return lost;
 }
@@ -339,7 +349,7 @@ static int64_t encode_groups_in(const Task& task, const Groups& groups, int64_t 
     if constexpr (sizeof(T) == 1) pack(codes, count, bits, static_cast<uint8_t*>(task.out) + first * bits / 8);
   };
   each_strip_rounded<C>(
-      task, groups, begin, end,
+      task, groups, begin, end, [](auto&&...) { return false; },
       [&](uint32_t* element, int64_t first, const Strip& strip, auto) { put(narrow, element, first, strip.count); },
       [&](uint64_t* element, int64_t first, const Strip& strip, auto) { put(wide, element, first, strip.count); });
   return nans;
@@ -360,10 +370,19 @@ static int64_t encode_groups(const Task& task, const Groups& groups, int64_t beg
   });
 }
 
+// Whether fp32 has these scales, or they are NaN.
+static bool are_fp32(const double* scale, int64_t count) {
+  uint64_t lost = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) lost |= mask<F64>(!is_fp32(scale[i])) & mask<F64>(scale[i] == scale[i]);
+  return lost == 0;
+}
+
 template <class C, class T>
 static bool decode_groups_in(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
   const lowp_sharing& sharing = *groups.sharing;
   const Coder<C> coder(sharing.element);
+  const Coder<F64> scale_coder(sharing.scale);
   alignas(64) typename C::Bits element[kBlock];
   alignas(64) uint64_t wide[kBlock];
   alignas(64) T copy[kBlock + 8];
@@ -372,7 +391,7 @@ static bool decode_groups_in(const Task& task, const Groups& groups, int64_t beg
   for (int64_t first = begin; first < end;) {
     const Strip strip(groups, first, end, false);
     const int64_t count = strip.count;
-    read_scales(groups, strip.group, strip.runs.number, scale);
+    read_scales(groups, scale_coder, strip.group, strip.runs.number, scale);
     const T* codes = copy;
     if (groups.packed) {
       const int bits = sharing.element.bits;
@@ -384,8 +403,7 @@ static bool decode_groups_in(const Task& task, const Groups& groups, int64_t beg
       std::memcpy(copy, at(task.in, first, sizeof(T)), sizeof(T) * static_cast<size_t>(count));
     }
     coder.decode(codes, element, count);
-    bool narrow = sizeof(element[0]) == 4;
-    for (int64_t run = 0; run < strip.runs.number; ++run) narrow &= is_fp32(scale[run]) || scale[run] != scale[run];
+    const bool narrow = sizeof(element[0]) == 4 && are_fp32(scale, strip.runs.number);
     if constexpr (sizeof(element[0]) == 4) {
       if (narrow) {
         values(element, strip.runs, scale, groups.outer, element);
