@@ -37,7 +37,6 @@ RUNS: dict[str, list[str]] = {
     "inference-avx2": ["inference.py", "--avx2"],
     "memory": ["memory.py"],
     "int16-memory": ["int16_memory.py"],
-    "bench-rossmann": ["-m", "lowp", "bench", "rossmann", "--memory", "64MB"],
     "bench-unet": ["-m", "lowp", "bench", "unet", "--seconds", "2"],
     "bench-bert": ["-m", "lowp", "bench", "bert", "--seconds", "2"],
 }

@@ -287,9 +287,10 @@ def example(text: str) -> str:
 
 
 def pictures() -> dict[Path, Path]:
-    """Return the pictures of `lowp bench`, by the files that they show."""
-    files = sorted((ROOT / "bench" / "results").glob("bench-*.json"))
-    return {file: ROOT / "docs" / "figures" / f"{file.stem}.png" for file in files}
+    """Return the pictures of `lowp bench` that pages show, by the files that they are drawn from."""
+    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    names = sorted(set(re.findall(r"\(figures/(bench-\w+)\.png\)", text)))
+    return {ROOT / "bench" / "results" / f"{one}.json": ROOT / "docs" / "figures" / f"{one}.png" for one in names}
 
 
 def shown(picture: Path) -> str | None:
