@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +119,40 @@ def test_what_argparse_refuses_is_one_line(lowp: Callable[..., Any], arguments: 
     result = lowp(*arguments)
     assert (result.code, result.out) == (2, "")
     assert words in result.err and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("compare digits --precision ,", "--precision is empty: give items with commas"),
+        ("compare digits --inference ,", "--inference is empty"),
+        ("compare digits --loss-scale ,", "--loss-scale is empty"),
+        ("bench digits --precision ,", "--precision is empty"),
+        ("figure curves --precision ,", "--precision is empty"),
+        ("run --compare , x.py", "--compare is empty"),
+        ("run --precision= x.py", "unknown precision ''"),
+        ("bench digits --memory -3GB", "--memory '-3GB' is not a size"),
+        ("train digits --lr -1e-3", "learning rate -0.001: give a finite number above zero"),
+        ("profile digits --max-overhead -3%", "max_overhead='-3%' is not valid: give a share"),
+        ("profile digits --bits 8 --least-signal nan", "--least-signal nan: give decibels above 0"),
+        (
+            "profile --steps 3 x.py",
+            "--steps is for recipes, and x.py is none: options of the script come after",
+        ),
+        ("profile run.json --epochs 3", "--epochs is for recipes, and run.json is none"),
+        ("formats --json --markdown", "--json cannot be combined with --markdown"),
+        ("policy bf16", "unknown action 'bf16'; allowed: list, show, check; `lowp policy show bf16` shows it"),
+    ],
+)
+def test_what_a_command_cannot_heed_is_refused_before_any_work(
+    lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text("")
+    result = lowp(*command.split(" "))
+    assert (result.code, result.out) == (2, "")
+    assert words in result.err and result.err.count("\n") == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["x.py"]
 
 
 def test_help_of_a_command_is_its_own(lowp: Callable[..., Any]) -> None:

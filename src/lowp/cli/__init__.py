@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # By name, which is that of the command's module in this package, the line in `lowp --help`.
 COMMANDS: dict[str, str] = {
@@ -116,7 +116,7 @@ def _dispatch(arguments: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         raise UnknownName(unknown(kind, name, [*COMMANDS, "--help", "--version"]))
     module = import_module(f"lowp.cli.{name}")
-    parser = _Parser(
+    parser = Parser(
         prog=f"lowp {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
@@ -130,8 +130,13 @@ def _dispatch(arguments: list[str]) -> int:
     return int(module.run(parsed))
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser whose errors are those of lowp: one line, with the options that resemble an unknown one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # a negative number is an argument, not an option, in every spelling: -1e-5, -inf, -1/3, -0x1p3, -3%
+        self._negative_number_matcher = re.compile(r"^-(\d|\.\d|inf|nan).*$")
 
     def check_options(self, arguments: Sequence[str]) -> None:
         """Raise UnknownName for an unknown option, before argparse takes the value after it for another argument."""
@@ -150,7 +155,7 @@ class _Parser(argparse.ArgumentParser):
         raise InvalidInput(f"{self.prog}: {message} (`{self.prog} --help` says what is allowed)")
 
     def _is_value(self, argument: str) -> bool:
-        return len(argument) == 1 or " " in argument or re.match(r"-(\d|\.\d|inf|nan)", argument) is not None
+        return len(argument) == 1 or " " in argument or self._negative_number_matcher.match(argument) is not None
 
     def _is_option(self, name: str) -> bool:
         """Whether an option has this name or, with two dashes, a longer one, as argparse finds it."""

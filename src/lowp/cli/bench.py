@@ -123,7 +123,7 @@ def _plan(arguments: argparse.Namespace) -> BenchmarkPlan:
         raise InvalidInput(f"--seconds {arguments.seconds:g}: give seconds above 0, such as {_SECONDS:g}")
     if arguments.threads is not None and arguments.threads < 1:
         raise InvalidInput(f"--threads {arguments.threads}: give 1 or more")
-    precisions = split_list(arguments.precision)
+    precisions = split_list(arguments.precision, "--precision")
     for precision in precisions:
         presets.parse(precision)
     return BenchmarkPlan(

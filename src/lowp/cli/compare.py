@@ -145,7 +145,7 @@ def _study(arguments: argparse.Namespace) -> Study:
     from lowp.recipes.comparison import Study, variants_of
     from lowp.recipes.sweep import Grid, Sweep
 
-    scales = split_list(arguments.loss_scale)
+    scales = split_list(arguments.loss_scale, "--loss-scale")
     named = run_options.given(arguments)
     if arguments.sweep is not None:
         if len(scales) > 1:
@@ -157,7 +157,7 @@ def _study(arguments: argparse.Namespace) -> Study:
         if arguments.epochs is None:
             settings = replace(settings, epochs=max(1, (settings.epochs or 1) // 2))
         return Sweep(settings, grid, range(arguments.seeds or _SEEDS_OF_A_SWEEP))
-    precisions = split_list(arguments.precision) or split_list("fp16" if scales else DEFAULT)
+    precisions = split_list(arguments.precision, "--precision") or split_list("fp16" if scales else DEFAULT)
     if "fp32" not in precisions:
         _say("fp32 is trained too, as what the others are compared with")
     variants = variants_of(run_options.filled(named), precisions, scales)

@@ -24,6 +24,7 @@ import shlex
 from fractions import Fraction
 
 from lowp.casts import parse as parse_cast
+from lowp.cli import Parser
 from lowp.cli.tables import show
 from lowp.errors import InvalidInput
 from lowp.explain import (
@@ -47,8 +48,6 @@ from lowp.explain.multiply_add import ORDERS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    # a negative number is an argument, not an option, in every spelling: -1e-5, -inf, -1/3, -0x1p3, -2^-25
-    parser._negative_number_matcher = re.compile(r"^-(\d|\.\d|inf|nan).*$")
     parser.add_argument("number", nargs="*", help="a number, or two with an operator between them")
     parser.add_argument("--to", metavar="CAST", help="the format to convert to: fp16, e4m3fn:toward-zero:saturate")
     parser.add_argument(
@@ -249,7 +248,7 @@ def _element(text: str | None) -> tuple[int, int] | None:
 
 
 def _worked() -> str:
-    parser = argparse.ArgumentParser(prog="lowp explain")
+    parser = Parser(prog="lowp explain")
     add_arguments(parser)
     parts = []
     for index, case in enumerate(WORKED_CASES, 1):

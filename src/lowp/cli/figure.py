@@ -224,7 +224,7 @@ def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) ->
     options: dict[str, Any] = {name: given.get(name, value) for name, value in figure.options.items()}
     for name in ("precisions", "formats"):
         if name in options:
-            options[name] = split_list(options[name])
+            options[name] = split_list(options[name], "--precision" if name == "precisions" else "")
     total, unit = options.get("steps", 0), "steps"
     if figure.run:
         options["settings"] = _settings(figure, given)

@@ -89,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     """List the formats, show some in full, or draw them."""
     casts = [parse(name) for name in arguments.name]
     given = [cast.format for cast in casts]
+    if arguments.json and arguments.markdown:
+        raise InvalidInput("--json cannot be combined with --markdown: give one of them")
     if arguments.layout:
         if arguments.json or arguments.markdown:
             raise InvalidInput("--layout cannot be combined with --json or --markdown: give one of them")

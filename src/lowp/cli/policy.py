@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """List the policies, show one, or check a file."""
     if arguments.action not in ACTIONS:
-        raise UnknownName(unknown("action", arguments.action, ACTIONS))
+        shown = arguments.action in PRESETS or arguments.action.endswith(".toml")
+        hint = f"; `lowp policy show {arguments.action}` shows it" if shown else ""
+        raise UnknownName(unknown("action", arguments.action, ACTIONS) + hint)
     if arguments.action == "list":
         if arguments.name is not None:
             raise InvalidInput(

@@ -14,6 +14,7 @@ computed again from the file. Use the policy with `lowp run --policy`, `lowp com
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -175,6 +176,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInput(f"--steps {arguments.steps}: give 1 or more")
     if arguments.bits is not None and not 2 <= arguments.bits <= 16:
         raise InvalidInput(f"--bits {arguments.bits}: give 2 to 16, the bits of an operand")
+    if not arguments.least_signal > 0.0 or math.isinf(arguments.least_signal):
+        raise InvalidInput(f"--least-signal {arguments.least_signal:g}: give decibels above 0, such as 20")
     _steps_to_verify(arguments)
 
 
@@ -191,6 +194,12 @@ def _require_recipe(arguments: argparse.Namespace) -> None:
                 instead = f", or compare whole runs of the script: lowp run --compare fp32,policy.toml {script}"
             spelled = option.replace("_", "-")
             raise InvalidInput(f"--{spelled} trains a recipe: give a recipe instead of {name}{instead}")
+    unheeded = [
+        one for one in ("steps", "size", "epochs", "batch", "lr", "device", "seed", "data") if getattr(arguments, one)
+    ]
+    if unheeded:
+        after = ": options of the script come after its name" if _is_script(name) else ""
+        raise InvalidInput(f"--{unheeded[0]} is for recipes, and {name} is none{after}")
 
 
 def _steps_to_verify(arguments: argparse.Namespace) -> int | None:

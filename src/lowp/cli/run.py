@@ -65,11 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         if arguments.report is not None:
             raise InvalidInput("--report is for one run and --compare for several: give one of them")
-        environments = [(name, _environment(name, arguments)) for name in split_list(arguments.compare)]
+        environments = [(name, _environment(name, arguments)) for name in split_list(arguments.compare, "--compare")]
         with Interrupts(keeping="the run is being ended") as interrupts:
             code = comparison.run(command, environments, interrupts)
         return interrupts.exit_code if interrupts() else code
-    environment = _environment(arguments.policy or arguments.precision or "bf16", arguments)
+    chosen = next(one for one in (arguments.policy, arguments.precision, "bf16") if one is not None)
+    environment = _environment(chosen, arguments)
     sys.stdout.flush()
     if os.name == "posix":
         os.execve(command[0], command, environment)

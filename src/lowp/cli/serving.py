@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path(f"inference-{get(arguments.recipe).name}.json")
     results.check_writable(out)
     named = run_options.given(arguments)
-    serving = Serving(run_options.filled(named), split_list(arguments.inference), arguments.recover)
+    serving = Serving(run_options.filled(named), split_list(arguments.inference, "--inference"), arguments.recover)
     epochs = (serving.settings.epochs or 1) * serving.trainings
     with (
         Interrupts(lambda: "stopped within a step: nothing was written") as interrupts,
