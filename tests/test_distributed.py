@@ -349,6 +349,11 @@ def tensor_parallel(rank: int) -> dict[str, Any]:
             found.append(model(x).float().square().mean().item())
         return found
 
+    layer = parallelize_module(nn.Linear(8, 16), init_device_mesh("cpu", (RANKS,)), ColwiseParallel())
+    with lowp.autocast("flex16+5"), pytest.raises(InvalidInput, match=r"\(2, 16\) that is distributed .* Use dfp16"):
+        layer(torch.ones(2, 8))
+    with pytest.raises(InvalidInput, match=r"by FSDP2 or tensor parallelism\) cannot be stored"):
+        Precision("flex16+5").prepare(layer)
     return {name: [losses(name, is_parallel) for is_parallel in (True, False)] for name in PARALLEL}
 
 

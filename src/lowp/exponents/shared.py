@@ -34,6 +34,7 @@ from lowp.kernels import hardware, low_words, payloads, squares
 from lowp.kernels.cpu_int16 import Seen, is_direct
 from lowp.kernels.int16_lists import exact_mantissas as exact_list
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
+from lowp.kernels.tracing import is_sharded
 from lowp.scaling.powers import LARGEST_NORMAL, times
 
 __all__ = ["SharedExponents"]
@@ -85,6 +86,12 @@ class SharedExponents:
         nobody else reads x, and the values may take its memory. The mantissas are those of a write on a CPU that was
         noted, if they are all of it: None beside a second word, and of what is not finite.
         """
+        if type(x) is not Tensor and is_sharded(x):
+            raise InvalidInput(
+                f"a tensor {tuple(x.shape)} that is distributed over ranks (a DTensor, by tensor parallelism) cannot "
+                f"be written in {cast}: an exponent belongs to the whole tensor. Use dfp16, or another precision whose "
+                "exponents are not predicted"
+            )
         x = x.detach() if x.requires_grad else x  # the same tensor object if possible, for data cached by tensor
         if unless_exact and payloads.is_exact(x, cast):
             return x.float(), None

@@ -67,8 +67,10 @@ def integer_contraction(
     `in_fp32` computes the gradients of the same values in fp32, for cases in backward that integers cannot represent.
     """
     first, second, bias = tensors
-    if functorch_is_active() or is_sharded(first) or is_sharded(second):
+    if functorch_is_active():
         return None
+    if is_sharded(first) or is_sharded(second):  # values, which a writer refuses
+        return None if call.writer is None else fp64_contraction(form, call, first, second, bias)
     to_first, to_second = casts.of(casts.roles[0]), casts.of(casts.roles[1])
     assert to_first is not None and to_second is not None  # the rule requires integers
     a = payloads.rounded(first, to_first, casts.seed)
