@@ -86,7 +86,8 @@ class Trained:
                 self._look(optimizer, 0, may_lack_gradients)
                 continue
             for module, name, identity, dtype, _ in known[2]:
-                found: Any = getattr(module(), "_parameters", _NO_MODULE).get(name)
+                held = getattr(module(), "_parameters", _NO_MODULE)
+                found: Any = held[name] if name in held else None  # those of a ScriptModule have no `get`
                 if id(found) != identity or found.dtype is not dtype:
                     self._look(optimizer, known[1], True)
                     break

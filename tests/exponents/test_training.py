@@ -291,7 +291,10 @@ def test_a_sparse_gradient_is_refused_with_advice_and_nothing_changes() -> None:
     precision = Precision("flex16+5")
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = model.weight.detach().clone()
-    precision.backward(model(torch.tensor([1, 2])).sum())
+    rows = model(torch.tensor([1, 2]))  # within the region the backward pass refuses it
+    with precision.autocast():
+        loss = rows.sum()
+    precision.backward(loss)
     with pytest.raises(InvalidInput, match=r"the gradient of weight is sparse.*sparse=False, or train in dfp16"):
         precision.step(optimizer)
     assert torch.equal(model.weight, before)
