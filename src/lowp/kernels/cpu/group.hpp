@@ -15,6 +15,13 @@
 namespace lowp {
 namespace LOWP_ISA {
 
+// LOWP_VECTOR_LOOP for the numbers of a run: GCC would make scalar code of 16 of them before it considers vectors.
+#if defined(__clang__)
+#define LOWP_RUN_LOOP LOWP_VECTOR_LOOP
+#else
+#define LOWP_RUN_LOOP _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
+#endif
+
 struct Runs {
   int64_t number = 0;
   int64_t each = 0;  // the length of all runs; 0: they differ
@@ -25,6 +32,12 @@ template <int64_t kCount>
 struct Length {
   constexpr operator int64_t() const { return kCount; }
 };
+
+static constexpr bool is_constant(int64_t) { return false; }
+template <int64_t kCount>
+static constexpr bool is_constant(Length<kCount>) {
+  return true;
+}
 
 // pass(run, index of its first number, its length), with the usual lengths as constants.
 template <class Pass>
@@ -44,7 +57,7 @@ static inline typename C::Bits largest_of(const typename C::Bits* in, int64_t co
   using Int = typename C::Int;
   constexpr Int kInf = static_cast<Int>(Constants<C>::kInf);
   Int largest = 0;
-  LOWP_VECTOR_LOOP
+  LOWP_RUN_LOOP
   for (int64_t i = 0; i < count; ++i) {
     Int magnitude = static_cast<Int>(in[i] & Constants<C>::kMagnitude);
     if (kFinite) magnitude = magnitude < kInf ? magnitude : 0;
@@ -206,19 +219,17 @@ static inline uint32_t quick_element(uint32_t bits, const Quick& quick, uint32_t
   }
 }
 
-// Beyond fp32's largest number values become that.
+// Beyond fp32's largest number values become that, whose bits are before those of infinity.
 static inline uint32_t value_of(uint32_t element, float factor, float second) {
-  constexpr float kLargest = 0x1.fffffep127f;
-  const float value = number(element) * factor * second;
-  const float above = value < -kLargest ? -kLargest : value;
-  return bits_of(above > kLargest ? kLargest : above);
+  const uint32_t value = bits_of(number(element) * factor * second);
+  return value + mask<F32>((value & Constants<F32>::kMagnitude) == Constants<F32>::kInf);
 }
 
 // The quotients of a run by a power of two. Returns bits if one is below fp32's normal numbers, and perhaps not exact.
 static inline uint32_t divide_run(const uint32_t* in, int64_t count, float inverse, uint32_t* out) {
   constexpr int32_t kSmallestNormal = 0x00800000;
   uint32_t small = 0;
-  LOWP_VECTOR_LOOP
+  LOWP_RUN_LOOP
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t quotient = bits_of(number(in[i]) * inverse);
     small |= mask<F32>(static_cast<int32_t>(quotient & 0x7fffffff) < kSmallestNormal) & (in[i] & 0x7fffffff);
@@ -227,17 +238,25 @@ static inline uint32_t divide_run(const uint32_t* in, int64_t count, float inver
   return small;
 }
 
-// The values of a run or, without `kValues`, its elements. Returns bits if one is in doubt.
-template <bool kWholes, bool kExact, bool kValues>
-static inline uint32_t cast_run(const uint32_t* in, int64_t count, float inverse, float factor, float second,
-                                const Quick& quick, uint32_t* out) {
+// The values of a run or, without `kValues`, its elements. `doubts` get bits where one is in doubt: one each, if the length
+// is constant, so that runs need no sum of theirs; otherwise the first.
+template <bool kWholes, bool kExact, bool kValues, class Count>
+static inline void cast_run(const uint32_t* in, Count count, float inverse, float factor, float second,
+                            const Quick& quick, uint32_t* out, uint32_t* doubts) {
+  const int64_t length = count;
   uint32_t doubt = 0;
-  LOWP_VECTOR_LOOP
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t element = quick_element<kWholes, kExact>(bits_of(number(in[i]) * inverse), quick, doubt);
+  LOWP_RUN_LOOP
+  for (int64_t i = 0; i < length; ++i) {
+    uint32_t own = 0;
+    const uint32_t element = quick_element<kWholes, kExact>(bits_of(number(in[i]) * inverse), quick, own);
     out[i] = kValues ? value_of(element, factor, second) : element;
+    if (kExact) continue;
+    if (is_constant(count))
+      doubts[i] |= own;
+    else
+      doubt |= own;
   }
-  return doubt;
+  doubts[0] |= doubt;
 }
 
 struct GroupCast {
@@ -346,12 +365,12 @@ struct GroupCast {
                                                const double* scale, double outer, uint32_t* out) const {
     const Quick constants = quick;
     const float second = static_cast<float>(outer);
-    uint32_t doubt = 0;
+    alignas(64) uint32_t doubts[32] = {};
     each_run(runs, [&](int64_t run, int64_t begin, auto length) {
-      const float factor = static_cast<float>(scale[run]);
-      doubt |= cast_run<kWholes, kExact, kValues>(in + begin, length, inverse[run], factor, second, constants, out + begin);
+      cast_run<kWholes, kExact, kValues>(in + begin, length, inverse[run], static_cast<float>(scale[run]), second,
+                                         constants, out + begin, doubts);
     });
-    return doubt;
+    return largest_of<F32, false>(doubts, 32);
   }
 
   // Writes what stands for numbers under a scale of NaN.
@@ -366,7 +385,7 @@ struct GroupCast {
 };
 
 static inline void multiply_run(const uint32_t* in, int64_t count, float factor, float second, uint32_t* out) {
-  LOWP_VECTOR_LOOP
+  LOWP_RUN_LOOP
   for (int64_t i = 0; i < count; ++i) out[i] = value_of(in[i], factor, second);
 }
 
