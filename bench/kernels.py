@@ -31,6 +31,7 @@ NEAREST = ("fp16", "bf16", "bf16-tpu", "e4m3fn", "e4m3fn:saturate", "e5m2", "e4m
 NEAREST += ("e5m7", "e6m9", "i8", "i16")
 OTHER_MODES = ("bf16-trunc", "fp16:nearest-away", "fp16:up", "e4m3fn:down")
 STOCHASTIC = ("fp16:stochastic", "bf16:stochastic", "e4m3fn:stochastic", "e5m7:stochastic", "fp16:stochastic-8")
+SHARED = ("mxfp8", "mxfp4", "nvfp4", "int8", "dfp16")
 Candidates = dict[str, Callable[[], object]]
 
 
@@ -39,6 +40,9 @@ def ours(x: Tensor, out: Tensor) -> Candidates:
     candidates: Candidates = {}
     for text in (*NEAREST, *OTHER_MODES, *STOCHASTIC):
         candidates[f"lowp {text}"] = lambda text=text: lowp.quantize(x, text, seed=1, out=out)
+    for text in SHARED:  # rows of 1,024 numbers
+        rows, to = x.view(-1, 1024), out.view(-1, 1024)
+        candidates[f"lowp {text}"] = lambda text=text, rows=rows, to=to: lowp.quantize(rows, text, out=to)
     codes, payload = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x), dtype=torch.int16)
     fp8, dfp16, own = parse("e4m3fn"), parse("dfp16"), out.clone()
     candidates["lowp fp16 in place"] = lambda: lowp.quantize(own, "fp16", out=own)

@@ -55,13 +55,18 @@ def quantize(
     if not isinstance(x, Tensor):
         return _with_arrays(quantize, x, cast, scale=scale, seed=seed, offset=offset, out=out)
     plan = checks.plan(cast, x.dtype)
-    # the shortest way for the most frequent call: microseconds count here
-    if out is None and scale is None and type(seed) is int and type(offset) is int and offset == 0:
-        if _goes_straight(x):
-            if plan.scaling is not None:
-                return run.quantize(cpu, x, plan, None, seed)
+    # the shortest way for the most frequent calls: microseconds count here
+    if scale is None and type(seed) is int and type(offset) is int and offset == 0 and _goes_straight(x):
+        if out is None and plan.scaling is not None:
+            return run.quantize(cpu, x, plan, None, seed)
+        if out is None:
             out = torch.empty_like(x)
             cpu.quantize(x, plan, seed, out)
+            return out
+        if plan.scaling is None and _takes(out, x):
+            cpu.quantize(x, plan, seed, out)
+            if not out.is_inference():
+                torch.autograd.graph.increment_version(out)
             return out
     draw = checks.draw(x, seed, offset)
     if out is not None and not tracing.is_traced():
@@ -149,6 +154,12 @@ def encode(
         cast = checks.as_cast(cast)
         checks.check_dtype(x.dtype)
         checks.check_packed(packed)
+        if scale is None and cast.scaling is None and type(seed) is int and type(offset) is int and offset == 0:
+            if not packed and _goes_straight(x):  # as in quantize
+                codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
+                if nans := cpu.encode(x, cast, seed, codes):
+                    run.refuse_nans(nans, x, cast.element)
+                return codes
         draw = checks.draw(x, seed, offset)
         if is_eager(x):
             scales, module = checks.scales(scale, cast, x), implementation(x.device, "encode")
@@ -225,6 +236,15 @@ def _goes_straight(x: Tensor) -> bool:
         return x.layout is torch.strided and not x.is_nested and x.is_contiguous() and x.data_ptr() != 0
     except RuntimeError:  # what outlived its torch.func transform: a wrapper without storage, which torch opens
         return False
+
+
+def _takes(out: Any, x: Tensor) -> bool:
+    """Whether the C++ library can write into `out`, where x `_goes_straight`: it is x, or lies in other memory."""
+    if out is x:
+        return True
+    if not isinstance(out, Tensor) or out.dtype is not x.dtype or out.shape != x.shape or not _goes_straight(out):
+        return False
+    return abs(out.data_ptr() - x.data_ptr()) >= x.nbytes
 
 
 def _is_ours(x: Tensor) -> bool:

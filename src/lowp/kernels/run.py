@@ -63,15 +63,16 @@ def encode(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, packed: bool) 
     """Return the codes; raise ValueError for NaNs without a code."""
     fused = getattr(module, "encode_packed", None) if packed else None
     if fused is not None and (made := fused(_readable(x).contiguous(), cast, seed)) is not None:
-        _refuse_nans(made[1], x, cast.element)
+        refuse_nans(made[1], x, cast.element)
         found: Tensor = made[0]
         return found
     codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
-    _refuse_nans(module.encode(_readable(x).contiguous(), cast, seed, codes), x, cast.element)
+    refuse_nans(module.encode(_readable(x).contiguous(), cast, seed, codes), x, cast.element)
     return packing.pack(codes, cast.element) if packed else codes
 
 
-def _refuse_nans(nans: int, x: Tensor, element: FloatFormat | IntFormat) -> None:
+def refuse_nans(nans: int, x: Tensor, element: FloatFormat | IntFormat) -> None:
+    """Raise InvalidInput where a tensor has NaNs that its elements have no code for."""
     if nans:
         raise InvalidInput(
             f"{nans} of {x.numel()} numbers are NaN, which {element} has no code for: "
@@ -122,7 +123,7 @@ def encode_scaled(
     fused = getattr(_of_groups(module), "encode_groups", None) if scales is None else None
     if fused is not None and (made := fused(x.contiguous(), cast, seed, packed)) is not None:
         payload, kept, outer, nans = made
-        _refuse_nans(nans, x, format.element)
+        refuse_nans(nans, x, format.element)
         return Quantized(payload, kept, cast, outer, None, x.dtype, _packed_length(payload, x, format, packed))
     scales = scaled.choose(x, cast) if scales is None else scales
     payload = _payload(module, x, cast, scales, seed, packed)

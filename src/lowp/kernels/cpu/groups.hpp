@@ -8,6 +8,8 @@
 namespace lowp {
 namespace LOWP_ISA {
 
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 // The runs of a strip from the number `first` on, at most to `end`. If `whole`, its groups are: none if the first is longer
 // than a strip.
 struct Strip {
@@ -40,9 +42,6 @@ struct Strip {
       column = column == groups.row ? 0 : column;
     }
   }
-
- private:
-  static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 };
 
 // -- scales as they are kept ------------------------------------------------------------------------------------------
@@ -235,6 +234,12 @@ static double outer_scale(const lowp_sharing& sharing, double largest) {
   return ratio == 0 ? 1.0 : rounded > sharing.outer_smallest ? rounded : sharing.outer_smallest;
 }
 
+// The processor finds the next numbers by itself only while it reads, not while it computes on those of a strip.
+static inline void prefetch(const Task& task, int64_t first, int64_t count) {
+  const int64_t bytes = carrier_bytes(task.in_type);
+  for (int64_t byte = 0; byte < count * bytes; byte += 64) __builtin_prefetch(at(task.in, first, bytes) + byte);
+}
+
 // use(numbers, index of the first, strip, its scales) for all strips from `begin` to `end`.
 template <class C, class Use>
 static void each_strip(const Task& task, const Groups& groups, int64_t begin, int64_t end, Use use) {
@@ -258,6 +263,7 @@ static void each_strip(const Task& task, const Groups& groups, int64_t begin, in
       scale_of(found, strip.runs.number, groups.outer, scale);
       if (groups.stored != nullptr) store_scales(groups, scale, strip.group, strip.runs.number);
     }
+    prefetch(task, first + strip.count, smaller(strip.count, end - first - strip.count));
     use(in, first, strip, finds ? scale : groups.scale + strip.group);
     first += strip.count;
   }
