@@ -51,6 +51,18 @@ static inline void each_run(const Runs& runs, Pass pass) {
   }
 }
 
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// While it computes on a strip the processor does not find the numbers after it by itself. It fetches few lines at once, so
+// that they are asked for with every kAhead numbers that are computed.
+constexpr int64_t kAhead = 128;
+
+template <class Bits>
+static inline void prefetch(const Bits* numbers, int64_t count = kAhead) {
+  const char* const next = reinterpret_cast<const char*>(numbers + kBlock);
+  for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(Bits)); byte += 64) __builtin_prefetch(next + byte);
+}
+
 // -- 1. the largest numbers -------------------------------------------------------------------------------------------
 template <class C, bool kFinite>
 static inline typename C::Bits largest_of(const typename C::Bits* in, int64_t count) {
@@ -366,9 +378,14 @@ struct GroupCast {
     const Quick constants = quick;
     const float second = static_cast<float>(outer);
     alignas(64) uint32_t doubts[32] = {};
+    const auto cast = [&](int64_t run, int64_t begin, auto count) {
+      prefetch(in + begin, count);
+      cast_run<kWholes, kExact, kValues>(in + begin, count, inverse[run], static_cast<float>(scale[run]), second, constants,
+                                         out + begin, doubts);
+    };
     each_run(runs, [&](int64_t run, int64_t begin, auto length) {
-      cast_run<kWholes, kExact, kValues>(in + begin, length, inverse[run], static_cast<float>(scale[run]), second,
-                                         constants, out + begin, doubts);
+      if (is_constant(length)) return cast(run, begin, length);
+      for (int64_t done = 0; done < length; done += kAhead) cast(run, begin + done, smaller(kAhead, length - done));
     });
     return largest_of<F32, false>(doubts, 32);
   }

@@ -8,8 +8,6 @@
 namespace lowp {
 namespace LOWP_ISA {
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // The runs of a strip from the number `first` on, at most to `end`. If `whole`, its groups are: none if the first is longer
 // than a strip.
 struct Strip {
@@ -207,7 +205,12 @@ static double find_largest_in(const Task& task, int64_t begin, int64_t end) {
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     const typename C::Bits* in = load<C>(task.in, task.in_type, first, count, buffer);
-    typename C::Bits largest = largest_of<C, false>(in, count);
+    typename C::Bits largest = 0;
+    for (int64_t part = 0; part < count; part += kAhead) {
+      prefetch(in + part);
+      const typename C::Bits found = largest_of<C, false>(in + part, smaller(kAhead, count - part));
+      largest = found > largest ? found : largest;
+    }
     if (largest >= Constants<C>::kInf) finite = false, largest = largest_of<C, true>(in, count);
     const double magnitude = wide_number(largest);
     most = magnitude > most ? magnitude : most;
@@ -234,12 +237,6 @@ static double outer_scale(const lowp_sharing& sharing, double largest) {
   return ratio == 0 ? 1.0 : rounded > sharing.outer_smallest ? rounded : sharing.outer_smallest;
 }
 
-// The processor finds the next numbers by itself only while it reads, not while it computes on those of a strip.
-static inline void prefetch(const Task& task, int64_t first, int64_t count) {
-  const int64_t bytes = carrier_bytes(task.in_type);
-  for (int64_t byte = 0; byte < count * bytes; byte += 64) __builtin_prefetch(at(task.in, first, bytes) + byte);
-}
-
 // use(numbers, index of the first, strip, its scales) for all strips from `begin` to `end`.
 template <class C, class Use>
 static void each_strip(const Task& task, const Groups& groups, int64_t begin, int64_t end, Use use) {
@@ -263,7 +260,6 @@ static void each_strip(const Task& task, const Groups& groups, int64_t begin, in
       scale_of(found, strip.runs.number, groups.outer, scale);
       if (groups.stored != nullptr) store_scales(groups, scale, strip.group, strip.runs.number);
     }
-    prefetch(task, first + strip.count, smaller(strip.count, end - first - strip.count));
     use(in, first, strip, finds ? scale : groups.scale + strip.group);
     first += strip.count;
   }
