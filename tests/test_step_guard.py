@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 import lowp
 from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import NonFiniteGradients
+from lowp.kernels import hardware
 from lowp.kernels.late import LateNumber
 from lowp.step_guard import StepGuard
 
@@ -80,20 +82,124 @@ def test_a_forgotten_backward_of_the_precision_is_named(call: str, first: bool) 
 
 
 # -- runs without a loss scale ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-storage", "fp8", "dfp16"])
-def test_a_run_that_turns_non_finite_says_so_once(name: str) -> None:
-    training = _training(name)
+def test_a_run_in_fp32_that_turns_non_finite_says_so_once() -> None:
+    training = _training("fp32")
     _step(training)
-    with pytest.warns(UserWarning, match=rf"step 2: the loss or a gradient is infinite or NaN, and {name} has no loss"):
+    with pytest.warns(UserWarning, match=r"step 2: the loss or a gradient is infinite or NaN, and fp32 has no loss"):
         _step(training, factor=torch.inf)
     _step(training)
 
 
-def test_a_run_whose_loss_nobody_showed_says_so_by_its_gradients() -> None:
-    model, optimizer, precision = _training("bf16")
+def test_a_run_in_fp32_whose_loss_nobody_showed_says_so_by_its_gradients() -> None:
+    model, optimizer, precision = _training("fp32")
     (_loss(model, precision) * torch.nan).backward()
     with pytest.warns(UserWarning, match=r"skip such steps: Precision\(.*or --loss-scale dynamic in lowp run"):
         precision.step(optimizer)
+
+
+UNSCALED = ["bf16", "bf16-storage", "bf16-trunc", "bf16-tpu", "fp8", "dfp16", "flex16+5", "e5m7"]
+
+
+def _adam(name: str) -> tuple[nn.Module, torch.optim.Optimizer, lowp.Precision]:
+    """Return a model with running statistics and Adam in a precision without a loss scale, after three steps."""
+    torch.manual_seed(0)
+    precision = lowp.Precision(name, loss_scale="none")
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    training = *precision.prepare(model, torch.optim.Adam(model.parameters(), 1e-2)), precision
+    for _ in range(3):
+        _spoiled(training)
+    return training
+
+
+def _spoiled(
+    training: tuple[nn.Module, torch.optim.Optimizer, lowp.Precision], key: str = "", value: float = 0.0
+) -> None:
+    """Take a step in which a number of the last weight's gradient, or of its state, is overwritten."""
+    model, optimizer, precision = training
+    with precision.autocast():
+        loss = model(torch.linspace(-1, 1, 8).reshape(4, 2)).float().square().mean()
+    precision.backward(loss)
+    weight = list(model.parameters())[-2]
+    if key:
+        tensor = weight.grad if key == "gradient" else optimizer.state[weight][key]
+        assert tensor is not None
+        tensor.view(-1)[1] = value
+    precision.step(optimizer)
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+@pytest.mark.parametrize(
+    "key, value", [("gradient", torch.inf), ("gradient", torch.nan), ("exp_avg", torch.nan), ("exp_avg_sq", torch.inf)]
+)
+def test_what_is_not_finite_under_a_finite_loss_is_not_applied_and_is_named(name: str, key: str, value: float) -> None:
+    model, optimizer, precision = training = _adam(name)
+    before = {one: tensor.clone() for one, tensor in model.state_dict().items() if "num_batches" not in one}
+    moments = [entry["exp_avg"].clone() for entry in list(optimizer.state.values())[:-2]]
+    with pytest.warns(UserWarning, match=rf"first in the {key} of 2.weight: .*, and step 4 was skipped"):
+        _spoiled(training, key, value)
+    assert not precision.stepped and precision.skipped_steps == 1 and precision.faults == [f"{key} of 2.weight"]
+    after = model.state_dict()
+    assert all(torch.equal(after[one], tensor) for one, tensor in before.items())
+    kept = [entry["exp_avg"] for entry in list(optimizer.state.values())[:-2]]
+    assert all(torch.equal(one, old) for one, old in zip(kept, moments, strict=True))
+    if key == "gradient":
+        _spoiled(training)
+        assert precision.stepped and not torch.equal(model.state_dict()["2.weight"], before["2.weight"])
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16-storage"])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_device_skips_by_itself_and_is_told_of_later(
+    name: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, precision = training = _adam(name)
+    inner = getattr(optimizer, "inner", optimizer)
+    inner._step_supports_amp_scaling = inner.defaults["fused"] = inner.param_groups[0]["fused"] = is_fused
+    monkeypatch.setattr(hardware, "is_on_host", lambda x: False)
+    before = {one: tensor.clone() for one, tensor in model.state_dict().items() if "num_batches" not in one}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _spoiled(training, "gradient", torch.inf)
+        assert not precision.stepped and precision.faults == ["gradient of 2.weight"]
+        after = model.state_dict()
+        if is_fused:
+            assert all(torch.equal(after[one], tensor) for one, tensor in before.items())
+        assert all(tensor.isfinite().all() for tensor in after.values())
+        for _ in range(3):
+            _spoiled(training)
+    assert precision.stepped and precision.skipped_steps == 1
+    assert [f"{name} has no loss scale, and 1 of the steps up to" in str(one.message) for one in told] == [True]
+
+
+def test_state_written_past_autograd_is_seen_within_sixteen_steps() -> None:
+    training = _adam("bf16")
+    next(iter(training[1].state.values()))["exp_avg"].numpy()[0] = np.inf
+    with pytest.warns(UserWarning, match=r"first in the .* of .*, and step \d+ was skipped"):
+        for _ in range(16):
+            _spoiled(training)
+
+
+def test_a_run_of_which_nothing_is_finite_any_more_ends_in_an_error_that_names_it() -> None:
+    training = _adam("bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(NonFiniteGradients, match=r"first in the gradient of 2.weight: bf16 has no loss scale"):
+            for _ in range(40):
+                _spoiled(training, "gradient", torch.nan)
+
+
+def test_an_infinite_loss_with_finite_gradients_is_told_once() -> None:
+    model, optimizer, precision = _training("bf16")
+    told = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            precision.backward(_loss(model, precision) + torch.inf)
+            precision.step(optimizer)
+        assert precision.stepped
+        told.append(sum("no gradient is, so that the step was taken" in str(one.message) for one in said))
+    assert told == [1, 0]
 
 
 def test_the_loss_scale_that_is_advised_skips_such_steps() -> None:

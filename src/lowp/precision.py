@@ -16,11 +16,13 @@ from lowp import distributed, precision_state, presets, region
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite
+from lowp.grad_scaler.finite import FiniteSteps
 from lowp.grad_scaler.first_scale import first_scale
 from lowp.grad_scaler.misplaced import FirstStep, expect_step, step_comes
 from lowp.ops.int16.flexpoint import is_flexpoint
 from lowp.optim.flex import FlexWeights
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
+from lowp.optim.skipping import skipping
 from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
@@ -87,7 +89,8 @@ class Precision:
         self._trained = Trained(preset, self._storing)
         self._first: FirstStep | None = None  # from the first backward pass to its step
         self._is_compared = False  # with the precisions of other ranks
-        self._unscaled = UnscaledSteps(preset.name, self.exponents)
+        is_plain = not self.policy.rules and self.policy.parameters is None  # fp32 is torch, bit for bit
+        self._unscaled = UnscaledSteps(preset.name, self.exponents, None if is_plain else FiniteSteps())
 
     # -- a training step, in the order of its calls ---------------------------------------------------------------
     def prepare(self, model: nn.Module, optimizer: Optimizer = None) -> tuple[nn.Module, Optimizer]:  # type: ignore[assignment]
@@ -148,7 +151,9 @@ class Precision:
         """Give names to a model's parameters in reports, and restore its running statistics when a step is skipped."""
         if self.scaler.is_enabled():
             self.scaler.watch(model)
-        elif self.exponents is not None:
+            return
+        if (finite := self._unscaled.finite) is not None:
+            finite.names.watch(model)
             self.guard.protect(model)
 
     def autocast(self) -> region.autocast:
@@ -213,7 +218,7 @@ class Precision:
             for optimizer in optimizers:
                 if isinstance(optimizer, FlexWeights):
                     optimizer.write_gradients()
-            skip = self._unscaled.skip_there(optimizers)
+            skip = self._unscaled.skip_there(() if closure is not None else optimizers)
             if skip is None and self._unscaled.skips(self.guard, self.steps + 1):
                 self.steps += 1
                 for optimizer in optimizers:
@@ -223,7 +228,7 @@ class Precision:
         self._agree_on_masters(optimizers)
         result = None
         for optimizer in optimizers:
-            with optimizer.skipping(skip) if isinstance(optimizer, FlexWeights) else _NOTHING:
+            with _NOTHING if skip is None else skipping(optimizer, skip):
                 result = scaler.step(optimizer) if closure is None else optimizer.step(closure)
         scaler.update()
         self.steps += 1

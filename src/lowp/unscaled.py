@@ -1,4 +1,4 @@
-"""Steps without a loss scale: skipped if a shared exponent met infinities, reported if not finite."""
+"""Steps without a loss scale: skipped if what they read, or a shared exponent met, is infinite or NaN."""
 
 from __future__ import annotations
 
@@ -15,31 +15,39 @@ from lowp import distributed
 from lowp.compat import private
 from lowp.exponents import SharedExponents, is_result
 from lowp.grad_scaler import NonFiniteGradients
+from lowp.grad_scaler.finite import FiniteSteps
 from lowp.kernels import hardware
 from lowp.kernels.late import LateNumber
 from lowp.optim.flex import FlexWeights
 from lowp.optim.shards import local
+from lowp.optim.skipping import starts_momentum
 from lowp.step_guard import StepGuard
 
 __all__ = ["UnscaledSteps"]
 
 _DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
 Optimizers = Sequence[torch.optim.Optimizer]
+_READ = "what the step reads"  # the flag of a device for what `FiniteSteps` names, after those of exponents
 
 
 class UnscaledSteps:
     """The checks of a step in a precision without a loss scale; the guard acts on the results."""
 
-    def __init__(self, name: str, exponents: SharedExponents | None) -> None:
-        self.name, self.exponents = name, exponents
+    def __init__(self, name: str, exponents: SharedExponents | None, finite: FiniteSteps | None) -> None:
+        self.name, self.exponents, self.finite = name, exponents, finite
+        self._why = f"{name} has no loss scale" if exponents is None else "int16 has neither"
         self._faults: list[str] = []  # of the latest step that was skipped because of them
-        self._there = _SkipsThere()
+        self._skips_here = False  # the coming step, as the host knows
+        self._there = _SkipsThere(self._why)
         self._bad_loss: Tensor | bool | None = None  # whether a loss since the last step was not finite, on the device
 
     @property
     def faults(self) -> list[str]:
         """The sites of the latest step that was skipped for them. Waits for a device that has skipped by itself."""
-        return self._there.faults() or self._faults
+        there = self._there.faults()
+        if _READ in there and self.finite is not None:
+            there = [*there[: there.index(_READ)], *self.finite.faults()]
+        return there or self._faults
 
     def saw(self, loss: Tensor) -> None:
         """Check a loss before its backward; nothing waits for a device."""
@@ -58,16 +66,18 @@ class UnscaledSteps:
         The skip is reported, counted and settled. Raises NonFiniteGradients after `patience` consecutive skips.
         """
         exponents = self.exponents
-        if exponents is None:
+        faults = [] if exponents is None else exponents.faults()
+        if self._skips_here and self.finite is not None:
+            faults += self.finite.faults()
+        is_bad, self._skips_here = self._skips_here or bool(faults), False
+        if not (is_bad if exponents is None else exponents.any_rank(is_bad)):
             return False
-        faults = exponents.faults()
-        if not exponents.any_rank(bool(faults)):
-            return False
-        self._faults = faults
+        self._faults, self._bad_loss = faults, None
         guard.settle(False)
-        exponents.flush()
+        if exponents is not None:
+            exponents.flush()
         where = f"first in the {faults[0]}" if faults else "on another rank"
-        text = f"an infinity or a NaN, {where}: int16 has neither, and step {number} was skipped"
+        text = f"an infinity or a NaN, {where}: {self._why}, and step {number} was skipped"
         guard.count(True)
         if guard.too_many():
             raise NonFiniteGradients(
@@ -80,14 +90,25 @@ class UnscaledSteps:
     def skip_there(self, optimizers: Optimizers) -> Tensor | None:
         """Return whether a device is to skip this step, as `skips` would, in a 0-d tensor that nobody reads.
 
-        None if the host has to know: with several ranks, on a CPU, and for an optimizer whose step cannot be undone.
+        None if the host has to know: under shared exponents with several ranks, on a CPU, and for an optimizer whose
+        step cannot be undone.
         """
-        if self.exponents is None or distributed.has_other_ranks():
-            return None
-        flags = {site: flag for site, flag in self.exponents.flags().items() if not is_result(site)}
-        if not flags or not all(isinstance(one, FlexWeights) and one.skips_there() for one in optimizers):
-            return None
-        return self._there.decide(flags)
+        reads = self.finite is not None and self.finite.skips(optimizers, self.exponents is None)
+        flags = self._flags(optimizers)
+        if flags is not None and isinstance(reads, Tensor):
+            flags[_READ] = reads
+        if flags and (isinstance(reads, Tensor) or not reads):
+            return self._there.decide(flags)
+        self._skips_here = bool(reads)
+        return None
+
+    def _flags(self, optimizers: Optimizers) -> dict[str, Tensor] | None:
+        """Return the flags of a device by site, of shared exponents; None if the host has to know."""
+        if self.exponents is None:
+            return None if any(map(starts_momentum, optimizers)) else {}
+        can_skip = not distributed.has_other_ranks() and all(isinstance(one, FlexWeights) for one in optimizers)
+        flags = {site: flag for site, flag in self.exponents.flags().items() if not is_result(site)} if can_skip else {}
+        return flags if flags and all(cast(FlexWeights, one).skips_there() for one in optimizers) else None
 
     def end(self, guard: StepGuard, number: int, optimizers: Optimizers, skip: Tensor | None = None) -> None:
         """Settle step `number`, which was taken unless a device has set `skip`.
@@ -96,22 +117,34 @@ class UnscaledSteps:
         """
         guard.settle(True if skip is None else ~skip)
         bad, self._bad_loss = self._bad_loss, None
+        if self.finite is not None:
+            self.finite.stepped(optimizers)
         if self.exponents is not None:
             self._look_beyond(self.exponents, guard, number)
             self.exponents.flush()
             if skip is not None:
-                self._there.end(guard, number)
+                self._there.end(guard, number, lambda: self.faults)
             return
-        bad = _smallest_gradient_is_bad(optimizers) if bad is None else bad
+        guard.count(False)
+        if self.finite is not None:
+            if skip is not None:
+                self._there.end(guard, number, lambda: self.faults)
+                bad = None if bad is None else ~skip & bad
+        elif bad is None:
+            bad = _smallest_gradient_is_bad(optimizers)
         if bad is not None and guard.turned_bad(bad):
-            warnings.warn(
-                f"step {number}: the loss or a gradient is infinite or NaN, and {self.name} has no loss scale that "
-                "skips such steps: the weights may no longer be finite. Resume an earlier checkpoint with a smaller "
-                f"learning rate, look at the inputs, or skip such steps: Precision({self.name!r}, "
-                "loss_scale='dynamic'), or --loss-scale dynamic in lowp run",
-                UserWarning,
-                stacklevel=4,
-            )
+            warnings.warn(f"step {number}: {self._of_loss()}", UserWarning, stacklevel=4)
+
+    def _of_loss(self) -> str:
+        """Return what is said of a step that was taken though the loss, or a gradient that is not looked at, is bad."""
+        advice = "Resume an earlier checkpoint with a smaller learning rate, or look at the inputs"
+        if self.finite is not None:
+            return f"the loss is infinite or NaN, and no gradient is, so that the step was taken. {advice}"
+        return (
+            f"the loss or a gradient is infinite or NaN, and {self.name} has no loss scale that skips such steps: the "
+            f"weights may no longer be finite. {advice}, or skip such steps: Precision({self.name!r}, "
+            "loss_scale='dynamic'), or --loss-scale dynamic in lowp run"
+        )
 
     def _look_beyond(self, exponents: SharedExponents, guard: StepGuard, number: int) -> None:
         """Warn once about numbers too large for the format; raise if weights stay too large."""
@@ -132,7 +165,8 @@ class UnscaledSteps:
 class _SkipsThere:
     """Steps that a device has skipped by itself for infinities: told of when it is known, and never waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, why: str) -> None:
+        self._why = why  # such a step cannot be taken
         self._skipped: Tensor | None = None  # how many there were
         self._in_a_row: Tensor | None = None
         self._sites: list[str] = []
@@ -163,13 +197,13 @@ class _SkipsThere:
         flags = [] if self._flags is None else self._flags.tolist()
         return [site for site, is_bad in zip(self._sites, flags, strict=True) if is_bad]
 
-    def end(self, guard: StepGuard, number: int) -> None:
+    def end(self, guard: StepGuard, number: int, faults: Callable[[], list[str]]) -> None:
         """Warn of steps that have been skipped since the last time; give up after as many as the guard has patience."""
         assert self._skipped is not None
         if guard.too_many(self._in_a_row):
-            sites = self.faults()
+            sites = faults()
             raise NonFiniteGradients(
-                f"an infinity or a NaN, first in the {sites[0] if sites else 'step'}: int16 has neither, and "
+                f"an infinity or a NaN, first in the {sites[0] if sites else 'step'}: {self._why}, and "
                 f"{guard.patience} steps in a row were skipped up to step {number}: look at the inputs, the learning "
                 "rate and the loss, or add a rule that keeps that op in fp32"
             )
@@ -178,7 +212,7 @@ class _SkipsThere:
             self._late.send(self._skipped)
         if count > self._told:
             warnings.warn(
-                f"an infinity or a NaN was met: int16 has neither, and {count - self._told} of the steps up to "
+                f"an infinity or a NaN was met: {self._why}, and {count - self._told} of the steps up to "
                 f"{number} were skipped; Precision.faults tells where",
                 UserWarning,
                 stacklevel=6,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-__all__ = ["begin_momentum", "starts_momentum", "steps_by_itself"]
+from lowp.optim.shards import local
+
+__all__ = ["begin_momentum", "skipping", "starts_momentum", "steps_by_itself"]
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
@@ -24,6 +27,34 @@ def starts_momentum(optimizer: Optimizer) -> bool:
     """
     inner = getattr(optimizer, "inner", optimizer)
     return any(not _may_begin(inner, group, without) for group, without in _without_momentum(optimizer))
+
+
+@contextmanager
+def skipping(optimizer: Optimizer, skip: Tensor) -> Iterator[None]:
+    """Let a step change nothing where a flag of the device is set, without reading it.
+
+    An optimizer that cannot skip by itself takes gradients of zero there: nothing that is not finite gets in, and its
+    momentum and weight decay go on. Not for a momentum that `begin_momentum` cannot make.
+    """
+    own = getattr(optimizer, "skipping", None)
+    if own is not None:  # stored under shared exponents
+        with own(skip):
+            yield
+        return
+    begin_momentum(optimizer)
+    if not steps_by_itself(optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    values = gradient._values() if gradient.is_sparse else gradient
+                    local(values.detach()).masked_fill_(skip.to(values.device, non_blocking=True), 0)
+        yield
+        return
+    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
