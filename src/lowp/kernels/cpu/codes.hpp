@@ -178,7 +178,10 @@ static int64_t encode_in(const Task& task, int64_t begin, int64_t end) {
   int64_t nans = 0;
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
-    caster(load<C>(task.in, task.in_type, first, count, buffer), values, first, count);
+    const typename C::Bits* const in = load<C>(task.in, task.in_type, first, count, buffer);
+    prefetch(in, count / 2);
+    caster(in, values, first, count);
+    prefetch(in + count / 2, count / 2);
     nans += coder.encode(values, static_cast<T*>(task.out) + first, count);
   }
   return nans;

@@ -51,18 +51,6 @@ static inline void each_run(const Runs& runs, Pass pass) {
   }
 }
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// While it computes on a strip the processor does not find the numbers after it by itself. It fetches few lines at once, so
-// that they are asked for with every kAhead numbers that are computed.
-constexpr int64_t kAhead = 128;
-
-template <class Bits>
-static inline void prefetch(const Bits* numbers, int64_t count = kAhead) {
-  const char* const next = reinterpret_cast<const char*>(numbers + kBlock);
-  for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(Bits)); byte += 64) __builtin_prefetch(next + byte);
-}
-
 // -- 1. the largest numbers -------------------------------------------------------------------------------------------
 template <class C, bool kFinite>
 static inline typename C::Bits largest_of(const typename C::Bits* in, int64_t count) {
