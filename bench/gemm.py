@@ -1,9 +1,10 @@
-"""Time the int16 products beside torch's fp32 and fp64 ones: `python bench/gemm.py [--quick] [--avx2] [--json FILE]`.
+"""Time lowp's products beside torch's in fp32 and fp64: `python bench/gemm.py [--quick] [--avx2] [--json FILE]`.
 
 All candidates of a row take turns within each round, so that other load of the machine affects them equally; the best
 round counts. With one thread its processor time is measured, so that preemption does not count. Operands are normal and
 quantised as in DFP-16 (exponent of the maximum - 14, shifted by 2 more for 14 bits), or uniform over all of int16, the
-worst case: no chain can be proven safe and every product also needs its leading digits.
+worst case: no chain can be proven safe and every product also needs its leading digits. The products of a linear layer
+with sums in fp32 (`lowp.kernels.fp32_products`) read operands in fp32, bf16 and fp16 and write the same.
 
 torch's libraries and lowp each use the best instructions they support on the machine, which can differ (MKL uses AVX2
 on all AMD processors). `--avx2` limits all of them to AVX2.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from lowp.errors import Unavailable
 from lowp.kernels import integer
+from lowp.kernels.fp32_products import multiply
 from lowp.kernels.integer import ConvolutionShape
 from lowp.recipes.results import header
 
@@ -37,7 +40,10 @@ CONVOLUTIONS = (
     (16, 128, 16),
     (16, 256, 8),
 )  # batch, channels in and out, height and width; 3x3, padding 1
-SMALL_SIZES, SMALL_CONVOLUTIONS = (128,), ((2, 16, 8),)
+LAYERS = [(n, n, n) for n in (256, 512, 1024, 2048)]
+LAYERS += [(512, 1024, 1024), (2048, 256, 1024), (64, 1024, 1024)]  # rows, outputs, inputs
+SMALL_SIZES, SMALL_CONVOLUTIONS, SMALL_LAYERS = (128,), ((2, 16, 8),), [(64, 64, 64)]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 AVX2 = {
     "LOWP_CPU_ISA": "avx2",
@@ -94,6 +100,21 @@ def matrix_row(n: int, rounds: int) -> dict[str, float]:
         },
         rounds,
     )
+
+
+def layer_row(m: int, n: int, k: int, rounds: int) -> dict[str, float]:
+    """Return the times of the three products of a linear layer by torch's sgemm and by lowp in each dtype."""
+    x, weight, gradient = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+    candidates: dict[str, Callable[[], object]] = {}
+    for product in ("forward", "input gradient", "weight gradient"):
+        for name, dtype in DTYPES.items():
+            a, w, g = (one.to(dtype) for one in (x, weight, gradient))
+            pairs = {"forward": (a, w.t()), "input gradient": (g, w), "weight gradient": (g.t(), a)}
+            left, right = pairs[product]
+            if name == "fp32":
+                candidates[f"sgemm {product}"] = functools.partial(torch.mm, left, right)
+            candidates[f"{name} {product}"] = functools.partial(multiply, left, right, None, dtype)
+    return best_times(candidates, rounds)
 
 
 def convolution_row(batch: int, channels: int, side: int, rounds: int) -> dict[str, float]:
@@ -158,6 +179,7 @@ def main() -> None:
         hold_to_avx2()
     torch.manual_seed(0)
     sizes, convolutions = (SMALL_SIZES, SMALL_CONVOLUTIONS) if options.quick else (SIZES, CONVOLUTIONS)
+    layers = SMALL_LAYERS if options.quick else LAYERS
     results: dict[str, Any] = {
         **header("bench-gemm", "bench/gemm.py"),
         "held_to_avx2": options.avx2,
@@ -169,6 +191,11 @@ def main() -> None:
         for n in sizes:
             title = f"{n} x {n} x {n}, threads: {threads}"
             results["rows"][title] = report(title, matrix_row(n, 15 if n < 2048 else 6), n**3, lambda name: "sgemm")
+        for m, n, k in layers:
+            title = f"linear layer, {m} rows, {k} to {n}, threads: {threads}"
+            rounds = max(5, min(400, int(1e10 / (m * n * k))))
+            times = layer_row(m, n, k, rounds)
+            results["rows"][title] = report(title, times, m * n * k, lambda name: "sgemm " + name.partition(" ")[2])
         for batch, channels, side in convolutions:
             title = f"3x3 convolution, batch {batch}, {channels} channels, {side} x {side}, threads: {threads}"
             work = batch * channels * channels * 9 * side * side

@@ -22,6 +22,7 @@ from lowp.kernels import (
     dequantize,
     few_bits,
     few_rows,
+    fp32_products,
     int16_convolution,
     int16_linear,
     int16_lists,
@@ -36,6 +37,7 @@ from lowp.kernels import (
     writes,
 )
 from lowp.kernels.integer import ConvolutionShape
+from lowp.kernels.products import sum_of_rows
 from lowp.scaling import Autoflex
 
 X = torch.linspace(-3, 3, 120).reshape(3, 40)
@@ -86,7 +88,7 @@ def products() -> object:
             a, b = map(operand, names)
             found += integer.convolution_exact(product, a, b, SHAPE, exponent=-4, kernel=kernel)
             found += integer.convolution_chained(product, a, b, SHAPE, kernel=kernel)
-    return found
+    return [*found, fp32_products.multiply(X, X.t(), None, torch.float16), sum_of_rows(X)]
 
 
 def under_exponents() -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,8 +15,9 @@ import lowp
 from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import Unavailable
-from lowp.kernels import cpu
-from lowp.kernels.products import gradients_of_matrices, gradients_sixteen_bits
+from lowp.kernels import cpu, fp32_products
+from lowp.kernels.fp32_products import defined
+from lowp.kernels.products import gradients_of_product, linear_in_fp32
 from lowp.ops.trilinear import OUTPUT, Linear
 from lowp.precision import Precision
 
@@ -89,32 +91,45 @@ def test_a_way_that_there_is_none_of_is_refused() -> None:
             F.linear(x, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, True), (False, True, False)])
-def test_gradients_of_small_matrices_have_the_bits_of_those_by_a_form(
+def test_a_linear_layer_and_its_gradients_are_products_by_the_definition(
     dtype: torch.dtype, wanted: tuple[bool, bool, bool]
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    for m, n, k in ((1, 8, 8), (5, 3, 7), (32, 10, 128), (4, 1, 1), (0, 3, 2)):
-        x, weight, gradient = (torch.randn(s, generator=generator).to(dtype) for s in ((m, k), (n, k), (m, n)))
+    for shape, n in (((1, 8), 8), ((5, 7), 3), ((2, 16, 12), 10), ((4, 1), 1), ((0, 2), 3), ((3, 0), 2), ((7,), 3)):
+        x, weight, gradient = (
+            torch.randn(s, generator=generator).to(dtype) for s in (shape, (n, shape[-1]), (*shape[:-1], n))
+        )
+        bias, rows = torch.randn(n, generator=generator), x.reshape(math.prod(shape[:-1]), shape[-1])
+        found = linear_in_fp32(x, weight, bias, dtype)
+        assert torch.equal(found, defined(rows, weight.t(), bias).to(dtype).reshape(gradient.shape))
         operands = x if wanted[1] else None, weight if wanted[0] else None
-        for incoming in (gradient, gradient.t().contiguous().t(), torch.ones((), dtype=dtype).expand(m, n)):
-            with kernels.use("bitwise"):  # products in fp32
-                found = gradients_of_matrices((x.shape, weight.shape), operands, incoming, wanted[2])
-                expected = gradients_sixteen_bits(Linear(x.shape, weight.shape), operands, incoming, wanted[2])
-            assert found is not None
-            for one, other in zip(found, expected, strict=True):
+        flat = gradient.reshape(rows.shape[0], n)
+        expected = (
+            defined(flat, weight).to(dtype).reshape(shape) if wanted[0] else None,
+            defined(flat.t(), rows).to(dtype) if wanted[1] else None,
+            defined(torch.ones(1, len(flat)), flat)[0].to(dtype) if wanted[2] else None,
+        )
+        for incoming in (gradient, gradient.mT.contiguous().mT if gradient.dim() > 1 else gradient):
+            results = gradients_of_product(Linear(x.shape, weight.shape), operands, incoming, wanted[2])
+            for one, other in zip(results, expected, strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or (one.dtype is other.dtype and torch.equal(one, other))  # type: ignore[union-attr]
 
 
-def test_gradients_of_other_products_need_a_form() -> None:
-    x, weight, gradient = torch.ones(2, 3, 4).half(), torch.ones(5, 4).half(), torch.ones(2, 3, 5).half()
-    assert gradients_of_matrices((x.shape, weight.shape), (x, weight), gradient, True) is None
-    flat = x.view(6, 4)
-    given = (flat.shape, weight.shape), (flat, weight), gradient.view(6, 5), True
-    for way in ("native", "reference"):
-        with kernels.use(way):
-            assert gradients_of_matrices(*given) is None
-    with kernels.use("bitwise"):
-        assert gradients_of_matrices(*given) is not None
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_products_of_batches_sum_in_the_order_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    multiply = fp32_products.multiply
+    monkeypatch.setattr(fp32_products, "multiply", lambda *given: called.append(given) or multiply(*given))
+    x, y = torch.randn(2, 3, 9, 400), torch.randn(2, 3, 400, 5)
+    with lowp.autocast("fp16"):
+        found = torch.einsum("abij,abjk->abik", x, y), x @ y, torch.einsum("abij,abjk->ak", x, y)
+    assert len(called) == 3
+    expected = defined(x.half(), y.half()).half()
+    assert torch.equal(found[0], expected) and torch.equal(found[1], expected)
+    assert torch.allclose(found[2].float(), expected.float().sum((1, 2)), rtol=1e-2, atol=0.5)

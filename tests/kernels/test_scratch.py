@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
-from lowp.kernels import large, scratch
+from lowp.kernels import scratch
 from lowp.kernels.scratch import HUGE_PAGE, LEAST, Scratch
 from lowp.policy import Policy, Rule
 
@@ -94,27 +94,6 @@ def test_what_torch_follows_is_not_lent(blocks: scratch._Blocks) -> None:
     with forward_ad.dual_level():
         wide(x)
     assert x.grad is not None and not blocks.free
-
-
-@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("shape", [(256, 160), (4, 64, 160), (160,), (0, 160), (0, 4, 160)], ids=str)
-@pytest.mark.parametrize("format", DTYPES)
-def test_a_large_linear_layer_has_the_bits_of_plain_conversions(
-    format: str, shape: tuple[int, ...], has_bias: bool
-) -> None:
-    dtype = DTYPES[format]
-    x, weight, bias = torch.randn(shape).to(dtype), torch.randn(224, 160).to(dtype), torch.randn(224)
-    bias = bias if has_bias else None
-    wide = [one if one is None else one.float().requires_grad_() for one in (x, weight, bias)]
-    expected = F.linear(*wide)  # type: ignore[arg-type]
-    gradient = torch.randn_like(expected).to(dtype)
-    expected.backward(gradient.float())
-    with torch.no_grad():
-        assert torch.equal(large.linear(x, weight, bias), expected.to(dtype))
-        if len(shape) > 1:
-            found = large.linear_gradients((x.shape, weight.shape), (x, weight), gradient, has_bias)
-            for one, other in zip(found, wide, strict=True):
-                assert (one is other is None) or torch.equal(one, other.grad.to(one.dtype))  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("emulated")

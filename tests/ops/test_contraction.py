@@ -36,7 +36,9 @@ def test_the_output_is_the_fp32_product_of_cast_operands_rounded_once(name: str,
     case, dtype = CONTRACTIONS[name], DTYPES[format]
     result = case.run(sixteen_bit(format), *case.tensors())
     assert result.dtype is dtype
-    assert torch.equal(result, by_definition(case, dtype)[0].to(dtype))
+    wanted = by_definition(case, dtype)[0].detach()
+    # up to the order of the sums: torch's is that of `fp32_products` for few products
+    assert torch.equal(result, wanted.to(dtype)) or (name == "matmul large" and is_rounded_once(result, wanted, dtype))
 
 
 def is_rounded_once(found: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import kernels
-from lowp.kernels import small
 from lowp.ops import short
 from lowp.policy import Policy, Rule
 from lowp.region import engine
@@ -51,8 +50,6 @@ def results(region: Any, given: list[Tensor | None], twice: bool) -> list[Tensor
 
 def take_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short, "short_linear", lambda *given: None)
-    monkeypatch.setattr(short, "_are_small_matrices", lambda *given: False)
-    monkeypatch.setattr(small, "are_plain", lambda *given: False)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -66,9 +63,8 @@ def test_both_ways_give_the_same_bits(
 ) -> None:
     given = tensors(SHAPES[shape], dtype)
     taken = []
-    short_linear, apply_small = short.short_linear, short._apply_small
+    short_linear = short.short_linear
     monkeypatch.setattr(short, "short_linear", lambda *given: taken.append(short_linear(*given)) or taken[-1])
-    monkeypatch.setattr(short, "_apply_small", lambda *given: taken.append(apply_small(*given)) or taken[-1])
     fast = results(lowp.autocast(precision), given, twice)
     assert taken and all(one is not None for one in taken)
     take_the_long_way(monkeypatch)
@@ -180,8 +176,8 @@ def test_plans_of_rules_that_are_gone_are_not_taken_for_others() -> None:
 def long_and_short(run: Callable[[], list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the results of a function on the shortest path, which it must take, and on the long one."""
     taken = []
-    apply_small = short._apply_small
-    monkeypatch.setattr(short, "_apply_small", lambda *given: taken.append(given) or apply_small(*given))
+    apply_short = short._apply_short
+    monkeypatch.setattr(short, "_apply_short", lambda *given: taken.append(given) or apply_short(*given))
     fast = run()
     assert taken
     take_the_long_way(monkeypatch)

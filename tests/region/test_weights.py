@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp import kernels
-from lowp.kernels import small
 from lowp.region import autocast, weights
 
 
@@ -42,7 +41,6 @@ PRECISIONS = ("bf16", "e5m7")
 def small_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the casts of small weights as those of large ones."""
     monkeypatch.setattr(weights, "_SMALL", 0)
-    monkeypatch.setattr(small, "are_plain", lambda *given: False)
 
 
 def ones() -> nn.Linear:

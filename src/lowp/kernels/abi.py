@@ -7,7 +7,8 @@ here.
 from __future__ import annotations
 
 import functools
-from ctypes import Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import Structure, addressof, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from typing import Any
 
 import torch
 
@@ -57,12 +58,35 @@ class AutoflexBlock(Structure):
     )
 
 
+class OperandBlock(Structure):
+    """struct lowp_operand of cpu/product.hpp."""
+
+    _fields_ = (
+        ("cast", c_void_p),
+        ("batch", c_int64 * 2),
+        *((name, c_int64) for name in ("line", "step", "type", "keeps")),
+    )
+
+
+class PlanBlock(Structure):
+    """struct lowp_plan of cpu/product.hpp."""
+
+    _fields_ = (
+        ("batch", c_int64 * 2),
+        *((name, c_int64) for name in ("rows", "columns", "depth")),
+        *((name, OperandBlock) for name in ("left", "right")),
+        ("cast", c_void_p),
+        ("out_batch", c_int64 * 2),
+        *((name, c_int64) for name in ("out_line", "type")),
+    )
+
+
 # one row per function: its return type and its arguments
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_build": (c_char_p, ()),
     "lowp_set_team": (None, (c_void_p,)),
     "lowp_casts_select": (c_int, (c_int,)),
-    "lowp_quantize": (None, (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_int)),
+    "lowp_quantize": (None, (c_void_p, *(c_int, c_void_p) * 2, c_int64, c_uint64, c_int64, c_int)),
     "lowp_quantize_finite": (c_int, (*(c_void_p,) * 4, c_int64, c_uint64, c_int)),
     "lowp_encode": (c_int64, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int64, c_int)),
     "lowp_decode": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int)),
@@ -118,6 +142,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_updates": (None, (*(c_void_p,) * 3, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
     "lowp_random_block": (None, (c_uint64, c_void_p, c_void_p)),
+    "lowp_product": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_int)),
     "lowp_bytes_pack": (None, (c_void_p, *(c_int64,) * 3, c_int, *(c_void_p,) * 3, c_int)),
     "lowp_bytes_extremes": (None, (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
     "lowp_bytes_quantize": (
@@ -231,3 +256,18 @@ def autoflex_parameters(scaling: Autoflex) -> object:
     """Return a pointer to a scaling's parameters for the library; the pointer keeps the block alive."""
     names = [name for name, *_ in AutoflexBlock._fields_ if name != "unused"]
     return byref(AutoflexBlock(**{name: getattr(scaling, name) for name in names}))
+
+
+def cast_address(cast: Cast | None) -> int | None:
+    """Return the address of a cast's parameter block, which lives as long as the process; None for no cast."""
+    return None if cast is None else addressof(parameters(cast)._obj)  # type: ignore[attr-defined]
+
+
+def product_blocks(count: int) -> Any:
+    """Return the blocks of `count` products."""
+    return (PlanBlock * count)()
+
+
+def seed_block(*seeds: int) -> Any:
+    """Return the seeds of the casts of a product: of its left and right operand, and of the result."""
+    return (c_uint64 * 3)(*seeds)

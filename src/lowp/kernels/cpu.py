@@ -80,7 +80,10 @@ def _guarded(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
         passed = [*given]
         for place in places:
             one = passed[place]
-            if isinstance(one, Tensor):
+            if type(one) is Tensor and one.is_cpu:
+                pointer = one.data_ptr()  # without a call of our own where there is memory: see `begin`
+                passed[place] = pointer if pointer != one.storage_offset() * one.element_size() else address(one)
+            elif isinstance(one, Tensor):
                 passed[place] = address(one)
             elif isinstance(one, array):
                 passed[place] = one.buffer_info()[0]
@@ -92,6 +95,7 @@ def _guarded(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
                 raise TypeError(f"a number for the memory at {place} of {function}: give the tensor or array")
         return function(*passed)
 
+    call.unguarded = function  # type: ignore[attr-defined]  # for callers that have checked
     return skipped_by_compilers(call)
 
 
@@ -204,6 +208,12 @@ def level(forced: int | None = None) -> int:
     return INSTRUCTION_SETS.index(name) if name in INSTRUCTION_SETS else -1
 
 
+@functools.cache
+def has_multiply_add() -> bool:
+    """Whether this processor has fused multiply-adds for the products in fp32: all but x86-64 without AVX2."""
+    return platform.machine().lower() not in ("x86_64", "amd64") or len(available()) > 1
+
+
 def available(own: ctypes.CDLL | None = None) -> tuple[str, ...]:
     """Return the instruction sets that this CPU has kernels for."""
     own = own or loaded()
@@ -249,11 +259,15 @@ def optional_address(x: Tensor | None) -> int | None:
 
 
 def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
-    """Write the result of casting every element into `out`, of x's dtype and shape; `out` may be `x`."""
+    """Write the result of casting every element into `out`, of x's shape; `out` may be `x`.
+
+    The dtype of `out` is x's, or another one that holds every value of the format.
+    """
     loaded().lowp_quantize(
         parameters(cast),
         TYPE_NUMBERS[x.dtype],
         x,
+        TYPE_NUMBERS[out.dtype],
         out,
         x.numel(),
         *drawn_bits(seed),

@@ -99,27 +99,30 @@ class _StraightThrough(torch.autograd.Function):
         return None, gradient, None, None, None
 
 
-def quantize_operand(x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool) -> Tensor:
+def quantize_operand(
+    x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return what `quantize` makes of x, but x itself where that is infinite or NaN: an operand of a training step.
 
     On a CPU the same pass, or one sum, tells whether there is any; an accelerator is not waited for, nor what torch
-    traces.
+    traces. `dtype`: of the result, one that holds every value of the format; by default fp32, or x's fp64.
     """
     keeps = _keeps_infinities(cast)
     if not is_traced and type(seed) is int and x.dtype is torch.float32 and _goes_straight(x) and run.is_one_pass(cast):
-        out = torch.empty_like(x)
         if keeps:
+            out = torch.empty_like(x, dtype=dtype)
             cpu.quantize(x, cast, seed, out)
             return out
-        if run.quantize_finite(x, cast, seed, out):
-            return out
+        if run.quantize_finite(x, cast, seed, out := torch.empty_like(x)):
+            return out if dtype is None else out.to(dtype)
     rounded: Tensor = quantize(x, cast, seed=seed)
+    rounded = rounded if dtype is None else rounded.to(dtype)
     if keeps:
         return rounded
     # a sum that overflows means a second look, no more
     if not is_traced and type(x) in _PLAIN and x.is_cpu and not x.is_meta and math.isfinite(float(x.detach().sum())):
         return rounded
-    return torch.where(x.isfinite(), rounded, x)
+    return torch.where(x.isfinite(), rounded, x if dtype is None else x.to(dtype))
 
 
 @constant_when_compiled

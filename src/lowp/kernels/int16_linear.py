@@ -8,7 +8,7 @@ what was: each call converts what lies in memory.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,7 @@ from lowp.kernels.dispatch import chosen
 from lowp.kernels.integer_run import check_status, is_observed
 from lowp.kernels.low_words import FEATURES
 from lowp.kernels.mantissas import Mantissas, has_mantissas, readable
-from lowp.kernels.small import Product, are_plain
-from lowp.kernels.tracing import is_wrapped
+from lowp.kernels.tracing import is_quiet, is_wrapped
 
 __all__ = ["Sizes", "gradients", "linear", "parts", "serves", "without_gradients"]
 
@@ -80,7 +79,7 @@ def linear(
     return y, kept
 
 
-def without_gradients(casts: tuple[Cast, Cast]) -> Product:
+def without_gradients(casts: tuple[Cast, Cast]) -> Callable[[Any, Any, Any], Tensor | None]:
     """Return the function of what `linear` computes of x, weight and bias where nothing is kept, planned by shapes.
 
     Outside torch.func and forward-mode autograd. It returns None where `linear` does, and for other than matrices.
@@ -100,7 +99,7 @@ def without_gradients(casts: tuple[Cast, Cast]) -> Product:
         return found
 
     def run(x: Any, weight: Any, bias: Any) -> Tensor | None:
-        if chosen() not in ("cpu", None) or is_observed() or not are_plain(x, weight, bias):
+        if chosen() not in ("cpu", None) or is_observed() or not _are_plain(x, weight, bias):
             return None
         shapes = x.shape, weight.shape
         given = plans[shapes] if shapes in plans else plan(*shapes)
@@ -178,3 +177,21 @@ def parts(kept: Tensor, sizes: Sizes) -> tuple[Mantissas, Mantissas]:
     first, second = kept[: m * k].view(m, k), kept[m * k : -2].view(n, k)
     of_x, of_weight = kept[-2:].tolist()
     return Mantissas(first, of_x), Mantissas(second, of_weight)
+
+
+def _are_plain(x: Any, weight: Any, bias: Any) -> bool:
+    """Whether these are plain fp32 tensors, two of them contiguous on the CPU, and no dispatch mode or trace sees them.
+
+    Outside torch.func and forward-mode autograd, which callers exclude. A bias of another layout or device is left to
+    the product, which takes or refuses it.
+    """
+    if type(x) not in cpu.PLAIN or type(weight) not in cpu.PLAIN or (bias is not None and type(bias) not in cpu.PLAIN):
+        return False
+    fp32, strided = torch.float32, torch.strided
+    if x.dtype is not fp32 or weight.dtype is not fp32 or (bias is not None and bias.dtype is not fp32):
+        return False
+    if not x.is_cpu or not weight.is_cpu or x.layout is not strided or weight.layout is not strided:
+        return False
+    if x.is_nested or weight.is_nested:
+        return False
+    return x.is_contiguous() and weight.is_contiguous() and is_quiet()

@@ -7,7 +7,9 @@ their carriers or as integers under an exponent, its accumulation, and the cast 
 * blocks: a running sum that is rounded to fp16 or bf16 after every block of products;
 * native: the device's own 16-bit product (`hardware`), which sums in fp32 and rounds once, including the bias: on GPUs,
   and for bf16 on CPUs with bf16 products;
-* fp32: an fp32 product of the rounded values (each product of significands of up to 12 bits is exact), rounded once;
+* fp32: an fp32 product of the rounded values (each product of significands of up to 12 bits is exact), rounded once. On
+  a CPU the C++ library computes those that are matrices, in one order of their sums (`fp32_products`): the same bits on
+  every processor. torch computes convolutions, and all of them where the library is missing or nothing but torch may;
 * reference: the same in fp64, the definition of the sum;
 * packed: weights in bytes, codes of few bits, signs or 16 bits, with matching activations (`contract_packed`).
 
@@ -21,6 +23,7 @@ all devices, the former with torch's operations only, the latter with the C++ li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, overload
 
@@ -31,30 +34,30 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS
-from lowp.kernels import byte_products, few_bits, few_rows, large
+from lowp.kernels import byte_products, few_bits, few_rows, fp32_products
 from lowp.kernels.byte_products import MOST_DEPTH, Panels
 from lowp.kernels.byte_rows import Activations, ByteRows, Bytes
-from lowp.kernels.dispatch import chosen, forced
+from lowp.kernels.dispatch import forced
 from lowp.kernels.few_bits import PackedCodes, Signs
 from lowp.kernels.hardware import multiplies
 from lowp.kernels.mantissas import Mantissas
-from lowp.kernels.scratch import Scratch, is_large
+from lowp.kernels.scratch import Scratch
 from lowp.policy import Accumulation
 
 __all__ = [
     "ProductForm",
     "contract",
     "contract_packed",
-    "gradients_of_matrices",
-    "gradients_sixteen_bits",
+    "gradients_of_product",
     "has_launches",
     "is_native",
     "is_torchs_own",
+    "linear_in_fp32",
     "linear_sixteen_bits",
     "multiplies_int8",
     "ready_operand",
     "sixteen_bits_run_in",
-    "sums_in_fp32",
+    "sum_of_rows",
     "torchs_own_device",
 ]
 
@@ -139,6 +142,8 @@ def contract(
         result = _in_dtype(form, slot, operands, bias, torch.float64)
     elif forced() == "reference":
         result = _in_dtype(form, slot, operands, bias, torch.float64).float()
+    elif (found := _by_library(form, slot, operands, bias)) is not None:
+        result = found
     elif torch.compiler.is_compiling():
         result = _in_dtype(form, slot, operands, bias, torch.float32)
     else:
@@ -148,65 +153,94 @@ def contract(
     return result if finish is None else finish(result)
 
 
+def _by_library(
+    form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor | None, dtype: torch.dtype = torch.float32
+) -> Tensor | None:
+    """Return a product of matrices that the library sums in fp32, in `dtype`; None for what is left to torch."""
+    given = operands if bias is None else (*operands, bias)
+    if not getattr(form, "are_matrices", False) or not _serves(*given):
+        return None
+    columns = None if bias is None else form.numbers_a_column(bias)
+    is_apart = bias is not None and columns is None
+    left, right, finish = form.matrices(slot, *operands)
+    if columns is not None:
+        columns = columns.detach().float().contiguous()
+    is_scaled = is_apart or getattr(form, "scale", 1) != 1
+    multiply = fp32_products.multiply_traced if torch.compiler.is_compiling() else fp32_products.multiply
+    result: Tensor = finish(multiply(left, right, columns, torch.float32 if is_scaled else dtype))
+    result = form.with_bias(result, bias.float()) if bias is not None and is_apart else result
+    return result if result.dtype is dtype else result.to(dtype)
+
+
+def _serves(*tensors: Tensor) -> bool:
+    """Whether the library multiplies these, also where torch.compile traces."""
+    if not torch.compiler.is_compiling():
+        return fp32_products.serves(*tensors)
+    return fp32_products.serves_compiled() and all(x.is_cpu and x.element_size() <= 4 for x in tensors)
+
+
 def linear_sixteen_bits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the result of `contract` for a linear layer in fp16 or bf16: summed in fp32, rounded to its dtype.
 
     `dtype` is the result of `sixteen_bits_run_in`. For callers that know the rule, with the least overhead.
     """
-    if dtype is torch.float32 and is_large(x, weight):
-        return large.linear(x, weight, bias)
-    narrow = NARROW[x.dtype]
     if dtype is torch.float32:
-        return narrow(F.linear(x.float(), weight.float(), None if bias is None else bias.float()))
+        return linear_in_fp32(x, weight, bias, x.dtype)
     result = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    return narrow(result.float()) if dtype is torch.float64 else result
+    return NARROW[x.dtype](result.float()) if dtype is torch.float64 else result
 
 
-def gradients_sixteen_bits(
-    form: Any, operands: tuple[Tensor | None, Tensor | None], gradient: Tensor, wants_bias: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of both operands of such a product, and the bias gradient in fp32.
-
-    The gradient of one operand is a product with the other one; it is None if the other one is None.
-    """
-    own = gradient.dtype
-    dtype, are_matrices = sixteen_bits_run_in(gradient, own), len(form.first) > 1 < len(form.second)
-    if dtype is torch.float32 and are_matrices and is_large(gradient, *operands):
-        return large.linear_gradients((form.first, form.second), operands, gradient, wants_bias)
-    wide, (first, second) = gradient.float(), operands
-    of_bias = form.bias_gradient(wide) if wants_bias else None
-    if dtype is torch.float32:
-        narrow = NARROW[own]
-        of_first = None if second is None else narrow(form.product(0, second.float(), wide))
-        of_second = None if first is None else narrow(form.product(1, first.float(), wide))
-        return of_first, of_second, of_bias
-    incoming = gradient.to(dtype)
-    of_first = None if second is None else form.product(0, second.to(dtype), incoming)
-    of_second = None if first is None else form.product(1, first.to(dtype), incoming)
-    if dtype is torch.float64:
-        of_first, of_second = (None if one is None else one.float().to(own) for one in (of_first, of_second))
-    return of_first, of_second, of_bias
+def linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x[..., k] weight[n, k]^T + bias[n], summed in fp32 and rounded once to `dtype`."""
+    result = fp32_products.linear(x, weight, bias, dtype)
+    if result is not None:
+        return result
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
 
 
-def gradients_of_matrices(
-    shapes: tuple[torch.Size, torch.Size],
+def gradients_of_product(
+    form: Any,
     operands: tuple[Tensor | None, Tensor | None],
     gradient: Tensor,
     wants_bias: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-    """Return what `gradients_sixteen_bits` does of small matrices x[m, k] and w[n, k] in fp32 products; else None.
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of both operands of a linear layer, and of its bias, in `dtype`, or that of its own.
 
-    Without a form: the calls of a small product take longer than its arithmetic.
+    The gradient of one operand is a product with the other one; it is None if the other one is None.
     """
-    own, (x, weight) = gradient.dtype, operands
-    if len(shapes[0]) != 2 or len(shapes[1]) != 2 or sixteen_bits_run_in(gradient, own) is not torch.float32:
-        return None
-    if is_large(gradient, x, weight):
-        return None
-    wide, narrow = gradient.float(), NARROW[own]
-    of_x = None if weight is None else narrow(wide.mm(weight.float()))
-    of_weight = None if x is None else narrow(wide.t().mm(x.float()))
-    return of_x, of_weight, wide.sum(0) if wants_bias else None
+    first, second = operands
+    own = gradient.dtype if dtype is None else dtype
+    way = sixteen_bits_run_in(gradient, own)
+    if way is torch.float32 and len(form.second) == 2:
+        if fp32_products.serves(gradient, *[one for one in operands if one is not None]):
+            if len(form.first) == 2:
+                return fp32_products.linear_gradients(first, second, gradient, wants_bias, own)
+            rows = math.prod(form.first[:-1])
+            first = first if first is None else first.reshape(rows, form.first[-1])
+            gradient = gradient.reshape(rows, form.second[0])
+            of_x, of_weight, of_bias = fp32_products.linear_gradients(first, second, gradient, wants_bias, own)
+            return of_x if of_x is None else of_x.view(form.first), of_weight, of_bias
+
+    def product(slot: int, other: Tensor) -> Tensor:
+        result: Tensor = form.product(slot, other.to(way), gradient.to(way))
+        return result if way is own else result.float().to(own)
+
+    return (
+        None if second is None else product(0, second),
+        None if first is None else product(1, first),
+        form.bias_gradient(gradient.float()).to(own) if wants_bias else None,
+    )
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """Return the sum of x[m, n] along m in fp32, by the library in the order of a product with ones."""
+    if not _serves(x):
+        return x.float().sum(0)
+    if torch.compiler.is_compiling():
+        result: Tensor = fp32_products.multiply_traced(x.new_ones(1, x.shape[0]), x, None, torch.float32)
+        return result[0]
+    return fp32_products.sum_of_rows(x)
 
 
 def sixteen_bits_run_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -215,14 +249,6 @@ def sixteen_bits_run_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     if way is None:
         return dtype if multiplies("cpu" if x.is_cpu else x.device.type, dtype) else torch.float32
     return dtype if way == "native" else torch.float64 if way == "reference" else torch.float32
-
-
-def sums_in_fp32(dtype: torch.dtype) -> bool:
-    """Whether products of a 16-bit dtype are computed in fp32 on a CPU, for code that no compiler traces."""
-    way = chosen()
-    if way is None:
-        return dtype is torch.float16 or not multiplies("cpu", dtype)
-    return way != "native" and way != "reference"
 
 
 Packed = (

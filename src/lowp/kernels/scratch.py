@@ -23,7 +23,7 @@ from torch import Tensor
 from lowp.compat import real_tensors
 from lowp.kernels.tracing import is_quiet
 
-__all__ = ["Scratch", "is_large"]
+__all__ = ["Scratch"]
 
 LEAST = 1 << 15  # elements: the C library keeps smaller blocks for its next use
 MOST = 1 << 24
@@ -112,11 +112,3 @@ class Scratch:
         block = _blocks.take(elements)
         self.lent.append(block)
         return block[1]
-
-
-def is_large(*tensors: Tensor | None) -> bool:
-    """Whether one of these is large enough for kept memory."""
-    for x in tensors:  # no generator, whose overhead matters to small products
-        if x is not None and x.numel() >= LEAST and x.is_cpu:
-            return True
-    return False

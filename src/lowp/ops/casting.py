@@ -359,13 +359,6 @@ def shield() -> AbstractContextManager[object]:
     return without_autocast() if torch.compiler.is_compiling() else _Shield()
 
 
-def is_shielding_needed(gradient: Tensor) -> bool:
-    """Whether a mode, a transform, torch.autocast or a compiler could interfere with a backward function."""
-    if torch.compiler.is_compiling() or type(gradient) is not Tensor or _function_modes():
-        return True
-    return _is_any_autocast_enabled() or is_transformed()
-
-
 def shielded(function: Callable[[Tensor, Any], _Answer], gradient: Tensor, ctx: Any) -> _Answer:
     """Return the result of a backward function within `shield`, which is entered only if a mode could interfere."""
     if not torch.compiler.is_compiling() and type(gradient) is Tensor:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,7 @@ class Convolution(Form):
     transposed: bool
     output_padding: Sizes
     groups: int
+    are_matrices: ClassVar[bool] = False
 
     @property
     def contracted(self) -> dict[int, Pair]:  # type: ignore[override]

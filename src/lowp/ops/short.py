@@ -11,26 +11,23 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from lowp.casts import Cast
 from lowp.compat import applied_at_once, remembered_by_identity
+from lowp.formats import ScaledFormat
 from lowp.kernels.dispatch import forced
+from lowp.kernels.fp32_products import linear as linear_in_library
 from lowp.kernels.functions import quantize_operand
 from lowp.kernels.hardware import is_on_host
 from lowp.kernels.low_words import FEATURES
 from lowp.kernels.products import (
     NARROW,
-    gradients_of_matrices,
-    gradients_sixteen_bits,
+    gradients_of_product,
+    linear_in_fp32,
     linear_sixteen_bits,
     sixteen_bits_run_in,
-    sums_in_fp32,
 )
-from lowp.kernels.scratch import LEAST, is_large
-from lowp.kernels.small import rounded_by_library, sixteen_bits
 from lowp.ops.bytes import is_int8, linear_in_bytes
 from lowp.ops.call import Call, Quick, QuickRegion, RoleCasts, WeightCast
 from lowp.ops.casting import (
@@ -39,7 +36,6 @@ from lowp.ops.casting import (
     functorch_is_active,
     is_only_rounding,
     is_plain,
-    is_shielding_needed,
     native_dtype,
     shielded,
 )
@@ -48,13 +44,12 @@ from lowp.ops.eight_bits import is_fp8, linear_in_fp8
 from lowp.ops.int16 import linear as integer_linear
 from lowp.ops.int16 import written as written_linear
 from lowp.ops.products import gradients_of_linear
-from lowp.ops.trilinear import FIRST, SECOND, Linear
+from lowp.ops.trilinear import Linear
 from lowp.policy import Rule
 
 __all__ = ["linear", "one_dtype", "quick", "short_linear", "under"]
 
-_PLAIN = (Tensor, Parameter)
-_MOST_SHAPES = 1024
+SMALL = 1024  # elements of a weight that is rounded where it is read, without gradients, instead of being kept
 Runner = Callable[[Call], Any]
 
 
@@ -94,22 +89,14 @@ def quick(rule: Rule) -> Quick | None:
             return written_linear.quick(rule, long_linear) if is_written else integer_linear.quick(rule)
         return _quick_rounded(rule) if _rounds_operands(rule) else None
 
-    small, narrow, to = sixteen_bits(dtype), NARROW[dtype], cast(Cast, rule.weight)
+    casts = cast(Cast, rule.input), cast(Cast, rule.weight), None
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
-        if kwargs:
+        if kwargs or (runs_in := sixteen_bits_run_in(args[0], dtype)) is dtype:  # where torch's own dispatcher runs it
             return None
-        if len(args) == 3:
-            if not torch.is_grad_enabled():
-                if (result := small(*args)) is not None:
-                    return result
-            elif sums_in_fp32(dtype) and _are_small_matrices(*args):
-                x, weight, bias = args
-                is_kept = weight.requires_grad and weight.is_leaf
-                factor = region.weights.narrowed(weight, to) if is_kept else narrow(weight)
-                return cast(Tensor, _apply_small(narrow(x), factor, bias, rule))
-        if (runs_in := sixteen_bits_run_in(args[0], dtype)) is dtype:  # where torch's own dispatcher runs it
-            return None
+        if len(args) == 3 and not torch.is_grad_enabled() and args[1].numel() <= SMALL and runs_in is torch.float32:
+            if (result := linear_in_library(*args, dtype, casts)) is not None:
+                return result
         return short_linear(rule, runs_in, args, region.weights.narrowed)
 
     return run
@@ -136,33 +123,6 @@ def short_linear(rule: Rule, runs_in: torch.dtype, args: tuple[Any, ...], weight
         result: Tensor = _apply_short(narrow(x), factor, bias, rule, runs_in)
         return result
     return linear_sixteen_bits(narrow(x), factor, bias, runs_in)
-
-
-def _are_small_matrices(x: Any, weight: Any, bias: Any) -> bool:
-    """Whether these are plain fp32 matrices x[m, k] and w[n, k] and a bias or None on a CPU, none of them large."""
-    if type(x) not in _PLAIN or type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
-        return False
-    fp32, strided = torch.float32, torch.strided
-    if x.dtype is not fp32 or weight.dtype is not fp32 or (bias is not None and bias.dtype is not fp32):
-        return False
-    if not is_on_host(x) or x.layout is not strided or weight.layout is not strided or x.is_nested or weight.is_nested:
-        return False
-    return (x.shape, weight.shape) in _small_shapes or _fit_small(x.shape, weight.shape)
-
-
-_small_shapes: set[tuple[torch.Size, torch.Size]] = set()  # of matrices that fit, and are not large
-
-
-def _fit_small(x: torch.Size, weight: torch.Size) -> bool:
-    """Whether these are the shapes of matrices for `_are_small_matrices`; noted if so."""
-    if len(x) != 2 or len(weight) != 2 or x[1] != weight[1]:
-        return False
-    if max(x.numel(), weight.numel(), x[0] * weight[0]) >= LEAST:
-        return False
-    if len(_small_shapes) >= _MOST_SHAPES:
-        _small_shapes.clear()
-    _small_shapes.add((x, weight))
-    return True
 
 
 def _is_usual(call: Call) -> bool:
@@ -218,36 +178,9 @@ def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
         form, casts = Linear(*shapes), RoleCasts(rule, rule.accumulate)
         needs = (needs_x, needs_weight, needs_bias)
         return *gradients_of_linear(form, casts, needs, bias_dtype, gradient, (x, weight)), None, None
-    found = gradients_of_matrices(shapes, (x, weight), gradient, needs_bias)
-    of_x, of_weight, of_bias = found or gradients_sixteen_bits(Linear(*shapes), (x, weight), gradient, needs_bias)
-    of_bias = None if of_bias is None else NARROW[gradient.dtype](of_bias).to(bias_dtype)
+    of_x, of_weight, of_bias = gradients_of_product(Linear(*shapes), (x, weight), gradient, needs_bias)
+    of_bias = None if of_bias is None else of_bias.to(bias_dtype)
     return of_x, of_weight, of_bias, None, None
-
-
-class _Small(torch.autograd.Function):
-    """`_Short` of matrices that are not large, computed in fp32: no function decides anything per product."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule) -> Tensor:
-        first, second, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if second else None, weight if first else None)
-        ctx.about = (x.shape, weight.shape), rule, torch.float32
-        return NARROW[x.dtype](F.linear(x.float(), weight.float(), bias))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() or is_shielding_needed(gradient) or not sums_in_fp32(gradient.dtype):
-            return shielded(_gradients, gradient, ctx)[:4]
-        (x, weight), narrow, wide = ctx.saved_tensors, NARROW[gradient.dtype], gradient.float()
-        return (
-            None if weight is None else narrow(wide.mm(weight.float())),
-            None if x is None else narrow(wide.t().mm(x.float())),
-            narrow(wide.sum(0)).float() if ctx.needs_input_grad[2] else None,
-            None,
-        )
-
-
-_apply_small = applied_at_once(_Small)
 
 
 # -- operands in other formats, results in fp32 -------------------------------------------------------------------
@@ -263,27 +196,28 @@ def _rounds_operands(rule: Rule) -> bool:
 def _quick_rounded(rule: Rule) -> Quick:
     to_input, to_weight = cast(Cast, rule.input), cast(Cast, rule.weight)
     input_dtype, weight_dtype = carrier_dtype(to_input), carrier_dtype(to_weight)
-    small = rounded_by_library(to_input, to_weight)
+    casts = to_input, to_weight, None
+    are_of_elements = not any(isinstance(one.format, ScaledFormat) for one in casts[:2])
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
         if kwargs:
             return None
-        if len(args) == 3 and not torch.is_grad_enabled() and (result := small(*args)) is not None:
-            return result
+        if are_of_elements and len(args) == 3 and not torch.is_grad_enabled() and args[1].numel() <= SMALL:
+            if (result := linear_in_library(*args, torch.float32, casts)) is not None:
+                return result
         if not _fits(args) or not all(one is None or _is_fp32_on_cpu(one) for one in args):
             return None
         if forced() == "reference":  # sums in fp64
             return None
         x, weight, bias = args if len(args) == 3 else (*args, None)
-        value = quantize_operand(x.detach() if x.requires_grad else x, to_input, 0, False)
+        value = quantize_operand(x.detach() if x.requires_grad else x, to_input, 0, False, input_dtype)
         if weight.is_leaf and weight.requires_grad:
             factor = region.weights.rounded(weight, to_weight, weight_dtype)
         else:
-            factor = quantize_operand(weight.detach(), to_weight, 0, False)
+            factor = quantize_operand(weight.detach(), to_weight, 0, False, weight_dtype)
         if not torch.is_grad_enabled():
-            return F.linear(value, factor.float(), bias)
-        value = value if input_dtype is torch.float32 else value.to(input_dtype)
-        return cast(Tensor, _apply_rounded(end_of(x), end_of(weight), bias, value, factor.to(weight_dtype), rule))
+            return linear_in_fp32(value, factor, bias, torch.float32)
+        return cast(Tensor, _apply_rounded(end_of(x), end_of(weight), bias, value, factor, rule))
 
     return run
 
@@ -306,7 +240,7 @@ class _Rounded(torch.autograd.Function):
         ctx.save_for_backward(value if second else None, factor if first else None)
         ctx.edges, ctx.rule = (x if first else None, weight if second else None), rule
         ctx.shapes = x.shape, weight.shape
-        return F.linear(value.float(), factor.float(), bias)
+        return linear_in_fp32(value, factor, bias, torch.float32)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -320,12 +254,11 @@ def _rounded_gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
     values, needs, form = ctx.saved_tensors, ctx.needs_input_grad[:3], Linear(*ctx.shapes)
     rule: Rule = ctx.rule
     is_long = forced() == "reference" or gradient.shape[-1:] >= (FEATURES,)  # of many features some may be lost
-    if is_long or is_large(gradient, *values) or torch.is_grad_enabled() or functorch_is_active():
+    if is_long or torch.is_grad_enabled() or functorch_is_active():
         edges = cast("tuple[Tensor | None, Tensor | None]", ctx.edges)
         casts = RoleCasts(rule, rule.accumulate)
         return *gradients_of_linear(form, casts, needs, torch.float32, gradient, values, edges), None, None, None
-    (value, factor), to = values, cast(Cast, rule.grad)
-    incoming = quantize_operand(gradient, to, 0, False)
-    of_x = None if factor is None else form.product(FIRST, factor.float(), incoming)
-    of_weight = None if value is None else form.product(SECOND, value.float(), incoming)
-    return of_x, of_weight, form.bias_gradient(incoming) if needs[2] else None, None, None, None
+    to = cast(Cast, rule.grad)
+    incoming = quantize_operand(gradient, to, 0, False, carrier_dtype(to))
+    found = gradients_of_product(form, cast(Any, values), incoming, needs[2], torch.float32)
+    return *found, None, None, None

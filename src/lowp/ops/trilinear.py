@@ -21,6 +21,7 @@ from lowp.kernels import device_integers, integer
 from lowp.kernels.int16_written import WrittenMantissas
 from lowp.kernels.integer import Bias, Exact
 from lowp.kernels.mantissas import Mantissas
+from lowp.kernels.products import sum_of_rows
 
 FIRST, SECOND, OUTPUT = 0, 1, 2
 Pair = tuple[int, int]
@@ -31,6 +32,7 @@ class Form(ABC):
     """A trilinear form. `contracted[slot]` is the dimension along which each of the two operands is summed."""
 
     contracted: ClassVar[dict[int, Pair]] = {FIRST: (-1, -1), SECOND: (-1, -1), OUTPUT: (-1, -1)}
+    are_matrices: ClassVar[bool] = True  # whether kernels multiply the `matrices` of a product in fp32
 
     @abstractmethod
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -186,9 +188,11 @@ class Linear(Form):
         return -1 if len(self.second) == 2 and len(self.first) > 1 else None
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
+        if len(self.second) != 2:
+            return gradient.float().sum_to_size(())
         if len(self.first) != 2:
             gradient = gradient.reshape(math.prod(self.first[:-1]), self.second[0])
-        return gradient.sum(0)
+        return sum_of_rows(gradient)
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,8 @@ class Einsum(Form):
         for index, term in enumerate(terms):  # letters of one operand alone that the result lacks are summed first
             alone = [letter for letter in term if letter not in target and letter not in terms[1 - index]]
             if alone:
-                tensors[index] = tensors[index].sum([term.index(letter) for letter in alone])
+                wide = torch.float32 if tensors[index].dtype in (torch.float16, torch.bfloat16) else None
+                tensors[index] = tensors[index].sum([term.index(letter) for letter in alone], dtype=wide)
                 terms[index] = "".join(letter for letter in term if letter not in alone)
         left, right = tensors
         batch = "".join(letter for letter in target if letter in terms[0] and letter in terms[1])
@@ -282,4 +287,5 @@ class Einsum(Form):
         return bias * self.bias_scale
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.float()
         return (gradient if self.bias_scale == 1 else gradient * self.bias_scale).sum_to_size(self.bias or ())

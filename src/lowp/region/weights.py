@@ -202,13 +202,12 @@ class WeightCasts:
     def rounded(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
         """Return the values of a plain leaf's cast in a dtype that holds them, detached from the graph and reusable."""
         if torch.is_inference_mode_enabled():
-            return quantize_operand(weight, to, 0, False).to(dtype)
+            return quantize_operand(weight, to, 0, False, dtype)
         sign = self._sign(weight)
         for entry in self._entries.get(id(weight), ()):
             if entry.sign == sign and (entry.to is to or entry.to == to) and not is_jit_tracing():
                 return entry.value
-        value = quantize_operand(weight.detach(), to, 0, False)
-        return self._remember(weight, to, sign, value if dtype is torch.float32 else value.to(dtype))
+        return self._remember(weight, to, sign, quantize_operand(weight.detach(), to, 0, False, dtype))
 
     def together(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
         """Return several weights under one cast. Missing casts are computed in one launch if possible."""

@@ -38,7 +38,7 @@ void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {
 }  // namespace lowp
 
 // casts.cpp, mantissas.cpp
-LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, void* out, int64_t count, uint64_t seed,
+LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, int out_type, void* out, int64_t count, uint64_t seed,
                                int64_t index, int threads);
 LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int threads, int64_t* found);
 

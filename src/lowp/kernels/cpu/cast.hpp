@@ -150,6 +150,8 @@ struct Stepped {
   Mantissas update, weight;
 };
 
+struct Lines;  // product.hpp
+
 // The kernels of one instruction set, each for elements begin .. end; except for sums, begin is a multiple of kBlock.
 struct Kernels {
   void (*quantize)(const Task&, int64_t begin, int64_t end);
@@ -186,6 +188,7 @@ struct Kernels {
   void (*random_words)(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out);
   void (*random_block)(uint64_t seed, const uint32_t* counter, uint32_t* out);
   bool (*narrow)(const float* in, int type, uint16_t* out, int64_t count);
+  void (*read_lines)(const Lines&, float* to, int64_t stride);
 };
 
 extern const Kernels kPortableKernels;

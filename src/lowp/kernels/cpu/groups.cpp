@@ -129,7 +129,7 @@ LOWP_EXPORT int lowp_quantize_finite(const lowp_cast* cast, const lowp_sharing* 
   lowp_grid(x, count, 0, threads, found);
   if (found[0] >= kInfiniteBits) return 1;
   if (sharing == nullptr) {
-    lowp_quantize(cast, kFp32, x, out, count, seed, 0, threads);
+    lowp_quantize(cast, kFp32, x, kFp32, out, count, seed, 0, threads);
     return 0;
   }
   const Groups groups{sharing, count, count, 1, nullptr, nullptr, nullptr, 0, false};

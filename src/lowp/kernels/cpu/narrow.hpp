@@ -49,7 +49,7 @@ static bool narrow_to_fp16(const float* in, uint16_t* out, int64_t count) {
 }
 
 // Writes numbers of `type`, kFp16 or kBf16. Returns false, with some number in the place of a NaN, if there is one.
-static bool narrow(const float* in, int type, uint16_t* out, int64_t count) {
+[[maybe_unused]] static bool narrow(const float* in, int type, uint16_t* out, int64_t count) {
   const ExactArithmetic exact;
   return type == kFp16 ? narrow_to_fp16(in, out, count) : narrow_by(in, out, count, bf16_bits);
 }

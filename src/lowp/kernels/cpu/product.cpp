@@ -1,0 +1,131 @@
+// The matrix product with sums in fp32: the division of the result into units, and the C function.
+#include "product.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "calls.hpp"
+#include "levels.hpp"
+
+namespace lowp {
+namespace {
+
+constexpr int64_t kUnitSide = 512;          // rows and columns of a unit at most
+constexpr int64_t kSerialProducts = 1 << 16;  // fewer multiplications run on one thread
+
+// Memory for packed panels, which a thread keeps: fresh memory costs more than the packing. Huge pages, where there are
+// any: the panels of a unit take more pages of 4 KiB than a core caches addresses of.
+class Memory {
+ public:
+  ~Memory() { std::free(data_); }
+  float* get(int64_t floats) {
+    constexpr size_t kPage = size_t{2} << 20;
+    const size_t bytes = static_cast<size_t>(floats) * sizeof(float);
+    if (bytes <= size_) return data_;
+    std::free(data_);
+    size_ = 0;
+    const size_t whole = bytes <= kPage / 8 ? (bytes + 4095) & ~size_t{4095} : (bytes + kPage - 1) / kPage * kPage;
+    data_ = static_cast<float*>(std::aligned_alloc(whole < kPage ? 4096 : kPage, whole));
+    if (data_ == nullptr) throw std::bad_alloc();
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    if (whole >= kPage) madvise(data_, whole, MADV_HUGEPAGE);
+#endif
+    size_ = whole;
+    return data_;
+  }
+
+ private:
+  float* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+const Multiplier& multiplier() {
+#if defined(__x86_64__)
+  if (&kernels() == &kAvx512Kernels) return kAvx512Multiplier;
+  if (&kernels() == &kAvx2Kernels) return kAvx2Multiplier;
+#endif
+  return kPortableMultiplier;
+}
+
+int64_t parts_of(int64_t count, int64_t most) { return (count + most - 1) / most; }
+
+// The whole panels of part `index` of `parts`.
+int64_t begin_of(int64_t count, int64_t width, int64_t parts, int64_t index) {
+  return std::min(count, parts_of(count, width) * index / parts * width);
+}
+
+// Into how many parts the rows and the columns of a matrix are cut: into units that fit the cache, and as many as keep all
+// threads busy. The larger side is cut, since each part of one side packs all of the other.
+struct Cuts {
+  int64_t rows, columns;
+};
+
+Cuts grid_of(const lowp_plan& plan, const Multiplier& by, int threads) {
+  Cuts grid{parts_of(plan.rows, kUnitSide), parts_of(plan.columns, kUnitSide)};
+  const int64_t matrices = plan.batch[0] * plan.batch[1];
+  while (matrices * grid.rows * grid.columns % threads != 0 && matrices * grid.rows * grid.columns < 8 * threads) {
+    const bool has_rows = plan.rows > grid.rows * by.rows, has_columns = plan.columns > grid.columns * by.columns;
+    if (!has_rows && !has_columns) break;
+    const bool cuts_rows = !has_columns || (has_rows && plan.rows / grid.rows >= plan.columns / grid.columns);
+    ++(cuts_rows ? grid.rows : grid.columns);
+  }
+  return grid;
+}
+
+Unit unit_of(const lowp_plan& plan, const Multiplier& by, const Cuts& grid, int64_t index) {
+  const int64_t row = index % grid.rows, column = index / grid.rows % grid.columns;
+  const int64_t matrix = index / grid.rows / grid.columns;
+  const int64_t r0 = begin_of(plan.rows, by.rows, grid.rows, row), r1 = begin_of(plan.rows, by.rows, grid.rows, row + 1);
+  const int64_t c0 = begin_of(plan.columns, by.columns, grid.columns, column);
+  const int64_t c1 = begin_of(plan.columns, by.columns, grid.columns, column + 1);
+  return {{matrix / plan.batch[1], matrix % plan.batch[1]}, r0, r1 - r0, c0, c1 - c0};
+}
+
+// Returns false if memory ran out.
+bool run(const Product& product, int threads) {
+  const lowp_plan& plan = product.plan;
+  const int64_t matrices = plan.batch[0] * plan.batch[1], size = matrices * plan.rows * plan.columns;
+  if (size == 0) return true;
+  const Multiplier& by = multiplier();
+  if (size * plan.depth < kSerialProducts) threads = 1;
+  const Cuts grid = grid_of(plan, by, std::max(1, threads));
+  const int64_t units = matrices * grid.rows * grid.columns;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+  const auto work = [&](int64_t, int64_t) noexcept {
+    static thread_local Memory memory;
+    try {
+      for (int64_t i = next++; i < units; i = next++) {
+        const Unit unit = unit_of(plan, by, grid, i);
+        if (unit.rows > 0 && unit.columns > 0) by.run(product, unit, memory.get(by.floats(unit, plan.depth)));
+      }
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+  };
+  parallel_for(std::min<int64_t>(threads, units), 1, threads, work);
+  return !failed;
+}
+
+}  // namespace
+}  // namespace lowp
+
+// Computes `count` products, see product.hpp, one after the other. `memory`: of each its left and right operand, its bias
+// (fp32, or null) and its result. `seeds`: of the stochastic casts of left, right and result, the same for all. Returns 0, or
+// 2 if memory ran out.
+LOWP_EXPORT int lowp_product(const lowp_plan* plans, int count, const int64_t* memory, const uint64_t* seeds, int threads) {
+  for (int i = 0; i < count; ++i, memory += 4) {
+    const auto at = [&](int place) { return reinterpret_cast<void*>(memory[place]); };
+    const lowp::Product product{plans[i], at(0), at(1), static_cast<const float*>(at(2)), at(3), seeds[0], seeds[1], seeds[2],
+                                lowp::kernels().read_lines};
+    if (!lowp::run(product, threads)) return 2;
+  }
+  return 0;
+}

@@ -1,0 +1,3 @@
+#define LOWP_ISA avx2
+#define LOWP_MULTIPLIER kAvx2Multiplier
+#include "product_unit.hpp"

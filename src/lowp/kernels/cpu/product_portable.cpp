@@ -1,0 +1,3 @@
+#define LOWP_ISA portable
+#define LOWP_MULTIPLIER kPortableMultiplier
+#include "product_unit.hpp"
