@@ -99,8 +99,8 @@ def trained(rank: int, spoiled: int = -1) -> dict[str, Any]:
 
 def loaded_on_one_rank(rank: int) -> str:
     precision = Precision("flex16+5")
-    model, optimizer = precision.prepare(nn.Linear(3, 1), None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = nn.Linear(3, 1)
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     other = SharedExponents()
     other.load_state_dict(SharedExponents().state_dict())
     if rank == 0:

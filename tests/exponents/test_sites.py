@@ -52,8 +52,8 @@ def test_a_second_pass_on_larger_numbers_is_not_cut_off_by_the_first(together: b
 def test_the_generators_pass_through_a_discriminator_has_places_of_its_own() -> None:
     torch.manual_seed(0)
     precision, discriminator, optimizer, exponents = flex(nn.Linear(3, 1))
-    generator, generator_optimizer = precision.prepare(nn.Linear(2, 3), None)
-    generator_optimizer = torch.optim.SGD(generator.parameters(), lr=0.01)
+    generator = nn.Linear(2, 3)
+    generator, generator_optimizer = precision.prepare(generator, torch.optim.SGD(generator.parameters(), lr=0.01))
     for _ in range(3):
         with precision.autocast():
             fake = generator(torch.randn(4, 2))

@@ -42,8 +42,9 @@ def sharing(tensors: Iterable[Tensor]) -> Tensor | None:
     """
     allocations: defaultdict[tuple[int, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
     for one in tensors:
-        if one.layout is torch.strided and not one.is_meta and not is_sharded(one) and one.numel():
-            if address := one.untyped_storage().data_ptr():  # 0: of a fake tensor
+        is_own = type(one).__torch_dispatch__ is Tensor.__torch_dispatch__  # neither sharded nor fake
+        if is_own and one.layout is torch.strided and not one.is_meta and one.numel():
+            if address := one.untyped_storage().data_ptr():  # 0: freed
                 allocations[address, one.dtype].setdefault(id(one), one)
     for group in (list(each.values()) for each in allocations.values() if len(each) > 1):
         size = group[0].untyped_storage().nbytes() // group[0].element_size()
