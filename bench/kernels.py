@@ -40,8 +40,9 @@ def ours(x: Tensor, out: Tensor) -> Candidates:
     candidates: Candidates = {}
     for text in (*NEAREST, *OTHER_MODES, *STOCHASTIC):
         candidates[f"lowp {text}"] = lambda text=text: lowp.quantize(x, text, seed=1, out=out)
-    for text in SHARED:  # rows of 1,024 numbers
-        rows, to = x.view(-1, 1024), out.view(-1, 1024)
+    width = math.gcd(len(x), 1024)
+    for text in SHARED:
+        rows, to = x.view(-1, width), out.view(-1, width)
         candidates[f"lowp {text}"] = lambda text=text, rows=rows, to=to: lowp.quantize(rows, text, out=to)
     codes, payload = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x), dtype=torch.int16)
     fp8, dfp16, own = parse("e4m3fn"), parse("dfp16"), out.clone()
