@@ -221,6 +221,18 @@ def test_weights_that_shared_exponents_cannot_hold_end_in_an_error() -> None:
                 _step(training)
 
 
+def test_a_result_that_is_mostly_cut_off_at_a_place_that_saw_smaller_ones_is_told_once() -> None:
+    model, optimizer, precision = _training("flex16+5", lr=1e-6)
+    told = []
+    for size in (1.0, 1.0, 400.0, 1e5, 1.0):
+        with warnings.catch_warnings(record=True) as said, precision.autocast():
+            warnings.simplefilter("always")
+            precision.backward(model(torch.full((4, 4), size)).square().mean())
+            precision.step(optimizer)
+        told.append([str(one.message) for one in said if "most numbers were cut off in the output" in str(one.message)])
+    assert [len(one) for one in told] == [0, 0, 1, 0, 0] and "step 3: " in told[2][0]
+
+
 # -- the guard itself -------------------------------------------------------------------------------------------------
 def test_a_guard_counts_puts_statistics_back_and_gives_up() -> None:
     guard, norm = StepGuard(patience=3), nn.BatchNorm1d(2)

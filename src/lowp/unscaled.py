@@ -151,6 +151,15 @@ class UnscaledSteps:
         sites = exponents.beyond()
         guard.count(any(site.startswith(("weight of", "update of")) for site in sites))
         if not sites:
+            if not exponents.has_told_most and (most := exponents.beyond(most=True)):
+                exponents.has_told_most = True
+                warnings.warn(
+                    f"step {number}: most numbers were cut off in the {most[0]}, as they are much larger than what "
+                    "this place has seen in earlier steps. Its next exponent holds them. If two kinds of data take "
+                    "turns there, such as two losses, compute them in modules of their own",
+                    UserWarning,
+                    stacklevel=5,
+                )
             return
         text = f"step {number}: numbers beyond the largest of {self.name} are cut off, first in the {sites[0]}"
         advice = "look at the learning rate and at the scale of inputs and loss"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
-from lowp.exponents import Flush, SharedExponents, class_of, scaling_of, shared, table
+from lowp.exponents import Flush, SharedExponents, class_of, device_table, scaling_of, shared, table
 
 FLEX = parse("flex16+5:autoflex")
 
@@ -171,8 +171,24 @@ def test_apart_a_write_is_as_outside_of_training() -> None:
     with exponents.apart():
         assert exponents.write(torch.tensor([1000.0]), FLEX, "output of x") == 1000
         assert exponents.sum_entry(FLEX, "output of x") is None
-    assert exponents.write(torch.tensor([1000.0]), FLEX, "output of x") < 4
+    assert exponents.write(torch.tensor([1000.0, 0.0]), FLEX, "output of x").amax() < 4
     assert exponents.sum_entry(FLEX, "output of x") is not None
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_single_number_beyond_a_places_window_is_not_cut_off_and_is_learnt_from(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_there:
+        monkeypatch.setattr(device_table, "has_integer_kernels", lambda device: False)
+    exponents, site = SharedExponents(), "output of loss"
+    for value in (0.25, 2.2272, 2.2272, 1000.0, -7000.0):
+        written = exponents.write(torch.tensor(value), FLEX, site)
+        assert float(written) == pytest.approx(value, rel=2**-10)
+        exponents.flush()
+        held = math.ldexp(32767, exponents.exponent(site))
+        assert abs(value) < held
+    assert exponents.write(torch.tensor(math.inf), FLEX, site) == math.inf
 
 
 def test_what_is_in_the_format_can_stay_as_it_is() -> None:

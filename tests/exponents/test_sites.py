@@ -69,6 +69,43 @@ def test_the_generators_pass_through_a_discriminator_has_places_of_its_own() -> 
     assert linear == ["linear", *passes]
 
 
+@pytest.mark.parametrize("loss", ["function", "module", "within a module"])
+def test_the_first_loss_of_a_discriminator_is_not_cut_off_at_the_place_of_the_generators(loss: str) -> None:
+    torch.manual_seed(0)
+    precision, discriminator, optimizer, exponents = flex(nn.Linear(2, 1))
+    with torch.no_grad():
+        discriminator.bias.fill_(1.5)
+    generator = nn.Linear(4, 2)
+    generator, generator_optimizer = precision.prepare(generator, torch.optim.SGD(generator.parameters(), lr=0.01))
+    criterion = nn.BCEWithLogitsLoss() if loss == "module" else F.binary_cross_entropy_with_logits
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.discriminator = discriminator
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            found: Tensor = criterion(self.discriminator(x.detach() if target[0] == 0 else x), target)
+            return found
+
+    both = Both()
+    for step in range(3):
+        for target, one in ((torch.ones(8, 1), generator_optimizer), (torch.zeros(8, 1), optimizer)):
+            with precision.autocast():
+                fake = generator(torch.randn(8, 4))
+                x = fake if target[0] else fake.detach()
+                found = both(fake, target) if loss == "within a module" else criterion(discriminator(x), target)
+            with torch.no_grad():
+                wide = F.binary_cross_entropy_with_logits(discriminator(x), target)
+            assert found.item() == pytest.approx(wide.item(), rel=2**-8), (step, target[0])
+            precision.backward(found)
+            precision.step(one)
+            discriminator.zero_grad()
+            generator.zero_grad()
+    losses = [site for site in sites(exponents) if "entropy" in site]
+    assert any("differentiable input" in site for site in losses) and len(losses) == (1 if "within" in loss else 2)
+
+
 def test_micro_batches_share_the_places_of_the_fourth_pass_and_every_step_those_of_the_one_before() -> None:
     precision, model, optimizer, exponents = flex(nn.Linear(3, 1))
     for _ in range(3):

@@ -210,6 +210,7 @@ def test_evaluation_in_between_changes_nothing() -> None:
         assert torch.equal(value, evaluated.tensors()[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:step .* most numbers were cut off:UserWarning")
 def test_a_64_fold_jump_of_the_weights_is_not_cut_off_and_what_follows_is_counted() -> None:
     run = Run()
     for _ in range(20):
@@ -276,6 +277,7 @@ def test_a_model_without_an_optimizer_is_stored_in_the_format_too() -> None:
 
 
 @pytest.mark.parametrize("loser", ["flex16+5:frozen", "flex16+5:static(-8)", "flex16+5:reactive"])
+@pytest.mark.filterwarnings("ignore:step .* most numbers were cut off:UserWarning")
 def test_the_losers_write_every_tensor_too_and_do_not_predict(loser: str) -> None:
     run = Run(loser)
     for _ in range(30):

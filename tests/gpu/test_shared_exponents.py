@@ -194,6 +194,7 @@ def test_skipping_without_an_end_gives_up_and_says_where(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.filterwarnings("ignore:step .* most numbers were cut off:UserWarning")
 def test_weights_that_were_put_there_from_outside_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     def between(number: int, model: nn.Module) -> None:
         if number == 3:

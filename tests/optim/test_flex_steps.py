@@ -77,6 +77,7 @@ def are_same(one: Any, other: Any) -> bool:
 
 @pytest.mark.filterwarnings("ignore:.*numbers beyond the largest")
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:step .* most numbers were cut off:UserWarning")
 def test_a_step_of_all_weights_has_the_bits_of_one_after_the_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[int, bool]] = []
     end = SharedExponents.end_steps

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.exponents.first import FirstExponents
 from lowp.exponents.sites import is_result
-from lowp.exponents.table import COUNTS, ExponentTable, Flush, Written, largest
+from lowp.exponents.table import COUNTS, MOST_MANTISSA, ExponentTable, Flush, Written, largest
 from lowp.kernels import low_words, payloads, predictions
 from lowp.kernels.cpu_int16 import Seen
 from lowp.kernels.device_mantissas import exponent_of_finite
@@ -78,12 +78,29 @@ class DeviceTable(ExponentTable):
         """
         self._start(x, index, when)
         condition = when if isinstance(when, Tensor) else None
-        result, seen, has_nan, exponent = write_there(x, self.cast, self.state.exponent, index, condition, otherwise)
+        if x.numel() == 1:
+            predicted = self.exponent_of(index)
+            held = self._holding(x, predicted)
+            result, seen, has_nan, exponent = write_there(x, self.cast, held.reshape(1), 0, condition, otherwise)
+            mantissa = (seen.mantissa.long() << (held - predicted).long()).clamp(max=MOST_MANTISSA)
+            seen = seen._replace(mantissa=mantissa.to(torch.int32))
+        else:
+            result, seen, has_nan, exponent = write_there(
+                x, self.cast, self.state.exponent, index, condition, otherwise
+            )
         payloads.keep(result, self.cast.format, exponent)
         told = seen.nonfinite
         self.flags[index] = self.flags[index] | told if index in self.flags else told
         self.note(index, seen._replace(nonfinite=has_nan) if is_result(site) else seen)
         return Written(result, told, None, exponent)
+
+    def _holding(self, x: Tensor, exponent: Tensor) -> Tensor:
+        """Return the exponent for a write of x: of a single number one that holds it."""
+        if x.numel() != 1 or not self.scaling_adapts:
+            return exponent
+        size = x.detach().abs().reshape(())
+        is_beyond = size.isfinite() & (size > times(torch.full_like(size, self.scaling.limit), exponent))
+        return torch.where(is_beyond, torch.maximum(exponent_of_finite(x, self.own), exponent), exponent)
 
     def exponent_of(self, index: int) -> Tensor:
         """The exponent of an entry's next write, a 0-d tensor."""

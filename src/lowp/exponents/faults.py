@@ -37,14 +37,17 @@ def faulty_sites(noted: Sequence[str], flags: dict[str, Tensor]) -> list[str]:
     return [] if all(is_result(site) for site in found) else found
 
 
-def cut_off_sites(tables: Iterable[ExponentTable]) -> list[str]:
-    """Return the sites of a CPU where numbers were cut off in this step that no exponent of the format can hold."""
+def cut_off_sites(tables: Iterable[ExponentTable], most: bool = False) -> list[str]:
+    """Return the sites of a CPU where numbers were cut off in this step that no exponent of the format can hold.
+
+    With `most`, the results of which most numbers were cut off, as exponents predicted from earlier steps hold less.
+    """
     found = []
     for table in tables:
-        if cut_off := table.cut_off():
+        if cut_off := table.cut_most() if most else table.cut_off():
             names = list(table.names)
             found += [names[index] for index in sorted(cut_off)]
-    return found
+    return [site for site in found if is_result(site)] if most else found
 
 
 def warn_of_cut_off(cast: Cast, site: str) -> None:

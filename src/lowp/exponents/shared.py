@@ -53,6 +53,7 @@ class SharedExponents:
         self._is_apart = False
         self._agreed = AgreedSites()
         self.has_told_beyond = False  # about numbers too large for the format
+        self.has_told_most = False  # about tensors of which most was cut off
 
     # -- writing --------------------------------------------------------------------------------------------------
     def write(
@@ -416,12 +417,13 @@ class SharedExponents:
         """Whether what was written in this step was not finite, by site, of the sites of devices: nothing is read."""
         return nonfinite_flags(self._groups.values())
 
-    def beyond(self) -> list[str]:
+    def beyond(self, most: bool = False) -> list[str]:
         """Return the sites where numbers were cut off in this step that no exponent of the format can hold.
 
-        Only for writes on a CPU: an accelerator is not waited for.
+        With `most`, those where most numbers were, under whatever exponent. Only for writes on a CPU: an accelerator is
+        not waited for.
         """
-        return cut_off_sites(self._groups.values())
+        return cut_off_sites(self._groups.values(), most)
 
     # -- what was seen --------------------------------------------------------------------------------------------
     def sites(self) -> list[str]:

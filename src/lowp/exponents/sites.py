@@ -9,7 +9,7 @@ images, and again while the generator is trained. These runs differ by
   distinguished, and later passes share the fourth's spots: the micro-batches of an accumulated step are such passes, in
   any number;
 * whether the gradient flows on to the arguments of the outermost module (``differentiable input``), as through a
-  discriminator to a generator.
+  discriminator to a generator. What follows the module without parameters of its own, such as a loss, has its mark.
 
 A site's name also determines the class of its tensors: weights, activations, gradients, updates.
 """
@@ -165,8 +165,8 @@ class Spots:
 
     def enter(self, module: nn.Module, arguments: Any) -> None:
         """Note, when an outermost module is called, whether the gradient flows on to its arguments."""
-        goes_on = _requires_grad(arguments) and next(module.parameters(), None) is not None
-        self._mark = ", differentiable input" if goes_on else ""
+        if next(module.parameters(), None) is not None:
+            self._mark = ", differentiable input" if _requires_grad(arguments) else ""
 
     def spot(self, module: nn.Module | None, path: str, op: str) -> str:
         """Return the name of the spot of the op that runs; an evaluation does not begin a pass."""
@@ -179,7 +179,7 @@ class Spots:
         if training and root not in count.passes:
             count.passes[root] = self._passes.begin(root)
         where = root + f"{path} {op}".strip()
-        mark = self._mark if module is not None else ""
+        mark = self._mark
         key = where + mark, training
         met = count.met[key] = count.met.get(key, 0) + 1
         number = count.passes.get(root, 1)

@@ -24,7 +24,7 @@ from lowp.kernels.writes import write_, write_words_
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 from lowp.scaling.powers import times
 
-__all__ = ["COUNTS", "ExponentTable", "Flush", "SumEntry", "Written", "largest"]
+__all__ = ["COUNTS", "MOST_MANTISSA", "ExponentTable", "Flush", "SumEntry", "Written", "largest"]
 
 
 class Flush(NamedTuple):
@@ -42,6 +42,7 @@ _FLAGS = {"nonfinite": torch.bool, "vanished": torch.bool}
 _COUNTED = {"overflowed": torch.int64, "crowded": torch.int64, "elements": torch.int64}
 _SEEN = {"mantissa": torch.int32, **_FLAGS, **_COUNTED, "mask": torch.bool}  # in the order of `Seen`
 _LOWEST = -1000  # below every exponent
+MOST_MANTISSA = 1 << 29  # that is noted of a single number beyond the entry's exponent, in its units
 COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 
 
@@ -121,7 +122,11 @@ class ExponentTable:
         """
         if not self.started[index]:
             self._start(x, index)
-        result, seen, found = self._rounded(x, self.exponents[index], in_place)
+        predicted = self.exponents[index]
+        exponent = self._holding(x, predicted)
+        result, seen, found = self._rounded(x, exponent, in_place)
+        if exponent != predicted:
+            seen = seen._replace(mantissa=min(seen.mantissa << (exponent - predicted), MOST_MANTISSA))
         nonfinite = seen.nonfinite
         if nonfinite and is_result(site):
             seen = seen._replace(nonfinite=bool(x.isnan().any()))
@@ -220,7 +225,19 @@ class ExponentTable:
 
     def write_at(self, x: Tensor, exponent: Any) -> Tensor:
         """Return x as values of the format under an exponent, and remember nothing."""
-        return self._rounded(x, exponent)[0]
+        return self._rounded(x, self._holding(x, exponent))[0]
+
+    def _holding(self, x: Tensor, exponent: Any) -> Any:
+        """Return the exponent for a write of x: of a single number, such as a loss, one that holds it.
+
+        Nothing of a single number would be left if it were cut off: a loss that is another than the one before.
+        """
+        if x.numel() != 1 or not self.scaling_adapts:
+            return exponent
+        if not math.ldexp(self.scaling.limit, exponent) < abs(float(x)) < math.inf:
+            return exponent
+        own = current_exponent(x, self.own)
+        return exponent if own is None else max(own, exponent)
 
     def _rounded(self, x: Tensor, exponent: Any, in_place: bool = False) -> tuple[Tensor, Seen, Mantissas | None]:
         """Return x as values of the format, the observations, and the mantissas, which are kept, if x is finite."""
@@ -253,6 +270,12 @@ class ExponentTable:
             return []
         highest = format.scale.max_exponent
         return [i for i, seen in self.pending.items() if seen.overflowed > 0 and self.exponents[i] >= highest]
+
+    def cut_most(self) -> list[int]:
+        """Return the entries whose writes in this step lost most of their numbers; [] on an accelerator."""
+        if not (self.has_integer_kernels and self.scaling_adapts):
+            return []
+        return [i for i, seen in self.pending.items() if 2 * seen.overflowed > seen.elements]
 
     @property
     def scaling_adapts(self) -> bool:
