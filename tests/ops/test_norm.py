@@ -90,6 +90,22 @@ def test_torchs_own_norms_of_16_bits_differ_from_fp32_ones_by_the_order_of_sums(
         assert ((one - other).abs() <= ulp * other.abs() + 1e-5 * other.abs().max()).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_in_another_format_than_the_output_is_rounded_where_torchs_kernel_would_do_the_rest(
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, *gradient = (torch.randn(6, 8, generator=generator).to(dtype) for _ in range(2))
+    rule, found = sixteen_bit("bf16", weight=None, grad="e5m2"), []
+    for way in ("own", "emulated"):
+        with nullcontext() if way == "own" else kernels.use("bitwise"):
+            leaves = x.clone().requires_grad_(), torch.ones(8, requires_grad=True), torch.zeros(8, requires_grad=True)
+            result = under(rule, F.batch_norm, leaves[0], None, None, *leaves[1:], True)
+            found.append(torch.autograd.grad(result, leaves, [one.bfloat16() for one in gradient]))
+    assert all(map(torch.equal, *found))
+    assert torch.equal(found[0][2], kernels.quantize(gradient[0].bfloat16().float(), "e5m2").sum(0))
+
+
 def test_a_rule_may_cast_the_scale_of_a_norm() -> None:
     x, weight = torch.randn(6, 32), torch.randn(32)
     result = under(Rule.of(weight="e4m3fn"), F.layer_norm, x, (32,), weight)

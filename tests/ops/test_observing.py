@@ -168,6 +168,29 @@ def test_in_fp32_the_gradients_of_one_product_are_told_apart_from_those_of_other
     assert len(weights) == 2 and torch.allclose(weights[0] + weights[1], layer.weight.grad)  # type: ignore[arg-type]
 
 
+def test_in_fp32_products_and_norms_alone_tell_the_gradients_of_their_operands(seen: list[Observation]) -> None:
+    x, weight = torch.randn(4, 4, requires_grad=True), parameter(4, 4)
+    with autocast("fp32"):
+        for y in (F.linear(x, weight), F.layer_norm(x, (4,)), x.exp()):
+            y.sum().backward()
+    told = [(one.op, one.role) for one in seen if one.role.endswith("gradient")]
+    assert sorted(told) == [
+        ("layer_norm", "input gradient"),
+        ("linear", "input gradient"),
+        ("linear", "weight gradient"),
+    ]
+
+
+def test_a_product_in_place_is_observed_and_still_writes_its_own_tensor(seen: list[Observation]) -> None:
+    x, weight = torch.randn(4, 4, requires_grad=True), parameter(4, 4)
+    y = x * 2
+    with autocast("fp32"):
+        assert y.addmm_(x, weight) is y
+    y.sum().backward()
+    assert [one.role for one in seen if one.op == "addmm"][-2:] == ["output", "grad"]
+    assert torch.equal(x.grad, 2 + weight.detach().sum(1).expand(4, 4))  # type: ignore[arg-type]
+
+
 def test_a_bias_and_running_statistics_have_no_role(seen: list[Observation]) -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
     with autocast("fp32"):

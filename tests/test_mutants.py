@@ -1,0 +1,82 @@
+"""Planted faults: what is changed, the samples, and the command, which leaves lowp and the folder of copies alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mutants
+import pytest
+
+SOURCE = '''"""Text."""
+
+@decorated(frozen=True)
+def function(é: int = 3) -> list[1]:
+    assert é > 0
+    if not é or é < 4:
+        raise ValueError(f"{é + 1}", 5)
+    return é * 2 if é else -é
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(mutants, "SOURCES", tmp_path)
+    path = tmp_path / "room.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    return path
+
+
+def test_a_fault_changes_one_expression_that_runs(file: Path) -> None:
+    assert sorted(str(one).removeprefix("room.py:") for one in mutants.mutants(file)) == [
+        "4  3  ->  4",
+        "6  4  ->  5",
+        "6  not é  ->  é",
+        "6  not é or é < 4  ->  not (not é or é < 4)",
+        "6  not é or é < 4  ->  not é and é < 4",
+        "6  é < 4  ->  é <= 4",
+        "8  -é  ->  é",
+        "8  2  ->  3",
+        "8  return é * 2 if é else -é  ->  return None",
+        "8  é  ->  not é",
+        "8  é * 2  ->  é / 2",
+    ]
+
+
+def test_a_fault_is_planted_where_it_stands(file: Path) -> None:
+    source = file.read_bytes()
+    planted = {one.change: one.planted(source).decode().splitlines()[one.line - 1] for one in mutants.mutants(file)}
+    assert planted["é < 4  ->  é <= 4"] == "    if not é or (é <= 4):"
+    assert planted["é * 2  ->  é / 2"] == "    return (é / 2) if é else -é"
+
+
+def test_a_sample_is_the_same_for_a_seed_and_draws_no_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = mutants.sample("hashing", 3, "0")
+    assert first == mutants.sample("hashing", 3, "0") and len(set(first)) == 3
+    monkeypatch.setattr(mutants, "equal", lambda: {first[0].key: "why"})
+    assert first[0] not in mutants.sample("hashing", 100, "0")
+
+
+def test_the_list_of_equal_faults_names_some_that_exist() -> None:
+    for key, reason in mutants.equal().items():
+        assert key in {one.key for one in mutants.mutants(mutants.SOURCES / key.split("  ")[0])}
+        assert reason
+
+
+def test_the_tests_of_a_room_begin_with_those_named_like_the_module() -> None:
+    names = [one.stem for one in mutants.tests("ops", "norm")]
+    assert names[0] == "test_norm" and "test_contraction" in names
+    assert {"ops", "kernels", "portable", "loss_scale"} <= set(mutants.rooms())
+
+
+def test_the_command_tells_how_many_were_caught_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = [sys.executable, mutants.__file__, "--room", "hashing", "--count", "1", "--json", "found.json"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("1 of 1 caught\n")
+    assert json.loads((tmp_path / "found.json").read_text())["hashing"]["mutants"] == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["found.json"]
