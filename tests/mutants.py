@@ -5,7 +5,8 @@
 A mutant is lowp with one expression changed: a comparison, a bound, a condition, an arithmetic operator, a constant, a
 returned value. Of every room (`ops`, `kernels`, …) a sample is drawn, or of the files and lines named; the room's own
 tests, without the slow ones, run on a copy of the package in a temporary folder. Mutants that change nothing which a
-test can see are listed in `mutants_equal.txt` with the reason and are not drawn. The exit code is 1 if less than 95 % are caught.
+test can see are listed in `mutants_equal.txt` with the reason and are not drawn. The exit code is 1 if less
+than 95 % are caught.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def sources(room: str) -> list[Path]:
 
 
 def tests(room: str, module: str = "") -> list[Path]:
-    """Return the test files of a room, or those that import it: first that named like a module, then those naming it."""
+    """Return a room's test files, or those that import it: first that named like a module, then those that name it."""
     own = sorted((TESTS / room).rglob("test_*.py")) + sorted(TESTS.glob(f"test_{room}*.py"))
 
     def names(file: Path, word: str) -> bool:
