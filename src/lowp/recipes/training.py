@@ -186,8 +186,8 @@ class Training:
             on_epoch(self)
         while not self.finished:
             started = time.perf_counter()
-            with warnings.catch_warnings():  # of weights that are not finite: `failure` reports them
-                warnings.filterwarnings("ignore", "step .* is infinite or NaN")
+            with warnings.catch_warnings():  # `failure` and the skipped steps of `history` report the same
+                warnings.filterwarnings("ignore", "step .* is infinite or NaN|.* has no loss scale")
                 complete = self._run_epoch(stop, sampler)
             self._seconds += time.perf_counter() - started
             if not complete:
