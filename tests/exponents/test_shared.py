@@ -11,6 +11,7 @@ from torch import Tensor
 from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
 from lowp.exponents import Flush, SharedExponents, class_of, device_table, scaling_of, shared, table
+from lowp.kernels.dispatch import uses_library
 
 FLEX = parse("flex16+5:autoflex")
 
@@ -317,3 +318,21 @@ def test_the_unit_of_a_site_on_a_cpu_is_made_of_the_exponent_that_the_host_knows
         group.state.exponent[0] = exponent
         assert torch.equal(exponents.unit(site), known(torch.ones(()), torch.tensor(exponent, dtype=torch.int32)))
     assert len(called) == 3  # outside of the normal powers of two
+
+
+@pytest.mark.skipif(not uses_library(), reason="steps are written all at once by the C++ library")
+def test_weights_that_were_not_written_in_this_step_are_stepped_at_once() -> None:
+    exponents = SharedExponents()
+    weights = [torch.linspace(-1, 1, 16), torch.linspace(-2, 2, 8)]
+    sites = [(f"update of {name}.weight", f"weight of {name}.weight") for name in "ab"]
+    for _ in range(3):
+        for weight, (update, own) in zip(weights, sites, strict=True):
+            exponents.write(weight / 1024, FLEX, update)
+            exponents.write_(weight, FLEX, own)
+        assert exponents.begin_steps(weights, FLEX, sites) is None
+        exponents.flush()
+    steps = exponents.begin_steps(weights, FLEX, sites)
+    assert steps is not None and len(steps.weights) == 2
+    exponents.write_(weights[0], FLEX, sites[0][1])
+    steps = exponents.begin_steps(weights, FLEX, sites)
+    assert steps is not None and len(steps.weights) == 1 and steps.weights[0] is weights[1]
