@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lowp
 from lowp import presets
 from lowp.errors import InvalidInput, Misuse, UnknownName
 from lowp.policy import Policy, Rule
@@ -481,6 +482,54 @@ def test_a_product_that_torch_only_promotes_obeys_a_rule_that_names_it() -> None
     a, b = torch.rand(4), torch.rand(4)
     with autocast(Policy((Rule.of("dot", input="bf16", weight="bf16"),))):
         assert torch.equal(torch.dot(a, b), torch.dot(a.bfloat16().float(), b.bfloat16().float()))
+
+
+MATRIX = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+PRODUCTS: dict[str, Callable[[], Tensor]] = {
+    "dot": lambda: torch.dot(MATRIX[0], MATRIX[1]),
+    "vdot": lambda: torch.vdot(MATRIX[0], MATRIX[1]),
+    "inner": lambda: torch.inner(MATRIX, MATRIX),
+    "outer": lambda: torch.outer(MATRIX[0], MATRIX[1]),
+    "tensordot": lambda: torch.tensordot(MATRIX, MATRIX, 1),
+    "bilinear": lambda: F.bilinear(MATRIX, MATRIX, torch.stack((MATRIX, MATRIX))),
+}
+
+
+@pytest.mark.parametrize("precision", ["e5m7", "e4m3fn", "bf16-tpu", "mxfp8", "dfp16"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_that_torch_promotes_are_contractions_where_operands_alone_are_cast(name: str, precision: str) -> None:
+    with autocast(precision, strict=True) as region:
+        found = PRODUCTS[name]()
+    assert found.dtype is torch.float32 and not torch.equal(found, PRODUCTS[name]())
+    assert region.report().unrounded == () and name in region.report().ops
+    with autocast("fp16") as region:
+        assert torch.equal(PRODUCTS[name](), PRODUCTS[name]())
+        assert region.report().unrounded == (name,)
+
+
+@pytest.mark.parametrize("precision", ["e5m7", "bf16"])
+def test_ops_made_of_products_that_no_rule_names_are_reported(precision: str) -> None:
+    weights = {"per_sample_weights": torch.rand(1, 2), "mode": "sum"}
+    ops: dict[str, Callable[[], Tensor]] = {
+        "kron": lambda: torch.kron(MATRIX, MATRIX),
+        "cdist": lambda: torch.cdist(MATRIX, MATRIX),
+        "matrix_power": lambda: torch.matrix_power(MATRIX, 2),
+        "cov": lambda: torch.cov(MATRIX),
+        "corrcoef": lambda: torch.corrcoef(MATRIX),
+        "linalg_pinv": lambda: torch.linalg.pinv(MATRIX),
+        "embedding_bag": lambda: F.embedding_bag(torch.tensor([[0, 1]]), MATRIX, **weights),
+    }
+    with autocast(precision) as region:
+        for op in ops.values():
+            op()
+        assert region.report().unrounded == tuple(ops)
+    assert "not rounded, as no rule names it: kron" in str(region.report())
+    with autocast(Policy((Rule.of("kron", "cdist", input="e4m3fn"),))) as region:
+        found = [ops["kron"](), ops["cdist"]()]
+        assert region.report().unrounded == ()
+    rounded = lowp.quantize(MATRIX, "e4m3fn")
+    assert torch.equal(found[0], torch.kron(rounded, rounded))
+    assert torch.equal(found[1], torch.cdist(rounded, rounded))
 
 
 def test_an_observer_watches_the_fp32_preset(model: nn.Module) -> None:

@@ -25,17 +25,17 @@ from lowp.ops.call import Call, Quick
 from lowp.ops.torch_lists import LISTS
 from lowp.policy import Policy, Rule
 
-__all__ = ["TABLES", "TORCH_POLICIES", "Row", "is_structural", "name_of", "op_names", "row_of"]
+__all__ = ["MADE_OF_PRODUCTS", "TABLES", "TORCH_POLICIES", "Row", "is_structural", "name_of", "op_names", "row_of"]
 
 
 @dataclass(frozen=True)
 class Row:
     """An op: its name, its class, the runner that applies a rule (``module:function`` in lowp.ops), its operands.
 
-    `product` is the runner used if a rule names the op itself although its class takes no casts: the products that
-    torch only promotes. `at_site` is the runner, of the row and a call, for results written under shared exponents of
-    sites. `masked` is the runner, beside contractions of integers, that keeps less of an op that no rule casts ('' if
-    there is none).
+    `product` is the runner of products that torch only promotes, for a rule that names the op itself, or that casts the
+    operands of contractions and not their results. `at_site` is the runner, of the row and a call, for results written
+    under shared exponents of sites. `masked` is the runner, beside contractions of integers, that keeps less of an op
+    that no rule casts ('' if there is none).
     """
 
     name: str
@@ -119,7 +119,7 @@ _OPERANDS = {
     "recurrent:recurrent": "input",
     "recurrent:cell": "input",
 }
-# products that torch only promotes; a rule that names one makes a contraction of it
+# products that torch only promotes; contractions under a rule that names them, or of operands alone
 _PROMOTED_PRODUCTS = {
     "contraction:matmul": "dot vdot",
     "contraction:tensordot": "tensordot",
@@ -127,6 +127,13 @@ _PROMOTED_PRODUCTS = {
     "contraction:outer": "outer",
     "contraction:inner": "inner",
 }
+# made of products, and not cast as contractions unless a rule names them
+MADE_OF_PRODUCTS = frozenset(
+    """
+    cdist corrcoef cov embedding_bag kron linalg_matrix_power linalg_pinv lobpcg matrix_exp linalg_matrix_exp
+    matrix_power pca_lowrank pinverse svd_lowrank
+    """.split()
+)
 _NORMS = {
     "norm:layer_norm": "layer_norm",
     "norm:group_norm": "group_norm",

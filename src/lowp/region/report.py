@@ -20,7 +20,7 @@ class Report:
     ``op in path``. `widened`: ops that ran in fp32 because the device has no 16-bit kernel, as ``op on device``. `ops`:
     ops that ran under a rule. `audited`: whether the dispatcher was watched too, so that contractions inside other
     functions count as seen or unseen. `left_alone`: contractions that a rule matches but whose operands are never
-    rounded, as ``op in float64``.
+    rounded, as ``op in float64``. `unrounded`: ops made of products that only a rule with their name rounds.
     """
 
     policy: Policy
@@ -30,6 +30,7 @@ class Report:
     ops: tuple[str, ...] = ()
     audited: bool = False
     left_alone: tuple[str, ...] = ()
+    unrounded: tuple[str, ...] = ()
 
     @property
     def unused_by_user(self) -> tuple[Rule, ...]:
@@ -42,6 +43,7 @@ class Report:
         lines += [f"  no rule for {name}" for name in self.unseen]
         lines += [f"  in fp32 for want of a kernel: {name}" for name in self.widened]
         lines += [f"  left as it is, as under torch.autocast: {name}" for name in self.left_alone]
+        lines += [f"  not rounded, as no rule names it: {name}" for name in self.unrounded]
         if not self.audited:
             lines.append("  contractions inside other functions were not watched: strict=True watches them")
         return "\n".join(lines)

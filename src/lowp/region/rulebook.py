@@ -61,6 +61,7 @@ class Rulebook:
         self._used: set[Rule] = set()
         self._ops: dict[str, None] = {}
         self._unseen: dict[str, None] = {}
+        self._unrounded: dict[str, None] = {}
         self._widened: dict[str, None] = {}
         self.left_alone: dict[str, None] = {}
         self.has_rounded = False
@@ -95,6 +96,8 @@ class Rulebook:
             self._ops[row.name] = None
         elif row.is_contraction and self.policy.rules:
             self.missed(f"{row.name} in {path}" if path else row.name)
+        if (row.product or row.name in table.MADE_OF_PRODUCTS) and self.policy.rules and _leaves_wide(row, plan.rule):
+            self._unrounded[f"{row.name} in {path}" if path else row.name] = None
         plans[function] = plan
         return plan
 
@@ -109,6 +112,8 @@ class Rulebook:
 
     def _plan(self, function: Callable[..., Any], row: Row, path: str) -> Plan:
         rule = self.policy.match(row.name, row.op_class, path)
+        if rule is None and row.product:
+            rule = self._of_contractions(row, path)
         if row.runner == "generic:refused" and not self._refuses:
             row = replace(row, runner="generic:wide")
         always = row.op_class == "promote" or row.runner == "generic:refused"
@@ -122,13 +127,18 @@ class Rulebook:
             quick = row.quick(rule)
             run = _under(alone, row.run(alone))
             return Plan(row, rule, run, at_site, row.is_contraction, True, None, quick, first=quick)
-        rounds = row.is_contraction and rule is not None and not rule.is_empty
+        rounds = (row.is_contraction or bool(row.product)) and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
         way = hand_over(function, row, rule, self.main_dtype())
         is_plain = run is None and way is None and row.op_class != "structural"
         quick = row.quick(rule)
         first = None if is_plain or (way is not None and way.is_usual) else quick
         return Plan(row, rule, run, None, rounds, looks, way, quick, is_plain, first=first)
+
+    def _of_contractions(self, row: Row, path: str) -> Rule | None:
+        """Return the rule of contractions for a product that torch only promotes, if its results stay as wide."""
+        rule = self.policy.match(row.name, "contraction", path)
+        return rule if rule is not None and rule.output is None else None
 
     def missed(self, name: str) -> None:
         """Note a contraction that no rule matches. Raises InvalidInput in a strict region."""
@@ -188,6 +198,7 @@ class Rulebook:
             tuple(dict.fromkeys(name for one in both for name in one._ops)),
             self.strict,
             tuple(dict.fromkeys(name for one in both for name in one.left_alone)),
+            tuple(dict.fromkeys(name for one in both for name in one._unrounded)),
         )
 
     @property
@@ -235,6 +246,14 @@ def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
 def traced(policy: Policy, strict: bool) -> Rulebook:
     """Return the single rulebook of a policy under torch.compile, which would recompile for every new object."""
     return Rulebook(policy, strict)
+
+
+def _leaves_wide(row: Row, rule: Rule | None) -> bool:
+    """Whether an op runs in fp32 though no rule names it for that."""
+    if rule is None:
+        return True
+    casts = [to for to in (rule.input, rule.weight, rule.output) if to is not None]
+    return row.name not in rule.ops and all(str(to) == "fp32" for to in casts)
 
 
 def _looks(rule: Rule) -> bool:
