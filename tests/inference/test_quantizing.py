@@ -161,6 +161,12 @@ def test_attention_multiplies_bytes() -> None:
     assert torch.equal(attention(query, key, value, is_causal=True), attention(query, key, value, mask))
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_attention_in_bytes_of_no_elements_has_the_shape_of_torchs(shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    assert torch.equal(attention(x, x, x), nn.functional.scaled_dot_product_attention(x, x, x))
+
+
 def test_multihead_attention_is_served_with_its_masks() -> None:
     model, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, 7, 32)
     padding = torch.zeros(2, 7, dtype=torch.bool)

@@ -65,8 +65,9 @@ def attended(
 def by_kernels(highest: int, left: Tensor, right: Tensor) -> Tensor:
     """Return left @ right^T in fp32, matrix by matrix, of bytes up to `highest`."""
     batch: torch.Size = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
-    rows = left.float().expand(*batch, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
-    columns = right.float().expand(*batch, *right.shape[-2:]).reshape(-1, *right.shape[-2:]).contiguous()
+    count = batch.numel()
+    rows = left.float().expand(*batch, *left.shape[-2:]).reshape(count, *left.shape[-2:])
+    columns = right.float().expand(*batch, *right.shape[-2:]).reshape(count, *right.shape[-2:]).contiguous()
     if not rows.numel() or not columns.numel():
         return torch.zeros(*batch, left.shape[-2], right.shape[-2], dtype=torch.float32, device=left.device)
     codes = kernels.encode(columns, "int8")
