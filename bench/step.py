@@ -34,7 +34,7 @@ from lowp.kernels.hardware import multiplies
 from lowp.recipes.results import header, write
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = ("bf16", "fp16", "e5m7", "fp8", "dfp16", "flex16+5")
+FORMATS = ("bf16", "fp16", "e5m7", "fp8", "dfp16", "flex16+5", "mxfp8", "mxfp4", "nvfp4", "int8")
 AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",

@@ -14,6 +14,7 @@ from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat
 from lowp.kernels import checks, cpu, cpu_groups, scaled
+from lowp.kernels.functions import quantize_operand
 from lowp.quantized import Quantized
 
 NAMED = [name for name, row in FORMATS.items() if isinstance(row, ScaledFormat)]
@@ -173,6 +174,41 @@ def test_the_number_of_threads_changes_no_bit_and_many_numbers_are_drawn_for(tex
     for threads in (1, 3):
         torch.set_num_threads(threads)
         compare(x, text, SETS if threads == 1 else SETS[-1:])
+
+
+@pytest.mark.parametrize("text", [*NAMED, *SPELLED])
+def test_groups_along_another_dimension_have_the_bits_of_rows(text: str) -> None:
+    cast, x = parse(text), numbers(text, torch.float32)
+    if scaled.scaled_format(cast).scope.kind == "tensor":
+        pytest.skip("one scale")
+    finite = x.nan_to_num(1.0, 2.0, -2.0)
+    wide = torch.randn(2, 70, 9, 31, generator=torch.Generator().manual_seed(9))
+    for name in SETS:
+        cpu.select(name)
+        for mode in ("", "nearest-away", "up", "toward-zero"):
+            cast = parse(with_mode(text, mode) or text)
+            for one, axis in ((x.t().contiguous(), 0), (finite.t().contiguous(), 0), (wide, 1), (wide, -2), (wide, 0)):
+                found = quantize_operand(one, cast, 0, False, axis=axis)
+                wanted = quantize_operand(one.movedim(axis, -1).contiguous(), cast, 0, False).movedim(-1, axis)
+                assert torch.equal(bits(found), bits(wanted)), (name, text, mode, axis)
+                runs = bool(one.isfinite().all()) and scaled.follow_largest(cast)
+                runs = runs and (one.dim() == 2 or scaled.scaled_format(cast).scope.kind != "channel")
+                assert found.is_contiguous() or not runs
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "int8", "e2m1@fp32/7", "mxfp4:static(0)", "e4m3fn@fp32/20000"])
+@pytest.mark.parametrize("shape", [(3, 70), (2, 17_000), (5, 40_000)], ids=str)
+def test_a_cast_tells_whether_all_numbers_are_finite(text: str, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(10))
+    for threads, turned in ((1, False), (3, False), (1, True), (3, True)):
+        torch.set_num_threads(threads)
+        one, axis = (x.t().contiguous(), 0) if turned else (x, 1)
+        assert cpu_groups.quantize_finite(one, parse(text), 0, torch.empty_like(one), axis)
+        for bad in (torch.inf, -torch.inf, torch.nan, -torch.nan):
+            for place in (0, one.numel() // 2, one.numel() - 1):
+                other = one.clone()
+                other.view(-1)[place] = bad
+                assert not cpu_groups.quantize_finite(other, parse(text), 0, torch.empty_like(one), axis)
 
 
 def test_results_may_be_in_place_and_tensors_begin_at_any_byte() -> None:

@@ -73,9 +73,12 @@ def test_both_ways_give_the_same_bits(
         assert one.dtype is other.dtype and torch.equal(one, other)
 
 
+BY_GROUPS = ["mxfp8", "nvfp4", "int8", "i8s@fp32/channel"]
+
+
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("shape", ["matrix", "batches", "vector", "nothing summed"])
-@pytest.mark.parametrize("precision", ["e5m7", "fp8", "e4m3fn", "e2m1", "i4s@fp32/tensor", "dfp16"])
+@pytest.mark.parametrize("precision", ["e5m7", "fp8", "e4m3fn", "e2m1", "i4s@fp32/tensor", "dfp16", *BY_GROUPS])
 def test_calls_made_of_their_arguments_alone_give_the_same_bits(
     precision: str, shape: str, twice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +116,7 @@ def test_linear_layers_at_sites_give_the_same_bits_from_their_arguments(
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("precision", ["e5m7", "fp8", "e2m1"])
+@pytest.mark.parametrize("precision", ["e5m7", "fp8", "e2m1", *BY_GROUPS])
 def test_what_is_not_finite_stays_so_in_calls_made_of_their_arguments(precision: str, bad: float) -> None:
     for index in (0, 1):
         given = tensors(SHAPES["matrix"], torch.float32)

@@ -22,6 +22,8 @@ MOST = {
     "bf16": (18, 28, 26),  # where the processor multiplies bf16, its own products are looked for first
     "e5m7": (12, 57, 56),
     "fp8": (62, 57, 66),
+    "mxfp8": (73, 54, 114),
+    "int8": (76, 55, 112),
     "dfp16": (18, 34, 30),
 }
 

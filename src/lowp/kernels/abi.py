@@ -92,7 +92,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_decode": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int)),
     "lowp_quantize_groups": (
         c_int,
-        (c_void_p, c_int, c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_uint64, c_int64, c_int),
+        (c_void_p, c_int, c_void_p, c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_uint64, c_int64, c_int),
     ),
     "lowp_encode_groups": (
         c_int64,

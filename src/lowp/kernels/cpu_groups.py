@@ -18,6 +18,8 @@ from lowp.kernels.abi import TYPE_NUMBERS, sharing_parameters
 from lowp.kernels.philox import Seed
 from lowp.quantized import Quantized
 
+_LOST = 1  # kLost of cpu/cast.hpp
+
 
 def quantize_groups(x: Tensor, cast: Cast, seed: Seed, out: Tensor | None = None) -> Tensor | None:
     """Return `x` rounded under its own scales, in `out` (which may be x) if given; None for casts left to `scaled`."""
@@ -37,20 +39,54 @@ def quantize_scaled(
     With a `zero_point` for every scale the integer element is limited so that their sum is in the format's range.
     """
     out = torch.empty_like(x) if out is None else out
+    layout = (*_layout(x.shape, scaled.scaled_format(cast).scope), 1)
+    met = _quantize(x, cast, layout, scale, zero_point, seed, out)
+    if met & _LOST:
+        raise InvalidInput(scaled.cannot_hold(cast, x.dtype))
+    return out
+
+
+def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int) -> bool:
+    """Write fp32 `x` rounded under its own scales into `out`; groups run along `axis`.
+
+    Returns False, with `out` undefined, if x is not finite, and for what is cast as if `axis` were moved to the last
+    place: groups of whole channels, and those whose numbers draw, since their random words are counted there.
+    """
+    scope, shape, last = scaled.scaled_format(cast).scope, x.shape, x.dim() - 1
+    if axis in (-1, last):
+        layout = (*_layout(shape, scope), 1)
+    elif cast.is_stochastic or (scope.kind == "channel" and len(shape) > 2):
+        return False
+    else:
+        row, inner = shape[axis], shape[axis % (last + 1) + 1 :].numel()
+        layout = (shape.numel(), row, scaled.block_size(scope, row) if scope.kind == "block" else row, inner)
+    return not _quantize(x, cast, layout, None, None, seed, out)
+
+
+def _quantize(
+    x: Tensor,
+    cast: Cast,
+    layout: tuple[int, int, int, int],
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    seed: Seed,
+    out: Tensor,
+) -> int:
+    """Cast x into `out`; return what the library met. `layout`: see `_layout`, and the distance of a row's numbers."""
     points = None if zero_point is None else zero_point.to(torch.int32).contiguous()
-    lost = cpu.loaded().lowp_quantize_groups(
+    met: int = cpu.loaded().lowp_quantize_groups(
         sharing_parameters(cast),
         TYPE_NUMBERS[x.dtype],
         x,
         out,
-        *_layout(x.shape, scaled.scaled_format(cast).scope),
+        *layout,
         scale,
         points,
         *cpu.drawn_bits(seed),
         torch.get_num_threads(),
     )
-    _check(lost, cast, x.dtype)
-    return out
+    _check(min(met, 0), cast, x.dtype)
+    return met
 
 
 def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tensor, Tensor, Tensor | None, int] | None:

@@ -100,12 +100,13 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def quantize_operand(
-    x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool, dtype: torch.dtype | None = None
+    x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool, dtype: torch.dtype | None = None, axis: int = -1
 ) -> Tensor:
     """Return what `quantize` makes of x, but x itself where that is infinite or NaN: an operand of a training step.
 
     On a CPU the same pass, or one sum, tells whether there is any; an accelerator is not waited for, nor what torch
-    traces. `dtype`: of the result, one that holds every value of the format; by default fp32, or x's fp64.
+    traces. `dtype`: of the result, one that holds every value of the format; by default fp32, or x's fp64. `axis`: that
+    along which groups with a shared scale run, -1 without any.
     """
     keeps = _keeps_infinities(cast)
     if not is_traced and type(seed) is int and x.dtype is torch.float32 and _goes_straight(x) and run.is_one_pass(cast):
@@ -113,8 +114,10 @@ def quantize_operand(
             out = torch.empty_like(x, dtype=dtype)
             cpu.quantize(x, cast, seed, out)
             return out
-        if run.quantize_finite(x, cast, seed, out := torch.empty_like(x)):
+        if run.quantize_finite(x, cast, seed, out := torch.empty_like(x), axis):
             return out if dtype is None else out.to(dtype)
+    if axis != -1:
+        return quantize_operand(x.movedim(axis, -1).contiguous(), cast, seed, is_traced, dtype).movedim(-1, axis)
     rounded: Tensor = quantize(x, cast, seed=seed)
     rounded = rounded if dtype is None else rounded.to(dtype)
     if keeps:

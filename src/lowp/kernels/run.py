@@ -187,24 +187,23 @@ def _of_groups(module: ModuleType) -> ModuleType:
 def is_one_pass(cast: Cast) -> bool:
     """Whether the C++ library rounds a whole fp32 tensor in one call.
 
-    Such casts are element-wise, or have one scale per tensor from its maximum: an fp32 number, or int16's exponent.
+    Such casts are element-wise, or their scales follow from the largest magnitudes.
     """
-    format, scaling = cast.format, cast.scaling
-    if not isinstance(format, ScaledFormat):
-        return True
-    if scaling is None or scaling.kind != "current":
-        return False
-    is_ratio = format.scale == scaled.FP32 and not format.affine and format.element.bits > 2
-    return (is_ratio and format.scope.kind == "tensor") or has_mantissas(cast)
+    return not isinstance(cast.format, ScaledFormat) or scaled.follow_largest(cast)
 
 
-def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
+def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int = -1) -> bool:
     """Write the values of x by a cast that `is_one_pass` into `out`, both fp32 and contiguous.
 
-    Returns False and writes nothing if x is not finite.
+    Groups of shared scales run along `axis`. Returns False, with `out` undefined, if x is not finite, and for groups
+    along an axis that the library cannot follow.
     """
-    if has_mantissas(cast):
-        return cpu_int16.current_values(x, cast, seed, out)
+    format = cast.format
+    if isinstance(format, ScaledFormat):
+        if has_mantissas(cast) and cast.scaling is not None and cast.scaling.kind == "current":
+            return cpu_int16.current_values(x, cast, seed, out)
+        if x.numel() and (format.scope.kind != "tensor" or format.outer is not None):
+            return cpu_groups.quantize_finite(x, cast, seed, out, axis)
     return cpu.quantize_finite(x, cast, seed, out)
 
 

@@ -175,9 +175,7 @@ def _quantized(x: Tensor, to: Cast, seed: Tensor | int, axis: int) -> Tensor:
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if is_irregular(x):
         return _with_values(x, to, seed)
-    if axis != -1 and _has_groups(to):
-        return _quantized(x.movedim(axis, -1).contiguous(), to, seed, -1).movedim(-1, axis)
-    return quantize_operand(x, to, seed, functorch_is_active())
+    return quantize_operand(x, to, seed, functorch_is_active(), axis=axis if _has_groups(to) else -1)
 
 
 def is_irregular(x: Tensor) -> bool:

@@ -26,6 +26,7 @@ from lowp.kernels.products import (
     gradients_of_product,
     linear_in_fp32,
     linear_sixteen_bits,
+    multiplies_int8,
     sixteen_bits_run_in,
 )
 from lowp.ops.bytes import is_int8, linear_in_bytes
@@ -44,7 +45,7 @@ from lowp.ops.eight_bits import is_fp8, linear_in_fp8
 from lowp.ops.int16 import linear as integer_linear
 from lowp.ops.int16 import written as written_linear
 from lowp.ops.products import gradients_of_linear
-from lowp.ops.trilinear import Linear
+from lowp.ops.trilinear import SECOND, Linear
 from lowp.policy import Rule
 
 __all__ = ["linear", "one_dtype", "quick", "short_linear", "under"]
@@ -187,7 +188,7 @@ def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 def _rounds_operands(rule: Rule) -> bool:
-    """Whether a rule rounds operands to nearest, each number alone or under one scale a tensor, and sums in fp32."""
+    """Whether a rule rounds operands, each by one call of the library that draws nothing, and sums in fp32."""
     if rule.output is not None or not (rule.accumulate is None or rule.accumulate.format == "fp32"):
         return False
     return all(one is not None and is_only_rounding(one) for one in (rule.input, rule.weight, rule.grad))
@@ -197,7 +198,7 @@ def _quick_rounded(rule: Rule) -> Quick:
     to_input, to_weight = cast(Cast, rule.input), cast(Cast, rule.weight)
     input_dtype, weight_dtype = carrier_dtype(to_input), carrier_dtype(to_weight)
     casts = to_input, to_weight, None
-    are_of_elements = not any(isinstance(one.format, ScaledFormat) for one in casts[:2])
+    are_of_elements, sums_bytes = not any(isinstance(one.format, ScaledFormat) for one in casts[:2]), is_int8(rule)
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
         if kwargs:
@@ -207,9 +208,12 @@ def _quick_rounded(rule: Rule) -> Quick:
                 return result
         if not _fits(args) or not all(one is None or _is_fp32_on_cpu(one) for one in args):
             return None
-        if forced() == "reference":  # sums in fp64
+        if forced() == "reference" or args[1].dim() != 2:  # summed in fp64, or by the matrices of the general path
             return None
         x, weight, bias = args if len(args) == 3 else (*args, None)
+        if sums_bytes and multiplies_int8(x, weight):
+            if not (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in args)):
+                return None
         value = quantize_operand(x.detach() if x.requires_grad else x, to_input, 0, False, input_dtype)
         if weight.is_leaf and weight.requires_grad:
             factor = region.weights.rounded(weight, to_weight, weight_dtype)
@@ -253,12 +257,22 @@ _apply_rounded = applied_at_once(_Rounded)
 def _rounded_gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
     values, needs, form = ctx.saved_tensors, ctx.needs_input_grad[:3], Linear(*ctx.shapes)
     rule: Rule = ctx.rule
-    is_long = forced() == "reference" or gradient.shape[-1:] >= (FEATURES,)  # of many features some may be lost
+    to = cast(Cast, rule.grad)
+    scope = to.format.scope.kind if isinstance(to.format, ScaledFormat) else "number"
+    may_lose = scope == "tensor" and gradient.shape[-1:] >= (FEATURES,)  # of many features some
+    is_long = forced() == "reference" or may_lose
     if is_long or torch.is_grad_enabled() or functorch_is_active():
         edges = cast("tuple[Tensor | None, Tensor | None]", ctx.edges)
         casts = RoleCasts(rule, rule.accumulate)
         return *gradients_of_linear(form, casts, needs, torch.float32, gradient, values, edges), None, None, None
-    to = cast(Cast, rule.grad)
-    incoming = quantize_operand(gradient, to, 0, False, carrier_dtype(to))
-    found = gradients_of_product(form, cast(Any, values), incoming, needs[2], torch.float32)
-    return *found, None, None, None
+    dtype, (x, weight) = carrier_dtype(to), cast("tuple[Tensor | None, Tensor | None]", values)
+    if x is None or scope in ("number", "tensor"):
+        incoming = quantize_operand(gradient, to, 0, False, dtype)
+        return *gradients_of_product(form, (x, weight), incoming, needs[2], torch.float32), None, None, None
+    of_x = of_bias = None
+    if weight is not None or needs[2]:
+        incoming = quantize_operand(gradient, to, 0, False, dtype)
+        of_x, _, of_bias = gradients_of_product(form, (None, weight), incoming, needs[2], torch.float32)
+    incoming = quantize_operand(gradient, to, 0, False, dtype, form.contracted[SECOND][1])
+    of_weight = gradients_of_product(form, (x, None), incoming, False, torch.float32)[1]
+    return of_x, of_weight, of_bias, None, None, None

@@ -79,7 +79,8 @@ struct Task {
   int64_t index = 0;  // of the first element in the whole tensor, which determines its random words
 };
 
-// `group` neighbours of each row of `row` elements share a scale (the last group of a row may be shorter).
+// `group` neighbours of each row of `row` elements share a scale (the last group of a row may be shorter). Neighbours are
+// `inner` elements apart: with more than one, rows lie beside each other as columns.
 struct Groups {
   const lowp_sharing* sharing;
   int64_t row, group;
@@ -89,7 +90,13 @@ struct Groups {
   void* stored;               // the scales as they are kept, or null
   int32_t stored_bytes;       // of one
   bool packed;                // codes fill no whole bytes
+  int64_t inner = 1;
 };
+
+inline constexpr int64_t kBeside = 256;  // whose groups are cast at a time: 32 numbers each stay in the L1 cache
+
+// What the cast of groups met: a value that the type of the result lacks, and, where scales are found, an infinity or a NaN.
+enum Met : int { kLost = 1, kNotFinite = 2 };
 
 struct Statistics {
   int64_t histogram[256];
@@ -157,8 +164,8 @@ struct Kernels {
   void (*quantize)(const Task&, int64_t begin, int64_t end);
   int64_t (*encode)(const Task&, int64_t begin, int64_t end);
   void (*decode)(const Task&, int64_t begin, int64_t end);
-  // Whether a 16-bit tensor cannot hold a value under a power of two; the number of NaNs without a code.
-  bool (*quantize_groups)(const Task&, const Groups&, int64_t begin, int64_t end);
+  // What was met; the number of NaNs without a code; whether a 16-bit tensor cannot hold a value under a power of two.
+  int (*quantize_groups)(const Task&, const Groups&, int64_t begin, int64_t end);
   int64_t (*encode_groups)(const Task&, const Groups&, int64_t begin, int64_t end);
   bool (*decode_groups)(const Task&, const Groups&, int64_t begin, int64_t end);
   // The largest magnitude of the finite numbers; with a minus sign if there are others.

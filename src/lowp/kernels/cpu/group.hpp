@@ -24,7 +24,7 @@ namespace LOWP_ISA {
 
 struct Runs {
   int64_t number = 0;
-  int64_t each = 0;  // the length of all runs; 0: they differ
+  int64_t each = 0;  // the length of all runs; 0: they differ; 1: of columns, no lengths are given
   int32_t length[kBlock];
 };
 
@@ -46,6 +46,8 @@ static inline void each_run(const Runs& runs, Pass pass) {
     for (int64_t run = 0; run < runs.number; ++run) pass(run, 32 * run, Length<32>{});
   } else if (runs.each == 16) {
     for (int64_t run = 0; run < runs.number; ++run) pass(run, 16 * run, Length<16>{});
+  } else if (runs.each == 1) {
+    for (int64_t run = 0; run < runs.number; ++run) pass(run, run, Length<1>{});
   } else {
     for (int64_t run = 0, begin = 0; run < runs.number; begin += runs.length[run++]) pass(run, begin, runs.length[run]);
   }
@@ -64,6 +66,23 @@ static inline typename C::Bits largest_of(const typename C::Bits* in, int64_t co
     largest = magnitude > largest ? magnitude : largest;
   }
   return static_cast<typename C::Bits>(largest);
+}
+
+// The same of `count` columns of `rows` numbers, `inner` apart. load(row): its numbers, those of the columns.
+template <class C, bool kFinite, class Load>
+static inline void largest_of_columns(int64_t rows, int64_t count, Load load, typename C::Bits* largest) {
+  using Int = typename C::Int;
+  constexpr Int kInf = static_cast<Int>(Constants<C>::kInf);
+  std::memset(largest, 0, sizeof(largest[0]) * static_cast<size_t>(count));
+  for (int64_t row = 0; row < rows; ++row) {
+    const typename C::Bits* const in = load(row);
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < count; ++i) {
+      Int magnitude = static_cast<Int>(in[i] & Constants<C>::kMagnitude);
+      if (kFinite) magnitude = magnitude < kInf ? magnitude : 0;
+      largest[i] = static_cast<typename C::Bits>(magnitude > static_cast<Int>(largest[i]) ? magnitude : static_cast<Int>(largest[i]));
+    }
+  }
 }
 
 static inline double wide_number(uint32_t bits) { return static_cast<double>(number(bits)); }
@@ -99,18 +118,20 @@ struct ScaleOf {
 
   explicit ScaleOf(const lowp_sharing& given) : sharing(given), rounded(given.scale, 0) {}
 
-  // At most kBlock groups. `outer`: the scale of the whole tensor, if the format has one.
-  __attribute__((noinline)) void operator()(const double* found, int64_t groups, double outer, double* scale) const {
+  // At most kBlock groups. `outer`: the scale of the whole tensor, if the format has one. Returns whether all is finite.
+  __attribute__((noinline)) bool operator()(const double* found, int64_t groups, double outer, double* scale) const {
     if (sharing.power)
       powers(found, groups, scale);
     else
       ratios(found, groups, outer, scale);
-    if (!sharing.marks) return;
+    uint64_t signs = 0;
     LOWP_VECTOR_LOOP
-    for (int64_t group = 0; group < groups; ++group) {
-      const uint64_t other = uint64_t{0} - (bits_of(found[group]) >> 63);
-      scale[group] = number(choose<uint64_t>(other, Constants<F64>::kQuietNan, bits_of(scale[group])));
-    }
+    for (int64_t group = 0; group < groups; ++group) signs |= bits_of(found[group]);
+    const bool finite = signs >> 63 == 0;
+    if (finite || !sharing.marks) return finite;
+    for (int64_t group = 0; group < groups; ++group)
+      if (bits_of(found[group]) >> 63) scale[group] = number(Constants<F64>::kQuietNan);
+    return false;
   }
 
  private:
@@ -238,6 +259,19 @@ static inline uint32_t divide_run(const uint32_t* in, int64_t count, float inver
   return small;
 }
 
+// The same as `cast_run` for runs of one number. Returns bits where one is in doubt.
+template <bool kWholes, bool kExact, bool kValues>
+static inline uint32_t cast_each(const uint32_t* in, int64_t count, const float* inverse, const double* scale, float second,
+                                 const Quick& quick, uint32_t* out) {
+  uint32_t doubt = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t element = quick_element<kWholes, kExact>(bits_of(number(in[i]) * inverse[i]), quick, doubt);
+    out[i] = kValues ? value_of(element, static_cast<float>(scale[i]), second) : element;
+  }
+  return doubt;
+}
+
 // The values of a run or, without `kValues`, its elements. `doubts` get bits where one is in doubt: one each, if the length
 // is constant, so that runs need no sum of theirs; otherwise the first.
 template <bool kWholes, bool kExact, bool kValues, class Count>
@@ -284,12 +318,11 @@ struct GroupCast {
   }
 
   // The elements of a strip whose number `first` is the first, under the scales of its runs times `outer`; 0 under a scale
-  // of NaN. `in` and `out` differ. Returns false if fp32 does not decide, with `out` undefined.
-  bool elements(const uint32_t* in, const Runs& runs, const double* scale, double outer, const uint32_t* words,
-                int64_t first, int64_t count, uint32_t* out) const {
+  // of NaN. `inverse`: of `invert`, which was true. `in` and `out` differ. Returns false if fp32 does not decide, with `out`
+  // undefined.
+  bool elements(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
+                const uint32_t* words, int64_t first, int64_t count, uint32_t* out) const {
     alignas(64) uint32_t quotients[kBlock];
-    alignas(64) float inverse[kBlock];
-    if (!in_fp32 || !invert(runs, scale, outer, inverse)) return false;
     if (is_quick_cast) return cast_strip<false>(in, runs, inverse, scale, outer, out);
     uint32_t small = 0;
     each_run(runs, [&](int64_t run, int64_t begin, auto length) {
@@ -302,10 +335,8 @@ struct GroupCast {
   }
 
   // The values of a strip in one step. Returns false if there is no such step or fp32 does not decide.
-  bool all(const uint32_t* in, const Runs& runs, const double* scale, double outer, uint32_t* out) const {
-    alignas(64) float inverse[kBlock];
-    return in_fp32 && is_quick_cast && invert(runs, scale, outer, inverse) &&
-           cast_strip<true>(in, runs, inverse, scale, outer, out);
+  bool all(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer, uint32_t* out) const {
+    return is_quick_cast && cast_strip<true>(in, runs, inverse, scale, outer, out);
   }
 
   // The same in fp64; `in` may be `out`. With zero points the element is limited so that their sum is in the range.
@@ -331,9 +362,9 @@ struct GroupCast {
     });
   }
 
- private:
-  // The inverses of the scales. Returns false if fp32 does not reach them.
+  // The inverses of the scales. Returns false if the cast is not in fp32, or if that does not reach them.
   bool invert(const Runs& runs, const double* scale, double outer, float* inverse) const {
+    if (!in_fp32) return false;
     const double least = sharing.power ? 0x1p-127 : 0x1p-126, most = sharing.power ? 0x1p127 : 0x1p126;
     uint64_t beyond = is_fp32(outer) ? 0 : 1;
     LOWP_VECTOR_LOOP
@@ -347,6 +378,7 @@ struct GroupCast {
     return beyond == 0;
   }
 
+ private:
   template <bool kValues>
   bool cast_strip(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
                   uint32_t* out) const {
@@ -365,6 +397,7 @@ struct GroupCast {
                                                const double* scale, double outer, uint32_t* out) const {
     const Quick constants = quick;
     const float second = static_cast<float>(outer);
+    if (runs.each == 1) return cast_each<kWholes, kExact, kValues>(in, runs.number, inverse, scale, second, constants, out);
     alignas(64) uint32_t doubts[32] = {};
     const auto cast = [&](int64_t run, int64_t begin, auto count) {
       prefetch(in + begin, count);
@@ -382,6 +415,10 @@ struct GroupCast {
   template <class Bits>
   void mark(const Runs& runs, const double* scale, Bits* numbers, Bits as) const {
     if (!sharing.marks) return;
+    uint64_t unknown = 0;
+    LOWP_VECTOR_LOOP
+    for (int64_t run = 0; run < runs.number; ++run) unknown |= mask<F64>(scale[run] != scale[run]);
+    if (unknown == 0) return;
     each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
       if (scale[run] == scale[run]) return;
       for (int64_t i = begin; i < begin + length; ++i) numbers[i] = as;

@@ -1,5 +1,5 @@
 // The C functions of casts whose numbers share scales, called by lowp/kernels/cpu.py. Returned where a 16-bit tensor is
-// written: 1 if it cannot hold a value under a power of two. All return -1 if memory runs out.
+// written: kLost if it cannot hold a value under a power of two. All return -1 if memory runs out.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -40,9 +40,9 @@ void find(const Task& task, const Groups& groups, int64_t count, int threads, do
   });
 }
 
-// The parts of a tensor, whose scales are known or to be found: work(begin, end). Returns false if memory runs out.
+// The parts of a tensor, whose scales are known or to be found: work(begin, end). Returns what was met, or -1 if memory runs out.
 template <class Work>
-bool share(const Task& task, Groups& groups, int64_t count, int threads, Work work) {
+int share(const Task& task, Groups& groups, int64_t count, int threads, Work work) {
   const Kernels& kernel = kernels();
   const int used = enough_threads(count, threads);
   std::unique_ptr<double[]> scales;
@@ -52,14 +52,22 @@ bool share(const Task& task, Groups& groups, int64_t count, int threads, Work wo
     find(task, all, count, threads, &largest);
     groups.outer = kernel.outer_scale(*groups.sharing, std::fabs(largest));
   }
+  if (groups.inner > 1) {
+    const int64_t columns = std::min(groups.inner, kBeside), bands = count / (groups.row * groups.inner) * groups_of_row(groups);
+    const int64_t parts = (groups.inner + kBeside - 1) / kBeside;
+    parallel_for(bands * parts, std::max<int64_t>(kBlock / (columns * std::min(groups.group, groups.row)), 1), used, work);
+    return 0;
+  }
+  bool finite = true;
   const int64_t number = count / groups.row * groups_of_row(groups);
   if (groups.scale == nullptr && std::min(groups.group, groups.row) > kLong) {
     const std::unique_ptr<double[]> found(new (std::nothrow) double[number]());
     scales.reset(new (std::nothrow) double[number]);
-    if (found == nullptr || scales == nullptr) return false;
+    if (found == nullptr || scales == nullptr) return -1;
     find(task, groups, count, threads, found.get());
     for (int64_t group = 0; group < number; group += kBlock)
       kernel.choose_scales(groups, group, &found[group], std::min(kBlock, number - group), &scales[group]);
+    for (int64_t group = 0; group < number; ++group) finite &= !std::signbit(found[group]);
     groups.scale = scales.get();
   }
   if (groups.scale != nullptr) {
@@ -70,7 +78,7 @@ bool share(const Task& task, Groups& groups, int64_t count, int threads, Work wo
       work(start(groups, begin), start(groups, end));
     });
   }
-  return true;
+  return finite ? 0 : kNotFinite;
 }
 
 }  // namespace
@@ -78,19 +86,20 @@ bool share(const Task& task, Groups& groups, int64_t count, int threads, Work wo
 
 using namespace lowp;
 
-// x has rows of `row` elements, `group` of which share a scale. `scale`: those of all groups; null: they are found.
+// x has rows of `row` elements, `group` of which share a scale. `scale`: those of all groups; null: they are found, and an
+// infinity or a NaN is told. `inner`: the distance of a row's elements; above one scales must be found, nothing be drawn.
 LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, const void* x, void* out, int64_t count,
-                                     int64_t row, int64_t group, const double* scale, const int32_t* zero_point,
-                                     uint64_t seed, int64_t index, int threads) {
+                                     int64_t row, int64_t group, int64_t inner, const double* scale,
+                                     const int32_t* zero_point, uint64_t seed, int64_t index, int threads) {
   const bool stream = !draws(sharing->element.rounding) && streams(x, out, count * bytes_of(type));
   const Task task{nullptr, x, out, type, type, seed, stream, index};
-  Groups groups{sharing, row, group, 1, scale, zero_point, nullptr, 0, false};
+  Groups groups{sharing, row, group, 1, scale, zero_point, nullptr, 0, false, inner};
   const Kernels& kernel = kernels();
-  std::atomic<bool> lost{false};
-  const bool done = share(task, groups, count, threads, [&](int64_t begin, int64_t end) {
-    if (kernel.quantize_groups(task, groups, begin, end)) lost = true;
+  std::atomic<int> met{0};
+  const int known = share(task, groups, count, threads, [&](int64_t begin, int64_t end) {
+    met |= kernel.quantize_groups(task, groups, begin, end);
   });
-  return done ? static_cast<int>(lost) : -1;
+  return known < 0 ? known : known | met;
 }
 
 // Also writes the scales as they are kept, and that of the whole tensor. Returns the number of NaNs without a code.
@@ -101,11 +110,11 @@ LOWP_EXPORT int64_t lowp_encode_groups(const lowp_sharing* sharing, int type, co
   Groups groups{sharing, row, group, 1, nullptr, nullptr, stored, stored_bytes, packed != 0};
   const Kernels& kernel = kernels();
   std::atomic<int64_t> nans{0};
-  const bool done = share(task, groups, count, threads, [&](int64_t begin, int64_t end) {
+  const int known = share(task, groups, count, threads, [&](int64_t begin, int64_t end) {
     nans += kernel.encode_groups(task, groups, begin, end);
   });
   *outer = groups.outer;
-  return done ? nans.load() : -1;
+  return known < 0 ? known : nans.load();
 }
 
 LOWP_EXPORT int lowp_decode_groups(const lowp_sharing* sharing, const void* codes, int packed, void* stored, int stored_bytes,
@@ -137,5 +146,5 @@ LOWP_EXPORT int lowp_quantize_finite(const lowp_cast* cast, const lowp_sharing* 
   double scale;
   kernels().choose_scales(groups, 0, &largest, 1, &scale);
   const int64_t length = std::max<int64_t>(count, 1);
-  return lowp_quantize_groups(sharing, kFp32, x, out, count, length, length, &scale, nullptr, seed, 0, threads);
+  return lowp_quantize_groups(sharing, kFp32, x, out, count, length, length, 1, &scale, nullptr, seed, 0, threads);
 }

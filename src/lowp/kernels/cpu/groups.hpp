@@ -14,7 +14,13 @@ struct Strip {
   int64_t group;  // of the first run
   int64_t rest;   // of the first group
   int64_t count = 0;
+  bool follows = false;  // under the scales of the strip before
   Runs runs;
+
+  // A row of `columns` groups that lie beside each other.
+  Strip(int64_t first_group, int64_t columns) : group(first_group), rest(0), count(columns) {
+    runs.number = columns, runs.each = 1;
+  }
 
   Strip(const Groups& groups, int64_t first, int64_t end, bool whole) {
     const int64_t of_row = (groups.row + groups.group - 1) / groups.group;
@@ -237,10 +243,46 @@ static double outer_scale(const lowp_sharing& sharing, double largest) {
   return ratio == 0 ? 1.0 : rounded > sharing.outer_smallest ? rounded : sharing.outer_smallest;
 }
 
-// use(numbers, index of the first, strip, its scales) for all strips from `begin` to `end`.
+// The same of groups that lie beside each other: of at most kBeside at a time, numbered from `begin` to `end`.
 template <class C, class Use>
-static void each_strip(const Task& task, const Groups& groups, int64_t begin, int64_t end, Use use) {
+static bool each_row_of_columns(const Task& task, const Groups& groups, int64_t begin, int64_t end, Use use) {
+  using Bits = typename C::Bits;
+  const ScaleOf scale_of(*groups.sharing);
+  alignas(64) Bits buffer[kBeside], largest[kBeside];
+  alignas(64) double scale[kBeside], found[kBeside];
+  const int64_t parts = (groups.inner + kBeside - 1) / kBeside, of_row = (groups.row + groups.group - 1) / groups.group;
+  bool finite = true;
+  for (int64_t part = begin; part < end; ++part) {
+    const int64_t column = part % parts * kBeside, count = smaller(kBeside, groups.inner - column);
+    const int64_t band = part / parts, above = band % of_row * groups.group, rows = smaller(groups.group, groups.row - above);
+    const int64_t corner = (band / of_row * groups.row + above) * groups.inner + column;
+    const auto row_of = [&](int64_t row) {
+      return load<C>(task.in, task.in_type, corner + row * groups.inner, count, buffer);
+    };
+    largest_of_columns<C, false>(rows, count, row_of, largest);
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < count; ++i) found[i] = wide_number(largest[i]);
+    if (largest_of<C, false>(largest, count) >= Constants<C>::kInf) {
+      alignas(64) Bits others[kBeside];
+      largest_of_columns<C, true>(rows, count, row_of, others);
+      for (int64_t i = 0; i < count; ++i)
+        if (largest[i] >= Constants<C>::kInf) found[i] = -wide_number(others[i]);
+    }
+    finite &= scale_of(found, count, groups.outer, scale);
+    Strip strip(0, count);
+    for (int64_t row = 0; row < rows; ++row, strip.follows = true)
+      use(row_of(row), corner + row * groups.inner, strip, scale);
+  }
+  return finite;
+}
+
+// use(numbers, index of the first, strip, its scales) for all strips from `begin` to `end`. Returns false where a scale was
+// found of numbers that are not all finite.
+template <class C, class Use>
+static bool each_strip(const Task& task, const Groups& groups, int64_t begin, int64_t end, Use use) {
+  if (groups.inner > 1) return each_row_of_columns<C>(task, groups, begin, end, use);
   const bool finds = groups.scale == nullptr;
+  bool finite = true;
   const ScaleOf scale_of(*groups.sharing);
   alignas(64) typename C::Bits buffer[kBlock];
   alignas(64) double scale[kBlock], found[kBlock];
@@ -250,19 +292,20 @@ static void each_strip(const Task& task, const Groups& groups, int64_t begin, in
     if (strip.count == 0) {
       long_end = first + strip.rest;
       found[0] = find_largest(task, first, long_end);
-      scale_of(found, 1, groups.outer, scale);
+      finite &= scale_of(found, 1, groups.outer, scale);
       if (groups.stored != nullptr) store_scales(groups, scale, strip.group, 1);
       continue;
     }
     const typename C::Bits* const in = load<C>(task.in, task.in_type, first, strip.count, buffer);
     if (finds && !inside) {
       largest_of_runs<C>(in, strip.runs, found);
-      scale_of(found, strip.runs.number, groups.outer, scale);
+      finite &= scale_of(found, strip.runs.number, groups.outer, scale);
       if (groups.stored != nullptr) store_scales(groups, scale, strip.group, strip.runs.number);
     }
     use(in, first, strip, finds ? scale : groups.scale + strip.group);
     first += strip.count;
   }
+  return finite;
 }
 
 static inline void widen(const uint32_t* in, uint64_t* out, int64_t count) {
@@ -273,19 +316,22 @@ static inline void widen(const uint32_t* in, uint64_t* out, int64_t count) {
 // The elements of each strip: in_fp32(elements, index, strip, scales), or in_fp64 if fp32 does not decide or x is fp64;
 // neither where whole(cast, numbers, index, strip, scales) is true.
 template <class C, class Whole, class Narrow, class Wide>
-static void each_strip_rounded(const Task& task, const Groups& groups, int64_t begin, int64_t end, Whole whole,
+static bool each_strip_rounded(const Task& task, const Groups& groups, int64_t begin, int64_t end, Whole whole,
                                Narrow in_fp32, Wide in_fp64) {
   const GroupCast cast(*groups.sharing, task.seed, task.index);
   alignas(64) uint32_t buffer[kBlock + 4], narrow[kBlock];
   alignas(64) uint64_t wide[kBlock];
-  each_strip<C>(task, groups, begin, end, [&](auto* in, int64_t first, const Strip& strip, const double* scale) {
+  alignas(64) float inverse[kBlock];
+  bool reaches = false;
+  return each_strip<C>(task, groups, begin, end, [&](auto* in, int64_t first, const Strip& strip, const double* scale) {
     const int64_t count = strip.count;
     const uint32_t* words = buffer;
     if (draws(cast.sharing.element.rounding)) words = words_from(task.seed, task.index + first, count, buffer);
     const int32_t* const points = groups.zero_point == nullptr ? nullptr : groups.zero_point + strip.group;
     if constexpr (sizeof(*in) == 4) {
-      if (points == nullptr && whole(cast, in, first, strip, scale)) return;
-      if (points == nullptr && cast.elements(in, strip.runs, scale, groups.outer, words, first, count, narrow))
+      if (!strip.follows) reaches = points == nullptr && cast.invert(strip.runs, scale, groups.outer, inverse);
+      if (reaches && whole(cast, in, first, strip, scale, inverse)) return;
+      if (reaches && cast.elements(in, strip.runs, inverse, scale, groups.outer, words, first, count, narrow))
         return in_fp32(narrow, first, strip, scale);
       widen(in, wide, count);
     } else {
@@ -297,7 +343,7 @@ static void each_strip_rounded(const Task& task, const Groups& groups, int64_t b
 }
 
 template <class C>
-static bool quantize_groups_in(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
+static int quantize_groups_in(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
   alignas(64) uint32_t result[kBlock];
   alignas(64) uint64_t wide[kBlock];
   const bool power = groups.sharing->power != 0;
@@ -318,18 +364,19 @@ static bool quantize_groups_in(const Task& task, const Groups& groups, int64_t b
     values(element, strip.runs, scale, groups.outer, direct ? static_cast<uint32_t*>(task.out) + first : result);
     if (!direct) lost |= write(result, task, first, strip.count);
   };
-  const auto whole = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const double* scale) {
+  const auto whole = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const double* scale,
+                         const float* inverse) {
     uint32_t* const out = direct ? static_cast<uint32_t*>(task.out) + first : result;
-    if (!narrow || !cast.all(in, strip.runs, scale, groups.outer, out)) return false;
+    if (!narrow || !cast.all(in, strip.runs, inverse, scale, groups.outer, out)) return false;
     if (!direct) lost |= write(result, task, first, strip.count);
     return true;
   };
-  each_strip_rounded<C>(task, groups, begin, end, whole, in_fp32, in_fp64);
+  const bool finite = each_strip_rounded<C>(task, groups, begin, end, whole, in_fp32, in_fp64);
   if (task.stream) finish_streaming();
-  return lost;
+  return (lost ? kLost : 0) | (finite ? 0 : kNotFinite);
 }
 
-static bool quantize_groups(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
+static int quantize_groups(const Task& task, const Groups& groups, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
   if (task.in_type == kFp64) return quantize_groups_in<F64>(task, groups, begin, end);
   return quantize_groups_in<F32>(task, groups, begin, end);
