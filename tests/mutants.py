@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -163,7 +164,11 @@ def tests(room: str, module: str = "") -> list[Path]:
         return re.search(rf"\b{word}\b", file.read_text(encoding="utf-8")) is not None
 
     found = own or [one for one in sorted(TESTS.rglob("test_*.py")) if names(one, rf"lowp\.{room}")]
-    return sorted(found, key=lambda one: (one.stem != f"test_{module}", not (module and names(one, module))))
+
+    def remote(file: Path) -> tuple[int, bool]:
+        return -len(os.path.commonprefix([file.stem, f"test_{module}"])), not (module and names(file, module))  # noqa: RUF071
+
+    return sorted(found, key=remote)
 
 
 def sample(room: str, count: int, seed: str) -> list[Mutant]:
@@ -187,7 +192,7 @@ class Runs:
     def __exit__(self, *_: object) -> None:
         self.ended = True
         for process in list(self.processes):
-            os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
 
     def outcome(self, room: str, mutant: Mutant | None, limit: float) -> str:
         """Run the tests of a room on lowp with a fault, or as it is, for a number of seconds at most."""
@@ -214,14 +219,22 @@ class Runs:
             command, cwd=TESTS.parent, env=environment, start_new_session=True, stdout=output, stderr=output
         )
         self.processes.add(process)
+        if self.ended:
+            _end(process)
         try:
             return "caught" if process.wait(limit) else "survived"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
             process.wait()
             return "timed out"
         finally:
             self.processes.discard(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a run and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def told(drawn: dict[str, list[Mutant]], workers: int) -> dict[str, dict[str, Any]]:
@@ -267,7 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     asked = parser.parse_args(arguments)
     os.nice(10)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     drawn: dict[str, list[Mutant]] = {}
     for place in asked.places:
         file, _, line = place.partition(":")
@@ -275,7 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawn.setdefault(Path(file).parts[0].removesuffix(".py"), []).extend(found)
     if not asked.places:
         drawn = {room: sample(room, asked.count, asked.seed) for room in asked.room or rooms()}
-    table = told({room: some for room, some in drawn.items() if some}, asked.workers)
+    try:
+        table = told({room: some for room, some in drawn.items() if some}, asked.workers)
+    except KeyboardInterrupt:
+        return 130
     if asked.json:
         asked.json.write_text(json.dumps(table, indent=1))
     count, caught = (sum(row[what] for row in table.values()) for what in ("mutants", "caught"))

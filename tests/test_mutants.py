@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mutants
@@ -80,3 +82,13 @@ def test_the_command_tells_how_many_were_caught_and_leaves_nothing_behind(tmp_pa
     assert result.stdout.endswith("1 of 1 caught\n")
     assert json.loads((tmp_path / "found.json").read_text())["hashing"]["mutants"] == 1
     assert [one.name for one in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_ctrl_c_ends_the_runs_and_removes_their_copies(tmp_path: Path) -> None:
+    command = [sys.executable, mutants.__file__, "--room", "hashing", "--count", "1"]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        while process.poll() is None and not any(tmp_path.iterdir()):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert not any(tmp_path.iterdir())

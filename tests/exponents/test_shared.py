@@ -201,7 +201,10 @@ def test_what_is_in_the_format_can_stay_as_it_is() -> None:
     assert exponents.sites() == ["gradient of w"]
 
 
-def test_a_place_that_was_changed_from_outside_begins_anew() -> None:
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_place_that_was_changed_from_outside_begins_anew(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_there:
+        monkeypatch.setattr(device_table, "has_integer_kernels", lambda device: False)
     exponents = SharedExponents()
     w = exponents.write(torch.linspace(-1, 1, 9), FLEX, "weight of w")
     exponents.flush()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from ops.cases import CHAINS, CONTRACTIONS, DTYPES, Case, sixteen_bit, under
 from torch import Tensor, nn
 
+from lowp import kernels
 from lowp.ops.call import Call
 from lowp.ops.contraction import chain, linear
 from lowp.policy import Rule
@@ -248,3 +249,19 @@ def test_no_rows_give_an_empty_result_and_zero_gradients() -> None:
     result = under(sixteen_bit("bf16"), F.linear, x, weight)
     result.float().sum().backward()
     assert result.shape == (0, 5) and weight.grad is not None and not weight.grad.any()
+
+
+def test_the_values_of_a_sparse_operand_are_rounded() -> None:
+    x, y = torch.randn(4, 4).relu(), torch.randn(4, 4)
+    found = under(Rule.of(input="e4m3fn"), torch.mm, x.to_sparse(), y)
+    torch.testing.assert_close(found, kernels.quantize(x, "e4m3fn") @ kernels.quantize(y, "e4m3fn"))
+
+
+def test_a_transposed_convolution_with_one_result_is_rounded_and_one_of_other_channels_is_refused_by_torch() -> None:
+    x, weight = torch.randn(2, 3, 1), torch.randn(3, 4, 1)
+    rule = Rule.of(input="e4m3fn", weight="e5m2")
+    found = under(rule, F.conv_transpose1d, x, weight)
+    wanted = F.conv_transpose1d(kernels.quantize(x, "e4m3fn"), kernels.quantize(weight, "e5m2"))
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(RuntimeError, match="expected input"):
+        under(rule, F.conv_transpose1d, torch.randn(2, 2, 3), weight)

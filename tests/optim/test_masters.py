@@ -11,6 +11,7 @@ from torch import nn
 
 from lowp.errors import InvalidInput
 from lowp.optim import SGD, MasterWeights
+from lowp.optim.skipping import steps_by_itself
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
@@ -170,6 +171,13 @@ def test_fp16_gradients_are_unscaled_without_flushing() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert optimizer.master(weight).tolist() == [torch.tensor(1.0).sub(2.0**-26).item()] * 8
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_masters_skip_a_step_by_themselves_where_their_optimizer_does(name: str) -> None:
+    inner = OPTIMIZERS[name]([nn.Parameter(torch.ones(2))])
+    found = [steps_by_itself(one) for one in (inner, MasterWeights(inner))]
+    assert found == [name == "adam_fused"] * 2
 
 
 def test_schedulers_closures_and_clipping_work() -> None:

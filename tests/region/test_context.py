@@ -428,6 +428,18 @@ def test_an_unused_rule_of_the_users_is_told_once() -> None:
         product()
 
 
+def test_unused_rules_are_refused_also_where_an_error_is_being_handled() -> None:
+    policy = Policy((Rule.of("conv3d", input="bf16"), Rule.of("matmul", input="bf16")))
+    try:
+        raise ValueError
+    except ValueError as error:
+        with pytest.raises(InvalidInput, match="nothing matched rule 1"), autocast(policy, strict=True):
+            product()
+        with pytest.raises(KeyError), autocast(policy, strict=True):
+            product()
+            raise KeyError from error
+
+
 def test_the_rules_of_a_preset_may_stay_unused() -> None:
     with autocast("fp16", strict=True) as region:
         product()
