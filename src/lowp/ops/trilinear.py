@@ -137,6 +137,11 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+def _summed(x: Tensor, dims: list[int]) -> Tensor:
+    """Return the sums along some dimensions; of 16-bit numbers in fp32."""
+    return x.sum(dims, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)
+
+
 def has_numbers(bias: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether a bias is a vector of that shape with values that fp32 holds."""
     return len(shape) == 1 and tuple(bias.shape) == shape and bias.dtype is not torch.float64
@@ -259,8 +264,7 @@ class Einsum(Form):
         for index, term in enumerate(terms):  # letters of one operand alone that the result lacks are summed first
             alone = [letter for letter in term if letter not in target and letter not in terms[1 - index]]
             if alone:
-                wide = torch.float32 if tensors[index].dtype in (torch.float16, torch.bfloat16) else None
-                tensors[index] = tensors[index].sum([term.index(letter) for letter in alone], dtype=wide)
+                tensors[index] = _summed(tensors[index], [term.index(letter) for letter in alone])
                 terms[index] = "".join(letter for letter in term if letter not in alone)
         left, right = tensors
         batch = "".join(letter for letter in target if letter in terms[0] and letter in terms[1])
