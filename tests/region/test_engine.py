@@ -20,10 +20,10 @@ ROOT = str(Path(lowp.__file__).parent)
 MOST = {
     "fp16": (14, 24, 26),
     "bf16": (18, 28, 26),  # where the processor multiplies bf16, its own products are looked for first
-    "e5m7": (12, 57, 56),
-    "fp8": (62, 57, 66),
-    "mxfp8": (73, 54, 114),
-    "int8": (76, 55, 112),
+    "e5m7": (12, 54, 56),
+    "fp8": (55, 41, 66),
+    "mxfp8": (64, 45, 110),
+    "int8": (64, 46, 108),
     "dfp16": (18, 34, 30),
 }
 

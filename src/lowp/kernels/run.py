@@ -200,10 +200,10 @@ def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int = -
     """
     format = cast.format
     if isinstance(format, ScaledFormat):
-        if has_mantissas(cast) and cast.scaling is not None and cast.scaling.kind == "current":
-            return cpu_int16.current_values(x, cast, seed, out)
         if x.numel() and (format.scope.kind != "tensor" or format.outer is not None):
             return cpu_groups.quantize_finite(x, cast, seed, out, axis)
+        if has_mantissas(cast) and cast.scaling is not None and cast.scaling.kind == "current":
+            return cpu_int16.current_values(x, cast, seed, out)
     return cpu.quantize_finite(x, cast, seed, out)
 
 

@@ -206,8 +206,11 @@ def _quick_rounded(rule: Rule) -> Quick:
         if are_of_elements and len(args) == 3 and not torch.is_grad_enabled() and args[1].numel() <= SMALL:
             if (result := linear_in_library(*args, torch.float32, casts)) is not None:
                 return result
-        if not _fits(args) or not all(one is None or _is_fp32_on_cpu(one) for one in args):
+        if not _fits(args):
             return None
+        for one in args:  # a generator would be as many calls again
+            if one is not None and not (one.dtype is torch.float32 and is_on_host(one)):
+                return None
         if forced() == "reference" or args[1].dim() != 2:  # summed in fp64, or by the matrices of the general path
             return None
         x, weight, bias = args if len(args) == 3 else (*args, None)
@@ -224,10 +227,6 @@ def _quick_rounded(rule: Rule) -> Quick:
         return cast(Tensor, _apply_rounded(end_of(x), end_of(weight), bias, value, factor, rule))
 
     return run
-
-
-def _is_fp32_on_cpu(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and is_on_host(x)
 
 
 class _Rounded(torch.autograd.Function):
