@@ -180,26 +180,31 @@ def sample(room: str, count: int, seed: str) -> list[Mutant]:
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 class Runs:
-    """Runs of tests, each on a copy of the package of its own; leaving ends those under way."""
+    """Runs of tests, each on a copy of the package as it was at first; leaving ends those under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int) -> None:
+        self.pool = ThreadPoolExecutor(workers)
         self.processes: set[subprocess.Popen[bytes]] = set()
         self.ended = False
 
     def __enter__(self) -> Runs:
+        self.folder = tempfile.TemporaryDirectory(prefix="lowp-mutants-")
+        shutil.copytree(SOURCES, Path(self.folder.name, "lowp"))
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ended = True
         for process in list(self.processes):
             _end(process)
+        self.pool.shutdown()
+        self.folder.cleanup()
 
     def outcome(self, room: str, mutant: Mutant | None, limit: float) -> str:
         """Run the tests of a room on lowp with a fault, or as it is, for a number of seconds at most."""
         if self.ended:
             return "ended"
-        with tempfile.TemporaryDirectory(prefix="lowp-mutant-") as folder:
-            shutil.copytree(SOURCES, Path(folder, "lowp"))
+        with tempfile.TemporaryDirectory(dir=self.folder.name) as folder:
+            shutil.copytree(Path(self.folder.name, "lowp"), Path(folder, "lowp"))
             Path(folder, "sitecustomize.py").write_text(SITE.format(limit=int(limit)))
             if mutant is not None:
                 path = Path(folder, "lowp", mutant.file)
@@ -239,17 +244,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def told(drawn: dict[str, list[Mutant]], workers: int) -> dict[str, dict[str, Any]]:
     """Run every mutant, print the outcomes and return them by room; rooms whose tests fail without a fault raise."""
-    with ThreadPoolExecutor(workers) as pool, Runs() as runs:
+    with Runs(workers) as runs:
 
         def timed(room: str) -> tuple[str, float]:
             start = time.monotonic()
             return runs.outcome(room, None, 3600), time.monotonic() - start
 
-        limits = dict(zip(drawn, pool.map(timed, drawn), strict=True))
+        limits = dict(zip(drawn, runs.pool.map(timed, drawn), strict=True))
         if failed := [room for room, (outcome, _) in limits.items() if outcome != "survived"]:
             raise SystemExit(f"tests fail without any fault: {', '.join(failed)}")
         futures = {
-            (room, one): pool.submit(runs.outcome, room, one, 60 + 3 * limits[room][1])
+            (room, one): runs.pool.submit(runs.outcome, room, one, 60 + 3 * limits[room][1])
             for room in drawn
             for one in drawn[room]
         }
