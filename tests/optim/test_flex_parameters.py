@@ -75,3 +75,14 @@ def test_complex_parameters_are_trained_as_they_are() -> None:
     weight, reference = model.get_parameter("weight"), expected.get_parameter("weight")
     assert weight.dtype is torch.complex64
     assert 0 < (weight - reference).abs().max() < 1e-2 < (reference - Spectral().weight).abs().max()
+
+
+def test_a_model_whose_optimizer_is_prepared_after_it_loads_values_of_the_format() -> None:
+    precision = lowp.Precision("flex16+5")
+    model, _ = precision.prepare(nn.Linear(3, 3), None)
+    other = nn.Linear(3, 3)
+    precision.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    precision.prepare_optimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    for one, is_written in ((model, True), (other, False)):
+        one.load_state_dict({"weight": torch.tensor([[1.0, 1 / 3, 2**-20]] * 3), "bias": torch.zeros(3)})
+        assert IN_FLEX is not None and are_exact([one.weight.detach()], IN_FLEX) == [is_written]
