@@ -39,6 +39,7 @@ _PUBLIC = {
     "profile": "lowp.profiling:profile",
     "quantize": "lowp.kernels:quantize",
     "quantize_model": "lowp.inference:quantize_model",
+    "reproducible": "lowp.reproducing:reproducible",
     "save": "lowp.checkpoint:save",
     "statistics": "lowp.kernels:statistics",
 }

@@ -25,6 +25,7 @@ from lowp.precision import Precision
 from lowp.profiling import profile
 from lowp.quantized import Quantized
 from lowp.region import autocast
+from lowp.reproducing import reproducible
 
 __version__: str
 
@@ -151,6 +152,7 @@ __all__ = [
     "profile",
     "quantize",
     "quantize_model",
+    "reproducible",
     "save",
     "statistics",
 ]

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from lowp.compat import private
 
 _dispatch_modes: Any = private("torch._C._len_torch_dispatch_stack")
+_modes: Any = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 _is_traced: Any = private("torch._C._is_tracing")  # torch.jit.trace
 _transform: Any = private("torch._C._functorch.peek_interpreter_stack")
 is_wrapped: Any = private("torch._C._functorch.is_functorch_wrapped_tensor")
@@ -74,10 +75,10 @@ def is_traced() -> bool:
 
 
 def is_quiet() -> bool:
-    """Whether no compiler, no mode and no transform is active."""
+    """Whether no compiler, no mode that must see operators and no transform is active."""
     return (
         not is_compiling()
-        and _dispatch_modes() == 0
+        and (_dispatch_modes() == 0 or all(getattr(one, "lets_kernels_read", False) for one in _modes()))
         and _transform() is None
         and forward_ad._current_level < 0
         and not _is_traced()

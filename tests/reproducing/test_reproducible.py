@@ -1,0 +1,186 @@
+"""lowp.reproducible: the same bits on every instruction set and any number of threads; what has none is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lowp
+from lowp.kernels import cpu, products
+from lowp.reproducing import functions
+
+pytestmark = pytest.mark.skipif(
+    cpu.library() is None or not cpu.has_multiply_add(), reason="needs the C++ library and fused multiply-adds"
+)
+HERE = Path(__file__).parent
+STORED = json.loads((HERE / "hashes.json").read_text())
+# what holds torch, MKL and oneDNN to the instructions of a level of the library
+HELD = {
+    "portable": ("default", "SSE4_2", "SSE41"),
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512", "AVX512_CORE_VNNI"),
+}
+NETWORKS, PRECISIONS = ("mlp", "cnn", "transformer"), ("bf16", "fp16", "e4m3fn", "mxfp8", "e5m7")
+
+
+def _check(runs: Callable[[int], Iterator[str]]) -> None:
+    """Compare the hashes of runs, given for each level by its index, with those that are stored."""
+    started = []
+    for index, level in enumerate(cpu.available()):
+        capability, mkl, onednn = HELD.get(level, ("default", "", ""))
+        held = {"LOWP_CPU_ISA": level, "ATEN_CPU_CAPABILITY": capability, "ONEDNN_MAX_CPU_ISA": onednn}
+        environment = {**os.environ, **held, "MKL_ENABLE_INSTRUCTIONS": mkl}
+        command = [sys.executable, str(HERE / "training.py"), *runs(index)]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        started.append((level, capability, process))
+    hashes: dict[str, dict[str, str]] = {}
+    if torch.__version__.startswith(STORED["torch"] + "."):
+        hashes = {run: {"stored": value} for run, value in STORED["hashes"].items()}
+    for level, capability, process in started:
+        printed, _ = process.communicate()
+        assert process.returncode == 0, level
+        found = json.loads(printed)
+        assert level not in HELD or found["capability"].lower() == capability
+        for run, value in found["hashes"].items():
+            name, _, threads = run.rpartition("/")
+            hashes.setdefault(name, {})[f"{level}, {threads} threads"] = value
+    assert not {run: values for run, values in hashes.items() if len(set(values.values())) > 1}
+
+
+def test_training_has_the_stored_bits_on_every_instruction_set() -> None:
+    def runs(index: int) -> Iterator[str]:
+        for number, name in enumerate(f"{network}/{one}" for network in NETWORKS for one in PRECISIONS):
+            yield f"{name}/{(number + index) % 3 + 1}"
+
+    _check(runs)
+
+
+@pytest.mark.slow
+def test_training_has_the_stored_bits_with_every_number_of_threads() -> None:
+    _check(lambda _: (f"{name}/{threads}" for name in STORED["hashes"] for threads in (1, 2, 3)))
+
+
+@pytest.mark.parametrize("name", "exp expm1 log log1p tanh sigmoid erf sqrt sin cos".split())
+def test_functions_are_those_of_fp64_rounded_once(name: str) -> None:
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 1, -1, 88.7, -103.9, 200, 1e-8])
+    x = torch.cat([torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 5, special])
+    found, wanted = getattr(functions, name)(x), getattr(torch, name)(x.double()).float()
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num().view(torch.int32), wanted.nan_to_num().view(torch.int32))
+
+
+def _conv(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(x.view(2, 6, 5, 6), w.view(6, 3, 4, 5)[..., :3, :2], None, 2, 1, 1, 2)
+
+
+def _turned(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv_transpose2d(x.view(2, 6, 5, 6), w.view(6, 3, 4, 5)[..., :3, :2], w.flatten()[:3], 2, 1, 1)
+
+
+COMPUTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "conv2d": _conv,
+    "conv_transpose2d": _turned,
+    "conv1d of one": lambda x, w: F.conv1d(x.view(4, 90), w.view(10, 4, 9), w.flatten()[:10]),
+    "layer_norm": lambda x, w: F.layer_norm(x, (10, 4), w[0], w[1]),
+    "rms_norm": lambda x, w: F.rms_norm(x, (10, 4), w[0]),
+    "batch_norm": lambda x, w: F.batch_norm(x.view(2, 6, 30), None, None, w.flatten()[:6], None, True),
+    "batch_norm, eval": lambda x, w: F.batch_norm(
+        x.view(2, 6, 30), w.detach().flatten()[:6], w.detach().flatten()[:6] ** 2, w.flatten()[:6]
+    ),
+    "group_norm": lambda x, w: F.group_norm(x.view(2, 6, 30), 3, w.flatten()[:6], w.flatten()[6:12]),
+    "softmax": lambda x, w: x.softmax(1) * w.sum(),
+    "log_softmax": lambda x, w: x.log_softmax(0) + w.mean(0).sum(),
+    "logsumexp": lambda x, w: x.logsumexp(1) + w.var() + w.std(1).sum() + w.norm() + w.norm(1),
+    "cross_entropy": lambda x, w: (
+        F.cross_entropy(
+            x.flatten(1),
+            torch.tensor([0, 3, -100, 8, 1, 2, 3, 4, 5]),
+            w.detach().flatten()[:40].abs(),
+            label_smoothing=0.1,
+        )
+        + w.sum()
+    ),
+    "losses": lambda x, w: F.mse_loss(x, w) + F.smooth_l1_loss(x, w, reduction="sum") + F.huber_loss(x, w),
+    "attention": lambda x, w: F.scaled_dot_product_attention(
+        x.view(3, 2, 10, 6), w.view(3, 2, 10, 6), x.view(3, 2, 10, 6), is_causal=True
+    ),
+    "gelu": lambda x, w: F.gelu(x) + F.gelu(w, approximate="tanh"),
+    "functions": lambda x, w: F.silu(x) + F.softplus(w) + x.tanh() * w.sigmoid() + torch.lerp(x, w, 0.3) ** 3,
+    "products": lambda x, w: torch.addmm(x[0], w[1], w[2, :4], beta=0.5, alpha=2) + (x[3] @ w[0, :4, 0])[:, None],
+    "added": lambda x, w: torch.baddbmm(x[:, :, :1], x, w[:, :4]) + torch.dot(x[0, 0], w[0, 0]),
+    "added products": lambda x, w: torch.addcmul(x, x, w, value=3) + torch.addcdiv(x, x, w.abs() + 1) + x.abs() ** 1.5,
+    "indices": lambda x, w: x[[0, 0, 2]] * F.embedding(torch.tensor([1, 1, 1]), w[0])[:, None],
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_definitions_agree_with_torch_forward_and_backward(name: str) -> None:
+    def run() -> list[Tensor]:
+        given = torch.Generator().manual_seed(3)
+        x, w = (torch.rand(9, 10, 4, generator=given).sub(0.4).requires_grad_() for _ in range(2))
+        result = COMPUTED[name](x, w)
+        weights = (torch.arange(result.numel()) / 100 - 1).reshape(result.shape)
+        return [result.detach(), *torch.autograd.grad(result, (x, w), weights)]
+
+    wanted = run()
+    with lowp.reproducible() as mode:
+        found = run()
+    assert not mode.unpromised
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=2e-6)
+
+
+def test_what_has_no_definition_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"as torch has them.*: _linalg_det, erfinv_;"), lowp.reproducible() as mode:
+        torch.eye(2).det()
+        torch.zeros(3).erfinv_()
+        torch.zeros(3).add_(1)
+    assert mode.unpromised == {"_linalg_det": 1, "erfinv_": 1}
+
+
+def test_random_numbers_are_uniform_and_normal() -> None:
+    with lowp.reproducible():
+        torch.manual_seed(0)
+        normal, placed, uniform = (
+            torch.randn(20001),
+            torch.empty(20001).normal_(3, 0.5),
+            torch.empty(20001).uniform_(-2, 1),
+        )
+    for x, mean, deviation in ((normal, 0, 1), (placed, 3, 0.5), (uniform, -0.5, 3 / 12**0.5)):
+        assert abs(x.mean() - mean) < 0.03 and abs(x.std() - deviation) < 0.02
+    assert uniform.min() >= -2 and uniform.max() < 1
+
+
+def test_bf16_is_emulated_and_the_context_leaves_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "multiplies", lambda *_: True)
+    x = torch.ones(2, 2, dtype=torch.bfloat16)
+    to = lowp.Cast(lowp.FORMATS["bf16"])
+    assert products.is_native(to, x, x)
+    with lowp.reproducible() as mode, mode:
+        assert not products.is_native(to, x, x)
+    assert products.is_native(to, x, x)
+
+
+def test_lists_of_tensors_are_computed_one_by_one() -> None:
+    with lowp.reproducible() as mode:
+        x = [torch.full((3,), 4.0), torch.full((2,), 9.0)]
+        torch._foreach_sqrt_(x)
+        torch._foreach_addcdiv_(x, x, x, value=2.0)
+        (first, second) = torch._foreach_norm(x)
+    assert [first.item(), second.item()] == pytest.approx([4 * 3**0.5, 5 * 2**0.5])
+    assert not mode.unpromised
+
+
+def test_without_the_library_nothing_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    with pytest.raises(lowp.Unavailable, match="the library was not built"), lowp.reproducible():
+        pass
