@@ -55,6 +55,16 @@ def test_extreme_numbers_are_as_in_fp32() -> None:
     assert torch.equal(found.nan_to_num(5.0), wanted.nan_to_num(5.0)) and torch.equal(found.isnan(), wanted.isnan())
 
 
+@needs_library
+@pytest.mark.parametrize("level", [*LEVELS, None])  # None: the definition
+def test_every_nan_is_the_positive_one_whatever_the_processor_makes(level: int | None) -> None:
+    x = torch.tensor([[math.inf, 0.0, 1.0], [1.0, math.inf, -math.inf], [-math.nan, 1.0, 1.0]])
+    weight = torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, -math.inf]]).bfloat16()
+    with kernels.use("reference" if level is None else "cpu"):
+        found = few_rows.multiply(x, weight, level=level)
+    assert found.isnan().sum() == 7 and set(found.view(torch.int32)[found.isnan()].tolist()) == {0x7FC00000}
+
+
 def test_many_rows_are_multiplied_in_fp32() -> None:
     x, weight = torch.randn(few_rows.FEW + 1, 70), torch.randn(5, 70).bfloat16()
     assert torch.equal(few_rows.multiply(x, weight), nn.functional.linear(x, weight.float()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cache
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from lowp.casts import ScalingSpec, parse
 from lowp.errors import InvalidInput
-from lowp.kernels import low_words
+from lowp.kernels import cpu, low_words
+from lowp.kernels.cpu_int16 import words_int16
 from lowp.kernels.mantissas import current_exponent, to_mantissas, values
 from lowp.policy import Policy, Rule
 from lowp.precision import Precision
@@ -45,6 +47,13 @@ def test_two_words_hold_what_one_loses() -> None:
     assert torch.equal(both, one + low_words.low_value(x, one, high.exponent, DFP))
     assert torch.equal(both, low_words.with_low_word(x, one, DFP))
     assert int(low.payload.abs().max()) <= 2 ** (low_words.LOW_BITS - 1)
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_what_is_not_finite_becomes_the_positive_nan_whatever_the_processor_makes() -> None:
+    x = torch.tensor([1.0, math.inf, -math.inf, -math.nan, 0.0] * 9)
+    seen = words_int16(x, -14, 14, False)
+    assert seen.nonfinite and set(x.view(torch.int32).tolist()) == {0x3F800000, 0x7FC00000, 0}
 
 
 def test_a_second_word_is_taken_by_many_features_that_are_lost_and_by_nothing_else() -> None:

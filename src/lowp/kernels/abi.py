@@ -167,7 +167,10 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int, c_int64, c_int64, c_void_p, c_void_p, c_int),
     ),
     "lowp_bits_multiply": (None, (c_int, c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
-    "lowp_integer_matmul": (c_int, (*(c_void_p,) * 6, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p)),
+    "lowp_integer_matmul": (
+        c_int,
+        (c_char_p, *(c_void_p,) * 5, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p),
+    ),
     "lowp_linear_int16": (c_int, (c_char_p, *(c_void_p,) * 7, c_int, c_void_p)),
     "lowp_linear_int16_gradients": (c_int, (c_char_p, *(c_void_p,) * 4, c_int, *(c_void_p,) * 3)),
     "lowp_linear_written_int16": (c_int, (c_char_p, *(c_void_p,) * 3, c_int, c_void_p)),
@@ -180,7 +183,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_convolution_written_int16_gradients": (c_int, (c_char_p, *(c_void_p,) * 3, c_int, c_void_p)),
     "lowp_integer_convolution": (
         c_int,
-        (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p),
+        (c_char_p, c_int, *(c_void_p,) * 4, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p),
     ),
 }
 

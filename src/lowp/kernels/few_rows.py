@@ -9,6 +9,8 @@ bits are the same with every instruction set, with any number of threads, and wi
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,4 +64,5 @@ def _defined(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     while total.shape[-1] > 1:
         half = total.shape[-1] // 2
         total = total[..., :half] + total[..., half:]
-    return (total[..., 0] if bias is None else total[..., 0] + bias.double()).float()
+    found = (total[..., 0] if bias is None else total[..., 0] + bias.double()).float()
+    return found.nan_to_num_(math.nan, math.inf, -math.inf)  # one NaN, of the positive sign

@@ -167,7 +167,8 @@ static void to_int16(const Task& task, int exponent, float* values, Mantissas* s
 }
 
 // Writes x in place as the sum of two words: its mantissa, and that of the rest of x, at most half a unit, in units
-// 2**-low_bits times as large. Infinities and NaNs become NaN. The counts are those of the first words.
+// 2**-low_bits times as large. Infinities and NaNs become the positive quiet NaN (a difference of infinities has another sign on
+// another processor). The counts are those of the first words.
 __attribute__((noinline)) static void add_low_words(float* x, const int16_t* high, int exponent, int low_bits,
                                                     int64_t count) {
   constexpr float kMagic = 0x1.8p23;
@@ -180,7 +181,7 @@ __attribute__((noinline)) static void add_low_words(float* x, const int16_t* hig
     rest = rest > half ? half : rest;
     rest = rest < -half ? -half : rest;
     const float low = ((rest * low_factor + kMagic) - kMagic) * low_unit;
-    x[i] = (low + first) + (x[i] - x[i]);
+    x[i] = x[i] - x[i] == 0 ? low + first : number(Constants<F32>::kQuietNan);
   }
 }
 

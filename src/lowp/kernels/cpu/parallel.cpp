@@ -84,6 +84,7 @@ class Pool {
     if (started_ >= wanted) return wanted;
     sigset_t all, before;
     sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) sigdelset(&all, fault);  // blocked, no handler would run
     pthread_sigmask(SIG_BLOCK, &all, &before);  // signals go to the interpreter: workers inherit a full mask
     try {
       for (; started_ < wanted; ++started_) std::thread([this] { serve(); }).detach();

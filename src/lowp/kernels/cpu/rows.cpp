@@ -22,8 +22,8 @@ Rows kernel(int level) {
 
 using namespace lowp;
 
-// out[m][n] = x[m][stride] times the rows of weights[n][k], plus bias, rounded once to fp32; see rows.hpp. `is_fp16`:
-// weights are fp16, otherwise bf16.
+// out[m][n] = x[m][stride] times the rows of weights[n][k], plus bias, rounded once to fp32; see rows.hpp. A NaN is
+// the positive quiet one, whichever the processor makes. `is_fp16`: weights are fp16, otherwise bf16.
 LOWP_EXPORT void lowp_rows_multiply(int level, const double* x, int64_t m, int64_t stride, const uint16_t* weights,
                                     int is_fp16, int64_t n, int64_t k, const float* bias, float* out, int threads) {
   const Rows run = kernel(level);
@@ -36,8 +36,8 @@ LOWP_EXPORT void lowp_rows_multiply(int level, const double* x, int64_t m, int64
         run(weights + j * k, is_fp16 != 0, columns, k, x + first * stride, stride, rows, sums);
         for (int64_t c = 0; c < columns; c++)
           for (int64_t i = 0; i < rows; i++) {
-            const double sum = sums[c * rows + i];
-            out[(first + i) * n + j + c] = static_cast<float>(bias ? sum + static_cast<double>(bias[j + c]) : sum);
+            const double sum = sums[c * rows + i] + (bias ? static_cast<double>(bias[j + c]) : -0.0);
+            out[(first + i) * n + j + c] = sum == sum ? static_cast<float>(sum) : __builtin_nanf("");
           }
       }
     }
