@@ -4,6 +4,7 @@
 # make test-versions    the tests with the newest torch, and a part of them with others (build/versions, 5 GB each)
 # make test-nightly    the tests with the nightly build of torch
 # make mutants    faults planted in every room, 10 each, and those its tests miss; MUTANTS="--room ops --count 50 --seed 1"
+# make test-arm    the kernel tests on the C++ library built for AArch64, under qemu
 # make sanitize    the kernel tests on a C++ library with AddressSanitizer and UndefinedBehaviorSanitizer (GCC)
 # PYTHON=python3.12 make test  chooses another interpreter; make test CXX=clang++  another compiler
 
@@ -33,7 +34,7 @@ SANITIZED := LOWP_CPU_LIBRARY=$(CURDIR)/build/sanitize/liblowp_cpu.so OMP_NUM_TH
   LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)"
 CMAKE := cmake
 
-.PHONY: demo test lint style types layers pytest slow test-portable test-versions test-nightly mutants sanitize clean
+.PHONY: demo test lint style types layers pytest slow test-portable test-versions test-nightly test-arm mutants sanitize clean
 
 demo: $(VENV)/installed
 	$(DEMO)
@@ -78,6 +79,9 @@ test-nightly: $(VENV)/installed-dev
 
 mutants: $(VENV)/installed-dev
 	$(BIN)/python tests/mutants.py --workers $(WORKERS) $(MUTANTS)
+
+test-arm: $(VENV)/installed-dev
+	$(BIN)/python tests/arm.py
 
 sanitize: $(VENV)/installed-dev
 	$(CMAKE) -S . -B build/sanitize -DLOWP_SANITIZE=ON -DCMAKE_CXX_COMPILER=$(CXX)

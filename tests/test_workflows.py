@@ -10,6 +10,7 @@ import pytest
 import versions
 
 from lowp.kernels import cpu
+from lowp.kernels.abi import SIGNATURES
 
 
 def test_every_action_is_pinned_by_commit(repository: Path) -> None:
@@ -26,7 +27,7 @@ def test_every_action_is_pinned_by_commit(repository: Path) -> None:
 def test_every_target_that_ci_makes_is_in_the_makefile(repository: Path) -> None:
     text = "".join(file.read_text() for file in (repository / ".github" / "workflows").glob("*.yml"))
     targets = re.findall(r"run: make ([\w-]+)", text)
-    assert {"sanitize", "slow", "test-portable", "test-nightly"} <= set(targets)
+    assert {"sanitize", "slow", "test-portable", "test-nightly", "test-arm"} <= set(targets)
     makefile = (repository / "Makefile").read_text()
     assert all(f"\n{target}:" in makefile for target in targets)
 
@@ -55,6 +56,18 @@ def test_the_tests_run_as_other_processors_would(
     assert told == f"== {2 - 2 * code} of 2 configurations passed{failed}"
     assert portable.main(["mips"]) == 2
     assert "no configuration mips on this machine; it has sse4, " in capsys.readouterr().err
+
+
+def test_the_tests_on_arm_forward_every_function_and_name_the_packages_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import arm
+
+    rows = arm.calls().splitlines()
+    assert len(rows) == len(SIGNATURES) and "CALL(lowp_build, const char*, (), (k_lowp_build))" in rows
+    monkeypatch.setattr(arm.shutil, "which", lambda program: None if program == "qemu-aarch64" else program)
+    assert arm.main([]) == 2
+    assert capsys.readouterr().err == "missing: apt-get install qemu-user\n"
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")

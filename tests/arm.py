@@ -1,0 +1,126 @@
+"""Runs the C++ library's tests on its build for AArch64, under qemu: `make test-arm`.
+
+    python tests/arm.py [PYTEST OPTIONS]
+
+The tests run here, with a library that forwards every call to two processes: one has this machine's library, the other
+AArch64's (arm/forward.cpp, arm/serve.cpp). Both compute; what they return and every byte that they write is compared,
+and the tests go on with what AArch64 has written. A table tells the calls and the differences of every function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowp.kernels import cpu
+from lowp.kernels.abi import SIGNATURES
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE, BUILT = ROOT / "tests" / "arm", ROOT / "build" / "arm"
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+PACKAGES = {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user", "g++": "g++", "cmake": "cmake"}
+TYPES = {
+    None: "void",
+    ctypes.c_void_p: "void*",
+    ctypes.c_char_p: "const char*",
+    ctypes.c_int: "int",
+    ctypes.c_int64: "int64_t",
+    ctypes.c_uint64: "uint64_t",
+    ctypes.c_float: "float",
+    ctypes.c_double: "double",
+}
+
+FILES = "cpu groups mantissas masks integer int16_linear int16_convolution low_words byte_products few_rows payloads"
+PART = (
+    "-n",
+    "2",
+    "--dist",
+    "worksteal",
+    *(f"tests/kernels/test_{one}.py" for one in f"{FILES} fp32_products spectra".split()),
+)
+# tests of the file itself, and of the threads of this machine's library
+OWN = (
+    "test_a_stale_library_is_refused_and_the_bits_stay_the_same",
+    "test_the_library_works_on_torch_s_threads_unless_it_is_to_have_its_own",
+    "test_a_handler_of_faults_runs_on_the_library_s_threads_and_no_other_signal_does",
+)
+
+
+def calls() -> str:
+    """Return a row of C++ for every function of the library: its name, result, parameters and arguments."""
+    lines = []
+    for name, (result, arguments) in SIGNATURES.items():
+        names = [f"a{at}" for at in range(len(arguments))]
+        declared = ", ".join(f"{TYPES[type]} {one}" for type, one in zip(arguments, names, strict=True))
+        lines.append(f"CALL({name}, {TYPES[result]}, ({declared}), ({', '.join([f'k_{name}', *names])}))\n")
+    return "".join(lines)
+
+
+def places() -> str:
+    """Return in C++ the command lines of the two servers, and the folder of what they tell."""
+    servers = (
+        f"{BUILT / 'serve'} {cpu.PATH}",
+        f"{EMULATOR} -L /usr/aarch64-linux-gnu {BUILT / 'serve-aarch64'} {BUILT / 'library' / 'liblowp_cpu.so'}",
+    )
+    quoted = [json.dumps(str(one)) for one in (*servers, BUILT)]
+    return "const char* const kServers[] = {{{}, {}}}, *const kFolder = {};\n".format(*quoted)
+
+
+def build() -> None:
+    """Build AArch64's library, a server for each processor and the library that forwards."""
+    BUILT.mkdir(parents=True, exist_ok=True)
+    (BUILT / "calls.inc").write_text(calls())
+    (BUILT / "places.inc").write_text(places())
+    library = BUILT / "library"
+    target = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={COMPILER}"]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", f"-I{BUILT}", "-pthread", "-ldl"]
+    for command in (
+        ["cmake", "-S", ROOT, "-B", library, *target],
+        ["cmake", "--build", library, "--target", "lowp_cpu", "--parallel", "2"],
+        ["g++", HERE / "serve.cpp", "-o", BUILT / "serve", "-rdynamic", *flags],
+        [COMPILER, HERE / "serve.cpp", "-o", BUILT / "serve-aarch64", "-rdynamic", *flags],
+        ["g++", HERE / "forward.cpp", "-o", BUILT / "forward.so", "-shared", "-fPIC", *flags],
+    ):
+        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+
+
+def run(options: Sequence[str]) -> int:
+    """Run pytest on the library that forwards; print the counts; return the number of what failed."""
+    counts, log = BUILT / "counts", BUILT / "log"
+    log.write_text("")
+    counts.write_bytes(bytes(24 * len(SIGNATURES)))
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "LOWP_CPU_LIBRARY": str(BUILT / "forward.so"),
+    }
+    ended = subprocess.run([sys.executable, "-m", "pytest", "-q", *options], cwd=ROOT, env=environment).returncode
+    numbers = array("q", counts.read_bytes())
+    print(f"{'function':44}{'calls':>10}{'bytes written':>16}{'differing calls':>17}")
+    for at, name in enumerate(SIGNATURES):
+        called, written, differing = numbers[3 * at : 3 * at + 3]
+        print(f"{name:44}{called:>10,}{written:>16,}{differing:>17,}")
+    print(log.read_text(), end="")
+    return int(ended != 0) + sum(numbers[2::3])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build, run, and return the exit code."""
+    if missing := [package for program, package in PACKAGES.items() if shutil.which(program) is None]:
+        print(f"missing: apt-get install {' '.join(missing)}", file=sys.stderr)
+        return 2
+    if cpu.library() is None:
+        return 2
+    build()
+    return int(run(arguments or [*PART, *(f"--deselect=tests/kernels/test_cpu.py::{one}" for one in OWN)]) != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
