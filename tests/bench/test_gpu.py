@@ -145,6 +145,7 @@ def test_a_number_that_is_wrong_is_counted(
     assert parts.PARTS["kernels"].measure(run, name, 1)["wrong"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:step .* most numbers were cut off:UserWarning")  # with batches of two
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_trained_in_every_precision(
     name: str, gpu: ModuleType, parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

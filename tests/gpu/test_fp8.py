@@ -21,7 +21,7 @@ FORWARD, BACKWARD = parse("e4m3fn@fp32/tensor"), parse("e5m2@fp32/tensor")
 @pytest.fixture
 def capable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "multiplies_fp8", lambda x: True)
-    monkeypatch.setattr(short, "_is_fp32_on_cpu", lambda x: False)  # as on a GPU: no way for small steps on a CPU
+    monkeypatch.setattr(short, "is_on_host", lambda x: False)  # as on a GPU: no way for small steps on a CPU
 
 
 class Products(TorchDispatchMode):

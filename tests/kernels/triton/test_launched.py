@@ -151,7 +151,8 @@ def test_int16_under_exponents_of_a_device(launched: list[str], count: int) -> N
     device_mantissas.exact(x, cast, given)
     device_mantissas.exponent_of_finite(x, parse("dfp16:static(3)"))
     table.flush(tell=False)
-    assert launched == ["begin", "write"] * 2 + ["look", "convert", "look", "look_again", "look", "observe"]
+    write = ["begin", "look", "write"] if count == 1 else ["begin", "write"]  # a single number is never cut off
+    assert launched == write * 2 + ["look", "convert", "look", "look_again", "look", "observe"]
 
 
 @pytest.mark.slow
