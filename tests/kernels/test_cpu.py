@@ -501,11 +501,14 @@ def test_the_library_works_on_torch_s_threads_unless_it_is_to_have_its_own() -> 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="masks are read in Linux's /proc")
 def test_a_handler_of_faults_runs_on_the_library_s_threads_and_no_other_signal_does() -> None:
     code = (
-        "import os, signal, torch; from lowp.kernels import cpu; from lowp.casts import parse\n"
+        "import os, signal, time, torch; from lowp.kernels import cpu; from lowp.casts import parse\n"
         "torch.set_num_threads(2); x = torch.zeros(1 << 20); before = {*os.listdir('/proc/self/task')}\n"
         "cpu.quantize(x, parse('fp16'), 0, x); new, = {*os.listdir('/proc/self/task')} - before\n"
-        "mask = open(f'/proc/self/task/{new}/status').read().split('SigBlk:')[1].split()[0]\n"
-        "print(*(int(mask, 16) >> one - 1 & 1 for one in (signal.SIGSEGV, signal.SIGBUS, signal.SIGINT)))"
+        "blocked = lambda: int(open(f'/proc/self/task/{new}/status').read().split('SigBlk:')[1].split()[0], 16)\n"
+        # a thread that is being made still blocks them all
+        "end = time.monotonic() + 30\n"
+        "while blocked() >> signal.SIGSEGV - 1 & 1 and time.monotonic() < end: time.sleep(0.01)\n"
+        "print(*(blocked() >> one - 1 & 1 for one in (signal.SIGSEGV, signal.SIGBUS, signal.SIGINT)))"
     )
     ended = forked.run("-c", code, environment={"LOWP_THREADS": "own"})
     assert (ended.stdout, ended.stderr) == ("0 0 1\n", "")

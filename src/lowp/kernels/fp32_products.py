@@ -26,6 +26,7 @@ from lowp.kernels.tracing import is_quiet, is_wrapped
 __all__ = [
     "DEPTH",
     "defined",
+    "linear",
     "linear_gradients",
     "multiply",
     "multiply_traced",
