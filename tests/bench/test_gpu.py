@@ -145,7 +145,6 @@ def test_a_number_that_is_wrong_is_counted(
     assert parts.PARTS["kernels"].measure(run, name, 1)["wrong"] == 1
 
 
-@pytest.mark.filterwarnings("ignore:step .* most numbers were cut off:UserWarning")  # with batches of two
 # batches of two, of which a norm makes numbers much larger than those of the step before
 @pytest.mark.filterwarnings("ignore:.*most numbers were cut off:UserWarning")
 @pytest.mark.parametrize("name", RECIPES)
