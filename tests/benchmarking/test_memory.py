@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,18 @@ def test_batches_are_counted_by_examples_or_tokens() -> None:
     batch = {"pieces": torch.zeros(4, 7), "start": torch.zeros(4)}
     assert examples_of(batch) == 4 and tokens_of(batch) == 28
     assert examples_of(([torch.zeros(3, 2)], torch.zeros(9))) == 3
+
+
+def test_a_process_whose_parent_waits_no_more_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    receiving.close()
+
+    def stopped(*given: Any) -> None:
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(process_memory, "begin", stopped)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        process_memory._measure(sending, None, [], torch.get_num_threads())  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGINT, before)

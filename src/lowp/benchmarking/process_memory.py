@@ -11,7 +11,7 @@ import io
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -111,7 +111,8 @@ def _measure(sending: Connection, contender: Contender, examples: _Same, threads
             found = grown()
     except STOPPED_BY:
         found = None
-    sending.send(found)
+    with suppress(BrokenPipeError):  # the parent was interrupted and waits no more
+        sending.send(found)
 
 
 @contextmanager
