@@ -22,7 +22,7 @@ import torch
 
 from lowp import files
 from lowp.errors import InvalidInput, LowpError, brief
-from lowp.optim.saved_state import check_saved, kind_of
+from lowp.optim.state_dicts import check_saved, kind_of
 from lowp.rng_state import check_rng_states, restore_rng_states, rng_states
 
 __all__ = [

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from lowp.errors import InvalidInput, Misuse
 from lowp.optim.model_state import owner_of
 from lowp.optim.preparing import MasterStorage, Preparation
-from lowp.optim.shards import is_sharded
+from lowp.optim.shards import is_sharded, is_zero
 from lowp.optim.state_dicts import parameters_of
-from lowp.optim.zero import is_zero
 from lowp.presets import Preset
 
 __all__ = ["Trained"]

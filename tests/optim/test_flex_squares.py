@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lowp
+from lowp.exponents.squares import Squares
 from lowp.kernels.dispatch import uses_library
 from lowp.optim import FlexWeights, flex
-from lowp.optim.squares import Squares
 
 SHAPES = [(3, 5), (16,), (), (0, 4), (1,), (7, 9, 2), (1024, 2), (200, 100), (64, 20), (90, 90), (33,)]
 SPECIAL = [math.nan, math.inf, 0.0, -0.0, 1e-45, 1e-30, 3e38, -1.0]

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowp.errors import LowpError
 from lowp.grad_scaler.gradients import parameters_of
-from lowp.optim.names import given_names
+from lowp.optim.model_state import given_names
 
 
 class NonFiniteGradients(LowpError, FloatingPointError):

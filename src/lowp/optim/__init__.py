@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from lowp.optim.adamw import AdamW
 from lowp.optim.flex import FlexWeights
 from lowp.optim.masters import MasterWeights
-from lowp.optim.sgd import SGD
-from lowp.optim.split import join, split
+from lowp.optim.optimizers import SGD, AdamW
+from lowp.optim.storage import join, split
 
 __all__ = ["SGD", "AdamW", "FlexWeights", "MasterWeights", "join", "split"]

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from lowp import casts, kernels
 from lowp.casts import Cast
-from lowp.compat import uncompiled
+from lowp.compat import private, uncompiled
 from lowp.errors import InvalidInput
 from lowp.kernels import updates
-from lowp.optim.model_state import Attachment, StoredModel, attach, own
-from lowp.optim.names import ParameterNames
-from lowp.optim.shards import local, shard_of
+from lowp.ops.observing import everywhere
+from lowp.optim.model_state import Keeper, ParameterNames, own
+from lowp.optim.shards import is_sharded, local, refuse_to_convert, shard_of
 from lowp.optim.state_dicts import (
-    MASTER_WEIGHT,
     check_shape,
     entries_by_parameter,
     packed_groups,
@@ -27,15 +26,11 @@ from lowp.optim.state_dicts import (
     with_loading_hooks,
     with_saving_hooks,
 )
-from lowp.optim.storage import Storage, check_seed, seed_of
-from lowp.optim.together import by_kernel, columns_of, count_step, count_steps
-from lowp.optim.torch_options import refuse_others
-from lowp.optim.zero import refuse_to_convert
+from lowp.optim.storage import MASTER_WEIGHT, STORAGE_STATE, Storage, check_seed, seed_of
 from lowp.scaling.loss_scale import inverse_of
 
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
 BLOCK = 1 << 16
-_STORAGE_STATE = (MASTER_WEIGHT, "remainder")  # entries of a parameter's state that belong to its storage
 _COPIED = ("storage", "moment_cast", "moments", "names", "seed")  # attributes that a copy keeps
 _STOCHASTIC_BF16 = "bf16:stochastic"  # to nearest would stall: 0.001 of a second moment is below half a bf16 ulp
 
@@ -50,7 +45,7 @@ class StateFormats(NamedTuple):
     seed: int
 
 
-class BlockwiseOptimizer(torch.optim.Optimizer):
+class BlockwiseOptimizer(Keeper, torch.optim.Optimizer):
     """An optimizer whose parameters are stored in few bits and updated in fp32, block by block.
 
     A subclass provides `moments` (the names of its per-element state) and `update_block`, which updates fp32 tensors in
@@ -69,9 +64,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         params: Any,
         defaults: dict[str, Any],
         formats: StateFormats,
-        others: Mapping[str, Any],
     ) -> None:
-        refuse_others(f"lowp.optim.{type(self).__name__}", others, inspect.signature(type(self)).parameters)
         kind = "split" if formats.split and formats.storage is not None else formats.masters
         self.storage = Storage.parse(formats.storage, kind)
         self.moment_cast = casts.parse(formats.moments)
@@ -217,46 +210,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=layout, requires_grad=False)
 
     # -- fp32 in and out ------------------------------------------------------------------------------------------
-    def master(self, parameter: Tensor) -> Tensor:
-        """The fp32 value behind a stored parameter; a DTensor's is a DTensor."""
-        return self.storage.load_whole(parameter, self._master_state(parameter))
-
-    def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Set fp32 values by parameter, and write the parameters: rounded to nearest, never stochastically."""
-        own_ids = {id(parameter) for _, parameter in self._parameters()}
-        with torch.no_grad():
-            for parameter, value in values.items():
-                if id(parameter) in own_ids:
-                    self.storage.save_whole(parameter, self._master_state(parameter), value)
-
     def holds(self, parameter: Tensor) -> bool:
         """Whether a tensor is a parameter of this optimizer."""
         return parameter in self.state or any(parameter is one for one in parameters_of(self))
 
-    def _master_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors kept for the fp32 value of a stored parameter."""
-        return {name: value for name, value in self.state[parameter].items() if name in _STORAGE_STATE}
-
-    def attach(self, model: nn.Module) -> Attachment:
-        """Make `model.state_dict()` give the fp32 masters, and `model.load_state_dict()` set them."""
-        self.names.add(model)
-        own_parameters = {parameter for _, parameter in self._parameters()}
-        names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in own_parameters]
-        return attach(model, StoredModel(self.storage, names, self))
-
-    def master_weights(self) -> list[Tensor]:
-        """The tensors that are kept beside the parameters for their fp32 values: copies, or remainders."""
-        return [value for _, parameter in self._parameters() for value in self._master_state(parameter).values()]
-
-    def memory(self) -> dict[str, int]:
-        """Bytes held: stored ``parameters``, what is kept for ``masters``, the moments in ``state``."""
-        entries = [value for state in self.state.values() for value in state.values() if value.dim() > 0]
-        masters = sum(value.nbytes for value in self.master_weights())
-        return {
-            "parameters": sum(parameter.nbytes for _, parameter in self._parameters()),
-            "masters": masters,
-            "state": sum(value.nbytes for value in entries) - masters,
-        }
+    def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {name: value for name, value in self.state[parameter].items() if name in STORAGE_STATE}
 
     # -- checkpoints and copies -----------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -272,7 +231,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             state = self.state[parameter]
             if "step" not in state:
                 self._start(parameter, state)
-            entry = {name: value for name, value in state.items() if name not in _STORAGE_STATE}
+            entry = {name: value for name, value in state.items() if name not in STORAGE_STATE}
             if self.storage.cast is not None:
                 entry[MASTER_WEIGHT] = self.master(parameter).clone()
             entries[index] = entry
@@ -293,7 +252,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             group.update({name: copy.deepcopy(value) for name, value in given.items() if name != "params"})
         for parameter, entry in saved.items():
             state = self.state[parameter]
-            for name in [name for name in state if name not in _STORAGE_STATE]:
+            for name in [name for name in state if name not in STORAGE_STATE]:
                 del state[name]
             moments = [name for name in self.moments if entry.get(name) is not None]
             if "step" in entry or moments:
@@ -309,7 +268,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """Return the saved state by parameter, after checking that every tensor fits its parameter."""
         saved = entries_by_parameter(self, state_dict)
         for index, (parameter, entry) in enumerate(saved.items()):
-            if "step" not in entry and any(name in entry for name in _STORAGE_STATE):
+            if "step" not in entry and any(name in entry for name in STORAGE_STATE):
                 raise InvalidInput(
                     f"the state of parameter {index} has masters but no step, as torch.distributed.checkpoint leaves "
                     "it if the optimizer had no state: call optimizer.state_dict() before loading"
@@ -331,3 +290,71 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._step_supports_amp_scaling = True
         own(self, parameters_of(self))
+
+
+_foreach_add_ = cast(Callable[[list[Tensor], Any], None], private("torch._foreach_add_"))
+State = Mapping[Tensor, dict[str, Tensor]]
+
+
+def by_kernel(
+    parameters: Sequence[Tensor],
+    storage: Storage,
+    moments: Sequence[str],
+    state: State,
+    start: Callable[[Tensor, dict[str, Tensor]], None],
+) -> Iterator[list[Tensor]]:
+    """Yield the parameters of a group that are stepped together, by device and gradient dtype.
+
+    These are parameters in split storage or plain fp32, contiguous and unsharded, with fp32 moments, if there are no
+    observers. `start` creates the state of a parameter that has none.
+    """
+    if (storage.cast is not None and storage.kind != "split") or everywhere:
+        return
+    dtype = torch.float32 if storage.cast is None else torch.bfloat16
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or not updates.has_kernels(parameter.device) or not _is_plain(parameter, gradient, dtype):
+            continue
+        if "step" not in state[parameter]:
+            start(parameter, state[parameter])
+        found = [state[parameter][name] for name in moments if name in state[parameter]]
+        if len(found) == len(moments) and all(one.dtype is torch.float32 and one.is_contiguous() for one in found):
+            groups[parameter.device, gradient.dtype].append(parameter)
+    yield from groups.values()
+
+
+def _is_plain(parameter: Tensor, gradient: Tensor, dtype: torch.dtype) -> bool:
+    if is_sharded(parameter) or gradient.is_sparse or gradient.dtype not in updates.GRADIENTS or parameter.numel() == 0:
+        return False
+    return parameter.is_contiguous() and gradient.is_contiguous() and parameter.dtype is dtype
+
+
+def columns_of(parameters: Sequence[Tensor], state: State, moments: Sequence[str]) -> updates.Columns:
+    """Return the kernel's arguments: weights, remainders, gradients, moments and steps."""
+    states = [state[parameter] for parameter in parameters]
+    split = "remainder" in states[0]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return updates.Columns(
+        [parameter.detach() for parameter in parameters],
+        [one["remainder"] for one in states] if split else None,
+        [gradient.detach() for gradient in gradients],
+        [[one[name] for one in states] for name in moments],
+        [one["step"] for one in states],
+    )
+
+
+def count_step(state: dict[str, Tensor], found_inf: Tensor | None) -> None:
+    """Increment a parameter's step counter on its device, unless a gradient was not finite."""
+    before = state["step"]
+    state["step"] = before + (1 if found_inf is None else _counted(found_inf, before))
+
+
+def count_steps(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    """Do `count_step` for parameters on one device, in place and in one launch."""
+    one = 1 if found_inf is None else _counted(found_inf, steps[0])
+    _foreach_add_(steps, one)
+
+
+def _counted(found_inf: Tensor, like: Tensor) -> Tensor:
+    return 1 - found_inf.reshape(()).to(like.device).clamp(max=1)

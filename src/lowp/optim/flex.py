@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from typing import cast as cast_to
 
@@ -20,22 +20,21 @@ from lowp.casts import Cast
 from lowp.compat import uncompiled, widest_float
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
+from lowp.exponents.squares import Squares
 from lowp.kernels import payloads
 from lowp.kernels.dispatch import answers_at_once
 from lowp.kernels.int16_lists import Compared
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.observing import everywhere, step
-from lowp.optim.model_state import Attachment, StoredModel, attach, own
-from lowp.optim.names import given_names
+from lowp.optim.masters import Wrapper
+from lowp.optim.model_state import Attachment, StoredModel, attach, given_names, own
 from lowp.optim.shards import is_sharded
-from lowp.optim.skipping import begin_momentum, starts_momentum, steps_by_itself
-from lowp.optim.squares import Squares
+from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import entries_by_parameter, parameters_of, with_loading_hooks, with_saving_hooks
 from lowp.optim.storage import Storage
-from lowp.optim.wrapper import Wrapper
 
 _VERSION = 1
-_MOST_SITES = 8192  # that are kept in memory: their names are asked for at every step
+_MOST_SITES = 1 << 15  # that are kept in memory: their names are asked for at every step
 
 # State keys under which torch's optimizers keep a mean or sum of squares: Adam and its kin, RMSprop, Adadelta, Adagrad.
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
@@ -56,28 +55,12 @@ class _Site(NamedTuple):
 
 
 @lru_cache(_MOST_SITES)
-def _weight(name: str) -> _Site:
-    return _Site("weight", "weight", name)
+def _site(role: str, part: str, name: str) -> _Site:
+    return _Site(role, part, name)
 
 
-@lru_cache(_MOST_SITES)
-def _gradient(name: str) -> _Site:
-    return _Site("weight gradient", "gradient", name)
-
-
-@lru_cache(_MOST_SITES)
-def _update(name: str) -> _Site:
-    return _Site("update", "update", name)
-
-
-@lru_cache(_MOST_SITES)
-def _buffer(name: str) -> _Site:
-    return _Site("buffer", "buffer", name)
-
-
-@lru_cache(_MOST_SITES)
-def _state(key: str, name: str) -> _Site:
-    return _Site("optimizer state", key, name)
+_weight, _gradient = partial(_site, "weight", "weight"), partial(_site, "weight gradient", "gradient")
+_update, _buffer = partial(_site, "update", "update"), partial(_site, "buffer", "buffer")
 
 
 def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
@@ -203,17 +186,9 @@ class FlexWeights(Wrapper):
 
         Of the latter where their state is there, on the device: a count on the host is not taken back.
         """
-        inner = self.inner
         if any(parameter.is_complex() for parameter in parameters_of(self)):
             return False
-        if starts_momentum(inner):
-            return False
-        if steps_by_itself(inner) or type(inner) is torch.optim.SGD:
-            return True
-        if not type(inner).__module__.startswith("torch.optim."):
-            return False
-        written = [parameter for parameter in self._parameters() if parameter.grad is not None]
-        return all(_lies_there(inner.state.get(one), one.device) for one in written)
+        return skips_on_device(self.inner, [one for one in self._parameters() if one.grad is not None])
 
     @torch.no_grad()
     def write_gradients(self) -> None:
@@ -274,7 +249,7 @@ class FlexWeights(Wrapper):
             for key, value in self.inner.state.get(parameter, {}).items():
                 if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0):
                     continue
-                site = _state(key, self._names[parameter])
+                site = _site("optimizer state", key, self._names[parameter])
                 if key in SQUARES:
                     is_seen = self._is_skipped is not None or step(site.name) is not None
                     if is_seen or not squares.take(value, self.cast, site):
@@ -445,9 +420,3 @@ class FlexWeights(Wrapper):
 def _without(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     known = set(map(id, others))  # a tensor takes long to be hashed
     return [one for one in parameters if id(one) not in known]
-
-
-def _lies_there(state: Mapping[str, Any] | None, device: torch.device) -> bool:
-    """Whether all that is kept of a parameter is there, in tensors of a device."""
-    kept = list((state or {}).values())
-    return bool(kept) and all(isinstance(one, Tensor) and one.device == device for one in kept)

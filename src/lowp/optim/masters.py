@@ -1,7 +1,8 @@
-"""Master weights around any torch optimizer: the model stores few bits, the optimizer sees fp32."""
+"""Optimizers around other ones: master weights, so that the model stores few bits and the optimizer sees fp32."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,27 +15,67 @@ from lowp.casts import Cast
 from lowp.compat import uncompiled
 from lowp.errors import InvalidInput
 from lowp.ops.observing import Watch
-from lowp.optim.model_state import Attachment, StoredModel, attach, own
-from lowp.optim.names import ParameterNames
-from lowp.optim.shards import is_sharded, local
+from lowp.optim.model_state import Keeper, ParameterNames, own
+from lowp.optim.shards import is_sharded, is_zero, local
 from lowp.optim.skipping import begin_momentum
 from lowp.optim.state_dicts import (
-    MASTER_WEIGHT,
     entries_by_parameter,
     parameters_of,
     with_loading_hooks,
     with_saving_hooks,
 )
-from lowp.optim.storage import Storage, check_seed, seed_of
-from lowp.optim.wrapper import Wrapper
-from lowp.optim.zero import is_zero
+from lowp.optim.storage import MASTER_WEIGHT, Storage, check_seed, seed_of
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer whose parameter groups, defaults and state are those of `inner`. A subclass implements `step`.
+
+    Raises TypeError for anything other than a torch optimizer.
+    """
+
+    inner: torch.optim.Optimizer
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{type(self).__name__} wraps a torch optimizer, not {type(optimizer).__name__}")
+        self.inner = optimizer
+        # groups, state and defaults ARE the inner optimizer's, so only the hooks of the base class are set up
+        torch.optim.Optimizer.__setstate__(self, {"defaults": optimizer.defaults})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups, with the model's parameters."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return self.inner.state
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Add a group; its parameters are converted to the storage format."""
+        self.inner.add_param_group(group)
+        self._adopt()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) the gradients of the model's parameters."""
+        self.inner.zero_grad(set_to_none)
+
+    @abstractmethod
+    def _adopt(self) -> None:
+        """Convert the parameters that have not been converted."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        hooks = [name for name in self.__dict__ if name.startswith("_optimizer_")]  # not copied, as in torch
+        return {name: value for name, value in self.__dict__.items() if name not in hooks}
+
 
 # counters of stochastic rounding, kept in each parameter's state so that torch.distributed.checkpoint finds them
 _COUNTERS = ("master_steps", "master_seed")
 _OF_MASTERS = (MASTER_WEIGHT, "remainder", *_COUNTERS)  # entries that the inner optimizer does not get
 
 
-class MasterWeights(Wrapper):
+class MasterWeights(Keeper, Wrapper):
     """Stores an optimizer's parameters in few bits and lets the optimizer update fp32 master weights.
 
     `storage` is the format: ``bf16``, ``fp16``, or any float format, which is carried in fp32. `kind` is the kind of
@@ -143,41 +184,12 @@ class MasterWeights(Wrapper):
         """Take over what the script has written into the parameters since the last step."""
         self.storage.follow_all_([(local(parameter), _local(state)) for parameter, state in self._master_state.items()])
 
-    def master(self, parameter: Tensor) -> Tensor:
-        """The fp32 value behind a stored parameter."""
-        if parameter not in self._master_state:
-            raise InvalidInput(f"a tensor of shape {tuple(parameter.shape)} is not a parameter of this optimizer")
-        return self.storage.load_whole(parameter, self._master_state[parameter])
-
-    def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Set fp32 values by parameter, and write the parameters: rounded to nearest, never stochastically."""
-        with torch.no_grad():
-            for parameter, value in values.items():
-                if parameter in self._master_state:
-                    self.storage.save_whole(parameter, self._master_state[parameter], value)
-
     def holds(self, parameter: Tensor) -> bool:
         """Whether a tensor is a parameter of this optimizer."""
         return parameter in self._master_state
 
-    def attach(self, model: nn.Module) -> Attachment:
-        """Make `model.state_dict()` return fp32 masters, and `model.load_state_dict()` set them."""
-        self.names.add(model)
-        names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in self._master_state]
-        return attach(model, StoredModel(self.storage, names, self))
-
-    def master_weights(self) -> list[Tensor]:
-        """The tensors that are kept beside the parameters for their fp32 values: copies, or remainders."""
-        return [value for entry in self._master_state.values() for value in entry.values()]
-
-    def memory(self) -> dict[str, int]:
-        """Bytes held: stored ``parameters``, ``masters``, and the inner optimizer's ``state``."""
-        state = [value for entry in self.inner.state.values() for value in entry.values() if isinstance(value, Tensor)]
-        return {
-            "parameters": sum(parameter.nbytes for parameter in self._master_state),
-            "masters": sum(value.nbytes for value in self.master_weights()),
-            "state": sum(value.nbytes for value in state if value.dim() > 0),
-        }
+    def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
+        return self._master_state[parameter]
 
     def _adopt(self) -> None:
         new = [one for one in parameters_of(self) if one not in self._master_state]

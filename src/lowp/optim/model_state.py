@@ -19,10 +19,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lowp.errors import InvalidInput
+from lowp.ops.observing import Watch, everywhere, step
 from lowp.optim.shards import local, shard_of
-from lowp.optim.storage import Storage
+from lowp.optim.storage import STORAGE_STATE, Storage
 
 
 class Owner(Protocol):
@@ -72,6 +75,58 @@ class Attachment(NamedTuple):
         """Remove the hooks: `state_dict` then gives the stored format again."""
         for handle in self.handles:
             handle.remove()
+
+
+class Keeper:
+    """What an optimizer tells of the fp32 values behind its parameters: the face of masters of every storage."""
+
+    storage: Storage
+    names: ParameterNames
+    param_groups: Any
+    state: Any
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a tensor is a parameter of this optimizer."""
+        raise NotImplementedError
+
+    def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the tensors kept for the fp32 value of a parameter that this optimizer holds."""
+        raise NotImplementedError
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """The fp32 value behind a stored parameter; a DTensor's is a DTensor."""
+        if not self.holds(parameter):
+            raise InvalidInput(f"a tensor of shape {tuple(parameter.shape)} is not a parameter of this optimizer")
+        return self.storage.load_whole(parameter, self._kept(parameter))
+
+    def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Set fp32 values by parameter, and write the parameters: rounded to nearest, never stochastically."""
+        with torch.no_grad():
+            for parameter, value in values.items():
+                if self.holds(parameter):
+                    self.storage.save_whole(parameter, self._kept(parameter), value)
+
+    def attach(self, model: nn.Module) -> Attachment:
+        """Make `model.state_dict()` return fp32 masters, and `model.load_state_dict()` set them."""
+        self.names.add(model)
+        names = [name for name, one in model.named_parameters(remove_duplicate=False) if self.holds(one)]
+        return attach(model, StoredModel(self.storage, names, self))
+
+    def master_weights(self) -> list[Tensor]:
+        """The tensors that are kept beside the parameters for their fp32 values: copies, or remainders."""
+        return [value for parameter in self._stored() for value in self._kept(parameter).values()]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held: stored ``parameters``, what is kept for ``masters``, and the moments in ``state``."""
+        entries = [pair for entry in self.state.values() for pair in entry.items() if pair[0] not in STORAGE_STATE]
+        return {
+            "parameters": sum(parameter.nbytes for parameter in self._stored()),
+            "masters": sum(value.nbytes for value in self.master_weights()),
+            "state": sum(value.nbytes for _, value in entries if isinstance(value, Tensor) and value.dim() > 0),
+        }
+
+    def _stored(self) -> list[Tensor]:
+        return [one for group in self.param_groups for one in group["params"] if self.holds(one)]
 
 
 class StoredModel:
@@ -226,3 +281,41 @@ def attach(model: nn.Module, stored: StoredModel) -> Attachment:
             hooked.register_load_state_dict_post_hook(_Take(stored)),
         )
     )
+
+
+def given_names(optimizer: Optimizer) -> dict[Tensor, str]:
+    """Return the names that an optimizer was given, as by `AdamW(model.named_parameters())`; empty if it has none."""
+    names: dict[Tensor, str] = {}
+    for group in optimizer.param_groups:
+        names.update(zip(group["params"], group.get("param_names", ()), strict=False))
+    return names
+
+
+class ParameterNames:
+    """The names of an optimizer's parameters.
+
+    The first of these that exists: the name given to the optimizer, as by `AdamW(model.named_parameters())`; the name
+    in the last model passed to `add`; ``parameter 3``, its position among all parameters.
+    """
+
+    def __init__(self) -> None:
+        self._in_models: dict[Tensor, str] = {}
+
+    def add(self, model: nn.Module) -> None:
+        """Record the names that a model has for its parameters."""
+        self._in_models.update({one: name for name, one in model.named_parameters()})
+
+    def of(self, parameter: Tensor, optimizer: Optimizer) -> str:
+        """Return the name of a parameter of an optimizer."""
+        name = given_names(optimizer).get(parameter) or self._in_models.get(parameter)
+        if name is None:
+            every = (one for group in optimizer.param_groups for one in group["params"])
+            name = next((f"parameter {number}" for number, one in enumerate(every) if one is parameter), "")
+        return name
+
+    def watches(self, parameters: Iterable[Tensor], optimizer: Optimizer) -> dict[Tensor, Watch]:
+        """Return the observers' callback for the step of each parameter; empty if there are no observers."""
+        if not everywhere:
+            return {}
+        found = {parameter: step(self.of(parameter, optimizer)) for parameter in parameters}
+        return {parameter: watch for parameter, watch in found.items() if watch is not None}

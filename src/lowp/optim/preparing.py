@@ -23,10 +23,9 @@ from lowp.optim.blockwise import BlockwiseOptimizer
 from lowp.optim.flex import FlexWeights, refuse_shards
 from lowp.optim.masters import MasterWeights
 from lowp.optim.model_state import StoredModel, attach, owner_of
-from lowp.optim.shards import is_sharded
+from lowp.optim.shards import is_sharded, is_zero
 from lowp.optim.state_dicts import parameters_of
 from lowp.optim.storage import Storage
-from lowp.optim.zero import is_zero
 from lowp.presets import PRESETS, Preset
 
 __all__ = ["FlexStorage", "MasterStorage", "Preparation", "agree_on_masters", "check_masters"]

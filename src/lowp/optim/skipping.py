@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from lowp.optim.shards import local
 
-__all__ = ["begin_momentum", "skipping", "starts_momentum", "steps_by_itself"]
+__all__ = ["begin_momentum", "skipping", "skips_on_device", "starts_momentum", "steps_by_itself"]
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
@@ -27,6 +27,23 @@ def starts_momentum(optimizer: Optimizer) -> bool:
     """
     inner = getattr(optimizer, "inner", optimizer)
     return any(not _may_begin(inner, group, without) for group, without in _without_momentum(optimizer))
+
+
+def skips_on_device(inner: Optimizer, trained: Iterable[Tensor]) -> bool:
+    """Whether a flag of the device can undo the next step of an optimizer: all that it changes lies there."""
+    if starts_momentum(inner):
+        return False
+    if steps_by_itself(inner) or type(inner) is SGD:
+        return True
+    if not type(inner).__module__.startswith("torch.optim."):
+        return False
+    return all(_lies_there(inner.state.get(one), one.device) for one in trained)
+
+
+def _lies_there(state: Mapping[str, Any] | None, device: torch.device) -> bool:
+    """Whether all that is kept of a parameter is there, in tensors of a device."""
+    kept = list((state or {}).values())
+    return bool(kept) and all(isinstance(one, Tensor) and one.device == device for one in kept)
 
 
 @contextmanager

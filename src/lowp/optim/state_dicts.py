@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from lowp.errors import InvalidInput, brief
+from lowp.optim.storage import MASTER_WEIGHT
 
 Optimizer = torch.optim.Optimizer
-MASTER_WEIGHT = "master_weight"  # the entry of a parameter's state that holds its fp32 value
 
 
 def with_saving_hooks(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -97,3 +99,204 @@ def check_shape(value: Any, parameter: Tensor, what: str) -> None:
         f"{what} must be a tensor of shape {tuple(parameter.shape)}, not {given}: the state belongs to "
         "another model or a different order of parameters"
     )
+
+
+# Entries that a parameter's state must have in torch's element-wise optimizers, once there is a state.
+_REQUIRED = {
+    "ASGD": ("step", "ax"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adagrad": ("step", "sum"),
+    "Adam": ("step", "exp_avg", "exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "NAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "RMSprop": ("step", "square_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+    "SGD": (),
+    "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
+}
+# Entries required by an option; only torch's SGD recreates its momentum if it is missing.
+_REQUIRED_BY = {
+    "Adam": {"amsgrad": "max_exp_avg_sq"},
+    "AdamW": {"amsgrad": "max_exp_avg_sq"},
+    "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
+}
+_SWITCHES = ("capturable", "differentiable", "foreach", "fused", "maximize")
+_OPTIONAL = ("grad_avg", MASTER_WEIGHT, "max_exp_avg_sq", "momentum_buffer")  # depending on the optimizer's options
+_OF_MASTERS = (MASTER_WEIGHT, "master_steps", "master_seed")  # present before any step
+
+
+def kind_of(part: Any) -> str | None:
+    """Return the class name of an optimizer (the innermost, within master weights) or of a scheduler; else None."""
+    if isinstance(part, Optimizer):
+        return type(_innermost(part)).__name__
+    return type(part).__name__ if isinstance(part, LRScheduler) else None
+
+
+def check_saved(part: Any, saved: Any, kind: object, present: Mapping[str, Any]) -> None:
+    """Raise InvalidInput for a state from which this part cannot continue; changes nothing.
+
+    `kind` is `kind_of` the saved part, None if unknown; `present` is the part's own state.
+    """
+    own = kind_of(part)
+    if own is not None and kind is not None and kind != own:
+        raise InvalidInput(f"it was saved from {kind}, but this optimizer is {own}: load it into the same class")
+    if isinstance(part, Optimizer):
+        _check_optimizer(part, saved)
+    elif isinstance(part, LRScheduler):
+        _check_scheduler(saved, present)
+    elif isinstance(part, nn.Module):
+        _check_model(saved, present)
+        for name, _ in part.named_parameters(remove_duplicate=False):
+            _check_finite(saved.get(name), name)
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    while isinstance(inner := getattr(optimizer, "inner", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
+    require_optimizer_state(saved)
+    parameters = _parameters_by_saved_index(optimizer, saved["param_groups"])
+    inner = _innermost(optimizer)
+    for number, (own, group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        # an entry that a scheduler added (initial_lr) is compared if both have it
+        compared = {name: value for name, value in own.items() if name in inner.defaults or name in group}
+        _check_options(compared, group, f"parameter group {number}")
+        _check_betas(group, f"parameter group {number}")
+    is_torch_s = type(inner).__module__.startswith(("torch.optim.", "lowp.optim."))
+    has_masters = any(isinstance(entry, Mapping) and MASTER_WEIGHT in entry for entry in saved["state"].values())
+    for index, entry in saved["state"].items():
+        if index not in parameters:
+            raise InvalidInput(f"it has a state of parameter {index!r}, but there are {len(parameters)} parameters")
+        if not isinstance(entry, Mapping):
+            raise InvalidInput(f"the state of parameter {index} must be a dictionary, not {type(entry).__name__}")
+        for name, value in entry.items():
+            _check_finite(value, f"{name} of parameter {index}")
+        if has_masters and MASTER_WEIGHT not in entry:
+            raise InvalidInput(f"the state of parameter {index} lacks {MASTER_WEIGHT}, which others have")
+        if is_torch_s and type(inner).__name__ in _REQUIRED:
+            required = _REQUIRED[type(inner).__name__] + _required_by_options(inner, index, saved["param_groups"])
+            _check_moments(entry, parameters[index], index, required)
+
+
+def _parameters_by_saved_index(optimizer: Optimizer, groups: Any) -> dict[Any, Tensor]:
+    """Return the parameters by the indices of a saved state, which torch counts through the groups."""
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
+        raise InvalidInput("the entry 'param_groups' of an optimizer's state must be a list of dictionaries")
+    listed = [group.get("params") for group in groups]
+    if not all(isinstance(one, (list, tuple)) and all(type(index) in (int, str) for index in one) for one in listed):
+        raise InvalidInput("each group of an optimizer's state must have params, a list of indices or names")
+    sizes = [len(one) for one in listed]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own:
+        raise InvalidInput(
+            f"it has groups of {_listed(sizes)} parameters, but this optimizer has groups of {_listed(own)}"
+        )
+    indices = [index for one in listed for index in one]
+    if len(set(indices)) < len(indices):
+        raise InvalidInput("a parameter appears twice in an optimizer's state")
+    present = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(indices, present, strict=True))
+
+
+def _check_options(own: Mapping[str, Any], group: Mapping[str, Any], place: str) -> None:
+    """Check that numbers, pairs and switches keep their kinds. A switch of another class may be missing."""
+    for name, value in own.items():
+        if isinstance(value, bool) or name in _SWITCHES:
+            if not isinstance(group.get(name), (bool, type(None))):
+                raise InvalidInput(f"{place} has {name}={brief(group[name])}: give True or False")
+        elif _is_number(value) and not _is_number(group.get(name)):
+            raise InvalidInput(f"{place} has {name}={brief(group.get(name))}: give a finite number")
+        elif isinstance(value, (list, tuple)) and value and all(map(_is_number, value)):
+            given = group.get(name)
+            if not isinstance(given, (list, tuple)) or len(given) != len(value) or not all(map(_is_number, given)):
+                raise InvalidInput(f"{place} has {name}={brief(given)}: {len(value)} finite numbers must be given")
+
+
+def _check_betas(group: Mapping[str, Any], place: str) -> None:
+    betas = group.get("betas")
+    if betas is not None and not all(0 <= beta < 1 for beta in betas):
+        raise InvalidInput(f"{place} has betas={brief(betas)}: each must be at least 0 and below 1")
+
+
+def _required_by_options(inner: Optimizer, index: object, groups: Any) -> tuple[str, ...]:
+    """Return the moments that a parameter must have for the options of its group."""
+    group = next(one for one in groups if index in one["params"])
+    return tuple(name for option, name in _REQUIRED_BY.get(type(inner).__name__, {}).items() if group.get(option))
+
+
+def _check_moments(entry: Mapping[Any, Any], parameter: Tensor, index: object, required: tuple[str, ...]) -> None:
+    missing = [name for name in required if name not in entry]
+    if missing and not set(entry) <= set(_OF_MASTERS):
+        raise InvalidInput(f"the state of parameter {index} lacks {', '.join(missing)}")
+    for name, value in entry.items():
+        if name == "step" and not (_is_number(value) and value >= 0):
+            raise InvalidInput(f"the step of parameter {index} must be a number of 0 or more, not {brief(value)}")
+        is_whole = type(value) is int and 0 <= value < 2**64
+        if name in _OF_MASTERS[1:] and not (is_whole and set(_OF_MASTERS) <= set(entry)):
+            raise InvalidInput(
+                f"{name} of parameter {index} must be a whole number if there is a {MASTER_WEIGHT}, not {brief(value)}"
+            )
+        is_moment = (name in required and name != "step") or (name in _OPTIONAL and value is not None)
+        of_elements = is_moment or (isinstance(value, Tensor) and value.dim() > 0)
+        if of_elements and not (isinstance(value, Tensor) and _fits(value, parameter)):
+            raise InvalidInput(
+                f"{name} of parameter {index} must be a floating-point tensor of shape {tuple(parameter.shape)}, not "
+                f"{_described(value)}: the state belongs to another model or a different order of parameters"
+            )
+
+
+def _fits(value: Tensor, parameter: Tensor) -> bool:
+    return value.shape == parameter.shape and value.is_floating_point() == parameter.is_floating_point()
+
+
+# -- schedulers and models --------------------------------------------------------------------------------------------
+def _check_scheduler(saved: Any, present: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping) or "last_epoch" not in saved:
+        raise InvalidInput("a scheduler's state must be a dictionary from state_dict() with last_epoch")
+    _check_options({name: value for name, value in present.items() if name in saved}, saved, "it")
+
+
+def _check_model(saved: Any, present: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping):
+        raise InvalidInput(f"a model's state must be a dictionary from state_dict(), not {type(saved).__name__}")
+    for name, value in present.items():
+        given = saved.get(name)
+        if not isinstance(value, Tensor) or name not in saved:
+            continue  # torch itself reports missing entries
+        if not isinstance(given, Tensor):
+            raise InvalidInput(f"{name} must be {_described(value)}, not {type(given).__name__}")
+        if given.is_floating_point() != value.is_floating_point() or given.is_complex() != value.is_complex():
+            raise InvalidInput(f"{name} must be {_described(value)}, not {_described(given)}: its numbers would change")
+
+
+def _check_finite(value: Any, name: str) -> None:
+    """Raise InvalidInput for a tensor of floating-point numbers from which no training can go on."""
+    if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
+        raise InvalidInput(
+            f"{name} has infinities or NaN, from which no run can go on: load an earlier checkpoint. To look at this "
+            "one, read it with torch.load"
+        )
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+def _is_number(value: Any) -> bool:
+    """Whether the value is a finite number or a tensor of one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and math.isfinite(value.item())
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"a tensor of {str(value.dtype).removeprefix('torch.')}, shape {tuple(value.shape)}"
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes)) or "no"

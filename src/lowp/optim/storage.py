@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ from lowp.kernels import stored
 from lowp.kernels.dispatch import answers_at_once
 from lowp.kernels.stored import Weight
 from lowp.optim.shards import holder_of, is_sharded, local, shard_like, shard_of, sharing
-from lowp.optim.split import join, split
 
 KINDS = ("fp32", "split", "stochastic", "none")
+MASTER_WEIGHT = "master_weight"  # the entry of a parameter's state that holds its fp32 value
+STORAGE_STATE = (MASTER_WEIGHT, "remainder")  # the entries that belong to its storage
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # each step and tensor is rounded with its own seed: these odd constants spread the three counters over 64 bits
 _SEED_OF_STEP, _SEED_OF_TENSOR, _SEED_OF_SLOT = 0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9
@@ -257,3 +259,40 @@ def _signed(word: int) -> int:
     """Return the low 64 bits as a two's complement number; int64 tensors multiply and add it with wrap-around."""
     word %= 1 << 64
     return word - (1 << 64) if word >> 63 else word
+
+
+_ROUND_HALF = 1 << 15
+_QUIET_BIT = 1 << 6
+_EXPONENT_ONES = 0x7F80_0000
+
+
+def split(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Split fp32 `value` into its bf16 half and int16 remainder, of the same shape.
+
+    `join` restores every number that is not NaN bit for bit; a NaN becomes some NaN, and its half is NaN.
+    Values above the largest bf16 by half an ulp or more have an infinite half, as rounding to bf16 gives.
+    """
+    if value.dtype != torch.float32:
+        raise TypeError(f"split takes fp32, not {value.dtype}: convert with .float() first")
+    bits = value.contiguous().view(torch.int32)
+    upper = (bits + _ROUND_HALF) >> 16
+    remainder = (bits - (upper << 16)).to(torch.int16)
+    is_nan = (bits & 0x7FFF_FFFF) > _EXPONENT_ONES
+    upper = torch.where(is_nan, (bits >> 16) | _QUIET_BIT, upper)
+    remainder = remainder.masked_fill(is_nan, 0)
+    return upper.to(torch.int16).view(torch.bfloat16).view(value.shape), remainder.view(value.shape)
+
+
+def join(half: Tensor, remainder: Tensor) -> Tensor:
+    """Combine a bf16 half and an int16 remainder of the same shape to the fp32 numbers that `split` was given.
+
+    Where the half was written since, the result rounds to the new half: the old remainder is at most half an ulp of it.
+    `split` gives no negative remainder to a half of 0, whose bits less one are a NaN: there the result is that 0.
+    """
+    if half.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
+        raise TypeError(f"join takes a bf16 half and an int16 remainder, not {half.dtype} and {remainder.dtype}")
+    bits = half.contiguous().view(torch.int16).to(torch.int32)
+    joined = bits.bitwise_left_shift_(16).add_(remainder).view(torch.float32)
+    if answers_at_once(half) and math.isfinite(float(joined.sum())):  # a sum of numbers with a NaN is NaN
+        return joined
+    return torch.where((half == 0) & (remainder < 0), half.to(torch.float32), joined)

@@ -235,11 +235,11 @@ def test_a_table_on_a_device_is_made_once_for_the_same_addresses(monkeypatch: py
 
 
 def test_steps_of_many_parameters_are_counted_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowp.optim import together
+    from lowp.optim import blockwise
 
     calls: list[int] = []
-    real = together._foreach_add_
-    monkeypatch.setattr(together, "_foreach_add_", lambda steps, one: calls.append(len(steps)) or real(steps, one))
+    real = blockwise._foreach_add_
+    monkeypatch.setattr(blockwise, "_foreach_add_", lambda steps, one: calls.append(len(steps)) or real(steps, one))
     ours = parameters()
     optimizer = SGD(ours, lr=0.1)
     give(ours, 0)
