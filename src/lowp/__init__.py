@@ -12,6 +12,7 @@ _PUBLIC = {
     "Cast": "lowp.casts:Cast",
     "FORMATS": "lowp.formats:FORMATS",
     "GradScaler": "lowp.grad_scaler:GradScaler",
+    "GradientCompression": "lowp.compression:GradientCompression",
     "InvalidCheckpoint": "lowp.checkpoint:InvalidCheckpoint",
     "InvalidInput": "lowp.errors:InvalidInput",
     "LowpError": "lowp.errors:LowpError",

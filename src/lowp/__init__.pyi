@@ -7,6 +7,7 @@ from numpy.typing import NDArray as _NDArray
 from lowp import inference, optim
 from lowp.casts import Cast
 from lowp.checkpoint import InvalidCheckpoint, save
+from lowp.compression import GradientCompression
 from lowp.errors import InvalidInput, LowpError, Misuse, NotWritten, Unavailable, UnknownName
 from lowp.formats import FORMATS
 from lowp.formats import FloatFormat as _FloatFormat
@@ -124,6 +125,7 @@ __all__ = [
     "FORMATS",
     "Cast",
     "GradScaler",
+    "GradientCompression",
     "InvalidCheckpoint",
     "InvalidInput",
     "LowpError",

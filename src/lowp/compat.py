@@ -286,6 +286,12 @@ def rendezvous_store() -> Any:
     return cast(Any, private("torch.distributed.distributed_c10d._get_default_store"))()
 
 
+def all_gather(output: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    """Gather a tensor of every rank into one; torch 2.13 has renamed it."""
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    gather(output, own, group=group)
+
+
 def hooks_after_accumulation(parameter: torch.Tensor) -> dict[int, Any]:
     """The hooks that run once a parameter's gradient is accumulated, as torch looks them up; {} where there is none."""
     found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)

@@ -29,6 +29,11 @@ def rank() -> int:
     return torch.distributed.get_rank() if is_running() else 0
 
 
+def count() -> int:
+    """Return how many ranks there are; 1 if torch.distributed is not initialised."""
+    return torch.distributed.get_world_size() if is_running() else 1
+
+
 def world() -> Group:
     """Return the group of all ranks; None if torch.distributed is not initialised."""
     return torch.distributed.group.WORLD if is_running() else None

@@ -108,7 +108,7 @@ def quantize_operand(
     traces. `dtype`: of the result, one that holds every value of the format; by default fp32, or x's fp64. `axis`: that
     along which groups with a shared scale run, -1 without any.
     """
-    keeps = _keeps_infinities(cast)
+    keeps = keeps_infinities(cast)
     if not is_traced and type(seed) is int and x.dtype is torch.float32 and _goes_straight(x) and run.is_one_pass(cast):
         if keeps:
             out = torch.empty_like(x, dtype=dtype)
@@ -130,7 +130,7 @@ def quantize_operand(
 
 @constant_when_compiled
 @remembered_by_identity
-def _keeps_infinities(cast: Cast) -> bool:
+def keeps_infinities(cast: Cast) -> bool:
     """Whether the cast itself makes infinities or NaNs of infinities, and NaNs of NaNs."""
     is_float = isinstance(cast.format, FloatFormat) and cast.format.specials is not Specials.FINITE
     return is_float and cast.overflow is not Overflow.SATURATE
