@@ -268,17 +268,16 @@ EXAMPLE = "```console not-run\n$ lowp bench unet --seconds 2\n"
 
 def example(text: str) -> str:
     """Return docs/benchmark.md with the tables of its example replaced: times, memory, and what was published."""
-    from rich.console import Console
-
-    from lowp.report import tables
+    from lowp.report import terminal
     from lowp.report.benchmark import benchmark_tables
 
     times, memory, _, published = benchmark_tables(result("bench-unet"))
     parts = []
     for table in (times, memory, published):
-        console = Console(width=160, record=True, file=io.StringIO())
-        tables.show(console, table)
-        parts.append("\n".join(line.rstrip() for line in console.export_text().strip().splitlines()))
+        console = terminal.console(stream := io.StringIO())
+        console.width = 160
+        terminal.show(console, table)
+        parts.append(stream.getvalue().strip())
     before, begin, rest = text.partition(EXAMPLE)
     if not begin:
         raise SystemExit(f"docs/benchmark.md has no block that begins with {EXAMPLE!r}")

@@ -119,7 +119,7 @@ def test_every_package_that_is_imported_is_declared_and_the_other_way_round(repo
     with (repository / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["recipes"], *extras["plot"]]
+    declared = [*project["dependencies"], *extras["recipes"], *extras["plot"], *extras["completions"]]
     names = {re.match(r"[\w-]+", one)[0] for one in declared}  # type: ignore[index]
     assert {{"PIL": "pillow", "sklearn": "scikit-learn"}.get(name, name.replace("_", "-")) for name in foreign} == names
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
+import math
 import os
 import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from lowp.errors import InvalidInput, LowpError, NotWritten, Unavailable, brief
 
-__all__ = ["check_target", "remove_own", "replacing", "same_file", "sole_writer", "target_of"]
+__all__ = ["check_target", "json_text", "remove_own", "replacing", "same_file", "sole_writer", "target_of"]
 
 try:
     _fcntl: Any = importlib.import_module("fcntl")
@@ -25,6 +27,21 @@ except ImportError:  # not a POSIX system: files are replaced completely, but no
 
 _own: set[Path] = set()  # locks and temporary files of this process
 _LONGEST_NAME = 200  # bytes of a name repeated in the temporary file's name; systems allow 255 in all
+
+
+def json_text(document: object) -> str:
+    """Return data as strict JSON (RFC 8259), which has no infinity and no NaN: they become null."""
+    return json.dumps(_without_nan(document), indent=1, allow_nan=False) + "\n"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return value
 
 
 def target_of(path: Path) -> Path:

@@ -193,10 +193,14 @@ class Policy:
         """The policy as TOML, which `from_toml` reads back to an equal policy."""
         import tomli_w  # here, for only what writes a policy needs it
 
+        return tomli_w.dumps(self.document())
+
+    def document(self) -> dict[str, Any]:
+        """The policy as plain data, with the keys of a policy file."""
         texts = {"name": self.name, "table": self.table, "parameters": str(self.parameters or "")}
         texts["loss_scale"] = "" if self.loss_scale is None else str(self.loss_scale)
         rules = [_rule_values(rule) for rule in self.rules]
-        return tomli_w.dumps({key: value for key, value in {**texts, "rule": rules}.items() if value})
+        return {key: value for key, value in {**texts, "rule": rules}.items() if value}
 
     @classmethod
     def from_toml(cls, text: str, source: str = "policy") -> Policy:

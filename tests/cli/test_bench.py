@@ -35,7 +35,7 @@ def test_the_tables_name_every_row_and_the_files_are_written(lowp: Lowp) -> None
     assert result.out.endswith("written: bench-digits.json, bench-digits.png\n")
     assert "digits: memory of lowp fp16" in result.err
     rows = [
-        line.split("  ")[0].strip() for line in result.out.splitlines() if line.startswith((" fp32", " torch", " lowp"))
+        line.split("  ")[0].strip() for line in result.out.splitlines() if line.startswith(("fp32", "torch", "lowp "))
     ]
     assert rows == ["fp32", "torch.amp fp16", "torch.amp bf16", "lowp fp16"] * 3  # times, largest batch, estimates
     for words in (

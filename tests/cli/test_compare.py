@@ -38,7 +38,7 @@ def test_the_main_job_prints_its_tables_and_writes_json_and_a_picture(lowp: Call
         "verdict: 'converges as fp32'",
     ):
         assert words in result.out
-    rows = [line.split()[0] for line in result.out.splitlines() if line.startswith((" fp32", " fp16", " bf16"))]
+    rows = [line.split()[0] for line in result.out.splitlines() if line.startswith(("fp32 ", "fp16 ", "bf16 "))]
     assert rows == ["fp32", "fp16", "bf16"] * 2
     document = json.loads(Path("run.json").read_text())
     assert document["complete"] and document["seeds"] == [0, 1] and document["recipe"]["name"] == "digits"
@@ -67,7 +67,7 @@ def test_a_sweep_draws_its_grid(lowp: Callable[..., Any]) -> None:
     result = lowp("compare", "digits", *arguments)
     assert result.code == 0, result.err
     cells = {
-        line.split()[0]: line.split()[1:] for line in result.out.splitlines() if line.startswith((" e3", " e4", " e5"))
+        line.split()[0]: line.split()[1:] for line in result.out.splitlines() if line.startswith(("e3", "e4", "e5"))
     }
     assert float(cells["e3"][0].rstrip("%")) < 30 and float(cells["e5"][0].rstrip("%")) > 90
     assert "exponent bits matter more than mantissa bits here" in result.out.replace("\n", " ")
@@ -175,7 +175,7 @@ def test_the_recipes_are_listed(lowp: Callable[..., Any]) -> None:
     from lowp.recipes import RECIPES
 
     listed = lowp("recipes").out
-    assert all(f" {name} " in listed for name in RECIPES) and "9,610" in listed
+    assert all(f"\n{name} " in listed for name in RECIPES) and "9,610" in listed
     one = lowp("recipes", "digits")
     assert one.code == 0 and "embedded in scikit-learn" in one.out and "64" not in one.out.split("source")[0].split()
     assert all(line.startswith(" ") for line in lowp("recipes", "gpt").out.splitlines()[1:])  # long lines are indented

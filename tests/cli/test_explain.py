@@ -192,6 +192,6 @@ def test_machines_get_the_same_facts(lowp: Callable[..., Any]) -> None:
     data = json.loads(lowp("explain", "1.125 + 0.12457275390625", "--in", "fp16", "--json").out)
     assert data["alignment"]["shift"] == 4
     assert data["alignment"]["cut"] == "1001"
-    assert data["rounded"]["result"] == "1.25"
+    assert data["rounded"]["result"] == 1.25
     assert data["rounded"]["bits"] == "0 01111 0100000000"
     assert json.loads(lowp("explain", "--fma", "--json").out)["order"] == "tensor-core"

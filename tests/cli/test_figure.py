@@ -66,11 +66,11 @@ def test_flex_window_draws_histograms_of_two_moments_and_again_from_its_file(low
 
 
 def test_the_figures_are_listed_with_what_they_train(lowp: Lowp) -> None:
-    lines = lowp("figure", "--list").out.splitlines()
-    assert [line.split()[0] for line in lines] == list(FIGURES)
-    ends = {line.split()[0]: line.partition(" [")[2] for line in lines}
-    assert ends["updates"] == "resnet-20 in fp32]" and ends["curves"] == "digits in fp32,fp16,flex16+5]"
-    assert ends["cost"] == ""
+    out = lowp("figure", "--list").out
+    rows = {row["figure"]: row["training"] for row in json.loads(lowp("figure", "--list", "--json").out)}
+    assert list(rows) == list(FIGURES) and all(f"\n{name} " in out for name in FIGURES)
+    assert rows["updates"] == "resnet-20 in fp32" and rows["curves"] == "digits in fp32,fp16,flex16+5"
+    assert rows["cost"] == "none" and "digits in fp32,fp16,flex16+5" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from lowp.cli import tables
 from lowp.formats import FORMATS
 
-LIGHT = {"torch", "numpy", "rich", "jinja2", "matplotlib"}
+LIGHT = {"torch", "numpy", "jinja2", "matplotlib"}
 
 
 @pytest.fixture(autouse=True)
@@ -194,8 +193,3 @@ def test_a_terminal_gets_colour_unless_it_asks_not_to(
     out = terminal.getvalue()
     assert ("\x1b[" in out) == coloured
     assert "bf16" in out and "exponents -126 .. 127" in out
-
-
-def test_columns_that_do_not_fit_go_below() -> None:
-    text = tables.columns(["name", "one", "two"], [["a", "11111", "22222"]], limit=12)
-    assert text == "name    one\n----  -----\na     11111\n\nname    two\n----  -----\na     22222"

@@ -121,7 +121,7 @@ def test_a_recipe_is_profiled_verified_and_searched(lowp: Callable[..., Any], tm
 def test_a_script_is_profiled_with_its_own_arguments(
     lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def call(command: list[str], env: Mapping[str, str], stop: Callable[[], bool]) -> int:
+    def call(command: list[str], env: Mapping[str, str], stop: Callable[[], bool], stdout: int | None) -> int:
         ran = forked.run(*command[1:], environment=env)
         print(ran.stdout, ran.stderr)
         return ran.returncode
@@ -152,7 +152,7 @@ for step in range(6):
 def test_a_script_that_is_killed_leaves_its_steps_and_one_that_fails_its_exit_code(
     lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int
 ) -> None:
-    def call(command: list[str], env: Mapping[str, str], stop: Callable[[], bool]) -> int:
+    def call(command: list[str], env: Mapping[str, str], stop: Callable[[], bool], stdout: int | None) -> int:
         ran = forked.run(*command[1:], environment=env)
         print(ran.stderr)
         return ran.returncode

@@ -140,7 +140,7 @@ def test_every_explanation_is_plain_data() -> None:
         assert isinstance(data, dict)
         assert render(explanation)
     data = json.loads(json.dumps(as_json(convert("1.12156456132", "fp16"))))
-    assert data["result"] == "1.12109375"
+    assert data["result"] == 1.12109375
     assert data["outcomes"][0]["rounded"]["bits"] == "0 01111 0001111100"
     with pytest.raises(TypeError, match="int is not an explanation of lowp"):
         render(1)

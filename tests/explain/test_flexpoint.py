@@ -99,7 +99,7 @@ def test_the_text_shows_alignment_carry_and_what_was_cut() -> None:
 
 def test_the_same_as_plain_data() -> None:
     data = json.loads(json.dumps(as_json(flex_arithmetic("-", "3", "4", FLEX, -8))))
-    assert data["operator"] == "-" and data["result"] == {"mantissa": -256, "exponent": -8, "value": "-1"}
+    assert data["operator"] == "-" and data["result"] == {"mantissa": -256, "exponent": -8, "value": -1}
 
 
 @pytest.mark.parametrize(

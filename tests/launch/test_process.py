@@ -177,10 +177,10 @@ def test_several_precisions_stand_side_by_side(
     for number in ("", "-2"):
         ran = lowp("run", "--compare", "fp32,flex16+5", "script.py", "../above.txt")
         assert ran.code == 0, ran.err
-        rows = re.findall(r"(fp32|flex16\+5) .* 0 .* s .* 0 of 3 .* (\d+ of \d+)? .* loss (\S+) │ (.*) │", ran.out)
+        rows = re.findall(r"^(fp32|flex16\+5) +0 .* s +0 of 3 +(\d+ of \d+)? +loss (\S+) *(.*)$", ran.out, re.MULTILINE)
         (_, none, exact, nothing), (_, saturated, rounded, apart) = rows
-        assert none == nothing.strip() == "" and re.fullmatch(r"\d+ of [1-9]\d*", saturated)
-        assert re.fullmatch(rf"\S+ % off: {rounded} for {exact}", apart.strip())
+        assert none == nothing == "" and re.fullmatch(r"\d+ of [1-9]\d*", saturated)
+        assert re.fullmatch(rf"\S+ % off: {rounded} for {exact}", apart)
         folder = here / f"lowp-compare{number}"
         assert str(folder) in ran.err
         for name in ("fp32", "flex16+5"):
@@ -223,17 +223,12 @@ def test_large_files_and_hidden_folders_of_a_run_are_links(tmp_path: Path, monke
         folders.new_folder(here / "small", "run")
 
 
-def test_a_comparison_that_is_stopped_ends_the_script_and_shows_the_runs_so_far(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_that_is_stopped_ends_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-S", "-c", "import time; print('begun', flush=True); time.sleep(600)"]
-    environments = [
-        (name, {**os.environ, RUN: json.dumps({"directory": str(tmp_path / name)})}) for name in ("fp32", "bf16")
-    ]
-    assert comparison.run(command, environments, stop=lambda: True) == 1
-    out = capsys.readouterr().out
-    assert re.search(rf"fp32 .* -{int(signal.SIGTERM)} ", out) and "bf16" not in out
+    runs = comparison.Runs(command)
+    one = runs.add("fp32", {**os.environ, RUN: json.dumps({"directory": str(tmp_path / "fp32")})}, stop=lambda: True)
+    assert one.code == -signal.SIGTERM and runs.outcomes == [one] and runs.document()["base"] == "fp32"
 
 
 def test_a_launcher_that_does_not_import_torch_tells_of_what_it_has_launched(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowp.benchmarking.published import published
-from lowp.report import tables
+from lowp.report import terminal
 from lowp.report.benchmark import benchmark_notes, benchmark_tables
 from lowp.report.figures.benchmark import PARTS_COLOURS, chart
 from lowp.report.plots import SUFFIXES
@@ -60,7 +60,7 @@ def document(*variants: dict[str, Any], recipe: str = "unet") -> dict[str, Any]:
 
 def printed(of: dict[str, Any]) -> str:
     stream = io.StringIO()
-    console = tables.console(stream)
+    console = terminal.console(stream)
     for table in benchmark_tables(of):
         console.print(table)
     console.print(benchmark_notes(of), markup=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowp.report import tables
+from lowp.report import tables, terminal
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def document(repository: Path) -> dict[str, Any]:
 
 
 def printed(document: dict[str, Any]) -> str:
-    console = tables.console(stream := io.StringIO())
+    console = terminal.console(stream := io.StringIO())
     for table in tables.comparison_tables(document):
-        tables.show(console, table)
+        terminal.show(console, table)
     console.print(tables.notes(document, console.width), markup=False)
     return stream.getvalue()
 
@@ -44,13 +44,13 @@ def test_a_table_in_parts_has_its_title_once_and_the_first_column_in_each(
     monkeypatch.setenv("COLUMNS", "60")
     text = printed(document)
     assert text.count("mean ± standard deviation over 5 seeds") == 1
-    heads = [line for line in text.splitlines() if line.startswith(" precision")]
-    assert len(heads) > 3 and text.count(" flex16+5 ") >= len(heads)
+    heads = [line for line in text.splitlines() if line.startswith("precision")]
+    assert len(heads) > 3 and text.count("\nflex16+5 ") >= len(heads)
 
 
 def test_without_a_terminal_a_table_is_one_piece(document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert sum(line.startswith(" precision") for line in printed(document).splitlines()) == 3
+    assert sum(line.startswith("precision") for line in printed(document).splitlines()) == 3
 
 
 @pytest.mark.parametrize("measured", [True, False])

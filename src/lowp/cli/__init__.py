@@ -22,18 +22,34 @@ from typing import Any, NoReturn
 # By name, which is that of the command's module in this package, the line in `lowp --help`.
 COMMANDS: dict[str, str] = {
     "formats": "list the number formats, show one in full, draw their bits",
-    "explain": "show a number, a sum or a weight update bit by bit, exactly",
-    "policy": "list the policies, print one with its op table, check a policy file",
+    "explain": "show a number, a sum or a weight update bit by bit",
+    "policy": "list the policies, print one, check a policy file",
     "recipes": "list the networks that can be trained",
     "train": "train one recipe in one precision, with checkpoints",
-    "compare": "train one recipe in several precisions, and report which converge as fp32",
-    "bench": "measure time and memory of training steps beside fp32 and torch.amp",
+    "compare": "train one in several precisions, report which converge as fp32",
+    "bench": "measure training steps beside fp32 and torch.amp",
     "convert": "write a checkpoint in another number format",
-    "profile": "profile a training, and predict what every format would do to it",
+    "profile": "predict what every format would do to a training",
     "run": "train an unmodified PyTorch script in a precision",
     "figure": "draw a figure of the literature from a real run",
+    "completions": "print the completions for bash, zsh or fish",
 }
 
+_FIRST = """\
+lowp trains PyTorch models in few bits: fp16, bf16, fp8, Flexpoint, or any
+format that you define.
+
+Try first:
+  lowp train digits --precision fp16   a small network, in fp16: seconds
+  lowp compare digits                  four precisions beside fp32: a minute
+  lowp profile digits                  what each format would do to it
+  lowp explain 0.1 --to fp16           one number, bit by bit
+
+Then your own script, unchanged:
+  lowp run --precision bf16 train.py
+
+All commands: lowp --help. One command with its options: lowp help COMMAND.
+"""
 _HELP_HEAD = (
     "usage: lowp COMMAND [arguments]",
     "",
@@ -44,14 +60,25 @@ _HELP_HEAD = (
 _HELP_TAIL = (
     "",
     "options:",
-    "  --help     this text; `lowp COMMAND --help` or `lowp help COMMAND` for one command",
-    "  --version  the version; with --verbose also the processor's features and the kernels chosen for it",
+    "  --help     this text; for one command `lowp help COMMAND`",
+    "  --version  the version; with --verbose also the processor and its kernels",
+    "",
+    "exit codes:",
 )
 
+EXIT_NO = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
 EXIT_TERMINATED = 143  # as shells report SIGTERM
 EXIT_BROKEN_PIPE = 141  # as shells report SIGPIPE
+EXIT_CODES: dict[int, str] = {
+    0: "the command has done its work",
+    EXIT_NO: "the answer is no: see `profile --diff`, `--verify`, `run --compare`",
+    EXIT_ERROR: "wrong input, a file that cannot be used, or a failed training",
+    EXIT_INTERRUPTED: "ended by Ctrl-C; what was finished is kept",
+    EXIT_BROKEN_PIPE: "the reader of the output has gone, such as head",
+    EXIT_TERMINATED: "ended by SIGTERM; what was finished is kept",
+}
 
 
 class _Terminated(KeyboardInterrupt):
@@ -59,7 +86,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for a user error, 130 for Ctrl-C, 143 for SIGTERM.
+    """Run one command and return its exit code: one of EXIT_CODES, or that of the script which it has run.
 
     An error about the input or about a file is printed as one line on stderr; LOWP_TRACEBACK=1 adds the traceback. Any
     other exception is a defect and keeps its traceback.
@@ -82,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("LOWP_TRACEBACK", "") not in ("", "0") or not _is_about_input(error):
             raise
-        print(f"lowp: error: {_one_line(error)}", file=sys.stderr)
+        print_error(_one_line(error))
         return EXIT_ERROR
     finally:
         if handled:
@@ -102,9 +129,12 @@ def _answer_sigterm() -> bool:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if arguments[:1] == ["help"]:  # lowp help train
+    if not arguments:
+        print(_FIRST, end="")
+        return 0
+    if arguments[0] == "help":  # lowp help train
         arguments = [*arguments[1:2], "--help"]
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if arguments[0] in ("-h", "--help"):
         print(_help())
         return 0
     if arguments[0] == "--version":
@@ -116,9 +146,7 @@ def _dispatch(arguments: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         raise UnknownName(unknown(kind, name, [*COMMANDS, "--help", "--version"]))
     module = import_module(f"lowp.cli.{name}")
-    parser = Parser(
-        prog=f"lowp {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=f"lowp {name}", description=module.__doc__, formatter_class=_Help)
     module.add_arguments(parser)
     split = getattr(module, "split", None)
     own, script = (rest, None) if split is None else split(rest)
@@ -127,7 +155,20 @@ def _dispatch(arguments: list[str]) -> int:
         parsed = parser.parse_args(own, None if script is None else argparse.Namespace(script=script))
     except SystemExit:  # argparse has printed its help
         return 0
-    return int(module.run(parsed))
+    from lowp.cli.output import colours
+
+    with colours(getattr(parsed, "plain", False)):
+        return int(module.run(parsed))
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help whose paragraphs are as wide as the terminal; those with an indented line, the examples, stay as written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        import textwrap
+
+        parts = text.strip("\n").split("\n\n")
+        return "\n\n".join(part if "\n  " in f"\n{part}" else textwrap.fill(part, min(width, 100)) for part in parts)
 
 
 class Parser(argparse.ArgumentParser):
@@ -147,6 +188,13 @@ class Parser(argparse.ArgumentParser):
 
                 options = [option for option in self._option_string_actions if option.startswith("--")]
                 raise UnknownName(unknown(f"option of {self.prog}", name, options))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise UnknownName for a value that is not one of an argument's choices."""
+        if action.choices is not None and value not in action.choices:
+            from lowp.errors import UnknownName, unknown
+
+            raise UnknownName(unknown("/".join(action.option_strings) or action.dest, value, action.choices))
 
     def error(self, message: str) -> NoReturn:
         """Raise InvalidInput."""
@@ -168,17 +216,26 @@ def _version(arguments: Sequence[str]) -> int:
     from lowp import __version__
     from lowp.errors import UnknownName, unknown
 
-    if unexpected := [one for one in arguments if one != "--verbose"]:
-        raise UnknownName(unknown("option of --version", unexpected[0], ["--verbose"]))
-    print(f"lowp {__version__}")
-    if arguments:
-        import textwrap
-
+    options = ("--verbose", "--json")
+    if unexpected := [one for one in arguments if one not in options]:
+        raise UnknownName(unknown("option of --version", unexpected[0], options))
+    facts = {}
+    if "--verbose" in arguments:
         import torch
 
         from lowp.kernels.choices import choices
 
-        for name, text in {"torch": torch.__version__, **choices()}.items():
+        facts = {"torch": torch.__version__, **choices()}
+    if "--json" in arguments:
+        from lowp.cli.output import print_json
+
+        print_json({"lowp": __version__, **facts})
+        return 0
+    print(f"lowp {__version__}")
+    if facts:
+        import textwrap
+
+        for name, text in facts.items():
             print(textwrap.fill(f"{name}: {text}", 100, subsequent_indent="  ", break_on_hyphens=False))
     return 0
 
@@ -186,7 +243,21 @@ def _version(arguments: Sequence[str]) -> int:
 def _help() -> str:
     width = max(map(len, COMMANDS), default=0)
     commands = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join([*_HELP_HEAD, *commands, *_HELP_TAIL])
+    codes = [f"  {code:<3}  {text}" for code, text in EXIT_CODES.items()]
+    last = "A script that `run` or `profile` has run gives its own code, if it is not 0."
+    return "\n".join([*_HELP_HEAD, *commands, *_HELP_TAIL, *codes, "", last])
+
+
+def print_error(text: str) -> None:
+    """Print an error as one line on stderr; on a terminal its first word is red."""
+    if not sys.stderr.isatty():
+        print(f"lowp: error: {text}", file=sys.stderr)
+        return
+    from rich.text import Text
+
+    from lowp.report.terminal import console
+
+    console(sys.stderr).print(Text.assemble("lowp: ", ("error:", "bold red"), f" {text}"), soft_wrap=True)
 
 
 def _is_about_input(error: Exception) -> bool:

@@ -13,12 +13,12 @@ with the methods of measurement, and a picture beside it. After Ctrl-C the file 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.lists import split_list
+from lowp.cli.output import add_output_arguments, print_json, say
 from lowp.cli.pictures import add_plot, picture_path, written_line
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="output file (default: bench-RECIPE.json, or bench.json for several recipes)",
     )
     add_plot(parser)
+    add_output_arguments(parser)
     parser.add_argument("--notes", action="store_true", help="also print how each number was measured")
 
 
@@ -82,12 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
         from lowp.report.figures.benchmark import chart
 
         chart(document, plot)
-    if document["recipes"]:
+    if arguments.json:
+        print_json(document)
+    elif document["recipes"]:
         _print(document, arguments.notes)
     if interrupts():
-        _say(interrupted)
+        say(interrupted)
         return interrupts.exit_code
-    print(written_line(out, plot))
+    if not arguments.json:
+        print(written_line(out, plot))
     return 0
 
 
@@ -148,14 +152,10 @@ def _measure(benchmark: Benchmark, out: Path, stop: Interrupts) -> None:
 
 
 def _print(document: dict[str, Any], methods: bool) -> None:
-    from lowp.report import tables
+    from lowp.report import terminal
     from lowp.report.benchmark import benchmark_notes, benchmark_tables
 
-    console = tables.console()
+    console = terminal.console()
     for table in benchmark_tables(document):
-        tables.show(console, table)
+        terminal.show(console, table)
     console.print(benchmark_notes(document, methods, console.width), markup=False)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@
   lowp compare digits-hard --precision fp16,fp16-naive
   lowp compare digits --precision fp16 --loss-scale 1,8,256,dynamic
   lowp compare digits --sweep exponent=3..8,mantissa=2..10
-  lowp compare digits --inference fp16,bf16,int8,int4,mxfp4,ternary,binary --recover
+  lowp compare digits --inference fp16,int8,int4,mxfp4,binary --recover
 
 fp32 is always trained first; the other precisions are compared with it. A seed gives the same initial weights and
 batches in every precision. All numbers are written to a JSON file, and the curves to a picture beside it. After Ctrl-C
@@ -14,7 +14,6 @@ the file contains the finished runs, and --resume continues with the rest.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from lowp.cli import run_options
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.lists import split_list
+from lowp.cli.output import add_output_arguments, counted, print_json, say
 from lowp.cli.pictures import add_plot, picture_path, written_line
-from lowp.cli.tables import counted
 
 if TYPE_CHECKING:
     from lowp.recipes.comparison import Study
@@ -58,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recover", action="store_true", help="with --inference: also train for each format")
     add_plot(parser)
+    add_output_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="continue with the runs in the JSON file")
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="number of processes (default: chosen by the size of the work)"
@@ -92,18 +92,21 @@ def run(arguments: argparse.Namespace) -> int:
     with Interrupts(lambda: _interrupted(study, out)) as interrupts:
         _train(study, out, arguments.jobs, interrupts)
         if arguments.timing and arguments.sweep is None and not interrupts():
-            _say("measuring the time and the memory of a step ...")
+            say("measuring the time and the memory of a step ...")
             measure(study, arguments.timing, interrupts)
     if interrupts():
         results.write(out, study.document())
-        _say(_interrupted(study, out))
+        say(_interrupted(study, out))
         return interrupts.exit_code
     document = study.document()
     results.write(out, document)
-    _print(document)
-    if plots.can_plot():
+    if plots.can_plot():  # before the tables, whose reader (head, less) may have exited
         (comparison.curves if arguments.sweep is None else comparison.grid)(document, plot)
-    print(written_line(out, plot))
+    if arguments.json:
+        print_json(document)
+    else:
+        _print(document)
+        print(written_line(out, plot))
     return 0
 
 
@@ -159,7 +162,7 @@ def _study(arguments: argparse.Namespace) -> Study:
         return Sweep(settings, grid, range(arguments.seeds or _SEEDS_OF_A_SWEEP))
     precisions = split_list(arguments.precision, "--precision") or split_list("fp16" if scales else DEFAULT)
     if "fp32" not in precisions:
-        _say("fp32 is trained too, as what the others are compared with")
+        say("fp32 is trained too, as what the others are compared with")
     variants = variants_of(run_options.filled(named), precisions, scales)
     return Study(variants, range(arguments.seeds or _SEEDS))
 
@@ -170,7 +173,7 @@ def _take_over(study: Study, out: Path, resume: bool) -> None:
     from lowp.recipes import results
 
     if resume:
-        _say(f"{counted(study.resume(out), 'run')} taken over from {out}")
+        say(f"{counted(study.resume(out), 'run')} taken over from {out}")
         return
     if out.exists() and out.stat().st_size:
         try:
@@ -204,17 +207,13 @@ def _train(study: Study, out: Path, processes: int | None, stop: Interrupts) -> 
 
 
 def _print(document: dict[str, Any]) -> None:
-    from lowp.report import tables
+    from lowp.report import tables, terminal
 
-    console = tables.console()
+    console = terminal.console()
     if document["kind"] == "sweep":
-        tables.show(console, tables.heat_map(document))
+        terminal.show(console, tables.heat_map(document))
         console.print(tables.sweep_words(document, console.width), markup=False)
         return
     for table in tables.comparison_tables(document):
-        tables.show(console, table)
+        terminal.show(console, table)
     console.print(tables.notes(document, console.width), markup=False)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -13,10 +13,11 @@ are read one at a time. OUT is written under a temporary name and renamed when i
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lowp.cli.output import add_output_arguments, print_json
 
 if TYPE_CHECKING:
     from lowp.portable import Converted
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--entry", metavar="NAME", help="the entry of a torch file that is the state_dict")
     parser.add_argument("--seed", type=int, default=0, help="seed of stochastic rounding (default: 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    add_output_arguments(parser)
     parser.add_argument("--report", metavar="FILE.json", type=Path, help="also write the table to this file")
 
 
@@ -64,15 +66,19 @@ def run(arguments: argparse.Namespace) -> int:
             bar.__exit__(None, None, None)
     if arguments.report is not None:
         with files.replacing(arguments.report) as file:
-            file.write(json.dumps(converted.as_json(), indent=1).encode())
-    _show(converted)
+            file.write(files.json_text(converted.as_json()).encode())
+    if arguments.json:
+        print_json(converted.as_json())
+    else:
+        _show(converted)
     return 0
 
 
 def _show(converted: Converted) -> None:
     from rich.text import Text
 
-    from lowp.report.tables import bytes_of, console, plain_table, show
+    from lowp.report.tables import bytes_of
+    from lowp.report.terminal import console, plain_table, show
 
     columns = ["tensor", "shape", "bytes", "max error", "rms error", "flushed", "overflowed"]
     table = plain_table(f"to {converted.format}", columns)

@@ -5,12 +5,16 @@
   lowp explain 0b0 01011 1111111001 --from fp16 --to fp32
   lowp explain --weight 1.125 --gradient 0.00041999 --steps 101 --in fp16
   lowp explain --fma --accumulate fp16
-  lowp explain N101          a finding of lowp profile
+  lowp explain N101
+
+A number such as N101 is that of a finding of `lowp profile`.
 
 Numbers: decimal (1.125, -3e-5), fraction (1/3), power of two (2^-25), hex float (0x1.8p3), inf, nan, -0, or a bit
 pattern, most significant bit first: 0b0 01111 0001111100 or bits:0x3c7c (0x3c7c alone is the number 15484,
 and with --from fp16 the bits).
+
 Operators: + - * / between two numbers (1 / 3 with blanks is a division, 1/3 is the number one third).
+
 Formats: a format of `lowp formats` or a spelled one (e5m7), with rounding and overflow: e4m3fn:toward-zero:saturate.
 
 A weight update is weight + gradient; with --minus weight - gradient, with --learning-rate R weight - R x gradient.
@@ -25,7 +29,7 @@ from fractions import Fraction
 
 from lowp.casts import parse as parse_cast
 from lowp.cli import Parser
-from lowp.cli.tables import show
+from lowp.cli.output import add_output_arguments, print_json, show
 from lowp.errors import InvalidInput
 from lowp.explain import (
     WORKED_CASES,
@@ -81,8 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fma.add_argument("--element", metavar="I,J", help="the element of D to show in full, counted from 1,1")
     parser.add_argument("--worked", action="store_true", help="print all worked cases")
-    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
-    parser.add_argument("--plain", action="store_true", help="print without colour")
+    add_output_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,17 +98,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.worked:
         _check_options("--worked", "", arguments)
-        show(_worked(), arguments.plain)
+        show(_worked())
         return 0
     result = _explanation(arguments)
     if arguments.json:
-        import json
-
-        print(json.dumps(as_json(result), indent=2))
+        print_json(as_json(result))
     elif arguments.fma:
-        show(render_multiply_add(result, _element(arguments.element)), arguments.plain)  # type: ignore[arg-type]
+        show(render_multiply_add(result, _element(arguments.element)))  # type: ignore[arg-type]
     else:
-        show(render(result), arguments.plain)
+        show(render(result))
     return 0
 
 

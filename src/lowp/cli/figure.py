@@ -1,9 +1,9 @@
 """Draw a figure of the literature from a real run, and write its numbers to a JSON file beside it.
 
-lowp figure --list                         the figures, with the default training of each
-lowp figure updates                        which updates are too small for their weights in bf16 and fp16
+lowp figure --list
+lowp figure updates
 lowp figure loss-scaling --scale dynamic
-lowp figure autoflex --recipe cifar10-mlp --data DIR --steps 400 --out autoflex.svg
+lowp figure autoflex --recipe cifar10-mlp --steps 400 --out autoflex.svg
 lowp figure curves --from compare-digits.json --out curves.svg
 """
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.lists import split_list
+from lowp.cli.output import add_output_arguments, print_json
 
 if TYPE_CHECKING:
     from lowp.recipes.training import Settings
@@ -152,6 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the weights and batches (default: 0)")
     parser.add_argument("--seeds", type=int, metavar="N", help="for curves: runs of each precision (default: 3)")
     parser.add_argument("--data", metavar="DIR", help="folder or file of the real data set")
+    add_output_arguments(parser)
     parser.add_argument("--out", metavar="FILE", type=Path, help=".png, .svg or .pdf file (default: figure-NAME.png)")
 
 
@@ -162,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lowp.report import plots
 
     if arguments.list:
-        print("\n".join(_list()))
+        _list(arguments.json)
         return 0
     if arguments.name is None:
         raise InvalidInput(f"the name of a figure is missing; allowed: {', '.join(FIGURES)}")
@@ -185,14 +187,20 @@ def run(arguments: argparse.Namespace) -> int:
         return interrupts.exit_code
     results.write(numbers, document)
     document = results.read(numbers, figure.kind)  # as --from reads it
-    for sentence in _words(figure, document):
-        print(sentence)
-    if not plots.can_plot():
-        print(f"written: {numbers}; no picture: {plots.NO_MATPLOTLIB}")
-        return 0
-    _import(figure.draw)(document, out)
-    print(f"written: {numbers}, {out}")
+    if plots.can_plot():
+        _import(figure.draw)(document, out)
+        written = f"written: {numbers}, {out}"
+    else:
+        written = f"written: {numbers}; no picture: {plots.NO_MATPLOTLIB}"
+    _print(figure, document, written, arguments.json)
     return 0
+
+
+def _print(figure: Figure, document: Mapping[str, Any], written: str, as_json: bool) -> None:
+    if as_json:
+        print_json(document)
+    else:
+        print("\n".join([*_words(figure, document), written]))
 
 
 def _given(arguments: argparse.Namespace, figure: Figure) -> dict[str, Any]:
@@ -264,9 +272,8 @@ def _redraw(arguments: argparse.Namespace, figure: Figure, given: Mapping[str, A
     if not plots.can_plot():
         raise Unavailable(plots.NO_MATPLOTLIB)
     with results.reading(arguments.source):
-        words = _words(figure, document)
         _import(figure.draw)(document, out)
-    print("\n".join([*words, f"written: {out}"]))
+        _print(figure, document, f"written: {out}", arguments.json)
     return 0
 
 
@@ -288,16 +295,22 @@ def _words(figure: Figure, document: Mapping[str, Any]) -> list[str]:
     return [] if figure.words is None else list(_import(figure.words)(document))
 
 
-def _list() -> list[str]:
-    """Return one line per figure: what it shows, and its default training."""
-    width = max(map(len, FIGURES))
-    lines = []
+def _list(as_json: bool) -> None:
+    """Print what each figure shows, and its default training."""
+    from lowp.report import terminal
+
+    rows = []
     for name, figure in FIGURES.items():
         recipe = figure.run.get("recipe")
         precision = figure.run.get("precision") or f"fp32,{figure.options.get('precisions')}"
-        training = f" [{recipe} in {precision}]" if recipe else ""
-        lines.append(f"{name:<{width}}  {figure.summary}{training}")
-    return lines
+        rows.append((name, figure.summary, f"{recipe} in {precision}" if recipe else "none"))
+    if as_json:
+        print_json([dict(zip(("figure", "what", "training"), row, strict=True)) for row in rows])
+        return
+    table = terminal.plain_table(None, ["figure", "what", "training"])
+    for row in rows:
+        table.add_row(*row)
+    terminal.show(terminal.console(), table)
 
 
 def _import(reference: str) -> Callable[..., Any]:

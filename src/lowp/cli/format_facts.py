@@ -105,20 +105,6 @@ def limits(format: Format) -> Limits:
     return Limits(element.smallest * low, subnormal_, normal, element.maximum * high, element.minimum * high, None)
 
 
-def plain(limits: Limits) -> dict[str, object]:
-    """Return limits as numbers of JSON, which fp64 holds exactly; those that it does not hold as text (2^-1100)."""
-    return {name: _plain(value) for name, value in vars(limits).items()}
-
-
-def _plain(value: Fraction | None) -> int | float | str | None:
-    if value is None or (value.denominator == 1 and abs(value) < 1 << 53):
-        return value if value is None else int(value)
-    try:
-        return float(value) if float(value) == value else power_text(value)
-    except OverflowError:
-        return power_text(value)
-
-
 def maximum_error(format: Format) -> str:
     """Return the maximum error of rounding to nearest: relative for normal floats, half a unit for integers."""
     element = format.element if isinstance(format, ScaledFormat) else format

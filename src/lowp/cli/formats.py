@@ -12,11 +12,11 @@ Energy and area are estimates from Horowitz, ISSCC 2014 (45 nm); ~ marks values 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+import textwrap
 
 from lowp.casts import NAMED, Cast, parse
 from lowp.cli import format_facts, layouts
-from lowp.cli.tables import columns, show, width
+from lowp.cli.output import add_output_arguments, print_json, show
 from lowp.errors import InvalidInput
 from lowp.explain import as_json
 from lowp.formats import FORMATS, Format, ScaledFormat
@@ -80,9 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("name", nargs="*", help="formats to show in full, or to draw with --layout")
     parser.add_argument("--layout", action="store_true", help="draw the bits of the formats side by side")
-    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
     parser.add_argument("--markdown", action="store_true", help="print the list as the page docs/formats.md")
-    parser.add_argument("--plain", action="store_true", help="print without colour")
+    add_output_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,19 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.layout:
         if arguments.json or arguments.markdown:
             raise InvalidInput("--layout cannot be combined with --json or --markdown: give one of them")
-        show(layouts.draw(given or [FORMATS[name] for name in layouts.DEFAULT], width()), arguments.plain)
+        show(layouts.draw(given or [FORMATS[name] for name in layouts.DEFAULT], _width()))
     elif arguments.json:
-        import json
-
-        rows = [format_facts.facts(format) for format in given or FORMATS.values()]
-        facts = [asdict(row) | {"limits": format_facts.plain(row.limits)} for row in rows]
-        print(json.dumps(as_json(facts), indent=2))
+        print_json(as_json([format_facts.facts(format) for format in given or FORMATS.values()]))
     elif arguments.markdown:
         print(markdown(given or list(FORMATS.values())))
     elif casts:
-        show("\n\n".join(_in_full(cast) for cast in casts), arguments.plain)
+        show("\n\n".join(_in_full(cast) for cast in casts))
     else:
-        show(_listing(), arguments.plain)
+        _list()
     return 0
 
 
@@ -129,25 +124,25 @@ def _cells(format: Format) -> list[str]:
     ]
 
 
-def _listing() -> str:
-    heads, limit = [*HEADS, *COST_HEADS], width()
-    plain = [_cells(format) for format in FORMATS.values() if not isinstance(format, ScaledFormat)]
-    scaled = [_cells(format) for format in FORMATS.values() if isinstance(format, ScaledFormat)]
+def _list() -> None:
+    from lowp.report import terminal
+
+    screen = terminal.console()
+    for is_scaled, title in ((False, "numbers with an exponent of their own"), (True, "numbers under a shared scale")):
+        table = terminal.plain_table(title, [*HEADS, *COST_HEADS], left=("layout",))
+        for format in FORMATS.values():
+            if isinstance(format, ScaledFormat) == is_scaled:
+                table.add_row(*_cells(format))
+        terminal.show(screen, table)
     named = ", ".join(f"{name} = {cast}" for name, cast in NAMED.items())
-    return "\n\n".join(
-        [
-            columns(heads, plain, limit, left=(0, 2)),
-            columns(heads, scaled, limit, left=(0, 2)),
-            "\n".join(_wrap(" ".join(NOTES), limit)),
-            f"casts with a name: {named}",
-        ]
-    )
+    for text in (" ".join(NOTES), f"casts with a name: {named}"):
+        print(textwrap.fill(text, min(screen.width, 120)))
 
 
-def _wrap(text: str, limit: int) -> list[str]:
-    import textwrap
+def _width() -> int:
+    from lowp.report.terminal import console
 
-    return textwrap.wrap(text, min(limit, 120))
+    return console().width
 
 
 def markdown(formats: list[Format]) -> str:
@@ -178,4 +173,4 @@ def markdown(formats: list[Format]) -> str:
 def _in_full(cast: Cast) -> str:
     format = cast.format
     heading = f"{format}" if str(cast) == str(format) else f"{format}, cast as {cast}"
-    return "\n".join([heading, *format_facts.in_full(cast), "", layouts.draw([format], width())])
+    return "\n".join([heading, *format_facts.in_full(cast), "", layouts.draw([format], _width())])

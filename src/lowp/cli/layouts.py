@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lowp.cli.format_facts import scope_words
-from lowp.cli.tables import can_show
+from lowp.cli.output import can_show
 from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
 
 DEFAULT = ("fp32", "tf32", "fp16", "bf16", "e5m2", "e4m3fn", "flex16+5")

@@ -17,7 +17,7 @@ import argparse
 import textwrap
 
 from lowp import presets
-from lowp.cli.tables import columns
+from lowp.cli.output import add_output_arguments, print_json
 from lowp.errors import InvalidInput, UnknownName, near, unknown
 from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import PRESETS, Preset
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="a preset, a format, torch-2.13-cpu, torch-2.13-cuda or a file (.toml)")
     parser.add_argument("--toml", action="store_true", help="print it as a policy file for autocast")
     parser.add_argument("--ops", action="store_true", help="also print the class of each op")
+    add_output_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,14 +45,19 @@ def run(arguments: argparse.Namespace) -> int:
             raise InvalidInput(
                 f"lowp policy list does not take a name: lowp policy show {arguments.name} shows one policy"
             )
-        print(_list())
+        _list(arguments.json)
         return 0
     if arguments.name is None:
         raise InvalidInput(
             f"lowp policy {arguments.action} needs a name or a file, such as {_example(arguments.action)}"
         )
     if arguments.action == "check":
-        print(_check(arguments.name))
+        checked = _check(arguments.name)
+        print_json({"file": arguments.name, "checked": checked}) if arguments.json else print(checked)
+    elif arguments.json:
+        if arguments.toml:
+            raise InvalidInput("--json and --toml are two notations of a policy: give one of them")
+        print_json(_document(_preset(arguments.name), arguments.ops))
     elif arguments.toml:
         print(_preset(arguments.name).policy.to_toml(), end="")
     else:
@@ -65,13 +71,30 @@ def _example(action: str) -> str:
     return "fp16" if action == "show" else "my.toml"
 
 
-def _list() -> str:
+def _list(as_json: bool) -> None:
     from lowp.ops.table import TORCH_POLICIES
+    from lowp.report import terminal
 
-    rows = [(name, preset.summary) for name, preset in PRESETS.items()]
-    rows += [(name, f"torch.autocast's own lists, {policy.rules[0].input}") for name, policy in TORCH_POLICIES.items()]
-    table = columns(("policy", "what it is"), rows, 10**6, left=(0, 1))
-    return f"{table}\n\nAny format is one, too: e4m3fn, e5m7, bf16:stochastic put the operands of contractions in it."
+    rows = {name: preset.summary for name, preset in PRESETS.items()}
+    rows |= {name: f"torch.autocast's own lists, {policy.rules[0].input}" for name, policy in TORCH_POLICIES.items()}
+    if as_json:
+        print_json([{"policy": name, "what": what} for name, what in rows.items()])
+        return
+    table = terminal.plain_table(None, ["policy", "what"])
+    for row in rows.items():
+        table.add_row(*row)
+    terminal.show(terminal.console(), table)
+    print("Any format is a policy, too: e4m3fn, e5m7, bf16:stochastic put the operands of contractions in it.")
+
+
+def _document(preset: Preset, ops: bool) -> dict[str, object]:
+    from lowp.ops.table import TABLES
+
+    document = preset.policy.document()
+    document |= {"loss_scale": str(preset.loss_scale), "masters": str(preset.masters)}
+    if ops:
+        document["ops"] = {row.name: row.op_class for row in TABLES[preset.policy.table].values()}
+    return document
 
 
 def _preset(name: str) -> Preset:

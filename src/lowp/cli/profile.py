@@ -20,6 +20,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowp.cli.output import add_output_arguments, print_json
+
 if TYPE_CHECKING:
     from lowp.numerics.prediction import Window
     from lowp.numerics.record import Record
@@ -29,13 +31,16 @@ _VALUED = {
     "--batch", "--lr", "--seed", "--data", "--bits", "--cost", "--least-signal", "--device", "--precision",
     "--verify-steps",
 }  # fmt: skip
-_FLAGS = {"--diff", "--verify", "--help", "-h"}
+_FLAGS = {"--diff", "--verify", "--json", "--plain", "--help", "-h"}
 _VERIFIED = 40  # steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.usage = "lowp profile [arguments] RECIPE | run.json | script.py [arguments of the script] | --diff A B"
+    parser.usage = (
+        "lowp profile [arguments] RECIPE | run.json | script.py [its arguments]\n"
+        "       lowp profile --diff A.json B.json"
+    )
     parser.add_argument(
         "--diff",
         nargs=2,
@@ -57,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="record file; while the run lasts, one line for each recorded step",
     )
     _add_outputs(parser)
+    add_output_arguments(parser)
     _add_training(parser)
     _add_verification(parser)
 
@@ -152,7 +158,10 @@ def run(arguments: argparse.Namespace) -> int:
     if is_record:
         from lowp.numerics.record import Record
 
-        return _report(Record.load(name), arguments, "lowp run --policy policy.toml train.py")
+        document = _report(Record.load(name), arguments, "lowp run --policy policy.toml train.py")
+        if arguments.json:
+            print_json(document)
+        return 0
     return _recipe(name, arguments)
 
 
@@ -229,7 +238,10 @@ def _difference(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         from lowp.report.profile_html import page
 
-        _write_page(arguments.html, page(first, advise(first), second))
+        _write_page(arguments.html, page(first, advise(first), second), arguments.json)
+    if arguments.json:
+        print_json({"difference": None if first_difference is None else first_difference.document()})
+        return int(first_difference is not None)
     if first_difference is None:
         print(f"{arguments.diff[0]} and {arguments.diff[1]} are bitwise equal in every step that both recorded")
         return 0
@@ -255,11 +267,14 @@ def _recipe(name: str, arguments: argparse.Namespace) -> int:
         record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out, interrupts)
     if record.is_empty:  # the profiler has printed why
         return interrupts.exit_code if interrupts() else 2
-    code = _report(record, arguments, f"lowp compare {name} --precision policy.toml")
-    if interrupts():
-        return interrupts.exit_code
-    if arguments.verify or arguments.verify_steps is not None or arguments.bits is not None:
-        code = max(code, _verified(settings, record, arguments))
+    document = _report(record, arguments, f"lowp compare {name} --precision policy.toml")
+    code = interrupts.exit_code
+    if not interrupts():
+        code = 0
+        if arguments.verify or arguments.verify_steps is not None or arguments.bits is not None:
+            code = _verified(settings, record, arguments, document)
+    if arguments.json:
+        print_json(document)
     return code
 
 
@@ -269,7 +284,9 @@ def _left(out: Path | None) -> str:
     return f"interrupted; {left}"
 
 
-def _verified(settings: Any, record: Record, arguments: argparse.Namespace) -> int:
+def _verified(settings: Any, record: Record, arguments: argparse.Namespace, document: dict[str, Any]) -> int:
+    from dataclasses import asdict
+
     from lowp import files
     from lowp.numerics.advice import advise
     from lowp.numerics.search import cheapest
@@ -279,12 +296,16 @@ def _verified(settings: Any, record: Record, arguments: argparse.Namespace) -> i
     if arguments.bits is not None:
         search = cheapest(record, arguments.bits, arguments.cost, arguments.least_signal)
         policy = search.policy
-        print(search)
+        document["cheapest"] = {"layers": search.layers, "share": search.share, "of": search.what}
+        if not arguments.json:
+            print(search)
         if arguments.policy is not None:
             with files.replacing(arguments.policy) as file:
                 file.write(policy.to_toml().encode())
     result = verified(settings, record, policy, _steps_to_verify(arguments))
-    print(result)
+    document["verified"] = {**asdict(result), "holds": result.holds}
+    if not arguments.json:
+        print(result)
     return 0 if result.holds else 1
 
 
@@ -294,7 +315,9 @@ def _script(arguments: argparse.Namespace) -> int:
     from lowp.numerics.record import Record
 
     with Interrupts(keeping="the script is being ended") as interrupts:
-        code, path = profile_script(arguments.script, arguments.max_overhead, arguments.out, interrupts)
+        code, path = profile_script(
+            arguments.script, arguments.max_overhead, arguments.out, interrupts, 2 if arguments.json else None
+        )
     code = interrupts.exit_code if interrupts() else code
     if not path.exists():
         print("lowp profile: no step of a torch optimizer ran in the script: nothing was recorded", file=sys.stderr)
@@ -305,17 +328,19 @@ def _script(arguments: argparse.Namespace) -> int:
     if record.is_empty:
         print(f"lowp profile: {record.why_empty}", file=sys.stderr)
         return code or 2
-    result = _report(record, arguments, f"lowp run --policy policy.toml {shlex.join(arguments.script)}")
-    return code or result
+    document = _report(record, arguments, f"lowp run --policy policy.toml {shlex.join(arguments.script)}")
+    if arguments.json:
+        print_json(document)
+    return code
 
 
-def _report(record: Record, arguments: argparse.Namespace, next_command: str) -> int:
-    """Print a profile and write the requested files."""
+def _report(record: Record, arguments: argparse.Namespace, next_command: str) -> dict[str, Any]:
+    """Write the requested files; print a profile, but for --json, and return it as plain data."""
     from lowp import files
     from lowp.numerics.advice import advise
     from lowp.report.profile import print_profile
     from lowp.report.profile_html import page
-    from lowp.report.tables import console
+    from lowp.report.terminal import console
 
     advice, command = advise(record), next_command
     if arguments.policy is None:
@@ -324,11 +349,14 @@ def _report(record: Record, arguments: argparse.Namespace, next_command: str) ->
         next_command = command = next_command.replace("policy.toml", str(arguments.policy))
         with files.replacing(arguments.policy) as file:
             file.write(advice.policy.to_toml().encode())
-    print_profile(console(), record, advice, next_command)
+    header = {"title": record.header.get("title"), "parameters": record.header.get("parameters")}
+    document = {**header, "tensors": len(record.tensors), "steps": len(record.sampled), **advice.document()}
+    if not arguments.json:
+        print_profile(console(), record, advice, next_command)
     if arguments.precision is not None:
-        _print_precision(record, arguments.precision, advice.window)
+        document["precision"] = _precision(record, arguments.precision, advice.window, arguments.json)
     if arguments.html is not None:
-        _write_page(arguments.html, page(record, advice, command=command))
+        _write_page(arguments.html, page(record, advice, command=command), arguments.json)
     if arguments.csv is not None or arguments.tensorboard is not None:
         from lowp.report import profile_exports as exports
 
@@ -336,19 +364,21 @@ def _report(record: Record, arguments: argparse.Namespace, next_command: str) ->
             exports.to_csv(record, arguments.csv)
         if arguments.tensorboard is not None:
             exports.to_tensorboard(record, arguments.tensorboard)
-    return 0
+    return document
 
 
-def _write_page(path: Path, text: str) -> None:
+def _write_page(path: Path, text: str, as_json: bool) -> None:
     from lowp import files
 
     with files.replacing(path) as file:
         file.write(text.encode())
-    print(f"report: {path}")
+    print(f"report: {path}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _print_precision(record: Record, name: str, window: Window) -> None:
-    """Print the predicted effect of a precision, and the tensors with the largest errors."""
+def _precision(record: Record, name: str, window: Window, as_json: bool) -> dict[str, Any]:
+    """Return the predicted effect of a precision with the tensors of the largest errors; print it, but for --json."""
+    from dataclasses import asdict
+
     from lowp import presets
     from lowp.numerics.policies import effects, sensitivities, worst
 
@@ -357,6 +387,13 @@ def _print_precision(record: Record, name: str, window: Window) -> None:
     scale = 2.0**window.recommended if scaled else 1.0
     predicted = effects(record, preset.policy, scale)
     overflow = sum(effect.overflows for effect in predicted.values())
+    changes = sorted(sensitivities(record, preset.policy).items(), key=lambda pair: -pair[1])[:5]
+    document = {
+        **{"precision": preset.name, "rounded": len(predicted), "overflow": overflow, "loss_change": dict(changes)},
+        "worst": [{**key._asdict(), **asdict(effect)} for key, effect in worst(predicted)],
+    }
+    if as_json:
+        return document
     print(f"{preset.name}: {len(predicted)} tensors are rounded, {overflow} overflow; those that lose most:")
     for key, effect in worst(predicted):
         bound = ", a bound" if effect.is_bound else ""
@@ -364,7 +401,7 @@ def _print_precision(record: Record, name: str, window: Window) -> None:
             f"  {key}: {100 * effect.flushed:.3f} % flushed, {100 * effect.overflow:.3f} % too large, "
             f"{effect.signal_to_noise:.0f} dB{bound}"
         )
-    changes = sorted(sensitivities(record, preset.policy).items(), key=lambda pair: -pair[1])[:5]
     if changes:
         text = ", ".join(f"{name} {size:.1e}" for name, size in changes)
         print(f"predicted change of the loss if only one of these tensors is rounded: {text}")
+    return document

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from lowp.cli.output import add_output_arguments, print_json
 
 if TYPE_CHECKING:
     from lowp.recipes.recipe import Recipe
@@ -18,28 +20,38 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("recipe", nargs="?", help="the recipe to show in full")
+    add_output_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or one recipe."""
-    from rich.table import Table
-
     from lowp.recipes import RECIPES, get
-    from lowp.report.tables import console, plain_table
+    from lowp.report.terminal import console, plain_table, show
 
+    if arguments.json:
+        one = arguments.recipe
+        print_json([_document(get(name)) for name in RECIPES] if one is None else _document(get(one)))
+        return 0
     if arguments.recipe is not None:
         screen = console()
         screen.print(_full(get(arguments.recipe), screen.width), markup=False, soft_wrap=True)
         return 0
-    table: Table = plain_table(None, ["recipe", "what", "size", "parameters"])
+    table = plain_table(None, ["recipe", "what", "size", "parameters"])
     for name in RECIPES:
         recipe = get(name)
         what = [recipe.summary, f"data: {recipe.data}", f"source: {recipe.source}"]
         sizes = [size + " (default)" * (size == recipe.default_size) for size in recipe.sizes]
         parameters = [f"{row.parameters:,}" for row in recipe.sizes.values()]
         table.add_row(recipe.name, *("\n".join(lines) for lines in (what, sizes, parameters)))
-    console().print(table)
+    show(console(), table)
     return 0
+
+
+def _document(recipe: Recipe) -> dict[str, Any]:
+    named = ("name", "summary", "source", "data", "default_size")
+    sized = ("epochs", "batch", "learning_rate", "parameters", "options")
+    sizes = {name: {key: getattr(size, key) for key in sized} for name, size in recipe.sizes.items()}
+    return {**{key: getattr(recipe, key) for key in named}, "metric": recipe.metric.name, "sizes": sizes}
 
 
 def _full(recipe: Recipe, width: int) -> str:

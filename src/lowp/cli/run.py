@@ -20,12 +20,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.lists import split_list
+from lowp.cli.output import add_output_arguments, print_json, say
+
+if TYPE_CHECKING:
+    from lowp.launch.comparison import Runs
 
 _VALUED = ("--precision", "--policy", "--compare", "--loss-scale", "--report")
-_FLAGS = ("--strict", "--override", "--help", "-h")
+_FLAGS = ("--strict", "--override", "--json", "--plain", "--help", "-h")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="end the script if something cannot run in the precision")
     parser.add_argument("--override", action="store_true", help="replace the script's own autocast and GradScaler")
     parser.add_argument("--report", metavar="FILE.json", type=Path, help="write a report of the run to this file")
+    add_output_arguments(parser)
     parser.usage = "lowp run [arguments] script.py | -m module [arguments of the script]"
 
 
@@ -61,20 +67,61 @@ def run(arguments: argparse.Namespace) -> int:
 
     command = _command(arguments.script)
     if arguments.compare is not None:
-        from lowp.launch import comparison
-
         if arguments.report is not None:
             raise InvalidInput("--report is for one run and --compare for several: give one of them")
-        environments = [(name, _environment(name, arguments)) for name in split_list(arguments.compare, "--compare")]
-        with Interrupts(keeping="the run is being ended") as interrupts:
-            code = comparison.run(command, environments, interrupts)
-        return interrupts.exit_code if interrupts() else code
+        return _compare(command, arguments)
+    if arguments.json:
+        raise InvalidInput("--json is for --compare: --report FILE.json writes the report of one run")
     chosen = next(one for one in (arguments.policy, arguments.precision, "bf16") if one is not None)
     environment = _environment(chosen, arguments)
     sys.stdout.flush()
     if os.name == "posix":
         os.execve(command[0], command, environment)
     return subprocess.call(command, env=environment)
+
+
+def _compare(command: list[str], arguments: argparse.Namespace) -> int:
+    """Run the script once in each precision, and print the runs; return 1 if one has failed."""
+    from lowp.launch import comparison
+    from lowp.report.progress import Bar
+
+    environments = [(name, _environment(name, arguments)) for name in split_list(arguments.compare, "--compare")]
+    with (
+        Interrupts(keeping="the run is being ended") as interrupts,
+        Bar(Path(command[-1]).name, len(environments), "runs") as bar,
+    ):
+        runs = comparison.Runs(command)
+        for done, (precision, environment) in enumerate(environments, 1):
+            bar.advance(0, f"{precision}: {' '.join(command[1:])}")
+            one = runs.add(precision, environment, interrupts)
+            bar.line(f"{done}/{len(environments)}  {precision}: exit code {one.code}, {one.seconds:.1f} s")
+            bar.advance(1)
+            if interrupts():
+                break
+    if arguments.json:
+        print_json(runs.document())
+    else:
+        _print(runs)
+    say(f"complete outputs, and what the runs have written: {runs.folder}")
+    return interrupts.exit_code if interrupts() else int(any(one.code for one in runs.outcomes))
+
+
+def _print(runs: Runs) -> None:
+    from rich.markup import escape
+
+    from lowp.report import terminal
+
+    names = ["precision", "exit", "time", "skipped\nsteps", "saturated\ntensors", "last line"]
+    table = terminal.plain_table(f"compared with {runs.base.precision}", [*names, "difference"])
+    for one in runs.outcomes:
+        skipped = f"{one.skipped} of {one.steps}" if one.steps else ""
+        saturated = f"{one.saturated} of {one.writes}" if one.writes else ""
+        cells = [one.precision, str(one.code), f"{one.seconds:.1f} s", skipped, saturated, one.last_line]
+        table.add_row(*map(escape, cells), escape(runs.apart(one)))
+    terminal.show(terminal.console(), table)
+    for one in runs.outcomes:
+        for note in one.notes:
+            print(f"{one.precision}: {note}")
 
 
 def _command(script: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowp.cli import EXIT_INTERRUPTED, run_options
 from lowp.cli.interrupts import Interrupts
+from lowp.cli.output import print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,16 +41,19 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_INTERRUPTED
     document = serving.document()
     results.write(out, document)
-    _print(document)
-    print(f"written: {out}")
+    if arguments.json:
+        print_json(document)
+    else:
+        _print(document)
+        print(f"written: {out}")
     return 0 if document["complete"] else EXIT_INTERRUPTED
 
 
 def _print(document: Mapping[str, Any]) -> None:
-    from lowp.report import tables
+    from lowp.report import terminal
 
-    console = tables.console()
-    tables.show(console, _table(document))
+    console = terminal.console()
+    terminal.show(console, _table(document))
     lines = []
     for row in document["rows"]:
         for name, why in row.get("unquantized", {}).items():
@@ -62,7 +66,8 @@ def _print(document: Mapping[str, Any]) -> None:
 
 
 def _table(document: Mapping[str, Any]) -> Table:
-    from lowp.report.tables import bytes_of, number, plain_table, points, seconds
+    from lowp.report.tables import bytes_of, number, points, seconds
+    from lowp.report.terminal import plain_table
 
     recipe, rows = document["recipe"], document["rows"]
     metric, share = recipe["metric"], recipe["metric_is_share"]

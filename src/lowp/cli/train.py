@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowp.cli import EXIT_ERROR, run_options
+from lowp.cli import EXIT_ERROR, print_error, run_options
 from lowp.cli.interrupts import Interrupts
+from lowp.cli.output import add_output_arguments, print_json, say
 
 if TYPE_CHECKING:
     from lowp.recipes.training import Training
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="start a new run and replace the one in the checkpoint"
     )
+    add_output_arguments(parser)
     parser.add_argument("--out", metavar="FILE.json", type=Path, help="write all numbers of the run to this file")
 
 
@@ -62,11 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.out is not None:
             results.write(arguments.out, _document(training))
     if not finished:
-        _say(
+        say(
             f"stopped in epoch {training.epoch + 1} of {training.epochs}; the checkpoint is {path}. To continue: "
             f"lowp train {recipe.name} --checkpoint {path} --resume"
         )
         return interrupts.exit_code
+    if arguments.json:
+        print_json(_document(training))
+        return EXIT_ERROR if training.failure is not None else 0
     return _report(training, path)
 
 
@@ -91,7 +95,7 @@ def _begin(named: dict[str, Any], path: Path, arguments: argparse.Namespace) -> 
 
     if arguments.resume:
         training = Training.resume(path, named)
-        _say(f"continuing {path} after {training.epoch} of {training.epochs} epochs")
+        say(f"continuing {path} after {training.epoch} of {training.epochs} epochs")
         return training
     settings = run_options.filled(named)
     if path.exists() and path.stat().st_size:
@@ -149,10 +153,7 @@ def _epoch_line(training: Training) -> str:
 
 def _report(training: Training, path: Path) -> int:
     if training.failure is not None:
-        print(
-            f"lowp: error: {training.recipe.name} in {training.settings.precision} failed: {training.failure}",
-            file=sys.stderr,
-        )
+        print_error(f"{training.recipe.name} in {training.settings.precision} failed: {training.failure}")
         return EXIT_ERROR
     last, metric = training.history[-1], training.recipe.metric
     from lowp.report.tables import number
@@ -183,7 +184,3 @@ def _default_path(recipe: str, named: dict[str, Any]) -> Path:
     """Return a file name made of recipe, precision and seed; a policy file gives its base name."""
     precision = re.sub(r"[^\w.+-]+", "-", Path(named.get("precision", "fp32")).name)
     return Path(f"{recipe}-{precision}-seed{named.get('seed', 0)}.pt")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""An explanation as plain data for machines: exact numbers as text, bits by field."""
+"""An explanation as plain data for machines: numbers, as text where no number of JSON is exact, and bits by field."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from lowp.explain.conversion import Conversion
 from lowp.explain.exact import Rounded
 from lowp.explain.flexpoint import FlexArithmetic, FlexNumber
 from lowp.explain.numbers import Number
-from lowp.explain.text import bits_text, decimal_text
+from lowp.explain.text import bits_text, decimal_text, power_text
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 
 
 def as_json(value: object) -> object:
-    """Return data for the json module; exact numbers become text (``"1.12109375"``, ``"1/3"``)."""
+    """Return data for the json module: exact numbers as `_number` gives them, infinities and NaNs as text."""
     if isinstance(value, Fraction):
-        return decimal_text(value)
+        return _number(value)
+    if isinstance(value, Number) and value.is_finite:
+        return -0.0 if value.negative and not value.magnitude else _number(value.value)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (Number, Cast, FloatFormat, IntFormat, ScaledFormat)):
@@ -42,3 +44,17 @@ def as_json(value: object) -> object:
     else:
         more = ()
     return {**data, **{name: as_json(getattr(value, name)) for name in more}}
+
+
+def _number(value: Fraction) -> int | float | str:
+    """Return a number that fp64 or its decimal notation has exactly (0.4); otherwise text, such as 1/3 or 2^-1100."""
+    if value.denominator == 1 and abs(value) < 1 << 53:
+        return int(value)
+    is_binary = value.denominator & (value.denominator - 1) == 0
+    try:
+        nearest = float(value)
+    except OverflowError:
+        return power_text(value)
+    if value in (Fraction(nearest), Fraction(repr(nearest))):
+        return nearest
+    return power_text(value) if is_binary else decimal_text(value)

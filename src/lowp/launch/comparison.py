@@ -8,20 +8,16 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from lowp.launch.folders import NAME, Workplace, from_above, new_folder
 from lowp.launch.settings import RUN
 
-__all__ = ["RunOutcome", "difference", "run", "waited"]
+__all__ = ["RunOutcome", "Runs", "difference", "waited"]
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\bnan\b|[-+]?\binf\b")
 
@@ -45,31 +41,35 @@ class RunOutcome:
     notes: tuple[str, ...]
 
 
-def run(
-    command: Sequence[str],
-    environments: Sequence[tuple[str, Mapping[str, str]]],
-    stop: Callable[[], bool] = lambda: False,
-) -> int:
-    """Run the script once per environment, one after the other, and print a table. Return 0 if every run returned 0.
+class Runs:
+    """Runs of one script, one after the other, each in a folder of its own.
 
-    The runs work in folders of their own, where relative paths that they write remain, in a folder lowp-compare whose
-    name is printed at the end. When `stop()` becomes true, the current run is ended and the table has the runs so far.
+    Relative paths that a run writes remain in its folder, in `folder`, which is named lowp-compare.
     """
-    folder = new_folder(Path.cwd(), NAME)
-    command = [command[0], *(from_above(argument, Path.cwd()) for argument in command[1:])]
-    console = Console(stderr=True)
-    outcomes = []
-    for precision, environment in environments:
-        with console.status(f"{precision}: {' '.join(command[1:])}"):
-            outcomes.append(_once(precision, command, environment, folder, stop))
-        if stop():
-            break
-    Console().print(_table(outcomes))
-    for outcome in outcomes:
-        for note in outcome.notes:
-            print(f"{outcome.precision}: {note}")
-    print(f"complete outputs, and what the runs have written: {folder}", file=sys.stderr)
-    return 0 if all(outcome.code == 0 for outcome in outcomes) else 1
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.folder = new_folder(Path.cwd(), NAME)
+        self.outcomes: list[RunOutcome] = []
+        self._command = [command[0], *(from_above(argument, Path.cwd()) for argument in command[1:])]
+
+    def add(self, precision: str, environment: Mapping[str, str], stop: Callable[[], bool]) -> RunOutcome:
+        """Run the script in an environment; end it when `stop()` becomes true."""
+        self.outcomes.append(_once(precision, self._command, environment, self.folder, stop))
+        return self.outcomes[-1]
+
+    @property
+    def base(self) -> RunOutcome:
+        """The run that the others are compared with: that in fp32, or else the first."""
+        return next((one for one in self.outcomes if one.precision == "fp32"), self.outcomes[0])
+
+    def apart(self, one: RunOutcome) -> str:
+        """Return how the last line of a run differs from that of `base`; "" for that run itself."""
+        return "" if one is self.base else "failed" if one.code else difference(one.last_line, self.base.last_line)
+
+    def document(self) -> dict[str, Any]:
+        """Return plain data."""
+        runs = [{**asdict(one), "difference": self.apart(one) or None} for one in self.outcomes]
+        return {"base": self.base.precision, "runs": runs, "folder": str(self.folder)}
 
 
 def _once(
@@ -133,8 +133,6 @@ def waited(process: subprocess.Popen[bytes], stop: Callable[[], bool], grace: fl
 
 
 def _summary(directory: str, precision: str) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from lowp.launch.record import gathered, merged
 
     try:
@@ -160,19 +158,3 @@ def difference(line: str, other: str) -> str:
 def _apart(one: float, other: float) -> float:
     far = abs(one - other) / abs(other) if other else math.inf
     return far if math.isfinite(far) else math.inf
-
-
-def _table(outcomes: Sequence[RunOutcome]) -> Table:
-    """Return a row for each run, compared with that in fp32, or else with the first."""
-    base = next((one for one in outcomes if one.precision == "fp32"), outcomes[0])
-    table = Table()
-    for name in ("precision", "exit", "time", "skipped steps", "saturated tensors"):
-        table.add_column(name, justify="left" if name == "precision" else "right", no_wrap=name == "precision")
-    table.add_column("last line of output", overflow="fold")
-    table.add_column(f"against {base.precision}", overflow="fold")
-    for one in outcomes:
-        skipped = f"{one.skipped} of {one.steps}" if one.steps else ""
-        saturated = f"{one.saturated} of {one.writes}" if one.writes else ""
-        apart = "" if one is base else "failed" if one.code else difference(one.last_line, base.last_line)
-        table.add_row(one.precision, str(one.code), f"{one.seconds:.1f} s", skipped, saturated, one.last_line, apart)
-    return table

@@ -36,12 +36,16 @@ _MOST_MODELS = 16
 
 
 def profile_script(
-    script: Sequence[str], max_overhead: str, out: Path | None, stop: Callable[[], bool] = lambda: False
+    script: Sequence[str],
+    max_overhead: str,
+    out: Path | None,
+    stop: Callable[[], bool] = lambda: False,
+    stdout: int | None = None,
 ) -> tuple[int, Path]:
     """Run a script as Python would, under the profiler; return its exit code and the path of the merged record.
 
-    When `stop()` becomes true, the script is ended and the record has the data so far. Raises InvalidInput if the
-    script does not exist.
+    The script prints to the file descriptor `stdout`, by default to that of this process. When `stop()` becomes true,
+    the script is ended and the record has the data so far. Raises InvalidInput if the script does not exist.
     """
     if script[0] != "-m" and not os.path.exists(script[0]):
         raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
@@ -59,15 +63,15 @@ def profile_script(
         "PYTHONPATH": os.pathsep.join(one for one in paths if one),
     }
     sys.stdout.flush()
-    code = _call([sys.executable, *script], environment, stop)
+    code = _call([sys.executable, *script], environment, stop, stdout)
     if code < 0:
         print(f"lowp profile: the script was ended by signal {-code}; the results until then follow", file=sys.stderr)
     _merge(path)
     return code if code >= 0 else 128 - code, path  # as shells report a signal
 
 
-def _call(command: Sequence[str], environment: Mapping[str, str], stop: Callable[[], bool]) -> int:
-    process = subprocess.Popen(command, env=environment)
+def _call(command: Sequence[str], environment: Mapping[str, str], stop: Callable[[], bool], stdout: int | None) -> int:
+    process = subprocess.Popen(command, env=environment, stdout=stdout)
     try:
         return waited(process, stop, _GRACE)
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import sys
@@ -119,9 +118,8 @@ def check_writable(path: Path) -> None:
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
     """Write a document as JSON, atomically; infinities and NaNs are written as null."""
-    text = json.dumps(_without_nan(document), indent=1, allow_nan=False) + "\n"
     with files.replacing(path) as file:
-        file.write(text.encode("utf-8"))
+        file.write(files.json_text(document).encode())
 
 
 def read(path: Path, kind: str) -> dict[str, Any]:
@@ -177,13 +175,3 @@ def _is_picture(path: Path, suffix: str) -> bool:
     """Return whether a file is an image of this type with matplotlib's signature."""
     content = path.read_bytes()
     return PICTURES[suffix] in content[:512] and b"atplotlib" in content
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return value

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
-from lowp.report.tables import bytes_of, plain_table, seconds
+from lowp.report.tables import bytes_of, seconds
+from lowp.report.terminal import WIDTH, plain_table
 
 __all__ = ["benchmark_notes", "benchmark_tables"]
 
 _NOTHING = "-"
-_WIDTH = 110
 _COLUMNS = 8
 
 
@@ -128,7 +128,7 @@ def _published(subject: Mapping[str, Any]) -> Table:
     return table
 
 
-def benchmark_notes(document: Mapping[str, Any], methods: bool = True, width: int = _WIDTH) -> str:
+def benchmark_notes(document: Mapping[str, Any], methods: bool = True, width: int = WIDTH) -> str:
     """Return the text below the tables: rows that failed or took few steps, `methods` and sources, the machine."""
     rows = [(subject, row) for subject in document["recipes"] for row in subject["variants"]]
     lines = [

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from lowp.report.terminal import plain_table
 
 __all__ = ["exponent_table"]
 
@@ -30,9 +31,7 @@ def exponent_table(document: Mapping[str, Any]) -> Table | None:
     rows = [(row["label"], _sums(row)) for row in document["variants"]]
     if not any(sums for _, sums in rows):
         return None
-    table = Table(title="shared exponents", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for column, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="left" if column == 0 else "right", no_wrap=True)
+    table = plain_table("shared exponents", _COLUMNS)
     for label, sums in rows:
         if sums:
             needed, in_time = sums["raises_needed"], sums["raises_in_time"]

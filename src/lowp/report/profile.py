@@ -14,7 +14,7 @@ from lowp.numerics.advice import Advice, FormatVerdict
 from lowp.numerics.part import failure
 from lowp.numerics.prediction import Window
 from lowp.numerics.record import Record
-from lowp.report.tables import plain_table, show
+from lowp.report.terminal import plain_table, show
 
 __all__ = [
     "findings",

@@ -6,8 +6,9 @@ import sys
 from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from lowp.report.terminal import console
 
 __all__ = ["Bar"]
 
@@ -19,10 +20,9 @@ class Bar:
         self._stream = sys.stderr if stream is None else stream
         self._progress: Progress | None = None
         if self._stream.isatty():
-            console = Console(file=self._stream)
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
             self._progress = Progress(
-                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True
+                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console(self._stream), transient=True
             )
             self._task = self._progress.add_task(title, total=total)
 

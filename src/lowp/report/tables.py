@@ -1,76 +1,23 @@
-"""Terminal tables of comparisons, sweeps and recipes, made from their documents."""
+"""Terminal tables of comparisons and sweeps, made from their documents, and numbers as text."""
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO, TypeGuard
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from lowp.report.exponents import exponent_table
+from lowp.report.terminal import WIDTH, plain_table
 
-__all__ = ["comparison_tables", "console", "heat_map", "notes", "number", "plain_table", "show", "sweep_words"]
+__all__ = ["comparison_tables", "heat_map", "notes", "number", "sweep_words"]
 
 _NOTHING = "-"
 _STYLES = {"converges as fp32": "green", "loses": "yellow", "fails": "red", "undecided": "cyan"}
-_WIDTH = 110
-_LEAST_WIDTH = 40
-_WORDS = ("verdict", "what", "size", "data")
-
-
-class _Console(Console):
-    """A console of rich that leaves a broken pipe to `lowp`."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
-def console(stream: TextIO | None = None) -> Console:
-    """Return a console on a stream, by default stdout; its width is COLUMNS, else the terminal's, else 110."""
-    result = _Console(file=sys.stdout if stream is None else stream, highlight=False)
-    if not result.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
-        result.width = _WIDTH
-    result.width = max(result.width, _LEAST_WIDTH)
-    return result
-
-
-def show(console: Console, table: Table) -> None:
-    """Print a table; one wider than the console is split into several, each with the first column."""
-    for part in _parts(console, table):
-        console.print(part)
-
-
-def _parts(console: Console, table: Table) -> Iterator[Table]:
-    options = console.options.update(width=10**6)  # otherwise the measured width would be cut to the console's
-    columns = [0]
-    for index in range(1, len(table.columns)):
-        width = console.measure(_of_columns(table, [*columns, index]), options=options).maximum
-        if width > console.width and len(columns) > 1:
-            yield _of_columns(table, columns)
-            columns = [0]
-        columns.append(index)
-    yield _of_columns(table, columns)
-
-
-def _of_columns(table: Table, indices: Sequence[int]) -> Table:
-    """Return a table of some columns of another; the first part has the title."""
-    is_first = 1 in indices or len(table.columns) == 1
-    part = plain_table(table.title if is_first else None, ())  # type: ignore[arg-type]
-    for index in indices:
-        column = table.columns[index]
-        part.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap)
-    cells = [list(table.columns[index].cells) for index in indices]
-    for row, style in zip(zip(*cells, strict=True), [row.style for row in table.rows], strict=True):
-        part.add_row(*row, style=style)
-    return part
 
 
 # -- a comparison -----------------------------------------------------------------------------------------------------
@@ -136,7 +83,7 @@ def _is_measured(document: Mapping[str, Any]) -> bool:
     return any(row.get("step_seconds") or row.get("peak_memory_bytes") for row in document["variants"])
 
 
-def notes(document: Mapping[str, Any], width: int = _WIDTH) -> str:
+def notes(document: Mapping[str, Any], width: int = WIDTH) -> str:
     """Return the text below the tables: the reasons of the verdicts, the methods, the machine."""
     lines = [
         f"{row['label']}: {row['verdict']['verdict']}: {row['verdict']['reason']}."
@@ -178,7 +125,7 @@ def _cell(value: float | None, low: float, high: float, recipe: Mapping[str, Any
     return Text(f" {number(value, recipe['metric_is_share'])} ", style)
 
 
-def sweep_words(document: Mapping[str, Any], width: int = _WIDTH) -> str:
+def sweep_words(document: Mapping[str, Any], width: int = WIDTH) -> str:
     """Return sentences on the change of the metric with exponent bits and with mantissa bits."""
     grid, recipe = document["grid"], document["recipe"]
     if "effect_of_exponent" not in grid:
@@ -230,14 +177,6 @@ def bytes_of(value: int) -> str:
         size /= 1024
         units.pop(0)
     return f"{size:.3g} {units[0]}"
-
-
-def plain_table(title: str | None, columns: Sequence[str]) -> Table:
-    """Return a table without frames; the first column and columns of words are aligned left."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index == 0 or name in _WORDS else "right", no_wrap=name not in _WORDS)
-    return table
 
 
 def _spread(statistics: Mapping[str, Any], share: bool) -> str:
