@@ -52,6 +52,8 @@ def near(given: str, allowed: Iterable[str], count: int = 3) -> list[str]:
     begun = [name for name in by_lower if min(len(name), len(typed)) >= 3 and _begins_alike(name, typed)]
     begun.sort(key=lambda name: abs(len(name) - len(typed)))
     matches = difflib.get_close_matches(typed, by_lower, n=count, cutoff=0.55)
+    if matches and difflib.SequenceMatcher(None, typed, matches[0]).ratio() > 0.9:  # a slip: the others only distract
+        matches = matches[:1]
     return [by_lower[name] for name in dict.fromkeys([*begun, *matches])][:count]
 
 

@@ -102,7 +102,7 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("digts",), "unknown recipe 'digts'; did you mean digits or digits-hard?"),
+        (("digts",), "unknown recipe 'digts'; did you mean digits?"),
         (("digits", "rosman"), "unknown recipe 'rosman'; did you mean rossmann?"),
         (("digits", "--precision", "fp16,fp61"), "unknown precision 'fp61'; did you mean"),
         (("digits", "--memory", "2 gigs"), "--memory '2 gigs' is not a size: give a number and a unit, such as 2GB"),

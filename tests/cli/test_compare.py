@@ -142,7 +142,7 @@ def test_without_matplotlib_the_json_is_written_and_it_says_so(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("digts",), "unknown recipe 'digts'; did you mean digits or digits-hard?"),
+        (("digts",), "unknown recipe 'digts'; did you mean digits?"),
         (("train.py",), "compare whole runs of a script by lowp run --compare fp32,bf16 train.py"),
         (("digits", "--precision", "fp16,fp61"), "unknown precision 'fp61'; did you mean"),
         (("digits", "--seeds", "0"), "--seeds 0: give 1 or more"),

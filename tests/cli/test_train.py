@@ -167,7 +167,7 @@ def test_a_run_whose_weights_are_no_numbers_keeps_its_last_good_checkpoint(lowp:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("digts",), "unknown recipe 'digts'; did you mean digits or digits-hard?"),
+        (("digts",), "unknown recipe 'digts'; did you mean digits?"),
         (("digits", "--precision", "fp61"), "unknown precision 'fp61'; did you mean"),
         (("digits", "--epochs", "0"), "epochs 0: give 1 or more"),
         (("digits", "--lr", "-1"), "learning rate -1.0: give a finite number above zero"),

@@ -249,7 +249,7 @@ def _help() -> str:
 
 
 def print_error(text: str) -> None:
-    """Print an error as one line on stderr; on a terminal its first word is red."""
+    """Print an error as one line on stderr; on a terminal with a red word, and wrapped between words."""
     if not sys.stderr.isatty():
         print(f"lowp: error: {text}", file=sys.stderr)
         return
@@ -257,7 +257,7 @@ def print_error(text: str) -> None:
 
     from lowp.report.terminal import console
 
-    console(sys.stderr).print(Text.assemble("lowp: ", ("error:", "bold red"), f" {text}"), soft_wrap=True)
+    console(sys.stderr).print(Text.assemble("lowp: ", ("error:", "bold red"), f" {text}"))
 
 
 def _is_about_input(error: Exception) -> bool:

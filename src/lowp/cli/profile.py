@@ -261,10 +261,14 @@ def _settings(name: str, arguments: argparse.Namespace, precision: str = "fp32")
 def _recipe(name: str, arguments: argparse.Namespace) -> int:
     from lowp.cli.interrupts import Interrupts
     from lowp.recipes.profiling import profiled
+    from lowp.report.progress import Bar
 
     settings = _settings(name, arguments)
-    with Interrupts(lambda: _left(arguments.out), "the step is being ended") as interrupts:
-        record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out, interrupts)
+    with (
+        Interrupts(lambda: _left(arguments.out), "the step is being ended") as interrupts,
+        Bar(f"profiling {name}", arguments.steps or 0, "steps") as bar,
+    ):
+        record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out, interrupts, bar.move)
     if record.is_empty:  # the profiler has printed why
         return interrupts.exit_code if interrupts() else 2
     document = _report(record, arguments, f"lowp compare {name} --precision policy.toml")

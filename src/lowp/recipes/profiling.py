@@ -35,11 +35,12 @@ def profiled(
     max_overhead: str | float | None,
     out: Path | None = None,
     stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[int, int], None] = lambda taken, steps: None,
 ) -> Record:
     """Train a recipe for some steps under the profiler, and return its record; stop earlier if `stop()` is true.
 
     Without a number of steps it takes 100, and then more until the profiler has sampled four rounds or a minute has
-    passed.
+    passed. `on_progress` gets the number of steps taken and that number.
     """
     training = Training(settings)
     begun = time.perf_counter()
@@ -54,6 +55,7 @@ def profiled(
         )
 
         def is_enough(taken: int) -> bool:
+            on_progress(taken, max(taken, steps or _STEPS))
             if taken and stop():
                 return True
             if steps is not None:

@@ -42,6 +42,11 @@ class Bar:
         if self._progress is not None:
             self._progress.update(self._task, advance=steps, description=title)
 
+    def move(self, done: int, total: int) -> None:
+        """Move the bar to `done` of `total`."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, total=total)
+
     def line(self, text: str) -> None:
         """Print a line, above the bar on a terminal."""
         if self._progress is not None:

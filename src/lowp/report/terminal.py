@@ -15,7 +15,7 @@ __all__ = ["WIDTH", "console", "plain_table", "show"]
 
 WIDTH = 110  # of what is no terminal
 _LEAST_WIDTH = 40
-_LEAST_WORDS = 28  # characters to which a column of words may be wrapped before it moves below
+_LEAST_WORDS = 24  # characters to which a column of words may be wrapped before it moves below
 _WORDS = ("verdict", "what", "size", "data", "training", "last line", "difference")
 
 
