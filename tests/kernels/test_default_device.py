@@ -167,7 +167,6 @@ def library_functions() -> object:
     weight, old = X.clone(), torch.zeros_like(X, dtype=torch.int16)
     return [
         cpu.statistics(X),
-        cpu.quantize_finite(X, parse("int8"), 0, out.clone()),
         cpu.random_words(3, 5, 7),
         cpu.random_block(3, (1, 2, 3, 4)),
         cpu_int16.to_int16(X, parse("dfp16"), -13, old),

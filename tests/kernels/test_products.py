@@ -15,10 +15,10 @@ import lowp
 from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import Unavailable
-from lowp.kernels import cpu, fp32_products
+from lowp.kernels import cpu
 from lowp.kernels.fp32_products import defined
-from lowp.kernels.products import gradients_of_product, linear_in_fp32
 from lowp.ops.trilinear import OUTPUT, Linear
+from lowp.policy import Policy, Rule
 from lowp.precision import Precision
 
 
@@ -92,44 +92,48 @@ def test_a_way_that_there_is_none_of_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("output", ["fp16", "bf16", None])
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, True), (False, True, False)])
 def test_a_linear_layer_and_its_gradients_are_products_by_the_definition(
-    dtype: torch.dtype, wanted: tuple[bool, bool, bool]
+    output: str | None, wanted: tuple[bool, bool, bool]
 ) -> None:
     generator = torch.Generator().manual_seed(0)
+    operands, result = (torch.bfloat16, torch.bfloat16) if output == "bf16" else (torch.float16, torch.float32)
+    result = torch.float16 if output == "fp16" else result
+    name = "bf16" if output == "bf16" else "fp16"
+    policy = Policy((Rule.of("contraction", input=name, weight=name, grad=name, output=output),))
     for shape, n in (((1, 8), 8), ((5, 7), 3), ((2, 16, 12), 10), ((4, 1), 1), ((0, 2), 3), ((3, 0), 2), ((7,), 3)):
-        x, weight, gradient = (
-            torch.randn(s, generator=generator).to(dtype) for s in (shape, (n, shape[-1]), (*shape[:-1], n))
+        x, weight, gradient, bias = (
+            torch.randn(s, generator=generator).to(operands).float()
+            for s in (shape, (n, shape[-1]), (*shape[:-1], n), (n,))
         )
-        bias, rows = torch.randn(n, generator=generator), x.reshape(math.prod(shape[:-1]), shape[-1])
-        found = linear_in_fp32(x, weight, bias, dtype)
-        assert torch.equal(found, defined(rows, weight.t(), bias).to(dtype).reshape(gradient.shape))
-        operands = x if wanted[1] else None, weight if wanted[0] else None
-        flat = gradient.reshape(rows.shape[0], n)
+        for one, needs in zip((x, weight, bias), wanted, strict=True):
+            one.requires_grad_(needs)
+        with lowp.autocast(policy):
+            found = F.linear(x, weight, bias)
+        rows, flat = x.detach().reshape(math.prod(shape[:-1]), shape[-1]), gradient.reshape(math.prod(shape[:-1]), n)
+        assert torch.equal(found, defined(rows, weight.detach().t(), bias.detach()).to(result).reshape(gradient.shape))
         expected = (
-            defined(flat, weight).to(dtype).reshape(shape) if wanted[0] else None,
-            defined(flat.t(), rows).to(dtype) if wanted[1] else None,
-            defined(torch.ones(1, len(flat)), flat)[0].to(dtype) if wanted[2] else None,
+            defined(flat, weight.detach()).to(result).reshape(shape),
+            defined(flat.t(), rows).to(result),
+            defined(torch.ones(1, len(flat)), flat)[0].to(result),
         )
+        needed = [one for one, needs in zip((x, weight, bias), wanted, strict=True) if needs]
+        right = [one.float() for one, needs in zip(expected, wanted, strict=True) if needs]
         for incoming in (gradient, gradient.mT.contiguous().mT if gradient.dim() > 1 else gradient):
-            results = gradients_of_product(Linear(x.shape, weight.shape), operands, incoming, wanted[2])
-            for one, other in zip(results, expected, strict=True):
-                assert (one is None) == (other is None)
-                assert one is None or (one.dtype is other.dtype and torch.equal(one, other))  # type: ignore[union-attr]
+            results = torch.autograd.grad(found, needed, incoming.to(result), retain_graph=True)
+            assert all(torch.equal(one, other) for one, other in zip(results, right, strict=True))
 
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
-def test_products_of_batches_sum_in_the_order_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-    multiply = fp32_products.multiply
-    monkeypatch.setattr(fp32_products, "multiply", lambda *given: called.append(given) or multiply(*given))
+def test_products_of_batches_sum_in_the_order_of_the_definition() -> None:
     x, y = torch.randn(2, 3, 9, 400), torch.randn(2, 3, 400, 5)
     with lowp.autocast("fp16"):
         found = torch.einsum("abij,abjk->abik", x, y), x @ y, torch.einsum("abij,abjk->ak", x, y)
-    assert len(called) == 3
+        turned = x.transpose(1, 2).contiguous().transpose(1, 2) @ y
     expected = defined(x.half(), y.half()).half()
-    assert torch.equal(found[0], expected) and torch.equal(found[1], expected)
+    assert all(torch.equal(one, expected) for one in (*found[:2], turned))
     assert torch.allclose(found[2].float(), expected.float().sum((1, 2)), rtol=1e-2, atol=0.5)

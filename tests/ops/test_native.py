@@ -21,7 +21,7 @@ from lowp import kernels
 from lowp.compat import accelerator
 from lowp.kernels import hardware
 from lowp.kernels.choices import choices
-from lowp.ops import short
+from lowp.ops.direct import Direct
 from lowp.region import engine, handover
 
 has_own = hardware.products_of_bf16()[0]
@@ -322,8 +322,8 @@ def test_a_sum_on_a_cpu_is_not_offered_to_torch_autocast_whose_list_lacks_it(mon
 @own
 def test_a_product_that_is_handed_over_is_asked_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    find = short.sixteen_bits_run_in
-    monkeypatch.setattr(short, "sixteen_bits_run_in", lambda *given: asked.append(given) or find(*given))
+    contract = Direct.contract
+    monkeypatch.setattr(Direct, "contract", lambda *given: asked.append(given) or contract(*given))
     x, weight = _drawn([(5, 7), (3, 7)])
     with lowp.autocast("bf16"):
         assert F.linear(x, weight).dtype is torch.bfloat16

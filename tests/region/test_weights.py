@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp import kernels
-from lowp.ops import short
+from lowp.ops import direct
 from lowp.region import autocast, weights
 
 
@@ -42,7 +42,7 @@ PRECISIONS = ("bf16", "e5m7")
 def small_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the casts of small weights as those of large ones."""
     monkeypatch.setattr(weights, "_SMALL", 0)
-    monkeypatch.setattr(short, "SMALL", 0)
+    monkeypatch.setattr(direct, "SMALL", 0)
 
 
 def ones() -> nn.Linear:

@@ -14,7 +14,7 @@ from lowp import presets
 from lowp.casts import Cast
 from lowp.formats import FORMATS, FloatFormat, Format, ScaledFormat
 from lowp.kernels.products import torchs_own_device
-from lowp.ops.short import one_dtype
+from lowp.ops.direct import one_dtype
 from lowp.precision import Precision
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import STOPS, Settings, Training

@@ -81,13 +81,27 @@ class PlanBlock(Structure):
     )
 
 
+class RoundingBlock(Structure):
+    """struct lowp_rounding of cpu/product.hpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("cast", "sharing")),
+        *((name, c_int64) for name in ("type", "out_type", "count", "row", "group", "inner")),
+    )
+
+
+class StepBlock(Structure):
+    """struct lowp_step of cpu/product.hpp."""
+
+    _fields_ = (("is_product", c_int64), ("product", PlanBlock), ("rounding", RoundingBlock))
+
+
 # one row per function: its return type and its arguments
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_build": (c_char_p, ()),
     "lowp_set_team": (None, (c_void_p,)),
     "lowp_casts_select": (c_int, (c_int,)),
-    "lowp_quantize": (None, (c_void_p, *(c_int, c_void_p) * 2, c_int64, c_uint64, c_int64, c_int)),
-    "lowp_quantize_finite": (c_int, (*(c_void_p,) * 4, c_int64, c_uint64, c_int)),
+    "lowp_quantize": (None, (c_void_p, *(c_int, c_void_p) * 2, c_int64, c_uint64, c_int64, c_int, c_int)),
     "lowp_encode": (c_int64, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int64, c_int)),
     "lowp_decode": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int)),
     "lowp_quantize_groups": (
@@ -142,7 +156,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_updates": (None, (*(c_void_p,) * 3, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
     "lowp_random_block": (None, (c_uint64, c_void_p, c_void_p)),
-    "lowp_product": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_int)),
+    "lowp_program": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_int)),
     "lowp_bytes_pack": (None, (c_void_p, *(c_int64,) * 3, c_int, *(c_void_p,) * 3, c_int)),
     "lowp_bytes_extremes": (None, (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
     "lowp_bytes_quantize": (
@@ -266,11 +280,12 @@ def cast_address(cast: Cast | None) -> int | None:
     return None if cast is None else addressof(parameters(cast)._obj)  # type: ignore[attr-defined]
 
 
-def product_blocks(count: int) -> Any:
-    """Return the blocks of `count` products."""
-    return (PlanBlock * count)()
+def sharing_address(cast: Cast) -> int | None:
+    """Return the address of the parameters of a cast's shared scales; None for casts without."""
+    block = sharing_parameters(cast)
+    return None if block is None else addressof(block._obj)  # type: ignore[attr-defined]
 
 
-def seed_block(*seeds: int) -> Any:
-    """Return the seeds of the casts of a product: of its left and right operand, and of the result."""
-    return (c_uint64 * 3)(*seeds)
+def step_blocks(count: int) -> Any:
+    """Return the blocks of a program of `count` steps."""
+    return (StepBlock * count)()

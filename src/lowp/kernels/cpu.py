@@ -32,7 +32,7 @@ from lowp.casts import Cast
 from lowp.compat import skipped_by_compilers
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.abi import SIGNATURES, TYPE_NUMBERS, format_parameters, parameters, sharing_parameters
+from lowp.kernels.abi import SIGNATURES, TYPE_NUMBERS, format_parameters, parameters
 from lowp.kernels.philox import Seed, drawn
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
@@ -258,10 +258,10 @@ def optional_address(x: Tensor | None) -> int | None:
     return None if x is None else address(x)
 
 
-def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
+def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor, keeps: bool = False) -> None:
     """Write the result of casting every element into `out`, of x's shape; `out` may be `x`.
 
-    The dtype of `out` is x's, or another one that holds every value of the format.
+    The dtype of `out` is x's, or another one that holds every value of the format. `keeps`: infinities and NaN stay.
     """
     loaded().lowp_quantize(
         parameters(cast),
@@ -271,17 +271,9 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
         out,
         x.numel(),
         *drawn_bits(seed),
+        keeps,
         torch.get_num_threads(),
     )
-
-
-def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
-    """Write the result of casting fp32 x into `out`. Return False, with nothing written, if that is not possible.
-
-    x must be finite, and a shared scale must be one for the whole tensor, from its largest magnitude.
-    """
-    given = parameters(cast), sharing_parameters(cast), x, out, x.numel(), seed & MASK
-    return not loaded().lowp_quantize_finite(*given, torch.get_num_threads())
 
 
 def drawn_bits(seed: Seed) -> tuple[int, int]:

@@ -49,18 +49,25 @@ def quantize_scaled(
 def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int) -> bool:
     """Write fp32 `x` rounded under its own scales into `out`; groups run along `axis`.
 
-    Returns False, with `out` undefined, if x is not finite, and for what is cast as if `axis` were moved to the last
-    place: groups of whole channels, and those whose numbers draw, since their random words are counted there.
+    Returns False, with `out` undefined, if x is not finite, and where `groups_along` is None.
     """
-    scope, shape, last = scaled.scaled_format(cast).scope, x.shape, x.dim() - 1
-    if axis in (-1, last):
-        layout = (*_layout(shape, scope), 1)
-    elif cast.is_stochastic or (scope.kind == "channel" and len(shape) > 2):
-        return False
-    else:
-        row, inner = shape[axis], shape[axis % (last + 1) + 1 :].numel()
-        layout = (shape.numel(), row, scaled.block_size(scope, row) if scope.kind == "block" else row, inner)
-    return not _quantize(x, cast, layout, None, None, seed, out)
+    layout = groups_along(x.shape, cast, axis)
+    return layout is not None and not (x.numel() and _quantize(x, cast, layout, None, None, seed, out))
+
+
+def groups_along(shape: torch.Size, cast: Cast, axis: int) -> tuple[int, int, int, int] | None:
+    """Return the `_layout` of groups along `axis`, and the distance of a row's numbers.
+
+    None for what is cast as if `axis` were moved to the last place: groups of whole channels, and those whose numbers
+    draw, since their random words are counted there.
+    """
+    scope, last = scaled.scaled_format(cast).scope, len(shape) - 1
+    if axis in (-1, last) or scope.kind == "tensor":
+        return *_layout(shape, scope), 1
+    if cast.is_stochastic or (scope.kind == "channel" and last > 1):
+        return None
+    row, inner = shape[axis], shape[axis % (last + 1) + 1 :].numel()
+    return shape.numel(), row, scaled.block_size(scope, row) if scope.kind == "block" else row, inner
 
 
 def _quantize(

@@ -108,11 +108,10 @@ def quantize_operand(
     traces. `dtype`: of the result, one that holds every value of the format; by default fp32, or x's fp64. `axis`: that
     along which groups with a shared scale run, -1 without any.
     """
-    keeps = keeps_infinities(cast)
     if not is_traced and type(seed) is int and x.dtype is torch.float32 and _goes_straight(x) and run.is_one_pass(cast):
-        if keeps:
+        if cast.scaling is None:
             out = torch.empty_like(x, dtype=dtype)
-            cpu.quantize(x, cast, seed, out)
+            cpu.quantize(x, cast, seed, out, True)
             return out
         if run.quantize_finite(x, cast, seed, out := torch.empty_like(x), axis):
             return out if dtype is None else out.to(dtype)
@@ -120,7 +119,7 @@ def quantize_operand(
         return quantize_operand(x.movedim(axis, -1).contiguous(), cast, seed, is_traced, dtype).movedim(-1, axis)
     rounded: Tensor = quantize(x, cast, seed=seed)
     rounded = rounded if dtype is None else rounded.to(dtype)
-    if keeps:
+    if keeps_infinities(cast):
         return rounded
     # a sum that overflows means a second look, no more
     if not is_traced and type(x) in _PLAIN and x.is_cpu and not x.is_meta and math.isfinite(float(x.detach().sum())):

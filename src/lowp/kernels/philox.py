@@ -29,6 +29,14 @@ class Draw(NamedTuple):
 Seed = int | Tensor | Draw
 
 
+def draw_seed(device: torch.device | str = "cpu") -> Tensor:
+    """Return a new seed for stochastic rounding from torch's generator: `torch.manual_seed` repeats it.
+
+    On a device the device's own generator draws it, so that a captured CUDA graph draws a new one at each replay.
+    """
+    return torch.randint(2**62, (), device=device)
+
+
 def block(counter: tuple[Tensor, Word, Word, Word], seed: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the four 32-bit words (int64 tensors) of a counter of four 32-bit words and a 64-bit seed."""
     c0: Word

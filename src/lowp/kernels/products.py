@@ -23,12 +23,10 @@ all devices, the former with torch's operations only, the latter with the C++ li
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Protocol, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.casts import Cast
@@ -48,15 +46,11 @@ __all__ = [
     "ProductForm",
     "contract",
     "contract_packed",
-    "gradients_of_product",
     "has_launches",
     "is_native",
     "is_torchs_own",
-    "linear_in_fp32",
-    "linear_sixteen_bits",
     "multiplies_int8",
     "ready_operand",
-    "sixteen_bits_run_in",
     "sum_of_rows",
     "torchs_own_device",
 ]
@@ -179,60 +173,6 @@ def _serves(*tensors: Tensor) -> bool:
     return fp32_products.serves_compiled() and all(x.is_cpu and x.element_size() <= 4 for x in tensors)
 
 
-def linear_sixteen_bits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the result of `contract` for a linear layer in fp16 or bf16: summed in fp32, rounded to its dtype.
-
-    `dtype` is the result of `sixteen_bits_run_in`. For callers that know the rule, with the least overhead.
-    """
-    if dtype is torch.float32:
-        return linear_in_fp32(x, weight, bias, x.dtype)
-    result = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    return NARROW[x.dtype](result.float()) if dtype is torch.float64 else result
-
-
-def linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x[..., k] weight[n, k]^T + bias[n], summed in fp32 and rounded once to `dtype`."""
-    result = fp32_products.linear(x, weight, bias, dtype)
-    if result is not None:
-        return result
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
-
-
-def gradients_of_product(
-    form: Any,
-    operands: tuple[Tensor | None, Tensor | None],
-    gradient: Tensor,
-    wants_bias: bool,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of both operands of a linear layer, and of its bias, in `dtype`, or that of its own.
-
-    The gradient of one operand is a product with the other one; it is None if the other one is None.
-    """
-    first, second = operands
-    own = gradient.dtype if dtype is None else dtype
-    way = sixteen_bits_run_in(gradient, own)
-    if way is torch.float32 and len(form.second) == 2:
-        if fp32_products.serves(gradient, *[one for one in operands if one is not None]):
-            if len(form.first) == 2:
-                return fp32_products.linear_gradients(first, second, gradient, wants_bias, own)
-            rows = math.prod(form.first[:-1])
-            first = first if first is None else first.reshape(rows, form.first[-1])
-            gradient = gradient.reshape(rows, form.second[0])
-            of_x, of_weight, of_bias = fp32_products.linear_gradients(first, second, gradient, wants_bias, own)
-            return of_x if of_x is None else of_x.view(form.first), of_weight, of_bias
-
-    def product(slot: int, other: Tensor) -> Tensor:
-        result: Tensor = form.product(slot, other.to(way), gradient.to(way))
-        return result if way is own else result.float().to(own)
-
-    return (
-        None if second is None else product(0, second),
-        None if first is None else product(1, first),
-        form.bias_gradient(gradient.float()).to(own) if wants_bias else None,
-    )
-
-
 def sum_of_rows(x: Tensor) -> Tensor:
     """Return the sum of x[m, n] along m in fp32, by the library in the order of a product with ones."""
     if not _serves(x):
@@ -241,14 +181,6 @@ def sum_of_rows(x: Tensor) -> Tensor:
         result: Tensor = fp32_products.multiply_traced(x.new_ones(1, x.shape[0]), x, None, torch.float32)
         return result[0]
     return fp32_products.sum_of_rows(x)
-
-
-def sixteen_bits_run_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which products of operands in a 16-bit dtype are computed on the device of x."""
-    way = forced()
-    if way is None:
-        return dtype if multiplies("cpu" if x.is_cpu else x.device.type, dtype) else torch.float32
-    return dtype if way == "native" else torch.float64 if way == "reference" else torch.float32
 
 
 Packed = (

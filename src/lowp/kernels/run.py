@@ -33,7 +33,7 @@ def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, s
     out = torch.empty_like(x)
     if x.is_contiguous() or module is not cpu:
         _call(module, x, cast, seed, out)
-    elif not cast.is_stochastic and x.stride() == out.stride() and _is_dense(x):
+    elif not cast.is_stochastic and x.stride() == out.stride() and is_dense(x.shape, x.stride()):
         # element-wise: the order does not matter, so that elements are taken in memory order
         _call(module, x.as_strided((x.numel(),), (1,)), cast, seed, out.as_strided((x.numel(),), (1,)))
     else:
@@ -105,7 +105,7 @@ def statistics(module: ModuleType, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = _readable(x)
     if not x.is_contiguous():
         # the order matters only to the last bit of the sum
-        x = x.as_strided((x.numel(),), (1,)) if _is_dense(x) else x.contiguous()
+        x = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.contiguous()
     histogram, maximum, squares, zeros, nan, infinite = module.statistics(x)
     if isinstance(maximum, Tensor):
         return histogram, torch.stack((maximum, squares)), torch.stack((zeros, nan, infinite))
@@ -193,18 +193,15 @@ def is_one_pass(cast: Cast) -> bool:
 
 
 def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int = -1) -> bool:
-    """Write the values of x by a cast that `is_one_pass` into `out`, both fp32 and contiguous.
+    """Write the values of x by a cast with shared scales that `is_one_pass` into `out`, both fp32 and contiguous.
 
-    Groups of shared scales run along `axis`. Returns False, with `out` undefined, if x is not finite, and for groups
-    along an axis that the library cannot follow.
+    Groups run along `axis`. Returns False, with `out` undefined, if x is not finite, and for groups along an axis that
+    the library cannot follow.
     """
-    format = cast.format
-    if isinstance(format, ScaledFormat):
-        if x.numel() and (format.scope.kind != "tensor" or format.outer is not None):
-            return cpu_groups.quantize_finite(x, cast, seed, out, axis)
-        if has_mantissas(cast) and cast.scaling is not None and cast.scaling.kind == "current":
-            return cpu_int16.current_values(x, cast, seed, out)
-    return cpu.quantize_finite(x, cast, seed, out)
+    scaling = cast.scaling
+    if has_mantissas(cast) and scaling is not None and scaling.kind == "current":
+        return cpu_int16.current_values(x, cast, seed, out)
+    return cpu_groups.quantize_finite(x, cast, seed, out, axis)
 
 
 def _element_cast(module: ModuleType, seed: Seed) -> scaled.ElementCast:
@@ -243,10 +240,10 @@ def _addresses(x: Tensor) -> tuple[int, int]:
     return first, first + (reach + 1) * x.element_size()
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlap."""
+def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements of a tensor fill their memory without gaps or overlap."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride != expected:
             return False
         expected *= size

@@ -11,15 +11,18 @@ from collections.abc import MutableMapping
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowp.casts import Cast, parse
+from lowp.compat import remembered_by_identity
 from lowp.kernels.byte_products import Panels, weights_in_bytes
 from lowp.kernels.byte_rows import rows_in_bytes
+from lowp.kernels.cpu import PLAIN
 from lowp.kernels.products import contract_packed, multiplies_int8
 from lowp.ops.call import Call
-from lowp.ops.casting import functorch_is_active, rounded
+from lowp.ops.casting import rounded
+from lowp.ops.trilinear import Form, Linear
 from lowp.policy import Rule
 
 __all__ = ["is_int8", "linear_in_bytes"]
@@ -28,22 +31,14 @@ _INT8 = parse("int8")
 _panels: MutableMapping[Tensor, Panels] = WeakTensorKeyDictionary()  # by the cast weights that a region keeps
 
 
-def linear_in_bytes(call: Call) -> Tensor | None:
-    """Return F.linear(input, weight, bias) under a rule of int8; None if the call must take the general path."""
-    if call.kwargs or not 2 <= len(call.args) <= 3:
+def linear_in_bytes(form: Form, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return a linear layer under a rule of int8; None if it must take the general path."""
+    operands = [one for one in (x, weight, bias) if one is not None]
+    if not isinstance(form, Linear) or not all(type(one) in PLAIN and one.dtype is torch.float32 for one in operands):
         return None
-    if functorch_is_active() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and any(one.requires_grad for one in operands):
         return None
-    if call.writer is not None or call.watch is not None or call.roles is not None:
-        return None
-    if not all(
-        type(one) in (Tensor, nn.Parameter) and one.dtype is torch.float32 for one in call.args if one is not None
-    ):
-        return None
-    x, weight, bias = (*call.args, None)[:3]
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, bias)):
-        return None
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or not multiplies_int8(x, weight):
+    if weight.dim() != 2 or not multiplies_int8(x, weight):
         return None
     panels, rows = _packed(call, weight), rows_in_bytes(x.detach().reshape(-1, x.shape[-1]))
     if panels is None or rows is None:  # infinite or NaN values, which int8 cannot hold
@@ -52,6 +47,7 @@ def linear_in_bytes(call: Call) -> Tensor | None:
     return result if call.rule.output is None else rounded(result, call.rule.output, call.seed)
 
 
+@remembered_by_identity
 def is_int8(rule: Rule) -> bool:
     """Whether a rule rounds both operands to int8, one scale per row, and sums in fp32."""
     sums_in_fp32 = rule.accumulate is None or rule.accumulate.format == "fp32"

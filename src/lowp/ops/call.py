@@ -18,7 +18,7 @@ from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, ro
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["Call", "Quick", "QuickCasts", "QuickRegion", "RoleCasts", "WeightCast", "cast_weight"]
+__all__ = ["Call", "KeptCasts", "Quick", "QuickRegion", "RoleCasts", "WeightCast", "cast_weight"]
 
 WeightCast = Callable[[Tensor, Cast], Tensor]
 # Runs a common call of a function, given its arguments and its region: eager, without observers or transforms. Returns
@@ -26,21 +26,24 @@ WeightCast = Callable[[Tensor, Cast], Tensor]
 Quick = Callable[[Callable[..., Any], "tuple[Any, ...]", "dict[str, Any]", "QuickRegion"], Any]
 
 
-class QuickCasts(Protocol):
-    """How a region casts the leaf parameters of a `Quick` call; both methods cache the casts."""
+class KeptCasts(Protocol):
+    """The casts of plain leaf parameters that a region keeps."""
 
     def narrowed(self, weight: Tensor, to: Cast) -> Tensor:
         """Return a weight in the 16-bit dtype of its cast, attached to the graph if gradients are recorded."""
 
-    def rounded(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
-        """Return the values of a weight's cast in a dtype that holds them, detached from the graph."""
+    def look(self, weight: Tensor, to: Cast) -> tuple[Tensor | None, Any]:
+        """Return the values of a cast that may be used again, detached from the graph, and the weight's sign."""
+
+    def keep(self, weight: Tensor, to: Cast, sign: Any, value: Tensor) -> Tensor:
+        """Keep and return the values of a cast of a weight that has this sign."""
 
 
 class QuickRegion(Protocol):
     """The parts of a region that a `Quick` call uses."""
 
     @property
-    def weights(self) -> QuickCasts:
+    def weights(self) -> KeptCasts:
         """The casts of leaf parameters."""
 
     @property

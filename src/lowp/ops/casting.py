@@ -27,9 +27,9 @@ from lowp.compat import (
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels.functions import quantize_operand
-from lowp.kernels.run import is_one_pass
+from lowp.kernels.philox import draw_seed
 
-__all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "without_autocast"]
+__all__ = ["Operand", "carried", "carrier_dtype", "draw_seed", "operand", "rounded", "shield", "without_autocast"]
 
 _Answer = TypeVar("_Answer")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -42,14 +42,6 @@ _is_any_autocast_enabled = cast(Callable[[], bool], private("torch._C._is_any_au
 is_jit_tracing = cast(Callable[[], bool], private("torch._C._is_tracing"))  # whether torch.jit.trace records what runs
 
 
-def draw_seed(device: torch.device | str = "cpu") -> Tensor:
-    """Return a new seed for stochastic rounding from torch's generator: `torch.manual_seed` repeats it.
-
-    On a device the device's own generator draws it, so that a captured CUDA graph draws a new one at each replay.
-    """
-    return torch.randint(2**62, (), device=device)
-
-
 def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
     """Cache a function's results; torch.compile treats them as constants, without tracing the function."""
     return constant_when_compiled(remembered_by_identity(function))
@@ -59,7 +51,7 @@ def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
 def native_dtype(to: Cast) -> torch.dtype | None:
     """Return the dtype whose conversion `Tensor.to` IS this cast (nearest-even, overflow to infinity), or None."""
     if to.rounding is Rounding.NEAREST_EVEN and to.overflow is Overflow.INFINITY:
-        return _own_dtype(to)
+        return own_dtype(to)
     return None
 
 
@@ -71,7 +63,7 @@ def carrier_dtype(to: Cast) -> torch.dtype:
     with a shared scale.
     """
     format = to.format
-    if (dtype := _own_dtype(to)) is not None:
+    if (dtype := own_dtype(to)) is not None:
         return dtype
     if isinstance(format, FloatFormat):
         for name in ("bf16", "fp16"):
@@ -82,11 +74,12 @@ def carrier_dtype(to: Cast) -> torch.dtype:
 
 def result_dtype(to: Cast | None) -> torch.dtype:
     """Return the dtype in which an op writes under a rule's `output`: the format's own torch dtype, or fp32."""
-    return torch.float32 if to is None else _own_dtype(to) or torch.float32
+    return torch.float32 if to is None else own_dtype(to) or torch.float32
 
 
 @_constant
-def _own_dtype(to: Cast) -> torch.dtype | None:
+def own_dtype(to: Cast) -> torch.dtype | None:
+    """Return the dtype that has a cast's format, whatever its rounding; None for formats that torch has not."""
     return next((dtype for name, dtype in _DTYPES.items() if FORMATS[name] == to.format), None)
 
 
@@ -209,12 +202,9 @@ def _with_values(x: Tensor, to: Cast, seed: Tensor | int) -> Tensor:
     return torch.sparse_compressed_tensor(*indices, values, x.shape, layout=x.layout, check_invariants=False)
 
 
-@_constant
-def is_only_rounding(to: Cast) -> bool:
-    """Whether a cast is one pass that draws nothing and clips nothing, and is not a conversion of torch's own."""
-    if to.is_stochastic or native_dtype(to) is not None or _clipped_beyond(to) is not None:
-        return False
-    return is_one_pass(to)
+def clips(to: Cast) -> bool:
+    """Whether a cast clips, so that some elements get no gradient."""
+    return _clipped_beyond(to) is not None
 
 
 def _has_groups(to: Cast) -> bool:
@@ -245,7 +235,7 @@ def rounded(
             return cast(Tensor, _straight_through(x, to, native, 0, axis))
         return x.to(native)
     wanted = result_dtype(to) if dtype is None else dtype
-    if x.dtype is _own_dtype(to):
+    if x.dtype is own_dtype(to):
         return x
     if is_irregular(x) and x.layout is torch.strided:  # autograd cannot read the sizes of such a tensor
         return torch.nested.as_nested_tensor([rounded(one, to, seed, axis, dtype) for one in x.unbind()])

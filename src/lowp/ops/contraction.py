@@ -15,13 +15,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowp.ops.call import Call
+from lowp.ops.bytes import is_int8, linear_in_bytes
+from lowp.ops.call import Call, KeptCasts, Quick
+from lowp.ops.casting import functorch_is_active
+from lowp.ops.direct import direct
+from lowp.ops.eight_bits import is_fp8, product_in_fp8
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.generic import has_irregular, irregular
+from lowp.ops.int16 import linear as integer_linear
+from lowp.ops.int16 import written as written_linear
 from lowp.ops.observing import role_of
 from lowp.ops.products import contract
 from lowp.ops.signature import Empty, Mismatch, bound, check, into_out, plain, require, without_out
-from lowp.ops.trilinear import Einsum, Linear
+from lowp.ops.trilinear import Einsum, Form, Linear
+from lowp.policy import Rule
 
 Runner = Callable[[Call], Any]
 
@@ -44,13 +51,37 @@ def runner(run: Callable[[Call], Any]) -> Runner:
     return outer
 
 
+def _contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return a contraction: straight from its operands where nothing else sees the call, or by its definition."""
+    if call.watch is None and call.writer is None and call.roles is None and not functorch_is_active():
+        rule, result = call.rule, None
+        if is_fp8(rule):
+            result = product_in_fp8(form, rule, first, second, bias)
+        elif is_int8(rule):
+            result = linear_in_bytes(form, call, first, second, bias)
+        if result is None and (how := direct(rule)) is not None:
+            kept = cast(KeptCasts, call.weight_cast) if hasattr(call.weight_cast, "look") else None
+            result = how.contract(form, lambda *shapes: form, first, second, bias, kept)
+        if result is not None:
+            return result
+    return contract(form, call, first, second, bias)
+
+
 @runner
 def linear(call: Call) -> Tensor:
     """F.linear(input, weight, bias=None)."""
     x, weight, bias = bound(call, "input", "weight", bias=None)
     check(x, weight, bias)
     require(1 <= weight.dim() <= 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[-1])
-    return contract(Linear(tuple(x.shape), tuple(weight.shape)), call, x, weight, bias)
+    return _contract(Linear(tuple(x.shape), tuple(weight.shape)), call, x, weight, bias)
+
+
+def quick_linear(rule: Rule) -> Quick | None:
+    """Return what runs F.linear under a rule from its arguments alone, see `Row.quick`; None for other rules."""
+    if integer_linear.sums_integers(rule):
+        return integer_linear.quick(rule) if rule.output is None else written_linear.quick(rule, linear)
+    how = direct(rule)
+    return None if how is None else how.linear
 
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -122,7 +153,7 @@ def _pair(
     form = Einsum(equation.terms, tuple(first.shape), tuple(second.shape), function, scale, bias_scale, shape)
     if call.roles is None and isinstance(first, nn.Parameter):
         call = call.with_roles("weight", role_of(second))
-    return contract(form, call, first, second, bias)
+    return _contract(form, call, first, second, bias)
 
 
 # -- addmm and its relatives: beta * input + alpha * (first @ second) --------------------------------------------

@@ -167,7 +167,7 @@ class Convolution(Form):
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         return gradient.sum([dim for dim in range(gradient.dim()) if dim != 1])
 
-    def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
+    def matrices(self, slot: int, left: Tensor, right: Tensor, batches: int = 1) -> tuple[Tensor, Tensor, Finish]:
         if self.transposed:  # the transposed convolution is the plain one with output and input exchanged
             if slot == OUTPUT:
                 shape = self._transposed_output(left.shape)

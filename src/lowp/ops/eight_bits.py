@@ -9,63 +9,32 @@ general path multiplies scaled values. All other calls, including higher derivat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from lowp.compat import remembered_by_identity
 from lowp.kernels.fp8_products import Fp8Matrix, encoded, is_eight_bits, multiplied, multiplies_fp8
-from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import functorch_is_active, shield
-from lowp.ops.contraction import matmul
-from lowp.ops.products import gradients_of_linear
-from lowp.ops.trilinear import Linear
+from lowp.ops.call import RoleCasts
+from lowp.ops.casting import shield
+from lowp.ops.products import gradients
+from lowp.ops.trilinear import Einsum, Form, Linear
 from lowp.policy import Rule
 
-__all__ = ["is_fp8", "linear_in_fp8", "matmul_under"]
+__all__ = ["is_fp8", "product_in_fp8"]
 
 _E5M2 = "e5m2"
 
 
-def linear_in_fp8(call: Call) -> Tensor | None:
-    """Return F.linear(input, weight, bias) under a rule of fp8; None if the call must take the general path."""
-    if not 2 <= len(call.args) <= 3 or not _is_plain(call):
+def product_in_fp8(form: Form, rule: Rule, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return a linear layer, or x times a matrix, under a rule of fp8; None for what the general path runs."""
+    if not multiplies_fp8(x):
         return None
-    x, weight, *rest = call.args
-    return _multiplied(call.rule, x, weight, rest[0] if rest else None)
-
-
-def matmul_under(rule: Rule) -> Callable[[Call], Any] | None:
-    """Return the runner of matmul and mm that uses the scaled product if possible; None for other rules."""
-    if not is_fp8(rule):
-        return None
-
-    def run(call: Call) -> Any:
-        if (
-            len(call.args) == 2
-            and call.op in ("matmul", "mm")
-            and not torch.compiler.is_compiling()
-            and _is_plain(call)
-        ):
-            x, matrix = call.args
-            is_weight = isinstance(x, nn.Parameter)  # a parameter that comes first is the weight
-            if not is_weight and isinstance(matrix, Tensor) and matrix.dim() == 2:
-                result = _multiplied(call.rule, x, matrix, None, is_turned=True)
-                if result is not None:
-                    return result
-        return matmul(call)
-
-    return run
-
-
-def _is_plain(call: Call) -> bool:
-    """Whether nothing observes a call's operands, and the device multiplies fp8."""
-    if call.kwargs or functorch_is_active():
-        return False
-    if call.writer is not None or call.watch is not None or call.roles is not None:
-        return False
-    return isinstance(call.args[0], Tensor) and multiplies_fp8(call.args[0])
+    if isinstance(form, Linear):
+        return _multiplied(rule, x, weight, bias)
+    is_matrix = isinstance(form, Einsum) and form.call in (torch.matmul, torch.mm) and weight.dim() == 2
+    return _multiplied(rule, x, weight, None, is_turned=True) if is_matrix and bias is None else None
 
 
 def _multiplied(rule: Rule, x: Any, weight: Any, bias: Any, is_turned: bool = False) -> Tensor | None:
@@ -83,6 +52,7 @@ def _multiplied(rule: Rule, x: Any, weight: Any, bias: Any, is_turned: bool = Fa
     return cast(Tensor, _EightBits.apply(x, weight, bias, rule))  # type: ignore[no-untyped-call]
 
 
+@remembered_by_identity
 def is_fp8(rule: Rule) -> bool:
     """Whether a rule casts all operands to fp8 and writes fp32; torch has no product of two e5m2 tensors."""
     operands = (rule.input, rule.weight, rule.grad)
@@ -123,7 +93,7 @@ class _EightBits(torch.autograd.Function):
                 values = None if rows is None else rows.values.reshape(first), None if weight is None else weight.values
                 needs = needs_x, needs_weight, needs_bias
                 casts = RoleCasts(ctx.rule, ctx.rule.accumulate)
-                return *gradients_of_linear(Linear(first, second), casts, needs, torch.float32, gradient, values), None
+                return *gradients(Linear(first, second), casts, needs, torch.float32, gradient, values), None
             incoming = encoded(gradient.reshape(math.prod(first[:-1]), second[0]), ctx.rule.grad)
             turned = Fp8Matrix(incoming.numbers.t(), incoming.scale)
             return (

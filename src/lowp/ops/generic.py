@@ -192,7 +192,7 @@ def refused(call: Call) -> Any:
 
 def linear_cross_entropy(call: Call) -> Any:
     """F.linear_cross_entropy: the linear layer under the rule, the loss in fp32."""
-    from lowp.ops import short
+    from lowp.ops import contraction
 
     kwargs = dict(call.kwargs)
     names = ("input", "linear_weight", "target")
@@ -203,7 +203,7 @@ def linear_cross_entropy(call: Call) -> Any:
     if values.get("ignore_index", 0) is None:
         values.pop("ignore_index")
     linear = call.inner(F.linear, operands)
-    return F.cross_entropy(short.linear(linear).float(), target, **values)
+    return F.cross_entropy(contraction.linear(linear).float(), target, **values)
 
 
 # -- how they run -------------------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from lowp.ops.attention import contracted, scaled_dot_product_attention
 from lowp.ops.call import Call
-from lowp.ops.contraction import added, runner
+from lowp.ops.contraction import added, linear, runner
 from lowp.ops.fp32 import computed_in_fp32
-from lowp.ops.short import linear
 from lowp.ops.signature import Mismatch, bound, check, require
 from lowp.ops.softmax import Softmax
 from lowp.policy import Rule

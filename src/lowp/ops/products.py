@@ -43,7 +43,7 @@ from lowp.ops.int16.nodes import fp64_contraction
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Form, Linear
 from lowp.policy import Rule
 
-__all__ = ["contract", "integer_gradients", "product"]
+__all__ = ["contract", "gradients", "integer_gradients", "product"]
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 Saved = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
@@ -247,8 +247,8 @@ def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:
     return value
 
 
-def gradients_of_linear(
-    form: Linear,
+def gradients(
+    form: Form,
     casts: RoleCasts,
     needs: tuple[bool, bool, bool],
     bias_dtype: torch.dtype | None,
@@ -256,7 +256,7 @@ def gradients_of_linear(
     values: Sequence[Tensor | None],
     edges: Sequence[Tensor | None] = (None, None),
 ) -> Gradients:
-    """Return the gradients of a linear layer from its rounded operands, differentiable if a graph is recorded."""
+    """Return the gradients of a contraction from its rounded operands, differentiable if a graph is recorded."""
     return _gradients(form, OUTPUT, casts, _Wanted(needs[:2], needs[2], bias_dtype), gradient, (values, edges))
 
 

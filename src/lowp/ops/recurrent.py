@@ -14,11 +14,10 @@ from torch import Tensor
 
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import Operand, functorch_is_active, operand
-from lowp.ops.contraction import runner
+from lowp.ops.contraction import linear, runner
 from lowp.ops.products import cast_operand, summed
 from lowp.ops.recurrent_cells import CELLS
 from lowp.ops.sequence import Layer, composed, run
-from lowp.ops.short import linear
 from lowp.ops.signature import Empty, bound, check, require
 
 _NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")

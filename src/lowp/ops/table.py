@@ -53,12 +53,9 @@ class Row:
         return self.op_class == "contraction"
 
     def run(self, rule: Rule | None) -> Callable[[Call], Any]:
-        """Return the runner for calls under a rule, a shorter one if the rule has it."""
+        """Return the runner for calls under a rule."""
         takes_casts = rule is not None and not rule.is_empty
-        spelled = self.product if self.product and takes_casts else self.runner
-        is_short = takes_casts and spelled in _SHORTER and not torch.compiler.is_compiling()
-        shorter = runner(_SHORTER[spelled])(rule) if is_short else None
-        return shorter or runner(spelled)
+        return runner(self.product if self.product and takes_casts else self.runner)
 
     def quick(self, rule: Rule | None) -> Quick | None:
         """Return the fast path of common calls under a rule, without a `Call`; None if there is none."""
@@ -101,11 +98,9 @@ _CONTRACTIONS = {
         "miopen_depthwise_convolution miopen_rnn"
     ),
 }
-# runner -> what finds a shorter one under a rule
-_SHORTER = {"contraction:linear": "short:under", "contraction:matmul": "eight_bits:matmul_under"}
 # runner -> what finds a `Quick` under a rule
 _QUICK = {
-    "contraction:linear": "short:quick",
+    "contraction:linear": "contraction:quick_linear",
     "convolution:convolution": "convolution:quick",
     "convolution:conv_transpose": "convolution:quick",
     "generic:wide": "generic:quick_wide",

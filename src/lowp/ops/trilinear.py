@@ -39,8 +39,11 @@ class Form(ABC):
         """Return the product of the other two slots' operands."""
 
     @abstractmethod
-    def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
-        """Return the same product as matrices (..., m, k) and (..., k, n), and the function that shapes the result."""
+    def matrices(self, slot: int, left: Tensor, right: Tensor, batches: int = 1) -> tuple[Tensor, Tensor, Finish]:
+        """Return the same product as matrices (..., m, k) and (..., k, n), and the function that shapes the result.
+
+        At most `batches` leading dimensions are left apart; more of them become one.
+        """
 
     def integer_product(
         self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None
@@ -172,7 +175,7 @@ class Linear(Form):
         rows, inputs = math.prod(self.first[:-1]), self.second[-1]
         return left.reshape(rows if slot == SECOND else outputs, inputs), right.reshape(rows, outputs)
 
-    def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
+    def matrices(self, slot: int, left: Tensor, right: Tensor, batches: int = 1) -> tuple[Tensor, Tensor, Finish]:
         are_matrices = len(self.first) == len(self.second) == 2
         if slot == OUTPUT:
             if are_matrices:
@@ -257,7 +260,7 @@ class Einsum(Form):
                 result = result.unsqueeze(axis)
         return result.expand(self.first if slot == FIRST else self.second)
 
-    def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
+    def matrices(self, slot: int, left: Tensor, right: Tensor, batches: int = 1) -> tuple[Tensor, Tensor, Finish]:
         terms = [term for index, term in enumerate(self.terms) if index != slot]
         target = self._reachable(slot)
         tensors = [left, right]
@@ -282,7 +285,8 @@ class Einsum(Form):
             y = y.reshape([sizes[letter] for letter in order]).permute([order.index(letter) for letter in target])
             return self._expanded(slot, y if self.scale == 1 else y * self.scale)
 
-        return flat(left, terms[0], batch, rows, summed), flat(right, terms[1], batch, summed, columns), finish
+        apart = tuple(batch) if 1 < len(batch) <= batches else (batch,)
+        return flat(left, terms[0], *apart, rows, summed), flat(right, terms[1], *apart, summed, columns), finish
 
     def is_integer_sum(self, slot: int) -> bool:
         return self.scale == 1 and self._reachable(slot) == self.terms[slot]

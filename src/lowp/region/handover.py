@@ -22,8 +22,8 @@ from lowp.kernels.dispatch import chosen
 from lowp.kernels.hardware import multiplies
 from lowp.kernels.products import torchs_own_device
 from lowp.ops.casting import native_dtype
+from lowp.ops.direct import one_dtype
 from lowp.ops.generic import is_in_place
-from lowp.ops.short import one_dtype
 from lowp.ops.table import Row
 from lowp.ops.torch_lists import devices_that_agree
 from lowp.policy import Rule

@@ -29,9 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import TensorWeakRef
 
 from lowp.casts import Cast
-from lowp.compat import applied_at_once, private, real_tensors, remembered_by_identity
-from lowp.kernels.functions import quantize_operand
-from lowp.kernels.products import NARROW, has_launches
+from lowp.compat import applied_at_once, private, real_tensors
+from lowp.kernels.products import has_launches
 from lowp.ops.casting import carried, functorch_is_active, is_irregular, is_jit_tracing, native_dtype, shield
 
 __all__ = ["WRITES_UNSEEN", "WeightCasts", "forget_all"]
@@ -173,41 +172,27 @@ class WeightCasts:
             return carried(weight, to)
         sign, held = self._sign(weight), self._entries.get(id(weight))
         known = None if held is None else self._known(weight, to, sign)
-        return self._remember(weight, to, sign, carried(weight, to)) if known is None else known
+        return self.keep(weight, to, sign, carried(weight, to)) if known is None else known
 
     def narrowed(self, weight: Tensor, to: Cast) -> Tensor:
-        """Return a plain leaf in the 16-bit dtype of its cast, where nothing is traced; otherwise as `__call__`.
-
-        Without gradients a small weight is always cast anew: that takes less time than the check for writes.
-        """
-        narrow = _narrow_of(to)
-        held = self._entries.get(id(weight))
-        if held is None and not torch.is_grad_enabled() and weight.numel() <= _SMALL:
-            return narrow(weight)
+        """Return a plain leaf in the 16-bit dtype of its cast, where nothing is traced; otherwise as `__call__`."""
+        dtype = native_dtype(to)
         if torch.is_inference_mode_enabled():
-            return narrow(weight)
-        sign = self._sign(weight)
+            return weight.to(dtype)
+        sign, held = self._sign(weight), self._entries.get(id(weight))
+        known = None if held is None else self._known(weight, to, sign)
+        return self.keep(weight, to, sign, weight.to(dtype)) if known is None else known
+
+    def look(self, weight: Tensor, to: Cast) -> tuple[Tensor | None, _Sign | None]:
+        """Return the values of a plain leaf's cast, detached from the graph, if they can be reused; and its sign."""
+        if torch.is_inference_mode_enabled():
+            return None, None
+        sign, held = self._sign(weight), self._entries.get(id(weight))
         if held is not None:
-            known = self._known(weight, to, sign)
-            return self._remember(weight, to, sign, narrow(weight)) if known is None else known
-        value = narrow(weight)  # the first use; `_remember` in fewer functions
-        if value is not weight:
-            self._made.append(TensorWeakRef(value))
-            if sign is not None:
-                self._entries[id(weight)] = [_Entry(weight, to, value, sign)]
-                if len(self._entries) >= self._prune_at:
-                    self._prune()
-        return value
-
-    def rounded(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
-        """Return the values of a plain leaf's cast in a dtype that holds them, detached from the graph and reusable."""
-        if torch.is_inference_mode_enabled():
-            return quantize_operand(weight, to, 0, False, dtype)
-        sign = self._sign(weight)
-        for entry in self._entries.get(id(weight), ()):
-            if entry.sign == sign and (entry.to is to or entry.to == to) and not is_jit_tracing():
-                return entry.value
-        return self._remember(weight, to, sign, quantize_operand(weight.detach(), to, 0, False, dtype))
+            for entry in held:
+                if entry.sign == sign and (entry.to is to or entry.to == to):
+                    return entry.value, sign
+        return None, sign
 
     def together(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
         """Return several weights under one cast. Missing casts are computed in one launch if possible."""
@@ -223,7 +208,7 @@ class WeightCasts:
         values = dict(zip(missing, cast(Any, _Together).apply(dtype, *missing.values()), strict=True))
         for weight, sign in zip(weights, signs, strict=True):
             if id(weight) in values and not is_traced and _can_serve(weight):
-                self._remember(weight, to, sign, values[id(weight)])
+                self.keep(weight, to, sign, values[id(weight)])
         return [values[id(weight)] if one is None else one for weight, one in zip(weights, found, strict=True)]
 
     def _known(self, weight: Tensor, to: Cast, sign: _Sign | None) -> Tensor | None:
@@ -235,7 +220,8 @@ class WeightCasts:
                 return entry.in_graph() if weight.requires_grad and torch.is_grad_enabled() else entry.value
         return None
 
-    def _remember(self, weight: Tensor, to: Cast, sign: _Sign | None, value: Tensor) -> Tensor:
+    def keep(self, weight: Tensor, to: Cast, sign: _Sign | None, value: Tensor) -> Tensor:
+        """Keep and return the values of a weight's cast, if its sign tells whether it is written."""
         held = self._entries.pop(id(weight), None)
         others = [] if held is None else [entry for entry in held if entry.to != to]
         if value is not weight:
@@ -364,12 +350,6 @@ def forget_all() -> None:
 def _watch_optimizers() -> None:
     """Count the steps of all optimizers, because torch's fused kernels do not increment a weight's version."""
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: forget_all())
-
-
-@remembered_by_identity
-def _narrow_of(to: Cast) -> Callable[[Tensor], Tensor]:
-    """Return the conversion to the 16-bit dtype of a cast."""
-    return NARROW[cast(torch.dtype, native_dtype(to))]
 
 
 def _is_traced() -> bool:

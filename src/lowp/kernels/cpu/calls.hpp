@@ -37,9 +37,12 @@ void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {
 
 }  // namespace lowp
 
-// casts.cpp, mantissas.cpp
+// casts.cpp, groups.cpp, mantissas.cpp
 LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, int out_type, void* out, int64_t count, uint64_t seed,
-                               int64_t index, int threads);
+                               int64_t index, int keeps, int threads);
+LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, const void* x, void* out, int64_t count,
+                                     int64_t row, int64_t group, int64_t inner, const double* scale,
+                                     const int32_t* zero_point, uint64_t seed, int64_t index, int threads);
 LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int threads, int64_t* found);
 
 namespace lowp {

@@ -77,6 +77,7 @@ struct Task {
   uint64_t seed;
   bool stream;        // bypass the cache
   int64_t index = 0;  // of the first element in the whole tensor, which determines its random words
+  bool keeps = false;  // `quantize` leaves infinities and NaN
 };
 
 // `group` neighbours of each row of `row` elements share a scale (the last group of a row may be shorter). Neighbours are

@@ -41,12 +41,13 @@ LOWP_EXPORT int lowp_casts_select(int level) {
   return level;
 }
 
-// `index`: of x's first element in the tensor of which x is a part; it determines the random words.
+// `index`: of x's first element in the tensor of which x is a part; it determines the random words. `keeps`: infinities and
+// NaN stay, whatever the cast makes of them.
 LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, int out_type, void* out, int64_t count,
-                               uint64_t seed, int64_t index, int threads) {
+                               uint64_t seed, int64_t index, int keeps, int threads) {
   // Stochastic rounding is not bound by memory: ordinary stores are faster.
   const bool stream = !draws(cast->rounding) && streams(x, out, count * bytes_of(out_type));
-  const Task task{cast, x, out, type, out_type, seed, stream, index};
+  const Task task{cast, x, out, type, out_type, seed, stream, index, keeps != 0};
   const Kernels& kernel = kernels();
   parallel_for(count, kBlock, enough_threads(count, threads),
                [&](int64_t begin, int64_t end) { kernel.quantize(task, begin, end); });

@@ -129,22 +129,3 @@ LOWP_EXPORT int lowp_decode_groups(const lowp_sharing* sharing, const void* code
   });
   return lost;
 }
-
-// Casts all of x, fp32, which must be finite: under the scale of its largest magnitude, or without one (`sharing` null).
-// Returns 0; returns 1 and writes nothing if x is not finite.
-LOWP_EXPORT int lowp_quantize_finite(const lowp_cast* cast, const lowp_sharing* sharing, const float* x, float* out,
-                                     int64_t count, uint64_t seed, int threads) {
-  int64_t found[2];
-  lowp_grid(x, count, 0, threads, found);
-  if (found[0] >= kInfiniteBits) return 1;
-  if (sharing == nullptr) {
-    lowp_quantize(cast, kFp32, x, kFp32, out, count, seed, 0, threads);
-    return 0;
-  }
-  const Groups groups{sharing, count, count, 1, nullptr, nullptr, nullptr, 0, false};
-  const double largest = magnitude(static_cast<uint32_t>(found[0]));
-  double scale;
-  kernels().choose_scales(groups, 0, &largest, 1, &scale);
-  const int64_t length = std::max<int64_t>(count, 1);
-  return lowp_quantize_groups(sharing, kFp32, x, out, count, length, length, 1, &scale, nullptr, seed, 0, threads);
-}

@@ -17,11 +17,7 @@ static void read_rounded(const Lines& from, float* to, int64_t stride) {
     const int64_t index = from.index + i * from.index_line;
     typename C::Bits* place = C::kWidth == 32 ? reinterpret_cast<typename C::Bits*>(to) : rounded;
     caster(in, place, index, from.length);
-    if (from.keeps) {
-      LOWP_VECTOR_LOOP
-      for (int64_t j = 0; j < from.length; ++j)
-        place[j] = choose<typename C::Bits>(mask<C>((in[j] & Constants<C>::kInf) == Constants<C>::kInf), in[j], place[j]);
-    }
+    if (from.keeps) keep<C>(in, place, from.length);
     if (C::kWidth != 32) store<C>(place, to, kFp32, 0, from.length, false);
   }
 }

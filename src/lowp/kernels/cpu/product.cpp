@@ -1,4 +1,4 @@
-// The matrix product with sums in fp32: the division of the result into units, and the C function.
+// Programs of casts and of matrix products with sums in fp32: the division of a result into units, and the C function.
 #include "product.hpp"
 
 #include <algorithm>
@@ -114,17 +114,31 @@ bool run(const Product& product, int threads) {
   return !failed;
 }
 
+// Returns whether the program goes on: not after an infinity or a NaN among numbers that share scales.
+bool round(const lowp_rounding& step, const void* x, void* out, uint64_t seed, int threads) {
+  if (step.sharing != nullptr)
+    return lowp_quantize_groups(step.sharing, kFp32, x, out, step.count, step.row, step.group, step.inner, nullptr, nullptr,
+                                seed, 0, threads) == 0;
+  lowp_quantize(step.cast, static_cast<int>(step.type), x, static_cast<int>(step.out_type), out, step.count, seed, 0, 1, threads);
+  return true;
+}
+
 }  // namespace
 }  // namespace lowp
 
-// Computes `count` products, see product.hpp, one after the other. `memory`: of each its left and right operand, its bias
-// (fp32, or null) and its result. `seeds`: of the stochastic casts of left, right and result, the same for all. Returns 0, or
-// 2 if memory ran out.
-LOWP_EXPORT int lowp_product(const lowp_plan* plans, int count, const int64_t* memory, const uint64_t* seeds, int threads) {
-  for (int i = 0; i < count; ++i, memory += 4) {
+// Runs `count` steps, see product.hpp, one after the other. `memory`, four addresses a step: of a product its left and right
+// operand, its bias (fp32, or null) and its result; of a cast what it reads first, and what it writes last. `seeds`, three a
+// step, are those of stochastic casts: of left, right and result, or of the one cast. Returns 0; 1 if the program ended at
+// an infinity or a NaN; 2 if memory ran out.
+LOWP_EXPORT int lowp_program(const lowp_step* steps, int count, const int64_t* memory, const uint64_t* seeds, int threads) {
+  for (int i = 0; i < count; ++i, memory += 4, seeds += 3) {
     const auto at = [&](int place) { return reinterpret_cast<void*>(memory[place]); };
-    const lowp::Product product{plans[i], at(0), at(1), static_cast<const float*>(at(2)), at(3), seeds[0], seeds[1], seeds[2],
-                                lowp::kernels().read_lines};
+    if (!steps[i].is_product) {
+      if (!lowp::round(steps[i].rounding, at(0), at(3), seeds[0], threads)) return 1;
+      continue;
+    }
+    const lowp::Product product{steps[i].product, at(0), at(1), static_cast<const float*>(at(2)), at(3),
+                                seeds[0], seeds[1], seeds[2], lowp::kernels().read_lines};
     if (!lowp::run(product, threads)) return 2;
   }
   return 0;

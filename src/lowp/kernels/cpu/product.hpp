@@ -19,13 +19,29 @@ struct lowp_operand {
   int64_t keeps;  // whether infinities and NaN are multiplied as they are, whatever the cast makes of them
 };
 
-// A product, built by lowp/kernels/products.py; the order of fields is the ABI.
+// A product, built by lowp/kernels/programs.py; the order of fields is the ABI.
 struct lowp_plan {
   int64_t batch[2], rows, columns, depth;  // `batch`: the numbers of matrices, along two dimensions
   lowp_operand left, right;                // lines of `right` are columns of the result
   const lowp_cast* cast;                   // of the result; null: to nearest even, in its type
   int64_t out_batch[2], out_line;
   int64_t type;  // Carrier of the result, except fp64
+};
+
+// A cast of a whole contiguous tensor, the values of which products multiply and a backward pass keeps. Infinities and NaN
+// stay, or with `sharing` end the program.
+struct lowp_rounding {
+  const lowp_cast* cast;        // of each number alone, or
+  const lowp_sharing* sharing;  // under shared scales, from fp32 to fp32; `row`, `group` and `inner` as in Groups
+  int64_t type, out_type;       // Carriers, except fp64
+  int64_t count, row, group, inner;
+};
+
+// A step of a program: a product, or a cast of what later steps multiply.
+struct lowp_step {
+  int64_t is_product;
+  lowp_plan product;
+  lowp_rounding rounding;
 };
 
 namespace lowp {

@@ -57,12 +57,24 @@ struct Caster {
   }
 };
 
+// Puts infinities and NaN, quiet ones, back into the place of what a cast made of them.
+template <class C>
+static void keep(const typename C::Bits* in, typename C::Bits* out, int64_t count) {
+  using Bits = typename C::Bits;
+  constexpr Bits kInf = Constants<C>::kInf, kMagnitude = ~Bits{0} >> 1;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const Bits quiet = in[i] | (mask<C>((in[i] & kMagnitude) > kInf) & Constants<C>::kQuietNan);
+    out[i] = choose<Bits>(mask<C>((in[i] & kInf) == kInf), quiet, out[i]);
+  }
+}
+
 template <class C>
 static void quantize_in(const Task& task, int64_t begin, int64_t end) {
   const Caster<C> caster(*task.cast, task.seed, task.index);
   const bool aligned = is_aligned(task.out, sizeof(typename C::Bits));
   const bool in_place = carrier_bytes(task.in_type) == sizeof(typename C::Bits) && task.in_type == task.out_type;
-  const bool direct = in_place && aligned && !task.stream;
+  const bool direct = in_place && aligned && !task.stream && !task.keeps;  // `out` may be `in`
   alignas(64) typename C::Bits buffer[kBlock], result[kBlock];
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
@@ -71,6 +83,7 @@ static void quantize_in(const Task& task, int64_t begin, int64_t end) {
       caster(in, static_cast<typename C::Bits*>(task.out) + first, first, count);
     } else {
       caster(in, result, first, count);
+      if (task.keeps) keep<C>(in, result, count);
       store<C>(result, task.out, task.out_type, first, count, task.stream);
     }
   }

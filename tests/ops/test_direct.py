@@ -1,4 +1,4 @@
-"""The short path of a linear layer gives the bits of the long one, and is used only for plain calls."""
+"""Contractions straight from their arguments have the bits of their definition, and take plain calls alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import kernels
-from lowp.ops import short
+from lowp.ops.direct import Direct
 from lowp.policy import Policy, Rule
 from lowp.region import engine
 from lowp.region.engine import Engine
@@ -48,8 +48,22 @@ def results(region: Any, given: list[Tensor | None], twice: bool) -> list[Tensor
         return [y, *found, F.linear(*given)]  # type: ignore[arg-type]
 
 
+def taken_straight(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list to which each contraction adds whether it ran straight from its arguments."""
+    taken: list[bool] = []
+    contract = Direct.contract
+
+    def noted(*given: Any) -> Any:
+        result = contract(*given)
+        taken.append(result is not None)
+        return result
+
+    monkeypatch.setattr(Direct, "contract", noted)
+    return taken
+
+
 def take_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short, "short_linear", lambda *given: None)
+    monkeypatch.setattr(Direct, "contract", lambda *given: None)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -62,11 +76,9 @@ def test_both_ways_give_the_same_bits(
     precision: str, dtype: torch.dtype, shape: str, twice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = tensors(SHAPES[shape], dtype)
-    taken = []
-    short_linear = short.short_linear
-    monkeypatch.setattr(short, "short_linear", lambda *given: taken.append(short_linear(*given)) or taken[-1])
+    taken = taken_straight(monkeypatch)
     fast = results(lowp.autocast(precision), given, twice)
-    assert taken and all(one is not None for one in taken)
+    assert taken and all(taken) is (0 not in SHAPES[shape][0])  # nothing is left to its definition
     take_the_long_way(monkeypatch)
     slow = results(lowp.autocast(precision), given, twice)
     for one, other in zip(fast, slow, strict=True):
@@ -85,6 +97,7 @@ def test_calls_made_of_their_arguments_alone_give_the_same_bits(
     given = tensors(SHAPES[shape], torch.float32)
     given[0].data.view(-1)[:1] = 1e9  # type: ignore[union-attr]  # beyond the largest number of all but one
     fast = results(lowp.autocast(precision), given, twice)
+    take_the_long_way(monkeypatch)
     monkeypatch.setattr(Engine, "_is_quick", lambda self, plan: False)
     slow = results(lowp.autocast(precision), given, twice)
     for one, other in zip(fast, slow, strict=True):
@@ -147,10 +160,9 @@ def observed(region: Any) -> Any:
 
 HALF = {"input": "fp16", "weight": "fp16", "grad": "fp16", "output": "fp16"}
 ASKED = {
-    "stochastic": by_rule(**{**HALF, "input": "fp16:stochastic"}),
-    "another result": by_rule(**{**HALF, "output": "bf16"}),
-    "fp32 results": by_rule(**{**HALF, "output": None}),
-    "a gradient in few bits": by_rule(**{**HALF, "grad": "e5m2"}),
+    "a shared scale of the results": by_rule(**{**HALF, "output": "mxfp8"}),
+    "a cast that clips": by_rule(input="fp16", weight="ternary"),
+    "int16 in floating-point sums": by_rule(input="dfp16", weight="dfp16"),
     "blocks": by_rule(**HALF, accumulate="fp16/2"),
     "observers": lambda: observed(lowp.autocast("fp16")),
 }
@@ -158,12 +170,10 @@ ASKED = {
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_what_else_is_asked_for_goes_the_long_way(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, taken = tensors(SHAPES["matrix"], torch.float32), []
-    short_linear = short.short_linear
-    monkeypatch.setattr(short, "short_linear", lambda *given: taken.append(short_linear(*given)))
+    given, taken = tensors(SHAPES["matrix"], torch.float32), taken_straight(monkeypatch)
     with ASKED[asked]():
         F.linear(*given)  # type: ignore[arg-type]
-    assert taken in ([], [None])
+    assert not any(taken)
 
 
 def test_plans_of_rules_that_are_gone_are_not_taken_for_others() -> None:
@@ -178,11 +188,9 @@ def test_plans_of_rules_that_are_gone_are_not_taken_for_others() -> None:
 
 def long_and_short(run: Callable[[], list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the results of a function on the shortest path, which it must take, and on the long one."""
-    taken = []
-    apply_short = short._apply_short
-    monkeypatch.setattr(short, "_apply_short", lambda *given: taken.append(given) or apply_short(*given))
+    taken = taken_straight(monkeypatch)
     fast = run()
-    assert taken
+    assert taken and all(taken)
     take_the_long_way(monkeypatch)
     slow = run()
     assert len(fast) == len(slow)
