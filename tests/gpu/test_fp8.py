@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowp
 from lowp.casts import parse
 from lowp.kernels import fp8_products
+from lowp.ops import direct
 from lowp.ops import eight_bits as layers
-from lowp.ops import short
 
 FORWARD, BACKWARD = parse("e4m3fn@fp32/tensor"), parse("e5m2@fp32/tensor")
 
@@ -21,7 +21,7 @@ FORWARD, BACKWARD = parse("e4m3fn@fp32/tensor"), parse("e5m2@fp32/tensor")
 @pytest.fixture
 def capable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "multiplies_fp8", lambda x: True)
-    monkeypatch.setattr(short, "is_on_host", lambda x: False)  # as on a GPU: no way for small steps on a CPU
+    monkeypatch.setattr(direct, "serves", lambda *tensors: False)  # as on a GPU
 
 
 class Products(TorchDispatchMode):

@@ -203,7 +203,7 @@ class Made(NamedTuple):
 
 
 class Prepared:
-    """Contractions of given shapes, strides and dtypes under a rule: how operands are read, the result, the programs."""
+    """Contractions of given shapes, strides and dtypes under a rule: operands, result, programs."""
 
     __slots__ = ("backs", "can_read", "form", "keeps_weight", "out", "programs", "rule", "shapes", "weight", "x")
 
