@@ -1,5 +1,6 @@
 # make demo    a virtual environment with lowp, then the main job
 # make test    what CI runs: style, types, layers, tests
+# make docs    the site of docs/ in build/site: every link, notebook and docstring, strictly and without a network
 # make test-portable    the tests as other processors would run them: each library held to less than this machine has
 # make test-versions    the tests with the newest torch, and a part of them with others (build/versions, 5 GB each)
 # make test-nightly    the tests with the nightly build of torch
@@ -34,7 +35,7 @@ SANITIZED := LOWP_CPU_LIBRARY=$(CURDIR)/build/sanitize/liblowp_cpu.so OMP_NUM_TH
   LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)"
 CMAKE := cmake
 
-.PHONY: demo test lint style types layers pytest slow test-portable test-versions test-nightly test-arm mutants sanitize clean
+.PHONY: demo docs test lint style types layers pytest slow test-portable test-versions test-nightly test-arm mutants sanitize clean
 
 demo: $(VENV)/installed
 	$(DEMO)
@@ -48,6 +49,10 @@ test: style
 	test $$tests = 0 || echo "the tests failed, see above"; \
 	test $$lint = 0 || echo "types or layers are broken, see above"; \
 	exit $$((tests | lint))
+
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/check.py
 
 lint: style types layers
 
@@ -99,6 +104,10 @@ $(VENV)/installed: $(BUILD_INPUTS) | $(BIN)/python
 
 $(VENV)/installed-dev: $(BUILD_INPUTS) | $(BIN)/python
 	$(INSTALL) ".[dev]"
+	touch $(VENV)/installed $@
+
+$(VENV)/installed-docs: $(BUILD_INPUTS) | $(BIN)/python
+	$(INSTALL) ".[docs]"
 	touch $(VENV)/installed $@
 
 clean:

@@ -1,8 +1,9 @@
 """Compare casts of lowp and of every installed library with rational arithmetic on the same inputs.
 
-    python bench/exactness.py [--json bench/results/exactness.json] [--write docs/exactness.md] [--keep]
+    python bench/exactness.py [--json bench/results/exactness.json] [--keep]
 
-`--write` writes the tables between the markers of a document; `--keep` uses recorded results instead of measuring.
+Writes docs/exactness.md, a row a library, and bench/results/exactness.md, a row a cast, between their markers; `--keep`
+uses recorded results instead of measuring.
 qtorch and microxcaling take part if they can be imported, Berkeley SoftFloat if SOFTFLOAT_LIBRARY names a shared
 library of its conversions.
 """
@@ -31,7 +32,7 @@ from lowp.casts import Cast, Rounding, possible_overflows  # noqa: E402
 from lowp.formats import FloatFormat  # noqa: E402
 
 Row = dict[str, Any]
-BEGIN, END = "<!-- exactness: tables -->", "<!-- exactness: end -->"
+END = "<!-- exactness: end -->"
 
 
 def casts(format: FloatFormat) -> Iterator[Cast]:
@@ -131,6 +132,26 @@ def tables(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(results: dict[str, Any]) -> str:
+    """Return a row for each library as Markdown: its casts, those with a mismatch, and the kinds of wrong results."""
+    own = results["lowp"]
+    most = max(row["casts"] for row in own)
+    cells = ["lowp, all its kernels", f"up to {most} a format", f"{sum(row['cases'] for row in own):,}"]
+    lines = [
+        "| library | casts | cases | wrong | casts with a mismatch | of these |",
+        "| --- | --: | --: | --: | --: | --- |",
+    ]
+    lines.append(f"| {' | '.join(cells)} | {sum(row['wrong'] for row in own)} | 0 | |")
+    for name in dict.fromkeys(row["peer"] for row in results["rows"]):
+        rows = [row for row in results["rows"] if row["peer"] == name]
+        found = sum((Counter(row["wrong"]) for row in rows), Counter())
+        which = ", ".join(f"{kind} {found[kind]:,}" for kind in KINDS if found[kind])
+        cells = [f"{name} {results['versions'].get(name) or ''}".strip(), f"{len(rows)}"]
+        cells += [f"{sum(row['cases'] for row in rows):,}", f"{found.total():,}"]
+        lines.append(f"| {' | '.join(cells)} | {sum(bool(row['wrong']) for row in rows)} | {which} |")
+    return "\n".join([f"Measured on {results['machine']}.", "", *lines])
+
+
 def _own_table(rows: list[Row]) -> list[str]:
     names = list(dict.fromkeys(row["peer"] for row in rows))
     lines = ["| format | from | casts | cases | " + " | ".join(f"wrong: {name}" for name in names) + " |"]
@@ -198,20 +219,24 @@ def _stochastic_table(rows: list[Row]) -> list[str]:
     return lines
 
 
+MARKERS = {"<!-- exactness: tables -->": tables, "<!-- exactness: summary -->": summary}
+PAGES = (ROOT / "docs" / "exactness.md", ROOT / "bench" / "results" / "exactness.md")
+
+
 def written(document: str, results: dict[str, Any]) -> str:
-    """Return a document with the tables between its markers."""
-    before, begin, rest = document.partition(BEGIN)
+    """Return a document with what its marker names up to the end marker."""
+    ((begin, shown),) = ((marker, shown) for marker, shown in MARKERS.items() if marker in document)
+    before, _, rest = document.partition(begin)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"the document has no lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{tables(results)}\n{END}{after}"
+    if not end:
+        raise SystemExit(f"the document has no line {END}")
+    return f"{before}{begin}\n{shown(results)}\n{END}{after}"
 
 
 def main() -> None:
-    """Measure, save the results, and write the tables."""
+    """Measure, save the results, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "exactness.json")
-    parser.add_argument("--write", type=Path, metavar="DOCUMENT")
     parser.add_argument("--keep", action="store_true", help="use the recorded results and measure nothing")
     arguments = parser.parse_args()
     if arguments.keep:
@@ -219,8 +244,8 @@ def main() -> None:
     else:
         results = measure_all()
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.write:
-        arguments.write.write_text(written(arguments.write.read_text(), results))
+    for page in PAGES:
+        page.write_text(written(page.read_text(), results))
     wrong = sum(row["wrong"] for row in results["lowp"])
     print(f"lowp: {wrong} wrong in {sum(row['cases'] for row in results['lowp']):,} cases")
     raise SystemExit(bool(wrong))

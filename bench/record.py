@@ -1,4 +1,4 @@
-"""Record the figures of README and docs on this machine, and write the pages' tables and pictures from them.
+"""Record the figures of docs on this machine, and write the pages' tables and pictures from them.
 
     python bench/record.py [--only step,flex-avx2] [--beside zen4] [--list]
 

@@ -1,4 +1,4 @@
-"""Write the tables, the figures of README's claims and the pictures of `lowp bench` from bench/results.
+"""Write the tables, the figures of the claims and the pictures of `lowp bench` from bench/results.
 
     python bench/tables.py
 
@@ -144,7 +144,7 @@ def served() -> Iterator[tuple[bool, list[str]]]:
 
 
 def overview() -> Rows:
-    """Return README's table: the step of each format on each type of processor, as multiples of the fp32 step."""
+    """Return the step of each format on each type of processor, as multiples of the fp32 step."""
     kinds = [[*result(f"step{one}")["results"].values()] for one in ("-avx2", "", "-1-amx")]
     rows = []
     for format in ("bf16", "fp16"):
@@ -163,7 +163,7 @@ def overview() -> Rows:
 
 
 TABLES = (
-    Table("README.md", "step | AVX2", overview),
+    Table("docs/evidence.md", "step | AVX2", overview),
     Table("docs/performance.md", "network, AVX2 | format", lambda: steps("step-avx2")),
     Table("docs/performance.md", "network, AVX-512 | format", lambda: steps("step")),
     Table("docs/performance.md", "network, AMX | format", lambda: steps("step-1-amx")),
@@ -173,16 +173,16 @@ TABLES = (
     Table("docs/performance.md", "n, threads (AVX2)", lambda: products("gemm-avx2")),
     Table("docs/performance.md", "n, threads (AVX-512)", lambda: products("gemm")),
     Table("docs/performance.md", "processor | network", threads),
-    Table("docs/performance.md", "network, MiB | way", memory),
+    Table("docs/memory.md", "network, MiB | way", memory),
     Table("docs/performance.md", "region | linear, no gradient", lambda: calls("call")),
     Table("docs/performance.md", "region, Zen 4 | linear, no gradient", lambda: calls("call-zen4")),
     Table("docs/performance.md", "what | share", casts),
-    Table("docs/serving.md", "instructions | n", lambda: [row for alone, row in served() if not alone]),
-    Table("docs/serving.md", "instructions | int8", lambda: [row for alone, row in served() if alone]),
+    Table("docs/serving-results.md", "instructions | n", lambda: [row for alone, row in served() if not alone]),
+    Table("docs/serving-results.md", "instructions | int8", lambda: [row for alone, row in served() if alone]),
 )
 
 
-# -- the figures of README's claims ------------------------------------------------------------------------------------
+# -- the figures of the claims ------------------------------------------------------------------------------------
 def _share(names: str) -> str:
     """Return the bandwidths, as shares of a copy's, of the casts whose names match."""
     rows = result("kernels")["rows"]
@@ -251,11 +251,11 @@ CLAIMS: dict[str, Callable[[], str]] = {  # by the beginning of a claim: that of
 
 
 def claimed(text: str) -> str:
-    """Return README's text with the figures of its claims replaced: the second cell, up to what it adds to them."""
+    """Return docs/evidence.md with the figures of its claims replaced: the second cell, up to what it adds to them."""
     for claim, figure in CLAIMS.items():
         begin = re.search(rf"^\| {re.escape(claim)}[^|]* \| ", text, re.MULTILINE)
         if begin is None:
-            raise SystemExit(f"README.md has no claim that begins with {claim!r}")
+            raise SystemExit(f"docs/evidence.md has no claim that begins with {claim!r}")
         cell, bar, after = text[begin.end() :].partition(" | ")
         added = re.search(r" \(MLP.*|; the same peak.*", cell)
         text = text[: begin.end()] + figure() + (added[0] if added else "") + bar + after
@@ -302,16 +302,21 @@ def shown(picture: Path) -> str | None:
 
 def draw(file: Path, picture: Path) -> None:
     """Draw a file's picture, with the file's hash."""
-    from PIL import Image, PngImagePlugin
-
     from lowp.report.figures.benchmark import chart
 
     chart(json.loads(file.read_text()), picture)
-    named = PngImagePlugin.PngInfo()
-    named.add_text("results", digest(file))
+    named(picture, digest(file))
+
+
+def named(picture: Path, results: str) -> None:
+    """Write into a picture the hash of the results that it shows."""
+    from PIL import Image, PngImagePlugin
+
+    text = PngImagePlugin.PngInfo()
+    text.add_text("results", results)
     with Image.open(picture) as image:
         image.load()
-        image.save(picture, pnginfo=named, dpi=image.info["dpi"], optimize=True)
+        image.save(picture, pnginfo=text, dpi=image.info["dpi"], optimize=True)
 
 
 def digest(file: Path) -> str:
@@ -319,7 +324,7 @@ def digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-OTHER: dict[str, Callable[[str], str]] = {"README.md": claimed, "docs/benchmark.md": example}
+OTHER: dict[str, Callable[[str], str]] = {"docs/evidence.md": claimed, "docs/benchmark.md": example}
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ If a row is wrong the error shows the right one, for the page.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -102,6 +103,28 @@ def test_pictures_of_lowp_bench_show_the_recorded_results(tables: ModuleType) ->
     assert {picture.name for picture in pictures.values()} == {one.name for one in DOCS.glob("figures/bench-*.png")}
     for file, picture in pictures.items():
         assert tables.shown(picture) == tables.digest(file), f"{picture.name} is out of date: python bench/tables.py"
+
+
+def test_the_chart_of_readme_shows_the_recorded_results(tables: ModuleType) -> None:
+    import chart  # type: ignore[import-not-found]
+
+    assert tables.shown(chart.PICTURE) == chart.digest(), "docs/figures/overview.png is out of date: bench/chart.py"
+    for name in chart.TASKS:
+        deviation, gaps = chart.gaps(name)
+        assert deviation >= 0 and set(gaps) == set(chart.MARKS)
+
+
+def test_the_chart_of_readme_can_be_drawn(tables: ModuleType, tmp_path: Path) -> None:
+    import chart
+
+    chart.draw(tmp_path / "overview.png")
+    assert tables.shown(tmp_path / "overview.png") == chart.digest()
+
+
+def test_readme_shows_the_hash_of_the_tests_of_reproducible_runs() -> None:
+    known = json.loads((ROOT / "tests" / "reproducing" / "hashes.json").read_text())
+    shown = re.findall(r'"mlp/bf16/2": "(\w+)"', (ROOT / "README.md").read_text())
+    assert len(shown) == 2 and set(shown) == {known["hashes"]["mlp/bf16"]}
 
 
 def test_a_figure_or_a_picture_out_of_date_is_noticed(

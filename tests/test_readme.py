@@ -5,7 +5,8 @@ is its output; with `raises` or `warns` after the language it also has the final
 prints them. A block with `file=NAME` is not run but written to that file. In a `console` block every `$ lowp ...` line
 is run, and the text below it is its output. `...` stands for any text, and lines of an `output` may be broken anywhere;
 without shown output nothing is compared. `needs=MODULE` after the language skips a block if the module is not
-installed, `not-run` skips it always, and `slow` runs it only in `make slow`.
+installed, `not-run` skips it always, and `slow` runs it only in `make slow`. Both sides of a `diff` block are executed,
+each after the `python` block above it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from lowp.region.rulebook import traced
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+RUN = ("python", "diff", "console")
 
 
 class Block(NamedTuple):
@@ -55,9 +59,7 @@ def pages() -> list[Any]:
     """Return a parameter (path, blocks) for every page with code, and another one for the slow code of a page."""
     parameters = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        runnable = [
-            b for b in blocks(path.read_text()) if b.language in ("python", "console") and "not-run" not in b.words
-        ]
+        runnable = [b for b in blocks(path.read_text()) if b.language in RUN and "not-run" not in b.words]
         name = path.relative_to(ROOT).as_posix()
         if quick := [block for block in runnable if "slow" not in block.words]:
             parameters.append(pytest.param(path, quick, id=name))
@@ -73,6 +75,13 @@ def commands(block: Block) -> Iterator[tuple[list[str], str]]:
         words = shlex.split(command, comments=True)
         if words[0] == "lowp":
             yield words[1:], shown
+
+
+def sides(block: Block) -> Iterator[Block]:
+    """Yield the code before and after a change; lines of the other side are blank, so that numbers of lines hold."""
+    for other in "+-":
+        lines = ("" if line.startswith(other) else line[1:] for line in block.text.splitlines())
+        yield block._replace(text="\n".join(lines))
 
 
 def run_python(path: Path, block: Block, names: dict[str, object]) -> str:
@@ -105,10 +114,15 @@ def run_page(path: Path, chosen: list[Block], lowp: Callable[..., Any]) -> None:
         if file := next((word[5:] for word in block.words if word.startswith("file=")), ""):
             Path(file).write_text(block.text)
         elif block.language == "python":
+            above = block
             got = run_python(path, block, names)
             if block.output is not None:
                 same = doctest.OutputChecker().check_output(block.output.strip(), got.strip(), freely)
                 assert same, f"{path}:{block.line}: it prints\n{got}"
+        elif block.language == "diff":
+            for side in sides(block):
+                run_python(path, above, names)
+                run_python(path, side, names)
         else:
             run_commands(path, block, lowp)
 
@@ -137,6 +151,8 @@ def test_code_on_a_page_does_what_it_says(
     "page",
     [
         "```python\nassert 1 == 2\n```\n",
+        "```python\n```\n```diff\n-assert 1 == 2\n+assert 1 == 1\n```\n",
+        "```python\n```\n```diff\n-assert 1 == 1\n+assert 1 == 2\n```\n",
         "```console\n$ lowp --version\nlowp 9.9.9\n```\n",
         "```console\n$ lowp fromats\n```\n",
         "```python\nprint(1)\n```\n\n```output\n2\n```\n",

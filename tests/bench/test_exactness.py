@@ -67,11 +67,10 @@ def test_the_oracle_agrees_with_berkeley_softfloat(results: dict[str, Any]) -> N
     assert not [row for row in rows if row["wrong"]]
 
 
-def test_the_document_has_the_tables_of_the_results(
-    exactness: ModuleType, results: dict[str, Any], repository: Path
-) -> None:
-    document = (repository / "docs" / "exactness.md").read_text()
-    assert document == exactness.written(document, results)
+def test_the_documents_have_the_tables_of_the_results(exactness: ModuleType, results: dict[str, Any]) -> None:
+    for page in exactness.PAGES:
+        document = page.read_text()
+        assert document == exactness.written(document, results)
 
 
 def test_a_mismatch_is_found_and_told_apart_by_kind(exactness: ModuleType) -> None:

@@ -34,7 +34,7 @@ NEEDS = {"convert": "safetensors", "gpu_static": "triton"}
 
 def test_every_program_has_a_smallest_form() -> None:
     programs = {one.stem for one in BENCH.glob("*.py") if '__name__ == "__main__"' in one.read_text()}
-    elsewhere = {"gpu": "test_gpu.py", "tables": "../test_docs.py"}
+    elsewhere = {"gpu": "test_gpu.py", "tables": "../test_docs.py", "chart": "../test_docs.py"}
     assert programs - set(elsewhere) == set(SMALLEST)
     assert all((Path(__file__).parent / test).exists() for test in elsewhere.values())
 
