@@ -73,6 +73,12 @@ def _dfp16() -> Policy:
     return Policy((Rule.of("contraction", input=operand, weight=operand, grad=operand, accumulate="int32"),))
 
 
+def _int8() -> Policy:
+    """Operands of contractions in int8 under a scale per row; the products of linear layers sum integers."""
+    casts = {"input": "int8", "weight": "int8", "grad": "int8:stochastic"}
+    return Policy((Rule.of("linear", **casts, accumulate="int32"), Rule.of("contraction", **casts)))
+
+
 # scalings whose exponents belong to sites
 _OF_PLACES = ("autoflex", "frozen", "reactive", "static")
 
@@ -151,6 +157,15 @@ _ROWS = [
         Masters(),
         "contraction operands int16 under one exponent a tensor, sums in int32 chains; the rest and the masters fp32",
         "Das et al. 2018, arXiv 1802.00930",
+    ),
+    Preset(
+        "int8",
+        _int8(),
+        LossScale(),
+        Masters(),
+        "contraction operands int8 under a scale a row, gradients rounded stochastically; linear layers sum in int32",
+        "scales a row as in SwitchBack, Wortsman et al. 2023, arXiv 2304.13013; int8 gradients as in Jetfire, Xi "
+        "et al. 2024, arXiv 2403.12422",
     ),
     Preset(
         "flex16+5",

@@ -1,4 +1,4 @@
-"""Linear layers under a rule of int8 without a gradient: exact sums of bytes in every implementation."""
+"""Linear layers in products of bytes, without a gradient and in training: exact sums in every implementation."""
 
 from __future__ import annotations
 
@@ -90,3 +90,102 @@ def test_rows_in_bytes_are_those_of_format_int8(level: int) -> None:
     assert torch.equal(defined.scales, found.scales)
     x[3, 5] = torch.nan
     assert byte_rows.rows_in_bytes(x, level) is None
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+def coded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the int8 codes of rows in fp64, and their scales."""
+    found = kernels.encode(x.detach(), "int8")
+    return found.payload.double(), found.scale.reshape(-1, 1)
+
+
+def trained(rule: Rule, layer: nn.Linear, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Return the result and the gradients of x, weight and bias."""
+    x = x.detach().requires_grad_()
+    with lowp.autocast(Policy((rule,))):
+        y = layer(x)
+    return [y.detach(), *torch.autograd.grad(y, (x, layer.weight, layer.bias), gradient)]
+
+
+NEAREST = Rule.of("linear", input="int8", weight="int8", grad="int8", accumulate="int32")
+STOCHASTIC = Rule.of("linear", input="int8", weight="int8", grad="int8:stochastic", accumulate="int32")
+
+
+def levels() -> list[str]:
+    return [] if cpu.library() is None else list(cpu.available())
+
+
+@pytest.mark.parametrize("level", ["best", *levels()])
+@pytest.mark.parametrize("shape", [(5, 7, 3), (33, 70, 40), (300, 65, 130)], ids=str)
+def test_all_three_products_sum_integers_and_scales_are_multiplied_afterwards(
+    level: str, shape: tuple[int, int, int]
+) -> None:
+    m, k, n = shape
+    torch.manual_seed(0)
+    layer, x, gradient = nn.Linear(k, n), torch.randn(m, k), torch.randn(m, n) * 1e-3
+    (rows, of_rows), (weight, of_weight) = coded(x), coded(layer.weight)
+    y = ((rows @ weight.t()).float() * of_weight.t()) * of_rows + layer.bias.detach()
+    incoming, scales = coded(gradient * of_weight.t())
+    of_x = (incoming @ weight).float() * scales
+    turned, scales = coded((gradient * of_rows).t().contiguous())
+    expected = [y, of_x, (turned @ rows).float() * scales]
+    asked = cpu.asked() if levels() else ""
+    try:
+        if level != "best":
+            cpu.select(level)
+        found = trained(NEAREST, layer, x, gradient)
+    finally:
+        if levels():
+            cpu.select(asked or None)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=False))
+    torch.testing.assert_close(found[3], gradient.sum(0))
+
+
+def test_gradients_are_drawn_from_torchs_generator() -> None:
+    torch.manual_seed(0)
+    layer, x, gradient = nn.Linear(40, 24), torch.randn(16, 40), torch.randn(16, 24)
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(trained(STOCHASTIC, layer, x, gradient))
+    assert all(torch.equal(one, other) for one, other in zip(*found[:2], strict=True))
+    assert torch.equal(found[0][0], found[2][0]) and not torch.equal(found[0][1], found[2][1])
+    mean = torch.stack([trained(STOCHASTIC, layer, x, gradient)[2] for _ in range(400)]).mean(0)
+    rows, scales = coded(x)
+    torch.testing.assert_close(mean, gradient.t() @ (rows * scales).float(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("place", ["input", "gradient"])
+def test_what_is_not_finite_reaches_the_gradients(place: str, bad: float) -> None:
+    torch.manual_seed(0)
+    layer, x, gradient = nn.Linear(8, 4), torch.randn(6, 8), torch.randn(6, 4)
+    (x if place == "input" else gradient)[2, 1] = bad
+    y, of_x, of_weight, _ = trained(STOCHASTIC, layer, x, gradient)
+    assert y.isfinite().all() == (place != "input")
+    assert not of_weight.isfinite().all() and (place == "input" or not of_x.isfinite().all())
+
+
+def test_gradients_of_gradients_are_those_of_the_values() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 4), torch.randn(6, 8).requires_grad_()
+    with lowp.autocast("int8"):
+        y = layer(x)
+    (of_x,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (of_weight,) = torch.autograd.grad(of_x.square().sum(), layer.weight)
+    reference = nn.Linear(8, 4)
+    reference.load_state_dict(layer.state_dict())
+    (plain,) = torch.autograd.grad(reference(x).square().sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(plain.square().sum(), reference.weight)
+    torch.testing.assert_close(of_weight, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
+
+
+def test_what_backward_reads_takes_a_byte_a_number() -> None:
+    layer, x, saved = nn.Linear(256, 128), torch.randn(64, 256, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        with lowp.autocast("int8"):
+            layer(x)
+    assert {one.dtype for one in saved if one.dim() == 2} == {torch.int8}
+    assert sum(one.numel() * one.element_size() for one in saved) == x.numel() + layer.weight.numel() + 4 * (64 + 128)

@@ -157,7 +157,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
     "lowp_random_block": (None, (c_uint64, c_void_p, c_void_p)),
     "lowp_program": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_int)),
-    "lowp_bytes_pack": (None, (c_void_p, *(c_int64,) * 3, c_int, *(c_void_p,) * 3, c_int)),
+    "lowp_bytes_pack": (None, (c_void_p, *(c_int64,) * 4, c_int, *(c_void_p,) * 3, c_int)),
     "lowp_bytes_extremes": (None, (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
     "lowp_bytes_quantize": (
         None,
@@ -166,7 +166,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_bytes_rows": (c_int, (c_int, c_void_p, *(c_int64,) * 3, c_int, c_int64, c_void_p, c_void_p, c_int)),
     "lowp_bytes_multiply": (
         None,
-        (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int, *(c_void_p,) * 4, c_int),
+        (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int, *(c_void_p,) * 5, c_int),
     ),
     "lowp_bytes_linear": (
         None,

@@ -6,11 +6,13 @@ below does. This code is the definition: the bits are the same on every machine 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowp.casts import Cast
 from lowp.compat import private
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu
@@ -29,9 +31,21 @@ from lowp.kernels.byte_rows import (
     up,
 )
 from lowp.kernels.dispatch import uses_library
+from lowp.kernels.functions import encode
 from lowp.kernels.hardware import tiles_of_bytes
+from lowp.kernels.integer import matmul_exact
 
-__all__ = ["Panels", "multiply", "pack", "repacked", "unpacked", "weights_in_bytes"]
+__all__ = [
+    "Codes",
+    "Panels",
+    "encoded",
+    "multiply",
+    "multiply_codes",
+    "pack",
+    "repacked",
+    "unpacked",
+    "weights_in_bytes",
+]
 
 _int_mm: Any = private("torch._int_mm")
 
@@ -79,7 +93,7 @@ def pack(weight: Tensor, scales: Tensor, highest: int) -> Panels:
     ways = torch.full((width // PANEL, up(depth, CHUNK) // CHUNK), 2, dtype=torch.uint8, device="cpu")
     memory = padded.reshape(width // PANEL, PANEL, depth // 4, 4).transpose(1, 2).contiguous()
     if cpu.library() is not None and memory.numel():
-        cpu.loaded().lowp_bytes_pack(*matrix(padded), highest, memory, ways, sums, torch.get_num_threads())
+        cpu.loaded().lowp_bytes_pack(*matrix(padded), 1, highest, memory, ways, sums, torch.get_num_threads())
     return Panels(memory, ways, sums, scale, n, k, highest)
 
 
@@ -111,9 +125,9 @@ def multiply(
 
     Scales of rows are multiplied afterwards.
     """
+    row_scales = None
     if isinstance(a, ByteRows):
-        result = multiply(Bytes(a.payload, 1.0, MIDDLE, 255), b, None, level).mul_(a.scales[:, None])
-        return result if bias is None else result.add_(bias.detach().float())
+        row_scales, a = a.scales, Bytes(a.payload, 1.0, MIDDLE, 255)
     if isinstance(a, Activations):
         if uses_library() and b.memory.ndim == 4 and a.values.numel() and a.values.shape[1] == b.k:
             return _linear(a, b, bias, level)
@@ -127,12 +141,87 @@ def multiply(
     if b.memory.ndim == 2 or not uses_library():
         sums = _torch_sums(a, b) if uses_library() else _defined_sums(a, b)
         result = sums.float() * (torch.tensor(a.scale, dtype=torch.float32, device="cpu") * b.scales[: b.n])
+        result = result if row_scales is None else result.mul_(row_scales[:, None])
         return result if bias is None else result + bias.detach().float()
     bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
     out = torch.empty(rows, b.n, dtype=torch.float32, device="cpu")
-    left, right, finish = (a.payload, rows, depth), (b.memory, b.ways, b.n), (b.scales, b.sums, bias, out)
+    left, right, finish = (a.payload, rows, depth), (b.memory, b.ways, b.n), (b.scales, b.sums, row_scales, bias, out)
     cpu.loaded().lowp_bytes_multiply(cpu.level(level), *left, *right, a.scale, a.zero, *finish, torch.get_num_threads())
     return out
+
+
+class Codes(NamedTuple):
+    """A matrix in int8, one scale per row: value = payload * scale."""
+
+    payload: Tensor  # int8 [rows, k]
+    scales: Tensor  # fp32 [rows]
+
+    @property
+    def values(self) -> Tensor:
+        """The numbers in fp32."""
+        return self.payload.float().mul_(self.scales[:, None])
+
+
+def encoded(x: Tensor, cast: Cast, seed: int | Tensor = 0) -> Codes | None:
+    """Return fp32 [rows, k] in a cast to int8 with a scale per row; None where a number is infinite or NaN."""
+    x = on_cpu(x, "x").contiguous()
+    if not math.isfinite(float(x.sum())) and not bool(x.isfinite().all()):  # a sum that overflows means a second look
+        return None
+    found = encode(x, cast, seed=seed)
+    return Codes(found.payload, found.scale.reshape(-1))
+
+
+def multiply_codes(a: Codes, b: Tensor, scales: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """Return a @ b.T of codes a [m, k] and int8 b [n, k], in fp32 [m, n].
+
+    An exact int32 sum, rounded to fp32, times the scale of b's row (if any), times that of a's row, plus bias [n]: each
+    rounded once. The neighbours in b's memory may be those along k or along n.
+    """
+    (m, k), n = a.payload.shape, b.shape[0]
+    if k > MOST_DEPTH:
+        raise Unavailable(f"a product over {k} bytes may leave int32: {MOST_DEPTH} is the most")
+    way = (cpu.asked() or cpu.available()[-1]) if uses_library() else ""
+    if not (m and n and k) or not way:
+        result = (a.payload.double() @ b.double().t()).float()
+    elif multiplies_bytes():
+        result = _int_mm(a.payload, b.t())
+    elif way == "avx512":
+        return _by_bytes(a, b, scales, bias)
+    else:  # without VNNI products of int16 are faster
+        sums = matmul_exact(a.payload.short(), b.short(), transpose_b=True, dtype=torch.float32)
+        result = sums.values
+    return _scaled(result, a.scales, scales, bias)
+
+
+def _scaled(result: Tensor, rows: Tensor, columns: Tensor | None, bias: Tensor | None) -> Tensor:
+    if result.dtype is torch.int32:  # in the same memory
+        result = result.view(torch.float32).copy_(result)
+    result = result if columns is None else result.mul_(columns)
+    result = result.mul_(rows[:, None])
+    return result if bias is None else result.add_(bias.detach().float())
+
+
+def _by_bytes(a: Codes, b: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return `multiply_codes` by unsigned bytes (AVX512-VNNI)."""
+    (m, k), n = a.payload.shape, b.shape[0]
+    width, depth, threads = up(n, PANEL), up(k, EIGHT), torch.get_num_threads()
+    panels = torch.empty(width * depth, dtype=torch.int8, device="cpu")
+    sums = torch.empty(width, dtype=torch.int32, device="cpu")
+    line, step = b.stride() if 1 in b.stride() else (k, 1)
+    b = b if 1 in b.stride() else b.contiguous()
+    library = cpu.loaded()
+    library.lowp_bytes_pack(b, n, k, line, step, 0, panels, None, sums, threads)
+    shifted = (a.payload ^ -128).view(torch.uint8)
+    shifted = shifted if k == depth else torch.nn.functional.pad(shifted, (0, depth - k), value=MIDDLE)
+    by = torch.ones(n, dtype=torch.float32, device="cpu") if scales is None else scales
+    out = torch.empty(m, n, dtype=torch.float32, device="cpu")
+    bias = None if bias is None else _padded(bias.detach().float(), width)
+    given = shifted, m, depth, panels, _NO_WAYS, n, 1.0, MIDDLE, _padded(by, width), sums, a.scales, bias, out
+    library.lowp_bytes_multiply(cpu.level(), *given, threads)
+    return out
+
+
+_NO_WAYS = bytes(1)  # where all products of bytes are summed in one way
 
 
 def _linear(a: Activations, b: Panels, bias: Tensor | None, level: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear layers whose rule rounds input and weight to int8, without gradients: products of bytes.
+"""Linear layers in products of bytes: under a rule of int8 without gradients, and training in int8.
 
 The operands equal those of the rule, bit for bit. Their integers are summed exactly in int32, while the general path
 sums fp32 products of scaled values; the sum is rounded once and scaled afterwards. Calls that record a graph take the
@@ -8,24 +8,27 @@ general path.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowp.casts import Cast, parse
-from lowp.compat import remembered_by_identity
-from lowp.kernels.byte_products import Panels, weights_in_bytes
+from lowp.compat import applied_at_once, remembered_by_identity
+from lowp.kernels.byte_products import Codes, Panels, encoded, multiply_codes, weights_in_bytes
 from lowp.kernels.byte_rows import rows_in_bytes
 from lowp.kernels.cpu import PLAIN
-from lowp.kernels.products import contract_packed, multiplies_int8
-from lowp.ops.call import Call
-from lowp.ops.casting import rounded
+from lowp.kernels.dispatch import forced
+from lowp.kernels.integer import NotFinite
+from lowp.kernels.products import contract_packed, multiplies_int8, sum_of_rows
+from lowp.ops.call import Call, RoleCasts
+from lowp.ops.casting import draw_seed, end_of, functorch_is_active, rounded, shielded
+from lowp.ops.products import gradients
 from lowp.ops.trilinear import Form, Linear
 from lowp.policy import Rule
 
-__all__ = ["is_int8", "linear_in_bytes"]
+__all__ = ["is_int8", "linear_in_bytes", "trained_in_bytes"]
 
 _INT8 = parse("int8")
 _panels: MutableMapping[Tensor, Panels] = WeakTensorKeyDictionary()  # by the cast weights that a region keeps
@@ -45,6 +48,81 @@ def linear_in_bytes(form: Form, call: Call, x: Tensor, weight: Tensor, bias: Ten
         return None
     result = contract_packed((rows, panels), bias).reshape(*x.shape[:-1], weight.shape[0])
     return result if call.rule.output is None else rounded(result, call.rule.output, call.seed)
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+def trained_in_bytes(form: Form, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return a linear layer under a rule that sums int8 in int32, forward and backward; None for the general path."""
+    operands = [one for one in (x, weight, bias) if one is not None]
+    is_here = isinstance(form, Linear) and all(type(one) in PLAIN and one.is_cpu for one in operands)
+    if not is_here or weight.dim() != 2 or 0 in (*x.shape, *weight.shape) or forced() not in (None, "cpu"):
+        return None
+    try:
+        return cast(Tensor, _apply(end_of(x), end_of(weight), bias, (x, weight), call.rule))
+    except NotFinite:
+        return None
+
+
+class _InBytes(torch.autograd.Function):
+    """Products of int8; saves the codes of its operands, and their scales. `x` and `weight` are their ends.
+
+    Where the scales of an operand lie along the sum of a gradient, they multiply the incoming gradient before it is
+    rounded, so that every sum is one of integers.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: tuple[Tensor, Tensor], rule: Rule
+    ) -> Tensor:
+        rows, factor = _codes(operands[0].reshape(-1, x.shape[-1]), rule.input), _codes(operands[1], rule.weight)
+        first, second, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(*(rows if second else (None, None)), *(factor if first else (None, None)))
+        ctx.rule, ctx.shapes, ctx.edges = rule, (tuple(x.shape), tuple(weight.shape)), (x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        result = multiply_codes(rows, factor.payload, factor.scales, bias)
+        return result.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return shielded(_gradients, gradient, ctx)
+
+
+_apply = applied_at_once(_InBytes)
+
+
+def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
+    numbers, scales, factors, factor_scales = ctx.saved_tensors
+    needs, (first, second), to = ctx.needs_input_grad[:3], ctx.shapes, ctx.rule.grad
+    rows = None if numbers is None else Codes(numbers, scales)
+    factor = None if factors is None else Codes(factors, factor_scales)
+    incoming = gradient.reshape(-1, second[0]).float()
+    try:
+        if torch.is_grad_enabled() or functorch_is_active():
+            raise NotFinite
+        of_x = of_weight = None
+        if factor is not None:
+            of_x = multiply_codes(_codes(incoming * factor.scales, to), factor.payload.t(), None).reshape(first)
+        if rows is not None:
+            turned = (incoming * rows.scales[:, None]).t()
+            of_weight = multiply_codes(_codes(turned, to), rows.payload.t(), None)
+        bias = sum_of_rows(incoming).to(ctx.bias_dtype) if needs[2] else None
+        return of_x, of_weight, bias, None, None
+    except NotFinite:
+        values = None if rows is None else rows.values.reshape(first), None if factor is None else factor.values
+        casts = RoleCasts(ctx.rule, None)
+        found = gradients(Linear(first, second), casts, needs, ctx.bias_dtype, gradient, values, ctx.edges)
+        return *found, None, None
+
+
+def _codes(x: Tensor, to: Cast | None) -> Codes:
+    """Return the rows of a matrix as int8. Raises NotFinite."""
+    assert to is not None
+    found = encoded(x.detach().float(), to, draw_seed() if to.is_stochastic else 0)
+    if found is None:
+        raise NotFinite
+    return found
 
 
 @remembered_by_identity

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast
+from lowp.casts import Cast, parse
 from lowp.compat import remembered_by_identity
 from lowp.errors import Unavailable
 from lowp.exponents import SiteWriter, Spots
@@ -18,7 +18,17 @@ from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, ro
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["Call", "KeptCasts", "Quick", "QuickRegion", "RoleCasts", "WeightCast", "cast_weight"]
+__all__ = [
+    "Call",
+    "KeptCasts",
+    "Quick",
+    "QuickRegion",
+    "RoleCasts",
+    "WeightCast",
+    "accumulation",
+    "cast_weight",
+    "sums_bytes",
+]
 
 WeightCast = Callable[[Tensor, Cast], Tensor]
 # Runs a common call of a function, given its arguments and its region: eager, without observers or transforms. Returns
@@ -136,7 +146,23 @@ class RoleCasts:
 @remembered_by_identity
 def _planned(rule: Rule) -> RoleCasts:
     """Return the casts of an op under a rule without observers; cached."""
-    return RoleCasts(rule, rule.accumulate)
+    return RoleCasts(rule, accumulation(rule))
+
+
+@remembered_by_identity
+def sums_bytes(rule: Rule) -> bool:
+    """Whether a rule sums products of int8 under a scale per row in int32, forward and backward."""
+    casts = rule.input, rule.weight, rule.grad
+    is_int32 = rule.accumulate is not None and rule.accumulate.format == "int32" and rule.output is None
+    return is_int32 and all(one is not None and replace(one, rounding=_INT8.rounding) == _INT8 for one in casts)
+
+
+def accumulation(rule: Rule) -> Accumulation | None:
+    """Return how a rule's products of values are summed: of int8 in fp32, where bytes are not multiplied."""
+    return None if sums_bytes(rule) else rule.accumulate
+
+
+_INT8 = parse("int8")
 
 
 @dataclass
@@ -181,7 +207,7 @@ class Call:
         """How this call's tensors are rounded; holds no tensors."""
         if self.watch is None and self.roles is None and self.seed is draw_seed and not torch.compiler.is_compiling():
             return _planned(self.rule)
-        return RoleCasts(self.rule, self.rule.accumulate, self.seed, self.watch, self.roles or ("input", "weight"))
+        return RoleCasts(self.rule, accumulation(self.rule), self.seed, self.watch, self.roles or ("input", "weight"))
 
     def cast(self, x: Tensor, role: str) -> Tensor:
         """Return x rounded by its role; see `RoleCasts.cast`."""

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowp.ops.bytes import is_int8, linear_in_bytes
-from lowp.ops.call import Call, KeptCasts, Quick
+from lowp.ops.bytes import is_int8, linear_in_bytes, trained_in_bytes
+from lowp.ops.call import Call, KeptCasts, Quick, sums_bytes
 from lowp.ops.casting import functorch_is_active
 from lowp.ops.direct import direct
 from lowp.ops.eight_bits import is_fp8, product_in_fp8
@@ -59,6 +59,8 @@ def _contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tenso
             result = product_in_fp8(form, rule, first, second, bias)
         elif is_int8(rule):
             result = linear_in_bytes(form, call, first, second, bias)
+        elif sums_bytes(rule):
+            result = trained_in_bytes(form, call, first, second, bias)
         if result is None and (how := direct(rule)) is not None:
             kept = cast(KeptCasts, call.weight_cast) if hasattr(call.weight_cast, "look") else None
             result = how.contract(form, lambda *shapes: form, first, second, bias, kept)
@@ -80,7 +82,7 @@ def quick_linear(rule: Rule) -> Quick | None:
     """Return what runs F.linear under a rule from its arguments alone, see `Row.quick`; None for other rules."""
     if integer_linear.sums_integers(rule):
         return integer_linear.quick(rule) if rule.output is None else written_linear.quick(rule, linear)
-    how = direct(rule)
+    how = None if sums_bytes(rule) else direct(rule)
     return None if how is None else how.linear
 
 

@@ -37,7 +37,7 @@ from lowp.kernels.programs import (
 )
 from lowp.kernels.run import is_dense
 from lowp.ops.bytes import is_int8
-from lowp.ops.call import KeptCasts, QuickRegion, RoleCasts
+from lowp.ops.call import KeptCasts, QuickRegion, RoleCasts, accumulation
 from lowp.ops.casting import (
     carrier_dtype,
     clips,
@@ -54,7 +54,7 @@ from lowp.policy import Rule
 
 __all__ = ["Direct", "direct", "one_dtype"]
 
-SMALL = 1024  # elements of a weight that is rounded where it is read, without gradients, instead of being kept
+SMALL = 1024  # elements of a weight that is rounded anew at each use, in less time than a look for a kept cast
 FormOf = Callable[[tuple[int, ...], tuple[int, ...]], Form]
 _MOST = 4096  # calls that are known under a rule
 _X, _WEIGHT, _BIAS, _OUT, _VALUE, _FACTOR = range(6)  # places in a forward program
@@ -119,9 +119,10 @@ class Direct:
         if prepared is None:
             return None
         to, factor = prepared.weight.cast, None
-        reads = not is_recorded and prepared.can_read and weight.numel() <= SMALL
+        is_small = weight.numel() <= SMALL
+        reads = is_small and not is_recorded and prepared.can_read
         keeps, sign = False, None
-        if kept is not None and to is not None and prepared.keeps_weight and not reads:
+        if kept is not None and to is not None and prepared.keeps_weight and not (is_small and prepared.can_read):
             if weight.requires_grad and weight.is_leaf:
                 factor, sign = kept.look(weight, to)
                 keeps = factor is None
@@ -152,7 +153,8 @@ class Direct:
 @remembered_by_identity
 def direct(rule: Rule) -> Direct | None:
     """Return how contractions run straight under a rule; None for rules whose casts or sums no program has."""
-    if rule.is_empty or not (rule.accumulate is None or rule.accumulate.format == "fp32"):
+    sums = accumulation(rule)
+    if rule.is_empty or not (sums is None or sums.format == "fp32"):
         return None
     casts = [one for one in (rule.input, rule.weight, rule.grad, rule.output) if one is not None]
     if not all(rounds(one) and not clips(one) and own_dtype(one) is not torch.float64 for one in casts):
@@ -314,7 +316,7 @@ def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
         back = prepared.back(gradient, needs, ctx.bias_dtype) if are_these else None
         if back is not None and (found := back.run(gradient, values)) is not None:
             return *found, None, None
-    casts = RoleCasts(prepared.rule, prepared.rule.accumulate)
+    casts = RoleCasts(prepared.rule, accumulation(prepared.rule))
     return *gradients(prepared.form, casts, needs, ctx.bias_dtype, gradient, values, ctx.edges), None, None
 
 

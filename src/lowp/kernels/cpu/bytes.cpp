@@ -5,6 +5,11 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "export.hpp"
 #include "levels.hpp"
@@ -46,6 +51,56 @@ Way way_of(At at, int64_t begin, int64_t end, int32_t highest) {
   return four ? kFour : centred ? kCentred : two ? kTwo : kOne;
 }
 
+// Four lines of 16 bytes as 16 columns of four.
+void interleave(const int8_t (*lines)[kPanel], int8_t* to) {
+#if defined(__SSE2__)
+  __m128i x[4];
+  for (int t = 0; t < 4; t++) x[t] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(lines[t]));
+  const __m128i pairs[] = {_mm_unpacklo_epi8(x[0], x[1]), _mm_unpackhi_epi8(x[0], x[1])};
+  const __m128i others[] = {_mm_unpacklo_epi8(x[2], x[3]), _mm_unpackhi_epi8(x[2], x[3])};
+  for (int half = 0; half < 2; half++) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 32 * half), _mm_unpacklo_epi16(pairs[half], others[half]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 32 * half + 16), _mm_unpackhi_epi16(pairs[half], others[half]));
+  }
+#else
+  for (int64_t j = 0; j < kPanel; j++)
+    for (int64_t t = 0; t < 4; t++) *to++ = lines[t][j];
+#endif
+}
+
+// One panel of up to 16 columns, and their sums; see lowp_bytes_pack.
+void pack(const int8_t* from, int64_t columns, int64_t k, int64_t line, int64_t step, int8_t* panel, int32_t* sums) {
+  const int64_t depth = up(k, kEight);
+  std::fill(sums, sums + kPanel, 0);
+  if (step == 1) {
+    for (int64_t j = 0; j < kPanel; j++) {
+      const int8_t* numbers = from + (j < columns ? j : 0) * line;
+      const int64_t count = j < columns ? k : 0;
+      int8_t* to = panel + 4 * j;
+      int32_t sum = 0;
+      for (int64_t t = 0; t < count; t++) sum += numbers[t];
+      sums[j] = sum;
+      int64_t t = 0;
+      for (; t + 4 <= count; t += 4, to += 4 * kPanel) std::memcpy(to, numbers + t, 4);
+      for (; t < depth; t += 4, to += 4 * kPanel)
+        for (int64_t i = 0; i < 4; i++) to[i] = t + i < count ? numbers[t + i] : int8_t{0};
+    }
+    return;
+  }
+  for (int64_t index = 0; index < depth; index += 4, panel += 4 * kPanel) {
+    int8_t lines[4][kPanel] = {};
+    for (int64_t t = 0; t < std::min<int64_t>(4, k - index); t++) {
+      const int8_t* numbers = from + (index + t) * step;
+      if (line == 1 && columns == kPanel)
+        std::memcpy(lines[t], numbers, kPanel);
+      else
+        for (int64_t j = 0; j < columns; j++) lines[t][j] = numbers[j * line];
+      for (int64_t j = 0; j < kPanel; j++) sums[j] += lines[t][j];
+    }
+    interleave(lines, panel);
+  }
+}
+
 // The smaller and the larger of two numbers; NaN if one of them is NaN.
 float least(float a, float b) { return a != a || b >= a ? a : b; }
 float most(float a, float b) { return a != a || b <= a ? a : b; }
@@ -55,28 +110,23 @@ float most(float a, float b) { return a != a || b <= a ? a : b; }
 
 using namespace lowp;
 
-// Packs int8 weights [n][k], rows `stride` apart, for activations up to `highest`: panels [n / 16][depth][16] with depth k
-// rounded up to 8, a way for every 32 of depth, and the sum of every column. Panels and sums are padded with zeros.
-LOWP_EXPORT void lowp_bytes_pack(const int8_t* weights, int64_t n, int64_t k, int64_t stride, int highest, int8_t* panels,
-                                 uint8_t* ways, int32_t* sums, int threads) {
+// Packs int8 weights [n][k], element (j, t) at weights[j * line + t * step], one of which is 1, for activations up to
+// `highest`: panels [n / 16][depth][16] with depth k rounded up to 8, and the sum of every column; panels and sums are
+// padded with zeros. `ways`: one for every 32 of depth; null for activations whose ways are single elements.
+LOWP_EXPORT void lowp_bytes_pack(const int8_t* weights, int64_t n, int64_t k, int64_t line, int64_t step, int highest,
+                                 int8_t* panels, uint8_t* ways, int32_t* sums, int threads) {
   const int64_t depth = up(k, kEight), chunks = up(depth, kChunk) / kChunk;
   parallel_for(up(n, kPanel) / kPanel, 1, threads, [=](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
+      const int64_t first = p * kPanel, columns = std::min(kPanel, n - first);
+      const int8_t* from = weights + first * line;
+      pack(from, columns, k, line, step, panels + p * depth * kPanel, sums + first);
+      if (ways == nullptr) continue;
       const auto at = [&](int64_t j, int64_t index) -> int32_t {
-        const int64_t column = p * kPanel + j;
-        return column < n && index < k ? weights[column * stride + index] : 0;
+        return j < columns && index < k ? weights[(first + j) * line + index * step] : 0;
       };
-      int8_t* panel = panels + p * depth * kPanel;
-      for (int64_t index = 0; index < depth; index += 4)
-        for (int64_t j = 0; j < kPanel; j++)
-          for (int64_t t = 0; t < 4; t++) *panel++ = static_cast<int8_t>(at(j, index + t));
       for (int64_t chunk = 0; chunk < chunks; chunk++)
         ways[p * chunks + chunk] = way_of(at, chunk * kChunk, std::min(depth, (chunk + 1) * kChunk), highest);
-      for (int64_t j = 0; j < kPanel; j++) {
-        int32_t sum = 0;
-        for (int64_t index = 0; index < k; index++) sum += at(j, index);
-        sums[p * kPanel + j] = sum;
-      }
     }
   });
 }
@@ -130,11 +180,12 @@ LOWP_EXPORT int lowp_bytes_rows(int level, const float* x, int64_t rows, int64_t
   return finite;
 }
 
-// out[m][n] = (a[m][depth] - zero) times the panels, by the scales; see Finish. Arrays of columns are padded to 16.
+// out[m][n] = (a[m][depth] - zero) times the panels, by the scales; see Finish. Arrays of columns are padded to 16. With
+// `row_scales` [m] each result is then multiplied by that of its row, and the bias is added last.
 LOWP_EXPORT void lowp_bytes_multiply(int level, const uint8_t* a, int64_t m, int64_t depth, const int8_t* panels,
                                      const uint8_t* ways, int64_t n, float row_scale, int zero,
-                                     const float* column_scales, const int32_t* column_sums, const float* bias,
-                                     float* out, int threads) {
+                                     const float* column_scales, const int32_t* column_sums, const float* row_scales,
+                                     const float* bias, float* out, int threads) {
   const ByteKernels& run = kernels(level);
   const int64_t chunks = up(depth, kChunk) / kChunk, width = up(n, kPanel) / kPanel, pairs = up(width, kPair) / kPair;
   const int64_t blocks = up(m, kRows) / kRows;
@@ -147,7 +198,7 @@ LOWP_EXPORT void lowp_bytes_multiply(int level, const uint8_t* a, int64_t m, int
         const int64_t column = (pair + p) * kPanel;
         some[p] = {panels + column * depth, ways + (pair + p) * chunks, {}, std::min(kPanel, n - column), {}};
         Finish& to = some[p].finish;
-        to.biased = bias != nullptr;
+        to.biased = bias != nullptr && row_scales == nullptr;
         for (int64_t j = 0; j < kPanel; j++) {
           some[p].starts[j] = -zero * column_sums[column + j];
           to.scales[j] = row_scale * column_scales[column + j];
@@ -155,7 +206,15 @@ LOWP_EXPORT void lowp_bytes_multiply(int level, const uint8_t* a, int64_t m, int
         }
       }
       const Rows rows{a + first * depth, std::min(kRows, m - first), depth};
-      run.multiply(rows, some, count, out + first * n + pair * kPanel, n);
+      float* to = out + first * n + pair * kPanel;
+      run.multiply(rows, some, count, to, n);
+      if (row_scales == nullptr) continue;
+      const int64_t columns = std::min(count * kPanel, n - pair * kPanel);
+      for (int64_t i = 0; i < rows.count; i++, to += n) {
+        const float by = row_scales[first + i];
+        const float* added = bias == nullptr ? nullptr : bias + pair * kPanel;
+        for (int64_t j = 0; j < columns; j++) to[j] = added == nullptr ? to[j] * by : to[j] * by + added[j];
+      }
     }
   });
 }
@@ -182,7 +241,8 @@ LOWP_EXPORT void lowp_bytes_linear(int level, const float* x, int64_t m, int64_t
       scale = NAN;
   }
   lowp_bytes_quantize(level, x, m, k, stride, scale, zero, highest, depth, bytes, threads);
-  lowp_bytes_multiply(level, bytes, m, depth, panels, ways, n, scale, zero, column_scales, column_sums, bias, out, threads);
+  lowp_bytes_multiply(level, bytes, m, depth, panels, ways, n, scale, zero, column_scales, column_sums, nullptr, bias, out,
+                      threads);
 }
 
 // The windows of a convolution: x [batch][height][width][channels] of bytes to rows [batch * positions][depth], in the
