@@ -85,7 +85,7 @@ def test_both_ways_give_the_same_bits(
         assert one.dtype is other.dtype and torch.equal(one, other)
 
 
-BY_GROUPS = ["mxfp8", "nvfp4", "int8", "i8s@fp32/channel"]
+BY_GROUPS = ["mxfp8", "nvfp4", "i8s@fp32/row", "i8s@fp32/channel"]
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import private
 from lowp.errors import InvalidInput, Unavailable
-from lowp.kernels import cpu
+from lowp.kernels import cpu, cpu_groups
 from lowp.kernels.byte_rows import (
     EIGHT,
     MIDDLE,
@@ -167,6 +167,8 @@ def encoded(x: Tensor, cast: Cast, seed: int | Tensor = 0) -> Codes | None:
     x = on_cpu(x, "x").contiguous()
     if not math.isfinite(float(x.sum())) and not bool(x.isfinite().all()):  # a sum that overflows means a second look
         return None
+    if uses_library() and (known := cpu_groups.encode_groups(x, cast, seed, False)) is not None:
+        return Codes(known[0], known[1].reshape(-1))
     found = encode(x, cast, seed=seed)
     return Codes(found.payload, found.scale.reshape(-1))
 

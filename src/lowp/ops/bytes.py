@@ -22,8 +22,9 @@ from lowp.kernels.cpu import PLAIN
 from lowp.kernels.dispatch import forced
 from lowp.kernels.integer import NotFinite
 from lowp.kernels.products import contract_packed, multiplies_int8, sum_of_rows
-from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import draw_seed, end_of, functorch_is_active, rounded, shielded
+from lowp.kernels.tracing import is_quiet
+from lowp.ops.call import Call, QuickRegion, RoleCasts
+from lowp.ops.casting import draw_seed, end_of, functorch_is_active, is_castable, rounded, shielded
 from lowp.ops.products import gradients
 from lowp.ops.trilinear import Form, Linear
 from lowp.policy import Rule
@@ -53,14 +54,23 @@ def linear_in_bytes(form: Form, call: Call, x: Tensor, weight: Tensor, bias: Ten
 # -- training -----------------------------------------------------------------------------------------------------
 
 
-def trained_in_bytes(form: Form, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return a linear layer under a rule that sums int8 in int32, forward and backward; None for the general path."""
-    operands = [one for one in (x, weight, bias) if one is not None]
-    is_here = isinstance(form, Linear) and all(type(one) in PLAIN and one.is_cpu for one in operands)
-    if not is_here or weight.dim() != 2 or 0 in (*x.shape, *weight.shape) or forced() not in (None, "cpu"):
+def trained_in_bytes(
+    rule: Rule, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: QuickRegion | None
+) -> Tensor | None:
+    """Return F.linear(input, weight, bias=None) under a rule that sums int8 in int32, forward and backward.
+
+    As a `Quick` of a rule; None for the general path.
+    """
+    if kwargs or not 2 <= len(args) <= 3 or forced() not in (None, "cpu") or not is_quiet():
+        return None
+    x, weight, bias = args if len(args) == 3 else (*args, None)
+    for one in (x, weight) if bias is None else (x, weight, bias):
+        if type(one) not in PLAIN or not one.is_cpu or 0 in one.shape or one.layout is not torch.strided:
+            return None
+    if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1] or not is_castable(x, weight, bias):
         return None
     try:
-        return cast(Tensor, _apply(end_of(x), end_of(weight), bias, (x, weight), call.rule))
+        return cast(Tensor, _apply(end_of(x), end_of(weight), bias, (x, weight), rule))
     except NotFinite:
         return None
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, parse
-from lowp.compat import remembered_by_identity
+from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.errors import Unavailable
 from lowp.exponents import SiteWriter, Spots
 from lowp.kernels.mantissas import has_mantissas
@@ -149,6 +149,7 @@ def _planned(rule: Rule) -> RoleCasts:
     return RoleCasts(rule, accumulation(rule))
 
 
+@constant_when_compiled
 @remembered_by_identity
 def sums_bytes(rule: Rule) -> bool:
     """Whether a rule sums products of int8 under a scale per row in int32, forward and backward."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -60,7 +60,8 @@ def _contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tenso
         elif is_int8(rule):
             result = linear_in_bytes(form, call, first, second, bias)
         elif sums_bytes(rule):
-            result = trained_in_bytes(form, call, first, second, bias)
+            is_linear = isinstance(form, Linear)
+            result = trained_in_bytes(rule, None, (first, second, bias), {}, None) if is_linear else None
         if result is None and (how := direct(rule)) is not None:
             kept = cast(KeptCasts, call.weight_cast) if hasattr(call.weight_cast, "look") else None
             result = how.contract(form, lambda *shapes: form, first, second, bias, kept)
@@ -82,7 +83,9 @@ def quick_linear(rule: Rule) -> Quick | None:
     """Return what runs F.linear under a rule from its arguments alone, see `Row.quick`; None for other rules."""
     if integer_linear.sums_integers(rule):
         return integer_linear.quick(rule) if rule.output is None else written_linear.quick(rule, linear)
-    how = None if sums_bytes(rule) else direct(rule)
+    if sums_bytes(rule):
+        return partial(trained_in_bytes, rule)
+    how = direct(rule)
     return None if how is None else how.linear
 
 
