@@ -18,15 +18,15 @@ from lowp.kernels import cpu
 ROOT = str(Path(lowp.__file__).parent)
 # of a linear layer without gradient, with it, and of its backward; a tenth above what they are
 MOST = {
-    "fp16": (11, 17, 23),
-    "bf16": (15, 22, 23),  # where the processor multiplies bf16, its own products are looked for first
-    "e5m7": (11, 12, 19),
-    "fp8": (15, 15, 19),
-    "mxfp8": (15, 15, 19),
-    "nvfp4": (15, 15, 19),
-    "e4m3fn:stochastic": (19, 18, 21),
-    "mxfp8:stochastic": (19, 19, 22),
-    "i8s@fp32/row": (17, 15, 19),
+    "fp16": (12, 18, 24),
+    "bf16": (16, 23, 24),  # where the processor multiplies bf16, its own products are looked for first
+    "e5m7": (12, 13, 20),
+    "fp8": (16, 16, 20),
+    "mxfp8": (16, 16, 20),
+    "nvfp4": (16, 16, 20),
+    "e4m3fn:stochastic": (20, 19, 22),
+    "mxfp8:stochastic": (20, 20, 23),
+    "i8s@fp32/row": (18, 16, 20),
     "int8": (80, 80, 90),
     "dfp16": (18, 34, 30),
 }

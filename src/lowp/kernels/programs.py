@@ -143,13 +143,18 @@ _NO_SEEDS = array("Q", [0] * 3 * 8)
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """Whether programs may read these: tensors with memory on a CPU, of up to 32 bits, unseen by torch.
-
-    The one test of an ordinary tensor. None counts as one. An operand that a gradient is recorded for must be passed by
-    an autograd Function.
-    """
+    """Whether programs may read these: the library computes, and all are ordinary."""
     way = chosen()
-    if not (way is None or way == "cpu") or not is_here() or not is_quiet():
+    return (way is None or way == "cpu") and is_here() and are_ordinary(*tensors)
+
+
+def are_ordinary(*tensors: Tensor | None) -> bool:
+    """Whether these are tensors with memory on a CPU, of up to 32 bits, unseen by torch. None counts as one.
+
+    The one test of an ordinary tensor. An operand that a gradient is recorded for must be passed by an autograd
+    Function.
+    """
+    if not is_quiet():
         return False
     for x in tensors:
         if x is None:

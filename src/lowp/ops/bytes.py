@@ -22,9 +22,9 @@ from lowp.kernels.cpu import PLAIN
 from lowp.kernels.dispatch import forced
 from lowp.kernels.integer import NotFinite
 from lowp.kernels.products import contract_packed, multiplies_int8, sum_of_rows
-from lowp.kernels.tracing import is_quiet
+from lowp.kernels.programs import are_ordinary
 from lowp.ops.call import Call, QuickRegion, RoleCasts
-from lowp.ops.casting import draw_seed, end_of, functorch_is_active, is_castable, rounded, shielded
+from lowp.ops.casting import draw_seed, end_of, functorch_is_active, rounded, shielded
 from lowp.ops.products import gradients
 from lowp.ops.trilinear import Form, Linear
 from lowp.policy import Rule
@@ -61,13 +61,10 @@ def trained_in_bytes(
 
     As a `Quick` of a rule; None for the general path.
     """
-    if kwargs or not 2 <= len(args) <= 3 or forced() not in (None, "cpu") or not is_quiet():
+    if kwargs or not 2 <= len(args) <= 3 or forced() not in (None, "cpu") or not are_ordinary(*args):
         return None
     x, weight, bias = args if len(args) == 3 else (*args, None)
-    for one in (x, weight) if bias is None else (x, weight, bias):
-        if type(one) not in PLAIN or not one.is_cpu or 0 in one.shape or one.layout is not torch.strided:
-            return None
-    if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1] or not is_castable(x, weight, bias):
+    if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1] or 0 in (*x.shape, *weight.shape):
         return None
     try:
         return cast(Tensor, _apply(end_of(x), end_of(weight), bias, (x, weight), rule))
