@@ -19,7 +19,6 @@ from lowp.compat import applied_at_once, remembered_by_identity
 from lowp.kernels.byte_products import Codes, Panels, encoded, multiply_codes, weights_in_bytes
 from lowp.kernels.byte_rows import rows_in_bytes
 from lowp.kernels.cpu import PLAIN
-from lowp.kernels.dispatch import forced
 from lowp.kernels.integer import NotFinite
 from lowp.kernels.products import contract_packed, multiplies_int8, sum_of_rows
 from lowp.kernels.programs import are_ordinary
@@ -61,7 +60,7 @@ def trained_in_bytes(
 
     As a `Quick` of a rule; None for the general path.
     """
-    if kwargs or not 2 <= len(args) <= 3 or forced() not in (None, "cpu") or not are_ordinary(*args):
+    if kwargs or not 2 <= len(args) <= 3 or not are_ordinary(*args):
         return None
     x, weight, bias = args if len(args) == 3 else (*args, None)
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1] or 0 in (*x.shape, *weight.shape):
