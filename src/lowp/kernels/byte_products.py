@@ -36,8 +36,8 @@ from lowp.kernels.hardware import tiles_of_bytes
 from lowp.kernels.integer import matmul_exact
 
 __all__ = [
-    "Codes",
     "Panels",
+    "RowCodes",
     "encoded",
     "multiply",
     "multiply_codes",
@@ -150,7 +150,7 @@ def multiply(
     return out
 
 
-class Codes(NamedTuple):
+class RowCodes(NamedTuple):
     """A matrix in int8, one scale per row: value = payload * scale."""
 
     payload: Tensor  # int8 [rows, k]
@@ -162,18 +162,18 @@ class Codes(NamedTuple):
         return self.payload.float().mul_(self.scales[:, None])
 
 
-def encoded(x: Tensor, cast: Cast, seed: int | Tensor = 0) -> Codes | None:
+def encoded(x: Tensor, cast: Cast, seed: int | Tensor = 0) -> RowCodes | None:
     """Return fp32 [rows, k] in a cast to int8 with a scale per row; None where a number is infinite or NaN."""
     x = on_cpu(x, "x").contiguous()
     if not math.isfinite(float(x.sum())) and not bool(x.isfinite().all()):  # a sum that overflows means a second look
         return None
     if uses_library() and (known := cpu_groups.encode_groups(x, cast, seed, False)) is not None:
-        return Codes(known[0], known[1].reshape(-1))
+        return RowCodes(known[0], known[1].reshape(-1))
     found = encode(x, cast, seed=seed)
-    return Codes(found.payload, found.scale.reshape(-1))
+    return RowCodes(found.payload, found.scale.reshape(-1))
 
 
-def multiply_codes(a: Codes, b: Tensor, scales: Tensor | None, bias: Tensor | None = None) -> Tensor:
+def multiply_codes(a: RowCodes, b: Tensor, scales: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """Return a @ b.T of codes a [m, k] and int8 b [n, k], in fp32 [m, n].
 
     An exact int32 sum, rounded to fp32, times the scale of b's row (if any), times that of a's row, plus bias [n]: each
@@ -203,7 +203,7 @@ def _scaled(result: Tensor, rows: Tensor, columns: Tensor | None, bias: Tensor |
     return result if bias is None else result.add_(bias.detach().float())
 
 
-def _by_bytes(a: Codes, b: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+def _by_bytes(a: RowCodes, b: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return `multiply_codes` by unsigned bytes (AVX512-VNNI)."""
     (m, k), n = a.payload.shape, b.shape[0]
     width, depth, threads = up(n, PANEL), up(k, EIGHT), torch.get_num_threads()

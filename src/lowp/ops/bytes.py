@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowp.casts import Cast, parse
 from lowp.compat import applied_at_once, remembered_by_identity
-from lowp.kernels.byte_products import Codes, Panels, encoded, multiply_codes, weights_in_bytes
+from lowp.kernels.byte_products import Panels, RowCodes, encoded, multiply_codes, weights_in_bytes
 from lowp.kernels.byte_rows import rows_in_bytes
 from lowp.kernels.cpu import PLAIN
 from lowp.kernels.integer import NotFinite
@@ -101,8 +101,8 @@ _apply = applied_at_once(_InBytes)
 def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
     numbers, scales, factors, factor_scales = ctx.saved_tensors
     needs, (first, second), to = ctx.needs_input_grad[:3], ctx.shapes, ctx.rule.grad
-    rows = None if numbers is None else Codes(numbers, scales)
-    factor = None if factors is None else Codes(factors, factor_scales)
+    rows = None if numbers is None else RowCodes(numbers, scales)
+    factor = None if factors is None else RowCodes(factors, factor_scales)
     incoming = gradient.reshape(-1, second[0]).float()
     try:
         if torch.is_grad_enabled() or functorch_is_active():
@@ -122,7 +122,7 @@ def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
         return *found, None, None
 
 
-def _codes(x: Tensor, to: Cast | None) -> Codes:
+def _codes(x: Tensor, to: Cast | None) -> RowCodes:
     """Return the rows of a matrix as int8. Raises NotFinite."""
     assert to is not None
     found = encoded(x.detach().float(), to, draw_seed() if to.is_stochastic else 0)
