@@ -1,18 +1,19 @@
-"""Print the recorded runs of bench/results/runs as tables: `python bench/runs.py [--write docs/runs.md]`.
+"""Write the recorded runs of bench/results/runs as tables: `python bench/runs.py`.
 
-Each file was written by the `lowp compare` command that it contains. `--write` writes the tables between the marks
-``<!-- NAME -->`` and ``<!-- end -->`` of a page, and does not change other text.
+Each file was written by the `lowp compare` command that it contains. docs/runs.md gets a row a run, and
+bench/results/runs/README.md a table a run, between the marks ``<!-- NAME -->`` and ``<!-- end -->``; other text is not
+changed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 RUNS = Path(__file__).parent / "results" / "runs"
+PRECISIONS = ("fp32", "fp16", "bf16", "flex16+5", "dfp16")
 # options that do not change the numbers of a run
 _APART = {"--jobs", "--out", "--plot", "--timing"}
 
@@ -21,6 +22,26 @@ def tables(folder: Path = RUNS) -> dict[str, str]:
     """Return the table of every finished comparison in a folder, by the name of its file."""
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     return {name: table(document) for name, document in found.items() if document["kind"] == "comparison"}
+
+
+def summary(folder: Path = RUNS) -> str:
+    """Return a row for each comparison of the usual precisions: the metric of each, and its verdict if not as fp32."""
+    lines = [
+        "| task | metric | seeds | " + " | ".join(PRECISIONS) + " |",
+        "| --- | --- | --: |" + " --- |" * len(PRECISIONS),
+    ]
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        rows, recipe = {row["label"]: row for row in document["variants"]}, document["recipe"]
+        if tuple(rows) != PRECISIONS:
+            continue
+        cells = []
+        for row in rows.values():
+            spread = _spread(row["statistics"][recipe["metric"]], recipe["metric_is_share"])
+            verdict = row["verdict"]["verdict"]
+            cells.append(spread if verdict in ("baseline", "converges as fp32") else f"{spread}, {verdict}")
+        lines.append(f"| `{path.stem}` | {recipe['metric']} | {len(document['seeds'])} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table(document: dict[str, Any]) -> str:
@@ -93,15 +114,15 @@ def written(page: str, found: dict[str, str]) -> str:
     return page
 
 
+def pages() -> dict[Path, dict[str, str]]:
+    """Return the pages, and the tables of each by their marks."""
+    docs = Path(__file__).parent.parent / "docs"
+    return {docs / "runs.md": {"summary": summary()}, RUNS / "README.md": tables()}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", metavar="PAGE", type=Path, help="write the tables to this page")
-    given = parser.parse_args()
-    found = tables()
-    if given.write is None:
-        print("\n\n".join(f"{name}\n\n{text}" for name, text in found.items()))
-    else:
-        given.write.write_text(written(given.write.read_text(encoding="utf-8"), found), encoding="utf-8")
+    for path, found in pages().items():
+        path.write_text(written(path.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 if __name__ == "__main__":

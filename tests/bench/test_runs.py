@@ -1,4 +1,4 @@
-"""The page of recorded runs has exactly the tables of the files in bench/results/runs."""
+"""The pages of recorded runs have exactly the tables of the files in bench/results/runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def runs(repository: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return runs
 
 
-def test_the_page_has_the_tables_of_all_recorded_runs(runs: ModuleType, repository: Path) -> None:
-    page = (repository / "docs" / "runs.md").read_text()
-    assert runs.written(page, runs.tables()) == page
-    assert set(re.findall("<!-- (.*?) -->", page)) == {*runs.tables(), "end"}
+def test_the_pages_have_the_tables_of_all_recorded_runs(runs: ModuleType) -> None:
+    for path, found in runs.pages().items():
+        page = path.read_text()
+        assert runs.written(page, found) == page
+        assert set(re.findall("<!-- (.*?) -->", page)) == {*found, "end"}
 
 
 def test_a_run_without_a_place_on_the_page_is_an_error(runs: ModuleType) -> None:
