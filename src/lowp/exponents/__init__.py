@@ -6,7 +6,7 @@ from lowp.exponents.scalings import scaling_of
 from lowp.exponents.shared import SharedExponents
 from lowp.exponents.sites import CLASSES, SiteWriter, Spots, Tell, Trail, class_of, is_result
 from lowp.exponents.summary import Summary
-from lowp.exponents.table import Flush
+from lowp.exponents.table import Flush, largest
 from lowp.exponents.weights import WeightSteps
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "WeightSteps",
     "class_of",
     "is_result",
+    "largest",
     "scaling_of",
 ]

@@ -102,6 +102,10 @@ class DeviceTable(ExponentTable):
         is_beyond = size.isfinite() & (size > times(torch.full_like(size, self.scaling.limit), exponent))
         return torch.where(is_beyond, torch.maximum(exponent_of_finite(x, self.own), exponent), exponent)
 
+    def begin(self, x: Tensor, index: int) -> None:
+        """Let an entry begin, unless it has begun, with the exponent of a first write of x; nothing is read."""
+        self._start(x, index)
+
     def exponent_of(self, index: int) -> Tensor:
         """The exponent of an entry's next write, a 0-d tensor."""
         exponent: Tensor = self.state.exponent[index].clone()

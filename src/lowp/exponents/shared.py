@@ -330,6 +330,16 @@ class SharedExponents:
                 self._flush(group)
         return index
 
+    def has_begun(self, cast: Cast, site: str) -> bool:
+        """Whether a site has an exponent: on a CPU that of numbers other than 0, on a device that of any write."""
+        group = self._groups.get(cast)
+        index = None if group is None else group.names.get(site)
+        return group is not None and index is not None and (isinstance(group, DeviceTable) or group.started[index])
+
+    def begin(self, x: Tensor, cast: Cast, site: str) -> None:
+        """Let a site begin, unless it has begun, with the exponent of a first write of x; nothing is written."""
+        self._group(cast, x.device).begin(x, self._begun(self._group(cast, x.device), site))
+
     def admit_all(self, standing: Sequence[Tensor], coming: Sequence[Tensor], cast: Cast, sites: list[str]) -> None:
         """Do `admit` for sites of a device, before `coming` is written at them; nothing is read."""
         group = self._groups.get(cast)

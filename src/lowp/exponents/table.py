@@ -120,8 +120,7 @@ class ExponentTable:
         Notes the observations. Non-finite values stay unchanged. In results, where infinities are ordinary values, the
         entry uses the other values.
         """
-        if not self.started[index]:
-            self._start(x, index)
+        self.begin(x, index)
         predicted = self.exponents[index]
         exponent = self._holding(x, predicted)
         result, seen, found = self._rounded(x, exponent, in_place)
@@ -132,6 +131,11 @@ class ExponentTable:
             seen = seen._replace(nonfinite=bool(x.isnan().any()))
         self.note(index, seen)
         return Written(result, nonfinite, found)
+
+    def begin(self, x: Tensor, index: int) -> None:
+        """Let an entry begin, unless it has begun, with the exponent of a first write of x."""
+        if not self.started[index]:
+            self._start(x, index)
 
     def exponent_of(self, index: int) -> Any:
         """Return the exponent of an entry's next write: a number on a CPU, a 0-d tensor on an accelerator."""
@@ -151,14 +155,12 @@ class ExponentTable:
 
     def is_coarse(self, x: Tensor, index: int, axis: int) -> bool:
         """Whether one word under the entry's exponent loses features of x."""
-        if not self.started[index]:
-            self._start(x, index)
+        self.begin(x, index)
         return bool(low_words.is_coarse(x, self.exponents[index], axis))
 
     def write_(self, x: Tensor, index: int) -> None:
         """Write x, an fp32 tensor, in place."""
-        if not self.started[index]:
-            self._start(x, index)
+        self.begin(x, index)
         if self.is_plain:
             self.note(index, write_(x, self.cast, self.exponents[index]))
         else:
@@ -170,8 +172,8 @@ class ExponentTable:
         for x, index, at_once in zip(tensors, indices, direct, strict=True):
             if not at_once:
                 self.write_(x, index)
-            elif not self.started[index]:
-                self._start(x, index)
+            else:
+                self.begin(x, index)
         chosen = [(x, index) for x, index, at_once in zip(tensors, indices, direct, strict=True) if at_once]
         exponents = [self.exponents[index] for _, index in chosen]
         seen = int16_lists.write_([x for x, _ in chosen], self.cast, exponents) if chosen else []
@@ -182,8 +184,7 @@ class ExponentTable:
         """Write x, an fp32 tensor, in place as two words. Returns False, with nothing done, if `write` must do it."""
         if not self.is_plain:
             return False
-        if not self.started[index]:
-            self._start(x, index)
+        self.begin(x, index)
         seen = write_words_(x, self.cast, self.exponents[index], low_words.LOW_BITS)
         if seen is not None:
             self.note(index, seen)

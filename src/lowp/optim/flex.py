@@ -28,7 +28,7 @@ from lowp.kernels.mantissas import Mantissas
 from lowp.ops.observing import everywhere, step
 from lowp.optim.masters import Wrapper
 from lowp.optim.model_state import Attachment, StoredModel, attach, given_names, own
-from lowp.optim.shards import is_sharded
+from lowp.optim.shards import Wholes, is_sharded, local
 from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import entries_by_parameter, parameters_of, with_loading_hooks, with_saving_hooks
 from lowp.optim.storage import Storage
@@ -68,15 +68,17 @@ def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
     if any(is_sharded(parameter) for parameter in parameters):
         raise InvalidInput(
             "a parameter that is sharded over ranks (a DTensor, by FSDP2 or tensor parallelism) cannot be stored in "
-            f"{cast}: an exponent belongs to the whole tensor. Use DistributedDataParallel, or a precision whose "
-            "parameters can be sharded, such as bf16 or bf16-storage"
+            f"{cast}: an exponent belongs to the whole tensor. Call precision.prepare_model(model) before "
+            "fully_shard(model), or use DistributedDataParallel; for tensor parallelism use dfp16, or another "
+            "precision whose exponents are not predicted"
         )
 
 
 class _Row(NamedTuple):
-    """A parameter and the sites of its gradient, and of update and weight."""
+    """A parameter, its name, and the sites of its gradient, and of update and weight."""
 
     parameter: Tensor
+    name: str
     gradient: _Site
     steps: tuple[str, str]
 
@@ -133,16 +135,21 @@ class FlexWeights(Wrapper):
             self.write_gradients()
             self._compared = None
         parameters, sites = [row.parameter for row in trained], [row.steps for row in trained]
+        weights, names = parameters, self._names
+        if self._wholes:
+            weights = [local(one) for one in parameters]
+            names = {one: row.name for one, row in zip(weights, trained, strict=True)}
+            self._wholes.admit(self.exponents, self.cast, weights, [site for _, site in sites])
         steps = None
         if self._is_skipped is None and not everywhere:
-            steps = self.exponents.begin_steps(parameters, self.cast, sites)
-        before = self._stored(parameters if steps is None else _without(parameters, steps.weights))
+            steps = self.exponents.begin_steps(weights, self.cast, sites)
+        before = self._stored(weights if steps is None else _without(weights, steps.weights), names)
         result = self._step_inner(parameters)
         with self.exponents.unless(self._is_skipped):
             if steps is not None and not self.exponents.end_steps(steps):
                 before.update(zip(steps.weights, steps.mantissas, strict=True))
             if before:
-                self._write_steps(before)
+                self._write_steps(before, names)
             self._write_states(parameters)
             self._write_buffers()
         return result
@@ -160,7 +167,8 @@ class FlexWeights(Wrapper):
             finally:
                 del self.inner.found_inf  # type: ignore[attr-defined]
         tensors = [*trained, *(value for one in trained for value in self.inner.state.get(one, {}).values())]
-        kept = [(value, value.clone()) for value in tensors if isinstance(value, Tensor)]
+        shards = [local(value) for value in tensors if isinstance(value, Tensor)]
+        kept = [(value, value.clone()) for value in shards]
         result = self.inner.step()
         for value, old in kept:
             value.copy_(torch.where(skip, old, value))
@@ -194,10 +202,13 @@ class FlexWeights(Wrapper):
     def write_gradients(self) -> None:
         """Write the gradients as the step reads them: those that are not finite are then among the faults."""
         given = [
-            (gradient, row.gradient)
+            (local(gradient), row.gradient)
             for row in self._rows()
             if (gradient := row.parameter.grad) is not None and not gradient.is_sparse
         ]
+        if self._wholes:
+            self._write_sharded_gradients(given)
+            return
         known, self._compared = self._compared, None
         if not everywhere:  # hooks may have run since the gradients were compared: their memory is, again
             gradients = [gradient for gradient, _ in given]
@@ -212,34 +223,46 @@ class FlexWeights(Wrapper):
             elif everywhere:
                 self._tell(gradient, site)
 
+    def _write_sharded_gradients(self, given: Sequence[tuple[Tensor, _Site]]) -> None:
+        """Write the gradients of which the whole is not in the format, on all ranks."""
+        are_exact = self._wholes.are_exact([gradient for gradient, _ in given], self.cast)
+        written = [one for one, is_exact in zip(given, are_exact, strict=True) if not is_exact]
+        self._begin([gradient for gradient, _ in written], [str(site) for _, site in written])
+        for gradient, site in written:
+            self._write_(gradient, site)
+
+    def _begin(self, shards: Sequence[Tensor], sites: Sequence[str]) -> None:
+        """Let sites of shards that are written first begin with the exponents of wholes."""
+        if self._wholes:
+            self._wholes.begin(self.exponents, self.cast, shards, sites)
+
     def forget_gradients(self) -> None:
         """Release what `write_gradients` keeps for the step, which is not taken."""
         self._compared = None
 
-    def _stored(self, trained: Sequence[Tensor]) -> dict[Tensor, Tensor | Mantissas]:
+    def _stored(self, trained: Sequence[Tensor], names: Mapping[Tensor, str]) -> dict[Tensor, Tensor | Mantissas]:
         """Return what parameters hold: mantissas, or a copy of one that is not in the format."""
         if not trained:
             return {}
-        known = self.exponents.mantissas(trained, self.cast, [str(_weight(self._names[one])) for one in trained])
+        known = self.exponents.mantissas(trained, self.cast, [str(_weight(names[one])) for one in trained])
         return {
             parameter: parameter.detach().clone() if found is None else found
             for parameter, found in zip(trained, known, strict=True)
         }
 
-    def _write_steps(self, before: Mapping[Tensor, Any]) -> None:
+    def _write_steps(self, before: Mapping[Tensor, Any], names: Mapping[Tensor, str]) -> None:
         """Write what a step has changed of each parameter; all at once where no one looks on."""
         there = {parameter: old for parameter, old in before.items() if not answers_at_once(parameter)}
         if there:
-            self._write_steps_there(there)
+            self._write_steps_there(there, names)
             before = {parameter: old for parameter, old in before.items() if parameter not in there}
         stored = {} if everywhere else {one: old for one, old in before.items() if isinstance(old, Mantissas)}
-        names = [self._names[parameter] for parameter in stored]
-        sites = [(str(_update(name)), str(_weight(name))) for name in names]
+        sites = [(str(_update(names[one])), str(_weight(names[one]))) for one in stored]
         are_done = self.exponents.write_steps(list(stored), list(stored.values()), self.cast, sites)
         done = {parameter for parameter, is_done in zip(stored, are_done, strict=True) if is_done}
         for parameter, old in before.items():
             if parameter not in done:
-                self._write_step(parameter, old)
+                self._write_step(parameter, old, names[parameter])
 
     def _write_states(self, trained: Iterable[Tensor]) -> None:
         """Write what the inner optimizer keeps of the parameters; all at once where that is possible."""
@@ -249,7 +272,7 @@ class FlexWeights(Wrapper):
             for key, value in self.inner.state.get(parameter, {}).items():
                 if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0):
                     continue
-                site = _site("optimizer state", key, self._names[parameter])
+                site, value = _site("optimizer state", key, self._names[parameter]), local(value)
                 if key in SQUARES:
                     is_seen = self._is_skipped is not None or step(site.name) is not None
                     if is_seen or not squares.take(value, self.cast, site):
@@ -262,25 +285,31 @@ class FlexWeights(Wrapper):
                     self._tell(value, site)
                     moments[str(site)] = value
         squares.write()
+        self._begin(list(moments.values()), list(moments))
         self.exponents.write_list_(list(moments.values()), self.cast, list(moments))
 
-    def _write_step(self, parameter: Tensor, old: Tensor | Mantissas) -> None:
+    def _write_step(self, parameter: Tensor, old: Tensor | Mantissas, name: str) -> None:
         """Write the update of a parameter, and then the parameter as the sum of what it was and the update."""
-        weight, moved = _weight(self._names[parameter]), _update(self._names[parameter])
+        weight, moved = _weight(name), _update(name)
         old = old.values if isinstance(old, Mantissas) else old
         self.exponents.admit(old, self.cast, str(weight))
         wide = widest_float(parameter.device)
-        update = self._rounded(parameter.to(wide) - old.to(wide), moved)
-        parameter.copy_(self._rounded(old.to(wide) + update.to(wide), weight))
+        change = parameter.to(wide) - old.to(wide)
+        self._begin([change], [str(moved)])
+        new = old.to(wide) + self._rounded(change, moved).to(wide)
+        self._begin([new], [str(weight)])
+        parameter.copy_(self._rounded(new, weight))
 
-    def _write_steps_there(self, before: Mapping[Tensor, Tensor | Mantissas]) -> None:
+    def _write_steps_there(self, before: Mapping[Tensor, Tensor | Mantissas], names: Mapping[Tensor, str]) -> None:
         """Do `_write_step` for parameters of a device: all their updates, then all of them."""
-        weights = [_weight(self._names[parameter]) for parameter in before]
+        weights = [_weight(names[parameter]) for parameter in before]
         standing, coming = list[Tensor](), list[Tensor]()
         for parameter, one in before.items():
             old = one.values if isinstance(one, Mantissas) else one
             wide = widest_float(parameter.device)
-            update = self._rounded(parameter.to(wide) - old.to(wide), _update(self._names[parameter]))
+            change, moved = parameter.to(wide) - old.to(wide), _update(names[parameter])
+            self._begin([change], [str(moved)])
+            update = self._rounded(change, moved)
             standing.append(old)
             coming.append(old.to(wide) + update.to(wide))
         self.exponents.admit_all(standing, coming, self.cast, [str(one) for one in weights])
@@ -305,9 +334,12 @@ class FlexWeights(Wrapper):
         with torch.no_grad():
             for parameter in values:
                 if parameter in self._adopted:
-                    site = _weight(self._names[parameter])
-                    self.exponents.admit(parameter, self.cast, str(site))
-                    parameter.copy_(self._rounded(parameter, site, unless_exact=True))
+                    site, here = _weight(self._names[parameter]), local(parameter.detach())
+                    if self._wholes:
+                        self._wholes.admit(self.exponents, self.cast, [here], [str(site)])
+                        self._begin([here], [str(site)])
+                    self.exponents.admit(here, self.cast, str(site))
+                    here.copy_(self._rounded(here, site, unless_exact=True))
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether a tensor is a parameter of this optimizer."""
@@ -343,26 +375,28 @@ class FlexWeights(Wrapper):
         if not is_known or any(row.parameter is not one for row, one in zip(known, parameters, strict=True)):
             if not self._adopted.issuperset(parameters):  # a group was added to the inner optimizer itself
                 self._adopt()
+            self._wholes = Wholes(parameters)
             names = [self._names[one] for one in parameters]
             self._known = [
-                _Row(one, _gradient(name), (str(_update(name)), str(_weight(name))))
+                _Row(one, name, _gradient(name), (str(_update(name)), str(_weight(name))))
                 for one, name in zip(parameters, names, strict=True)
             ]
         return self._known
 
     def _adopt(self, stored: Container[Tensor] = ()) -> None:
-        refuse_shards(self.cast, self._parameters())
+        new = [one for one in self._parameters() if one not in self._adopted]
+        refuse_shards(self.cast, [one for one in new if one not in stored])
+        self._wholes = Wholes(self._parameters())
         with torch.no_grad():
-            for parameter in self._parameters():
-                if parameter in self._adopted:
-                    continue
+            for parameter in new:
                 if parameter.dtype is not torch.float32 or parameter.is_sparse:
                     raise InvalidInput(
                         f"a {parameter.dtype} parameter cannot be stored in {self.cast}: give fp32 parameters"
                     )
                 name = self._names.setdefault(parameter, f"parameter {len(self._adopted)}")
                 # another rank may have sent a stored parameter since: values that are in the format stay unchanged
-                parameter.copy_(self._rounded(parameter, _weight(name), unless_exact=parameter in stored))
+                here = local(parameter.detach())
+                here.copy_(self._rounded(here, _weight(name), unless_exact=parameter in stored))
                 self._adopted.add(parameter)
             own(self, self._adopted)
 
@@ -395,6 +429,7 @@ class FlexWeights(Wrapper):
         half a unit becomes one unit: the denominator of a small gradient may be too large but is never zero.
         """
         root = x.to(widest_float(x.device)).sqrt()
+        self._begin([root], [str(site)])
         rounded = self._rounded(root, site)
         squares = torch.where((root > 0) & (rounded == 0), self.exponents.unit(str(site)), rounded).square()
         return squares if self._is_skipped is None else torch.where(self._is_skipped, x, squares)
@@ -404,6 +439,7 @@ class FlexWeights(Wrapper):
             **super().__getstate__(),
             "_compared": None,
             "_known": [],
+            "_wholes": Wholes(()),  # as of no rows
             "_buffers": {name: (module(), key) for name, (module, key) in self._buffers.items()},
         }
 

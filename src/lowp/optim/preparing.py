@@ -23,7 +23,7 @@ from lowp.optim.blockwise import BlockwiseOptimizer
 from lowp.optim.flex import FlexWeights, refuse_shards
 from lowp.optim.masters import MasterWeights
 from lowp.optim.model_state import StoredModel, attach, owner_of
-from lowp.optim.shards import is_sharded, is_zero
+from lowp.optim.shards import is_fully_sharded, is_sharded, is_split_twice, is_zero
 from lowp.optim.state_dicts import parameters_of
 from lowp.optim.storage import Storage
 from lowp.presets import PRESETS, Preset
@@ -178,6 +178,7 @@ class FlexStorage:
         """Return the optimizer wrapped so that it writes updates, weights and state."""
         if isinstance(optimizer, FlexWeights):
             return optimizer
+        self._follow_shards()
         own_names = {one: self._names[one] for one in parameters_of(optimizer) if one in self._names}
         wrapped = FlexWeights(optimizer, self.cast, self.exponents, own_names, stored=own_names)
         for reference in self._models:
@@ -185,6 +186,18 @@ class FlexStorage:
             if model is not None and any(one in own_names for one in model.parameters()):
                 wrapped.attach(model)
         return wrapped
+
+    def _follow_shards(self) -> None:
+        """Give the names of parameters that FSDP2 has sharded since to their shards. Raises InvalidInput for others."""
+        for number, reference in enumerate(self._models, 1):
+            if (model := reference()) is None:
+                continue
+            prefix = f"model {number}: " if number > 1 else ""
+            shards = {prefix + name: one for name, one in model.named_parameters() if is_sharded(one)}
+            gathered = {id(one) for part in model.modules() if is_fully_sharded(part) for one in part.parameters()}
+            refuse_shards(self.cast, [one for one in shards.values() if id(one) not in gathered or is_split_twice(one)])
+            stored = {one: name for name, one in shards.items() if name in self._names.values()}
+            self._names = {one: name for one, name in self._names.items() if name not in shards} | stored
 
     def release(self, model: nn.Module) -> None:
         """Do nothing: no values are kept for a later optimizer."""

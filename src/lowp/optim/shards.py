@@ -5,17 +5,20 @@ from __future__ import annotations
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lowp import distributed
+from lowp.casts import Cast
 from lowp.errors import InvalidInput
+from lowp.exponents import SharedExponents, largest
+from lowp.kernels import payloads
 from lowp.kernels.tracing import is_sharded
 
-__all__ = ["holder_of", "is_fully_sharded", "is_sharded", "local", "shard_like", "shard_of"]
+__all__ = ["Wholes", "holder_of", "is_fully_sharded", "is_sharded", "is_split_twice", "local", "shard_like", "shard_of"]
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -65,6 +68,12 @@ def _find_holder(wanted: set[int]) -> str | None:
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, wrappers)}  # faster than each by itself
     found = [one for one in objects if type(one) in kinds]
     return next((type(one).__name__ for one in found if any(id(each) in wanted for each in one.parameters())), None)
+
+
+def is_split_twice(parameter: Tensor) -> bool:
+    """Whether a sharded parameter is a shard of a shard: FSDP2's of a layer that tensor parallelism has split."""
+    placements: Any = getattr(parameter, "placements", ())
+    return len([one for one in placements if one.is_shard()]) > 1
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -120,3 +129,48 @@ def refuse_to_convert(storage: str) -> None:
                 f"convert to {storage}: convert the whole model on every rank first, "
                 "lowp.Precision('bf16-storage').prepare_model(model), or give storage=None"
             )
+
+
+class Wholes:
+    """The wholes of a rank's shards, in precisions with shared exponents. All ranks with shards make the same calls.
+
+    False if no parameter is sharded: then shards are wholes, and no rank needs another one.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._groups = distributed.mesh_groups(parameters)
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def begin(self, exponents: SharedExponents, cast: Cast, shards: Sequence[Tensor], sites: Sequence[str]) -> None:
+        """Let sites that are written first begin with the exponents of wholes. All ranks know which sites these are."""
+        new = [place for place, site in enumerate(sites) if not exponents.has_begun(cast, site)] if self else []
+        for place, maximum in zip(new, self._maxima([shards[place] for place in new]), strict=True):
+            exponents.begin(maximum, cast, sites[place])
+
+    def admit(self, exponents: SharedExponents, cast: Cast, shards: Sequence[Tensor], sites: Sequence[str]) -> None:
+        """Restart sites whose exponents do not hold what stands in wholes, as `SharedExponents.admit`."""
+        for maximum, site in zip(self._maxima(shards), sites, strict=True):
+            exponents.admit(maximum, cast, site)
+
+    def are_exact(self, shards: Sequence[Tensor], cast: Cast) -> list[bool]:
+        """Return whether every element of each whole is in the format under one exponent."""
+        ends = self._maxima(shards)
+        mine = [
+            payloads.is_exact(torch.cat([x.reshape(-1).to(end.dtype), end]), cast)
+            for x, end in zip(shards, ends, strict=True)
+        ]
+        return [not bool(one) for one in self._agreed(torch.tensor([not one for one in mine], dtype=torch.float32))]
+
+    def _maxima(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return the largest finite |x| of each whole, in tensors of one element on the devices of the shards."""
+        if not shards:
+            return []
+        maxima = torch.stack([largest(x, False).float() for x in shards])
+        return [one.reshape(1) for one in self._agreed(maxima)]
+
+    def _agreed(self, values: Tensor) -> Tensor:
+        for group in self._groups:
+            distributed.agree_on_maximum_(values, group)
+        return values
