@@ -281,7 +281,7 @@ def test_a_sharded_checkpoint_goes_on_to_the_bit(result: Any) -> None:
 def test_what_cannot_be_sharded_says_what_to_do(result: Any) -> None:
     for late, flex, split in result(shards_that_are_refused):
         assert "convert the model before it is sharded, precision.prepare_model(model), then fully_shard" in late
-        assert "an exponent belongs to the whole tensor. Use DistributedDataParallel" in flex
+        assert "an exponent belongs to the whole tensor. Call precision.prepare_model(model) before fully_shard" in flex
         assert "cannot have masters of kind split: give kind='fp32', or use lowp.optim.AdamW" in split
 
 

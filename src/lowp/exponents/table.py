@@ -385,7 +385,7 @@ class ExponentTable:
     def _adopted(self, agreed: Tensor) -> WritesSeen:
         """Take over the largest exponent under which a rank has written. Return the observations of all ranks."""
         exponent = torch.where(agreed[1] > 0, (agreed[1] + _LOWEST).to(torch.int32), self.state.exponent)
-        mantissa = torch.ldexp(agreed[0], -exponent).round().clamp(max=self.scaling.limit + 1).to(torch.int32)
+        mantissa = torch.ldexp(agreed[0], -exponent).round().clamp(max=MOST_MANTISSA).to(torch.int32)
         self.state = self.state._replace(exponent=exponent, started=agreed[5] > 0)
         written, nonfinite = agreed[2] > 0, agreed[3] > 0
         vanished = written & (agreed[4] == 0)

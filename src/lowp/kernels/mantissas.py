@@ -147,8 +147,13 @@ def _is_special(cast: Cast) -> bool:
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return x outside the graph with its elements side by side in memory, zeros that have none included."""
+    """Return x outside the graph with its elements side by side in memory, zeros that have none included.
+
+    What tensor parallelism is still sending (torch's AsyncCollectiveTensor) is waited for.
+    """
     x = x.detach()
+    if type(x) is not Tensor and (wait := getattr(x, "trigger_wait", None)) is not None:
+        x = wait()
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x._is_zerotensor() else x.contiguous().resolve_neg()
 
 

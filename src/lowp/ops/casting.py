@@ -115,7 +115,9 @@ class _StraightThrough(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, to = inputs[:2]
         ctx.dtype, ctx.result_dtype = x.dtype, inputs[2]
-        if (steps := _clipped_beyond(to)) is not None:
+        steps = _clipped_beyond(to)
+        ctx.clips = steps is not None
+        if steps is not None:
             outside = x.detach().abs() > steps * output.detach().abs().to(x.dtype).masked_fill(output == 0, math.inf)
             ctx.save_for_backward(outside)
             ctx.save_for_forward(outside)
@@ -139,9 +141,11 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _inside(ctx: Any, gradient: Tensor) -> Tensor:
-    """Return a gradient or tangent with zeros for clipped elements."""
-    saved: tuple[Tensor, ...] = ctx.saved_tensors
-    return gradient.masked_fill(saved[0], 0.0) if saved else gradient
+    """Return a gradient or tangent with zeros for clipped elements.
+
+    Where nothing is saved nothing is asked for: a weight that a region has cast once may be in several backward passes.
+    """
+    return gradient.masked_fill(ctx.saved_tensors[0], 0.0) if ctx.clips else gradient
 
 
 _straight_through = with_tangents(_StraightThrough)

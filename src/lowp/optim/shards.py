@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,9 @@ from lowp import distributed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents, largest
+from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import payloads
+from lowp.kernels.mantissas import int16_element
 from lowp.kernels.tracing import is_sharded
 
 __all__ = ["Wholes", "holder_of", "is_fully_sharded", "is_sharded", "is_split_twice", "local", "shard_like", "shard_of"]
@@ -155,13 +158,19 @@ class Wholes:
             exponents.admit(maximum, cast, site)
 
     def are_exact(self, shards: Sequence[Tensor], cast: Cast) -> list[bool]:
-        """Return whether every element of each whole is in the format under one exponent."""
-        ends = self._maxima(shards)
-        mine = [
-            payloads.is_exact(torch.cat([x.reshape(-1).to(end.dtype), end]), cast)
-            for x, end in zip(shards, ends, strict=True)
+        """Return whether every element of each whole is in the format under one exponent.
+
+        That is the exponent of its maximum, or the one below, under which the maximum may be the mantissa -32768.
+        """
+        given = list(zip(shards, self._maxima(shards), strict=True))
+        missed = [
+            [
+                not payloads.is_exact(torch.cat([x.reshape(-1).to(end.dtype), end]), cast),
+                not _is_exact_below(x, float(end), cast),
+            ]
+            for x, end in given
         ]
-        return [not bool(one) for one in self._agreed(torch.tensor([not one for one in mine], dtype=torch.float32))]
+        return [not all(one) for one in self._agreed(torch.tensor(missed, dtype=torch.float32, device="cpu")).tolist()]
 
     def _maxima(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the largest finite |x| of each whole, in tensors of one element on the devices of the shards."""
@@ -174,3 +183,13 @@ class Wholes:
         for group in self._groups:
             distributed.agree_on_maximum_(values, group)
         return values
+
+
+def _is_exact_below(x: Tensor, maximum: float, cast: Cast) -> bool:
+    """Whether x is in int16 under the exponent by which -maximum is -32768."""
+    format, (fraction, exponent) = cast.format, math.frexp(maximum)
+    assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
+    if fraction != 0.5 or int16_element(cast).symmetric or exponent - 16 < format.scale.min_exponent:
+        return False
+    scaled = x.double() * 2.0 ** (16 - exponent)
+    return bool(((scaled == scaled.round()) & (scaled >= -32768) & (scaled <= 32767)).all())
