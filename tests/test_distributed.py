@@ -494,8 +494,9 @@ def test_shards_are_cast_as_they_are_in_the_whole_and_gathered_only_where_a_scal
 def test_tensor_parallel_layers_train_as_whole_ones_in_every_precision(result: Any) -> None:
     first, second = result(tensor_parallel)
     assert first == second
+    apart = {"bf16-storage": 1e-2, "int8": 1e-2}  # sums in bf16; draws of gradients before or after a scale
     for name, (parallel, whole) in first.items():
-        assert parallel == pytest.approx(whole, rel=1e-2 if name == "bf16-storage" else 1e-6), name
+        assert parallel == pytest.approx(whole, rel=apart.get(name, 1e-6)), name
 
 
 def test_ranks_that_prepare_other_precisions_all_raise_with_both_named(result: Any) -> None:
