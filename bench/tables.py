@@ -58,6 +58,17 @@ def steps(name: str) -> Rows:
     ]
 
 
+def ratios(name: str) -> Rows:
+    """Return the step of each format as a multiple of fp32's, a column a network; torch.autocast's in brackets."""
+    networks = [*result(name)["results"].values()]
+    rows = []
+    for format in networks[0]:
+        pairs = [(told(one[format]["lowp_over_fp32"], 2), one[format]["torch_over_fp32"]) for one in networks]
+        cells = [ours if theirs is None else f"{ours} ({told(theirs, 2)})" for ours, theirs in pairs]
+        rows.append([format, *cells])
+    return rows
+
+
 def threads() -> Rows:
     """Return the same steps with one and with two threads."""
     rows = []
@@ -164,10 +175,13 @@ def overview() -> Rows:
 
 TABLES = (
     Table("docs/evidence.md", "step | AVX2", overview),
-    Table("docs/performance.md", "network, AVX2 | format", lambda: steps("step-avx2")),
-    Table("docs/performance.md", "network, AVX-512 | format", lambda: steps("step")),
-    Table("docs/performance.md", "network, AMX | format", lambda: steps("step-1-amx")),
+    Table("bench/results/README.md", "network, AVX2 | format", lambda: steps("step-avx2")),
+    Table("bench/results/README.md", "network, AVX-512 | format", lambda: steps("step")),
+    Table("bench/results/README.md", "network, AMX | format", lambda: steps("step-1-amx")),
     Table("bench/results/README.md", "network, Zen 4 | format", lambda: steps("step-zen4")),
+    Table("docs/performance.md", "format, AVX-512 | mlp", lambda: ratios("step")),
+    Table("docs/performance.md", "format, AVX2 | mlp", lambda: ratios("step-avx2")),
+    Table("docs/performance.md", "format, AMX | mlp", lambda: ratios("step-1-amx")),
     Table("docs/performance.md", "precision | ms a step", lambda: integer_steps("flex", "flex-avx2")),
     Table(
         "bench/results/README.md", "precision, Zen 4 | ms a step", lambda: integer_steps("flex-zen4", "flex-avx2-zen4")
@@ -176,9 +190,9 @@ TABLES = (
     Table("bench/results/README.md", "n, threads (AVX-512)", lambda: products("gemm")),
     Table("bench/results/README.md", "processor | network", threads),
     Table("docs/memory.md", "network, MiB | way", memory),
-    Table("docs/performance.md", "region | linear, no gradient", lambda: calls("call")),
+    Table("bench/results/README.md", "region | linear, no gradient", lambda: calls("call")),
     Table("bench/results/README.md", "region, Zen 4 | linear, no gradient", lambda: calls("call-zen4")),
-    Table("docs/performance.md", "what | share", casts),
+    Table("bench/results/README.md", "what | share", casts),
     Table("docs/serving-results.md", "instructions | n", lambda: [row for alone, row in served() if not alone]),
     Table("docs/serving-results.md", "instructions | int8", lambda: [row for alone, row in served() if alone]),
 )
