@@ -369,6 +369,8 @@ def mismatches(rank: int) -> list[str]:
             one[rank]().prepare(model)
         assert model.weight.dtype == torch.float32
         found.append(str(caught.value))
+    with pytest.raises(Misuse, match=r"fp16 with .* on rank 0 and fp32 with .* on rank 1"):  # before what is exchanged
+        Precision("fp32" if rank else "fp16").backward(nn.Linear(2, 2)(torch.ones(2)).sum())
     for same in ("fp8", torch.float16 if rank else "fp16", Policy(name=f"of rank {rank}")):
         precision = Precision(same)
         for _ in range(2 + rank):  # compared once

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import traceback
 import warnings
 from collections.abc import Callable
@@ -137,7 +139,11 @@ def trained(name: str, engine: str, meshes: Any, is_whole: bool, is_apart: bool 
             precision.backward(loss / RANKS if is_apart and is_whole else loss)
         precision.step(optimizer)
         losses.append(loss.item())
-    return losses, [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.state_dict().values()]
+    return losses, [_whole(one) for one in model.state_dict().values()]
+
+
+def _whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
 
 
 def same(one: Any, other: Any) -> float | str:
@@ -184,6 +190,31 @@ def batches_of_their_own(folder: str) -> dict[str, Any]:
 def _weights_apart(name: str, made: Any) -> float:
     one, other = (trained(name, "fully_shard", made, is_whole, True)[1] for is_whole in (True, False))
     return max(float((a - b).norm() / a.norm()) for a, b in zip(one, other, strict=True))
+
+
+def overflows(folder: str) -> dict[str, Any]:
+    """One rank's loss is infinite in the second of three steps; return scales, skipped steps, and what ranks hold."""
+    made, found = meshes(), {}
+    for name, engine in itertools.product(("fp16-storage", "fp8", "flex16+5"), ("fully_shard", "HSDP", "both")):
+        if (name, engine) == ("flex16+5", "both"):
+            continue
+        options = {"loss_scale": "dynamic(1024)"} if name == "fp16-storage" else {}
+        model, precision = network(), lowp.Precision(name, **options)
+        precision.prepare_model(model)
+        call = wrapped(model, engine, *made)
+        optimizer = precision.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        weights = []
+        for step in range(3):
+            optimizer.zero_grad()
+            with precision.autocast():
+                loss = call(torch.ones(8, 32)).float().square().mean()
+            bad = step == 1 and torch.distributed.get_rank() >= RANKS - 2  # the two of a tensor that both hold
+            precision.backward(loss * (math.inf if bad else 1.0))
+            precision.step(optimizer)
+            weights.append([_whole(one).clone() for one in model.parameters()])
+        moved = [not all(map(torch.equal, *pair)) for pair in itertools.pairwise(weights)]
+        found[f"{name}, {engine}"] = moved, precision.scale, precision.skipped_steps, weights[-1]
+    return found
 
 
 # -- a pipeline -------------------------------------------------------------------------------------------------------
@@ -255,7 +286,7 @@ def _run(jobs: tuple[Callable[..., Any], ...], folder: Path, count: int = RANKS)
     return found
 
 
-JOBS = (agreement_of_a_sample, batches_of_their_own)
+JOBS = (agreement_of_a_sample, batches_of_their_own, overflows)
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +317,16 @@ def test_ranks_with_batches_of_their_own_train_as_one_process_that_accumulates_t
     for found in result(batches_of_their_own):
         for name, apart in found.items():
             assert apart < (1e-5 if name == "e5m7" else 1e-2), (name, apart)
+
+
+def test_all_ranks_skip_the_step_in_which_one_overflows(result: Any) -> None:
+    first, *others = result(overflows)
+    for name, (moved, scale, skipped, weights) in first.items():
+        assert (moved, skipped) == ([False, True], 1), name
+        assert scale == (512.0 if name.startswith("fp16") else 1.0), name
+        for other in others:
+            assert other[name][:3] == (moved, scale, skipped), name
+            assert all(map(torch.equal, weights, other[name][3])), name
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ class Precision:
         return cast("AnyOptimizer", prepared)
 
     def _require_same_on_all_ranks(self) -> None:
-        if not self._is_compared and distributed.has_other_ranks():
+        if not self._is_compared and not torch.compiler.is_compiling() and distributed.has_other_ranks():
             distributed.require_same_precision(self.preset.name, precision_state.lines_of(self.preset, self.seed))
             self._is_compared = True
 
@@ -171,6 +171,7 @@ class Precision:
                 f"backward takes the loss as a tensor that the model has computed, not {type(loss).__name__}: give the "
                 "loss itself, not loss.item()"
             )
+        self._require_same_on_all_ranks()
         if self._searches_scale and not torch.compiler.is_compiling():
             self._searches_scale = False
             scale = self.preset.loss_scale
