@@ -18,6 +18,7 @@ _PUBLIC = {
     "LowpError": "lowp.errors:LowpError",
     "MasterWeights": "lowp.optim:MasterWeights",
     "Misuse": "lowp.errors:Misuse",
+    "Monitor": "lowp.monitoring:Monitor",
     "NonFiniteGradients": "lowp.grad_scaler:NonFiniteGradients",
     "NotWritten": "lowp.errors:NotWritten",
     "Observation": "lowp.ops.observing:Observation",

@@ -18,6 +18,7 @@ from lowp.formats import parse as format
 from lowp.grad_scaler import GradScaler, NonFiniteGradients
 from lowp.inference import quantize_model
 from lowp.kernels import Statistics, dequantize, statistics
+from lowp.monitoring import Monitor
 from lowp.ops.observing import Observation, observe
 from lowp.optim import MasterWeights
 from lowp.policy import Policy, Rule
@@ -131,6 +132,7 @@ __all__ = [
     "LowpError",
     "MasterWeights",
     "Misuse",
+    "Monitor",
     "NonFiniteGradients",
     "NotWritten",
     "Observation",

@@ -269,6 +269,11 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return any(isinstance(getattr(one, "_orig_mod", None), torch.nn.Module) for one in model.modules())
 
 
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called, after which its hooks are part of the compiled code."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def gathered_parameters(module: Any) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """Yield each parameter of which FSDP2 (fully_shard) has gathered the whole for this module, and its shard.
 
@@ -298,6 +303,35 @@ def hooks_after_accumulation(parameter: torch.Tensor) -> dict[int, Any]:
     return {} if found is None else found
 
 
+def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the Euclidean norm of each tensor of one device, fp32, computed in fp32; 0 for an empty one."""
+    return torch.stack(_foreach_norm(list(tensors), 2.0, torch.float32))
+
+
+def scale_of(scaler: Any) -> torch.Tensor | None:
+    """Return the loss scale of a GradScaler as a tensor of its device; None before its first use."""
+    found = getattr(scaler, "_scale", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def adds_up(loss: torch.Tensor, scaled: bool) -> bool:
+    """Whether a loss is the mean of its batch as a function of torch's has computed it, with no factor behind it.
+
+    `scaled`: but for one of a loss scaler.
+    """
+    node: Any = loss.grad_fn
+    if scaled and type(node).__name__.startswith("Mul"):
+        node = node.next_functions[0][0]
+    for _ in range(8):
+        name = type(node).__name__
+        if name.startswith(_REDUCING):
+            return name.startswith("Mean") or getattr(node, "_saved_reduction", _MEAN) == _MEAN
+        if not name.startswith(_PASSING):
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
 def sparse_values(x: torch.Tensor) -> torch.Tensor | None:
     """Return the dense tensor of values of a sparse or jagged tensor; None for layouts that have none (mkldnn)."""
     if x.layout is torch.sparse_coo:
@@ -310,6 +344,10 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 check_torch(torch.__version__)
+_foreach_norm = cast(Callable[..., list[torch.Tensor]], private("torch._foreach_norm"))
+_REDUCING = ("Mean", "NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "CrossEntropyLoss")
+_PASSING = ("ToCopy", "View", "Squeeze", "Alias", "Clone")  # nodes of the graph that leave a loss's value as it is
+_MEAN = 1  # at::Reduction::Mean
 COMPILES_REGIONS = (_parsed(torch.__version__) or TORCH_TESTED) >= TORCH_COMPILES_REGIONS
 _values = cast(Callable[[torch.Tensor], torch.Tensor], private("torch.Tensor._values"))
 _MKLDNN = private("torch._mkldnn")

@@ -27,7 +27,7 @@ from lowp.exponents.device_table import Condition, DeviceTable, both, new_table
 from lowp.exponents.faults import cut_off_sites, faulty_sites, nonfinite_flags, warn_of_cut_off
 from lowp.exponents.ranks import AgreedSites
 from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer
-from lowp.exponents.summary import Summary, summarised
+from lowp.exponents.summary import Summary, counted_by_site, summarised
 from lowp.exponents.table import ExponentTable, Flush, SumEntry
 from lowp.exponents.weights import WeightSteps
 from lowp.kernels import hardware, low_words, payloads, squares
@@ -464,6 +464,10 @@ class SharedExponents:
     def summary(self) -> dict[str, Summary]:
         """Return a summary of all flushed writes, by class of tensors and as ``all``."""
         return summarised(self._groups.values())
+
+    def counted(self) -> list[tuple[list[str], Tensor, Tensor]]:
+        """Return sites, their writes, and those that were saturated, int64 [sites], on their devices; never waits."""
+        return counted_by_site(self._groups.values())
 
     def watch(self, callback: Callable[[Flush], object]) -> Callable[[], None]:
         """Call `callback` with the writes of each step when the step is flushed. Return a function that ends this."""

@@ -46,6 +46,11 @@ class LateNumber:
             return None
         return self._copy.tolist()
 
+    def wait(self) -> None:
+        """Wait until what was sent can be read."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
     @property
     def is_under_way(self) -> bool:
         """Whether a number was sent that cannot be read yet."""

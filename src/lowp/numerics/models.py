@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lowp.compat import unwrapped
+from lowp.compat import is_compiled_in_place, unwrapped
 from lowp.errors import InvalidInput
 from lowp.numerics.identity import header_of
 
@@ -21,12 +21,14 @@ class Models:
     of a module to its path, `parameters` the id of a parameter to its name.
     """
 
-    def __init__(self, given: nn.Module | Mapping[str, nn.Module]) -> None:
+    def __init__(self, given: nn.Module | Mapping[str, nn.Module], in_place: bool = False) -> None:
+        """`in_place`: whether a model may be compiled in place, so that nothing within it can be seen."""
+        self._in_place = in_place
         models = dict(given) if isinstance(given, Mapping) else {"": given}
         if not models:
             raise InvalidInput("a profile needs a model: the dictionary of models is empty")
         for one in models.values():
-            _check(one)
+            _check(one, in_place)
         self.roots: dict[str, nn.Module] = {}
         self.modules: dict[str, nn.Module] = {}
         self.paths: dict[int, str] = {}
@@ -39,7 +41,7 @@ class Models:
 
     def add(self, model: nn.Module) -> str:
         """Watch one more model; return the name that the first one gets by that, '' where all have theirs."""
-        _check(model)
+        _check(model, self._in_place)
         renamed = self._first if "" in self.roots else ""
         if renamed:
             self.roots = {renamed: self.roots.pop("")}
@@ -124,10 +126,11 @@ def _joined(name: str, path: str) -> str:
     return ".".join(filter(None, (name, path)))
 
 
-def _check(model: Any) -> None:
+def _check(model: Any, in_place: bool) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a profile needs a torch module, not {type(model).__name__}")
-    if getattr(model, "_compiled_call_impl", None) is not None:
+        what = "monitor" if in_place else "profile"
+        raise TypeError(f"a {what} needs a torch module, not {type(model).__name__}")
+    if not in_place and is_compiled_in_place(model):
         raise InvalidInput(
             "the model was compiled in place by model.compile(), within which nothing can be watched: profile it "
             "before that, or compile it by torch.compile(model) and give what that returns"

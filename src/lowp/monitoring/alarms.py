@@ -1,0 +1,94 @@
+"""Alarms: told once of each layer and kind, and again only if it gets worse."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowp.errors import LowpError
+from lowp.monitoring.rules import RULES, Rule, Sign
+from lowp.monitoring.seen import History, Seen
+from lowp.numerics.findings import FINDINGS
+
+__all__ = ["Alarm", "Alarms", "TrainingAlarm"]
+
+_WORSE = 2.0
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One alarm. `others` are further layers of which the same holds; `lowp explain` describes `id`."""
+
+    id: str
+    layer: str
+    text: str
+    since: int
+    step: int
+    change: str
+    value: float
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        also = f" (and {len(self.others)} more)" if self.others else ""
+        since = f" since step {self.since}" if self.since != self.step else ""
+        return f"step {self.step}: {self.layer}{also}: {self.text}{since}. {self.change} (lowp explain {self.id})"
+
+    def document(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "others": list(self.others)}
+
+
+class TrainingAlarm(LowpError, RuntimeError):
+    """A monitor's alarm, raised with on_alarm="raise"; `alarm` is the alarm."""
+
+    def __init__(self, alarm: Alarm) -> None:
+        super().__init__(str(alarm))
+        self.alarm = alarm
+
+
+@dataclass
+class _Known:
+    """How often in a row a sign was found of a layer, since when, and how bad it was when it was told."""
+
+    since: int
+    looks: int = 0
+    told: float | None = None
+
+
+class Alarms:
+    """Judges each look by the rules."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience, self.history = patience, History()
+        self._known: dict[str, dict[str, _Known]] = {rule.id: {} for rule in RULES}
+
+    def judge(self, seen: Seen) -> list[Alarm]:
+        """Return the alarms of a look: at most one of each kind, which names the layer that is worst off."""
+        found = [alarm for rule in RULES if (alarm := self._judge(rule, seen)) is not None]
+        self.history.add(seen)
+        return found
+
+    def _judge(self, rule: Rule, seen: Seen) -> Alarm | None:
+        known = self._known[rule.id]
+        signs = {sign.layer: sign for sign in rule.find(self.history, seen)}
+        patience = self.patience if rule.patience is None else rule.patience
+        if rule.has_evidence(seen):
+            for layer in known.keys() - signs.keys():
+                known[layer].looks = 0
+        ripe = []
+        for layer, sign in signs.items():
+            one = known.setdefault(layer, _Known(seen.step))
+            if not one.looks:
+                one.since = seen.step
+            one.looks += 1
+            if one.looks >= patience and (one.told is None or sign.value >= _WORSE * one.told):
+                one.told = sign.value
+                ripe.append(sign)
+        return self._alarm(rule, seen, ripe) if ripe else None
+
+    def _alarm(self, rule: Rule, seen: Seen, signs: list[Sign]) -> Alarm:
+        worst = max(signs, key=lambda sign: sign.value)
+        others = tuple(sign.layer for sign in signs if sign is not worst)
+        since = self._known[rule.id][worst.layer].since
+        kind = FINDINGS[rule.id]
+        return Alarm(rule.id, worst.layer, worst.text, since, seen.step, kind.advice, worst.value, others)

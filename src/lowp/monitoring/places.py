@@ -1,0 +1,127 @@
+"""Where a monitor listens: calls of modules, backward passes, and the object that scales the loss of a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.callbacks import listed
+from lowp.compat import is_compiled_in_place, skipped_by_compilers
+from lowp.numerics.hooks import Uncopied
+from lowp.numerics.models import Models
+from lowp.numerics.modes import in_backward
+from lowp.numerics.tape import random_state, set_random_state
+from lowp.precision import Precision
+
+__all__ = ["aside", "follow", "listen", "owners_of_step", "visible", "within"]
+
+_CALLERS = 10  # frames between an optimizer's hook and the scaler that steps it
+Told = Callable[[Tensor, bool], None]
+_listeners: list[Told] = []
+_original: list[Callable[..., Any]] = []
+
+
+def listen(callback: Told) -> Callable[[], None]:
+    """Call `callback` with the loss of each backward pass, before it (False) and after it (True); return what ends it.
+
+    `Tensor.backward`, GradScaler and lowp's Precision all call torch.autograd.backward.
+    """
+    end = listed(_listeners, callback)
+    if not _original:
+        _original.append(torch.autograd.backward)
+        setattr(torch.autograd, "backward", _wrapped(torch.autograd.backward))  # noqa: B010
+
+    def stop() -> None:
+        end()
+        if not _listeners and _original and getattr(torch.autograd.backward, "__wrapped__", None) is _original[0]:
+            setattr(torch.autograd, "backward", _original.pop())  # noqa: B010
+
+    return stop
+
+
+def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    @skipped_by_compilers
+    @wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = tensors if isinstance(tensors, Tensor) else None
+        if loss is None or in_backward():  # of a checkpoint
+            return original(tensors, *args, **kwargs)
+        for one in tuple(_listeners):
+            one(loss, False)
+        result = original(tensors, *args, **kwargs)
+        for one in tuple(_listeners):
+            one(loss, True)
+        return result
+
+    return backward
+
+
+def visible(models: Models) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that run as Python, with their paths: compiled ones as a whole, and nothing within them."""
+    for root in models.roots.values():
+        if not is_compiled_in_place(root):
+            yield from within(root, models)
+
+
+def within(module: nn.Module, models: Models) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and those within it, as `visible` does for the roots."""
+    inner = getattr(module, "_orig_mod", None)
+    path = models.paths.get(id(module if inner is None else inner))
+    if path is not None:
+        yield path, module
+    if inner is None:
+        for child in module.children():
+            if not is_compiled_in_place(child):
+                yield from within(child, models)
+
+
+def follow(modules: Iterator[tuple[str, nn.Module]], ended: Callable[[str, nn.Module, Any], None]) -> list[Any]:
+    """Call `ended` with path, module and result after each call; return the handles of the hooks."""
+    handles = []
+    for path, module in modules:
+
+        def hook(module: nn.Module, given: Any, result: Any, path: str = path) -> None:
+            if not torch.compiler.is_compiling() and not in_backward():
+                ended(path, module, result)
+
+        handles.append(module.register_forward_hook(Uncopied(hook)))
+    return handles
+
+
+@contextmanager
+def aside(models: Models) -> Iterator[None]:
+    """Run a forward pass in here as it was written, without a trace: random state and buffers are put back."""
+    random = random_state()
+    buffers = [(one, one.clone()) for _, one in models.named_buffers()]
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        set_random_state(random)
+        with torch.no_grad():
+            for one, value in buffers:
+                one.copy_(value)
+
+
+def owners_of_step() -> tuple[Any, Any]:
+    """Return the scaler and the precision of lowp's that run the optimizer's step that is going on; None without."""
+    scaler = precision = None
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_CALLERS):
+        if frame is None:
+            break
+        one = frame.f_locals.get("self")
+        if isinstance(one, torch.amp.GradScaler) and one.is_enabled():
+            scaler = scaler or one
+        elif isinstance(one, Precision):
+            precision = precision or one
+            scaler = scaler or (one.scaler if one.scaler.is_enabled() else None)
+        frame = frame.f_back
+    return scaler, precision

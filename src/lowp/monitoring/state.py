@@ -1,0 +1,228 @@
+"""What a monitor knows of models and optimizers beside numbers of tensors: dtypes, rates, scale, what is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from lowp.compat import scale_of, unwrapped
+from lowp.exponents import SharedExponents
+from lowp.monitoring.look import Look
+from lowp.monitoring.seen import Seen
+from lowp.numerics.models import Models
+from lowp.optim.shards import is_sharded
+from lowp.region import entries
+
+__all__ = ["RunState"]
+
+_SEARCHED = 16  # steps in which the scaler is looked for
+_INITIAL = 2.0**16  # the scale at which GradScalers begin
+_STALE = 32  # steps in which an average must move
+
+Named = Sequence[tuple[str, nn.Parameter]]
+Numbers = dict[str, dict[str, float]]
+
+
+class RunState:
+    """Follows scaler, shared exponents, dtypes and the parameters that are trained."""
+
+    def __init__(self, models: Models, scaler: Any, precision: Any, optimizers: Sequence[Optimizer]) -> None:
+        self._models = models
+        scaler = scaler if scaler is not None else getattr(precision, "scaler", None)
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._exponents: SharedExponents | None = getattr(precision, "exponents", None)
+        self._searches = 0 if scaler is not None or precision is not None else _SEARCHED
+        self.is_sharded = any(map(is_sharded, (one for _, one in models.named_parameters())))
+        self._resumed = max((_steps_of(one) for one in optimizers), default=-1)
+        self._is_fresh = _is_fresh(self.scaler) if self._resumed > 0 else False
+        self._trained: dict[str, bool] = {}  # names of parameters that an optimizer has stepped
+        self._dtypes: dict[str, str] = {}
+        self._rates: dict[str, float] = {}
+        self._now: set[str] = set()
+        self._step = -1
+        self._skips: float | None = None
+        self._writes: dict[str, tuple[float, float]] = {}
+        self._sums: dict[str, dict[str, float]] = {}
+        self._moved: dict[str, int] = {}
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The loss scale, on its device."""
+        return None if self.scaler is None else scale_of(self.scaler)
+
+    @property
+    def searches(self) -> bool:
+        """Whether the scaler is still looked for."""
+        return self._searches > 0
+
+    def find(self, scaler: Any, precision: Any) -> None:
+        """Take the scaler and the precision that were found to run the step."""
+        self._searches = 0 if scaler is not None or precision is not None else self._searches - 1
+        self.scaler = scaler
+        self._exponents = getattr(precision, "exponents", None)
+        if scaler is not None and self._resumed > 0:
+            self._is_fresh = _is_fresh(scaler)
+
+    # -- in a look ----------------------------------------------------------------------------------------------------
+    def saw(self, optimizer: Optimizer, parameters: Named) -> None:
+        """Note what an optimizer holds."""
+        if self._resumed < 0:
+            self._resumed = max(_steps_of(optimizer) - 1, 0)
+        names = {id(one): name for name, one in parameters}
+        inner = getattr(optimizer, "optimizer", optimizer)
+        state = getattr(inner, "state", {})
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                if (name := names.get(id(one))) is None:
+                    continue
+                self._rates[name] = float(group["lr"]) if not isinstance(group.get("lr"), Tensor) else 1.0
+                self._dtypes[name] = _name(one)
+                self._now.add(name)
+                self._trained[name] = True
+                held = state.get(one) if isinstance(one, Tensor) else None
+                for key, value in (held or {}).items():
+                    if isinstance(value, Tensor) and value.dim():
+                        self._dtypes[f"{key} of {name}"] = _name(value)
+
+    def add_to(self, look: Look) -> None:
+        """Add the loss scale, the counts of shared exponents, and the averages of weights."""
+        if (scale := self.scale) is not None:
+            look.add("scale", [""], scale)
+        entry = entries.current()
+        if self._exponents is None and entry is not None and entry.engine is not None:
+            self._exponents = entry.region.exponents if entry.region is not None else None
+        if self._exponents is not None:
+            for sites, writes, saturated in self._exponents.counted():
+                look.add("writes", sites, writes)
+                look.add("saturated", sites, saturated)
+        for name, root in self._models.roots.items():
+            if _is_average(name, root):
+                named = [(path, one) for path, one in unwrapped(root).named_parameters() if one.is_floating_point()]
+                look.weights_of(f"average {name}", [path for path, _ in named], [one for _, one in named])
+
+    def described(self, look: Look, losses: list[tuple[int, float]], passes: int, added: bool) -> Seen:
+        """Return what is known of a look before its numbers have arrived."""
+        present = {name: one for name, one in self._models.named_parameters()}
+        left = (
+            []
+            if self.is_sharded
+            else [
+                name
+                for name in self._trained
+                if name in present and not (present[name].requires_grad and name in self._now)
+            ]
+        )
+        if not self._now or not any(one.requires_grad for one in present.values()):
+            left = []
+        seen = Seen(
+            look.step,
+            {},
+            losses,
+            steps=max(look.step - self._step, 1),
+            backwards=passes,
+            adds_up=added,
+            half=look.half,
+            missing=look.missing,
+            kept=look.kept,
+            dtypes=dict(self._dtypes),
+            rates=dict(self._rates),
+            left=left,
+            resumed=max(self._resumed, 0),
+            is_fresh_scale=self._is_fresh,
+            matrices={name for name, one in present.items() if one.dim() > 1},
+        )
+        self._step, self._is_fresh = look.step, False
+        self._now.clear()
+        return seen
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+    def completed(self, seen: Seen, numbers: Numbers) -> Seen:
+        """Return a look with its numbers."""
+        late = [(int(step), loss) for step, loss in numbers.pop("loss", {}).items()]
+        scale = next(iter(numbers.pop("scale", {}).values()), None)
+        skipped = 0
+        if scale and self._skips:
+            skipped = max(round(math.log2(self._skips / scale)), 0)
+        self._skips = scale
+        adds = seen.adds_up and _stays(numbers, scale)
+        return replace(
+            seen,
+            numbers=numbers,
+            losses=sorted([*seen.losses, *late]),
+            scale=scale,
+            skipped=skipped,
+            adds_up=adds,
+            saturated=self._saturated(numbers.pop("writes", {}), numbers.pop("saturated", {})),
+            averages=self._averages(seen.step, numbers),
+            compared=numbers.pop("compared", {}),
+        )
+
+    def _saturated(self, writes: dict[str, float], saturated: dict[str, float]) -> dict[str, float]:
+        """Return the share of the writes since the look before that were saturated, by site."""
+        found = {}
+        for site, count in writes.items():
+            before = self._writes.get(site, (0.0, 0.0))
+            self._writes[site] = count, saturated[site]
+            if count - before[0] > 0:
+                found[site] = (saturated[site] - before[1]) / (count - before[0])
+        return found
+
+    def _averages(self, step: int, numbers: Numbers) -> dict[str, tuple[float, float]]:
+        """Return by average whether it has moved lately, and whether anything is trained."""
+        found = {}
+        trained = any(numbers.get("update", {}).values())
+        for kind in [one for one in numbers if one.startswith("average ")]:
+            name, sums = kind.removeprefix("average "), numbers.pop(kind)
+            if self._sums.get(name) != sums:
+                self._moved[name] = step
+            self._sums[name] = sums
+            if step - self._moved[name] >= _STALE:
+                found[name or "the average"] = 0.0, float(trained)
+            else:
+                found[name or "the average"] = 1.0, float(trained)
+        return found
+
+
+def _stays(numbers: Numbers, scale: float | None) -> bool:
+    """Whether a gradient that was noted after the last backward pass is no smaller before the step."""
+    probe = numbers.pop("probe", {})
+    for name, norm in probe.items():
+        now = numbers.get("gradient", {}).get(name)
+        if now is not None and norm:
+            return now * (scale or 1.0) > 0.75 * norm or now > 0.75 * norm
+    return False
+
+
+def _is_average(name: str, root: nn.Module) -> bool:
+    if isinstance(root, AveragedModel):
+        return root.avg_fn is not None or root.multi_avg_fn is not None
+    return "ema" in name.lower()
+
+
+def _steps_of(optimizer: Optimizer) -> int:
+    """Return how many steps an optimizer has taken, as far as its state says; read from a device only if on a CPU."""
+    for state in list(optimizer.state.values())[:1]:
+        step = state.get("step") if isinstance(state, dict) else None
+        if isinstance(step, Tensor):
+            return int(step) if step.device.type == "cpu" else 0
+        if isinstance(step, (int, float)):
+            return int(step)
+    return 0
+
+
+def _is_fresh(scaler: Any) -> bool:
+    """Whether a scaler begins at its usual scale; asked once, before or in the first step."""
+    if scaler is None:
+        return False
+    state = scaler.state_dict()
+    return state.get("scale") == _INITIAL and state.get("_growth_tracker", 0) <= 1
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
