@@ -12,7 +12,8 @@ from lowp.numerics.findings import FINDINGS
 
 __all__ = ["Alarm", "Alarms", "TrainingAlarm"]
 
-_WORSE = 2.0
+_WORSE = 10.0  # times the number that was told
+_MORE = 2.0  # times the layers
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,29 @@ class Alarms:
         if rule.has_evidence(seen):
             for layer in known.keys() - signs.keys():
                 known[layer].looks = 0
-        ripe = []
+        ripe, worse = [], False
+        told = sum(one.told is not None for one in known.values())
         for layer, sign in signs.items():
             one = known.setdefault(layer, _Known(seen.step))
             if not one.looks:
                 one.since = seen.step
             one.looks += 1
-            if one.looks >= patience and (one.told is None or sign.value >= _WORSE * one.told):
-                one.told = sign.value
+            if one.looks < patience:
+                continue
+            if one.told is None:
                 ripe.append(sign)
-        return self._alarm(rule, seen, ripe) if ripe else None
+            elif sign.value >= _WORSE * one.told:
+                ripe.append(sign)
+                worse = True
+        if not ripe or (not worse and len(ripe) < (_MORE - 1) * told):
+            return None
+        for sign in ripe:
+            known[sign.layer].told = sign.value
+        return self._alarm(rule, seen, ripe)
 
     def _alarm(self, rule: Rule, seen: Seen, signs: list[Sign]) -> Alarm:
         worst = max(signs, key=lambda sign: sign.value)
         others = tuple(sign.layer for sign in signs if sign is not worst)
         since = self._known[rule.id][worst.layer].since
-        kind = FINDINGS[rule.id]
-        return Alarm(rule.id, worst.layer, worst.text, since, seen.step, kind.advice, worst.value, others)
+        layer, change = worst.layer or "the model", FINDINGS[rule.id].advice
+        return Alarm(rule.id, layer, worst.text, since, seen.step, change, worst.value, others)

@@ -15,7 +15,7 @@ from lowp.kernels.late import LateNumber
 from lowp.numerics.modes import numbers_of, tensors_in
 from lowp.optim.model_state import owner_of
 
-__all__ = ["Look", "largest_gradients_of"]
+__all__ = ["Look", "some"]
 
 NUMBERS = 512  # of a parameter, at places that depend only on its shape
 _SMALL = 2.0**-14  # the smallest normal number of fp16
@@ -31,16 +31,17 @@ class Look:
     Kinds: ``activation``, the largest magnitude of a module's results, in the order in which modules end; ``flushed``,
     the share of an fp16 result's gradient that is not zero and below 2^-14; ``gradient``, the norm of a parameter's;
     ``lost``, the share of the numbers with a gradient that did not move; ``update`` and ``weight``, root mean squares,
-    the latter after the step; ``buffer``, a norm.
+    the latter before the step; ``buffer``, a norm.
     """
 
     def __init__(self, step: int, of_flushed: bool) -> None:
         self.step, self.of_flushed = step, of_flushed
         self.half: list[str] = []  # modules that gave fp16
         self.missing: list[str] = []  # parameters without a gradient
-        self.latest: tuple[str, Tensor] | None = None  # the norm of one gradient after the last backward pass
         self.kept: set[str] = set()  # parameters whose optimizer keeps them in fp32 elsewhere
+        self._known: dict[str, dict[str, float]] = {}
         self._calls: dict[str, int] = {}
+        self._followed = 0  # results whose gradients are counted
         self._names: dict[torch.device, list[tuple[str, Sequence[str]]]] = {}
         self._values: dict[torch.device, list[Tensor]] = {}
         self._before: dict[str, Tensor] = {}
@@ -52,6 +53,13 @@ class Look:
         values = values.detach().reshape(-1).float()
         self._names.setdefault(values.device, []).append((kind, names))
         self._values.setdefault(values.device, []).append(values)
+
+    def note(self, kind: str, name: str, value: float | Tensor) -> None:
+        """Keep one number."""
+        if isinstance(value, Tensor):
+            self.add(kind, [name], value)
+        else:
+            self._known.setdefault(kind, {})[name] = value
 
     def saw_output(self, path: str, module: nn.Module, output: Any) -> None:
         """Take the largest magnitude of what a module has given."""
@@ -68,7 +76,8 @@ class Look:
                 self._saw_half(path, one)
 
     def _saw_half(self, path: str, output: Tensor) -> None:
-        if self.of_flushed and output.requires_grad and len(self.half) < _MOST_FLUSHED:
+        if self.of_flushed and output.requires_grad and self._followed < _MOST_FLUSHED:
+            self._followed += 1
             output.register_hook(lambda gradient: self._count_flushed(path, gradient))  # type: ignore[no-untyped-call]
         self.half.append(path)
 
@@ -78,8 +87,11 @@ class Look:
             present = (size > 0).sum()
             self.add("flushed", [path], ((size < _SMALL).sum() - (size == 0).sum()) / present.clamp(min=1))
 
-    def before_step(self, parameters: Named) -> None:
-        """Read the gradients that an optimizer is about to use, and some numbers of the weights."""
+    def before_step(self, parameters: Named, scale: Tensor | None = None) -> None:
+        """Read the gradients that an optimizer is about to use, and some numbers of the weights.
+
+        `scale`: that of the gradients, which a fused optimizer removes itself.
+        """
         named, gradients = [], []
         for name, one in parameters:
             if not one.is_floating_point():
@@ -95,10 +107,10 @@ class Look:
         for device, places in _by_device([one for _, one in named]).items():
             these = [named[place] for place in places]
             found = [gradients[place] for place in places]
-            whole = [one if one.numel() else one.new_zeros(1) for one in found]
-            self.add("gradient", [name for name, _ in these], norms(whole))
-            weights = _some([one for _, one in these])
-            self._before[str(device)] = torch.stack((weights, _some(found, [one for _, one in these])))
+            whole = norms([one if one.numel() else one.new_zeros(1) for one in found])
+            self.add("gradient", [name for name, _ in these], whole if scale is None else whole / scale.to(device))
+            weights = some([one for _, one in these])
+            self._before[str(device)] = torch.stack((weights, some(found, [one for _, one in these])))
 
     def after_step(self, parameters: Named) -> None:
         """Compare the numbers of the weights with those before the step."""
@@ -107,12 +119,12 @@ class Look:
             before = self._before.pop(str(device), None)
             if before is None or before.shape[1] != len(places):  # the script has removed its gradients meanwhile
                 continue
-            names, after = [named[place][0] for place in places], _some([named[place][1] for place in places])
+            names, after = [named[place][0] for place in places], some([named[place][1] for place in places])
             old, gradient = before
             has = gradient != 0
             self.add("lost", names, (has & (after == old)).sum(1) / has.sum(1).clamp(min=1))
             self.add("update", names, (after - old).square().mean(1).sqrt())
-            self.add("weight", names, after.square().mean(1).sqrt())
+            self.add("weight", names, old.square().mean(1).sqrt())
 
     def saw_buffers(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
         """Read the buffers."""
@@ -123,8 +135,7 @@ class Look:
     def weights_of(self, kind: str, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Read the sums of some numbers of parameters, which change if these do."""
         for places in _by_device(parameters).values():
-            some = _some([parameters[place] for place in places])
-            self.add(kind, [names[place] for place in places], some.sum(1))
+            self.add(kind, [names[place] for place in places], some([parameters[place] for place in places]).sum(1))
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
     def send(self) -> None:
@@ -145,7 +156,7 @@ class Look:
         arrived = [(late.read(), names) for late, names in self._late]
         if any(numbers is None for numbers, _ in arrived):
             return None
-        found: dict[str, dict[str, float]] = {}
+        found = self._known
         for numbers, kinds in arrived:
             place = 0
             for kind, names in kinds:
@@ -166,7 +177,7 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     return found
 
 
-def _some(tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Tensor:
+def some(tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Tensor:
     """Return some numbers of each tensor, fp32 [tensors, 512]; those of a smaller one repeat, of an empty one are 0.
 
     A sparse gradient gives zeros: which numbers it is of, only its optimizer knows.
@@ -189,9 +200,3 @@ def _places(count: int, device: torch.device) -> Tensor:
         stride += 1
     with torch.inference_mode(False):
         return torch.arange(NUMBERS, device=device).mul_(stride).remainder_(count)
-
-
-def largest_gradients_of(look: dict[str, dict[str, float]]) -> float | None:
-    """Return the norm of all gradients together; None without one."""
-    squares = [norm * norm for norm in look.get("gradient", {}).values()]
-    return math.sqrt(sum(squares)) if squares else None

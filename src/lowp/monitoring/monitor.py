@@ -89,6 +89,7 @@ class Monitor:
         self._state = RunState(self.models, scaler, precision, given)
         self._cycle, self._ranks = Cycle(self.models), RankCheck(self.models)
         self._alone: Optimizer | None = None
+        self._is_alone = len(given) == 1  # whether all gradients are of one optimizer
         self._sinks = sinks_of(sinks, self.models, precision) if distributed.rank() == 0 else []
         self._look: Look | None = None
         self._look_at = 0  # the next step that is looked at
@@ -97,10 +98,11 @@ class Monitor:
         self._looked = -1
         self._handles: list[Any] = []
         self._waiting: deque[tuple[Look, Seen]] = deque()
-        self._losses: deque[tuple[int, float | Tensor]] = deque(maxlen=_MOST_LOSSES)
+        self._losses: deque[tuple[int, float | Tensor, float | Tensor | None]] = deque(maxlen=_MOST_LOSSES)
         self._compared: list[tuple[str, Tensor]] = []
         self._passes, self._added = 0, True  # backward passes since the last step
-        self._probe: tuple[str, nn.Parameter] | None = None
+        self._probe: tuple[str, nn.Parameter] | None = None  # a parameter that tells of the gradients between passes
+        self._had = False  # whether it had one after the latest pass
         self._apart: dict[str, tuple[int, float]] = {}
         after = Uncopied(self._after_step)
         register = [register_optimizer_step_post_hook] if not given else [one.register_step_post_hook for one in given]
@@ -201,38 +203,37 @@ class Monitor:
         self._spent(started)
 
     def _saw_backward(self, loss: Tensor, ended: bool) -> None:
-        look = self._look
+        if ended and self._probe is None:
+            named = ((name, one) for name, one in self.models.named_parameters() if one.grad is not None)
+            self._probe = next(named, None)
+        probe = self._probe
         if ended:
-            if look is not None and self._passes > 1:
-                self._probe_gradient(look)
+            self._had = probe is not None and probe[1].grad is not None
+            if self._look is not None and self._passes > 1:
+                self._add_probe("latest")
             return
-        self._passes += 1
+        if probe is not None and self._had and self._is_alone and probe[1].grad is None:
+            self._end_step()  # the loss scaler has skipped the optimizer's
+        elif self._passes:
+            self._add_probe("carried")
+        look, self._passes = self._look, self._passes + 1
         scale = self._state.scale
         if loss.numel() == 1:
             if look is not None:
                 self._added = self._added and adds_up(loss, scale is not None)
-            value = loss.detach()
-            if scale is None:
-                self._losses.append((self.step, value.item() if value.is_cpu else value))
-            elif value.is_cpu and scale.is_cpu:
-                self._losses.append((self.step, value.item() / scale.item()))
-            else:
-                self._losses.append((self.step, value / scale.to(value.device, non_blocking=True)))
+            self._losses.append((self.step, *_unscaled(loss.detach(), scale)))
         if self._passes % _MOST_PASSES == 0 and scale is not None and look is not None:
             self._end_look(look)
 
-    def _probe_gradient(self, look: Look) -> None:
-        """Note the gradient of one parameter after a pass, to see whether the script divides it before the step."""
-        if self._probe is None:
-            named = ((name, one) for name, one in self.models.named_parameters() if one.grad is not None)
-            self._probe = next(named, None)
-        if self._probe is not None and self._probe[1].grad is not None:
-            look.latest = self._probe[0], norms([numbers_of(self._probe[1].grad.detach())])
+    def _add_probe(self, kind: str) -> None:
+        """Note a gradient between passes: whether they add up, and whether the script divides them before the step."""
+        if self._look is not None and self._probe is not None and (gradient := self._probe[1].grad) is not None:
+            self._look.add(kind, [self._probe[0]], norms([numbers_of(gradient.detach())]))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
         if self._look is not None and (parameters := self._cycle.parameters(optimizer)):
-            self._look.before_step(parameters)
+            self._look.before_step(parameters, getattr(optimizer, "grad_scale", None))
         self._spent(started)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -240,7 +241,7 @@ class Monitor:
         if optimizer is not self._alone or look is not None:
             started = time.perf_counter()
             parameters = self._cycle.parameters(optimizer)
-            if not parameters:
+            if not parameters and not self._cycle.knows(optimizer):
                 return
             if self._state.searches:
                 self._state.find(*places.owners_of_step())
@@ -249,14 +250,19 @@ class Monitor:
                 self._state.saw(optimizer, parameters)
             ends = self._cycle.ends_with(optimizer)
             self._alone = self._cycle.alone
+            self._is_alone = self._alone is not None
             self._spent(started)
             if not ends:
                 return
-            if look is not None:
-                self._end_look(look)
         self._ranks.step(self.step)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Begin the next step."""
+        if self._look is not None:
+            self._end_look(self._look)
         self.step += 1
-        self._passes, self._added = 0, True
+        self._passes, self._added, self._had = 0, True, False
         if self._waiting:
             self._collect()
         if self.step >= self._look_at:
@@ -267,7 +273,7 @@ class Monitor:
         budget = self.budget
         budget.pass_by(_IDLE * max(self.step - self._looked - 1, 0))
         self._looked = self.step - 1
-        is_beginning = self.step < _BEGINNING and budget.own < _ALLOWANCE
+        is_beginning = self.step < _BEGINNING and budget.own < budget.allowance
         missing = (
             0.0 if is_beginning or budget.share is None else self._cost - budget.share * budget.training + budget.own
         )
@@ -287,18 +293,17 @@ class Monitor:
         state = self._state
         look.saw_buffers(self.models.named_buffers())
         state.add_to(look)
-        if look.latest is not None:
-            look.add("probe", [look.latest[0]], look.latest[1])
         for name, value in self._compared:
             look.add("compared", [name], value)
         self._compared.clear()
-        losses = [(step, one) for step, one in self._losses if isinstance(one, float)]
-        late = [(step, one) for step, one in self._losses if isinstance(one, Tensor)]
-        for step, one in late:
-            look.add("loss", [f"{step}"], one)
+        for place, (_, loss, scale) in enumerate(self._losses):
+            look.note("loss", f"{place}", loss)
+            if scale is not None:
+                look.note("scales", f"{place}", scale)
+        steps = [step for step, _, _ in self._losses]
         self._losses.clear()
         look.send()
-        seen = state.described(look, losses, self._passes, self._added)
+        seen = state.described(look, steps, self._passes, self._added)
         self._waiting.append((look, seen))
         self._spent(started)
         self._cost = max(self._seconds, 0.5 * self._cost)
@@ -330,3 +335,13 @@ class Monitor:
         elif distributed.rank() == 0 or self._state.is_sharded:
             rank = f" (rank {distributed.rank()})" if distributed.rank() else ""
             print(f"lowp monitor{rank}: {alarm}", file=sys.stderr, flush=True)
+
+
+def _unscaled(loss: Tensor, scale: Tensor | None) -> tuple[float | Tensor, float | Tensor | None]:
+    """Return a loss without its scale, and the scale; as tensors of a device, which nothing waits for."""
+    loss = loss.reshape(())
+    if scale is None:
+        return (loss.item() if loss.is_cpu else loss), None
+    if loss.is_cpu and scale.is_cpu:
+        return loss.item() / (scale.item() or 1.0), scale.item()
+    return loss / scale.to(loss.device, non_blocking=True), scale.clone()

@@ -12,8 +12,9 @@ from lowp.monitoring.seen import History, Seen
 __all__ = ["RULES", "Rule", "Sign"]
 
 _LOST = 0.95  # of the numbers of a weight
-_TOO_LARGE = 0.5  # an update beside its weight
+_TOO_LARGE = 0.25  # an update beside its weight
 _SHRUNK = 1 / 16
+_STILL = 0.75  # of the numbers of an average
 _GROWN = 32.0
 _LARGE = 4096.0  # an activation of which growth is told
 _HALF = 65504.0
@@ -97,9 +98,9 @@ def _dtypes(history: History, seen: Seen) -> Iterator[Sign]:
 
 
 def _average(history: History, seen: Seen) -> Iterator[Sign]:
-    for name, (moved, trained) in seen.averages.items():
-        if moved == 0 and trained:
-            yield Sign(name, 1.0, "0 of its weights have moved, while those of the trained model did")
+    for name, share in seen.averages.items():
+        if share > _STILL and any(seen.numbers.get("update", {}).values()):
+            yield Sign(name, share, f"{share:.0%} of its numbers have not moved, while the trained ones did")
 
 
 def _ranks(history: History, seen: Seen) -> Iterator[Sign]:
@@ -134,7 +135,7 @@ def _grows(history: History, seen: Seen) -> Iterator[Sign]:
 def _dead(history: History, seen: Seen) -> Iterator[Sign]:
     for path, size in seen.numbers.get("activation", {}).items():
         if size == 0:
-            yield Sign(path or "the model", 1.0, "100% of its results are zero")
+            yield Sign(path, 1.0, "100% of its results are zero")
 
 
 def _saturates(history: History, seen: Seen) -> Iterator[Sign]:
@@ -159,8 +160,8 @@ def _forgotten_scale(history: History, seen: Seen) -> Iterator[Sign]:
             1.0,
             f"it starts anew at {seen.scale:.3g}, while the optimizer goes on from its step {seen.resumed}",
         )
-    elif history.scale and seen.scale >= 16 * history.scale and seen.steps < 1000:
-        yield Sign("the loss scale", 1.0, f"it jumped from {history.scale:.3g} to {seen.scale:.3g}")
+    elif seen.jump is not None:
+        yield Sign("the loss scale", 1.0, f"it jumped from {seen.jump[0]:.3g} to {seen.jump[1]:.3g}")
 
 
 def _clipped_scaled(history: History, seen: Seen) -> Iterator[Sign]:
@@ -184,17 +185,21 @@ def _not_finite(history: History, seen: Seen) -> Iterator[Sign]:
     gradients = [] if seen.scale is not None else _bad(seen, "gradient")
     buffers, results = _bad(seen, "buffer"), _bad(seen, "activation")
     if not (bad or weights or gradients or buffers):
-        history.saw_finite = seen.step
+        history.saw_finite, history.origin = seen.step, ""
+        return
+    if history.origin:  # what follows is of the same
+        yield Sign(history.origin, 1.0, "")
         return
     since = f", and in step {history.saw_finite} all was finite" if history.saw_finite >= 0 else ""
+    where = results or buffers or weights or gradients
+    history.origin = where[0] if where else "the loss"
     if buffers and not (results or bad):
         yield Sign(buffers[0], 1.0, f"this buffer is infinite or NaN{since}")
         return
     what = "the loss" if bad else "a weight" if weights else "a gradient"
-    where = results or buffers or weights or gradients
     first = f"its {'result' if results else 'values'} {'was' if results else 'were'} the first that {what} comes from"
     text = f"{what} is infinite or NaN{since}"
-    yield Sign(where[0] if where else "the loss", 1.0, f"{text}; {first}" if where else text)
+    yield Sign(history.origin, 1.0, f"{text}; {first}" if where else text)
 
 
 def _spike(history: History, seen: Seen) -> Iterator[Sign]:
@@ -246,6 +251,6 @@ RULES = (
     Rule("N501", _dtypes, 1),
     Rule("N502", _frozen, 1),
     Rule("N503", _ranks, 1),
-    Rule("N504", _average, has_evidence=lambda seen: bool(seen.averages)),
+    Rule("N504", _average, 1, has_evidence=lambda seen: bool(seen.averages)),
     Rule("N505", _mismatch, has_evidence=lambda seen: bool(seen.compared)),
 )

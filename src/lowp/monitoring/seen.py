@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lowp.monitoring.look import largest_gradients_of
-
 __all__ = ["History", "Seen", "group_of"]
 
 _LOSSES = 64
@@ -25,7 +23,8 @@ class Seen:
     losses: list[tuple[int, float]] = field(default_factory=list)  # those since the look before, by step
     scale: float | None = None
     skipped: int = 0  # steps since the look before that the scaler has skipped
-    steps: int = 1  # steps since the look before
+    jump: tuple[float, float] | None = None  # two scales after one another, the second far larger
+    steps: int = 1  # steps since the look before, the skipped ones included
     backwards: int = 1  # backward passes of this step
     adds_up: bool = False  # whether their losses were means that nothing divides
     half: list[str] = field(default_factory=list)
@@ -38,14 +37,15 @@ class Seen:
     is_fresh_scale: bool = False  # whether the loss scale has never been moved
     matrices: set[str] = field(default_factory=set)  # parameters of two dimensions and more
     saturated: dict[str, float] = field(default_factory=dict)  # shares of the writes since the look before, by site
-    averages: dict[str, tuple[float, float]] = field(default_factory=dict)  # see `Averages`
+    averages: dict[str, float] = field(default_factory=dict)  # shares that have not moved, by average
     apart: dict[str, tuple[int, float]] = field(default_factory=dict)  # parameters: the rank, and the difference
     compared: dict[str, float] = field(default_factory=dict)  # mean differences, see `Monitor.compare`
 
     @property
     def gradient(self) -> float | None:
         """The norm of all gradients together."""
-        return largest_gradients_of(dict(self.numbers.get("gradient", {})))  # type: ignore[arg-type]
+        norms = self.numbers.get("gradient", {}).values()
+        return math.sqrt(sum(norm * norm for norm in norms)) if norms else None
 
     @property
     def loss(self) -> float | None:
@@ -67,6 +67,7 @@ class History:
         self.scaled: deque[float] = deque(maxlen=_FIRST + 1)  # norms of all gradients times the loss scale
         self.skipped: deque[tuple[int, int]] = deque(maxlen=_LOSSES)
         self.saw_finite = -1  # the latest look in which all was finite
+        self.origin = ""  # the layer in which it ended
 
     def add(self, seen: Seen) -> None:
         """Take in a look after the rules have judged it."""
@@ -89,8 +90,8 @@ class History:
         return statistics.median(first) if len(first) == _FIRST else None
 
 
-def group_of(name: str) -> str:
-    """Return the layer group of a module or parameter: its path up to the first number, or the first part of it."""
-    parts = name.split(".")
+def group_of(path: str) -> str:
+    """Return the layer group of a module: its path up to the first number, or the first part of it."""
+    parts = path.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
     return ".".join(parts[: number + 1])

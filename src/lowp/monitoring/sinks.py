@@ -37,11 +37,12 @@ def record_of(seen: Seen, alarms: Sequence[Alarm], seconds: float) -> dict[str, 
     kinds = {**numbers, "ratio": ratios}
     for kind, meaning in _MEANINGS.items():
         for name, value in kinds.get(kind, {}).items():
-            groups.setdefault(group_of(name) or "model", {}).setdefault(meaning, []).append(value)
+            path = name if kind == "activation" else name.rpartition(".")[0]
+            groups.setdefault(group_of(path) or "model", {}).setdefault(meaning, []).append(value)
     found: dict[str, Any] = {"step": seen.step, "time": round(seconds, 3)}
-    for name, value in (("loss", seen.loss), ("gradient", seen.gradient), ("scale", seen.scale)):
-        if value is not None:
-            found[name] = _finite(value)
+    for name, number in (("loss", seen.loss), ("gradient", seen.gradient), ("scale", seen.scale)):
+        if number is not None:
+            found[name] = _finite(number)
     if seen.scale is not None:
         found["skipped"] = seen.skipped
     found["groups"] = {

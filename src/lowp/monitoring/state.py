@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lowp.compat import scale_of, unwrapped
 from lowp.exponents import SharedExponents
-from lowp.monitoring.look import Look
+from lowp.monitoring.look import Look, some
 from lowp.monitoring.seen import Seen
 from lowp.numerics.models import Models
 from lowp.optim.shards import is_sharded
@@ -23,7 +25,8 @@ __all__ = ["RunState"]
 
 _SEARCHED = 16  # steps in which the scaler is looked for
 _INITIAL = 2.0**16  # the scale at which GradScalers begin
-_STALE = 32  # steps in which an average must move
+_JUMP = 8.0  # times the scale of the pass before
+_STALE = 16  # steps in which an average must have moved
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Numbers = dict[str, dict[str, float]]
@@ -45,11 +48,11 @@ class RunState:
         self._dtypes: dict[str, str] = {}
         self._rates: dict[str, float] = {}
         self._now: set[str] = set()
+        self._stepped = False  # whether an optimizer has stepped in this look
         self._step = -1
-        self._skips: float | None = None
+        self._last_scale: list[float] = []
         self._writes: dict[str, tuple[float, float]] = {}
-        self._sums: dict[str, dict[str, float]] = {}
-        self._moved: dict[str, int] = {}
+        self._averages: dict[str, tuple[int, dict[str, Tensor]]] = {}  # a step, and numbers of each parameter then
 
     @property
     def scale(self) -> Tensor | None:
@@ -74,6 +77,7 @@ class RunState:
         """Note what an optimizer holds."""
         if self._resumed < 0:
             self._resumed = max(_steps_of(optimizer) - 1, 0)
+        self._stepped = True
         names = {id(one): name for name, one in parameters}
         inner = getattr(optimizer, "optimizer", optimizer)
         state = getattr(inner, "state", {})
@@ -103,10 +107,22 @@ class RunState:
                 look.add("saturated", sites, saturated)
         for name, root in self._models.roots.items():
             if _is_average(name, root):
-                named = [(path, one) for path, one in unwrapped(root).named_parameters() if one.is_floating_point()]
-                look.weights_of(f"average {name}", [path for path, _ in named], [one for _, one in named])
+                self._compare(look, name, root)
 
-    def described(self, look: Look, losses: list[tuple[int, float]], passes: int, added: bool) -> Seen:
+    def _compare(self, look: Look, name: str, average: nn.Module) -> None:
+        """Compare some numbers of an average with those of an earlier look, as far as their parameters are trained."""
+        ends = {path.partition(".")[2] for path in self._trained}
+        inner = getattr(unwrapped(average), "module", None)  # of an AveragedModel
+        found = (inner if isinstance(inner, nn.Module) else unwrapped(average)).named_parameters()
+        few = {path: some([one])[0] for path, one in found if path in ends and one.is_floating_point()}
+        step, before = self._averages.get(name, (0, {}))
+        if before and look.step - step < _STALE:
+            return
+        self._averages[name] = look.step, few
+        for path in few.keys() & before.keys():
+            look.add(f"average {name}", [path], (few[path] == before[path]).float().mean())
+
+    def described(self, look: Look, losses: list[int], passes: int, added: bool) -> Seen:
         """Return what is known of a look before its numbers have arrived."""
         present = {name: one for name, one in self._models.named_parameters()}
         left = (
@@ -118,12 +134,12 @@ class RunState:
                 if name in present and not (present[name].requires_grad and name in self._now)
             ]
         )
-        if not self._now or not any(one.requires_grad for one in present.values()):
+        if not self._stepped or not any(one.requires_grad for one in present.values()):
             left = []
         seen = Seen(
             look.step,
             {},
-            losses,
+            [(step, math.nan) for step in losses],
             steps=max(look.step - self._step, 1),
             backwards=passes,
             adds_up=added,
@@ -139,27 +155,30 @@ class RunState:
         )
         self._step, self._is_fresh = look.step, False
         self._now.clear()
+        self._stepped = False
         return seen
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
     def completed(self, seen: Seen, numbers: Numbers) -> Seen:
         """Return a look with its numbers."""
-        late = [(int(step), loss) for step, loss in numbers.pop("loss", {}).items()]
+        losses, scales = numbers.pop("loss", {}), numbers.pop("scales", {})
         scale = next(iter(numbers.pop("scale", {}).values()), None)
-        skipped = 0
-        if scale and self._skips:
-            skipped = max(round(math.log2(self._skips / scale)), 0)
-        self._skips = scale
+        passed = [*self._last_scale, *scales.values(), *([] if scale is None else [scale])]
+        self._last_scale = passed[-1:]
+        pairs = list(pairwise(passed))
+        skipped = sum(after < before for before, after in pairs)
         adds = seen.adds_up and _stays(numbers, scale)
         return replace(
             seen,
             numbers=numbers,
-            losses=sorted([*seen.losses, *late]),
+            losses=[(step, losses[f"{place}"]) for place, (step, _) in enumerate(seen.losses)],
             scale=scale,
             skipped=skipped,
+            jump=next((pair for pair in pairs if pair[1] >= _JUMP * pair[0] > 0), None),
+            steps=seen.steps + skipped,
             adds_up=adds,
             saturated=self._saturated(numbers.pop("writes", {}), numbers.pop("saturated", {})),
-            averages=self._averages(seen.step, numbers),
+            averages=_stillness(numbers),
             compared=numbers.pop("compared", {}),
         )
 
@@ -173,26 +192,19 @@ class RunState:
                 found[site] = (saturated[site] - before[1]) / (count - before[0])
         return found
 
-    def _averages(self, step: int, numbers: Numbers) -> dict[str, tuple[float, float]]:
-        """Return by average whether it has moved lately, and whether anything is trained."""
-        found = {}
-        trained = any(numbers.get("update", {}).values())
-        for kind in [one for one in numbers if one.startswith("average ")]:
-            name, sums = kind.removeprefix("average "), numbers.pop(kind)
-            if self._sums.get(name) != sums:
-                self._moved[name] = step
-            self._sums[name] = sums
-            if step - self._moved[name] >= _STALE:
-                found[name or "the average"] = 0.0, float(trained)
-            else:
-                found[name or "the average"] = 1.0, float(trained)
-        return found
+
+def _stillness(numbers: Numbers) -> dict[str, float]:
+    """Return by average the share of its numbers that have not moved, in the median parameter."""
+    kinds = [kind for kind in numbers if kind.startswith("average ")]
+    return {kind.removeprefix("average "): statistics.median(numbers.pop(kind).values()) for kind in kinds}
 
 
 def _stays(numbers: Numbers, scale: float | None) -> bool:
-    """Whether a gradient that was noted after the last backward pass is no smaller before the step."""
-    probe = numbers.pop("probe", {})
-    for name, norm in probe.items():
+    """Whether a gradient was there before the last backward pass, and is no smaller before the step than after it."""
+    latest, carried = numbers.pop("latest", {}), numbers.pop("carried", {})
+    for name, norm in latest.items():
+        if not carried.get(name):
+            return False
         now = numbers.get("gradient", {}).get(name)
         if now is not None and norm:
             return now * (scale or 1.0) > 0.75 * norm or now > 0.75 * norm
@@ -221,7 +233,7 @@ def _is_fresh(scaler: Any) -> bool:
     if scaler is None:
         return False
     state = scaler.state_dict()
-    return state.get("scale") == _INITIAL and state.get("_growth_tracker", 0) <= 1
+    return bool(state.get("scale") == _INITIAL and state.get("_growth_tracker", 0) <= 1)
 
 
 def _name(x: Tensor) -> str:

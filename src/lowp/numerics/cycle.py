@@ -54,6 +54,10 @@ class Cycle:
             known = self._found[id(optimizer)] = _Found(self._models.version, given, found)
         return known.named
 
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has stepped the models before."""
+        return id(optimizer) in self._last
+
     def ends_with(self, optimizer: Optimizer) -> bool:
         """Note that an optimizer has stepped. Return whether that ends the step of the training."""
         one = id(optimizer)

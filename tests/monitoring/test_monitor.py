@@ -1,0 +1,271 @@
+"""The monitor beside a training: its numbers are right, and it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowp
+from lowp.errors import InvalidInput
+from lowp.monitoring import Alarm, TrainingAlarm
+
+
+def weights(run: planted.Run) -> dict[str, Tensor]:
+    return {name: one.clone() for name, one in run.model.state_dict().items()}
+
+
+@pytest.fixture
+def run() -> Iterator[planted.Run]:
+    run = planted.Run("plain")
+    yield run
+    if run.monitor is not None:
+        run.monitor.close()
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+def test_numbers_of_a_record_are_those_of_the_step(run: planted.Run) -> None:
+    records: list[dict[str, Any]] = []
+    run.watch(sinks=records.append, max_overhead=None)
+    run.step(0)
+    norm = math.sqrt(sum(float(one.grad.square().sum()) for one in run.model.parameters()))
+    run.train(1)
+    first = records[0]
+    assert first["step"] == 0 and first["gradient"] == pytest.approx(norm, rel=1e-5)
+    assert set(first["groups"]) == {"model", "embed", "blocks.0", "blocks.1", "blocks.2", "batch", "head"}
+    assert set(first["groups"]["head"]) == {"activation", "gradient", "update_to_weight", "lost"}
+    assert first["groups"]["head"]["lost"] == 0
+
+
+def test_updates_beside_weights_are_right_for_a_layer_that_is_read_whole() -> None:
+    layer = nn.Linear(16, 32, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.125)
+    records: list[dict[str, Any]] = []
+    with lowp.Monitor(layer, optimizer, sinks=records.append):
+        layer(torch.ones(4, 16)).square().mean().backward()
+        before, gradient = layer.weight.detach().clone(), layer.weight.grad
+        optimizer.step()
+    assert gradient is not None
+    expected = 0.125 * float(gradient.norm() / before.norm())
+    assert records[0]["groups"]["model"]["update_to_weight"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_losses_of_every_step_are_seen_where_only_some_are_looked_at(run: planted.Run) -> None:
+    run.watch(max_overhead=1e-9)
+    run.monitor.budget.allowance = 0.0  # type: ignore[union-attr]
+    seen: list[int] = []
+    judge = run.monitor._judge.judge  # type: ignore[union-attr]
+    run.monitor._judge.judge = lambda one: seen.extend(step for step, _ in one.losses) or judge(one)  # type: ignore
+    run.train(30)
+    assert seen == [0]  # of the first look, the only one that there is time for
+
+
+# -- nothing changes --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["plain", "compiled"])
+def test_a_training_has_the_same_bits_with_and_without_a_monitor(mode: str) -> None:
+    ends = []
+    for watched in (False, True):
+        torch.compiler.reset()
+        run = planted.Run(mode)
+        run.model.blocks[0].act = nn.Sequential(nn.ReLU(), nn.Dropout(0.5))
+        if watched:
+            run.watch(max_overhead=None)
+        torch.manual_seed(1)
+        run.train(6)
+        ends.append(weights(run))
+    assert all(torch.equal(one, other) for one, other in zip(ends[0].values(), ends[1].values(), strict=True))
+
+
+def test_nothing_is_left_after_the_end(run: planted.Run) -> None:
+    backward = torch.autograd.backward
+    monitor = run.watch()
+    assert torch.autograd.backward is not backward
+    run.train(3)
+    assert torch.autograd.backward is backward
+    assert not run.optimizer._optimizer_step_post_hooks and not run.optimizer._optimizer_step_pre_hooks
+    assert not any(module._forward_hooks for module in run.model.modules())
+    step = monitor.step
+    run.step(3)
+    assert monitor.step == step
+
+
+def test_models_that_are_watched_can_be_copied_and_pickled(run: planted.Run) -> None:
+    run.watch()
+    run.step(0)
+    for copied in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
+        assert torch.equal(copied.head.weight, run.model.head.weight)
+        copied(torch.ones(2, planted.INPUTS))
+    assert set(copied.state_dict()) == set(planted.Network().state_dict())
+    run.train(1)
+
+
+def test_looks_are_held_to_their_share_of_the_time(run: planted.Run) -> None:
+    monitor = run.watch(max_overhead=0.02)
+    monitor.budget.allowance = 0.0
+    looks: list[Any] = []
+    monitor._sinks = [looks.append]
+    run.train(60)
+    assert 1 <= len(looks) <= 6  # a look costs about a step
+
+
+# -- alarms -----------------------------------------------------------------------------------------------------------
+def spoiled(run: planted.Run, **given: Any) -> Iterator[None]:
+    planted.cut_graph(run)
+    run.watch(**given)
+    for step in range(8):
+        run.step(step)
+        yield
+
+
+def test_an_alarm_is_told_once_in_one_line(run: planted.Run, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in spoiled(run, on_alarm="warn"):
+        pass
+    assert capsys.readouterr().err == (
+        "lowp monitor: step 2: blocks.1.norm (and 2 more): no gradient reaches its parameters, which the optimizer "
+        "holds since step 0. Look for a detach(), no_grad() or dead activation behind it. (lowp explain N102)\n"
+    )
+    (alarm,) = run.monitor.alarms  # type: ignore[union-attr]
+    assert alarm.others == ("blocks.1.up", "blocks.1.down") and alarm.since == 0 and alarm.step == 2
+
+
+def test_alarms_wait_for_as_many_looks_as_patience_says(run: planted.Run) -> None:
+    for _ in spoiled(run, patience=5):
+        pass
+    assert [alarm.step for alarm in run.alarms] == [4]
+
+
+def test_an_alarm_can_end_the_training(run: planted.Run) -> None:
+    with pytest.raises(TrainingAlarm, match=r"step 2: blocks\.1\.norm .*lowp explain N102") as caught:
+        for _ in spoiled(run, on_alarm="raise"):
+            pass
+    assert caught.value.alarm.layer == "blocks.1.norm" and isinstance(caught.value, lowp.LowpError)
+
+
+def test_an_alarm_is_told_again_if_it_gets_ten_times_worse(run: planted.Run) -> None:
+    planted.growing(run)
+    run.watch()
+    alarms = run.train(60)
+    values = [alarm.value for alarm in alarms if alarm.id == "N301" and alarm.layer == "blocks.1.down"]
+    assert len(values) >= 2
+    assert all(after >= 10 * before for before, after in pairwise(values))
+
+
+def test_a_skipped_step_is_a_step(run: planted.Run) -> None:
+    planted._fp16(run, init_scale=2.0**40)
+    monitor = run.watch()
+    run.train(30)
+    assert monitor.step == 30
+
+
+# -- several models, ranks that are sharded ---------------------------------------------------------------------------
+def test_a_step_of_several_models_has_one_step_of_each_optimizer() -> None:
+    models = {name: nn.Linear(4, 4) for name in ("generator", "critic")}
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models.values()]
+    records: list[dict[str, Any]] = []
+    with lowp.Monitor(models, optimizers, sinks=records.append, max_overhead=None) as monitor:
+        for _ in range(6):
+            for model, optimizer in zip(models.values(), optimizers, strict=True):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).square().mean().backward()
+                optimizer.step()
+    assert 5 <= monitor.step <= 7
+    assert set(records[-1]["groups"]) == {"generator", "critic"}
+
+
+def test_without_an_optimizer_all_that_step_the_model_are_watched() -> None:
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    mine, others = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    with lowp.Monitor(model) as monitor:
+        for _ in range(3):
+            for one, optimizer in ((model, mine), (other, others)):
+                one(torch.ones(2, 4)).square().mean().backward()
+                optimizer.step()
+    assert monitor.step == 3
+
+
+# -- sinks ------------------------------------------------------------------------------------------------------------
+def test_records_go_to_a_file_of_lines(run: planted.Run, tmp_path: Path) -> None:
+    for _ in spoiled(run, sinks=tmp_path / "run.jsonl"):
+        pass
+    run.monitor.close()  # type: ignore[union-attr]
+    header, *records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert header["kind"] == "lowp monitor" and header["version"] == 1
+    assert [record["step"] for record in records] == list(range(8))
+    (alarm,) = [alarm for record in records for alarm in record["alarms"]]
+    assert Alarm(**{**alarm, "others": tuple(alarm["others"])}) == run.alarms[0]
+
+
+def test_a_file_of_another_kind_is_not_written_to(run: planted.Run, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine\n")
+    with pytest.raises(InvalidInput, match=r"notes\.txt is not a file of a lowp monitor and was not changed"):
+        run.watch(sinks=str(path))
+    assert path.read_text() == "mine\n"
+
+
+def test_a_summary_writer_and_a_run_of_wandb_get_flat_names(run: planted.Run) -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.seen: dict[tuple[str, int], float] = {}
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.seen[name, step] = value
+
+    class Wandb:
+        def __init__(self) -> None:
+            self.seen: dict[int, dict[str, float]] = {}
+
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            self.seen[step] = numbers
+
+    writer, wandb = Writer(), Wandb()
+    run.watch(sinks=[writer, wandb])
+    run.train(2)
+    assert {("lowp/loss", 0), ("lowp/blocks.1/update_to_weight", 1)} <= set(writer.seen)
+    assert wandb.seen[1] == {name: value for (name, step), value in writer.seen.items() if step == 1}
+
+
+def test_a_writer_of_tensorboard_is_a_sink(run: planted.Run, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        run.watch(sinks=writer)
+        run.train(2)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [one.step for one in events.Scalars("lowp/head/gradient")] == [0, 1]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"on_alarm": "stop"}, InvalidInput, "on_alarm='stop' is not valid: give 'warn', 'raise' or a function"),
+        ({"patience": 0}, InvalidInput, "patience=0 is not valid: give a number of looks, 1 or more"),
+        ({"sinks": 3}, InvalidInput, "int is not a sink: give a path, a function of a dictionary, or an object with"),
+        ({"max_overhead": "x"}, InvalidInput, "max_overhead='x' is not valid"),
+    ],
+)
+def test_what_is_no_argument_is_refused(run: planted.Run, given: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        run.watch(**given)
+    assert torch.autograd.backward.__name__ == "backward" and not hasattr(torch.autograd.backward, "__wrapped__")
+
+
+def test_what_is_no_model_or_optimizer_is_refused(run: planted.Run) -> None:
+    with pytest.raises(TypeError, match="a monitor needs a torch module, not str"):
+        lowp.Monitor("model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a monitor needs a torch optimizer, not float"):
+        lowp.Monitor(run.model, [1e-3])  # type: ignore[list-item]
+    with pytest.raises(InvalidInput, match="rollout: shapes"):
+        run.watch().compare("rollout", torch.ones(2), torch.ones(3))
