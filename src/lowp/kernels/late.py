@@ -7,12 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LateNumber"]
+__all__ = ["LateNumber", "at_once"]
 
 
 def _is_capturing(event: torch.Event) -> bool:
     """Whether a graph is captured on the event's device, during which no event may be queried."""
     return event.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def at_once(value: Tensor) -> float | Tensor:
+    """Return a number if it can be read without waiting, else a copy on its device. `value`: 0-d."""
+    return value.item() if value.device.type == "cpu" else value.clone()
 
 
 class LateNumber:

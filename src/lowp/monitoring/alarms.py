@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowp.errors import LowpError
-from lowp.monitoring.rules import RULES, Rule, Sign
-from lowp.monitoring.seen import History, Seen
+from lowp.monitoring.rules import RULES, Check, Symptom
+from lowp.monitoring.seen import History, Sight
 from lowp.numerics.findings import FINDINGS
 
 __all__ = ["Alarm", "Alarms", "TrainingAlarm"]
@@ -63,13 +63,13 @@ class Alarms:
         self.patience, self.history = patience, History()
         self._known: dict[str, dict[str, _Known]] = {rule.id: {} for rule in RULES}
 
-    def judge(self, seen: Seen) -> list[Alarm]:
+    def judge(self, seen: Sight) -> list[Alarm]:
         """Return the alarms of a look: at most one of each kind, which names the layer that is worst off."""
         found = [alarm for rule in RULES if (alarm := self._judge(rule, seen)) is not None]
         self.history.add(seen)
         return found
 
-    def _judge(self, rule: Rule, seen: Seen) -> Alarm | None:
+    def _judge(self, rule: Check, seen: Sight) -> Alarm | None:
         known = self._known[rule.id]
         signs = {sign.layer: sign for sign in rule.find(self.history, seen)}
         patience = self.patience if rule.patience is None else rule.patience
@@ -96,7 +96,7 @@ class Alarms:
             known[sign.layer].told = sign.value
         return self._alarm(rule, seen, ripe)
 
-    def _alarm(self, rule: Rule, seen: Seen, signs: list[Sign]) -> Alarm:
+    def _alarm(self, rule: Check, seen: Sight, signs: list[Symptom]) -> Alarm:
         worst = max(signs, key=lambda sign: sign.value)
         others = tuple(sign.layer for sign in signs if sign is not worst)
         since = self._known[rule.id][worst.layer].since

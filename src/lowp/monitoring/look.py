@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.compat import norms
+from lowp.compat import norms, real_tensors
 from lowp.kernels.late import LateNumber
 from lowp.numerics.modes import numbers_of, tensors_in
 from lowp.optim.model_state import owner_of
@@ -198,5 +198,5 @@ def _places(count: int, device: torch.device) -> Tensor:
     stride = round(count * (math.sqrt(5) - 1) / 2) or 1
     while math.gcd(stride, count) != 1:
         stride += 1
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), real_tensors():
         return torch.arange(NUMBERS, device=device).mul_(stride).remainder_(count)

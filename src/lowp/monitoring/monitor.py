@@ -17,11 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowp import distributed
 from lowp.compat import adds_up, is_compiled, norms, unwrapped
 from lowp.errors import InvalidInput
+from lowp.kernels.late import at_once
 from lowp.monitoring import places
 from lowp.monitoring.alarms import Alarm, Alarms, TrainingAlarm
 from lowp.monitoring.look import Look
 from lowp.monitoring.ranks import RankCheck
-from lowp.monitoring.seen import Seen
+from lowp.monitoring.seen import Sight
 from lowp.monitoring.sinks import Sink, record_of, sinks_of
 from lowp.monitoring.state import RunState
 from lowp.numerics.cycle import Cycle
@@ -97,7 +98,7 @@ class Monitor:
         self._seconds = 0.0  # of the look that is taken
         self._looked = -1
         self._handles: list[Any] = []
-        self._waiting: deque[tuple[Look, Seen]] = deque()
+        self._waiting: deque[tuple[Look, Sight]] = deque()
         self._losses: deque[tuple[int, float | Tensor, float | Tensor | None]] = deque(maxlen=_MOST_LOSSES)
         self._compared: list[tuple[str, Tensor]] = []
         self._passes, self._added = 0, True  # backward passes since the last step
@@ -339,9 +340,10 @@ class Monitor:
 
 def _unscaled(loss: Tensor, scale: Tensor | None) -> tuple[float | Tensor, float | Tensor | None]:
     """Return a loss without its scale, and the scale; as tensors of a device, which nothing waits for."""
-    loss = loss.reshape(())
+    found = at_once(loss.reshape(()))
     if scale is None:
-        return (loss.item() if loss.is_cpu else loss), None
-    if loss.is_cpu and scale.is_cpu:
-        return loss.item() / (scale.item() or 1.0), scale.item()
-    return loss / scale.to(loss.device, non_blocking=True), scale.clone()
+        return found, None
+    factor = at_once(scale.reshape(()))
+    if isinstance(factor, Tensor):
+        return found / factor.to(loss.device, non_blocking=True), factor
+    return found / (factor or 1.0), factor

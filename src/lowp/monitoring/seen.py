@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["History", "Seen", "group_of"]
+__all__ = ["History", "Sight", "group_of"]
 
 _LOSSES = 64
 _FIRST = 3  # looks that say what a run was like at its beginning
 
 
 @dataclass
-class Seen:
+class Sight:
     """One look, as numbers of the host: see `Look` for `numbers`. None marks what is not known."""
 
     step: int
@@ -69,7 +69,7 @@ class History:
         self.saw_finite = -1  # the latest look in which all was finite
         self.origin = ""  # the layer in which it ended
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: Sight) -> None:
         """Take in a look after the rules have judged it."""
         self.losses.extend(loss for _, loss in seen.losses if math.isfinite(loss))
         self.scale = seen.scale

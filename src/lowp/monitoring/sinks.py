@@ -11,7 +11,7 @@ from typing import Any
 from lowp import files
 from lowp.errors import InvalidInput
 from lowp.monitoring.alarms import Alarm
-from lowp.monitoring.seen import Seen, group_of
+from lowp.monitoring.seen import Sight, group_of
 from lowp.numerics.models import Models
 
 __all__ = ["KIND", "Sink", "record_of", "scalars", "sinks_of"]
@@ -23,7 +23,7 @@ _MEANINGS = {"activation": "activation", "gradient": "gradient", "ratio": "updat
 Sink = Any
 
 
-def record_of(seen: Seen, alarms: Sequence[Alarm], seconds: float) -> dict[str, Any]:
+def record_of(seen: Sight, alarms: Sequence[Alarm], seconds: float) -> dict[str, Any]:
     """Return one look as plain data.
 
     step, time (seconds since the beginning), loss, gradient (the norm of all), scale and skipped if the loss is scaled;

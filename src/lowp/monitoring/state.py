@@ -15,8 +15,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from lowp.compat import scale_of, unwrapped
 from lowp.exponents import SharedExponents
+from lowp.kernels.late import at_once
 from lowp.monitoring.look import Look, some
-from lowp.monitoring.seen import Seen
+from lowp.monitoring.seen import Sight
 from lowp.numerics.models import Models
 from lowp.optim.shards import is_sharded
 from lowp.region import entries
@@ -122,7 +123,7 @@ class RunState:
         for path in few.keys() & before.keys():
             look.add(f"average {name}", [path], (few[path] == before[path]).float().mean())
 
-    def described(self, look: Look, losses: list[int], passes: int, added: bool) -> Seen:
+    def described(self, look: Look, losses: list[int], passes: int, added: bool) -> Sight:
         """Return what is known of a look before its numbers have arrived."""
         present = {name: one for name, one in self._models.named_parameters()}
         left = (
@@ -136,7 +137,7 @@ class RunState:
         )
         if not self._stepped or not any(one.requires_grad for one in present.values()):
             left = []
-        seen = Seen(
+        seen = Sight(
             look.step,
             {},
             [(step, math.nan) for step in losses],
@@ -159,7 +160,7 @@ class RunState:
         return seen
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
-    def completed(self, seen: Seen, numbers: Numbers) -> Seen:
+    def completed(self, seen: Sight, numbers: Numbers) -> Sight:
         """Return a look with its numbers."""
         losses, scales = numbers.pop("loss", {}), numbers.pop("scales", {})
         scale = next(iter(numbers.pop("scale", {}).values()), None)
@@ -218,11 +219,12 @@ def _is_average(name: str, root: nn.Module) -> bool:
 
 
 def _steps_of(optimizer: Optimizer) -> int:
-    """Return how many steps an optimizer has taken, as far as its state says; read from a device only if on a CPU."""
+    """Return how many steps an optimizer has taken, as far as its state says; 0 where a device would be waited for."""
     for state in list(optimizer.state.values())[:1]:
         step = state.get("step") if isinstance(state, dict) else None
         if isinstance(step, Tensor):
-            return int(step) if step.device.type == "cpu" else 0
+            found = at_once(step)
+            return 0 if isinstance(found, Tensor) else int(found)
         if isinstance(step, (int, float)):
             return int(step)
     return 0
