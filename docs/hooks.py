@@ -39,7 +39,8 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Leave of a fence what is for readers, and put tables of the package where a page has their mark."""
     markdown = re.sub(r"^```(\w+) [^\n]*$", r"```\1", markdown, flags=re.MULTILINE)
-    for mark, written in {"<!-- commands -->": commands, "<!-- findings -->": findings}.items():
+    for written in (commands, findings, formats, recipes):
+        mark = f"<!-- {written.__name__} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, written())
     return markdown
@@ -67,6 +68,26 @@ def findings() -> str:
         for kind in FINDINGS.values()
     ]
     return "\n".join(parts)
+
+
+def formats() -> str:
+    """Return the table of formats."""
+    from lowp.cli.formats import markdown
+    from lowp.formats import FORMATS
+
+    return markdown(list(FORMATS.values()))
+
+
+def recipes() -> str:
+    """Return a row for every recipe: what it is, the parameters of its sizes, what judges it, and its source."""
+    from lowp.recipes import RECIPES, get
+
+    lines = ["| recipe | what | parameters, cpu | full | judged by | source |", "| --- | --- | --: | --: | --- | --- |"]
+    for name in RECIPES:
+        recipe = get(name)
+        sizes = " | ".join(f"{size.parameters:,}" for size in recipe.sizes.values())
+        lines.append(f"| `{name}` | {recipe.summary} | {sizes} | {recipe.metric.name} | {recipe.source} |")
+    return "\n".join(lines)
 
 
 _SEEN: dict[str, tuple[str, str]] = {}  # by address: title and first paragraph of a page

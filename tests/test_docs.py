@@ -18,7 +18,6 @@ import pytest
 from test_commands import wrong
 
 from lowp.presets import PRESETS
-from lowp.recipes import RECIPES, get
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -51,16 +50,6 @@ def test_the_presets_that_a_page_advises_exist() -> None:
     assert {"fp16", "bf16", "fp8", "fp16-storage"} <= set(shown)
     advised = [row[-1] for row in table("migration.md", "apex | what it did")]
     assert {name for cell in advised for name in re.findall("`([^`]+)`", cell)} <= set(PRESETS)
-
-
-def test_every_recipe_is_in_the_table_with_its_sizes() -> None:
-    wanted = []
-    for name in RECIPES:
-        recipe = get(name)
-        parameters = [f"{size.parameters:,}" for size in recipe.sizes.values()]
-        wanted.append([f"`{name}`", recipe.summary, *parameters, recipe.metric.name, recipe.source])
-    for row, right in zip(table("recipes.md", "recipe | what"), wanted, strict=True):
-        assert row == right, f"docs/recipes.md needs | {' | '.join(right)} |"
 
 
 def test_the_sets_that_recipes_look_for_have_the_addresses_that_the_errors_name() -> None:

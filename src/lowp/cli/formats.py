@@ -31,56 +31,11 @@ NOTES = (
     "square. Smallest and maximum include shared scales.",
 )
 
-SPELLINGS = """\
-## Spelled formats
-
-`eXmY` has a sign, X exponent bits (1 to 11) and Y mantissa bits (0 to 52); `ueXmY` has no sign. All numbers of the
-format must be numbers of fp64, and for a training step numbers of fp32. A suffix defines the special values:
-
-| suffix | infinity | NaN | -0 | bias |
-| --- | --- | --- | --- | --- |
-| none, `ieee` | top exponent, mantissa 0 | top exponent, any other mantissa | yes | 2^(X-1) - 1 |
-| `fn` | none | all ones | yes | 2^(X-1) - 1 |
-| `finite` | none | none | yes | 2^(X-1) - 1 |
-| `fnuz` | none | the code of -0; without a sign, all ones | no | 2^(X-1) |
-| `nuz` | the largest code of each sign (without a sign, one below NaN) | as `fnuz` | no | 2^(X-1) |
-
-`bN` before the suffix sets another bias. `ftz` after it removes the subnormal numbers: numbers below the smallest
-normal number become zero before rounding. A format without mantissa bits has no subnormal numbers; numbers below its
-smallest number are rounded to that number or to zero (in e8m0, which has no zero, to the smallest number).
-
-The formats of IEEE P3109 have the names of its drafts: `binary8p3se` has 8 bits, a precision of 3 (the hidden bit
-included), a sign (`s`; `u` for none) and infinities (`e`, extended; `f`, finite). It is `e5m2nuz`; `binary8p3sf` is
-`e5m2fnuz`, and `binary8p8uf` is `ue1m7fnuz`. All widths that fp64 represents exactly are available. A name without a
-normal number, such as `binary2p1se`, is an error.
-
-## Roundings
-
-A cast is a format, a rounding, and an overflow for numbers that are too large: `e4m3fn:stochastic:saturate`.
-
-| rounding | a number between two values becomes |
-| --- | --- |
-| `nearest-even` | the nearer; in a tie the one whose last bit is 0 |
-| `nearest-away` | the nearer; in a tie the larger magnitude |
-| `toward-zero` | the smaller magnitude |
-| `up`, `down` | the one toward +infinity, toward -infinity |
-| `to-odd` | the one whose last bit is 1: with two more bits than a later format, that later rounding stays correct |
-| `stochastic` | the larger magnitude, with a probability equal to the fraction of the spacing, in 160 bits: unbiased |
-| `stochastic-N` | the same with N random bits (1 to 32), the fraction cut to N bits: biased toward zero |
-| `stochastic-b-N` | the same with the fraction rounded to N bits, half up |
-| `stochastic-c-N` | the same with the fraction rounded to N bits, half to even |
-
-The last three are StochasticA, B and C of IEEE P3109. With N bits the mean for one number is wrong by less than 2^-N
-of the spacing (A, always toward zero) or by at most half of that (B and C, in either direction). Averaged over all
-numbers B and C are unbiased. If the fractions have only a few bits more than N, as after a widening from 16 bits, ties
-are frequent and only C is unbiased. `lowp explain` prints the bias for a number."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("name", nargs="*", help="formats to show in full, or to draw with --layout")
     parser.add_argument("--layout", action="store_true", help="draw the bits of the formats side by side")
-    parser.add_argument("--markdown", action="store_true", help="print the list as the page docs/formats.md")
+    parser.add_argument("--markdown", action="store_true", help="print the list as a table in Markdown")
     add_output_arguments(parser)
 
 
@@ -146,28 +101,13 @@ def _width() -> int:
 
 
 def markdown(formats: list[Format]) -> str:
-    """Return the page docs/formats.md, which `lowp formats --markdown` prints; a test compares the two."""
+    """Return the list as Markdown: that of docs/formats.md on the site."""
     heads = [*HEADS, *COST_HEADS, "source"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for format in formats:
         lines.append("| " + " | ".join([*_cells(format), format_facts.source(format)]) + " |")
     named = ", ".join(f"`{name}` is `{cast}`" for name, cast in NAMED.items())
-    return "\n".join(
-        [
-            "# The number formats",
-            "",
-            "`lowp formats NAME` shows one format in full. Any format can also be spelled: `e5m7`, `e4m3b11fnuz`,",
-            "`i6s`, `e2m1@e8m0/32` (see `lowp.formats.parse`). This page is the output of `lowp formats --markdown`.",
-            "",
-            *lines,
-            "",
-            *(note.replace("~", "`~`") for note in NOTES),
-            "",
-            f"Casts with a name: {named}.",
-            "",
-            *SPELLINGS.splitlines(),
-        ]
-    )
+    return "\n".join([*lines, "", *(note.replace("~", "`~`") for note in NOTES), "", f"Casts with a name: {named}."])
 
 
 def _in_full(cast: Cast) -> str:
