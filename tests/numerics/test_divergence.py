@@ -121,6 +121,20 @@ def test_an_overflow_in_a_region_of_lowp_s_names_the_layer() -> None:
     assert fault["inf"] > 0
 
 
+def test_a_fault_before_a_batch_norm_is_named_though_no_step_was_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    """The norm has written NaN into its statistics, which the graph holds: neither a cause nor to be written again."""
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    statistics, precision = model[1].running_mean, lowp.Precision("fp16")
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with lowp.profile(model, optimizer, precision=precision) as profile, precision.autocast():
+        precision.backward(model(torch.randn(8, 8) * 1e6).pow(2).mean())
+        precision.step(optimizer)
+    fault = profile.record.part.faults[0]
+    assert (fault["op"], fault["module"]) == ("linear", "0")
+    assert model[1].running_mean is statistics and statistics.isfinite().all()
+    assert "every step was skipped" in capsys.readouterr().err
+
+
 def test_a_row_that_a_mask_hides_as_a_whole_is_named() -> None:
     def attend(x: Tensor) -> Tensor:
         hidden = torch.zeros(5, 8, dtype=torch.bool)

@@ -31,6 +31,7 @@ NOTES = (
     "square. Smallest and maximum include shared scales.",
 )
 
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("name", nargs="*", help="formats to show in full, or to draw with --layout")

@@ -28,7 +28,6 @@ def beside(tape: Tape, models: Models) -> Iterator[None]:
     """
     parameters = [one for _, one in models.named_parameters()]
     gradients = [(one, one.grad) for one in parameters]
-    buffers = [(one, one.clone()) for _, one in models.named_buffers()]
     hooks = [(one, dict(one)) for one in map(hooks_after_accumulation, parameters) if one]
     random = random_state()
     try:
@@ -37,6 +36,7 @@ def beside(tape: Tape, models: Models) -> Iterator[None]:
         for resting, _ in hooks:
             resting.clear()
         with ExitStack() as stack:
+            stack.enter_context(_copied_buffers(models))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # warnings about the step were given when it ran first
@@ -53,9 +53,31 @@ def beside(tape: Tape, models: Models) -> Iterator[None]:
             resting.update(kept)
         for parameter, before in gradients:
             parameter.grad = before
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+
+
+@contextmanager
+def _copied_buffers(models: Models) -> Iterator[None]:
+    """Let the models write copies of their buffers: a graph that waits for its backward pass may hold the buffers.
+
+    Statistics that a norm in training has written in this step, and does not read, begin finite: they are no cause.
+    """
+    held = [
+        (module, name, buffer)
+        for model in models
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in held}
+    try:
+        for module, name, buffer in held:
+            if module.training and name in ("running_mean", "running_var"):
+                copies[id(buffer)].nan_to_num_()
+            module._buffers[name] = copies[id(buffer)]
+        yield
+    finally:
+        for module, name, buffer in held:
+            module._buffers[name] = buffer
 
 
 def calls_again(tape: Tape, at_line: Callable[[str], None] = lambda line: None) -> Tensor | None:

@@ -109,8 +109,8 @@ class Profiler:
             self.record.save(self._kept.path)
 
     def _require_steps(self) -> None:
-        """Raise if no step ran; print the reason if the budget was too small to record any module."""
-        if not self.step:
+        """Raise if no step ran; print the reason if all were skipped, or the budget too small to record any module."""
+        if not self.step and not self._kept.part.faults:
             self.record.require_content()
         elif self.record.is_empty:
             print(f"lowp profile: {self.record.why_empty}", file=sys.stderr)

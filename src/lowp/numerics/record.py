@@ -85,6 +85,11 @@ class Record:
     def why_empty(self) -> str:
         """Why nothing was seen, and what to do."""
         steps, share = self.sampling.get("steps"), self.sampling.get("max_overhead")
+        if not steps and self.part.faults:
+            return (
+                "the profile has a fault and no step: every step was skipped, since its gradients were infinite or "
+                "NaN. Mend the fault, then profile again"
+            )
         if steps and share is not None:
             seconds = float(self.sampling.get("total_seconds") or 0.0)
             return (
