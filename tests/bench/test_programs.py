@@ -25,7 +25,6 @@ SMALLEST = {  # by program, the options of its smallest form, and what it then p
     "memory": ("--network mlp --way fp32", '"saved"'),
     "profiling": ("digits --steps 5 --pairs 1", '"outside %"'),
     "record": ("--list", "kernels.py .*kernels.json"),
-    "runs": ("", "lowp compare"),
     "scripts": ("--rounds 1 --steps 2 --batch 2", "ratio of the medians"),
     "step": ("--rounds 1 --torch-rounds 1 --formats bf16", "transformer +bf16"),
 }
@@ -34,7 +33,7 @@ NEEDS = {"convert": "safetensors", "gpu_static": "triton"}
 
 def test_every_program_has_a_smallest_form() -> None:
     programs = {one.stem for one in BENCH.glob("*.py") if '__name__ == "__main__"' in one.read_text()}
-    elsewhere = {"gpu": "test_gpu.py", "tables": "../test_docs.py", "chart": "../test_docs.py"}
+    elsewhere = {"gpu": "test_gpu.py", "tables": "../test_docs.py", "chart": "../test_docs.py", "runs": "test_runs.py"}
     assert programs - set(elsewhere) == set(SMALLEST)
     assert all((Path(__file__).parent / test).exists() for test in elsewhere.values())
 
