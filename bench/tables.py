@@ -154,27 +154,7 @@ def served() -> Iterator[tuple[bool, list[str]]]:
             yield False, [instructions, str(row["batch"]), *own, *peers]
 
 
-def overview() -> Rows:
-    """Return the step of each format on each type of processor, as multiples of the fp32 step."""
-    kinds = [[*result(f"step{one}")["results"].values()] for one in ("-avx2", "", "-1-amx")]
-    rows = []
-    for format in ("bf16", "fp16"):
-        ours = [span([formats[format]["lowp_over_fp32"] for formats in networks], 1) for networks in kinds]
-        rows.append([f"{format}, lowp", *ours])
-    for format in ("bf16", "fp16"):
-        cells = []
-        for networks in kinds:
-            values = [formats[format]["torch_autocast_ms"] / formats[format]["fp32_ms"] for formats in networks]
-            cells.append(span(values, 1 if max(values) < 10 else 0))
-        rows.append([f"{format}, torch.autocast", *cells])
-    for format in ("dfp16", "flex16+5"):
-        integers = [told(result(f"flex{one}")["rows"][format]["of_fp32"], 1) for one in ("-avx2", "")]
-        rows.append([f"{format}, MLP of width 2048", *integers, "not measured"])
-    return rows
-
-
 TABLES = (
-    Table("docs/evidence.md", "step | AVX2", overview),
     Table("bench/results/README.md", "network, AVX2 | format", lambda: steps("step-avx2")),
     Table("bench/results/README.md", "network, AVX-512 | format", lambda: steps("step")),
     Table("bench/results/README.md", "network, AMX | format", lambda: steps("step-1-amx")),
@@ -283,13 +263,13 @@ EXAMPLE = "```console not-run\n$ lowp bench unet --seconds 2\n"
 
 
 def example(text: str) -> str:
-    """Return docs/benchmark.md with the tables of its example replaced: times, memory, and what was published."""
+    """Return docs/benchmark.md with the tables of its example replaced: times, and what was published."""
     from lowp.report import terminal
     from lowp.report.benchmark import benchmark_tables
 
-    times, memory, _, published = benchmark_tables(result("bench-unet"))
+    times, *_, published = benchmark_tables(result("bench-unet"))
     parts = []
-    for table in (times, memory, published):
+    for table in (times, published):
         console = terminal.console(stream := io.StringIO())
         console.width = 160
         terminal.show(console, table)
@@ -298,7 +278,7 @@ def example(text: str) -> str:
     if not begin:
         raise SystemExit(f"docs/benchmark.md has no block that begins with {EXAMPLE!r}")
     _, end, after = rest.partition("\n```\n")
-    return f"{before}{begin}{parts[0]}\n\n{parts[1]}\n...\n{parts[2]}\n...{end}{after}"
+    return f"{before}{begin}{parts[0]}\n...\n{parts[1]}\n...{end}{after}"
 
 
 def pictures() -> dict[Path, Path]:
