@@ -47,7 +47,7 @@ def test_the_formats_to_choose_from_have_the_numbers_of_lowp_formats(lowp: Calla
 
 def test_the_presets_that_a_page_advises_exist() -> None:
     shown = re.findall(r'lowp\.Precision\("([^"]+)"', "".join(page.read_text() for page in PAGES))
-    assert {"fp16", "bf16", "fp8", "fp16-storage"} <= set(shown)
+    assert {"fp16", "bf16", "fp16-storage"} <= set(shown)
     advised = [row[-1] for row in table("migration.md", "apex | what it did")]
     assert {name for cell in advised for name in re.findall("`([^`]+)`", cell)} <= set(PRESETS)
 
