@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lowp.kernels.tracing import unwrapped
 from lowp.ops.bytes import is_int8, linear_in_bytes, trained_in_bytes
 from lowp.ops.call import Call, KeptCasts, Quick, sums_bytes
 from lowp.ops.casting import functorch_is_active
@@ -54,6 +55,7 @@ def runner(run: Callable[[Call], Any]) -> Runner:
 def _contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a contraction: straight from its operands where nothing else sees the call, or by its definition."""
     if call.watch is None and call.writer is None and call.roles is None and not functorch_is_active():
+        first, second, bias = unwrapped(first), unwrapped(second), None if bias is None else unwrapped(bias)
         rule, result = call.rule, None
         if is_fp8(rule):
             result = product_in_fp8(form, rule, first, second, bias)
