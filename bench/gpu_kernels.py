@@ -14,11 +14,11 @@ from lowp.casts import parse
 from lowp.errors import LowpError
 from lowp.exponents.device_table import DeviceTable
 from lowp.formats import FORMATS, FloatFormat
-from lowp.grad_scaler import gradients
 from lowp.kernels import device_mantissas, updates
 from lowp.kernels.cpu_int16 import Seen
 from lowp.kernels.dispatch import forced
 from lowp.kernels.writes import write_there
+from lowp.step import gradients
 
 CASTS = ("", ":stochastic", ":toward-zero", ":nearest-away", ":saturate")
 SCALED = ("mxfp8", "mxfp4", "nvfp4", "int8", "e4m3fn@fp32/row", "dfp16")

@@ -79,7 +79,7 @@ def test_each_cure_for_binary_cross_entropy_trains() -> None:
 
 def test_a_rule_for_the_loss_alone_does_not_train() -> None:
     """Therefore it is not recommended."""
-    with pytest.raises(lowp.grad_scaler.NonFiniteGradients):
+    with pytest.raises(lowp.step.NonFiniteGradients):
         trained(with_rule("binary_cross_entropy"), saturating(nn.Sigmoid()), of_probabilities)
 
 

@@ -26,12 +26,12 @@ import lowp
 from lowp import distributed
 from lowp.casts import parse
 from lowp.errors import InvalidInput, Misuse
-from lowp.grad_scaler import GradScaler
 from lowp.kernels.mantissas import current_mantissas
 from lowp.loss_scale import LossScale
 from lowp.numerics.record import Key, Record
 from lowp.policy import Policy
 from lowp.precision import Precision
+from lowp.step import GradScaler
 
 RANKS = 2
 INPUT = Key("", "linear", "input", "forward")

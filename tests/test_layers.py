@@ -135,7 +135,7 @@ MAY_ASK = {
     "compat.py": "the kind of accelerator that torch tells of",
     "distributed.py": "a group's back ends are told by device",
     "exponents/ranks.py": "entries are made on the device that the other ranks' are on",
-    "grad_scaler/": "the scale is placed where the gradients are",
+    "step/": "the scale is placed where the gradients are",
     "ops/attention.py": "the state of a device's random generator",
     "optim/masters.py": "state is placed where the parameters are",
     "optim/optimizers.py": "a counter and a rate on an accelerator are not read",

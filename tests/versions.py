@@ -20,7 +20,7 @@ VERSIONS = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
 NIGHTLY = ("--pre", "--index-url", "https://download.pytorch.org/whl/nightly/cpu", "torch")
 # the tests of what depends on torch's version: its private names, modes, autograd, compiler, optimizers, and Triton
 PART = (
-    *("test_compat.py", "gpu", "region", "exponents", "optim", "grad_scaler", "kernels/test_compile.py"),
+    *("test_compat.py", "gpu", "region", "exponents", "optim", "step", "kernels/test_compile.py"),
     *("kernels/triton", "ops/test_products.py", "ops/test_table.py", "ops/int16", "numerics/test_profiler.py"),
 )
 # Triton 3.6's interpreter takes arrays of one element as numbers, which NumPy deprecates and 2.4 no longer allows.

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Cast": "lowp.casts:Cast",
     "FORMATS": "lowp.formats:FORMATS",
-    "GradScaler": "lowp.grad_scaler:GradScaler",
+    "GradScaler": "lowp.step:GradScaler",
     "GradientCompression": "lowp.compression:GradientCompression",
     "InvalidCheckpoint": "lowp.checkpoint:InvalidCheckpoint",
     "InvalidInput": "lowp.errors:InvalidInput",
@@ -19,7 +19,7 @@ _PUBLIC = {
     "MasterWeights": "lowp.optim:MasterWeights",
     "Misuse": "lowp.errors:Misuse",
     "Monitor": "lowp.monitoring:Monitor",
-    "NonFiniteGradients": "lowp.grad_scaler:NonFiniteGradients",
+    "NonFiniteGradients": "lowp.step:NonFiniteGradients",
     "NotWritten": "lowp.errors:NotWritten",
     "Observation": "lowp.ops.observing:Observation",
     "Policy": "lowp.policy:Policy",

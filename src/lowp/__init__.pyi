@@ -15,7 +15,6 @@ from lowp.formats import Format as _Format
 from lowp.formats import IntFormat as _IntFormat
 from lowp.formats import ScaledFormat as _ScaledFormat
 from lowp.formats import parse as format
-from lowp.grad_scaler import GradScaler, NonFiniteGradients
 from lowp.inference import quantize_model
 from lowp.kernels import Statistics, dequantize, statistics
 from lowp.monitoring import Monitor
@@ -28,6 +27,7 @@ from lowp.profiling import profile
 from lowp.quantized import Quantized
 from lowp.region import autocast
 from lowp.reproducing import reproducible
+from lowp.step import GradScaler, NonFiniteGradients
 
 __version__: str
 

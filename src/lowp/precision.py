@@ -15,10 +15,6 @@ from torch import Tensor, nn
 from lowp import distributed, precision_state, presets, region
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
-from lowp.grad_scaler import GradScaler, NonFinite
-from lowp.grad_scaler.finite import FiniteSteps
-from lowp.grad_scaler.first_scale import first_scale
-from lowp.grad_scaler.misplaced import FirstStep, expect_step, step_comes
 from lowp.ops.int16.flexpoint import is_flexpoint
 from lowp.optim.flex import FlexWeights
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
@@ -27,9 +23,13 @@ from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
 from lowp.rng_state import restore_rng_states, rng_states
-from lowp.step_guard import StepGuard, as_flag
-from lowp.trained import Trained
-from lowp.unscaled import UnscaledSteps
+from lowp.step import GradScaler, NonFinite
+from lowp.step.finite import FiniteSteps
+from lowp.step.first_scale import first_scale
+from lowp.step.guard import StepGuard, as_flag
+from lowp.step.misplaced import FirstStep, expect_step, step_comes
+from lowp.step.trained import Trained
+from lowp.step.unscaled import UnscaledSteps
 
 __all__ = ["Precision"]
 

@@ -14,12 +14,12 @@ from lowp import checkpoint
 from lowp.casts import parse
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
-from lowp.grad_scaler import NonFiniteGradients
 from lowp.kernels.mantissas import current_exponent, to_mantissas, values
 from lowp.optim import FlexWeights
 from lowp.optim.flex import SQUARES
 from lowp.precision import Precision
 from lowp.region import autocast
+from lowp.step import NonFiniteGradients
 
 FLEX = parse("flex16+5")
 

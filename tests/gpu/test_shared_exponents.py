@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.exponents import SharedExponents
-from lowp.grad_scaler import NonFiniteGradients
 from lowp.kernels import dispatch
 from lowp.kernels.late import LateNumber
+from lowp.step import NonFiniteGradients
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

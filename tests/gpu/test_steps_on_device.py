@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from grad_scaler.cases import NAN, batches, loss_of, make_model
+from step.cases import NAN, batches, loss_of, make_model
 from torch import Tensor, nn
 from torch_versions import compiles_regions
 

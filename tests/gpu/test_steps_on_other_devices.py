@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu.metal import WithoutFp64, has_kernel
-from grad_scaler.cases import INF
+from step.cases import INF
 from torch import Tensor, nn
 
 import lowp

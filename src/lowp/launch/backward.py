@@ -15,11 +15,11 @@ from torch.autograd.graph import GradientEdge
 from lowp.compat import private
 from lowp.errors import Misuse
 from lowp.formats import FloatFormat
-from lowp.grad_scaler.first_scale import first_scale
 from lowp.launch.gradients import SIXTEEN_BIT, Gradients, leaves_of
 from lowp.launch.session import Session
 from lowp.policy import Policy
 from lowp.presets import clipped_gradients
+from lowp.step.first_scale import first_scale
 
 __all__ = ["install", "largest_grad_scale"]
 

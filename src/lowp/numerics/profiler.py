@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.errors import Misuse
-from lowp.grad_scaler import GradScaler
 from lowp.numerics.again import beside, calls_again
 from lowp.numerics.clock import Clock
 from lowp.numerics.cycle import Cycle
@@ -33,6 +32,7 @@ from lowp.numerics.windows import initial_scale
 from lowp.ops.casting import functorch_is_active, is_jit_tracing
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
+from lowp.step import GradScaler
 
 __all__ = ["Profiler"]
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from lowp import distributed
 from lowp.compat import private
 from lowp.exponents import SharedExponents, is_result
-from lowp.grad_scaler import NonFiniteGradients
-from lowp.grad_scaler.finite import FiniteSteps
 from lowp.kernels import hardware
 from lowp.kernels.late import LateNumber
 from lowp.optim.flex import FlexWeights
 from lowp.optim.shards import local
 from lowp.optim.skipping import starts_momentum
-from lowp.step_guard import StepGuard
+from lowp.step import NonFiniteGradients
+from lowp.step.finite import FiniteSteps
+from lowp.step.guard import StepGuard
 
 __all__ = ["UnscaledSteps"]
 

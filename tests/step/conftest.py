@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from grad_scaler.cases import (
+from step.cases import (
     OPTIMIZERS,
 )
 

@@ -11,12 +11,12 @@ from torch.amp.grad_scaler import OptState
 from lowp import distributed
 from lowp.compat import private, real_tensors
 from lowp.errors import Misuse
-from lowp.grad_scaler import gradients as grads
-from lowp.grad_scaler.provenance import all_finite
-from lowp.grad_scaler.state import ScalerState
 from lowp.kernels import hardware
 from lowp.scaling import SMALLEST_SCALE, AdaptiveLossScale
 from lowp.scaling.loss_scale import inverse_of, underflow, widest_dtype
+from lowp.step import gradients as grads
+from lowp.step.provenance import all_finite
+from lowp.step.state import ScalerState
 
 _Replicator = cast(Callable[[torch.Tensor], Any], private("torch.amp.grad_scaler._MultiDeviceReplicator"))
 _is_functorch_wrapped = cast(Callable[[torch.Tensor], bool], private("torch._C._functorch.is_functorch_wrapped_tensor"))

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowp import distributed
-from lowp.grad_scaler import gradients as grads
-from lowp.grad_scaler.provenance import Names
 from lowp.kernels import hardware
 from lowp.optim.shards import local
+from lowp.step import gradients as grads
+from lowp.step.provenance import Names
 
 __all__ = ["FiniteSteps"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from grad_scaler.cases import INF, NAN, batches, loss_of, make_model
+from step.cases import INF, NAN, batches, loss_of, make_model
 from torch import nn
 
-from lowp.grad_scaler import GradScaler, gradients
 from lowp.kernels import hardware
+from lowp.step import GradScaler, gradients
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from grad_scaler.cases import INF, NAN, OPTIMIZERS, batches, loss_of, make_model, one_parameter, parameter_of, started
+from step.cases import INF, NAN, OPTIMIZERS, batches, loss_of, make_model, one_parameter, parameter_of, started
 from torch import nn
 
-from lowp.grad_scaler import GradScaler
+from lowp.step import GradScaler
 
 
 def test_it_is_torchs() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowp.errors import Misuse
-from lowp.grad_scaler.scaler import GradScaler
+from lowp.step.scaler import GradScaler
 
 __all__ = ["FirstStep", "expect_step", "step_comes"]
 

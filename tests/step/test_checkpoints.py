@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from grad_scaler.cases import INF, NAN, make_model, one_parameter, started
+from step.cases import INF, NAN, make_model, one_parameter, started
 
-from lowp.grad_scaler import GradScaler
+from lowp.step import GradScaler
 
 
 @pytest.mark.parametrize("lazily", [True, False])

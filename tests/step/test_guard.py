@@ -13,10 +13,10 @@ from torch import nn
 
 import lowp
 from lowp.errors import InvalidInput, Misuse
-from lowp.grad_scaler import NonFiniteGradients
 from lowp.kernels import hardware
 from lowp.kernels.late import LateNumber
-from lowp.step_guard import StepGuard
+from lowp.step import NonFiniteGradients
+from lowp.step.guard import StepGuard
 
 
 def _training(name: str, lr: float = 0.1, **options: Any) -> tuple[nn.Module, Any, lowp.Precision]:

@@ -14,16 +14,16 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from lowp.errors import InvalidInput, Misuse
-from lowp.grad_scaler import gradients as grads
-from lowp.grad_scaler.checking import Checks, Optimizer, combined
-from lowp.grad_scaler.options import Options
-from lowp.grad_scaler.provenance import NonFinite, NonFiniteGradients
-from lowp.grad_scaler.state import OutOfOrder, new_stage
 from lowp.kernels import hardware
 from lowp.optim.skipping import begin_momentum, steps_by_itself
 from lowp.presets import LossScale
 from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaleState, LossScaling
-from lowp.step_guard import StepGuard, as_flag
+from lowp.step import gradients as grads
+from lowp.step.checking import Checks, Optimizer, combined
+from lowp.step.guard import StepGuard, as_flag
+from lowp.step.options import Options
+from lowp.step.provenance import NonFinite, NonFiniteGradients
+from lowp.step.state import OutOfOrder, new_stage
 
 
 class GradScaler(Checks):

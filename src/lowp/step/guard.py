@@ -12,7 +12,7 @@ from torch import nn
 
 from lowp.kernels import hardware
 from lowp.kernels.late import LateNumber
-from lowp.session import BatchNormJournal
+from lowp.step.journal import BatchNormJournal
 
 __all__ = ["StepGuard", "as_flag"]
 

@@ -14,10 +14,10 @@ from torch.cuda.amp.grad_scaler import GradScaler as TorchCUDAScaler
 
 from lowp.compat import private
 from lowp.errors import Misuse
-from lowp.grad_scaler.options import Options, read_state
-from lowp.grad_scaler.provenance import Provenance
 from lowp.scaling import DynamicLossScale, LossScaleState
-from lowp.step_guard import StepGuard
+from lowp.step.guard import StepGuard
+from lowp.step.options import Options, read_state
+from lowp.step.provenance import Provenance
 
 new_stage = cast(Callable[[], dict[str, Any]], private("torch.amp.grad_scaler._refresh_per_optimizer_state"))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grad_scaler.cases import INF, OPTIMIZERS, one_parameter, parameter_of, started
+from step.cases import INF, OPTIMIZERS, one_parameter, parameter_of, started
 from torch import nn
 
-from lowp.grad_scaler import GradScaler
+from lowp.step import GradScaler
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

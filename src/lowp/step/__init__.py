@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowp.grad_scaler.provenance import NonFinite, NonFiniteGradients
-from lowp.grad_scaler.scaler import GradScaler
+from lowp.step.provenance import NonFinite, NonFiniteGradients
+from lowp.step.scaler import GradScaler
 
 __all__ = ["GradScaler", "NonFinite", "NonFiniteGradients"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowp.grad_scaler import GradScaler
+from lowp.step import GradScaler
 
 INF, NAN = math.inf, math.nan
 SYNCS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from grad_scaler.cases import INF, NAN, OPTIMIZERS, one_parameter, started
+from step.cases import INF, NAN, OPTIMIZERS, one_parameter, started
 
-from lowp.grad_scaler import GradScaler
+from lowp.step import GradScaler
 
 
 def unscale_twice(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from grad_scaler.cases import (
+from step.cases import (
     INF,
     OPTIMIZERS,
     UNREAD,
@@ -21,8 +21,8 @@ from grad_scaler.cases import (
 )
 from torch import nn
 
-from lowp.grad_scaler import GradScaler
 from lowp.scaling import AdaptiveLossScale, DynamicLossScale, StaticLossScale
+from lowp.step import GradScaler
 
 
 @pytest.mark.parametrize(

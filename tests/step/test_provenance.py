@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from grad_scaler.cases import INF, NAN, OPTIMIZERS, batches, loss_of, make_model, one_parameter, started
+from step.cases import INF, NAN, OPTIMIZERS, batches, loss_of, make_model, one_parameter, started
 from torch import nn
 
-from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients
+from lowp.step import GradScaler, NonFinite, NonFiniteGradients
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lowp.errors import LowpError
-from lowp.grad_scaler.gradients import parameters_of
 from lowp.optim.model_state import given_names
+from lowp.step.gradients import parameters_of
 
 
 class NonFiniteGradients(LowpError, FloatingPointError):
