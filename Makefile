@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 EXTRAS := recipes,plot
-BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt src/lowp/__init__.py $(wildcard src/lowp/kernels/cpu/*)
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt src/lowp/__init__.py $(wildcard src/lowp/kernels/cpu/*.[chi]*)
 # pip reads the constraints for lowp's own dependencies and for the packages that build it.
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -e
 
@@ -111,4 +111,4 @@ $(VENV)/installed-docs: $(BUILD_INPUTS) | $(BIN)/python
 	touch $(VENV)/installed $@
 
 clean:
-	rm -rf $(VENV) build src/lowp/kernels/liblowp_cpu.so
+	rm -rf $(VENV) build src/lowp/kernels/cpu/liblowp_cpu.so

@@ -4,7 +4,7 @@ All candidates of a row take turns within each round, so that other load of the 
 round counts. With one thread its processor time is measured, so that preemption does not count. Operands are normal and
 quantised as in DFP-16 (exponent of the maximum - 14, shifted by 2 more for 14 bits), or uniform over all of int16, the
 worst case: no chain can be proven safe and every product also needs its leading digits. The products of a linear layer
-with sums in fp32 (`lowp.kernels.fp32_products`) read operands in fp32, bf16 and fp16 and write the same.
+with sums in fp32 (`lowp.kernels.products.fp32_products`) read operands in fp32, bf16 and fp16 and write the same.
 
 torch's libraries and lowp each use the best instructions they support on the machine, which can differ (MKL uses AVX2
 on all AMD processors). `--avx2` limits all of them to AVX2.
@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.errors import Unavailable
-from lowp.kernels import integer
-from lowp.kernels.fp32_products import multiply
-from lowp.kernels.integer import ConvolutionShape
+from lowp.kernels.int16 import integer
+from lowp.kernels.int16.integer import ConvolutionShape
+from lowp.kernels.products.fp32_products import multiply
 from lowp.recipes.results import header
 
 SIZES = (512, 1024, 2048)

@@ -14,10 +14,11 @@ from lowp.casts import parse
 from lowp.errors import LowpError
 from lowp.exponents.device_table import DeviceTable
 from lowp.formats import FORMATS, FloatFormat
-from lowp.kernels import device_mantissas, updates
-from lowp.kernels.cpu_int16 import Seen
-from lowp.kernels.dispatch import forced
-from lowp.kernels.writes import write_there
+from lowp.kernels.choose.dispatch import forced
+from lowp.kernels.int16 import device_mantissas
+from lowp.kernels.int16.cpu_int16 import Seen
+from lowp.kernels.int16.writes import write_there
+from lowp.kernels.steps import updates
 from lowp.step import gradients
 
 CASTS = ("", ":stochastic", ":toward-zero", ":nearest-away", ":saturate")

@@ -28,7 +28,7 @@ from lowp.benchmarking.contenders import Contender, contenders_of
 from lowp.benchmarking.memory import peaks_of
 from lowp.benchmarking.timing import StepTimer, time_steps, wait
 from lowp.errors import Unavailable
-from lowp.kernels.choices import choices
+from lowp.kernels.choose.choices import choices
 from lowp.recipes import get, results
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import Settings

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lowp.benchmarking.contenders import tf32_allowed
 from lowp.casts import parse
-from lowp.kernels import device_integers, device_mantissas, integer
-from lowp.kernels.dispatch import forced
-from lowp.kernels.fp8_products import Fp8Matrix, encoded, multiplied, multiplies_fp8
-from lowp.kernels.mantissas import Mantissas, current_mantissas
+from lowp.kernels.choose.dispatch import forced
+from lowp.kernels.int16 import device_integers, device_mantissas, integer
+from lowp.kernels.int16.mantissas import Mantissas, current_mantissas
+from lowp.kernels.products.fp8_products import Fp8Matrix, encoded, multiplied, multiplies_fp8
 
 FLEX, FP8 = parse("flex16+5"), parse("e4m3fn@fp32/tensor")
 # rows, depth and columns: a square, and the layers of BERT-base's feed-forward network for 64 texts of 128 pieces

@@ -29,7 +29,7 @@ from gemm import hold_to_avx2
 from torch import Tensor, nn
 
 import lowp
-from lowp.kernels.choices import choices
+from lowp.kernels.choose.choices import choices
 from lowp.recipes import results
 
 SIZES = (512, 1024, 2048)

@@ -27,8 +27,8 @@ from gemm import quantised
 from torch import Tensor, nn
 
 import lowp
-from lowp.kernels import integer
-from lowp.kernels.integer import ConvolutionShape
+from lowp.kernels.int16 import integer
+from lowp.kernels.int16.integer import ConvolutionShape
 from lowp.recipes.results import header
 
 MIB = 1 << 20

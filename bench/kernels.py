@@ -24,7 +24,8 @@ from torch import Tensor
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu, cpu_int16
+from lowp.kernels import cpu
+from lowp.kernels.int16 import cpu_int16
 from lowp.recipes.results import header
 
 NEAREST = ("fp16", "bf16", "bf16-tpu", "e4m3fn", "e4m3fn:saturate", "e5m2", "e4m3fnuz", "e8m0", "e3m2", "e2m1", "tf32")

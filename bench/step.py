@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
 from lowp.benchmarking.contenders import products_under
-from lowp.kernels.choices import choices
-from lowp.kernels.hardware import multiplies
+from lowp.kernels.choose.choices import choices
+from lowp.kernels.choose.hardware import multiplies
 from lowp.recipes.results import header, write
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowp.kernels import cpu
-from lowp.kernels.abi import SIGNATURES
+from lowp.kernels.cpu.abi import SIGNATURES
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE, BUILT = ROOT / "tests" / "arm", ROOT / "build" / "arm"

@@ -170,7 +170,7 @@ def test_a_bf16_step_keeps_no_more_than_torch_autocast(tables: ModuleType) -> No
 def test_the_page_quotes_the_warning_of_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     from lowp.kernels import cpu
 
-    monkeypatch.setattr(cpu, "PATH", Path(".../lowp/kernels/liblowp_cpu.so"))
+    monkeypatch.setattr(cpu, "PATH", Path(".../lowp/kernels/cpu/liblowp_cpu.so"))
     cpu.library.cache_clear()
     try:
         with pytest.warns(RuntimeWarning) as caught:

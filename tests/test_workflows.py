@@ -10,7 +10,7 @@ import pytest
 import versions
 
 from lowp.kernels import cpu
-from lowp.kernels.abi import SIGNATURES
+from lowp.kernels.cpu.abi import SIGNATURES
 
 
 def test_every_action_is_pinned_by_commit(repository: Path) -> None:

@@ -76,7 +76,7 @@ class ScalingSpec:
     ``frozen``: guessed at the first tensor and kept. ``reactive``: moved by one step at a time once too many elements
     have overflowed (Courbariaux et al. 2014, arXiv 1412.7024). The last two are what autoflex is compared with.
     `headroom` leaves that many bits free above the maximum. `words`: how many int16 words a gradient may take in
-    training where one loses whole features (see `lowp.kernels.low_words`); a single ``quantize`` writes one.
+    training where one loses whole features (see `lowp.kernels.int16.low_words`); a single ``quantize`` writes one.
     """
 
     kind: str

@@ -25,8 +25,8 @@ from lowp.casts import Cast
 from lowp.compat import all_gather
 from lowp.errors import InvalidInput, brief
 from lowp.formats import Format
-from lowp.kernels.dispatch import answers_at_once
-from lowp.kernels.functions import keeps_infinities
+from lowp.kernels.casts.functions import keeps_infinities
+from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.optim.shards import is_fully_sharded
 from lowp.optim.storage import check_seed, seed_of
 from lowp.quantized import Quantized

@@ -155,7 +155,7 @@ def test_a_policy_that_leaves_a_layer_in_fp32_has_a_smaller_share() -> None:
 
 
 def test_integer_products_are_counted_as_long_as_it_is_asked_for() -> None:
-    from lowp.kernels import integer
+    from lowp.kernels.int16 import integer
 
     a = torch.ones(3, 4, dtype=torch.int16)
     found = counted(lambda: (integer.matmul_chained(a, a, transpose_b=True), torch.ones(2, 5) @ torch.rand(5, 2)))

@@ -11,8 +11,8 @@ import lowp
 from lowp import kernels
 from lowp.casts import parse
 from lowp.exponents.table import COUNTS, ExponentTable
-from lowp.kernels import predictions
-from lowp.kernels.cpu_int16 import Seen
+from lowp.kernels.int16 import predictions
+from lowp.kernels.int16.cpu_int16 import Seen
 from lowp.scaling import Autoflex
 from lowp.scaling.autoflex import folded
 

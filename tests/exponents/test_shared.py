@@ -11,7 +11,7 @@ from torch import Tensor
 from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
 from lowp.exponents import Flush, SharedExponents, class_of, device_table, scaling_of, shared, table
-from lowp.kernels.dispatch import uses_library
+from lowp.kernels.choose.dispatch import uses_library
 
 FLEX = parse("flex16+5:autoflex")
 

@@ -14,7 +14,7 @@ from lowp import checkpoint
 from lowp.casts import parse
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
-from lowp.kernels.mantissas import current_exponent, to_mantissas, values
+from lowp.kernels.int16.mantissas import current_exponent, to_mantissas, values
 from lowp.optim import FlexWeights
 from lowp.optim.flex import SQUARES
 from lowp.precision import Precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowp.kernels import hardware
+from lowp.kernels.choose import hardware
 from lowp.ops import direct
 
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import lowp
 from lowp import kernels
 from lowp.exponents import SharedExponents
-from lowp.kernels import dispatch
+from lowp.kernels.choose import dispatch
 from lowp.ops.casting import draw_seed
 from lowp.optim.storage import seed_of
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import fp8_products
+from lowp.kernels.products import fp8_products
 from lowp.ops import direct
 from lowp.ops import eight_bits as layers
 

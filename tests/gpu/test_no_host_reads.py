@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp import kernels
-from lowp.kernels import updates
-from lowp.kernels.late import LateNumber
+from lowp.kernels.int16.late import LateNumber
+from lowp.kernels.steps import updates
 
 _READS = frozenset("_local_scalar_dense item is_nonzero nonzero masked_select equal unique_dim _unique2".split())
 _WITHOUT_FAKE = "_fused_sgd_"  # in place, returns nothing

@@ -19,7 +19,8 @@ from lowp import compat
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS, FloatFormat, IntFormat
-from lowp.kernels import bitwise, dispatch, floats, run, scaled
+from lowp.kernels.casts import bitwise, floats, run, scaled
+from lowp.kernels.choose import dispatch
 from lowp.scaling import loss_scale
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.exponents import SharedExponents
-from lowp.kernels import dispatch
-from lowp.kernels.late import LateNumber
+from lowp.kernels.choose import dispatch
+from lowp.kernels.int16.late import LateNumber
 from lowp.step import NonFiniteGradients
 
 Make = Callable[[Any], torch.optim.Optimizer]

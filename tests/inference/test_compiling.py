@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import lowp
-from lowp.kernels import byte_rows, cpu
+from lowp.kernels import cpu
+from lowp.kernels.packed import byte_rows
 
 FORMATS = ["int8", "int4", "ternary", "fp16", "e5m7", "int8-affine"]  # every kind of packed weight
 

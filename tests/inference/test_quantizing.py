@@ -16,7 +16,7 @@ from lowp.errors import InvalidInput, UnknownName
 from lowp.inference import attention, footprint, unquantized
 from lowp.inference.convolutions import ServedConvolution
 from lowp.inference.modules import Int8, ServedLinear, Weight
-from lowp.kernels import byte_products, byte_rows
+from lowp.kernels.packed import byte_products, byte_rows
 from lowp.recipes.data.digits import TRAINING, read_digits
 
 # relative error of the output, of a network with random weights: about the error of the format

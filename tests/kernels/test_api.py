@@ -16,7 +16,8 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput, Unavailable, UnknownName
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import Statistics, cpu, decode, dispatch, encode, quantize, statistics, use
+from lowp.kernels import Statistics, cpu, decode, encode, quantize, statistics, use
+from lowp.kernels.choose import dispatch
 
 EVERY_CAST = ["e4m3fn", "e4m3fn:stochastic", "mxfp4", "int8:stochastic", "flex16+5", "int8-affine"]
 
@@ -516,7 +517,7 @@ def test_sixteen_bits_hold_what_is_said_to_fit(format: FloatFormat | IntFormat) 
         for text in (f"{format}", f"{format}:up"):
             wide = quantize(x.double(), text)
             fits = bool(((wide.to(dtype).double() == wide) | wide.isnan()).all())
-            assert kernels.checks.holds(parse(text), dtype) == fits
+            assert kernels.casts.checks.holds(parse(text), dtype) == fits
             if fits:
                 assert torch.equal(quantize(x, text).double().nan_to_num(), wide.nan_to_num())
 

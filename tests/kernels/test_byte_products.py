@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.errors import InvalidInput, Unavailable
-from lowp.kernels import byte_products, byte_rows, cpu, few_bits
-from lowp.kernels.byte_rows import Bytes, Range
+from lowp.kernels import cpu
+from lowp.kernels.packed import byte_products, byte_rows, few_bits
+from lowp.kernels.packed.byte_rows import Bytes, Range
 
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 LEVELS = (0, 1, -1)  # portable, AVX2, the best; as far as the processor has them

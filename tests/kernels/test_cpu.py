@@ -26,7 +26,10 @@ from lowp import kernels
 from lowp.casts import Cast, Rounding, parse
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import abi, bitwise, checks, cpu, cpu_groups, cpu_int16, integer, reference
+from lowp.kernels import cpu
+from lowp.kernels.casts import bitwise, checks, cpu_groups, reference
+from lowp.kernels.cpu import abi
+from lowp.kernels.int16 import cpu_int16, integer
 
 SEED = 0x0123_4567_89AB_CDEF
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -613,7 +616,7 @@ def test_a_wheel_without_the_sources_asks_for_the_version_alone(tmp_path: Path) 
 
 def test_python_calls_the_functions_as_the_sources_declare_them() -> None:
     types = {"int": c_int, "int64_t": c_int64, "uint64_t": c_uint64, "float": c_float, "double": c_double, "void": None}
-    sources = Path(cpu.__file__).parent / "cpu"
+    sources = Path(cpu.__file__).parent
     text = "".join(file.read_text() for file in sorted(sources.glob("*.cpp")))
     text = text.replace('extern "C" __attribute__((visibility("default")))', "LOWP_EXPORT")
     declared = {

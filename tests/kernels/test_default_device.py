@@ -13,31 +13,17 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import (
-    abi,
-    available,
-    byte_rows,
-    cpu,
-    cpu_int16,
-    dequantize,
-    few_bits,
-    few_rows,
-    fp32_products,
-    int16_convolution,
-    int16_linear,
-    int16_lists,
-    int16_written,
-    integer,
-    mantissas,
-    masks,
-    predictions,
-    spectra,
-    stored,
-    use,
-    writes,
-)
-from lowp.kernels.integer import ConvolutionShape
-from lowp.kernels.products import sum_of_rows
+from lowp.kernels import available, cpu, dequantize, use
+from lowp.kernels.cpu import abi
+from lowp.kernels.int16 import convolution as int16_convolution
+from lowp.kernels.int16 import cpu_int16, integer, mantissas, masks, predictions, writes
+from lowp.kernels.int16 import linear as int16_linear
+from lowp.kernels.int16 import lists as int16_lists
+from lowp.kernels.int16 import written as int16_written
+from lowp.kernels.int16.integer import ConvolutionShape
+from lowp.kernels.packed import byte_rows, few_bits, few_rows
+from lowp.kernels.products import fp32_products, sum_of_rows
+from lowp.kernels.steps import spectra, stored
 from lowp.scaling import Autoflex
 
 X = torch.linspace(-3, 3, 120).reshape(3, 40)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding, parse
 from lowp.formats import FloatFormat
-from lowp.kernels import cpu, reference
+from lowp.kernels import cpu
+from lowp.kernels.casts import reference
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,8 @@ from torch import nn
 import lowp
 from lowp import kernels
 from lowp.inference.modules import Stored
-from lowp.kernels import cpu, few_rows
+from lowp.kernels import cpu
+from lowp.kernels.packed import few_rows
 
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 LEVELS = (0, 1, -1)  # portable, AVX2, the best; as far as the processor has them

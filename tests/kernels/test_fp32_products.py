@@ -13,7 +13,7 @@ from torch import Tensor
 from lowp import kernels
 from lowp.casts import parse
 from lowp.kernels import cpu
-from lowp.kernels.fp32_products import DEPTH, defined, multiply
+from lowp.kernels.products.fp32_products import DEPTH, defined, multiply
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

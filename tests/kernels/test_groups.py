@@ -13,8 +13,9 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat
-from lowp.kernels import checks, cpu, cpu_groups, scaled
-from lowp.kernels.functions import quantize_operand
+from lowp.kernels import cpu
+from lowp.kernels.casts import checks, cpu_groups, scaled
+from lowp.kernels.casts.functions import quantize_operand
 from lowp.quantized import Quantized
 
 NAMED = [name for name, row in FORMATS.items() if isinstance(row, ScaledFormat)]

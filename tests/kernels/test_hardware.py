@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import lowp
-from lowp.kernels import cpu, hardware
-from lowp.kernels.choices import choices
+from lowp.kernels import cpu
+from lowp.kernels.choose import hardware
+from lowp.kernels.choose.choices import choices
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_bytes_are_multiplied_by_the_processor_with_the_same_sums(
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(40, 33)), torch.randn(8, 40)
     found = lowp.quantize_model(model, "int8", [x])(x)
-    monkeypatch.setattr("lowp.kernels.byte_products.tiles_of_bytes", lambda: False)
+    monkeypatch.setattr("lowp.kernels.packed.byte_products.tiles_of_bytes", lambda: False)
     assert torch.equal(found, lowp.quantize_model(model, "int8", [x])(x))
 
 

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 import lowp
 from lowp.casts import parse
 from lowp.exponents.table import ExponentTable, SumEntry
-from lowp.kernels import cpu, int16_convolution, int16_written, payloads
-from lowp.kernels.dispatch import uses_library
-from lowp.kernels.integer import observed
-from lowp.kernels.mantissas import Mantissas
+from lowp.kernels import cpu
+from lowp.kernels.choose.dispatch import uses_library
+from lowp.kernels.int16 import convolution as int16_convolution
+from lowp.kernels.int16 import payloads
+from lowp.kernels.int16 import written as int16_written
+from lowp.kernels.int16.integer import observed
+from lowp.kernels.int16.mantissas import Mantissas
 from lowp.ops.convolution import Convolution
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND
 

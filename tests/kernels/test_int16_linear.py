@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import lowp
 from lowp import kernels
 from lowp.casts import Cast, parse
-from lowp.kernels import cpu, int16_linear
-from lowp.kernels.int16_linear import Sizes
-from lowp.kernels.integer import Bias, matmul_chained, observed
-from lowp.kernels.mantissas import Mantissas, current_mantissas, sums
+from lowp.kernels import cpu
+from lowp.kernels.int16 import linear as int16_linear
+from lowp.kernels.int16.integer import Bias, matmul_chained, observed
+from lowp.kernels.int16.linear import Sizes
+from lowp.kernels.int16.mantissas import Mantissas, current_mantissas, sums
 
 HAS_LIBRARY = "cpu" in kernels.available()
 needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="the C++ library was not built")

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lowp import kernels as lowp_kernels
 from lowp.errors import InvalidInput, Unavailable
-from lowp.kernels import cpu, integer
-from lowp.kernels.integer import Bias, ConvolutionShape
+from lowp.kernels import cpu
+from lowp.kernels.int16 import integer
+from lowp.kernels.int16.integer import Bias, ConvolutionShape
 
 
 def one_hot(*shape: int) -> Tensor:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from lowp.casts import ScalingSpec, parse
 from lowp.errors import InvalidInput
-from lowp.kernels import cpu, low_words
-from lowp.kernels.cpu_int16 import words_int16
-from lowp.kernels.mantissas import current_exponent, to_mantissas, values
+from lowp.kernels import cpu
+from lowp.kernels.int16 import low_words
+from lowp.kernels.int16.cpu_int16 import words_int16
+from lowp.kernels.int16.mantissas import current_exponent, to_mantissas, values
 from lowp.policy import Policy, Rule
 from lowp.precision import Precision
 

@@ -12,8 +12,10 @@ from torch import Tensor
 import lowp
 from lowp.casts import parse
 from lowp.errors import InvalidInput
-from lowp.kernels import cpu, cpu_int16, int16_lists, low_words, mantissas, use
-from lowp.kernels.mantissas import (
+from lowp.kernels import cpu, use
+from lowp.kernels.int16 import cpu_int16, low_words, mantissas
+from lowp.kernels.int16 import lists as int16_lists
+from lowp.kernels.int16.mantissas import (
     Mantissas,
     current_exponent,
     current_mantissas,
@@ -24,7 +26,7 @@ from lowp.kernels.mantissas import (
     to_mantissas,
     values,
 )
-from lowp.kernels.writes import write_, write_words_
+from lowp.kernels.int16.writes import write_, write_words_
 
 from .test_cpu import at_any_byte
 

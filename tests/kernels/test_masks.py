@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lowp.casts import parse
 from lowp.errors import InvalidInput
-from lowp.kernels import cpu, masks, payloads, use
-from lowp.kernels.masks import nonzero, packed, passed, passed_where_positive, unpacked
+from lowp.kernels import cpu, use
+from lowp.kernels.int16 import masks, payloads
+from lowp.kernels.int16.masks import nonzero, packed, passed, passed_where_positive, unpacked
 
 FLEX = parse("flex16+5")
 SPECIAL = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-45, -1e-45, 6.0, -1.0])

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu, payloads, use
+from lowp.kernels import cpu, use
+from lowp.kernels.int16 import payloads
 
 FLEX, DFP = parse("flex16+5"), parse("dfp16")
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="without the library each reader rounds for itself")

@@ -16,7 +16,7 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels import cpu
-from lowp.kernels.fp32_products import defined
+from lowp.kernels.products.fp32_products import defined
 from lowp.ops.trilinear import OUTPUT, Linear
 from lowp.policy import Policy, Rule
 from lowp.precision import Precision

@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
-from lowp.kernels import scratch
-from lowp.kernels.scratch import HUGE_PAGE, LEAST, Scratch
+from lowp.kernels.products import scratch
+from lowp.kernels.products.scratch import HUGE_PAGE, LEAST, Scratch
 from lowp.policy import Policy, Rule
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowp.kernels import cpu, use
-from lowp.kernels.spectra import count_tensor, count_updates, largest_of
+from lowp.kernels.steps.spectra import count_tensor, count_updates, largest_of
 
 native = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 

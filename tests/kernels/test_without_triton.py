@@ -7,7 +7,7 @@ import torch
 
 from lowp import kernels
 from lowp.errors import Unavailable
-from lowp.kernels import dispatch
+from lowp.kernels.choose import dispatch
 
 
 def test_its_absence_is_said_and_who_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,4 +15,4 @@ def test_its_absence_is_said_and_who_gives_the_same_bits(monkeypatch: pytest.Mon
     with pytest.raises(Unavailable, match="need the package triton, which is not installed: pip install triton"):
         kernels.use("triton")
     assert "triton" not in kernels.available("cuda")
-    assert dispatch.implementation(torch.device("cuda")).__name__ == "lowp.kernels.bitwise"
+    assert dispatch.implementation(torch.device("cuda")).__name__ == "lowp.kernels.casts.bitwise"

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp import presets
-from lowp.kernels.spectra import sampled, slope_of
+from lowp.kernels.steps.spectra import sampled, slope_of
 from lowp.numerics.policies import sensitivities
 from lowp.numerics.record import Key, Record
 

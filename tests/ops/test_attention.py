@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp import casts, kernels
 from lowp.kernels import cpu
-from lowp.kernels import scratch as scratch_memory
-from lowp.kernels.attention import widened
-from lowp.kernels.scratch import Scratch
+from lowp.kernels.products import scratch as scratch_memory
+from lowp.kernels.products.attention import widened
+from lowp.kernels.products.scratch import Scratch
 from lowp.ops import attention
 from lowp.policy import Rule
 from lowp.region import autocast

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 import lowp
 from lowp import kernels
 from lowp.inference import training_policy
-from lowp.kernels import byte_rows, cpu
+from lowp.kernels import cpu
+from lowp.kernels.packed import byte_rows
 from lowp.kernels.products import LEAST_ROWS
 from lowp.policy import Policy, Rule
 

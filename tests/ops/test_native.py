@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import lowp
 from lowp import kernels
 from lowp.compat import accelerator
-from lowp.kernels import hardware
-from lowp.kernels.choices import choices
+from lowp.kernels.choose import hardware
+from lowp.kernels.choose.choices import choices
 from lowp.ops.direct import Direct
 from lowp.region import engine, handover
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lowp
-from lowp.kernels.payloads import are_exact
+from lowp.kernels.int16.payloads import are_exact
 
 IN_FLEX = lowp.Precision("flex16+5").policy.parameters
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.exponents.squares import Squares
-from lowp.kernels.dispatch import uses_library
+from lowp.kernels.choose.dispatch import uses_library
 from lowp.optim import FlexWeights, flex
 
 SHAPES = [(3, 5), (16,), (), (0, 4), (1,), (7, 9, 2), (1024, 2), (200, 100), (64, 20), (90, 90), (33,)]

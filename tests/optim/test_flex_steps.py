@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import lowp
 from lowp.exponents import SharedExponents
 from lowp.exponents.weights import WeightSteps
-from lowp.kernels import payloads
-from lowp.kernels.dispatch import uses_library
+from lowp.kernels.choose.dispatch import uses_library
+from lowp.kernels.int16 import payloads
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowp import casts
-from lowp.kernels import cpu, stored, use
+from lowp.kernels import cpu, use
+from lowp.kernels.steps import stored
 from lowp.optim import MasterWeights
 from lowp.optim.storage import Storage
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lowp
-from lowp.kernels import cpu, products
+from lowp.kernels import cpu
+from lowp.kernels.products import contraction as products
 from lowp.reproducing import functions
 
 pytestmark = pytest.mark.skipif(

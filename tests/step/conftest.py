@@ -11,7 +11,7 @@ from step.cases import (
     OPTIMIZERS,
 )
 
-from lowp.kernels import hardware
+from lowp.kernels.choose import hardware
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from torch import nn
 
 import lowp
 from lowp.errors import InvalidInput, Misuse
-from lowp.kernels import hardware
-from lowp.kernels.late import LateNumber
+from lowp.kernels.choose import hardware
+from lowp.kernels.int16.late import LateNumber
 from lowp.step import NonFiniteGradients
 from lowp.step.guard import StepGuard
 

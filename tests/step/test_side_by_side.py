@@ -11,7 +11,7 @@ import torch
 from step.cases import INF, NAN, batches, loss_of, make_model
 from torch import nn
 
-from lowp.kernels import hardware
+from lowp.kernels.choose import hardware
 from lowp.step import GradScaler, gradients
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

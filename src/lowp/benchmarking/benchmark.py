@@ -17,7 +17,7 @@ from lowp.benchmarking.largest_batch import LargestBatch
 from lowp.benchmarking.memory import PARTS, Split, memory_of
 from lowp.benchmarking.published import published
 from lowp.benchmarking.timing import StepTimer, slow_limit, time_steps
-from lowp.kernels.choices import choices
+from lowp.kernels.choose.choices import choices
 from lowp.recipes import get, results
 from lowp.recipes.training import Settings, load_data, threads_of
 

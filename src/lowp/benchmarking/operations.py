@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from lowp import casts
 from lowp.compat import private
 from lowp.formats import ScaledFormat
-from lowp.kernels import integer
+from lowp.kernels.int16 import integer
 
 __all__ = ["METHOD", "Operations", "counted", "fits_16_bits"]
 

@@ -223,7 +223,7 @@ def _version(arguments: Sequence[str]) -> int:
     if "--verbose" in arguments:
         import torch
 
-        from lowp.kernels.choices import choices
+        from lowp.kernels.choose.choices import choices
 
         facts = {"torch": torch.__version__, **choices()}
     if "--json" in arguments:

@@ -18,12 +18,12 @@ from lowp.casts import Cast
 from lowp.exponents.first import FirstExponents
 from lowp.exponents.sites import is_result
 from lowp.exponents.table import COUNTS, MOST_MANTISSA, ExponentTable, Flush, Written, largest
-from lowp.kernels import low_words, payloads, predictions
-from lowp.kernels.cpu_int16 import Seen
-from lowp.kernels.device_mantissas import exponent_of_finite
-from lowp.kernels.dispatch import by_triton, has_integer_kernels, runs_triton
-from lowp.kernels.mantissas import Mantissas
-from lowp.kernels.writes import write_there
+from lowp.kernels.choose.dispatch import by_triton, has_integer_kernels, runs_triton
+from lowp.kernels.int16 import low_words, payloads, predictions
+from lowp.kernels.int16.cpu_int16 import Seen
+from lowp.kernels.int16.device_mantissas import exponent_of_finite
+from lowp.kernels.int16.mantissas import Mantissas
+from lowp.kernels.int16.writes import write_there
 from lowp.scaling import Autoflex, AutoflexState
 from lowp.scaling.powers import times
 

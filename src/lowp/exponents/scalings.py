@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels.mantissas import has_mantissas
+from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.scaling import Autoflex, Reactive
 
 __all__ = ["current", "scaling_of"]

@@ -30,10 +30,11 @@ from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer
 from lowp.exponents.summary import Summary, counted_by_site, summarised
 from lowp.exponents.table import ExponentTable, Flush, SumEntry
 from lowp.exponents.weights import WeightSteps
-from lowp.kernels import hardware, low_words, payloads, squares
-from lowp.kernels.cpu_int16 import Seen, is_direct
-from lowp.kernels.int16_lists import exact_mantissas as exact_list
-from lowp.kernels.mantissas import Mantissas, exact_mantissas
+from lowp.kernels.choose import hardware
+from lowp.kernels.int16 import low_words, payloads, squares
+from lowp.kernels.int16.cpu_int16 import Seen, is_direct
+from lowp.kernels.int16.lists import exact_mantissas as exact_list
+from lowp.kernels.int16.mantissas import Mantissas, exact_mantissas
 from lowp.kernels.tracing import is_sharded
 from lowp.scaling.powers import LARGEST_NORMAL, times
 

@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.casts import Cast
-from lowp.kernels import low_words
+from lowp.kernels.int16 import low_words
 
 if TYPE_CHECKING:
     from lowp.exponents.shared import SharedExponents
     from lowp.exponents.table import SumEntry
-    from lowp.kernels.mantissas import Mantissas
+    from lowp.kernels.int16.mantissas import Mantissas
 
 __all__ = [
     "CLASSES",

@@ -10,8 +10,8 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.exponents import SharedExponents
 from lowp.exponents.table import SumEntry
-from lowp.kernels import squares
-from lowp.kernels.cpu_int16 import Seen
+from lowp.kernels.int16 import squares
+from lowp.kernels.int16.cpu_int16 import Seen
 
 __all__ = ["Squares"]
 

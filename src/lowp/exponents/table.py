@@ -14,13 +14,14 @@ from lowp.compat import widest_float
 from lowp.exponents.scalings import current, scaling_of
 from lowp.exponents.sites import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels import int16_lists, low_words, payloads, predictions
-from lowp.kernels.cpu_int16 import Seen, is_direct
-from lowp.kernels.dispatch import has_integer_kernels
-from lowp.kernels.int16_written import WrittenMantissas
-from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import Mantissas, current_exponent, int16_element, mantissas_and_values, values
-from lowp.kernels.writes import write_, write_words_
+from lowp.kernels.choose.dispatch import has_integer_kernels
+from lowp.kernels.int16 import lists as int16_lists
+from lowp.kernels.int16 import low_words, payloads, predictions
+from lowp.kernels.int16.cpu_int16 import Seen, is_direct
+from lowp.kernels.int16.integer import Exact
+from lowp.kernels.int16.mantissas import Mantissas, current_exponent, int16_element, mantissas_and_values, values
+from lowp.kernels.int16.writes import write_, write_words_
+from lowp.kernels.int16.written import WrittenMantissas
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 from lowp.scaling.powers import times
 

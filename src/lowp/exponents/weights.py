@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lowp.exponents.table import ExponentTable
-from lowp.kernels.cpu_int16 import is_direct
-from lowp.kernels.int16_lists import OpenSteps
-from lowp.kernels.mantissas import Mantissas
+from lowp.kernels.int16.cpu_int16 import is_direct
+from lowp.kernels.int16.lists import OpenSteps
+from lowp.kernels.int16.mantissas import Mantissas
 
 __all__ = ["WeightSteps"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lowp import kernels
 from lowp.inference.calibration import BITS, check_bits
-from lowp.kernels import byte_products
-from lowp.kernels.byte_rows import Activations
+from lowp.kernels.packed import byte_products
+from lowp.kernels.packed.byte_rows import Activations
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, UnknownName, unknown
-from lowp.kernels.byte_rows import Range, range_of
+from lowp.kernels.packed.byte_rows import Range, range_of
 
 __all__ = ["BITS", "METHODS", "ActivationRange", "check_bits"]
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowp.inference.modules import Int8, Served, Weight
-from lowp.kernels import byte_rows
-from lowp.kernels.byte_products import PANEL
-from lowp.kernels.byte_rows import Bytes
+from lowp.kernels.packed import byte_rows
+from lowp.kernels.packed.byte_products import PANEL
+from lowp.kernels.packed.byte_rows import Bytes
 from lowp.kernels.products import contract_packed
 
 __all__ = ["Geometry", "ServedConvolution", "matrix_of"]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels import byte_products, byte_rows, few_bits, scaled
-from lowp.kernels.byte_products import Panels
-from lowp.kernels.byte_rows import Activations, Bytes, Range
-from lowp.kernels.few_bits import PackedCodes
+from lowp.kernels.casts import scaled
+from lowp.kernels.packed import byte_products, byte_rows, few_bits
+from lowp.kernels.packed.byte_products import Panels
+from lowp.kernels.packed.byte_rows import Activations, Bytes, Range
+from lowp.kernels.packed.few_bits import PackedCodes
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 from lowp.portable.stored import Errors, Packed, store, stored_dtype, unpack

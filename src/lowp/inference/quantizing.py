@@ -19,7 +19,7 @@ from lowp.inference.attention import ServedAttention, projections
 from lowp.inference.calibration import BITS, ActivationRange, check_bits
 from lowp.inference.convolutions import ServedConvolution, matrix_of
 from lowp.inference.modules import ServedEmbedding, ServedLinear, packed
-from lowp.kernels.byte_rows import Range
+from lowp.kernels.packed.byte_rows import Range
 
 __all__ = ["quantize_model", "unquantized"]
 

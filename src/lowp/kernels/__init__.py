@@ -7,10 +7,10 @@ kernels/README.md.
 
 from __future__ import annotations
 
-from lowp.kernels.dispatch import IMPLEMENTATIONS, available, use
-from lowp.kernels.functions import decode, dequantize, encode, quantize, statistics
+from lowp.kernels.casts.functions import decode, dequantize, encode, quantize, statistics
+from lowp.kernels.casts.statistics import Statistics
+from lowp.kernels.choose.dispatch import IMPLEMENTATIONS, available, use
 from lowp.kernels.products import contract
-from lowp.kernels.statistics import Statistics
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import norms, real_tensors
-from lowp.kernels.late import LateNumber
+from lowp.kernels.int16.late import LateNumber
 from lowp.numerics.modes import numbers_of, tensors_in
 from lowp.optim.model_state import owner_of
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowp import distributed
 from lowp.compat import adds_up, is_compiled, norms, unwrapped
 from lowp.errors import InvalidInput
-from lowp.kernels.late import at_once
+from lowp.kernels.int16.late import at_once
 from lowp.monitoring import places
 from lowp.monitoring.alarms import Alarm, Alarms, TrainingAlarm
 from lowp.monitoring.look import Look

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lowp.compat import scale_of, unwrapped
 from lowp.exponents import SharedExponents
-from lowp.kernels.late import at_once
+from lowp.kernels.int16.late import at_once
 from lowp.monitoring.look import Look, some
 from lowp.monitoring.seen import Sight
 from lowp.numerics.models import Models

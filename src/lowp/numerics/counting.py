@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lowp.kernels.spectra import count_tensor, numbers_at
+from lowp.kernels.steps.spectra import count_tensor, numbers_at
 from lowp.numerics.modes import numbers_of, untransformed
 from lowp.numerics.part import Key, Print
 from lowp.numerics.spectrum import Spectrum

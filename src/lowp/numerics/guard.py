@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowp.kernels.spectra import largest_of
+from lowp.kernels.steps.spectra import largest_of
 from lowp.numerics.divergence import Diagnosis, Fault
 from lowp.numerics.models import Models
 from lowp.numerics.modes import numbers_of

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowp.errors import InvalidInput
-from lowp.kernels.spectra import ROWS
+from lowp.kernels.steps.spectra import ROWS
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
 

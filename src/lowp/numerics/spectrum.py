@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowp.errors import InvalidInput
-from lowp.kernels.spectra import LONGEST, PARTS, TensorCounts, count_tensor
+from lowp.kernels.steps.spectra import LONGEST, PARTS, TensorCounts, count_tensor
 
 __all__ = ["PARTS", "Spectrum"]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowp.errors import InvalidInput
-from lowp.kernels.spectra import LOWEST_UPDATE, LOWEST_WEIGHT, ROWS, count_updates
+from lowp.kernels.steps.spectra import LOWEST_UPDATE, LOWEST_WEIGHT, ROWS, count_updates
 
 __all__ = ["GROWS", "LOWEST_UPDATE", "LOWEST_WEIGHT", "SHRINKS", "SHRINKS_FROM_POWER", "Updates"]
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowp.kernels.spectra import sampled, slope_of
+from lowp.kernels.steps.spectra import sampled, slope_of
 from lowp.numerics.again import calls_again
 from lowp.numerics.clock import call_costs
 from lowp.numerics.counting import CountedTensor, looked_at, parameter_key

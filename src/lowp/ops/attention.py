@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowp.compat import gradients_of
-from lowp.kernels import payloads
-from lowp.kernels.attention import Attended, attended, gradients, joined, split, widened
-from lowp.kernels.mantissas import has_mantissas
+from lowp.kernels.int16 import payloads
+from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.products import contract, is_native
-from lowp.kernels.scratch import Scratch
+from lowp.kernels.products.attention import Attended, attended, gradients, joined, split, widened
+from lowp.kernels.products.scratch import Scratch
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
     Operand,

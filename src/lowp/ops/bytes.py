@@ -16,12 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowp.casts import Cast, parse
 from lowp.compat import applied_at_once, remembered_by_identity
-from lowp.kernels.byte_products import Panels, RowCodes, encoded, multiply_codes, weights_in_bytes
-from lowp.kernels.byte_rows import rows_in_bytes
 from lowp.kernels.cpu import PLAIN
-from lowp.kernels.integer import NotFinite
+from lowp.kernels.int16.integer import NotFinite
+from lowp.kernels.packed.byte_products import Panels, RowCodes, encoded, multiply_codes, weights_in_bytes
+from lowp.kernels.packed.byte_rows import rows_in_bytes
 from lowp.kernels.products import contract_packed, multiplies_int8, sum_of_rows
-from lowp.kernels.programs import are_ordinary
+from lowp.kernels.products.programs import are_ordinary
 from lowp.ops.call import Call, QuickRegion, RoleCasts
 from lowp.ops.casting import draw_seed, end_of, functorch_is_active, rounded, shielded
 from lowp.ops.products import gradients

@@ -13,7 +13,7 @@ from lowp.casts import Cast, parse
 from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.errors import Unavailable
 from lowp.exponents import SiteWriter, Spots
-from lowp.kernels.mantissas import has_mantissas
+from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, rounded
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Rule

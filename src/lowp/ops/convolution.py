@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.compat import remembered
-from lowp.kernels import device_integers, int16_convolution, integer
-from lowp.kernels.int16_written import WrittenMantissas
-from lowp.kernels.integer import Bias, Exact
-from lowp.kernels.mantissas import Mantissas
+from lowp.kernels.int16 import convolution as int16_convolution
+from lowp.kernels.int16 import device_integers, integer
+from lowp.kernels.int16.integer import Bias, Exact
+from lowp.kernels.int16.mantissas import Mantissas
+from lowp.kernels.int16.written import WrittenMantissas
 from lowp.ops.call import Call, Quick, QuickRegion
 from lowp.ops.casting import is_jit_tracing
 from lowp.ops.contraction import runner

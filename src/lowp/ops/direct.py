@@ -16,13 +16,14 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import applied_at_once, real_tensors, remembered_by_identity
 from lowp.formats import ScaledFormat
-from lowp.kernels.dispatch import chosen
-from lowp.kernels.fp32_products import ones
-from lowp.kernels.hardware import multiplies
-from lowp.kernels.integer import NotFinite
-from lowp.kernels.low_words import FEATURES
+from lowp.kernels.casts.run import is_dense
+from lowp.kernels.choose.dispatch import chosen
+from lowp.kernels.choose.hardware import multiplies
+from lowp.kernels.int16.integer import NotFinite
+from lowp.kernels.int16.low_words import FEATURES
 from lowp.kernels.products import multiplies_int8
-from lowp.kernels.programs import (
+from lowp.kernels.products.fp32_products import ones
+from lowp.kernels.products.programs import (
     NOWHERE,
     CastStep,
     Memory,
@@ -35,7 +36,6 @@ from lowp.kernels.programs import (
     serves,
     strides_of,
 )
-from lowp.kernels.run import is_dense
 from lowp.ops.bytes import is_int8
 from lowp.ops.call import KeptCasts, QuickRegion, RoleCasts, accumulation
 from lowp.ops.casting import (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import remembered_by_identity
-from lowp.kernels.fp8_products import Fp8Matrix, encoded, is_eight_bits, multiplied, multiplies_fp8
+from lowp.kernels.products.fp8_products import Fp8Matrix, encoded, is_eight_bits, multiplied, multiplies_fp8
 from lowp.ops.call import RoleCasts
 from lowp.ops.casting import shield
 from lowp.ops.products import gradients

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowp.compat import gradients_of
 from lowp.kernels.products import is_torchs_own
-from lowp.kernels.scratch import Scratch
+from lowp.kernels.products.scratch import Scratch
 from lowp.ops.call import RoleCasts
 from lowp.ops.casting import functorch_is_active, is_jit_tracing, native_dtype, shield
 from lowp.ops.generic import finished

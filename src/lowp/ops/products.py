@@ -23,9 +23,9 @@ from lowp import kernels
 from lowp.casts import Cast
 from lowp.compat import with_tangents
 from lowp.formats import ScaledFormat
-from lowp.kernels.low_words import has_low_word, warn_of_loss, with_low_word
+from lowp.kernels.int16.low_words import has_low_word, warn_of_loss, with_low_word
 from lowp.kernels.products import ready_operand
-from lowp.kernels.scratch import Scratch
+from lowp.kernels.products.scratch import Scratch
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
     Operand,

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.kernels import device_integers, integer
-from lowp.kernels.int16_written import WrittenMantissas
-from lowp.kernels.integer import Bias, Exact
-from lowp.kernels.mantissas import Mantissas
+from lowp.kernels.int16 import device_integers, integer
+from lowp.kernels.int16.integer import Bias, Exact
+from lowp.kernels.int16.mantissas import Mantissas
+from lowp.kernels.int16.written import WrittenMantissas
 from lowp.kernels.products import sum_of_rows
 
 FIRST, SECOND, OUTPUT = 0, 1, 2

@@ -14,7 +14,7 @@ from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.compat import private, uncompiled
 from lowp.errors import InvalidInput
-from lowp.kernels import updates
+from lowp.kernels.steps import updates
 from lowp.ops.observing import everywhere
 from lowp.optim.model_state import Keeper, ParameterNames, own
 from lowp.optim.shards import is_sharded, local, refuse_to_convert, shard_of

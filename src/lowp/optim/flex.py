@@ -21,10 +21,10 @@ from lowp.compat import uncompiled, widest_float
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.exponents.squares import Squares
-from lowp.kernels import payloads
-from lowp.kernels.dispatch import answers_at_once
-from lowp.kernels.int16_lists import Compared
-from lowp.kernels.mantissas import Mantissas
+from lowp.kernels.choose.dispatch import answers_at_once
+from lowp.kernels.int16 import payloads
+from lowp.kernels.int16.lists import Compared
+from lowp.kernels.int16.mantissas import Mantissas
 from lowp.ops.observing import everywhere, step
 from lowp.optim.masters import Wrapper
 from lowp.optim.model_state import Attachment, StoredModel, attach, given_names, own

@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, unknown
-from lowp.kernels import updates
+from lowp.kernels.steps import updates
 from lowp.optim.blockwise import BlockwiseOptimizer, StateFormats
 
 

@@ -17,8 +17,8 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents, largest
 from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels import payloads
-from lowp.kernels.mantissas import int16_element
+from lowp.kernels.int16 import payloads
+from lowp.kernels.int16.mantissas import int16_element
 from lowp.kernels.tracing import is_sharded
 
 __all__ = ["Wholes", "holder_of", "is_fully_sharded", "is_sharded", "is_split_twice", "local", "shard_like", "shard_of"]

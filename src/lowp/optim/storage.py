@@ -13,9 +13,9 @@ from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, brief, unknown
 from lowp.formats import FloatFormat
-from lowp.kernels import stored
-from lowp.kernels.dispatch import answers_at_once
-from lowp.kernels.stored import Weight
+from lowp.kernels.choose.dispatch import answers_at_once
+from lowp.kernels.steps import stored
+from lowp.kernels.steps.stored import Weight
 from lowp.optim.shards import holder_of, is_sharded, local, shard_like, shard_of, sharing
 
 KINDS = ("fp32", "split", "stochastic", "none")

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 
 from lowp.casts import Cast
 from lowp.compat import accelerator
-from lowp.kernels.dispatch import chosen
-from lowp.kernels.hardware import multiplies
+from lowp.kernels.choose.dispatch import chosen
+from lowp.kernels.choose.hardware import multiplies
 from lowp.kernels.products import torchs_own_device
 from lowp.ops.casting import native_dtype
 from lowp.ops.direct import one_dtype

@@ -16,7 +16,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from lowp.kernels import fp32_products
+from lowp.kernels.products import fp32_products
 
 _LN2_HIGH, _LN2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10  # fdlibm's e_log.c: 32 bits, and the rest
 _QUARTERS = (1.57079632673412561417, 6.07710050630396597660e-11, 2.02226624879595063154e-21)  # of pi / 2, as there

@@ -19,7 +19,7 @@ from torch import Tensor
 from lowp.compat import private
 from lowp.errors import Unavailable
 from lowp.kernels import cpu, use
-from lowp.kernels.hardware import is_on_host
+from lowp.kernels.choose.hardware import is_on_host
 from lowp.ops.table import is_structural
 from lowp.reproducing.definitions import DEFINED
 

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from lowp import distributed
 from lowp.compat import private, real_tensors
 from lowp.errors import Misuse
-from lowp.kernels import hardware
+from lowp.kernels.choose import hardware
 from lowp.scaling import SMALLEST_SCALE, AdaptiveLossScale
 from lowp.scaling.loss_scale import inverse_of, underflow, widest_dtype
 from lowp.step import gradients as grads

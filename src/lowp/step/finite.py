@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowp import distributed
-from lowp.kernels import hardware
+from lowp.kernels.choose import hardware
 from lowp.optim.shards import local
 from lowp.step import gradients as grads
 from lowp.step.provenance import Names

@@ -11,7 +11,8 @@ import torch
 
 from lowp.compat import private
 from lowp.errors import InvalidInput
-from lowp.kernels import hardware, updates
+from lowp.kernels.choose import hardware
+from lowp.kernels.steps import updates
 
 _unscale_and_check_ = cast(
     Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None],

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lowp.kernels import hardware
-from lowp.kernels.late import LateNumber
+from lowp.kernels.choose import hardware
+from lowp.kernels.int16.late import LateNumber
 from lowp.step.journal import BatchNormJournal
 
 __all__ = ["StepGuard", "as_flag"]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from lowp.errors import InvalidInput, Misuse
-from lowp.kernels import hardware
+from lowp.kernels.choose import hardware
 from lowp.optim.skipping import begin_momentum, steps_by_itself
 from lowp.presets import LossScale
 from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaleState, LossScaling

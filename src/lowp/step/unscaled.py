@@ -14,8 +14,8 @@ from torch import Tensor
 from lowp import distributed
 from lowp.compat import private
 from lowp.exponents import SharedExponents, is_result
-from lowp.kernels import hardware
-from lowp.kernels.late import LateNumber
+from lowp.kernels.choose import hardware
+from lowp.kernels.int16.late import LateNumber
 from lowp.optim.flex import FlexWeights
 from lowp.optim.shards import local
 from lowp.optim.skipping import starts_momentum

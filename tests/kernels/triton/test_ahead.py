@@ -15,7 +15,7 @@ import torch
 from exact_casts import FORMATS_TRIED, casts
 
 from lowp.casts import parse
-from lowp.kernels import checks
+from lowp.kernels.casts import checks
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -14,7 +14,7 @@ from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import bitwise, checks
+from lowp.kernels.casts import bitwise, checks
 
 SEED = 0x1234_5678_9ABC_DEF0
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -146,7 +146,7 @@ def test_nans_of_all_bits_with_noise_stay_nans(name: str) -> None:
 def test_a_gpu_is_given_these_kernels_and_a_cpu_is_not() -> None:
     assert "triton" in kernels.available("cuda") and "cpu" not in kernels.available("cuda")
     assert "triton" not in kernels.available()
-    from lowp.kernels import dispatch
+    from lowp.kernels.choose import dispatch
 
     assert dispatch.implementation(torch.device("cuda")).__name__ == "lowp.kernels.triton"
     with kernels.use("triton"), pytest.raises(Unavailable, match="take tensors on cuda or cpu, not on xpu"):

@@ -22,10 +22,10 @@ from lowp.casts import Cast, parse
 from lowp.errors import LowpError
 from lowp.exponents.device_table import DeviceTable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import device_mantissas
 from lowp.kernels import triton as implementation
-from lowp.kernels.integer import matmul_chained, matmul_exact
-from lowp.kernels.scaled import code_dtype
+from lowp.kernels.casts.scaled import code_dtype
+from lowp.kernels.int16 import device_mantissas
+from lowp.kernels.int16.integer import matmul_chained, matmul_exact
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -15,9 +15,10 @@ from lowp import casts, kernels
 from lowp.casts import Rounding
 from lowp.exponents.device_table import DeviceTable
 from lowp.exponents.table import ExponentTable
-from lowp.kernels import device_exponents, device_mantissas, dispatch, payloads, writes
-from lowp.kernels.cpu_int16 import Seen
-from lowp.kernels.mantissas import Mantissas, current_mantissas, exact_exponent, mantissas_and_values
+from lowp.kernels.choose import dispatch
+from lowp.kernels.int16 import device_exponents, device_mantissas, payloads, writes
+from lowp.kernels.int16.cpu_int16 import Seen
+from lowp.kernels.int16.mantissas import Mantissas, current_mantissas, exact_exponent, mantissas_and_values
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -14,8 +14,8 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.exponents.device_table import DeviceTable
 from lowp.exponents.table import COUNTS
-from lowp.kernels import dispatch
-from lowp.kernels.cpu_int16 import Seen
+from lowp.kernels.choose import dispatch
+from lowp.kernels.int16.cpu_int16 import Seen
 from lowp.scaling import Autoflex
 
 pytest.importorskip("triton", reason="triton is not installed")

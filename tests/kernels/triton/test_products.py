@@ -12,7 +12,7 @@ from int16_operands import CONVOLUTIONS, Fill, convolution_shape, int64_product,
 
 from lowp import kernels
 from lowp.errors import InvalidInput, Unavailable
-from lowp.kernels import integer
+from lowp.kernels.int16 import integer
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -129,7 +129,7 @@ def test_convolutions_of_every_kind_and_dtype(dims: int, case: tuple[int, ...]) 
 
 @pytest.mark.parametrize("form", ["linear", "convolution"])
 def test_contract_takes_the_triton_product_where_it_is_the_kernel(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowp.kernels.mantissas import Mantissas
+    from lowp.kernels.int16.mantissas import Mantissas
     from lowp.kernels.products import contract
     from lowp.kernels.triton import products
     from lowp.ops.convolution import Convolution

@@ -12,7 +12,7 @@ from torch import nn
 import lowp
 from lowp import kernels
 from lowp.errors import Unavailable
-from lowp.kernels import updates
+from lowp.kernels.steps import updates
 from lowp.optim import SGD, AdamW
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -12,7 +12,7 @@ from torch import nn
 
 import lowp
 from lowp.kernels import cpu
-from lowp.kernels.mantissas import Mantissas
+from lowp.kernels.int16.mantissas import Mantissas
 from lowp.ops.convolution import Convolution
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum
 

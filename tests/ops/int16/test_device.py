@@ -18,8 +18,9 @@ from torch import Tensor
 
 import lowp
 from lowp import compat, kernels
-from lowp.kernels import device_integers, dispatch, integer_reference
-from lowp.kernels.integer_run import observed
+from lowp.kernels.choose import dispatch
+from lowp.kernels.int16 import device_integers, integer_reference
+from lowp.kernels.int16.integer_run import observed
 
 Function = Callable[..., Tensor]
 

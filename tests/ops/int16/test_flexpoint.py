@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels.mantissas import current_exponent, to_mantissas, values
+from lowp.kernels.int16.mantissas import current_exponent, to_mantissas, values
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
 

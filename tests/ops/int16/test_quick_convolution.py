@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowp
-from lowp.kernels.dispatch import uses_library
-from lowp.kernels.integer import ConvolutionShape
+from lowp.kernels.choose.dispatch import uses_library
+from lowp.kernels.int16.integer import ConvolutionShape
 from lowp.region.engine import Engine
 
 

@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import lowp
 from lowp.casts import parse
 from lowp.exponents import table
-from lowp.kernels import cpu, int16_linear, payloads
-from lowp.kernels.dispatch import uses_library
+from lowp.kernels import cpu
+from lowp.kernels.choose.dispatch import uses_library
+from lowp.kernels.int16 import linear as int16_linear
+from lowp.kernels.int16 import payloads
 from lowp.ops.int16 import flexpoint, pooling
 from lowp.ops.int16 import saved as saved_room
 from lowp.ops.observing import observe

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp.exponents import SharedExponents
-from lowp.kernels import cpu, int16_written
-from lowp.kernels.dispatch import uses_library
+from lowp.kernels import cpu
+from lowp.kernels.choose.dispatch import uses_library
+from lowp.kernels.int16 import written as int16_written
 from lowp.region.engine import Engine
 
 needs_library = pytest.mark.skipif(not uses_library(), reason="the C++ library was not built")

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-// Built by lowp/kernels/abi.py from a Cast; the field order is the ABI.
+// Built by lowp/kernels/cpu/abi.py from a Cast; the field order is the ABI.
 struct lowp_cast {
   int32_t kind;           // Kind
   int32_t bits;           // width of a code

@@ -1,4 +1,4 @@
-// The C functions of casts, which lowp/kernels/cpu.py calls: they choose the instruction set and share the work among
+// The C functions of casts, which lowp/kernels/cpu/__init__.py calls: they choose the instruction set and share the work among
 // threads.
 #include <atomic>
 

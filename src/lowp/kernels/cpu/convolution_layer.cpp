@@ -1,5 +1,5 @@
 // The C functions of a whole convolution of int16 mantissas whose results are written under given exponents, called by
-// lowp/kernels/int16_written.py.
+// lowp/kernels/int16/written.py.
 #include <exception>
 
 #include "layers.hpp"

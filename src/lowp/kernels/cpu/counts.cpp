@@ -1,4 +1,4 @@
-// The C functions for statistics of tensors and of steps, called by lowp/kernels/cpu.py and spectra.py.
+// The C functions for statistics of tensors and of steps, called by lowp/kernels/cpu/__init__.py and spectra.py.
 #include <cstring>
 #include <mutex>
 #include <new>

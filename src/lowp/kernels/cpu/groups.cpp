@@ -1,4 +1,4 @@
-// The C functions of casts whose numbers share scales, called by lowp/kernels/cpu.py. Returned where a 16-bit tensor is
+// The C functions of casts whose numbers share scales, called by lowp/kernels/cpu/__init__.py. Returned where a 16-bit tensor is
 // written: kLost if it cannot hold a value under a power of two. All return -1 if memory runs out.
 #include <algorithm>
 #include <atomic>

@@ -1,4 +1,4 @@
-// The C functions of a whole linear layer of int16 mantissas, called by lowp/kernels/int16_linear.py: the time of a product
+// The C functions of a whole linear layer of int16 mantissas, called by lowp/kernels/int16/linear.py: the time of a product
 // of a few thousand operations is that of its calls, not of its arithmetic.
 #include <cmath>
 #include <exception>

@@ -1,4 +1,4 @@
-// The C functions of one operation on many int16 tensors, called by lowp/kernels/int16_lists.py: for small parameters a call
+// The C functions of one operation on many int16 tensors, called by lowp/kernels/int16/lists.py: for small parameters a call
 // takes longer than its work. Each row of numbers has the addresses, sizes and exponents of one tensor.
 #include <cstdint>
 

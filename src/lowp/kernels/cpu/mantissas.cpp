@@ -1,4 +1,4 @@
-// The C functions of int16 mantissas under one power of two, called by lowp/kernels/mantissas.py.
+// The C functions of int16 mantissas under one power of two, called by lowp/kernels/int16/mantissas.py.
 #include <algorithm>
 #include <atomic>
 #include <cmath>

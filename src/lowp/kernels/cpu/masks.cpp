@@ -1,4 +1,4 @@
-// The C functions of masks, called by lowp/kernels/masks.py.
+// The C functions of masks, called by lowp/kernels/int16/masks.py.
 #include <atomic>
 
 #include "calls.hpp"

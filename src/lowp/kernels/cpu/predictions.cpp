@@ -1,11 +1,11 @@
-// The C function that updates predicted exponents from the writes of a step, called by lowp/kernels/predictions.py.
+// The C function that updates predicted exponents from the writes of a step, called by lowp/kernels/int16/predictions.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 
 #include "export.hpp"
 
-// Layout as in lowp/kernels/abi.py; lowp/scaling/autoflex.py defines the members and the computation.
+// Layout as in lowp/kernels/cpu/abi.py; lowp/scaling/autoflex.py defines the members and the computation.
 struct lowp_autoflex {
   double beta, gamma;
   int32_t bits, window, min_exponent, max_exponent, headroom, warm_headroom, adapt, unused;

@@ -19,7 +19,7 @@ struct lowp_operand {
   int64_t keeps;  // whether infinities and NaN are multiplied as they are, whatever the cast makes of them
 };
 
-// A product, built by lowp/kernels/programs.py; the order of fields is the ABI.
+// A product, built by lowp/kernels/products/programs.py; the order of fields is the ABI.
 struct lowp_plan {
   int64_t batch[2], rows, columns, depth;  // `batch`: the numbers of matrices, along two dimensions
   lowp_operand left, right;                // lines of `right` are columns of the result

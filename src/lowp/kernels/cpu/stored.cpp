@@ -1,4 +1,4 @@
-// The C functions of weights that are stored as their fp32 masters rounded by a cast, called by lowp/kernels/stored.py: one
+// The C functions of weights that are stored as their fp32 masters rounded by a cast, called by lowp/kernels/steps/stored.py: one
 // pass over all weights of a step, without a tensor of rounded values in memory.
 #include <atomic>
 #include <cstring>

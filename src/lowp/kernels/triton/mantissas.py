@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels.cpu_int16 import Seen
-from lowp.kernels.mantissas import int16_element, readable
+from lowp.kernels.int16.cpu_int16 import Seen
+from lowp.kernels.int16.mantissas import int16_element, readable
 from lowp.kernels.triton.calls import integers, key_of
 from lowp.kernels.triton.device import mantissas
 from lowp.kernels.triton.launch import BLOCK, launch

@@ -25,7 +25,7 @@ class Exponents(NamedTuple):
 
 
 class Writes(NamedTuple):
-    """What was seen of the entries that were written, a row each: see `lowp.kernels.cpu_int16.Seen`."""
+    """What was seen of the entries that were written, a row each: see `lowp.kernels.int16.cpu_int16.Seen`."""
 
     places: Tensor  # int32
     mantissa: Tensor  # int32
@@ -37,7 +37,7 @@ class Writes(NamedTuple):
 def observe(scaling: Autoflex, columns: Sequence[Tensor], seen: Writes) -> None:
     """Update a table in place by writes at different entries; nothing is read on the host.
 
-    `columns` are those of `lowp.kernels.predictions.observe`; all have a row per entry.
+    `columns` are those of `lowp.kernels.int16.predictions.observe`; all have a row per entry.
     """
     count = len(seen.places)
     width = 1 << (scaling.window - 1).bit_length()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowp.kernels.integer_reference import times
+from lowp.kernels.int16.integer_reference import times
 from lowp.kernels.triton.device import products
 from lowp.kernels.triton.launch import run
 

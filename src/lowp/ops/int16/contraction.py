@@ -21,10 +21,10 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import remembered_by_identity, widest_float
 from lowp.exponents import SiteWriter
-from lowp.kernels import device_integers, device_mantissas, low_words, payloads
-from lowp.kernels.device_exponents import apart, power, together
-from lowp.kernels.dispatch import answers_at_once
-from lowp.kernels.mantissas import Mantissas, has_mantissas, sums
+from lowp.kernels.choose.dispatch import answers_at_once
+from lowp.kernels.int16 import device_integers, device_mantissas, low_words, payloads
+from lowp.kernels.int16.device_exponents import apart, power, together
+from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, sums
 from lowp.kernels.products import contract
 from lowp.kernels.tracing import is_sharded
 from lowp.ops.call import Call, RoleCasts

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.kernels.dispatch import has_integer_kernels
-from lowp.kernels.mantissas import has_mantissas
+from lowp.kernels.choose.dispatch import has_integer_kernels
+from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.ops.call import Call
 from lowp.ops.generic import changed, not_in_place, run_changed
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, rounded_by

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.compat import applied_at_once
-from lowp.kernels import int16_linear, payloads
-from lowp.kernels.dispatch import has_integer_kernels
-from lowp.kernels.mantissas import has_mantissas
+from lowp.kernels.choose.dispatch import has_integer_kernels
+from lowp.kernels.int16 import linear as int16_linear
+from lowp.kernels.int16 import payloads
+from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.ops.call import Quick, QuickRegion, RoleCasts
 from lowp.ops.casting import end_of, functorch_is_active, is_plain, shielded
 from lowp.ops.int16.contraction import Contraction, IntegerProduct, Results, gradients_from, summed

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
 from lowp.formats import IntFormat, ScaledFormat
-from lowp.kernels.dispatch import has_integer_kernels
-from lowp.kernels.masks import Mask, nonzero, packed, passed, unpacked
+from lowp.kernels.choose.dispatch import has_integer_kernels
+from lowp.kernels.int16.masks import Mask, nonzero, packed, passed, unpacked
 from lowp.ops.call import Call
 from lowp.ops.casting import functorch_is_active, shield
 from lowp.ops.contraction import function_name

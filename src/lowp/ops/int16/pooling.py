@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lowp.kernels import payloads
-from lowp.kernels.mantissas import Mantissas
-from lowp.kernels.masks import passed_where_positive
+from lowp.kernels.int16 import payloads
+from lowp.kernels.int16.mantissas import Mantissas
+from lowp.kernels.int16.masks import passed_where_positive
 from lowp.ops.call import Call
 from lowp.ops.casting import shield
 from lowp.ops.generic import tensors_of

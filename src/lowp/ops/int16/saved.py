@@ -23,10 +23,10 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import gradients_of, private
 from lowp.exponents import SiteWriter
-from lowp.kernels import payloads
-from lowp.kernels.cpu_int16 import is_direct
-from lowp.kernels.dispatch import has_integer_kernels
-from lowp.kernels.mantissas import values
+from lowp.kernels.choose.dispatch import has_integer_kernels
+from lowp.kernels.int16 import payloads
+from lowp.kernels.int16.cpu_int16 import is_direct
+from lowp.kernels.int16.mantissas import values
 from lowp.ops.call import Call
 from lowp.ops.casting import edge, shield
 from lowp.ops.generic import changed, is_out_of_place, tensors_of

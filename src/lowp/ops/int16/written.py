@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from lowp.casts import Cast
 from lowp.compat import applied_at_once
 from lowp.exponents import SiteWriter
-from lowp.kernels import int16_written, payloads
-from lowp.kernels.int16_written import LayerMantissas
-from lowp.kernels.low_words import FEATURES
-from lowp.kernels.mantissas import Mantissas
+from lowp.kernels.int16 import payloads
+from lowp.kernels.int16 import written as int16_written
+from lowp.kernels.int16.low_words import FEATURES
+from lowp.kernels.int16.mantissas import Mantissas
+from lowp.kernels.int16.written import LayerMantissas
 from lowp.ops.call import Call, Quick, QuickRegion, RoleCasts
 from lowp.ops.casting import end_of, functorch_is_active, shielded
 from lowp.ops.int16.contraction import (

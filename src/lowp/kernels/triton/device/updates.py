@@ -118,7 +118,8 @@ def step(
     """Step one chunk of one parameter, unless `skip` is above zero.
 
     table: int64 [parameters, 6], the addresses of weight, remainder, gradient and moments, and the elements;
-    chunks: int32 [programs, 2], parameter and chunk; rates: fp32 [parameters, 4], see `lowp.kernels.updates.rates`.
+    chunks: int32 [programs, 2], parameter and chunk; rates: fp32 [parameters, 4], see
+    `lowp.kernels.steps.updates.rates`.
     """
     if tl.load(skip) <= 0:
         tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)

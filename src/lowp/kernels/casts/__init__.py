@@ -1,0 +1,1 @@
+"""Casts: quantize, encode, decode, statistics, and what computes them."""

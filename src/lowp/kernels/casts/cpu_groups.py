@@ -1,0 +1,191 @@
+"""Casts under shared scales by the C++ library, in one pass over contiguous tensors; `scaled` is the definition.
+
+It finds the scales of casts of which `scaled.follow_largest` is true; others are given.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.formats import Scope
+from lowp.kernels import cpu
+from lowp.kernels.casts import packing, scaled
+from lowp.kernels.casts.philox import Seed
+from lowp.kernels.cpu.abi import TYPE_NUMBERS, sharing_parameters
+from lowp.quantized import Quantized
+
+_LOST = 1  # kLost of cpu/cast.hpp
+
+
+def quantize_groups(x: Tensor, cast: Cast, seed: Seed, out: Tensor | None = None) -> Tensor | None:
+    """Return `x` rounded under its own scales, in `out` (which may be x) if given; None for casts left to `scaled`."""
+    return quantize_scaled(x, cast, None, seed, out) if x.numel() and scaled.follow_largest(cast) else None
+
+
+def quantize_scaled(
+    x: Tensor,
+    cast: Cast,
+    scale: Tensor | None,
+    seed: Seed,
+    out: Tensor | None = None,
+    zero_point: Tensor | None = None,
+) -> Tensor:
+    """Return `x` rounded under scales in the shape of its groups (fp64, contiguous), or its own (None).
+
+    With a `zero_point` for every scale the integer element is limited so that their sum is in the format's range.
+    """
+    out = torch.empty_like(x) if out is None else out
+    layout = (*_layout(x.shape, scaled.scaled_format(cast).scope), 1)
+    met = _quantize(x, cast, layout, scale, zero_point, seed, out)
+    if met & _LOST:
+        raise InvalidInput(scaled.cannot_hold(cast, x.dtype))
+    return out
+
+
+def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int) -> bool:
+    """Write fp32 `x` rounded under its own scales into `out`; groups run along `axis`.
+
+    Returns False, with `out` undefined, if x is not finite, and where `groups_along` is None.
+    """
+    layout = groups_along(x.shape, cast, axis)
+    return layout is not None and not (x.numel() and _quantize(x, cast, layout, None, None, seed, out))
+
+
+def groups_along(shape: torch.Size, cast: Cast, axis: int) -> tuple[int, int, int, int] | None:
+    """Return the `_layout` of groups along `axis`, and the distance of a row's numbers.
+
+    None for what is cast as if `axis` were moved to the last place: groups of whole channels, and those whose numbers
+    draw, since their random words are counted there.
+    """
+    scope, last = scaled.scaled_format(cast).scope, len(shape) - 1
+    if axis in (-1, last) or scope.kind == "tensor":
+        return *_layout(shape, scope), 1
+    if cast.is_stochastic or (scope.kind == "channel" and last > 1):
+        return None
+    row, inner = shape[axis], shape[axis % (last + 1) + 1 :].numel()
+    return shape.numel(), row, scaled.block_size(scope, row) if scope.kind == "block" else row, inner
+
+
+def _quantize(
+    x: Tensor,
+    cast: Cast,
+    layout: tuple[int, int, int, int],
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    seed: Seed,
+    out: Tensor,
+) -> int:
+    """Cast x into `out`; return what the library met. `layout`: see `_layout`, and the distance of a row's numbers."""
+    points = None if zero_point is None else zero_point.to(torch.int32).contiguous()
+    met: int = cpu.loaded().lowp_quantize_groups(
+        sharing_parameters(cast),
+        TYPE_NUMBERS[x.dtype],
+        x,
+        out,
+        *layout,
+        scale,
+        points,
+        *cpu.drawn_bits(seed),
+        torch.get_num_threads(),
+    )
+    _check(min(met, 0), cast, x.dtype)
+    return met
+
+
+def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
+    """Return codes, scales as in `Quantized`, the outer scale, and the number of NaNs without a code; or None."""
+    format = scaled.scaled_format(cast)
+    if not x.numel() or not scaled.follow_largest(cast) or format.element.bits > 16:
+        return None
+    count, row, group = _layout(x.shape, format.scope)
+    is_packed = packed and _fills_bytes(x.shape, group, format.bits)
+    shape = (*x.shape[:-1], (x.shape[-1] * format.bits + 7) // 8) if is_packed else x.shape
+    codes = torch.empty(shape, dtype=torch.uint8 if is_packed else scaled.code_dtype(format.element), device="cpu")
+    scales = torch.empty(
+        scaled.group_shape(x.shape, format.scope), dtype=scaled.stored_scale_dtype(format), device="cpu"
+    )
+    outer = array("d", (1.0,))
+    nans: int = cpu.loaded().lowp_encode_groups(
+        sharing_parameters(cast),
+        TYPE_NUMBERS[x.dtype],
+        x,
+        codes,
+        is_packed,
+        scales,
+        scales.element_size(),
+        outer,
+        count,
+        row,
+        group,
+        *cpu.drawn_bits(seed),
+        torch.get_num_threads(),
+    )
+    _check(min(nans, 0), cast, x.dtype)
+    codes = packing.pack(codes, format.element) if packed and not is_packed else codes
+    of_all = None if format.outer is None else torch.tensor(outer[0], dtype=torch.float32, device="cpu")
+    return codes, scales, of_all, nans
+
+
+def decode_groups(q: Quantized) -> Tensor | None:
+    """Return the values of codes under their scales; None for layouts that `encode_groups` does not give."""
+    format, shape = scaled.scaled_format(q.cast), q.shape
+    count, row, group = _layout(shape, format.scope)
+    is_packed = q.length is not None
+    kept = torch.uint8 if is_packed else scaled.code_dtype(format.element)
+    if not count or format.element.bits > 16 or q.payload.dtype is not kept:
+        return None
+    if is_packed and not (
+        _fills_bytes(shape, group, format.bits) and q.payload.shape[-1] == (shape[-1] * format.bits + 7) // 8
+    ):
+        return None
+    if q.scale.shape != scaled.group_shape(shape, format.scope) or q.scale.dtype is not scaled.stored_scale_dtype(
+        format
+    ):
+        return None
+    codes, scales = q.payload.contiguous(), q.scale.contiguous()
+    points = None if q.zero_point is None else q.zero_point.to(torch.int32).expand(scales.shape).contiguous()
+    out = torch.empty(shape, dtype=q.dtype, device="cpu")
+    lost = cpu.loaded().lowp_decode_groups(
+        sharing_parameters(q.cast),
+        codes,
+        is_packed,
+        scales,
+        scales.element_size(),
+        1.0 if q.outer is None else float(q.outer),
+        points,
+        TYPE_NUMBERS[q.dtype],
+        out,
+        count,
+        row,
+        group,
+        torch.get_num_threads(),
+    )
+    _check(lost, q.cast, q.dtype)
+    return out
+
+
+def _layout(shape: torch.Size, scope: Scope) -> tuple[int, int, int]:
+    """Return how many numbers a tensor has, how many a row of them, and how many neighbours there share a scale."""
+    count = shape.numel()
+    if scope.kind == "tensor" or not shape:
+        return count, count, count
+    row = count // max(shape[0], 1) if scope.kind == "channel" else shape[-1]
+    return count, row, scaled.block_size(scope, row) if scope.kind == "block" else row
+
+
+def _fills_bytes(shape: torch.Size, group: int, bits: int) -> bool:
+    """Whether all rows and groups of packed codes begin at whole bytes."""
+    is_whole = shape[-1] * bits % 8 == 0 or shape.numel() == shape[-1]
+    return 1 < bits < 8 and is_whole and (group * bits % 8 == 0 or group >= shape[-1])
+
+
+def _check(status: int, cast: Cast, dtype: torch.dtype) -> None:
+    if status > 0:
+        raise InvalidInput(scaled.cannot_hold(cast, dtype))
+    if status < 0:
+        raise MemoryError(f"{cast}: no memory for the scales of the groups")

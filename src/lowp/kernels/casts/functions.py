@@ -1,0 +1,281 @@
+"""The public functions: what is given is checked, and handed to the implementation that `dispatch` chooses.
+
+Ordinary calls go straight to the implementation; calls that torch must see (torch.compile, torch.func, fake tensors,
+subclasses) go through the operators of `custom_ops`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, Overflow
+from lowp.compat import constant_when_compiled, remembered_by_identity
+from lowp.errors import InvalidInput
+from lowp.formats import FloatFormat, Format, Specials
+from lowp.formats.checks import whole_number
+from lowp.kernels import cpu, tracing
+from lowp.kernels.casts import arrays, checks, custom_ops, run, scaled
+from lowp.kernels.casts.floats import CARRIERS
+from lowp.kernels.casts.philox import Draw
+from lowp.kernels.casts.statistics import Statistics
+from lowp.kernels.choose.dispatch import implementation, uses_library
+from lowp.kernels.tracing import is_compiling, is_eager
+from lowp.quantized import Quantized
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def quantize(
+    x: Any,
+    cast: str | Cast | Format | torch.dtype,
+    *,
+    scale: Any = None,
+    seed: int | Tensor = 0,
+    offset: int = 0,
+    out: Any = None,
+) -> Any:
+    """Round `x` to the values of a format, in the dtype of x; a format without a rounding means nearest even.
+
+    x: torch tensor or NumPy array of float64, float32, float16 or bfloat16, of any shape and strides. `scale` is for
+    formats with a shared scale whose scale is not current: one number a group, (scale, zero_point) if affine. `seed`
+    (an int, or a 0-d int64 tensor) decides stochastic rounding, together with the logical (row-major) index of
+    the element. If x is a piece of a larger tensor, `offset` is the index of its first element there: pieces along the
+    first dimension then have the bits of the whole. The result is written to `out`, which is returned; ``out=x`` is in
+    place.
+
+    NaN stays NaN, with its sign; a zero keeps its sign if the format has -0. Gradients pass through unchanged.
+    Raises ValueError for an unknown cast, an `out` of another shape, dtype or device, and for a dtype that cannot hold
+    every result (float16 for bf16); TypeError if x is not a floating-point tensor.
+    """
+    if is_compiling():
+        return custom_ops.quantize(x, cast, scale, seed if offset == 0 else Draw(seed, offset), out)
+    if not isinstance(x, Tensor):
+        return _with_arrays(quantize, x, cast, scale=scale, seed=seed, offset=offset, out=out)
+    plan = checks.plan(cast, x.dtype)
+    # the shortest way for the most frequent calls: microseconds count here
+    if scale is None and type(seed) is int and type(offset) is int and offset == 0 and _goes_straight(x):
+        if out is None and plan.scaling is not None:
+            return run.quantize(cpu, x, plan, None, seed)
+        if out is None:
+            out = torch.empty_like(x)
+            cpu.quantize(x, plan, seed, out)
+            return out
+        if plan.scaling is None and _takes(out, x):
+            cpu.quantize(x, plan, seed, out)
+            if not out.is_inference():
+                torch.autograd.graph.increment_version(out)
+            return out
+    draw = checks.draw(x, seed, offset)
+    if out is not None and not tracing.is_traced():
+        checks.check_out(x, out)
+    if not is_eager(x) or (out is not None and not (_is_ours(x) and _is_ours(out))):
+        return custom_ops.quantize(x, plan, scale, draw, out)
+    module, scales = implementation(x.device), checks.scales(scale, plan, x)
+    if out is None and tracing.is_differentiated(x):
+        return _StraightThrough.apply(module, x, plan, scales, draw)  # type: ignore[no-untyped-call]
+    if out is None:
+        return run.quantize(module, x, plan, scales, draw)
+    run.quantize_into(module, x, plan, scales, draw, out)
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A cast where torch only follows gradients, which pass straight through (Bengio et al. 2013, arXiv 1308.3432).
+
+    No operator is called, and no compiler loaded for one.
+    """
+
+    @staticmethod
+    def forward(context: Any, module: Any, x: Tensor, plan: Cast, scales: Any, draw: Any) -> Tensor:
+        return run.quantize(module, x, plan, scales, draw)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, gradient, None, None, None
+
+
+def quantize_operand(
+    x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool, dtype: torch.dtype | None = None, axis: int = -1
+) -> Tensor:
+    """Return what `quantize` makes of x, but x itself where that is infinite or NaN: an operand of a training step.
+
+    On a CPU the same pass, or one sum, tells whether there is any; an accelerator is not waited for, nor what torch
+    traces. `dtype`: of the result, one that holds every value of the format; by default fp32, or x's fp64. `axis`: that
+    along which groups with a shared scale run, -1 without any.
+    """
+    if not is_traced and type(seed) is int and x.dtype is torch.float32 and _goes_straight(x) and run.is_one_pass(cast):
+        if cast.scaling is None:
+            out = torch.empty_like(x, dtype=dtype)
+            cpu.quantize(x, cast, seed, out, True)
+            return out
+        if run.quantize_finite(x, cast, seed, out := torch.empty_like(x), axis):
+            return out if dtype is None else out.to(dtype)
+    if axis != -1:
+        return quantize_operand(x.movedim(axis, -1).contiguous(), cast, seed, is_traced, dtype).movedim(-1, axis)
+    rounded: Tensor = quantize(x, cast, seed=seed)
+    rounded = rounded if dtype is None else rounded.to(dtype)
+    if keeps_infinities(cast):
+        return rounded
+    # a sum that overflows means a second look, no more
+    if not is_traced and type(x) in _PLAIN and x.is_cpu and not x.is_meta and math.isfinite(float(x.detach().sum())):
+        return rounded
+    return torch.where(x.isfinite(), rounded, x if dtype is None else x.to(dtype))
+
+
+@constant_when_compiled
+@remembered_by_identity
+def keeps_infinities(cast: Cast) -> bool:
+    """Whether the cast itself makes infinities or NaNs of infinities, and NaNs of NaNs."""
+    is_float = isinstance(cast.format, FloatFormat) and cast.format.specials is not Specials.FINITE
+    return is_float and cast.overflow is not Overflow.SATURATE
+
+
+def encode(
+    x: Any,
+    cast: str | Cast | Format | torch.dtype,
+    *,
+    scale: Any = None,
+    seed: int | Tensor = 0,
+    offset: int = 0,
+    packed: bool = False,
+) -> Any:
+    """Round `x` and return the codes of the values; for formats with a shared scale a `Quantized`.
+
+    Codes of float formats have the smallest unsigned dtype (uint8, uint16, uint32, uint64), those of integers are two's
+    complement (int8, int16, int32). `packed` stores codes of less than 8 bits without gaps along the last dimension,
+    the first in the lowest bits, with each row padded to whole bytes: `decode` needs a row's length to unpack them.
+    `scale`, `seed` and `offset` are those of `quantize`.
+
+    Raises ValueError for NaNs that the format has no code for, and says how many there are.
+    """
+    if not is_compiling():
+        if not isinstance(x, Tensor):
+            return _with_arrays(encode, x, cast, scale=scale, seed=seed, offset=offset, packed=packed)
+        cast = checks.as_cast(cast)
+        checks.check_dtype(x.dtype)
+        checks.check_packed(packed)
+        if scale is None and cast.scaling is None and type(seed) is int and type(offset) is int and offset == 0:
+            if not packed and _goes_straight(x):  # as in quantize
+                codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
+                if nans := cpu.encode(x, cast, seed, codes):
+                    run.refuse_nans(nans, x, cast.element)
+                return codes
+        draw = checks.draw(x, seed, offset)
+        if is_eager(x):
+            scales, module = checks.scales(scale, cast, x), implementation(x.device, "encode")
+            if cast.scaling is not None:
+                return run.encode_scaled(module, x.detach(), cast, scales, draw, packed)
+            return run.encode(module, x.detach(), cast, draw, packed)
+    return custom_ops.encode(x, cast, scale, seed if offset == 0 else Draw(seed, offset), packed)
+
+
+def decode(
+    codes: Any,
+    format: str | Format | Cast | torch.dtype,
+    *,
+    dtype: torch.dtype = torch.float32,
+    packed: bool = False,
+    length: int | None = None,
+) -> Any:
+    """Return the values of codes, exactly, in `dtype`. `packed` codes hold `length` to a row (default: all that fit).
+
+    Raises ValueError if `dtype` cannot hold every value of the format, or if the dtype of the codes is not that of
+    `encode`.
+    """
+    if not is_compiling():
+        if not isinstance(codes, Tensor):
+            return _with_arrays(decode, codes, format, dtype=dtype, packed=packed, length=length)
+        checks.check_packed(packed)
+        if length is not None and not packed:
+            raise InvalidInput("length is the length of a packed row: give packed=True, or omit it")
+        if length is not None:
+            length = whole_number("length, how many codes a row holds", length)
+        if dtype not in CARRIERS:
+            raise TypeError(f"decode gives tensors of {checks.carriers()}, not of {dtype}")
+        element = checks.element(format)
+        expected = scaled.code_dtype(element)
+        if codes.dtype != expected and not (packed and codes.dtype == torch.uint8):
+            raise InvalidInput(f"codes of {element} are {expected}, as lowp.encode gives them, not {codes.dtype}")
+        if not checks.holds_format(element, dtype):
+            raise InvalidInput(f"{element}: {dtype} cannot hold every value: decode to torch.float32 or torch.float64")
+        if is_eager(codes):
+            module = implementation(codes.device, "decode")
+            if packed:
+                return run.decode_packed(module, codes, element, dtype, length)
+            return run.decode(module, codes, element, dtype)
+    return custom_ops.decode(codes, format, dtype, packed, length)
+
+
+def dequantize(q: Quantized) -> Tensor:
+    """Return the values of a `Quantized` from `lowp.encode`, in the dtype of the encoded tensor."""
+    if not isinstance(q, Quantized):
+        raise TypeError(f"dequantize takes a Quantized, not {type(q).__name__}: plain codes go to lowp.decode")
+    return run.dequantize(implementation(q.device, "decode"), q.detach())
+
+
+def statistics(x: Any) -> Statistics:
+    """Return exponent histogram, maximum, sum of squares, zeros, NaNs and infinities of a tensor or NumPy array.
+
+    Takes the dtypes, shapes and strides that `quantize` takes, in one pass over the data.
+    """
+    if not is_compiling():
+        if not isinstance(x, Tensor):
+            return _with_arrays(statistics, x)  # type: ignore[no-any-return]
+        checks.check_dtype(x.dtype)
+        checks.check_seed(x, 0)
+        if _is_ours(x):
+            return Statistics(*run.statistics(implementation(x.device, "statistics"), x), x.numel())
+    return Statistics(*custom_ops.statistics(x), x.numel())
+
+
+def _goes_straight(x: Tensor) -> bool:
+    """Whether the C++ library can read the tensor in place, and torch need not see the call."""
+    if not (type(x) in _PLAIN and x.is_cpu and uses_library() and tracing.is_plain(x)):
+        return False
+    try:
+        return x.layout is torch.strided and not x.is_nested and x.is_contiguous() and x.data_ptr() != 0
+    except RuntimeError:  # what outlived its torch.func transform: a wrapper without storage, which torch opens
+        return False
+
+
+def _takes(out: Any, x: Tensor) -> bool:
+    """Whether the C++ library can write into `out`, where x `_goes_straight`: it is x, or lies in other memory."""
+    if out is x:
+        return True
+    if not isinstance(out, Tensor) or out.dtype is not x.dtype or out.shape != x.shape or not _goes_straight(out):
+        return False
+    return abs(out.data_ptr() - x.data_ptr()) >= x.nbytes
+
+
+def _is_ours(x: Tensor) -> bool:
+    return is_eager(x) and not tracing.is_differentiated(x)
+
+
+def _with_arrays(function: Any, x: Any, *arguments: Any, **named: Any) -> Any:
+    """Call a function that takes tensors with what NumPy arrays hold, and return arrays."""
+    if not arrays.is_array(x):
+        raise TypeError(
+            f"lowp takes torch tensors and NumPy arrays, not {type(x).__name__}: torch.tensor(...) or numpy.array(...) "
+            "makes one of numbers"
+        )
+    array = arrays.to_array(x)
+    out = named.get("out")
+    if out is not None:
+        if not arrays.is_array(out):
+            raise TypeError(f"out must be an array if x is one, not {type(out).__name__}")
+        named["out"] = arrays.to_tensor(out, writing=True)
+    if arrays.is_array(named.get("scale")):
+        named["scale"] = arrays.to_tensor(arrays.to_array(named["scale"]))
+    dtype = named.get("dtype", array.dtype)
+    if "dtype" in named:
+        named["dtype"] = arrays.to_dtype(dtype)
+    result = function(arrays.to_tensor(array), *arguments, **named)
+    if out is not None:
+        return out
+    return arrays.to_numpy(result, dtype) if isinstance(result, Tensor) else result

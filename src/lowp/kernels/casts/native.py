@@ -1,0 +1,47 @@
+"""Casts that torch's own dtypes do, bit for bit as `reference` does: few, and only where that is proven.
+
+fp32 to fp16 and bf16 in nearest-even, and the format of the carrier itself. Not here: e4m3fn (torch changed its
+overflow between versions), fp64 to 16 bits (torch rounds twice, through fp32), fp64 to fp32 (flush-to-zero changes it).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, Overflow, Rounding
+from lowp.errors import Unavailable
+from lowp.formats import FORMATS
+from lowp.kernels.casts.floats import narrow, sign_and_magnitude, with_sign
+from lowp.kernels.casts.philox import Seed
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
+    """Write the values that `cast` makes of `x` into `out`, which may be `x`; raise Unavailable for others."""
+    through = _dtype(cast)
+    if through is None or (x.dtype, through) not in _EXACT:
+        known = "fp16 and bf16 from torch.float32, and a dtype's own format, to nearest-even with overflow to infinity"
+        raise Unavailable(f"native does not have {cast} from {x.dtype}, only {known}; bitwise and reference have it")
+    if through == x.dtype:
+        out.copy_(narrow(x, x.dtype))
+        return
+    negative, _ = sign_and_magnitude(x)
+    _, magnitude = sign_and_magnitude(narrow(x.to(through).to(x.dtype), x.dtype))
+    out.copy_(with_sign(magnitude, negative, x.dtype))  # torch forgets the sign of a NaN in bf16
+
+
+_EXACT = {(dtype, dtype) for dtype in (torch.float32, torch.float64)} | {
+    (torch.float32, torch.float16),
+    (torch.float32, torch.bfloat16),
+}
+
+
+def _dtype(cast: Cast) -> torch.dtype | None:
+    """Return the dtype whose conversion is this cast, if there is one."""
+    for name, dtype in DTYPES.items():
+        if cast.format == FORMATS[name]:
+            exact = cast.rounding is Rounding.NEAREST_EVEN and cast.overflow is Overflow.INFINITY
+            return dtype if exact else None
+    return None

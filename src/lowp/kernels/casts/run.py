@@ -1,0 +1,252 @@
+"""Preparation of the public functions' tensors for an implementation: layout, aliasing, shared scales.
+
+Each function receives the implementation to run. Tensors are plain: no gradients, no modes. Shared scales are computed
+in fp64, on the CPU for devices without fp64.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.compat import remembered_by_identity
+from lowp.errors import InvalidInput
+from lowp.formats import FloatFormat, IntFormat, ScaledFormat
+from lowp.kernels import cpu
+from lowp.kernels.casts import cpu_groups, packing, scaled
+from lowp.kernels.casts.floats import home, narrow, widen
+from lowp.kernels.casts.philox import Seed
+from lowp.kernels.casts.scaled import Scales
+from lowp.kernels.int16 import cpu_int16
+from lowp.kernels.int16.mantissas import has_mantissas
+from lowp.quantized import Quantized
+
+
+def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
+    """Return `x` rounded by `cast`, with x's strides if x is dense."""
+    x = _readable(x)
+    if cast.scaling is not None:
+        values = _quantize_scaled(module, x.to(home(x.device)), cast, scales, seed).to(x.device)
+        return values if x.is_contiguous() else torch.empty_like(x).copy_(values)
+    out = torch.empty_like(x)
+    if x.is_contiguous() or module is not cpu:
+        _call(module, x, cast, seed, out)
+    elif not cast.is_stochastic and x.stride() == out.stride() and is_dense(x.shape, x.stride()):
+        # element-wise: the order does not matter, so that elements are taken in memory order
+        _call(module, x.as_strided((x.numel(),), (1,)), cast, seed, out.as_strided((x.numel(),), (1,)))
+    else:
+        contiguous = x.contiguous()
+        _call(module, contiguous, cast, seed, contiguous)
+        out.copy_(contiguous)
+    return out
+
+
+def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed, out: Tensor) -> None:
+    """Write the values into `out`, which may be `x`, overlap it, or have other strides."""
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise InvalidInput("out is expanded: several of its elements share one number in memory; give out.contiguous()")
+    cpu.begin(out)
+    same = out is x or (out.data_ptr() == x.data_ptr() and out.stride() == x.stride())
+    direct = x.is_contiguous() and out.is_contiguous() and not out.is_neg() and (same or not _overlap(x, out))
+    if direct and cast.scaling is None:
+        _call(module, _readable(x), cast, seed, out)
+    elif direct and module is cpu and scales is None and x.dtype.itemsize > 2:  # 16 bits may be refused
+        if cpu_groups.quantize_groups(_readable(x), cast, seed, out) is None:
+            out.copy_(quantize(module, x, cast, scales, seed))
+    else:
+        out.copy_(quantize(module, x, cast, scales, seed))
+
+
+def encode(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, packed: bool) -> Tensor:
+    """Return the codes; raise ValueError for NaNs without a code."""
+    fused = getattr(module, "encode_packed", None) if packed else None
+    if fused is not None and (made := fused(_readable(x).contiguous(), cast, seed)) is not None:
+        refuse_nans(made[1], x, cast.element)
+        found: Tensor = made[0]
+        return found
+    codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
+    refuse_nans(module.encode(_readable(x).contiguous(), cast, seed, codes), x, cast.element)
+    return packing.pack(codes, cast.element) if packed else codes
+
+
+def refuse_nans(nans: int, x: Tensor, element: FloatFormat | IntFormat) -> None:
+    """Raise InvalidInput where a tensor has NaNs that its elements have no code for."""
+    if nans:
+        raise InvalidInput(
+            f"{nans} of {x.numel()} numbers are NaN, which {element} has no code for: "
+            "replace them first (torch.nan_to_num), or choose a format with NaN"
+        )
+
+
+def decode(module: ModuleType, codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
+    """Return the values of codes in `dtype`."""
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    module.decode(_readable(codes).contiguous(), format, out)
+    return out
+
+
+def decode_packed(
+    module: ModuleType, packed: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype, length: int | None
+) -> Tensor:
+    """Return the values of codes packed in rows of bytes, `length` codes per row, in `dtype`."""
+    fused = getattr(module, "decode_packed", None)
+    if fused is not None and format.bits not in (8, 16, 32, 64):
+        count = packing.length_of(packed, format, length)
+        out = torch.empty(*packed.shape[:-1], count, dtype=dtype, device=packed.device)
+        if fused(_readable(packed).contiguous(), format, out):
+            return out
+    return decode(module, packing.unpack(packed, format, length), format, dtype)
+
+
+def statistics(module: ModuleType, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three tensors of `Statistics`."""
+    x = _readable(x)
+    if not x.is_contiguous():
+        # the order matters only to the last bit of the sum
+        x = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.contiguous()
+    histogram, maximum, squares, zeros, nan, infinite = module.statistics(x)
+    if isinstance(maximum, Tensor):
+        return histogram, torch.stack((maximum, squares)), torch.stack((zeros, nan, infinite))
+    extremes = torch.tensor((maximum, squares), dtype=torch.float64, device=x.device)
+    return histogram.to(x.device), extremes, torch.tensor((zeros, nan, infinite), device=x.device)
+
+
+def encode_scaled(
+    module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed, packed: bool
+) -> Quantized:
+    """Return codes and scales; raise ValueError for NaNs that neither can represent. A 0-d tensor is not packed."""
+    packed = packed and x.ndim > 0
+    device = x.device
+    x, format = _readable(x).to(home(device)), scaled.scaled_format(cast)
+    fused = getattr(_of_groups(module), "encode_groups", None) if scales is None else None
+    if fused is not None and (made := fused(x.contiguous(), cast, seed, packed)) is not None:
+        payload, kept, outer, nans = made
+        refuse_nans(nans, x, format.element)
+        return Quantized(payload, kept, cast, outer, None, x.dtype, _packed_length(payload, x, format, packed))
+    scales = scaled.choose(x, cast) if scales is None else scales
+    payload = _payload(module, x, cast, scales, seed, packed)
+    zero_point = None if scales.zero_point is None else scales.zero_point.to(torch.int32)
+    outer = None if scales.outer is None else narrow(scales.outer, torch.float32)
+    length = _packed_length(payload, x, format, packed)
+    found = Quantized(payload, scaled.stored_scales(scales.scale, format), cast, outer, zero_point, x.dtype, length)
+    return found if x.device == device else found.to(device)
+
+
+def _payload(module: ModuleType, x: Tensor, cast: Cast, scales: Scales, seed: Seed, packed: bool) -> Tensor:
+    """Return the codes of the elements; 0 in a group whose scale is NaN."""
+    format, wide, by = scaled.scaled_format(cast), widen(x), scaled.divisor(scales)
+    if module is cpu and scales.zero_point is None and bool((by.isfinite() & (by > 0)).all()):
+        return encode(module, wide / scaled.spread(by, x.shape, format.scope), cast.element_cast, seed, packed)
+    element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
+    poisoned = scaled.spread(scales.scale, x.shape, format.scope).isnan()
+    return encode(module, torch.where(poisoned, 0.0, element), Cast(format.element), 0, packed)
+
+
+def _packed_length(payload: Tensor, x: Tensor, format: ScaledFormat, packed: bool) -> int | None:
+    """Return the number of elements in a row of packed codes; None if they fill whole bytes."""
+    return x.shape[-1] if packed and payload.dtype == torch.uint8 and format.element.bits != 8 else None
+
+
+def dequantize(module: ModuleType, q: Quantized) -> Tensor:
+    """Return the values of a Quantized."""
+    format = q.cast.format
+    assert isinstance(format, ScaledFormat)
+    if (there := home(q.device)) != q.device:
+        return dequantize(module, q.to(there)).to(q.device)
+    if module is cpu and (found := cpu_groups.decode_groups(q)) is not None:
+        return found
+    decoded = decode if q.length is None else partial(decode_packed, length=q.length)
+    element = decoded(module, q.payload, format.element, torch.float64)
+    zero_point = None if q.zero_point is None else q.zero_point.to(torch.float64)
+    outer = None if q.outer is None else widen(q.outer)
+    return scaled.values(element, q.cast, Scales(scaled.read_scales(q.scale, format), zero_point, outer), q.dtype)
+
+
+def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
+    x = x.contiguous()
+    fused = getattr(_of_groups(module), "quantize_groups", None) if scales is None else None
+    if fused is not None and (found := fused(x, cast, seed)) is not None:
+        return found  # type: ignore[no-any-return]
+    if scales is None:
+        scales = scaled.choose(x, cast)
+    if module is cpu and x.numel():
+        by = scaled.divisor(scales).expand(scales.scale.shape).contiguous()
+        return cpu_groups.quantize_scaled(x, cast, by, seed, None, scales.zero_point)
+    wide = widen(x)
+    return scaled.values(scaled.elements(wide, cast, scales, _element_cast(module, seed)), cast, scales, x.dtype)
+
+
+def _of_groups(module: ModuleType) -> ModuleType:
+    """Return the module that may have an implementation's functions of whole formats with shared scales."""
+    return cpu_groups if module is cpu else module
+
+
+@remembered_by_identity
+def is_one_pass(cast: Cast) -> bool:
+    """Whether the C++ library rounds a whole fp32 tensor in one call.
+
+    Such casts are element-wise, or their scales follow from the largest magnitudes.
+    """
+    return not isinstance(cast.format, ScaledFormat) or scaled.follow_largest(cast)
+
+
+def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int = -1) -> bool:
+    """Write the values of x by a cast with shared scales that `is_one_pass` into `out`, both fp32 and contiguous.
+
+    Groups run along `axis`. Returns False, with `out` undefined, if x is not finite, and for groups along an axis that
+    the library cannot follow.
+    """
+    scaling = cast.scaling
+    if has_mantissas(cast) and scaling is not None and scaling.kind == "current":
+        return cpu_int16.current_values(x, cast, seed, out)
+    return cpu_groups.quantize_finite(x, cast, seed, out, axis)
+
+
+def _element_cast(module: ModuleType, seed: Seed) -> scaled.ElementCast:
+    def cast_elements(x: Tensor, cast: Cast) -> Tensor:
+        x = x.contiguous()
+        _call(module, x, cast, seed, x)
+        return x
+
+    return cast_elements
+
+
+def _call(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
+    module.quantize(x, cast, seed, out)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return the tensor with its numbers in memory: lazy negations resolved, and autograd's zero tensors filled."""
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    cpu.begin(x)
+    return x.resolve_neg()
+
+
+def _overlap(x: Tensor, out: Tensor) -> bool:
+    """Whether two tensors may share memory, also with different storages (two views of one NumPy array)."""
+    if x.device != out.device or not x.numel():
+        return False
+    (first, end), (other, other_end) = _addresses(x), _addresses(out)
+    return first < other_end and other < end
+
+
+def _addresses(x: Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of a nonempty tensor, and that after its last byte."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    first = x.data_ptr()
+    return first, first + (reach + 1) * x.element_size()
+
+
+def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements of a tensor fill their memory without gaps or overlap."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,400 @@
+"""Formats with a shared scale: the scales of groups, the elements under them, and their values.
+
+All computations are in fp64, so that there is one rounding to the element and one to the result's dtype. The functions
+that cast elements are arguments, and the rest is common to all implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, Overflow
+from lowp.compat import remembered_by_identity
+from lowp.errors import InvalidInput
+from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
+from lowp.kernels.casts import bitwise
+from lowp.kernels.casts.floats import CARRIERS, floor_log2, home, largest_finite, maximum, narrow, two_to_the, widen
+from lowp.kernels.casts.packing import as_integers
+from lowp.kernels.choose.dispatch import fastest
+
+FP32 = FORMATS["fp32"]
+assert isinstance(FP32, FloatFormat)
+TO_FP32 = Cast(FP32, overflow=Overflow.SATURATE)
+
+ElementCast = Callable[[Tensor, Cast], Tensor]
+
+
+class Scales(NamedTuple):
+    """The scales of a tensor's groups, in fp64 and in the groups' shape; `outer` is one number for all."""
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+    outer: Tensor | None = None
+
+
+def scaled_format(cast: Cast) -> ScaledFormat:
+    """Return the cast's format, which has a shared scale."""
+    assert isinstance(cast.format, ScaledFormat)
+    return cast.format
+
+
+def group_shape(shape: torch.Size, scope: Scope) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor of this shape; a 0-d tensor counts as one of length 1."""
+    if scope.kind == "tensor":
+        return ()
+    if scope.kind == "channel":
+        return tuple(shape[:1]) or (1,)
+    if scope.kind == "row":
+        return tuple(shape[:-1])
+    return (*shape[:-1], -(-(shape[-1] if shape else 1) // scope.size))
+
+
+def fold(x: Tensor, scope: Scope) -> Tensor:
+    """Return the elements with those of a group along the last dimension; partial blocks are padded with zeros."""
+    if scope.kind == "tensor":
+        return x.reshape(-1)
+    if x.ndim == 0:
+        x = x.reshape(1)
+    if scope.kind == "row":
+        return x
+    if scope.kind == "channel":
+        return x.reshape(x.shape[0], x[:1].numel())
+    size = block_size(scope, x.shape[-1])
+    if missing := -x.shape[-1] % size:
+        x = torch.nn.functional.pad(x, (0, missing))
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def block_size(scope: Scope, length: int) -> int:
+    """Return how many neighbours in a row share a scale: the block size, or the length of a shorter row."""
+    return min(scope.size, max(length, 1))
+
+
+def spread(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
+    """Return the scale of every element, in a shape that broadcasts to the tensor's."""
+    if scope.kind == "tensor" or not shape:
+        return scale.reshape(())
+    if scope.kind == "channel":
+        return scale.reshape(-1, *(1,) * (len(shape) - 1))
+    if scope.kind == "row":
+        return scale.unsqueeze(-1)
+    return scale.repeat_interleave(block_size(scope, shape[-1]), dim=-1)[..., : shape[-1]]
+
+
+# -- choice of scales -------------------------------------------------------------------------------------------------
+def choose(x: Tensor, cast: Cast) -> Scales:
+    """Return the scales of the tensor `x` (any float dtype) under current or static scaling.
+
+    Sources: OCP MX 1.0 section 6.3 (e8m0); Das et al. 2018, arXiv 1802.00930, section 3.1 (a power of two per tensor);
+    Rastegari et al. 2016, arXiv 1603.05279, equation 6 (binary: the mean magnitude); Li et al. 2016, arXiv 1605.04711,
+    equations 5 and 6 (ternary: the mean of the magnitudes above 0.7 of their mean).
+    """
+    format, scaling = scaled_format(cast), cast.scaling
+    assert scaling is not None
+    if scaling.kind == "static":
+        assert scaling.exponent is not None
+        exponent = torch.full(group_shape(x.shape, format.scope), scaling.exponent, device=x.device)
+        return Scales(two_to_the(exponent))
+    if scaling.kind != "current":
+        raise InvalidInput(
+            f"{cast}: a {scaling.kind} scale depends on earlier tensors, which a cast does not record: use current "
+            "scaling, or lowp.quantize with scale= computed from those tensors (lowp.statistics(x).maximum)"
+        )
+    if format.affine or is_mean(format):
+        wide = widen(x)
+        if format.affine:
+            return _affine(wide, format)
+        mean = _mean_magnitude if format.element.bits == 1 else _mean_of_large
+        return Scales(mean(wide, format.scope))
+    largest, is_finite = largest_finite(fold(x, format.scope))
+    if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
+        scale = _power_of_two(largest, format, scaling.headroom)
+        outer = None
+    else:
+        scale, outer = _ratio(largest * 2.0**scaling.headroom, maximum(largest.reshape(-1)), format)
+    if isinstance(format.scale, FloatFormat) and format.scale.bits <= 8 and format.scale.has_nan:
+        # a scale of NaN marks a group with a NaN or an infinity, for scales of few bits (OCP MX 1.0 section 6.3)
+        scale = torch.where(is_finite, scale, torch.nan)
+    return Scales(scale, None, outer)
+
+
+def _power_of_two(largest: Tensor, format: ScaledFormat, headroom: int) -> Tensor:
+    element, scale = format.element, format.scale
+    top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
+    lowest, highest = exponent_range(scale)
+    exponent = floor_log2(largest) - top + headroom
+    if format.scope.kind == "tensor":
+        exponent = torch.where(largest == 0, 0, exponent)
+    return two_to_the(exponent.clamp(lowest, highest))
+
+
+def exponent_range(scale: FloatFormat | PowerOfTwo) -> tuple[int, int]:
+    """Return the smallest and largest exponent of a scale."""
+    return scale.min_exponent, scale.max_exponent
+
+
+def _ratio(largest: Tensor, of_all: Tensor, format: ScaledFormat) -> tuple[Tensor, Tensor | None]:
+    """Return scale = largest / element's maximum (/ outer), rounded to the scale's format, and the outer scale."""
+    assert isinstance(format.scale, FloatFormat)
+    highest = float(format.element.maximum)
+    if format.outer is None:
+        return _rounded_scale(largest / highest, format.scale), None
+    outer = outer_scale(of_all, format)
+    scale = _rounded(largest / highest / outer, Cast(format.scale, overflow=Overflow.SATURATE))
+    return scale, outer
+
+
+def outer_scale(largest: Tensor, format: ScaledFormat) -> Tensor:
+    """Return the outer scale of a tensor from its largest finite magnitude."""
+    assert isinstance(format.scale, FloatFormat) and format.outer is not None
+    return _rounded_scale(largest / (format.scale.maximum * float(format.element.maximum)), format.outer)
+
+
+def _rounded(x: Tensor, cast: Cast) -> Tensor:
+    """Return fp64 numbers rounded by an elementwise cast."""
+    values = torch.empty_like(x, memory_format=torch.contiguous_format)
+    fastest(x.device).quantize(x.contiguous(), cast, 0, values)
+    return values
+
+
+def _rounded_scale(scale: Tensor, format: FloatFormat) -> Tensor:
+    """Return a scale in its format: 1 for an all-zero group, otherwise normal, as subnormal numbers have few bits."""
+    rounded = _rounded(scale, Cast(format, overflow=Overflow.SATURATE))
+    return torch.where(scale == 0, 1.0, rounded.clamp(min=format.smallest_normal))
+
+
+def _mean_magnitude(x: Tensor, scope: Scope) -> Tensor:
+    finite = torch.where(x.isfinite(), x, 0.0)
+    count = fold(x.isfinite().to(torch.float64), scope).sum(-1)
+    mean = fold(finite.abs(), scope).sum(-1) / count.clamp(min=1)
+    return _rounded_scale(mean, FP32)  # type: ignore[arg-type]
+
+
+def is_mean(format: ScaledFormat) -> bool:
+    """Whether scales are means of magnitudes, not maxima: of binary and ternary formats."""
+    return format.element.bits == 1 or is_ternary(format)
+
+
+def is_ternary(format: Format) -> bool:
+    """Whether a scaled format has elements -1, 0 and 1 and scales with fractions, which are not the maximum."""
+    if not isinstance(format, ScaledFormat) or format.affine or format.scale != FP32:
+        return False
+    element = format.element
+    return isinstance(element, IntFormat) and element.bits == 2 and element.symmetric
+
+
+@remembered_by_identity
+def follow_largest(cast: Cast) -> bool:
+    """Whether the scales of a cast depend on its groups' largest magnitudes alone, or are static powers of two."""
+    format, scaling = cast.format, cast.scaling
+    if not isinstance(format, ScaledFormat) or scaling is None or format.affine or format.element.bits == 1:
+        return False
+    if isinstance(format.element, FloatFormat) and not format.element.has_zero:
+        return False
+    scale = format.scale
+    if isinstance(scale, FloatFormat) and not scale.has_zero and scale.mantissa_bits:
+        return False
+    is_power = isinstance(scale, PowerOfTwo) or not scale.has_zero
+    return (scaling.kind == "current" or (scaling.kind == "static" and is_power)) and not is_ternary(format)
+
+
+def _mean_of_large(x: Tensor, scope: Scope) -> Tensor:
+    """Return the ternary scale: the mean of magnitudes above 0.7 of their mean. Rounding cuts at half of it."""
+    folded = fold(torch.where(x.isfinite(), x, 0.0).abs(), scope)
+    count = fold(x.isfinite().to(torch.float64), scope).sum(-1, keepdim=True)
+    large = folded > 0.7 * folded.sum(-1, keepdim=True) / count.clamp(min=1)
+    mean = torch.where(large, folded, 0.0).sum(-1) / large.sum(-1).clamp(min=1)
+    return _rounded_scale(mean, FP32)  # type: ignore[arg-type]
+
+
+def _affine(x: Tensor, format: ScaledFormat) -> Scales:
+    """Return scale = (max - min) / (2**bits - 1), for a range widened to contain 0, and the zero point."""
+    element = format.element
+    assert isinstance(element, IntFormat) and isinstance(format.scale, FloatFormat)
+    folded = fold(torch.where(x.isfinite(), x, 0.0), format.scope)
+    highest, lowest = maximum(folded).clamp(min=0), (-maximum(-folded)).clamp(max=0)
+    scale = _rounded_scale((highest - lowest) / (element.maximum - element.minimum), format.scale)
+    zero_point = (element.minimum - lowest / scale).round().clamp(element.minimum, element.maximum)
+    return Scales(scale, zero_point)
+
+
+# -- elements and values ----------------------------------------------------------------------------------------------
+def divisor(scales: Scales) -> Tensor:
+    """Return the divisor of values: scale * outer, exact in fp64."""
+    return scales.scale if scales.outer is None else scales.scale * scales.outer
+
+
+def elements(x: Tensor, cast: Cast, scales: Scales, element_cast: ElementCast) -> Tensor:
+    """Return the elements of the fp64 tensor `x` in fp64: its numbers divided by their scale, and cast."""
+    format = scaled_format(cast)
+    by = spread(divisor(scales), x.shape, format.scope)
+    quotient = torch.where(by == 0, x * 0.0, x / by)  # a zero keeps its sign
+    quotient = torch.where(by.isnan(), torch.nan, quotient)
+    if scales.zero_point is None:
+        return element_cast(quotient, cast.element_cast)
+    assert isinstance(format.element, IntFormat)
+    element = format.element
+    wide = Cast(IntFormat("wide", min(element.bits + 2, 32)), cast.rounding, None, None, cast.random_bits)
+    zero_point = spread(scales.zero_point, x.shape, format.scope)
+    return (element_cast(quotient, wide) + zero_point).clamp(element.minimum, element.maximum)
+
+
+def values(element: Tensor, cast: Cast, scales: Scales, dtype: torch.dtype) -> Tensor:
+    """Return the values of the elements in `dtype`; inexact products are rounded once, to nearest even."""
+    scope = scaled_format(cast).scope
+    if scales.zero_point is not None:
+        element = element - spread(scales.zero_point, element.shape, scope)
+    wide = element * spread(divisor(scales), element.shape, scope)
+    if dtype == torch.float64:
+        return narrow(wide, dtype)
+    if dtype != torch.float32 and not has_power_of_two(scaled_format(cast)):
+        return narrow(_rounded(wide, replace(_TO_16_BITS[dtype], overflow=Overflow.SATURATE)), dtype)
+    found = narrow(_rounded(wide, TO_FP32), torch.float32)
+    if dtype != torch.float32:
+        rounded = narrow(_rounded(found, _TO_16_BITS[dtype]), dtype)
+        if not torch.equal(widen(rounded).nan_to_num(), widen(found).nan_to_num()):
+            raise InvalidInput(cannot_hold(cast, dtype))
+        return rounded
+    return found
+
+
+_TO_16_BITS = {torch.float16: Cast("fp16"), torch.bfloat16: Cast("bf16")}  # type: ignore[arg-type]
+
+
+def cannot_hold(cast: Cast, dtype: torch.dtype) -> str:
+    """Return the error message for a dtype that does not represent all results."""
+    wider = "float64" if dtype == torch.float32 else "float32"
+    return f"{cast}: {dtype} cannot hold every result exactly: convert to {wider} first"
+
+
+def has_power_of_two(format: ScaledFormat) -> bool:
+    """Whether every scale of a format is a power of two."""
+    return format.outer is None and (isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero)
+
+
+# -- given scales and stored scales -----------------------------------------------------------------------------------
+def given(scale: object, cast: Cast, x: Tensor) -> Scales:
+    """Return scales given by the caller: a number, or a tensor with one per group; (scale, zero_point) if affine.
+
+    Scales in fp32 are rounded to it. Raises ValueError for a wrong shape, and for a scale that is not positive or, if
+    it must be a power of two, not a number of its format.
+    """
+    format = scaled_format(cast)
+    if format.outer is not None:
+        raise InvalidInput(f"{cast}: its two levels of scale are always computed from the tensor: omit scale=")
+    zero_point = None
+    if format.affine:
+        if not isinstance(scale, tuple) or len(scale) != 2:
+            raise InvalidInput(f"{cast} is affine: give scale=(scale, zero_point)")
+        scale, offset = scale
+        zero_point = _given(offset, "zero_point", cast, x).round()
+        _check_zero_point(zero_point, offset, cast)
+    found = _given(scale, "scale", cast, x)
+    if format.scale == FP32:
+        found = widen(found.to(torch.float32))
+    if not found.is_cuda and not bool(_is_scale(found, format.scale).all()):
+        raise InvalidInput(
+            f"{cast}: scale {scale} is not a number of the format of its scale, {format.scale}: "
+            "give positive numbers of that format"
+        )
+    return Scales(found, zero_point)
+
+
+def _check_zero_point(zero_point: Tensor, given: object, cast: Cast) -> None:
+    element = cast.element
+    if zero_point.is_cuda or bool(((zero_point >= element.minimum) & (zero_point <= element.maximum)).all()):
+        return
+    raise InvalidInput(
+        f"{cast}: zero point {given} is not a number of {element}: "
+        f"give whole numbers from {element.minimum} to {element.maximum}"
+    )
+
+
+def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor)):
+        raise TypeError(f"{cast}: {name} must be a number or a tensor, not {type(scale).__name__}")
+    shape = group_shape(x.shape, scaled_format(cast).scope)
+    if isinstance(scale, Tensor):
+        if scale.is_meta or scale.layout is not torch.strided or scale.is_complex():
+            raise TypeError(
+                f"{cast}: {name} must be a strided tensor of real numbers, not {scale.layout} {scale.dtype}"
+            )
+        if scale.dtype not in CARRIERS:
+            scale = scale.to(home(scale.device)).to(torch.float64)
+        found = scale.detach().to(home(x.device))
+    else:
+        found = torch.full((), float(scale), dtype=torch.float64, device=home(x.device))
+    count = 1
+    for size in shape:
+        count *= size
+    if found.numel() == 1:
+        return widen(found.reshape(()).expand(shape))
+    if found.numel() != count:
+        expected = f"shape {shape}" if shape else "one number"
+        raise InvalidInput(f"{cast}: {name} has shape {tuple(found.shape)}; a tensor {tuple(x.shape)} takes {expected}")
+    return widen(found.reshape(shape))
+
+
+def _is_scale(scale: Tensor, format: FloatFormat | PowerOfTwo) -> Tensor:
+    if isinstance(format, FloatFormat) and format.has_zero:
+        return (_rounded(scale, Cast(format)) == scale) & (scale > 0) & scale.isfinite()
+    lowest, highest = exponent_range(format)
+    exponent = floor_log2(scale)
+    inside = (scale > 0) & scale.isfinite() & (exponent >= lowest) & (exponent <= highest)
+    found = inside & (two_to_the(exponent.clamp(-1022, 1023)) == scale)
+    return found | scale.isnan() if isinstance(format, FloatFormat) else found
+
+
+def stored_scales(scale: Tensor, format: ScaledFormat) -> Tensor:
+    """Return scales as `Quantized` stores them: fp32 values, codes, or exponents."""
+    if isinstance(format.scale, PowerOfTwo):
+        exponent = floor_log2(scale)
+        if format.scope.kind == "tensor":
+            return exponent.to(torch.int32)
+        offset = exponent - format.scale.min_exponent
+        return offset.to(torch.uint8) if format.scale.bits <= 8 else offset.to(torch.int16).view(torch.uint16)
+    if format.scale == FP32:
+        return narrow(scale, torch.float32)
+    codes = torch.empty(scale.shape, dtype=code_dtype(format.scale), device=scale.device)
+    bitwise.encode(scale, Cast(format.scale), 0, codes)
+    return codes
+
+
+def stored_scale_dtype(format: ScaledFormat) -> torch.dtype:
+    """Return the dtype of `stored_scales`."""
+    if isinstance(format.scale, PowerOfTwo):
+        if format.scope.kind == "tensor":
+            return torch.int32
+        return torch.uint8 if format.scale.bits <= 8 else torch.uint16
+    return torch.float32 if format.scale == FP32 else code_dtype(format.scale)
+
+
+def read_scales(stored: Tensor, format: ScaledFormat) -> Tensor:
+    """Return `stored_scales` as fp64 values."""
+    if isinstance(format.scale, PowerOfTwo):
+        if format.scope.kind == "tensor":
+            return two_to_the(stored)
+        exponent = as_integers(stored)
+        scale = two_to_the((exponent + format.scale.min_exponent).clamp(max=format.scale.max_exponent))
+        beyond = exponent > format.scale.max_exponent - format.scale.min_exponent  # the NaN of e8m0, for mxint8
+        return torch.where(beyond, torch.nan, scale)
+    if format.scale == FP32:
+        return widen(stored)
+    return bitwise.decoded(stored, format.scale, torch.float64)
+
+
+def code_dtype(element: FloatFormat | IntFormat) -> torch.dtype:
+    """Return the smallest dtype of a code: unsigned for float formats, signed two's complement for integers."""
+    signed = isinstance(element, IntFormat)
+    if element.bits <= 8:
+        return torch.int8 if signed else torch.uint8
+    if element.bits <= 16:
+        return torch.int16 if signed else torch.uint16
+    if element.bits <= 32:
+        return torch.int32 if signed else torch.uint32
+    return torch.uint64

@@ -1,0 +1,1 @@
+"""What computes: which implementation, what the processor is, and why, in words."""

@@ -1,0 +1,301 @@
+"""Matrix products and convolutions of int16 mantissas: exact, or chained as DFP-16 defines it.
+
+A tensor of mantissas with a shared exponent stands for mantissa * 2^exponent; the sum of products of two such tensors
+is an integer times 2^(exponent of a + exponent of b). Two ways to write that sum:
+
+* exact: the integer is exact whatever the operands (all -32768 included) and is rounded once, to nearest even, where it
+  is written as int16 mantissas, fp32 or fp64; int64 is not rounded at all. (Flexpoint: Köster et al. 2017,
+  arXiv 1711.02213.)
+* chained: the depth is cut into blocks of 256 elements; the exact sum of each block is rounded to fp32 and the blocks
+  are added in fp32 in order, beginning with 0; the result is multiplied by 2^exponent and rounded once. This is the
+  fp32 accumulation of DFP-16 (Das et al. 2018, arXiv 1802.00930) with its longest chain; the addition here is
+  that the sum of a block is exact for ALL operands. A block runs as one int32 chain where the Cauchy-Schwarz inequality
+  on its norms proves that int32 cannot overflow, as several shorter chains where it proves those, and otherwise modulo
+  2^32 beside a sum of the seven leading bits, which tells the multiple of 2^32. So the bits depend
+  neither on the proof, nor on the threads, nor on the processor.
+
+On the CPU the C++ library does this for AVX2, AVX-512 VNNI, NEON and in plain C++; `integer_reference` is the
+definition in torch, serves where the library was not built, and gives the same bits. On CUDA devices of compute
+capability 8.0 and above Triton's kernel does it on int8 tensor cores, a convolution as the matrix product of its
+windows; below 8.0, for which Triton does not compile such products, the definition does, in fp64. What was seen is read
+by the host: a call waits for the device. All of it is forward only: autograd sees nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import InvalidInput, Unavailable, unknown
+from lowp.kernels import cpu, triton
+from lowp.kernels.choose.dispatch import capability, forced
+from lowp.kernels.int16 import integer_run
+from lowp.kernels.int16.integer_reference import ConvolutionShape
+from lowp.kernels.int16.integer_run import KINDS, PRODUCTS, Bias, NotFinite, Output, observed
+
+__all__ = [
+    "PRODUCTS",
+    "Bias",
+    "Chained",
+    "ConvolutionShape",
+    "Exact",
+    "NotFinite",
+    "convolution_chained",
+    "convolution_exact",
+    "matmul_chained",
+    "matmul_exact",
+    "observed",
+]
+
+KERNELS = ("avx512", "avx2", "neon", "portable", "reference")
+LARGEST_DEPTH = 1 << 32  # |sum| <= depth * 2^30 must fit int64
+LARGEST_EXPONENT = 900  # so that no intermediate of fp64 under- or overflows
+_DEVICES = ("cpu", "cuda")
+_ANYWHERE = ("reference", "triton")  # the kernels that are no C++
+_FIRST_CAPABILITY = (8, 0)  # Ampere: for Turing's int8 products Triton makes no code
+# the kernel that is meant by what `lowp.kernels.use` asks for
+_WAYS = {"reference": "reference", "bitwise": "reference", "triton": "triton"}
+
+
+class Exact(NamedTuple):
+    """The result of an exact product, and observations made while it was written.
+
+    `saturated` counts the elements that did not fit int16 and `largest_mantissa` is max |mantissa| after saturation
+    (32768 for -32768), the maximum that Autoflex takes; both are 0 unless the result is int16. `largest_sum` is the
+    largest
+    |integer sum|, before exponent, rounding and saturation: what a format that chooses its exponent by the true maximum
+    needs. All are 0 for an empty result.
+    """
+
+    values: Tensor
+    saturated: int
+    largest_mantissa: int
+    largest_sum: int
+
+
+class Chained(NamedTuple):
+    """The fp32 result of a chained product, and the largest absolute value in it (0 if it is empty)."""
+
+    values: Tensor
+    largest: float
+
+
+def matmul_exact(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    exponent: int | Tensor = 0,
+    dtype: torch.dtype = torch.int16,
+    symmetric: bool = False,
+    bias: Bias | None = None,
+    kernel: str | None = None,
+) -> Exact:
+    """Return a @ b of int16 matrices, exact, times 2^exponent, rounded once to nearest even.
+
+    `a` is [..., m, k] ([..., k, m] with `transpose_a`), `b` is [..., k, n] ([..., n, k] with `transpose_b`); the
+    leading dimensions broadcast; the result is [..., m, n]. Views are read as they lie: a transposed view costs no
+    copy. `dtype`: int16 (mantissas, saturated at -32768 or, `symmetric`, -32767, and at 32767; for operands of
+    exponents Ea, Eb and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, or int64 (the integer
+    sums; `exponent` must be 0). `exponent` is an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of
+    avx512, avx2, neon, portable, reference, triton (on a CPU in its interpreter) (default: reference inside
+    `lowp.kernels.use` of reference or bitwise, triton inside its own; on CUDA by its compute capability; else what
+    `cpu.select` or LOWP_CPU_ISA say, or the best of this machine). A depth of 0 gives zeros. With a `bias`, of int16
+    alone, `largest_sum` is that of sum and bias, rounded up.
+
+    Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32 (NotFinite for such a bias), Unavailable
+    for a kernel that this machine lacks.
+    """
+    left, right = _matrices(a, b, transpose_a, transpose_b)
+    output = _output(a, exponent, dtype, symmetric, kernel, _checked(bias, right.shape[-1], dtype))
+    found, integers, _ = integer_run.matmul(left, right, output)
+    return Exact(found, *integers)
+
+
+def matmul_chained(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    exponent: int | Tensor = 0,
+    bias: Bias | None = None,
+    kernel: str | None = None,
+) -> Chained:
+    """Return a @ b of int16 matrices times 2^exponent in fp32, summed in chains of 256; see the head of this module.
+
+    Shapes, `exponent` (here Ea + Eb), `kernel` and errors are those of `matmul_exact`.
+    """
+    left, right = _matrices(a, b, transpose_a, transpose_b)
+    output = _output(a, exponent, None, False, kernel, _checked(bias, right.shape[-1], None))
+    found, _, largest = integer_run.matmul(left, right, output)
+    return Chained(found, largest[0])
+
+
+def convolution_exact(
+    product: str,
+    a: Tensor,
+    b: Tensor,
+    shape: ConvolutionShape,
+    *,
+    exponent: int | Tensor = 0,
+    dtype: torch.dtype = torch.int16,
+    symmetric: bool = False,
+    bias: Bias | None = None,
+    kernel: str | None = None,
+) -> Exact:
+    """Return one of the three products of a convolution of int16 tensors, exact, rounded once.
+
+    `product` and the operands: "forward" takes input [n, c, *size] and weight [o, c / groups, *kernel] and gives
+    [n, o, *out]; "input_gradient" takes the output's gradient and the weight; "weight_gradient" the input and the
+    output's gradient. `shape` is `ConvolutionShape.of(...)`, 1 to 3 spatial dimensions. The rest is as in
+    `matmul_exact`.
+    """
+    _check_convolution(product, a, b, shape)
+    added = _checked(bias, shape.of_operand(PRODUCTS[product][2])[1], dtype)
+    output = _output(a, exponent, dtype, symmetric, kernel, added)
+    found, integers, _ = integer_run.convolution(product, a, b, shape, output)
+    return Exact(found, *integers)
+
+
+def convolution_chained(
+    product: str,
+    a: Tensor,
+    b: Tensor,
+    shape: ConvolutionShape,
+    *,
+    exponent: int | Tensor = 0,
+    bias: Bias | None = None,
+    kernel: str | None = None,
+) -> Chained:
+    """Return one of the three products of a convolution of int16 tensors times 2^exponent in fp32, in chains of 256.
+
+    The depth, which is cut every 256 elements, runs over: (tap, channel) for the forward product, (tap, out channel)
+    for the input gradient, taken apart for each residue of the pixel modulo the stride and over the taps that reach
+    it, and (image, pixel) for the weight gradient; the last index is fastest. Channels of a group, and in the last
+    case the pixels of an image, are padded with a zero to an even number.
+    """
+    _check_convolution(product, a, b, shape)
+    added = _checked(bias, shape.of_operand(PRODUCTS[product][2])[1], None)
+    output = _output(a, exponent, None, False, kernel, added)
+    found, _, largest = integer_run.convolution(product, a, b, shape, output)
+    return Chained(found, largest[0])
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+def _checked(bias: Bias | None, count: int, dtype: torch.dtype | None) -> Bias | None:
+    """Return a bias of `count` numbers as the kernels read it; `dtype` is None of a chained product."""
+    if bias is None:
+        return None
+    if dtype not in (None, torch.int16):
+        raise InvalidInput(f"a bias is added to a chained product or to one of int16, not to {dtype}")
+    if tuple(bias.numbers.shape) != (count,):
+        raise InvalidInput(f"a bias of shape {tuple(bias.numbers.shape)}; this product takes {count} numbers")
+    numbers = bias.numbers.detach()
+    return Bias(numbers.float().contiguous(), bias.exponent)
+
+
+def _output(
+    like: Tensor,
+    exponent: int | Tensor,
+    dtype: torch.dtype | None,
+    symmetric: bool,
+    kernel: str | None,
+    bias: Bias | None = None,
+) -> Output:
+    power = int(exponent)
+    if abs(power) > LARGEST_EXPONENT:
+        raise InvalidInput(f"exponent {power}; allowed: -{LARGEST_EXPONENT} to {LARGEST_EXPONENT}")
+    if dtype is not None and dtype not in KINDS:
+        raise InvalidInput(f"an exact product cannot be {dtype}; allowed: {', '.join(map(str, KINDS))}")
+    if dtype is torch.int64 and power:
+        raise InvalidInput(
+            f"int64 holds the sums as they are, so exponent must be 0, not {power}; use float64 to scale"
+        )
+    lowest = -32767 if symmetric else -32768
+    return Output(
+        torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen_kernel(like, kernel), bias
+    )
+
+
+def chosen_kernel(like: Tensor, kernel: str | None = None) -> str:
+    """Return the kernel for a tensor's device, or the requested one; '' is the library's best.
+
+    Raises InvalidInput for an unknown name, Unavailable for a kernel that is not present.
+    """
+    way = forced()
+    if way is None and not kernel and like.is_cpu:
+        return cpu.asked()
+    if way == "native" and not kernel:
+        raise Unavailable("native has no integer products; cpu, bitwise and reference have them")
+    chosen = kernel or _WAYS.get(way or "") or (cpu.asked() if like.is_cpu else _on_device(like.device))
+    if chosen and chosen not in (*KERNELS, "triton"):
+        raise InvalidInput(unknown("integer kernel", chosen, KERNELS))
+    if not like.is_cpu and (chosen not in _ANYWHERE or way == "cpu"):
+        raise Unavailable(f"{way or chosen} has no integer products on {like.device}; triton and reference have them")
+    return chosen
+
+
+def _on_device(device: torch.device) -> str:
+    """Return the kernel for a device other than a CPU, by its compute capability."""
+    return "triton" if triton.is_installed() and capability(device) >= _FIRST_CAPABILITY else "reference"
+
+
+def _check_operands(a: Tensor, b: Tensor) -> None:
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype is not torch.int16 or operand.device.type not in _DEVICES:
+            raise InvalidInput(
+                f"{name} is {operand.dtype} on {operand.device}; the integer kernels take torch.int16 on cpu or cuda"
+            )
+    if a.device != b.device:
+        raise InvalidInput(f"a is on {a.device} and b on {b.device}: move one to the other's device")
+
+
+def _check_depth(depth: int) -> None:
+    if depth > LARGEST_DEPTH:
+        raise InvalidInput(f"a depth of {depth} could overflow int64; allowed: up to {LARGEST_DEPTH}; sum in parts")
+
+
+def _check_convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape) -> None:
+    if product not in PRODUCTS:
+        raise InvalidInput(unknown("product of a convolution", product, tuple(PRODUCTS)))
+    _check_operands(a, b)
+    for name, operand in zip(PRODUCTS[product], (a, b), strict=False):
+        expected = shape.of_operand(name)
+        if operand.shape != expected:
+            raise InvalidInput(f"the {name} has shape {tuple(operand.shape)}; this convolution takes {expected}")
+    _check_depth(shape.depth(product))
+
+
+def _matrices(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> tuple[Tensor, Tensor]:
+    """Return a as [..., m, k] and b as [..., k, n], views."""
+    if not (a.dtype is b.dtype is torch.int16 and a.is_cpu and b.is_cpu):
+        _check_operands(a, b)
+    if a.dim() < 2 or b.dim() < 2:
+        raise InvalidInput(f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}; a matrix has two dimensions or more")
+    left, right = a.mT if transpose_a else a, b.mT if transpose_b else b
+    (*left_batch, _, depth), (*right_batch, other, _) = left.shape, right.shape
+    if depth != other:
+        raise InvalidInput(
+            f"the depths differ: {depth} in a {tuple(a.shape)}{' transposed' if transpose_a else ''}, "
+            f"{other} in b {tuple(b.shape)}{' transposed' if transpose_b else ''}"
+        )
+    _check_depth(depth)
+    if left_batch == right_batch:
+        return left, right
+    batch = _broadcast(left_batch, right_batch)
+    return left.expand(*batch, *left.shape[-2:]), right.expand(*batch, *right.shape[-2:])
+
+
+def _broadcast(left: list[int], right: list[int]) -> tuple[int, ...]:
+    """Return the shape that both broadcast to. torch.broadcast_shapes loads SymPy to say so, which takes seconds."""
+    found = []
+    for first, second in itertools.zip_longest(reversed(left), reversed(right), fillvalue=1):
+        if first != second and 1 not in (first, second):
+            raise InvalidInput(f"the leading dimensions {tuple(left)} of a and {tuple(right)} of b do not broadcast")
+        found.append(second if first == 1 else first)
+    return tuple(reversed(found))

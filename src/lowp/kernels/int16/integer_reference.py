@@ -1,0 +1,296 @@
+"""The integer products in plain torch: the definition of their bits, used if the C++ library is missing.
+
+Sums are exact because every partial sum is an integer below 2^53 in fp64, in any order of additions. A convolution is
+converted to the matrix product whose depth order `lowp.kernels.int16.integer` defines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowp.errors import InvalidInput
+
+BLOCK = 256
+_EXACT_DEPTH = 1 << 22  # times 2^30 stays below 2^53
+
+Triple = tuple[int, int, int]
+Multiply = Callable[[Tensor, Tensor, bool], Tensor]  # as `matmul`
+
+
+@dataclass(frozen=True)
+class ConvolutionShape:
+    """The sizes of a convolution with 1 to 3 spatial dimensions; made by `of`."""
+
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    output: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def of(
+        cls,
+        input: tuple[int, ...],
+        weight: tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+    ) -> ConvolutionShape:
+        """Return the shape for an input [n, c, *size] and a weight [o, c / groups, *kernel], like torch's own.
+
+        Raises InvalidInput if they do not fit each other or the result would have a negative size.
+        """
+        dims = len(input) - 2
+        if not 1 <= dims <= 3 or len(weight) != len(input):
+            raise InvalidInput(
+                f"input {tuple(input)} and weight {tuple(weight)}; "
+                "both must have 1 to 3 spatial dimensions after two others"
+            )
+        steps, pads, gaps = (
+            (value,) * dims if isinstance(value, int) else tuple(value) for value in (stride, padding, dilation)
+        )
+        for name, values, least in (("stride", steps, 1), ("padding", pads, 0), ("dilation", gaps, 1)):
+            if len(values) != dims or any(value < least for value in values):
+                raise InvalidInput(f"{name} {values}; allowed: {dims} integers of at least {least}")
+        if groups < 1 or input[1] != weight[1] * groups or weight[0] % groups:
+            raise InvalidInput(
+                f"{input[1]} channels into {weight[0]} with {groups} groups and a weight of {weight[1]} channels; "
+                "channels must be groups times the weight's, and the outputs divisible by groups"
+            )
+        sizes = tuple(
+            (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
+            for size, kernel, step, pad, gap in zip(input[2:], weight[2:], steps, pads, gaps, strict=True)
+        )
+        if any(kernel < 1 for kernel in weight[2:]) or any(size < 0 for size in sizes):
+            raise InvalidInput(
+                f"a kernel of {tuple(weight[2:])} does not fit an input of {tuple(input[2:])} padded by {pads}"
+            )
+        return cls(tuple(input), tuple(weight), (input[0], weight[0], *sizes), steps, pads, gaps, groups)
+
+    def of_operand(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the input, the weight, or the gradient of the output."""
+        return self.output if name == "gradient" else self.input if name == "input" else self.weight
+
+    def _three(self, values: tuple[int, ...], missing: int) -> Triple:
+        first, second, third = (missing,) * (3 - len(values)) + values
+        return first, second, third
+
+    def three_dimensional(self) -> ConvolutionShape:
+        """Return the same convolution with three spatial dimensions, those that were missing of size 1."""
+        return ConvolutionShape(
+            self.input[:2] + self._three(self.input[2:], 1),
+            self.weight[:2] + self._three(self.weight[2:], 1),
+            self.output[:2] + self._three(self.output[2:], 1),
+            self._three(self.stride, 1),
+            self._three(self.padding, 0),
+            self._three(self.dilation, 1),
+            self.groups,
+        )
+
+    @cached_property
+    def numbers(self) -> array[int]:
+        """The 22 numbers that the C function takes. Not to be changed."""
+        full = self.three_dimensional()
+        first = self.input[0], self.input[1], self.weight[0], self.groups
+        sizes = (*full.input[2:], *full.output[2:], *full.weight[2:])
+        return array("q", (*first, *sizes, *full.stride, *full.padding, *full.dilation))
+
+    def depth(self, product: str) -> int:
+        """Return how many products one element of the named result sums, padding included, at most."""
+        if product == "weight_gradient":
+            return self.input[0] * _even(math.prod(self.output[2:]))
+        channels = self.input[1] if product == "forward" else self.weight[0]
+        return math.prod(self.weight[2:]) * _even(channels // self.groups)
+
+
+def matmul(left: Tensor, right: Tensor, chained: bool) -> Tensor:
+    """Return the sums of [..., m, k] @ [..., k, n]: exact in int64, or chained in fp32 (not yet scaled)."""
+    step = BLOCK if chained else _EXACT_DEPTH
+    shape = (*left.shape[:-1], right.shape[-1])
+    total = torch.zeros(shape, dtype=torch.float32 if chained else torch.int64, device=left.device)
+    for start in range(0, left.shape[-1], step):
+        part = left[..., start : start + step].double() @ right[..., start : start + step, :].double()
+        total += part.to(total.dtype)
+    return total
+
+
+def shift_rounded(sums: Tensor, exponent: int) -> Tensor:
+    """Return int64 sums times 2^exponent to nearest even, cut at +-65536."""
+    if exponent >= 0:
+        return (sums.clamp(-65536, 65536) << min(exponent, 17)).clamp(-65536, 65536)
+    if exponent < -62:
+        return torch.zeros_like(sums)  # |sum| <= 2^62: at most one half, which goes to even
+    whole = sums >> -exponent
+    rest, half = sums - (whole << -exponent), 1 << (-exponent - 1)
+    up = (rest > half) | ((rest == half) & (whole & 1).bool())
+    return (whole + up).clamp(-65536, 65536)
+
+
+def scaled(sums: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
+    """Return int64 sums times 2^exponent as int64, fp32 or fp64, rounded once."""
+    if dtype is torch.int64:
+        return sums
+    if dtype is torch.float64:
+        return sums.double() * 2.0**exponent
+    once = (sums.double() * 2.0**exponent).float()
+    beyond = (sums.float().double() * 2.0**exponent).float()  # where fp64 would round first
+    return torch.where(sums.abs() <= 1 << 53, once, beyond)
+
+
+def times(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return int64 sums times a power of two, fp64 and 0-d, rounded once to fp32 or fp64.
+
+    Where fp64 does not hold a sum, it is rounded to odd there first.
+    """
+    near = total.double()
+    missed = total - near.clamp(max=2.0**63 - 1024).to(torch.int64)
+    bits = near.view(torch.int64)
+    even = bits & 1 == 0
+    toward_zero = (missed < 0) == (total > 0)
+    odd = torch.where((missed != 0) & even, bits + torch.where(toward_zero, -1, 1), bits).view(torch.float64)
+    return ((near if dtype is torch.float64 else odd) * scale).to(dtype)
+
+
+def rounded_sums(sums: Tensor, exponent: int, dtype: torch.dtype, lowest: int) -> tuple[Tensor, tuple[int, int, int]]:
+    """Return int64 sums times 2^exponent in a dtype, rounded once, and (saturated, largest mantissa, largest sum).
+
+    int16 saturates at `lowest` and at 32767; the counts are 0 for other dtypes.
+    """
+    largest = int(sums.abs().max()) if sums.numel() else 0
+    if dtype is not torch.int16:
+        return scaled(sums, exponent, dtype), (0, 0, largest)
+    rounded = shift_rounded(sums, exponent)
+    mantissas = rounded.clamp(lowest, 32767)
+    if not sums.numel():
+        return mantissas.to(torch.int16), (0, 0, 0)
+    return mantissas.to(torch.int16), (int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest)
+
+
+def rounded_values(values: Tensor, exponent: int, lowest: int) -> tuple[Tensor, tuple[int, int, int]]:
+    """Return values of fp64 as int16, rounded once, and what `rounded_sums` counts; sums are values / 2^exponent."""
+    if not values.numel():
+        return values.to(torch.int16), (0, 0, 0)
+    rounded = values.round()
+    mantissas = rounded.clamp(lowest, 32767)
+    largest = min(math.ceil(math.ldexp(float(values.abs().max()), -exponent)), 1 << 62)
+    return mantissas.to(torch.int16), (int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest)
+
+
+# -- convolution ------------------------------------------------------------------------------------------------------
+def convolution(
+    product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply = matmul
+) -> Tensor:
+    """Return the sums of one of the three products, as `matmul` does; `multiply` computes them of the windows."""
+    full = shape.three_dimensional()
+    result_shape = {"forward": shape.output, "input_gradient": shape.input, "weight_gradient": shape.weight}[product]
+    run = {"forward": _forward, "input_gradient": _input_gradient, "weight_gradient": _weight_gradient}[product]
+    lifted = {"forward": (full.input, full.weight), "input_gradient": (full.output, full.weight)}.get(
+        product, (full.input, full.output)
+    )
+    return run(a.reshape(lifted[0]), b.reshape(lifted[1]), full, chained, multiply).reshape(result_shape).contiguous()
+
+
+def _even(count: int) -> int:
+    return (count + 1) // 2 * 2
+
+
+def _split(x: Tensor, dim: int, *sizes: int) -> Tensor:
+    """Return x with `dim` split into `sizes`; one of them may be -1, also where x is empty."""
+    known = math.prod(size for size in sizes if size != -1)
+    whole = [x.shape[dim] // known if size == -1 else size for size in sizes]
+    return x.reshape(*x.shape[:dim], *whole, *x.shape[dim + 1 :])
+
+
+def _pad_even(x: Tensor, dim: int) -> Tensor:
+    """Append a zero along `dim` where its size is odd."""
+    return torch.cat([x, torch.zeros_like(x.narrow(dim, 0, 1))], dim) if x.shape[dim] % 2 else x
+
+
+def _by_group(x: Tensor, groups: int, dim: int) -> Tensor:
+    """Split `dim` into [groups, channels padded to even]."""
+    return _pad_even(_split(x, dim, groups, x.shape[dim] // groups), dim + 1)
+
+
+def _windows(x: Tensor, shape: ConvolutionShape) -> Tensor:
+    """Return the windows of x as [groups, taps, channels, n, *out]."""
+    grouped = _by_group(F.pad(x, [pad for pad in reversed(shape.padding) for _ in range(2)]), shape.groups, 1)
+    taps = []
+    for tap in itertools.product(*map(range, shape.weight[2:])):
+        view = grouped
+        for dim in range(3):
+            start, step, count = tap[dim] * shape.dilation[dim], shape.stride[dim], shape.output[2 + dim]
+            view = view.narrow(3 + dim, start, max(0, (count - 1) * step + 1))[
+                (slice(None),) * (3 + dim) + (slice(None, None, step),)
+            ]
+        taps.append(view)
+    return torch.stack(taps).permute(2, 0, 3, 1, 4, 5, 6)
+
+
+def _forward(x: Tensor, w: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply) -> Tensor:
+    windows = _windows(x, shape)
+    weights = _pad_even(_split(w, 0, shape.groups, -1).flatten(3), 2).transpose(2, 3).flatten(2)
+    sums = multiply(weights, windows.flatten(1, 2).flatten(2), chained)  # [groups, out channels, n * pixels]
+    return _split(sums, 2, shape.output[0], math.prod(shape.output[2:])).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _reach(shape: ConvolutionShape, dim: int, residue: int) -> list[tuple[int, int]]:
+    """Return the (tap, shift) with residue + padding - tap * dilation = shift * stride."""
+    step = shape.stride[dim]
+    distances = [
+        (tap, residue + shape.padding[dim] - tap * shape.dilation[dim]) for tap in range(shape.weight[2 + dim])
+    ]
+    return [(tap, distance // step) for tap, distance in distances if distance % step == 0]
+
+
+def _shifted(x: Tensor, dim: int, shift: int, count: int) -> Tensor:
+    """Return x[shift : shift + count] along `dim`, zeros where that is outside."""
+    index = torch.arange(shift, shift + count, device=x.device)
+    inside = (index >= 0) & (index < x.shape[dim])
+    if x.shape[dim] == 0:
+        return x.new_zeros((*x.shape[:dim], count, *x.shape[dim + 1 :]))
+    picked = x.index_select(dim, index.clamp(0, x.shape[dim] - 1))
+    return picked * inside.to(x.dtype).reshape([-1 if d == dim else 1 for d in range(x.dim())])
+
+
+def _input_gradient(grad: Tensor, w: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply) -> Tensor:
+    grouped = _by_group(grad, shape.groups, 1)
+    weights = _pad_even(_split(w, 0, shape.groups, -1), 1)  # [groups, out channels, channels, *kernel]
+    result = torch.zeros(shape.input, dtype=torch.float32 if chained else torch.int64, device=w.device)
+    for residue in itertools.product(*(range(min(s, n)) for s, n in zip(shape.stride, shape.input[2:], strict=True))):
+        place = (slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, shape.stride, strict=True)))
+        counts = result[place].shape[2:]
+        left, right = [], []
+        for reached in itertools.product(*(_reach(shape, dim, residue[dim]) for dim in range(3))):
+            view = grouped
+            for dim in range(3):
+                view = _shifted(view, 3 + dim, reached[dim][1], counts[dim])
+            right.append(view)
+            left.append(weights[:, :, :, reached[0][0], reached[1][0], reached[2][0]])
+        if not left:
+            continue
+        rows = torch.stack(left, 1).permute(0, 3, 1, 2).flatten(2)  # [groups, channels, taps * out channels]
+        columns = torch.stack(right).permute(2, 0, 3, 1, 4, 5, 6).flatten(1, 2).flatten(2)
+        sums = _split(multiply(rows, columns, chained), 2, shape.input[0], *counts)
+        result[place] = sums.transpose(1, 2).transpose(0, 1).flatten(1, 2)
+    return result
+
+
+def _weight_gradient(x: Tensor, grad: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply) -> Tensor:
+    groups, channels = shape.groups, shape.weight[1]
+    windows = _pad_even(_windows(x, shape).flatten(4), 4).flatten(3)  # [groups, taps, channels, n * pixels]
+    grads = _pad_even(_split(grad, 1, groups, -1).flatten(3), 3).permute(1, 2, 0, 3).flatten(2)
+    sums = multiply(grads, windows.flatten(1, 2).transpose(1, 2), chained)
+    by_tap = _split(sums, 2, math.prod(shape.weight[2:]), -1)[..., :channels]
+    return by_tap.transpose(2, 3).reshape(shape.weight)

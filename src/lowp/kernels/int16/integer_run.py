@@ -1,0 +1,241 @@
+"""Integer products run: by the C++ library, by Triton, or by the definition, as `integer` has chosen; and who watches.
+
+Operands and sizes are checked when they come here.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import InvalidInput, Unavailable
+from lowp.kernels import cpu
+from lowp.kernels.int16 import integer_reference
+from lowp.kernels.int16.integer_reference import ConvolutionShape
+
+# what an exact product can be written as, numbered as in cpu/gemm.hpp, where 0 is a chained one
+KINDS = {torch.int16: 1, torch.float32: 2, torch.float64: 3, torch.int64: 4}
+# the products of a convolution, in the order of the C++ library: their operands, and what they give
+PRODUCTS = {
+    "forward": ("input", "weight", "gradient"),
+    "input_gradient": ("gradient", "weight", "input"),
+    "weight_gradient": ("input", "gradient", "weight"),
+}
+Observer = Callable[[int], AbstractContextManager[None]]
+_observers: list[Observer] = []
+
+
+class Bias(NamedTuple):
+    """Numbers that are added to a product, fp32: one a column of a matrix, or one a channel of a convolution's result.
+
+    A chained result is rounded to fp32 first, and the number added to it in fp32. An exact one is int16: the number is
+    multiplied by 2^exponent (-E for a result of exponent E) and added in fp64, before the only rounding to mantissas.
+    """
+
+    numbers: Tensor
+    exponent: int = 0
+
+
+class NotFinite(InvalidInput):
+    """A bias is infinite or NaN, which no integer can represent."""
+
+
+class Output(NamedTuple):
+    """What a product writes: dtype, exact or chained, times 2^exponent, int16 from `lowest`, plus bias, by a kernel."""
+
+    dtype: torch.dtype
+    chained: bool
+    exponent: int
+    lowest: int
+    kernel: str
+    bias: Bias | None
+
+
+class Result(NamedTuple):
+    """The result, and what was seen: (saturated, largest mantissa, largest sum) of integers, (largest,) of chains."""
+
+    values: Tensor
+    integers: array[int]
+    largest: array[float]
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Enter `observer(operations)` around each product of this process for a while, in whichever thread it runs.
+
+    The operations are the multiplications and additions of the product. torch's dispatch modes do not see a call into
+    the C++ library, and see other ops where the definition stands in for it.
+    """
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def is_observed() -> bool:
+    """Whether there are observers of the products of this process."""
+    return bool(_observers)
+
+
+@contextmanager
+def told(operations: int) -> Iterator[None]:
+    """Report a product of so many operations to the observers while it runs."""
+    with ExitStack() as stack:
+        for observer in _observers:
+            stack.enter_context(observer(operations))
+        yield
+
+
+def _batched(x: Tensor) -> Tensor:
+    """Return [..., r, c] with at most one dimension before these, and one of their strides 1 (else a copy)."""
+    if x.dim() > 3:
+        x = x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(x.shape[:-2].numel(), *x.shape[-2:])
+    return x if 1 in x.stride()[-2:] else x.contiguous()
+
+
+def matmul(left: Tensor, right: Tensor, output: Output) -> Result:
+    """Return [..., m, k] @ [..., k, n], whose leading dimensions are the same."""
+    if not _observers:
+        return _matmul(left, right, output)
+    with told(2 * math.prod(left.shape) * right.shape[-1]):
+        return _matmul(left, right, output)
+
+
+def _matmul(left: Tensor, right: Tensor, output: Output) -> Result:
+    if output.kernel == "triton":
+        return _matmul_by_triton(left, right, output)
+    library = None if output.kernel == "reference" else cpu.library()
+    if library is None:
+        return _by_definition(integer_reference.matmul(left, right, output.chained), output, -1)
+    *batch, m, k = left.shape
+    n = right.shape[-1]
+    result = left.new_empty((*batch, m, n), dtype=output.dtype)
+    a, b = _batched(left), _batched(right)
+    *a_batch, a_rows, a_depth = a.stride()
+    *b_batch, b_depth, b_columns = b.stride()
+    # Where both strides are 1 (a single row or column), the kernels read along the depth.
+    if k <= 1:
+        a_depth = 1
+    elif a_depth != 1 and m == 1:
+        a, a_depth, a_rows = a.contiguous(), 1, k
+    sizes = array("q", (math.prod(batch), m, n, k))
+    strides = array("q", (*(a_batch or (0,)), a_rows, a_depth, *(b_batch or (0,)), b_columns, b_depth, m * n, n))
+    return _called(library.lowp_integer_matmul, output, result, (a, b, result, sizes, strides))
+
+
+def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Result:
+    """Run the kernel and wait for what it saw."""
+    from lowp.kernels.triton import products
+
+    if output.bias is not None:
+        return _by_definition(sums_by_triton(left, right, output.chained), output, -1)
+    a, b = as_batches(left), as_batches(right)
+    scale = torch.full((), 2.0**output.exponent, dtype=torch.float64, device=left.device)
+    values, found = products.matmul(a, b, scale, output.dtype, output.chained, output.lowest)
+    values = values.reshape(*left.shape[:-1], right.shape[-1])
+    if not output.chained:
+        return Result(values, array("q", found.tolist()), array("d", (0.0,)))
+    return _chained(values)
+
+
+def as_batches(x: Tensor) -> Tensor:
+    """Return [..., r, c] as [batch, r, c]."""
+    return _batched(x.unsqueeze(0) if x.dim() == 2 else x)
+
+
+def sums_by_triton(left: Tensor, right: Tensor, chained: bool) -> Tensor:
+    """Return [..., m, k] @ [..., k, n] as `integer_reference.matmul` does: int64, or chained in fp32."""
+    from lowp.kernels.triton import products
+
+    one = torch.ones((), dtype=torch.float64, device=left.device)
+    dtype = torch.float32 if chained else torch.int64
+    sums, _ = products.matmul(as_batches(left), as_batches(right), one, dtype, chained, -32768)
+    return sums.reshape(*left.shape[:-1], right.shape[-1])
+
+
+def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Result:
+    """Return one of the PRODUCTS of a convolution."""
+    if not _observers:
+        return _convolution(product, a, b, shape, output)
+    # each output place meets each weight of its group once, in all three products
+    with told(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):
+        return _convolution(product, a, b, shape, output)
+
+
+def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Result:
+    if output.kernel == "triton":
+        sums = integer_reference.convolution(product, a, b, shape, output.chained, sums_by_triton)
+        return _by_definition(sums, output, 1)
+    library = None if output.kernel == "reference" else cpu.library()
+    if library is None:
+        return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output, 1)
+    result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
+    a, b = a.contiguous(), b.contiguous()
+    operands = (list(PRODUCTS).index(product), a, b, result, shape.numbers)
+    return _called(library.lowp_integer_convolution, output, result, operands)
+
+
+def _called(function: Callable[..., int], output: Output, result: Tensor, operands: tuple[Any, ...]) -> Result:
+    """Call the library; `operands` are tensors and numbers."""
+    integers, largest, bias = array("q", (0, 0, 0)), array("d", (0.0,)), output.bias
+    status = function(
+        output.kernel.encode() or None,
+        *operands,
+        0 if output.chained else KINDS[output.dtype],
+        output.exponent,
+        output.lowest,
+        None if bias is None else bias.numbers,
+        0 if bias is None else bias.exponent,
+        torch.get_num_threads(),
+        integers,
+        largest,
+    )
+    check_status(status, output.kernel)
+    return Result(result, integers, largest)
+
+
+def check_status(status: int, kernel: str) -> None:
+    """Raise the error that a product by the library has returned; 0 is none."""
+    if status == 1:
+        raise Unavailable(f"this processor has no {kernel}; portable and reference run everywhere")
+    if status == 3:
+        raise _not_finite()
+    if status:
+        raise MemoryError("no memory for the packed operands of an integer product")
+
+
+def _not_finite() -> NotFinite:
+    return NotFinite("the bias is infinite or NaN, for which no int16 stands; add it to the sums in float64")
+
+
+def _by_definition(sums: Tensor, output: Output, axis: int) -> Result:
+    """Return what a product writes of its sums; a bias has its numbers along `axis`."""
+    if output.kernel not in ("", "reference", "triton"):
+        raise Unavailable(f"{output.kernel} needs lowp's C++ library, which is not loaded; reference runs without it")
+    bias = None
+    if output.bias is not None:
+        bias = output.bias.numbers.reshape(-1, *(1,) * (sums.dim() - 1 - axis % sums.dim()))
+    if output.chained:
+        values = (sums.double() * 2.0**output.exponent).float()
+        return _chained(values if bias is None else values + bias)
+    if output.bias is not None and bias is not None:
+        if not bool(bias.isfinite().all()):
+            raise _not_finite()
+        added = torch.ldexp(bias.double(), torch.full((), output.bias.exponent, device=bias.device))
+        wide = torch.ldexp(sums.double(), torch.full((), output.exponent, device=sums.device)) + added
+        result, counts = integer_reference.rounded_values(wide, output.exponent, output.lowest)
+        return Result(result, array("q", counts), array("d", (0.0,)))
+    result, counts = integer_reference.rounded_sums(sums, output.exponent, output.dtype, output.lowest)
+    return Result(result, array("q", counts), array("d", (0.0,)))
+
+
+def _chained(values: Tensor) -> Result:
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    return Result(values, array("q", (0, 0, 0)), array("d", (largest,)))

@@ -1,0 +1,356 @@
+"""The int16 mantissas computed from a tensor, kept beside its memory and verified before each use.
+
+A tensor that an op wrote under a shared exponent is read by the next op, saved for backward, and read again there. All
+of them share one payload, which belongs to the tensor's storage, lives as long as the storage, and also serves views.
+Memory can change without notice: through ``.data``, NumPy, DLPack, collectives, a pointer. Before a payload is
+used, every element is therefore compared with the current memory, in one pass that reads as much as a conversion; if an
+element differs the mantissas are computed again. An exponent without mantissas is only a hint: the first one to try.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+from typing import cast as cast_to
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, Rounding
+from lowp.formats import Format
+from lowp.kernels import tracing
+from lowp.kernels.choose.dispatch import answers_at_once, uses_library
+from lowp.kernels.int16 import cpu_int16, device_mantissas
+from lowp.kernels.int16 import lists as int16_lists
+from lowp.kernels.int16.mantissas import (
+    Mantissas,
+    as_it_lies,
+    current_mantissas,
+    exact_exponent,
+    exact_mantissas,
+    exponent_of,
+    has_mantissas,
+    int16_element,
+    readable,
+    to_mantissas,
+    values,
+)
+
+__all__ = [
+    "are_exact",
+    "compared",
+    "exact",
+    "exact_there",
+    "hint",
+    "is_exact",
+    "is_kept",
+    "keep",
+    "kept",
+    "relu",
+    "rounded",
+]
+
+_LARGEST = 100  # outside these exponents units are not normal numbers of fp32
+
+
+class _Payload:
+    """The record beside a storage: an exponent, optional mantissas, and the elements they belong to.
+
+    `of`: the format of the values, or the cast by which the mantissas were rounded.
+    """
+
+    __slots__ = ("exponent", "of", "offset", "payload", "storage")
+    exponent: Any
+
+    def __init__(self, x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor | None) -> None:
+        storage = x.untyped_storage()
+        key = id(storage)
+        self.storage = weakref.ref(storage, lambda _: (_by_storage.pop(key, None), None)[1])
+        self.of, self.exponent, self.payload, self.offset = of, exponent, payload, x.storage_offset()
+
+    def is_of(self, of: Format | Cast) -> bool:
+        """Whether the record belongs to a format, or to a cast."""
+        return self.of is of or self.of == of
+
+    def of_view(self, x: Tensor) -> Tensor | None:
+        """Return the mantissas of x's elements with x's layout; None if some elements have none."""
+        if self.payload is None:
+            return None
+        offset = x.storage_offset() - self.offset
+        if offset == 0 and x.shape == self.payload.shape and x.stride() == self.payload.stride():
+            return self.payload
+        reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+        if offset < 0 or x.numel() == 0 or offset + reach >= self.payload.numel():
+            return None
+        return self.payload.as_strided(x.shape, x.stride(), offset)
+
+
+_by_storage: dict[int, _Payload] = {}  # by the identity of the storage object, which torch keeps as long as the memory
+
+
+def _is_served(x: Tensor) -> bool:
+    """Whether mantissas, or on a device an exponent, are kept for a tensor: a plain fp32 tensor."""
+    return (
+        type(x) is Tensor
+        and x.dtype is torch.float32
+        and x.layout is torch.strided
+        and not x.is_neg()
+        and not x._is_zerotensor()
+        and not tracing.is_wrapped(x)  # a tensor that outlived its torch.func transform has no storage
+    )
+
+
+def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor | None = None) -> None:
+    """Keep the exponent under which x holds values of a format, and its mantissas; or those of a cast of x.
+
+    Payloads must be dense with the memory layout of x. Nothing is kept for views and parameters.
+    """
+    if _is_served(x) and x._base is None:
+        laid = payload is not None and payload.stride() == x.stride() and payload.storage_offset() == 0
+        entry = _Payload(x, of, exponent, payload if laid else None)
+        _by_storage[id(x.untyped_storage())] = entry
+
+
+def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int | Tensor] | None:
+    """Return the format and the exponent of x's memory when it was last read, optionally only for one format."""
+    found = _find(x, answers_at_once(x))
+    if found is None or isinstance(found.of, Cast) or (format is not None and found.of != format):
+        return None
+    return found.of, found.exponent
+
+
+def kept(x: Tensor, format: Format) -> Mantissas | None:
+    """Return the mantissas kept of x in a format, not compared with it, for a kernel that does; None if there are none.
+
+    They lie as x. Exponents -100 to 100.
+    """
+    found = _find(x, True)
+    if found is None or not found.is_of(format) or abs(found.exponent) > _LARGEST:
+        return None
+    payload = found.of_view(x)
+    return None if payload is None else Mantissas(payload, found.exponent)
+
+
+def _find(x: Tensor, at_once: bool) -> _Payload | None:
+    """Return what is kept of x if its exponent lies as `answers_at_once` says of x, on the host or on a device."""
+    if not _by_storage or not _is_served(x):
+        return None
+    storage = x.untyped_storage()
+    found = _by_storage.get(id(storage))
+    if found is None or found.storage() is not storage:
+        return None
+    return found if isinstance(found.exponent, Tensor) != at_once else None
+
+
+# -- mantissas ----------------------------------------------------------------------------------------------------
+
+
+def exact(x: Tensor, cast: Cast) -> Mantissas | None:
+    """Return x as mantissas that represent every element exactly; None if x is not in the cast's format.
+
+    The cast's scaling is ignored. A -0 counts as 0. None on an accelerator, whose values are not read back.
+    """
+    return _exact(x, cast, _find(x, True)) if answers_at_once(x) else None
+
+
+def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
+    """Return the same, given the record beside x's memory."""
+    if found is not None and not found.is_of(cast.format):
+        found = None
+    if found is not None:
+        payload = found.of_view(x)
+        if payload is not None and _stands_for(x, payload, found.exponent):
+            return Mantissas(payload, found.exponent)
+    laid, back = as_it_lies(x)
+    computed = _computed(laid, cast, None if found is None else found.exponent)
+    if computed is None:
+        return None
+    payload = back(computed.payload)
+    keep(x, cast.format, computed.exponent, payload)
+    return computed._replace(payload=payload)
+
+
+def relu(x: Tensor, cast: Cast, with_values: bool = True) -> tuple[Mantissas, Tensor | None] | None:
+    """Return ReLU of x as mantissas and, if one pass gives both, as values; None if x is not in the format.
+
+    The pass compares every element with its kept mantissa.
+    """
+    found = _find(x, answers_at_once(x)) if with_values and x.is_contiguous() else None
+    payload = None if found is None or found.of != cast.format else found.of_view(x)
+    if found is not None and payload is not None and abs(found.exponent) <= _LARGEST:
+        both = cpu_int16.relu(x.detach(), payload, found.exponent)
+        if both is not None:
+            return Mantissas(both[0], found.exponent), both[1]
+    known = exact(x, cast)
+    return None if known is None else (Mantissas(known.payload.clamp(min=0), known.exponent), None)
+
+
+def is_exact(x: Tensor, cast: Cast) -> bool:
+    """Whether every element of x is in the cast's format under one exponent; False on an accelerator."""
+    if not answers_at_once(x):
+        return False
+    found = _find(x, True)
+    if found is not None and not found.is_of(cast.format):
+        found = None
+    if found is not None:
+        payload = found.of_view(x)
+        if payload is not None and _stands_for(x, payload, found.exponent):
+            return True
+    exponent = exact_exponent(x, cast)
+    if exponent is not None:
+        keep(x, cast.format, exponent)
+        return True
+    # a tensor with -32768 is not exact under the exponent of its own maximum
+    return found is not None and _exact(x, cast, found) is not None
+
+
+def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
+    """Return `is_exact` of each tensor; one call compares all tensors with the layout of their records."""
+    kept: dict[int, tuple[Tensor, Mantissas, cpu_int16.Rows]] = {}
+    for index, x in enumerate(tensors):
+        found = _find(x, True) if uses_library() and answers_at_once(x) else None
+        payload = None if found is None or not found.is_of(cast.format) else found.of_view(x)
+        if found is None or payload is None or abs(found.exponent) > _LARGEST:
+            continue
+        if (lie := _rows(x)) is not None:
+            kept[index] = x, Mantissas(payload, found.exponent), lie
+    same = dict(zip(kept, int16_lists.are_int16(list(kept.values())), strict=True)) if kept else {}
+    return [same.get(index, False) or is_exact(x, cast) for index, x in enumerate(tensors)]
+
+
+def is_kept(x: Tensor, cast: Cast) -> bool:
+    """Whether x is what its kept mantissas stand for, and a cast under its own exponent leaves it so.
+
+    False without kept mantissas, even if a cast would leave x as it is; and with a mantissa of -32768, since the
+    exponent of the tensor's own maximum is then larger.
+    """
+    scaling = cast.scaling
+    is_free = scaling is None or (scaling.headroom == 0 and scaling.exponent is None)
+    if cast.is_stochastic or not is_free or not has_mantissas(cast) or not (uses_library() and answers_at_once(x)):
+        return False
+    known = kept(x, cast.format)
+    if known is None or not _stands_for(x, known.payload, known.exponent):
+        return False
+    return int16_element(cast).symmetric or x.numel() == 0 or int(known.payload.amin()) > -32768
+
+
+def compared(tensors: Sequence[Tensor], format: Format) -> int16_lists.Compared | None:
+    """Return tensors with their kept mantissas, for which they stand; None if any is otherwise, or has none."""
+    if not uses_library():
+        return None
+    found: list[tuple[Tensor, Mantissas]] = []
+    for x in tensors:
+        known = kept(x, format) if x.is_cpu else None
+        if known is None or not x.is_contiguous() or x.data_ptr() % 4:
+            return None
+        found.append((x, known))
+    result = int16_lists.Compared(found)
+    return result if result.are_same() else None
+
+
+def exact_there(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+    """Return `is_exact` of a tensor on a device as a 0-d tensor, without reading it, and its exact exponent."""
+    found = hint(x, cast.format)
+    return device_mantissas.exact(readable(x), cast, None if found is None else cast_to(Tensor, found[1]))
+
+
+def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0) -> Mantissas | None:
+    """Return x as mantissas by a cast; None if x is in fp64, or on a CPU and not finite.
+
+    Mantissas of results of ops are kept, since other contractions read them too, except those of stochastic casts. On a
+    device the exponent stays there, and nothing is kept.
+    """
+    if x.dtype is torch.float64:
+        return None
+    if not answers_at_once(x):
+        return device_mantissas.rounded(x, cast, seed() if cast.is_stochastic else 0, _hint_there(x, cast))
+    if cast.is_stochastic:
+        return current_mantissas(x, cast, int(seed()))
+    found = _find(x, True)
+    if found is not None:
+        again = _rounded_again(x, cast, found)
+        if again is not None:
+            return again
+    result = current_mantissas(x, cast)
+    if result is not None and x.grad_fn is not None:
+        keep(x, cast, result.exponent, result.payload)
+    return result
+
+
+def _hint_there(x: Tensor, cast: Cast) -> Tensor | None:
+    """Return the exponent under which x, on a device, was written in a cast's format, if it determines the cast."""
+    scaling, found = cast.scaling, hint(x, cast.format)
+    if found is None or (scaling is not None and (scaling.headroom or scaling.exponent is not None)):
+        return None
+    return cast_to(Tensor, found[1])
+
+
+def _rounded_again(x: Tensor, cast: Cast, found: _Payload) -> Mantissas | None:
+    """Return the mantissas of a cast of x from its record, after a comparison of every element."""
+    scaling = cast.scaling
+    if found.is_of(cast.format) and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None)):
+        return _exact(x, cast, found)
+    payload = found.of_view(x)
+    if payload is None or not found.is_of(cast) or cast.rounding is not Rounding.NEAREST_EVEN:
+        return None
+    lie = _rows(x)
+    if lie is None or abs(found.exponent) > _LARGEST or not uses_library():
+        return None
+    maximum = cpu_int16.rounds_to_int16(x, payload, found.exponent, lie, int16_element(cast).symmetric)
+    if maximum is None or not math.isfinite(maximum) or exponent_of(maximum, cast) != found.exponent:
+        return None
+    return Mantissas(payload, found.exponent)
+
+
+def _computed(x: Tensor, cast: Cast, exponent: int | None) -> Mantissas | None:
+    """Return x as exact mantissas, under the given exponent if possible."""
+    x = x.detach().contiguous()
+    if exponent is not None and abs(exponent) <= _LARGEST:
+        found = exact_mantissas(x, cast, exponent) if uses_library() else _exact_under(x, cast, exponent)
+        if (
+            found is not None
+            and found.seen is not None
+            and not (found.seen.mantissa > 32767 and int16_element(cast).symmetric)
+        ):
+            return found
+    exponent = exact_exponent(x, cast)
+    return None if exponent is None else to_mantissas(x, cast, exponent)
+
+
+def _exact_under(x: Tensor, cast: Cast, exponent: int) -> Mantissas | None:
+    """Return x as exact mantissas under this exponent, in torch operations; None if it is not in the format."""
+    found = to_mantissas(x, cast, exponent)
+    return found if torch.equal(values(found.payload, exponent).to(x.dtype), x) else None
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+def _stands_for(x: Tensor, payload: Tensor, exponent: int) -> bool:
+    """Whether every element of x equals its mantissa * 2**exponent; both have the same layout."""
+    lie = _rows(x)
+    if lie is None or abs(exponent) > _LARGEST or not uses_library():
+        return torch.equal(values(payload, exponent), x.detach())
+    return cpu_int16.is_int16(x, payload, exponent, lie)
+
+
+def _rows(x: Tensor) -> cpu_int16.Rows | None:
+    """Return the memory layout of x as rows, for any order of dimensions; None if it does not consist of rows."""
+    if x.data_ptr() % 4:
+        return None
+    if x.is_contiguous():
+        return cpu_int16.Rows(1, (elements := x.numel()), elements)
+    dims = sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1 and step > 0)
+    merged: list[tuple[int, int]] = []
+    for step, size in dims:
+        if merged and merged[-1][0] * merged[-1][1] == step:
+            merged[-1] = (merged[-1][0], merged[-1][1] * size)
+        else:
+            merged.append((step, size))
+    if len(merged) == 1 and merged[0][0] == 1:
+        return cpu_int16.Rows(1, merged[0][1], merged[0][1])
+    if len(merged) == 2 and merged[0][0] == 1:
+        return cpu_int16.Rows(merged[1][1], merged[0][1], merged[1][0])
+    return None

@@ -1,0 +1,279 @@
+"""Products for inference with weights in codes of 1, 2 or 4 bits, and of signs by signs: exact sums of whole numbers.
+
+The C++ library computes them. Without it, and if `lowp.kernels.use` selects another implementation, the torch code
+below does. This code is the definition: the bits are the same on every machine and in every implementation.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import InvalidInput
+from lowp.kernels import cpu
+from lowp.kernels.choose.dispatch import uses_library
+from lowp.kernels.packed.byte_products import PANEL
+from lowp.kernels.packed.byte_rows import EIGHT, Bytes, matrix, numbered, on_cpu, up
+
+__all__ = [
+    "PackedCodes",
+    "Signs",
+    "code_values",
+    "multiply_codes",
+    "multiply_signs",
+    "pack_codes",
+    "signs",
+    "whole_levels",
+]
+
+BLOCK, FEW = 64, 8  # depth is filled up to it; rows that are streamed past packed weights
+TOP_BITS, LEAST_EXPONENT = 18, -100  # of the whole numbers that fp32 activations become, as in cpu/bytes_lanes.hpp
+
+
+class PackedCodes(NamedTuple):
+    """Weights [n, k] in codes of 1, 2 or 4 bits, each of which represents an integer; made by `pack_codes`.
+
+    value = levels[code] * scale. Of `fp32` activations a group of 16, 32 or 64 has a scale; of bytes the whole row.
+    """
+
+    memory: Tensor  # uint8 [n / 16, depth * bits / 32, 16, 4], filled up with code 0
+    scales: Tensor  # fp32 [n / 16, groups, 16]
+    levels: Tensor  # int8 [2 ** bits]
+    n: int
+    k: int
+    group: int  # 0: all of the depth
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.levels.numel().bit_length() - 1
+
+    @property
+    def depth(self) -> int:
+        """k, filled up to a multiple of the block."""
+        return up(self.k, BLOCK)
+
+
+class Signs(NamedTuple):
+    """Rows of +1 and -1 as bits (1 is -1), 64 to a word, and what each row is multiplied by."""
+
+    memory: Tensor  # int64 [rows, words]
+    scales: Tensor  # fp32 [rows]
+    length: int
+
+
+# -- codes ------------------------------------------------------------------------------------------------------------
+def whole_levels(values: Sequence[float]) -> tuple[list[int], float] | None:
+    """The values of codes as whole numbers times a power of two; None where these are beyond 64."""
+    per_unit = max(float(value).as_integer_ratio()[1] for value in values)  # of floats a power of two
+    whole = [int(value * per_unit) for value in values]
+    return (whole, 1 / per_unit) if max(map(abs, whole)) <= 64 else None
+
+
+def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int) -> PackedCodes:
+    """Pack codes (int64 [n, k]) for `levels`, with scales [n, groups]; `group`: 16, 32 or 64 elements, 0 for a row."""
+    n, k = on_cpu(codes, "the weight").shape
+    if group not in (0, 16, 32, 64):
+        raise InvalidInput(f"scales for groups of {group}: give 16, 32 or 64, or 0 for a scale a row")
+    bits, width, depth = len(levels).bit_length() - 1, up(n, PANEL), up(k, BLOCK)
+    while group and group * max(map(abs, levels)) >= 1 << 12:  # or the sum of a group might leave int32
+        group, scales = group // 2, scales.repeat_interleave(2, 1)
+    per = 8 // bits
+    padded = torch.nn.functional.pad(codes, (0, depth - k, 0, width - n))
+    places = padded.reshape(width // PANEL, PANEL, depth // (4 * per), per, 4) << torch.arange(
+        0, 8, bits, device="cpu"
+    ).reshape(per, 1)
+    memory = places.sum(3).to(torch.uint8).transpose(1, 2).contiguous()
+    groups = depth // group if group else 1
+    scales = torch.nn.functional.pad(scales.float(), (0, groups - scales.shape[1], 0, width - n))
+    scales = scales.reshape(width // PANEL, PANEL, groups).transpose(1, 2).contiguous()
+    return PackedCodes(memory, scales, torch.tensor(levels, dtype=torch.int8, device="cpu"), n, k, group)
+
+
+def _numbers_of(w: PackedCodes) -> Tensor:
+    """Return the whole numbers in fp32 [n, depth]."""
+    shifts = torch.arange(0, 8, w.bits, dtype=torch.uint8, device="cpu").reshape(-1, 1)
+    codes = w.memory.transpose(1, 2)[..., None, :] >> shifts & ((1 << w.bits) - 1)
+    codes = codes.reshape(w.memory.shape[0] * PANEL, -1)[: w.n]
+    return torch.nn.functional.embedding(codes.int(), w.levels.float()[:, None]).squeeze(-1)
+
+
+def _scales_of(w: PackedCodes) -> Tensor:
+    """Return the scales in fp32 [n, groups]."""
+    return w.scales.transpose(1, 2).reshape(-1, w.scales.shape[1])[: w.n]
+
+
+def code_values(w: PackedCodes) -> Tensor:
+    """Return the weights in fp32 [n, k]."""
+    scales = _scales_of(w)
+    grouped = _numbers_of(w).reshape(w.n, scales.shape[1], -1) * scales[..., None]
+    return grouped.reshape(w.n, -1)[:, : w.k]
+
+
+class _Operand(NamedTuple):
+    """Rows of whole numbers, by digits of seven bits where the C++ library reads them."""
+
+    digits: Tensor  # int8 [rows, planes, depth]; of the definition fp64 [rows, 1, depth]: the numbers
+    scales: Tensor  # fp32 [rows, groups]
+    sums: Tensor  # int32 [rows, groups]
+
+
+def multiply_codes(x: Tensor | Bytes, w: PackedCodes, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+    """Return x @ w.T (+ bias) in fp32, of x fp32 [rows, k] for weights in groups, or of bytes for those without.
+
+    Every group of fp32 numbers becomes whole numbers, of which the largest has 19 bits; bytes are such. The sum of a
+    group is exact, rounded to fp32, and multiplied by the product of the scales; the groups are added in their order.
+    Many rows multiply the values of the weights in fp32, exactly where the sums of bytes allow it; so do numbers that
+    are infinite or NaN.
+    """
+    if isinstance(x, Bytes):
+        if w.group or x.payload.shape[1] != up(w.k, EIGHT):
+            raise InvalidInput(
+                f"bytes of depth {x.payload.shape[1]} do not fit codes of {w.k} inputs in groups of {w.group}"
+            )
+        rows = x.payload.shape[0]
+        if rows > FEW and w.k * x.highest * 2 < 1 << 24:  # every sum of these is exact in fp32, in any order
+            exact = (x.payload[:, : w.k].float() - x.zero) @ _numbers_of(w)[:, : w.k].t()
+            result = exact * (torch.tensor(x.scale, dtype=torch.float32, device="cpu") * _scales_of(w)[:, 0])
+            return result if bias is None else result + bias.float()
+        return _multiplied(_of_bytes(x, w), w, bias, level)
+    operand = _of_floats(x.detach(), w, level) if on_cpu(x, "x").shape[0] <= FEW else None
+    if operand is None:
+        return torch.nn.functional.linear(x, code_values(w), bias)
+    return _multiplied(operand, w, bias, level)
+
+
+def _multiplied(x: _Operand, w: PackedCodes, bias: Tensor | None, level: int | None) -> Tensor:
+    bias = None if bias is None else bias.detach().float().contiguous()
+    if not uses_library():
+        return _defined(x, w, bias)
+    rows, planes = x.digits.shape[:2]
+    out = torch.empty(rows, w.n, dtype=torch.float32, device="cpu")
+    offset = -int(min(w.levels.tolist()))
+    levels = bytes(one + offset for one in w.levels.tolist()).ljust(16, b"\0")
+    numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset))
+    cpu.loaded().lowp_codes_multiply(
+        cpu.level(level),
+        numbers,
+        x.digits,
+        x.scales,
+        x.sums,
+        w.memory,
+        levels,
+        w.scales,
+        bias,
+        out,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _of_bytes(x: Bytes, w: PackedCodes) -> _Operand:
+    """Bytes less their zero, under one scale."""
+    rows = x.payload.shape[0]
+    scales = torch.full((rows, 1), x.scale, dtype=torch.float32, device="cpu")
+    if not uses_library():
+        numbers = torch.nn.functional.pad(x.payload[:, : w.k].double() - x.zero, (0, w.depth - w.k))
+        return _Operand(numbers[:, None], scales, numbers.sum(1, keepdim=True).int())
+    planes = 1 if x.highest < 128 else 2
+    digits = torch.zeros(rows, planes, w.depth, dtype=torch.int8, device="cpu")
+    sums = torch.empty(rows, 1, dtype=torch.int32, device="cpu")
+    cpu.loaded().lowp_codes_bytes(
+        x.payload,
+        rows,
+        w.k,
+        x.payload.shape[1],
+        x.zero,
+        planes,
+        w.depth,
+        digits,
+        sums,
+    )
+    return _Operand(digits, scales, sums)
+
+
+def _of_floats(x: Tensor, w: PackedCodes, level: int | None) -> _Operand | None:
+    """Return fp32 rows as whole numbers under one power of two per group; None if a number is infinite or NaN."""
+    if not w.group:
+        raise InvalidInput("fp32 activations do not fit weights with a scale a row: give bytes")
+    rows, groups = x.shape[0], w.depth // w.group
+    if not uses_library():
+        if not bool(x.isfinite().all()):
+            return None
+        grouped = torch.nn.functional.pad(x, (0, w.depth - w.k)).reshape(rows, groups, w.group).double()
+        largest = grouped.abs().amax(2, keepdim=True).clamp(2.0**LEAST_EXPONENT)
+        scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1 - TOP_BITS)
+        numbers = (grouped / scales).round()
+        return _Operand(numbers.reshape(rows, 1, -1), scales[..., 0].float(), numbers.sum(2).int())
+    x = numbered(x)
+    digits = torch.zeros(rows, 3, w.depth, dtype=torch.int8, device="cpu")
+    scales = torch.zeros(rows, groups, dtype=torch.float32, device="cpu")
+    sums = torch.zeros(rows, groups, dtype=torch.int32, device="cpu")
+    finite = cpu.loaded().lowp_codes_numbers(
+        cpu.level(level),
+        *matrix(x),
+        w.group,
+        w.depth,
+        digits,
+        scales,
+        sums,
+    )
+    return _Operand(digits, scales, sums) if finite else None
+
+
+def _defined(x: _Operand, w: PackedCodes, bias: Tensor | None) -> Tensor:
+    """Return the sums of the groups in fp64, which holds them exactly, added one after the other in fp32."""
+    scales = _scales_of(w)
+    numbers, groups = x.digits[:, 0], scales.shape[1]
+    weights = _numbers_of(w).double().reshape(w.n, groups, -1)
+    total = torch.zeros(numbers.shape[0], w.n, dtype=torch.float32, device="cpu")
+    for group, some in enumerate(numbers.reshape(numbers.shape[0], groups, -1).unbind(1)):
+        total = total + (some @ weights[:, group].t()).float() * (x.scales[:, group, None] * scales[:, group])
+    return total if bias is None else total + bias
+
+
+# -- signs ------------------------------------------------------------------------------------------------------------
+def signs(x: Tensor) -> Signs:
+    """Rows [rows, k] as their signs (-1 for x < 0, else +1) and their mean magnitudes, as format binary has them."""
+    return Signs(_words(on_cpu(x, "x") < 0), x.double().abs().mean(1).float(), x.shape[1])
+
+
+def multiply_signs(a: Signs, b: Signs, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+    """Return a @ b.T (+ bias) in fp32, of rows of signs: counts of bits, exact, then scaled."""
+    if a.length != b.length:
+        raise InvalidInput(f"rows of {a.length} signs do not fit rows of {b.length}")
+    if uses_library():
+        sums = torch.empty(a.memory.shape[0], b.memory.shape[0], dtype=torch.int32, device="cpu")
+        cpu.loaded().lowp_bits_multiply(
+            cpu.level(level),
+            a.memory,
+            a.memory.shape[0],
+            b.memory,
+            b.memory.shape[0],
+            a.memory.shape[1],
+            b.length,
+            sums,
+            torch.get_num_threads(),
+        )
+    else:
+        sums = sign_values(a).double() @ sign_values(b).double().t()
+    result = sums.float() * (a.scales[:, None] * b.scales)
+    return result if bias is None else result + bias.float()
+
+
+def _words(negative: Tensor) -> Tensor:
+    """Rows of truth as bits, 64 to an int64."""
+    rows, length = negative.shape
+    padded = torch.nn.functional.pad(negative, (0, up(length, 64) - length))
+    octets = padded.reshape(rows, -1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device="cpu")
+    return octets.sum(-1, dtype=torch.uint8).view(torch.int64)
+
+
+def sign_values(s: Signs) -> Tensor:
+    """The signs in fp32 [rows, length], without their scales."""
+    bits = s.memory.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1
+    return 1.0 - 2.0 * bits.reshape(s.memory.shape[0], -1)[:, : s.length].float()

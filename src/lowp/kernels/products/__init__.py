@@ -1,0 +1,29 @@
+"""Products: `contract`, which chooses how one runs, and programs of casts and products."""
+
+from __future__ import annotations
+
+from lowp.kernels.products.contraction import (
+    ProductForm,
+    contract,
+    contract_packed,
+    has_launches,
+    is_native,
+    is_torchs_own,
+    multiplies_int8,
+    ready_operand,
+    sum_of_rows,
+    torchs_own_device,
+)
+
+__all__ = [
+    "ProductForm",
+    "contract",
+    "contract_packed",
+    "has_launches",
+    "is_native",
+    "is_torchs_own",
+    "multiplies_int8",
+    "ready_operand",
+    "sum_of_rows",
+    "torchs_own_device",
+]

@@ -1,0 +1,135 @@
+"""Matrix products whose sums in fp32 have one order on every processor, and with any number of threads.
+
+An element of the result is ((block 0 + block 1) + block 2) ... + bias: a block is one chain of multiply-adds, each
+rounded once, over `DEPTH` elements in order of depth, from +0 (cpu/product.hpp). Operands in fp16 and bf16 become fp32
+while they are packed; `defined` is the same in torch's operations.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.compat import constant_when_compiled, real_tensors
+from lowp.kernels.choose.dispatch import forced
+from lowp.kernels.products import programs
+from lowp.kernels.products.programs import Memory, ProductStep, Program, is_reached, strides_of
+
+__all__ = ["DEPTH", "defined", "multiply", "multiply_traced", "ones", "serves", "serves_compiled", "sum_of_rows"]
+
+DEPTH = 192  # kDepth of cpu/product.hpp
+_Casts = tuple[Cast | None, Cast | None, Cast | None]
+_NO_CASTS: _Casts = (None, None, None)
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether the library may multiply these: tensors that programs read, and no gradient is recorded for."""
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not is_recorded and programs.serves(*tensors)
+
+
+@constant_when_compiled
+def serves_compiled() -> bool:
+    """Whether the library multiplies what torch.compile traces."""
+    return forced() in (None, "cpu") and programs.is_here()
+
+
+def multiply(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    casts: _Casts = _NO_CASTS,
+    seeds: tuple[int, int, int] = (0, 0, 0),
+) -> Tensor:
+    """Return left [..., m, k] times right [..., k, n], plus bias [n] in fp32, rounded once to `dtype`.
+
+    All are tensors that `serves` answers for, with the same leading dimensions; the bias is contiguous.
+    `casts` round the operands, and the sum, to values that their dtypes hold; without one the sum is rounded to nearest
+    even. The random words of stochastic casts are those of the elements of contiguous tensors. NaN is the positive
+    quiet NaN of `dtype`.
+    """
+    about = left.shape, left.stride(), left.dtype, right.shape, right.stride(), right.dtype, dtype, casts
+    program, shape, copies = _planned(*about)
+    left = left.contiguous() if copies[0] else left
+    right = right.contiguous() if copies[1] else right
+    out = torch.empty(shape, dtype=dtype, device="cpu")
+    program([left, right, bias, out], array("Q", seeds))
+    return out
+
+
+@functools.cache
+def ones() -> Tensor:
+    """Return a number that a product reads as a matrix of ones, with strides of 0."""
+    with real_tensors():
+        return torch.ones(1, device="cpu")
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """Return the sum of x[m, n] along m, as a product with ones, in fp32."""
+    about = (1, x.shape[0]), (0, 0), torch.float32
+    program, _, copies = _planned(*about, x.shape, x.stride(), x.dtype, torch.float32, _NO_CASTS)
+    x = x.contiguous() if copies[1] else x
+    out = torch.empty(x.shape[1], dtype=torch.float32, device="cpu")
+    program([ones(), x, None, out])
+    return out
+
+
+@torch.library.custom_op("lowp::multiply", mutates_args=(), device_types="cpu")
+def multiply_traced(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`multiply` without casts, as an operator that compilers see."""
+    return multiply(left, right, bias, dtype)
+
+
+@multiply_traced.register_fake
+def _(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return left.new_empty(*left.shape[:-1], right.shape[-1], dtype=dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(*about: Any) -> tuple[Program, tuple[int, ...], tuple[bool, bool]]:
+    """Return a product of two operands, a result's dtype and casts; its shape, and which operands are copied first."""
+    casts: _Casts = about[7]
+    operands = []
+    for place, (shape, strides, dtype) in enumerate((about[:3], about[3:6])):
+        to = casts[place]
+        copies = not is_reached(shape, strides) or (
+            to is not None and to.is_stochastic and strides != strides_of(shape)
+        )
+        operands.append((Memory(place, shape, strides_of(shape) if copies else strides, dtype, to), copies))
+    (left, of_left), (right, of_right) = operands
+    program = Program([ProductStep(left, right, 2, 3, about[6], casts[2])])
+    return program, (*left.shape[:-1], right.shape[-1]), (of_left, of_right)
+
+
+def defined(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the product in fp32 by the definition, in torch's operations: each multiply-add is rounded once.
+
+    A product of fp32 numbers is exact in fp64; its sum there is rounded to odd, which keeps what the rounding to fp32
+    needs (Boldo and Melquiond 2008).
+    """
+    left, right = left.double(), right.double()
+    total: Tensor | None = None
+    for begin in range(0, max(left.shape[-1], 1), DEPTH):
+        block = left.new_zeros(*left.shape[:-1], right.shape[-1])
+        for k in range(begin, min(left.shape[-1], begin + DEPTH)):
+            block = _added(left[..., k, None] * right[..., None, k, :], block).float().double()
+        total = block.float() if total is None else total + block.float()
+    assert total is not None
+    total = total if bias is None else total + bias.float()
+    return total.where(~total.isnan(), torch.nan)
+
+
+def _added(x: Tensor, y: Tensor) -> Tensor:
+    """The sum of fp64 numbers, rounded to odd."""
+    total = x + y
+    of_x = total - y
+    error = (x - of_x) + (y - (total - of_x))  # exact (Knuth's TwoSum)
+    bits = total.view(torch.int64)
+    moved = torch.where((error > 0) == (total > 0), bits + 1, bits - 1).view(torch.float64)
+    return torch.where(total.isfinite() & (error != 0) & (bits & 1 == 0), moved, total)
