@@ -19,8 +19,9 @@ from lowp import compat
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS, FloatFormat, IntFormat
-from lowp.kernels.casts import bitwise, floats, run, scaled
+from lowp.kernels.casts import run
 from lowp.kernels.choose import dispatch
+from lowp.kernels.numbers import bitwise, floats, scaled
 from lowp.scaling import loss_scale
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import compat
-from lowp.kernels.casts import bitwise, floats
 from lowp.kernels.choose import dispatch, hardware
+from lowp.kernels.numbers import bitwise, floats
 from lowp.ops import direct
 from lowp.presets import PRESETS
 from lowp.scaling import loss_scale

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowp.casts import Cast, parse
 from lowp.compat import COMPILES_REGIONS
 from lowp.kernels import decode, encode, quantize, statistics, use
-from lowp.kernels.casts import bitwise
+from lowp.kernels.numbers import bitwise
 from lowp.quantized import Quantized
 
 # torch's own compiler and forward derivatives, when first used

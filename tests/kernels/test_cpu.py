@@ -27,9 +27,10 @@ from lowp.casts import Cast, Rounding, parse
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import cpu
-from lowp.kernels.casts import bitwise, checks, cpu_groups, reference
+from lowp.kernels.casts import checks, cpu_groups
 from lowp.kernels.cpu import abi
 from lowp.kernels.int16 import cpu_int16, integer
+from lowp.kernels.numbers import bitwise, reference
 
 SEED = 0x0123_4567_89AB_CDEF
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

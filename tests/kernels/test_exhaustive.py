@@ -18,7 +18,7 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding, parse
 from lowp.formats import FloatFormat
 from lowp.kernels import cpu
-from lowp.kernels.casts import reference
+from lowp.kernels.numbers import reference
 
 pytestmark = pytest.mark.slow
 

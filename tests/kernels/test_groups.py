@@ -14,8 +14,9 @@ from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat
 from lowp.kernels import cpu
-from lowp.kernels.casts import checks, cpu_groups, scaled
+from lowp.kernels.casts import checks, cpu_groups
 from lowp.kernels.casts.functions import quantize_operand
+from lowp.kernels.numbers import scaled
 from lowp.quantized import Quantized
 
 NAMED = [name for name, row in FORMATS.items() if isinstance(row, ScaledFormat)]

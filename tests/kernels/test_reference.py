@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lowp.casts import Cast, parse
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.casts import checks, reference
-from lowp.kernels.casts.philox import _blocks as blocks
-from lowp.kernels.casts.philox import tail_words, words
+from lowp.kernels.casts import checks
+from lowp.kernels.numbers import reference
+from lowp.kernels.numbers.philox import _blocks as blocks
+from lowp.kernels.numbers.philox import tail_words, words
 
 SEED = 0xC0FFEE_1234_5678_9ABC
 

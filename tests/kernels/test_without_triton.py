@@ -15,4 +15,4 @@ def test_its_absence_is_said_and_who_gives_the_same_bits(monkeypatch: pytest.Mon
     with pytest.raises(Unavailable, match="need the package triton, which is not installed: pip install triton"):
         kernels.use("triton")
     assert "triton" not in kernels.available("cuda")
-    assert dispatch.implementation(torch.device("cuda")).__name__ == "lowp.kernels.casts.bitwise"
+    assert dispatch.implementation(torch.device("cuda")).__name__ == "lowp.kernels.numbers.bitwise"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels.casts import scaled
+from lowp.kernels.numbers import scaled
 from lowp.kernels.packed import byte_products, byte_rows, few_bits
 from lowp.kernels.packed.byte_products import Panels
 from lowp.kernels.packed.byte_rows import Activations, Bytes, Range

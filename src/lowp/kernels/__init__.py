@@ -8,8 +8,8 @@ kernels/README.md.
 from __future__ import annotations
 
 from lowp.kernels.casts.functions import decode, dequantize, encode, quantize, statistics
-from lowp.kernels.casts.statistics import Statistics
 from lowp.kernels.choose.dispatch import IMPLEMENTATIONS, available, use
+from lowp.kernels.numbers.statistics import Statistics
 from lowp.kernels.products import contract
 
 __all__ = [

@@ -27,7 +27,7 @@ from lowp.compat import (
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels.casts.functions import quantize_operand
-from lowp.kernels.casts.philox import draw_seed
+from lowp.kernels.numbers.philox import draw_seed
 
 __all__ = ["Operand", "carried", "carrier_dtype", "draw_seed", "operand", "rounded", "shield", "without_autocast"]
 

@@ -19,7 +19,7 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import Format, ScaledFormat
 from lowp.formats.types import FloatFormat
-from lowp.kernels.casts.floats import CARRIERS
+from lowp.kernels.numbers.floats import CARRIERS
 from lowp.portable.safetensors_file import Spool
 from lowp.portable.sources import KEY, METADATA, ShardedSource, Source, open_source
 from lowp.portable.stored import Errors, Packed, is_narrow, overflow_limit, store, stored_dtype

@@ -11,7 +11,7 @@ import torch
 from lowp import checkpoint
 from lowp.checkpoint import Stateful
 from lowp.errors import InvalidInput, brief
-from lowp.kernels.casts.floats import CARRIERS
+from lowp.kernels.numbers.floats import CARRIERS
 from lowp.portable.sources import open_source, read_torch
 
 __all__ = ["load"]

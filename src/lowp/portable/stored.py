@@ -14,8 +14,8 @@ from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, brief
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, ScaledFormat
-from lowp.kernels.casts import scaled
-from lowp.kernels.casts.floats import CARRIERS
+from lowp.kernels.numbers import scaled
+from lowp.kernels.numbers.floats import CARRIERS
 from lowp.quantized import Quantized
 
 __all__ = ["Errors", "Packed", "is_narrow", "is_shape", "pieces_of", "store", "stored_dtype", "unpack"]

@@ -28,7 +28,7 @@ from torch import Tensor
 from lowp import formats, kernels
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.casts.floats import floor_log2, widen
+from lowp.kernels.numbers.floats import floor_log2, widen
 from lowp.policy import Policy, Rule
 from lowp.shims.straight_through import drawn_seed, straight_through, whole_number
 

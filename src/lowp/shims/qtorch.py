@@ -32,7 +32,7 @@ from lowp import kernels
 from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import FloatFormat, Specials
-from lowp.kernels.casts.floats import narrow, widen
+from lowp.kernels.numbers.floats import narrow, widen
 from lowp.shims.straight_through import drawn_seed, straight_through, whole_number
 
 __all__ = [

@@ -14,7 +14,8 @@ from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.casts import bitwise, checks
+from lowp.kernels.casts import checks
+from lowp.kernels.numbers import bitwise
 
 SEED = 0x1234_5678_9ABC_DEF0
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

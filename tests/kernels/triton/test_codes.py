@@ -13,9 +13,9 @@ from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import triton
-from lowp.kernels.casts import bitwise, packing, reference
-from lowp.kernels.casts.packing import as_integers, wrapped
-from lowp.kernels.casts.scaled import code_dtype
+from lowp.kernels.numbers import bitwise, packing, reference
+from lowp.kernels.numbers.packing import as_integers, wrapped
+from lowp.kernels.numbers.scaled import code_dtype
 
 SEED = 0x1234_5678_9ABC_DEF0
 SOME = ["fp16", "bf16-tpu", "e4m3fn", "e4m3fnuz", "e8m0", "e2m1", "ue5m3nuz", "e8m10ftz", "fp64", "i8s", "i25"]

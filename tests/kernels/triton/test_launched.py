@@ -23,9 +23,9 @@ from lowp.errors import LowpError
 from lowp.exponents.device_table import DeviceTable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import triton as implementation
-from lowp.kernels.casts.scaled import code_dtype
 from lowp.kernels.int16 import device_mantissas
 from lowp.kernels.int16.integer import matmul_chained, matmul_exact
+from lowp.kernels.numbers.scaled import code_dtype
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -12,7 +12,7 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, IntFormat, ScaledFormat
-from lowp.kernels.casts import packing
+from lowp.kernels.numbers import packing
 
 pytest.importorskip("triton", reason="triton is not installed")
 

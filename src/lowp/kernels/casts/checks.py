@@ -14,10 +14,10 @@ from lowp.compat import real_tensors
 from lowp.errors import InvalidInput, Misuse
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, ScaledFormat
 from lowp.formats.checks import whole_number
-from lowp.kernels.casts import scaled
-from lowp.kernels.casts.floats import CARRIERS, narrow, widen
-from lowp.kernels.casts.philox import Draw, Seed
 from lowp.kernels.choose.dispatch import fastest
+from lowp.kernels.numbers import scaled
+from lowp.kernels.numbers.floats import CARRIERS, narrow, widen
+from lowp.kernels.numbers.philox import Draw, Seed
 
 LARGEST_OFFSET = 1 << 62
 

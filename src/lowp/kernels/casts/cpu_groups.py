@@ -14,9 +14,9 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import Scope
 from lowp.kernels import cpu
-from lowp.kernels.casts import packing, scaled
-from lowp.kernels.casts.philox import Seed
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, sharing_parameters
+from lowp.kernels.numbers import packing, scaled
+from lowp.kernels.numbers.philox import Seed
 from lowp.quantized import Quantized
 
 _LOST = 1  # kLost of cpu/cast.hpp

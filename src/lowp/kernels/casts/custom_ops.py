@@ -18,11 +18,12 @@ from lowp.compat import constant_when_compiled
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, IntFormat
 from lowp.kernels import tracing
-from lowp.kernels.casts import checks, packing, run, scaled, shards
-from lowp.kernels.casts.floats import home
-from lowp.kernels.casts.philox import Draw, Seed, drawn
-from lowp.kernels.casts.scaled import Scales
+from lowp.kernels.casts import checks, run, shards
 from lowp.kernels.choose import dispatch
+from lowp.kernels.numbers import packing, scaled
+from lowp.kernels.numbers.floats import home
+from lowp.kernels.numbers.philox import Draw, Seed, drawn
+from lowp.kernels.numbers.scaled import Scales
 from lowp.quantized import Quantized
 
 _SIGN = 1 << 63

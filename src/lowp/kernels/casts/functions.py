@@ -18,11 +18,12 @@ from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, Specials
 from lowp.formats.checks import whole_number
 from lowp.kernels import cpu, tracing
-from lowp.kernels.casts import arrays, checks, custom_ops, run, scaled
-from lowp.kernels.casts.floats import CARRIERS
-from lowp.kernels.casts.philox import Draw
-from lowp.kernels.casts.statistics import Statistics
+from lowp.kernels.casts import arrays, checks, custom_ops, run
 from lowp.kernels.choose.dispatch import implementation, uses_library
+from lowp.kernels.numbers import scaled
+from lowp.kernels.numbers.floats import CARRIERS
+from lowp.kernels.numbers.philox import Draw
+from lowp.kernels.numbers.statistics import Statistics
 from lowp.kernels.tracing import is_compiling, is_eager
 from lowp.quantized import Quantized
 

@@ -17,12 +17,13 @@ from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import cpu
-from lowp.kernels.casts import cpu_groups, packing, scaled
-from lowp.kernels.casts.floats import home, narrow, widen
-from lowp.kernels.casts.philox import Seed
-from lowp.kernels.casts.scaled import Scales
+from lowp.kernels.casts import cpu_groups
 from lowp.kernels.int16 import cpu_int16
 from lowp.kernels.int16.mantissas import has_mantissas
+from lowp.kernels.numbers import packing, scaled
+from lowp.kernels.numbers.floats import home, narrow, widen
+from lowp.kernels.numbers.philox import Seed
+from lowp.kernels.numbers.scaled import Scales
 from lowp.quantized import Quantized
 
 

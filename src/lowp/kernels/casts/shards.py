@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from lowp.casts import Cast
 from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.formats import Scope
-from lowp.kernels.casts import scaled
+from lowp.kernels.numbers import scaled
 from lowp.kernels.tracing import is_sharded
 
 __all__ = ["extremes", "in_whole", "placed", "whole"]

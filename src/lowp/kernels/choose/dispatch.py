@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lowp.errors import Unavailable, UnknownName, unknown
 from lowp.kernels import cpu, triton
-from lowp.kernels.casts import bitwise, native, reference
 from lowp.kernels.choose.hardware import is_on_host
+from lowp.kernels.numbers import bitwise, native, reference
 from lowp.kernels.tracing import is_compiling, is_real, is_transformed
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "bitwise": bitwise, "native": native, "cpu": cpu}

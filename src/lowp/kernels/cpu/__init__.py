@@ -1,8 +1,8 @@
 """The C++ kernels, by ctypes: the only module that loads the library.
 
 Every function takes contiguous CPU tensors of fp32, fp64, fp16 or bf16, uses `threads` threads and writes the result to
-`out`. The results are bit-identical to `lowp.kernels.casts.reference`; kernels/README.md defines them. The caller must
-check whether a dtype can hold the values of a format.
+`out`. The results are bit-identical to `lowp.kernels.numbers.reference`; kernels/README.md defines them. The caller
+must check whether a dtype can hold the values of a format.
 
 The functions of the library take tensors and arrays, never addresses: `_guarded` reads the address of each, in the call
 that uses it, and refuses tensors without memory of their own.
@@ -32,8 +32,8 @@ from lowp.casts import Cast
 from lowp.compat import skipped_by_compilers
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.casts.philox import Seed, drawn
 from lowp.kernels.cpu.abi import SIGNATURES, TYPE_NUMBERS, format_parameters, parameters
+from lowp.kernels.numbers.philox import Seed, drawn
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
 PATH = Path(os.environ.get("LOWP_CPU_LIBRARY") or Path(__file__).parent / "liblowp_cpu.so")

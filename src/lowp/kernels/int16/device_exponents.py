@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.kernels.casts.floats import two_to_the
+from lowp.kernels.numbers.floats import two_to_the
 from lowp.scaling import powers
 
 __all__ = ["NOTHING", "NOT_FINITE", "apart", "power", "times", "together"]

@@ -12,12 +12,12 @@ from torch import Tensor
 from lowp.casts import Cast, Rounding
 from lowp.compat import has_fp64
 from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels.casts import bitwise
-from lowp.kernels.casts.philox import Draw, Seed
 from lowp.kernels.choose.dispatch import by_triton
 from lowp.kernels.int16 import low_words
 from lowp.kernels.int16.device_exponents import NOT_FINITE, NOTHING, times
 from lowp.kernels.int16.mantissas import Mantissas, int16_element, readable, wide_cast
+from lowp.kernels.numbers import bitwise
+from lowp.kernels.numbers.philox import Draw, Seed
 
 __all__ = ["exact", "exponent_of_finite", "low_word", "own_exponent", "rounded"]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from lowp.casts import Cast, Rounding
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu
-from lowp.kernels.casts import bitwise
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.int16 import cpu_int16
 from lowp.kernels.int16.cpu_int16 import Seen, is_direct
 from lowp.kernels.int16.device_exponents import times
+from lowp.kernels.numbers import bitwise
 
 _WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
-from lowp.kernels.casts import bitwise
 from lowp.kernels.choose.dispatch import by_triton
 from lowp.kernels.int16.cpu_int16 import Seen, is_direct, to_int16, words_int16
 from lowp.kernels.int16.mantissas import int16_element, mantissas_and_values, wide_cast
+from lowp.kernels.numbers import bitwise
 from lowp.scaling.powers import times
 
 __all__ = ["There", "write_", "write_there", "write_words_"]

@@ -15,8 +15,9 @@ from torch import Tensor
 from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels import cpu
-from lowp.kernels.casts import bitwise, run
+from lowp.kernels.casts import run
 from lowp.kernels.choose.dispatch import uses_library
+from lowp.kernels.numbers import bitwise
 
 __all__ = [
     "Activations",

@@ -19,12 +19,12 @@ from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
 from lowp.formats import FloatFormat, ScaledFormat
 from lowp.kernels import cpu
-from lowp.kernels.casts import scaled
 from lowp.kernels.casts.cpu_groups import groups_along
-from lowp.kernels.casts.philox import draw_seed
 from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, cast_address, sharing_address, step_blocks
 from lowp.kernels.int16.mantissas import has_mantissas
+from lowp.kernels.numbers import scaled
+from lowp.kernels.numbers.philox import draw_seed
 from lowp.kernels.tracing import is_quiet, is_wrapped
 
 __all__ = [

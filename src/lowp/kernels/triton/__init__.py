@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.casts.philox import Draw, Seed
+from lowp.kernels.numbers.philox import Draw, Seed
 
 __all__ = [
     "DEVICES",

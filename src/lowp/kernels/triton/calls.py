@@ -8,7 +8,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.casts.philox import Seed, drawn
+from lowp.kernels.numbers.philox import Seed, drawn
 from lowp.kernels.triton.device import casts, codes, counts
 from lowp.kernels.triton.launch import (
     BLOCK,

@@ -13,8 +13,8 @@ import torch
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.casts.bitwise import Parameters, parameters
-from lowp.kernels.casts.floats import CARRIERS
+from lowp.kernels.numbers.bitwise import Parameters, parameters
+from lowp.kernels.numbers.floats import CARRIERS
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 INTEGER_NAMES = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}  # Triton's dtypes, by bytes

@@ -12,10 +12,10 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels.casts import packing
-from lowp.kernels.casts import scaled as definition
-from lowp.kernels.casts.floats import widen
-from lowp.kernels.casts.philox import Seed, drawn
+from lowp.kernels.numbers import packing
+from lowp.kernels.numbers import scaled as definition
+from lowp.kernels.numbers.floats import widen
+from lowp.kernels.numbers.philox import Seed, drawn
 from lowp.kernels.triton import plans
 from lowp.kernels.triton.calls import integers, key_of
 from lowp.kernels.triton.device import scaled

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lowp.errors import Misuse
 from lowp.exponents import SiteWriter
-from lowp.kernels.casts.floats import need_fp64
 from lowp.kernels.int16.mantissas import Mantissas
+from lowp.kernels.numbers.floats import need_fp64
 from lowp.kernels.products import contract
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import is_irregular, rounded, shield

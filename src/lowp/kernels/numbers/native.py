@@ -12,8 +12,8 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS
-from lowp.kernels.casts.floats import narrow, sign_and_magnitude, with_sign
-from lowp.kernels.casts.philox import Seed
+from lowp.kernels.numbers.floats import narrow, sign_and_magnitude, with_sign
+from lowp.kernels.numbers.philox import Seed
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 

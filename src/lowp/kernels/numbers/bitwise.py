@@ -16,8 +16,8 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import has_fp64
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.casts import philox
-from lowp.kernels.casts.floats import (
+from lowp.kernels.numbers import philox
+from lowp.kernels.numbers.floats import (
     CARRIERS,
     Carrier,
     from_integer_parts,
@@ -28,9 +28,9 @@ from lowp.kernels.casts.floats import (
     widen16,
     with_sign,
 )
-from lowp.kernels.casts.packing import SIGNED, wrapped
-from lowp.kernels.casts.philox import Seed
-from lowp.kernels.casts.reference import INWARD, ties_by_code
+from lowp.kernels.numbers.packing import SIGNED, wrapped
+from lowp.kernels.numbers.philox import Seed
+from lowp.kernels.numbers.reference import INWARD, ties_by_code
 
 
 class Parameters(NamedTuple):

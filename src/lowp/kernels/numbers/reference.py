@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.casts import philox
-from lowp.kernels.casts.floats import from_integer_parts, integer_parts, narrow, sign_and_magnitude, two_to_the, widen
-from lowp.kernels.casts.packing import wrapped
-from lowp.kernels.casts.philox import Seed
+from lowp.kernels.numbers import philox
+from lowp.kernels.numbers.floats import from_integer_parts, integer_parts, narrow, sign_and_magnitude, two_to_the, widen
+from lowp.kernels.numbers.packing import wrapped
+from lowp.kernels.numbers.philox import Seed
 
 # roundings that overflow beyond the maximum for both signs
 BEYOND = {mode for mode in Rounding if mode.is_stochastic} | {Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY}

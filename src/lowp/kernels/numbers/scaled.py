@@ -17,10 +17,9 @@ from lowp.casts import Cast, Overflow
 from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
-from lowp.kernels.casts import bitwise
-from lowp.kernels.casts.floats import CARRIERS, floor_log2, home, largest_finite, maximum, narrow, two_to_the, widen
-from lowp.kernels.casts.packing import as_integers
-from lowp.kernels.choose.dispatch import fastest
+from lowp.kernels.numbers import bitwise
+from lowp.kernels.numbers.floats import CARRIERS, floor_log2, home, largest_finite, maximum, narrow, two_to_the, widen
+from lowp.kernels.numbers.packing import as_integers
 
 FP32 = FORMATS["fp32"]
 assert isinstance(FP32, FloatFormat)
@@ -158,7 +157,7 @@ def outer_scale(largest: Tensor, format: ScaledFormat) -> Tensor:
 def _rounded(x: Tensor, cast: Cast) -> Tensor:
     """Return fp64 numbers rounded by an elementwise cast."""
     values = torch.empty_like(x, memory_format=torch.contiguous_format)
-    fastest(x.device).quantize(x.contiguous(), cast, 0, values)
+    bitwise.quantize(x.contiguous(), cast, 0, values)
     return values
 
 
