@@ -135,12 +135,15 @@ class Run:
         self.after(logits.detach())
         return F.cross_entropy(logits.float(), labels, reduction=self.reduction)
 
-    def train(self, steps: int) -> list[Alarm]:
-        """Train and return the alarms."""
+    def train(self, steps: int, until: Fault | None = None) -> list[Alarm]:
+        """Train, at most until a fault is named, and return the alarms."""
         for step in range(steps):
+            if until is not None and self.alarms and until.named(self.alarms):
+                break
             self.step(step)
         if self.monitor is not None:
             self.monitor.close()
+            assert self.monitor.failure is None, self.monitor.failure
         return self.alarms
 
 
@@ -368,4 +371,4 @@ def tried(mode: str, **given: Any) -> Iterator[tuple[Fault, list[Alarm]]]:
                 torch.compiler.reset()
                 run = Run(mode, fault)
                 run.watch(**given)
-                yield fault, run.train(fault.begin + WITHIN)
+                yield fault, run.train(fault.begin + WITHIN, fault)

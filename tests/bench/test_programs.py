@@ -23,6 +23,7 @@ SMALLEST = {  # by program, the options of its smallest form, and what it then p
     "int16_memory": ("--only 'chained matrix'", "chained matrix product +4"),
     "kernels": ("--quick --elements 1000 --threads 1", "lowp statistics .* of copy_"),
     "memory": ("--network mlp --way fp32", '"saved"'),
+    "monitoring": ("quiet --recipes digits --precisions fp32 --seconds 0.1", "0 alarms in 1 trainings"),
     "profiling": ("digits --steps 5 --pairs 1", '"outside %"'),
     "record": ("--list", "kernels.py .*kernels.json"),
     "scripts": ("--rounds 1 --steps 2 --batch 2", "ratio of the medians"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowp.launch import profiling
+from lowp.launch.waiting import MOST_MODELS, SEARCHED
 from lowp.numerics.profiler import Profiler
 
 
@@ -19,11 +19,11 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[profili
     """Return the object that waits for models in a script's process, in this process."""
     monkeypatch.setattr(profiling.atexit, "register", lambda *given: None)
     wait = profiling._Waiting(tmp_path / "run.json", "900%", "script.py")
-    wait.handle = register_module_forward_pre_hook(wait)
+    wait.start()
     yield wait
     wait.handle.remove()
-    if wait.profiler is not None:
-        wait.profiler._stop()
+    if wait.watcher is not None:
+        wait.watcher._stop()
 
 
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -38,17 +38,17 @@ def trained(count: int) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
 
 
 def profiler_of(waiting: profiling._Waiting) -> Profiler:
-    assert waiting.profiler is not None
-    return waiting.profiler
+    assert isinstance(waiting.watcher, Profiler)
+    return waiting.watcher
 
 
 def test_a_model_that_comes_early_is_watched_and_one_that_comes_late_is_not(waiting: profiling._Waiting) -> None:
     first, early, late = trained(3)
-    for step in range(profiling._SEARCHED + 4):
+    for step in range(SEARCHED + 4):
         take_step(*first)
         if step > 2:
             take_step(*early)
-        if step > profiling._SEARCHED + 1:
+        if step > SEARCHED + 1:
             take_step(*late)
     assert list(profiler_of(waiting).models.roots.values()) == [first[0], early[0]]
 
@@ -56,12 +56,12 @@ def test_a_model_that_comes_early_is_watched_and_one_that_comes_late_is_not(wait
 def test_a_population_of_models_is_watched_in_part_and_that_is_said(
     waiting: profiling._Waiting, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    population = trained(profiling._MOST_MODELS + 3)
+    population = trained(MOST_MODELS + 3)
     for _ in range(3):
         for one in population:
             take_step(*one)
     watched = profiler_of(waiting).models.roots
-    assert list(watched.values()) == [model for model, _ in population[: profiling._MOST_MODELS]]
+    assert list(watched.values()) == [model for model, _ in population[:MOST_MODELS]]
     assert list(watched)[:2] == ["Linear", "Linear2"]
     assert capsys.readouterr().err.count("only the first 16 models are recorded") == 1
 

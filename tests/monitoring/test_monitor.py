@@ -198,8 +198,8 @@ def test_records_go_to_a_file_of_lines(run: planted.Run, tmp_path: Path) -> None
     for _ in spoiled(run, sinks=tmp_path / "run.jsonl"):
         pass
     run.monitor.close()  # type: ignore[union-attr]
-    header, *records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    assert header["kind"] == "lowp monitor" and header["version"] == 1
+    header, *records, end = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert header["kind"] == "lowp monitor" and header["version"] == 1 and end == {"ended": 8}
     assert [record["step"] for record in records] == list(range(8))
     (alarm,) = [alarm for record in records for alarm in record["alarms"]]
     assert Alarm(**{**alarm, "others": tuple(alarm["others"])}) == run.alarms[0]

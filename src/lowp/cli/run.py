@@ -5,6 +5,7 @@
   lowp run --policy policy.toml train.py
   lowp run --precision bf16 -m torch.distributed.run --nproc-per-node 2 train.py
   lowp run --compare fp32,bf16,fp16,flex16+5 train.py
+  lowp run --monitor=run.jsonl train.py
 
 The script runs as under `python train.py --lr 0.1`. Its modules compute in the precision; its losses,
 gradients and checkpoints are fp32. At the end one line on standard error reports the run. Options of lowp
@@ -30,19 +31,26 @@ if TYPE_CHECKING:
     from lowp.launch.comparison import Runs
 
 _VALUED = ("--precision", "--policy", "--compare", "--loss-scale", "--report")
-_FLAGS = ("--strict", "--override", "--json", "--plain", "--help", "-h")
+_FLAGS = ("--strict", "--override", "--monitor", "--json", "--plain", "--help", "-h")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--precision", help="a preset or a format such as e5m7 (default: bf16)")
+    group.add_argument("--precision", help="a preset or a format such as e5m7 (default: bf16; with --monitor fp32)")
     group.add_argument("--policy", metavar="FILE.toml", help="a policy file")
     group.add_argument("--compare", metavar="LIST", help="run the script once in each of these precisions and compare")
     parser.add_argument("--loss-scale", metavar="SCALE", help="none, a number, or dynamic (default: the precision's)")
     parser.add_argument("--strict", action="store_true", help="end the script if something cannot run in the precision")
     parser.add_argument("--override", action="store_true", help="replace the script's own autocast and GradScaler")
     parser.add_argument("--report", metavar="FILE.json", type=Path, help="write a report of the run to this file")
+    parser.add_argument(
+        "--monitor",
+        metavar="FILE.jsonl",
+        nargs="?",
+        const="",
+        help="warn of what spoils the training; --monitor=FILE.jsonl writes its numbers for lowp watch",
+    )
     add_output_arguments(parser)
     parser.usage = "lowp run [arguments] script.py | -m module [arguments of the script]"
 
@@ -54,7 +62,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
         name, given, _ = arguments[index].partition("=")
         if name in _VALUED:
             index += 1 if given else 2
-        elif name in _FLAGS:
+        elif name in _FLAGS:  # the file of --monitor stands behind "="
             index += 1
         else:
             break
@@ -69,10 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare is not None:
         if arguments.report is not None:
             raise InvalidInput("--report is for one run and --compare for several: give one of them")
+        if arguments.monitor:
+            raise InvalidInput("--monitor=FILE is for one run: with --compare give --monitor alone")
         return _compare(command, arguments)
     if arguments.json:
         raise InvalidInput("--json is for --compare: --report FILE.json writes the report of one run")
-    chosen = next(one for one in (arguments.policy, arguments.precision, "bf16") if one is not None)
+    default = "bf16" if arguments.monitor is None else "fp32"
+    chosen = next(one for one in (arguments.policy, arguments.precision, default) if one is not None)
     environment = _environment(chosen, arguments)
     sys.stdout.flush()
     if os.name == "posix":
@@ -143,6 +154,8 @@ def _command(script: list[str]) -> list[str]:
             f"{script[0]!r} is a precision and not a script: give several precisions as one list with commas, as in "
             f"lowp run --compare {','.join(['fp32', *(one for one in also if one != 'fp32')])} train.py"
         )
+    elif script[0].endswith(".jsonl") and len(script) > 1:
+        raise InvalidInput(f"{script[0]!r} is not a script: a monitor's file stands behind '=', --monitor={script[0]}")
     elif not os.path.exists(script[0]):
         raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
     return [sys.executable, *script]
@@ -167,6 +180,7 @@ def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str
     from lowp.errors import InvalidInput
     from lowp.launch.record import check_report
     from lowp.launch.settings import RunSettings
+    from lowp.monitoring.log import check_log
 
     if precision.endswith(".toml"):
         precision = os.path.abspath(precision)
@@ -187,6 +201,7 @@ def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str
         strict=arguments.strict,
         override=arguments.override,
         report="" if arguments.report is None else str(arguments.report.resolve()),
+        monitor=arguments.monitor and str(check_log(Path(arguments.monitor)).resolve()),
         directory=os.path.join(tempfile.gettempdir(), f"lowp-run-{secrets.token_hex(8)}"),
         leader=os.getpid() if os.name == "posix" else 0,
     )

@@ -13,14 +13,14 @@ import secrets
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowp.errors import InvalidInput, LowpError
+from lowp.errors import InvalidInput
 from lowp.launch.comparison import waited
 from lowp.launch.settings import PRECISION
+from lowp.launch.waiting import Search
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,8 +31,6 @@ __all__ = ["PROFILE", "profile_script", "start"]
 
 PROFILE = "LOWP_PROFILE"
 _GRACE = 2.0  # seconds for an ended script to write its record; the data is in its file anyway
-_SEARCHED = 64  # steps during which models are searched
-_MOST_MODELS = 16
 
 
 def profile_script(
@@ -116,72 +114,39 @@ def _own_path(path: Path) -> Path:
 
 def start() -> None:
     """Start in this process, right after the import of torch: wait for models that are trained."""
-    from torch.nn.modules.module import register_module_forward_pre_hook
-
     settings = json.loads(os.environ[PROFILE])
-    # the hook below is a global hook and is meant to see calls of compiled modules
-    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
-    wait = _Waiting(Path(settings["out"]), settings["max_overhead"], settings["title"])
-    wait.handle = register_module_forward_pre_hook(wait)
+    _Waiting(Path(settings["out"]), settings["max_overhead"], settings["title"]).start()
 
 
-class _Waiting:
-    """A hook called before each module runs, until the models of a training are known.
+class _Waiting(Search):
+    """Starts the profiler at the first model, and adds the others."""
 
-    A model is a module that no watched model calls: either one that is trained, or one called beside such models
-    without being trained, for example a teacher. Modules without parameters, such as losses, are not models.
-    """
+    command, takes_untrained = "lowp profile", True
 
     def __init__(self, out: Path, max_overhead: str, title: str) -> None:
+        super().__init__()
         self.out, self.max_overhead, self.title = out, max_overhead, title
-        self.handle: Any = None
-        self.profiler: Profiler | None = None
-        self._refused: set[int] = set()
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        import torch
-
-        if torch.compiler.is_compiling():
-            return  # within a compiled module the code below would be guarded, and recompiled on changes
-        profiler = self.profiler
-        if profiler is not None:
-            if profiler.step >= _SEARCHED:
-                self.handle.remove()
-            if profiler.step >= _SEARCHED or profiler.models.owns(module) or profiler.is_replaying:
-                return
-        if id(module) in self._refused or not self._is_model(module):
-            return
-        if profiler is not None and profiler.finds(module):  # a part of a model that was replaced
-            return
-        if profiler is not None and len(profiler.models.roots) >= _MOST_MODELS:
-            self.handle.remove()
-            print(f"lowp profile: only the first {_MOST_MODELS} models are recorded", file=sys.stderr)
-            return
-        try:
-            if profiler is None:
-                self._begin(module, args)
-            else:
-                profiler.add(module, args)
-        except LowpError as error:
-            self._refused.add(id(module))
-            print(f"lowp profile: {type(module).__name__} is not recorded: {error}", file=sys.stderr)
-
-    def _is_model(self, module: nn.Module) -> bool:
-        import torch
-
-        parameters = list(module.parameters())
-        if module.training and torch.is_grad_enabled() and any(one.requires_grad for one in parameters):
-            return True
-        return bool(parameters) and self.profiler is not None and self.profiler.step > 0
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def begin(self, module: nn.Module, args: Any) -> Profiler:
+        """Start the profiler within a call of the first model."""
         from lowp.numerics.profiler import Profiler
 
         profiler = Profiler(module, out=_own_path(self.out), max_overhead=self.max_overhead, title=self.title)
-        self.profiler = profiler
         profiler.__enter__()
         profiler.begin_within(module, args)
         atexit.register(_end, profiler, os.getpid())
+        return profiler
+
+    def add(self, module: nn.Module, args: Any) -> None:
+        """Record one more model."""
+        self.watcher.add(module, args)
+
+    def skips(self, module: nn.Module) -> bool:
+        """Whether a step is being run again."""
+        return bool(self.watcher.is_replaying)
+
+    def _replaces_a_part(self, module: nn.Module) -> bool:
+        return bool(self.watcher.finds(module))
 
 
 def _end(profiler: Profiler, process: int) -> None:

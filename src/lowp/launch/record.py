@@ -41,6 +41,7 @@ class ProcessRecord:
     scales: list[tuple[int, float]] = field(default_factory=list)
     stood_down: str = ""
     notes: list[str] = field(default_factory=list)
+    alarms: list[dict[str, Any]] = field(default_factory=list)  # of a monitor
 
     @property
     def has_content(self) -> bool:
@@ -99,6 +100,8 @@ def line(record: ProcessRecord, seconds: float) -> str:
             parts.append(f"{record.saturated} of {record.writes} tensors saturated")
         if record.loss_scale is not None:
             parts.append(f"loss scale {record.loss_scale:g}")
+    if record.alarms:
+        parts.append(f"{len(record.alarms)} alarm{'s' * (len(record.alarms) > 1)}")
     parts.append(f"{seconds:.1f} s")
     return "\n".join([f"lowp run: {', '.join(parts)}", *(f"lowp run: {sentence}" for sentence in record.notes)])
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from lowp.launch.forward import Forward
     from lowp.launch.gradients import Gradients
+    from lowp.launch.monitoring import MonitorSearch
     from lowp.precision import Precision
 
 __all__ = ["Session", "nothing", "start"]
@@ -65,6 +66,7 @@ class Session:
         self.end_step: Callable[[], None] = nothing  # ends a step in which further optimizers may still step
         self.forward: Forward | None = None
         self.gradients: Gradients | None = None
+        self.watching: MonitorSearch | None = None
         # plain fp32 changes nothing, so only steps are counted
         self.is_plain = not self.preset.policy.rules and self.preset.loss_scale.kind == "none"
         self.rests = self.is_plain
@@ -179,6 +181,8 @@ class Session:
         record, settings = self.record, self.settings
         with suppress(LowpError):  # NonFiniteGradients ends a running script, not one that has ended
             self.end_step()
+        if self.watching is not None:
+            self.watching.end()
         if "precision" in self.__dict__:
             record.skipped = self.precision.skipped_steps
             if self.is_scaling and record.steps:
@@ -200,6 +204,7 @@ class Session:
     def start_afresh(self) -> None:
         """Start a new record in a forked child, which has the parent's modules but has done nothing itself."""
         self.record, self.end_step = ProcessRecord(self.preset.name, rank=self.record.rank), nothing
+        self.watching = None
 
 
 def nothing() -> None:
@@ -216,16 +221,10 @@ def start() -> None:
     except (LowpError, OSError) as error:
         print(f"lowp run: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(_EXIT_REFUSED) from None
-    from lowp.launch import backward, exchanging, forward, gradients, standing, stepping
+    from lowp.launch import backward, exchanging, forward, gradients, monitoring, standing, stepping
 
-    for place in (
-        gradients,
-        forward,
-        backward,
-        stepping,
-        standing,
-        exchanging,
-    ):  # each uses objects of the previous ones
+    # each uses objects of the previous ones
+    for place in (gradients, forward, backward, stepping, standing, exchanging, monitoring):
         place.install(session)
     _hide_frames()
     _close_at_the_end(session)

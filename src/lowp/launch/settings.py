@@ -30,6 +30,7 @@ class RunSettings:
     strict: bool = False
     override: bool = False
     report: str = ""
+    monitor: str | None = None  # the file of a monitor, "" for one without a file, None for none
     directory: str = ""
     leader: int = 0
     started: float = field(default_factory=time.time)

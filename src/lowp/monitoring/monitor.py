@@ -7,7 +7,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lowp.errors import InvalidInput
 from lowp.kernels.int16.late import at_once
 from lowp.monitoring import places
 from lowp.monitoring.alarms import Alarm, Alarms, TrainingAlarm
+from lowp.monitoring.log import JsonLines
 from lowp.monitoring.look import Look
 from lowp.monitoring.ranks import RankCheck
 from lowp.monitoring.seen import Sight
@@ -33,13 +35,29 @@ from lowp.numerics.sampling import Budget
 
 __all__ = ["Monitor"]
 
-_SHARE, _ALLOWANCE = 0.02, 0.25  # of the time, and seconds, of which the first steps are looked at
+_SHARE, _ALLOWANCE = 0.02, 0.5  # of the time, and seconds, of which the first steps are looked at
 _BEGINNING = 64  # steps that the allowance is for
 _IDLE = 3e-6  # seconds that a step takes which is not looked at
 _MOST_LOSSES = 256  # between two looks
 _MOST_PASSES = 32  # backward passes after which no step is waited for if the loss scale falls
 
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 OnAlarm = Literal["warn", "raise"] | Callable[[Alarm], object]
+
+
+def _harmless(hook: Hook) -> Hook:
+    """Let an error of the monitor itself end the monitor and not the training; what `on_alarm` raises passes."""
+
+    @wraps(hook)
+    def guarded(self: Monitor, *given: Any) -> None:
+        try:
+            hook(self, *given)
+        except Exception as error:
+            if self._is_telling:
+                raise
+            self._fail(error)
+
+    return cast(Hook, guarded)
 
 
 class Monitor:
@@ -57,10 +75,11 @@ class Monitor:
       a function is called with the Alarm. Alarms are also kept in `alarms`.
     * patience: in how many looks in a row most kinds of alarms must hold.
     * max_overhead: the share of the time that looks may take, 0.02 or ``"2%"``; None looks at every step. The first 64
-      steps may take a quarter of a second together.
+      steps may take half a second together.
 
-    Nothing waits for a device: numbers of a GPU are judged when they have arrived, some steps later. `close` ends the
-    monitor, as does the end of a ``with`` block. Raises TypeError or InvalidInput for anything else.
+    An error of the monitor, or of a sink, ends it with a line on standard error, which `failure` keeps; the training
+    goes on. Nothing waits for a device: numbers of a GPU are judged when they have arrived, some steps later. `close`
+    ends the monitor, as does the end of a ``with`` block. Raises TypeError or InvalidInput for anything else.
     """
 
     def __init__(
@@ -82,6 +101,8 @@ class Monitor:
         self.models, self.alarms, self.step = Models(model, in_place=True), list[Alarm](), 0
         self.budget = Budget.parse(max_overhead)
         self.budget.allowance = _ALLOWANCE
+        self.failure: str | None = None
+        self._is_telling = False
         self._on_alarm, self._judge = on_alarm, Alarms(patience)
         given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for one in given:
@@ -132,8 +153,17 @@ class Monitor:
         self._collect()
         self.budget.end()
         for sink in self._sinks:
-            getattr(sink, "close", lambda: None)()
+            if isinstance(sink, JsonLines):
+                sink.close(self.step)
         self._sinks = []
+
+    def add(self, model: nn.Module) -> None:
+        """Watch one more model, from the next look on; its paths begin with the name of its class."""
+        self.models.add(model, renames=False)
+
+    def losses_are_scaled(self) -> bool:
+        """Whether losses carry the loss scale when they are seen: not where backward passes multiply by it."""
+        return True
 
     def compare(self, name: str, ours: Tensor, others: Tensor) -> None:
         """Compare numbers that should agree, such as log-probabilities of training and of rollout, by their mean |Δ|.
@@ -177,6 +207,7 @@ class Monitor:
         self._seconds += seconds
         self.budget.spent(seconds, True)
 
+    @_harmless
     def _saw_output(self, path: str, module: nn.Module, output: Any) -> None:
         started = time.perf_counter()
         if self._look is not None and (torch.is_grad_enabled() or self._is_aside):
@@ -185,6 +216,7 @@ class Monitor:
 
     _is_aside = False
 
+    @_harmless
     def _look_inside(self, root: nn.Module, args: Any, kwargs: Any) -> None:
         """Run a compiled model once more as it was written, to see what it computes within."""
         if self._is_aside or self._look is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -203,6 +235,7 @@ class Monitor:
                 handle.remove()
         self._spent(started)
 
+    @_harmless
     def _saw_backward(self, loss: Tensor, ended: bool) -> None:
         if ended and self._probe is None:
             named = ((name, one) for name, one in self.models.named_parameters() if one.grad is not None)
@@ -220,9 +253,10 @@ class Monitor:
         look, self._passes = self._look, self._passes + 1
         scale = self._state.scale
         if loss.numel() == 1:
+            scaled = scale is not None and self.losses_are_scaled()
             if look is not None:
-                self._added = self._added and adds_up(loss, scale is not None)
-            self._losses.append((self.step, *_unscaled(loss.detach(), scale)))
+                self._added = self._added and adds_up(loss, scaled)
+            self._losses.append((self.step, *_unscaled(loss.detach(), scale, scaled)))
         if self._passes % _MOST_PASSES == 0 and scale is not None and look is not None:
             self._end_look(look)
 
@@ -231,12 +265,14 @@ class Monitor:
         if self._look is not None and self._probe is not None and (gradient := self._probe[1].grad) is not None:
             self._look.add(kind, [self._probe[0]], norms([numbers_of(gradient.detach())]))
 
+    @_harmless
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
         if self._look is not None and (parameters := self._cycle.parameters(optimizer)):
             self._look.before_step(parameters, getattr(optimizer, "grad_scale", None))
         self._spent(started)
 
+    @_harmless
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         look = self._look
         if optimizer is not self._alone or look is not None:
@@ -246,6 +282,7 @@ class Monitor:
                 return
             if self._state.searches:
                 self._state.find(*places.owners_of_step())
+                self._unscale_the_first()
             if look is not None:
                 look.after_step(parameters)
                 self._state.saw(optimizer, parameters)
@@ -257,6 +294,18 @@ class Monitor:
                 return
         self._ranks.step(self.step)
         self._end_step()
+
+    def _unscale_the_first(self) -> None:
+        """Divide the losses by the scale that were seen before the scaler was found."""
+        scale = self._state.scale
+        if scale is not None and self.losses_are_scaled():
+            self._losses = deque(
+                (
+                    (step, *_unscaled(torch.as_tensor(loss), scale, True)) if known is None else (step, loss, known)
+                    for step, loss, known in self._losses
+                ),
+                _MOST_LOSSES,
+            )
 
     def _end_step(self) -> None:
         """Begin the next step."""
@@ -274,7 +323,8 @@ class Monitor:
         budget = self.budget
         budget.pass_by(_IDLE * max(self.step - self._looked - 1, 0))
         self._looked = self.step - 1
-        is_beginning = self.step < _BEGINNING and budget.own < budget.allowance
+        allowed = budget.allowance * (0.5 + 0.5 * self.step / _BEGINNING)  # half of it at once, the rest step by step
+        is_beginning = self.step < _BEGINNING and budget.own < allowed
         missing = (
             0.0 if is_beginning or budget.share is None else self._cost - budget.share * budget.training + budget.own
         )
@@ -328,7 +378,17 @@ class Monitor:
         for alarm in told:
             self._tell(alarm)
 
+    def _fail(self, error: Exception) -> None:
+        self.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        self._waiting.clear()
+        print(f"lowp monitor: it has stopped watching, because of {self.failure}", file=sys.stderr)
+        try:
+            self.close()
+        except Exception:  # of a sink that has failed before
+            self._sinks = []
+
     def _tell(self, alarm: Alarm) -> None:
+        self._is_telling = True
         if callable(self._on_alarm):
             self._on_alarm(alarm)
         elif self._on_alarm == "raise":
@@ -336,14 +396,17 @@ class Monitor:
         elif distributed.rank() == 0 or self._state.is_sharded:
             rank = f" (rank {distributed.rank()})" if distributed.rank() else ""
             print(f"lowp monitor{rank}: {alarm}", file=sys.stderr, flush=True)
+        self._is_telling = False
 
 
-def _unscaled(loss: Tensor, scale: Tensor | None) -> tuple[float | Tensor, float | Tensor | None]:
-    """Return a loss without its scale, and the scale; as tensors of a device, which nothing waits for."""
+def _unscaled(loss: Tensor, scale: Tensor | None, scaled: bool) -> tuple[float | Tensor, float | Tensor | None]:
+    """Return a loss without the scale that it may carry, and the scale; nothing waits for tensors of a device."""
     found = at_once(loss.reshape(()))
     if scale is None:
         return found, None
     factor = at_once(scale.reshape(()))
+    if not scaled:
+        return found, factor
     if isinstance(factor, Tensor):
         return found / factor.to(loss.device, non_blocking=True), factor
     return found / (factor or 1.0), factor

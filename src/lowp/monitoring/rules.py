@@ -75,6 +75,8 @@ def _unreached(history: History, seen: Sight) -> Iterator[Symptom]:
     """Find modules none of whose parameters has a gradient, while others have."""
     gradients = seen.numbers.get("gradient", {})
     if not any(gradients.values()):
+        if gradients and not (history.reached or seen.half):
+            yield Symptom("", 1.0, "all gradients of all layers are zero")
         return
     reached = {_module(name) for name, norm in gradients.items() if norm}
     zero = {_module(name) for name, norm in gradients.items() if norm == 0 and name in seen.matrices}
@@ -114,9 +116,11 @@ def _unscaled(history: History, seen: Sight) -> Iterator[Symptom]:
         return
     for path, share in seen.numbers.get("flushed", {}).items():
         if share > _FLUSHED:
-            yield Symptom(
-                path, share, f"{share:.0%} of the fp16 gradient of its result are below 2^-14, without a scale"
-            )
+            text = f"{share:.0%} of the fp16 gradient of its result are below 2^-14, without a scale"
+            yield Symptom(path, share, text)
+    gradients = seen.numbers.get("gradient", {})
+    if seen.half and gradients and not any(gradients.values()):
+        yield Symptom(seen.half[-1], 1.0, "behind its result in fp16 all gradients are zero, without a scale")
 
 
 def _beyond(history: History, seen: Sight) -> Iterator[Symptom]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowp import files
 from lowp.errors import InvalidInput
 from lowp.monitoring.alarms import Alarm
+from lowp.monitoring.log import JsonLines
 from lowp.monitoring.seen import Sight, group_of
 from lowp.numerics.models import Models
 
-__all__ = ["KIND", "Sink", "record_of", "scalars", "sinks_of"]
+__all__ = ["Sink", "record_of", "scalars", "sinks_of"]
 
-KIND, VERSION = "lowp monitor", 1
 _MEANINGS = {"activation": "activation", "gradient": "gradient", "ratio": "update_to_weight", "lost": "lost"}
 
 # a path, a function of one record, or an object with `add_scalar` or `log`
@@ -96,33 +94,3 @@ def _sink(one: Sink, models: Models, precision: Any) -> Callable[[dict[str, Any]
         f"{type(one).__name__} is not a sink: give a path, a function of a dictionary, or an object with add_scalar or "
         "log"
     )
-
-
-class JsonLines:
-    """A file with a line for each look, written as a whole. A file of an earlier monitor is continued."""
-
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        self.path = files.check_target(path)
-        if path.exists() and path.stat().st_size:
-            _require_own(path)
-        self._file = self.path.open("a", encoding="utf-8")
-        self({"kind": KIND, "version": VERSION, **header})
-
-    def __call__(self, record: Mapping[str, Any]) -> None:
-        """Write a line."""
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _require_own(path: Path) -> None:
-    try:
-        with path.open(encoding="utf-8") as file:
-            found = json.loads(file.readline())
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise InvalidInput(f"{path} is not a file of a lowp monitor and was not changed: give another name")

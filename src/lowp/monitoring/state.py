@@ -45,11 +45,10 @@ class RunState:
         self.is_sharded = any(map(is_sharded, (one for _, one in models.named_parameters())))
         self._resumed = max((_steps_of(one) for one in optimizers), default=-1)
         self._is_fresh = _is_fresh(self.scaler) if self._resumed > 0 else False
-        self._trained: dict[str, bool] = {}  # names of parameters that an optimizer has stepped
+        self._trained: dict[str, int] = {}  # parameters that were trained, and the id of the optimizer
         self._dtypes: dict[str, str] = {}
         self._rates: dict[str, float] = {}
-        self._now: set[str] = set()
-        self._stepped = False  # whether an optimizer has stepped in this look
+        self._left: list[str] = []  # those that their optimizer has stepped without in this look
         self._step = -1
         self._last_scale: list[float] = []
         self._writes: dict[str, tuple[float, float]] = {}
@@ -78,22 +77,26 @@ class RunState:
         """Note what an optimizer holds."""
         if self._resumed < 0:
             self._resumed = max(_steps_of(optimizer) - 1, 0)
-        self._stepped = True
         names = {id(one): name for name, one in parameters}
         inner = getattr(optimizer, "optimizer", optimizer)
         state = getattr(inner, "state", {})
+        held: set[str] = set()
         for group in optimizer.param_groups:
             for one in group["params"]:
                 if (name := names.get(id(one))) is None:
                     continue
                 self._rates[name] = float(group["lr"]) if not isinstance(group.get("lr"), Tensor) else 1.0
                 self._dtypes[name] = _name(one)
-                self._now.add(name)
-                self._trained[name] = True
-                held = state.get(one) if isinstance(one, Tensor) else None
-                for key, value in (held or {}).items():
+                held.add(name)
+                if one.requires_grad:
+                    self._trained[name] = id(optimizer)
+                kept = state.get(one) if isinstance(one, Tensor) else None
+                for key, value in (kept or {}).items():
                     if isinstance(value, Tensor) and value.dim():
                         self._dtypes[f"{key} of {name}"] = _name(value)
+        for name, one in () if self.is_sharded else self._models.named_parameters():
+            if self._trained.get(name) == id(optimizer) and not (one.requires_grad and name in held):
+                self._left.append(name)
 
     def add_to(self, look: Look) -> None:
         """Add the loss scale, the counts of shared exponents, and the averages of weights."""
@@ -126,17 +129,6 @@ class RunState:
     def described(self, look: Look, losses: list[int], passes: int, added: bool) -> Sight:
         """Return what is known of a look before its numbers have arrived."""
         present = {name: one for name, one in self._models.named_parameters()}
-        left = (
-            []
-            if self.is_sharded
-            else [
-                name
-                for name in self._trained
-                if name in present and not (present[name].requires_grad and name in self._now)
-            ]
-        )
-        if not self._stepped or not any(one.requires_grad for one in present.values()):
-            left = []
         seen = Sight(
             look.step,
             {},
@@ -149,14 +141,13 @@ class RunState:
             kept=look.kept,
             dtypes=dict(self._dtypes),
             rates=dict(self._rates),
-            left=left,
+            left=self._left,
             resumed=max(self._resumed, 0),
             is_fresh_scale=self._is_fresh,
             matrices={name for name, one in present.items() if one.dim() > 1},
         )
         self._step, self._is_fresh = look.step, False
-        self._now.clear()
-        self._stepped = False
+        self._left = []
         return seen
 
     # -- afterwards ---------------------------------------------------------------------------------------------------

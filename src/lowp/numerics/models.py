@@ -39,10 +39,13 @@ class Models:
         for name, one in models.items():
             self._add(name if len(models) > 1 else "", one)
 
-    def add(self, model: nn.Module) -> str:
-        """Watch one more model; return the name that the first one gets by that, '' where all have theirs."""
+    def add(self, model: nn.Module, renames: bool = True) -> str:
+        """Watch one more model; return the name that the first one gets by that, '' where all have theirs.
+
+        `renames`: whether a first model without a name gets one.
+        """
         _check(model, self._in_place)
-        renamed = self._first if "" in self.roots else ""
+        renamed = self._first if renames and "" in self.roots else ""
         if renamed:
             self.roots = {renamed: self.roots.pop("")}
             self.paths = {one: _joined(renamed, path) for one, path in self.paths.items()}

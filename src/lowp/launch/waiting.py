@@ -1,0 +1,105 @@
+"""The models of an unmodified script, found while it runs: for `lowp profile` and `lowp run --monitor`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lowp.errors import LowpError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowp.numerics.models import Models
+
+__all__ = ["MOST_MODELS", "SEARCHED", "Search", "Watcher"]
+
+SEARCHED = 64  # steps during which models are searched
+MOST_MODELS = 16
+
+
+class Watcher(Protocol):
+    """What watches models: a profiler, or a monitor."""
+
+    step: int
+    models: Models
+
+
+class Search:
+    """A hook called before each module runs, until the models of a training are known.
+
+    A model is a module that no watched model calls: either one that is trained, or, if `takes_untrained`, one called
+    beside such models without being trained, for example a teacher. Modules without parameters, such as losses, are
+    not models. `begin` and `add` start to watch one.
+    """
+
+    command = "lowp"
+    takes_untrained = False
+
+    def __init__(self) -> None:
+        self.watcher: Any = None  # a Watcher, from the first model on
+        self.handle: Any = None
+        self._refused: set[int] = set()
+
+    def start(self) -> None:
+        """Search from now on, in every module that is called."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        # the hook is a global hook and is meant to see calls of compiled modules
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
+        self.handle = register_module_forward_pre_hook(self)
+
+    def begin(self, module: nn.Module, args: Any) -> Watcher:
+        """Watch the first model, whose call with these arguments begins."""
+        raise NotImplementedError
+
+    def add(self, module: nn.Module, args: Any) -> None:
+        """Watch one more model."""
+        raise NotImplementedError
+
+    def skips(self, module: nn.Module) -> bool:
+        """Whether a module that is called is not to be asked about."""
+        return False
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Look at a module that is called."""
+        import torch
+
+        if torch.compiler.is_compiling():
+            return  # within a compiled module the code below would be guarded, and recompiled on changes
+        watcher = self.watcher
+        if watcher is not None:
+            if watcher.step >= SEARCHED:
+                self.handle.remove()
+            if watcher.step >= SEARCHED or watcher.models.owns(module) or self.skips(module):
+                return
+        if id(module) in self._refused or not self._is_model(module):
+            return
+        if watcher is not None and self._replaces_a_part(module):
+            return
+        if watcher is not None and len(watcher.models.roots) >= MOST_MODELS:
+            self.handle.remove()
+            print(f"{self.command}: only the first {MOST_MODELS} models are recorded", file=sys.stderr)
+            return
+        try:
+            if watcher is None:
+                self.watcher = self.begin(module, args)
+            else:
+                self.add(module, args)
+        except LowpError as error:
+            self._refused.add(id(module))
+            print(f"{self.command}: {type(module).__name__} is not recorded: {error}", file=sys.stderr)
+
+    def _replaces_a_part(self, module: nn.Module) -> bool:
+        """Whether a module is a part that a model has got since it was looked through."""
+        models = self.watcher.models
+        return any(module is part for model in models for part in model.modules())
+
+    def _is_model(self, module: nn.Module) -> bool:
+        import torch
+
+        parameters = list(module.parameters())
+        if module.training and torch.is_grad_enabled() and any(one.requires_grad for one in parameters):
+            return True
+        return self.takes_untrained and bool(parameters) and self.watcher is not None and self.watcher.step > 0
