@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from lowp import casts
-from lowp.casts import Cast
+from lowp.casts import Cast, LossScale
 from lowp.errors import InvalidInput, UnknownName, brief, unknown
 from lowp.formats import FORMATS, FloatFormat
-from lowp.loss_scale import LossScale
 
 __all__ = ["OP_CLASSES", "Accumulation", "Policy", "Rule"]
 

@@ -24,7 +24,6 @@ from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
 from lowp.rng_state import restore_rng_states, rng_states
 from lowp.step import GradScaler, NonFinite
-from lowp.step.finite import FiniteSteps
 from lowp.step.first_scale import first_scale
 from lowp.step.guard import StepGuard, as_flag
 from lowp.step.misplaced import FirstStep, expect_step, step_comes
@@ -33,7 +32,6 @@ from lowp.step.unscaled import UnscaledSteps
 
 __all__ = ["Precision"]
 
-_PATIENCE = 20  # consecutive skipped steps, with no scale left to reduce, before training stops
 _NOTHING = nullcontext()
 Optimizer = TypeVar("Optimizer", bound="torch.optim.Optimizer | None")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -90,7 +88,7 @@ class Precision:
         self._first: FirstStep | None = None  # from the first backward pass to its step
         self._is_compared = False  # with the precisions of other ranks
         is_plain = not self.policy.rules and self.policy.parameters is None  # fp32 is torch, bit for bit
-        self._unscaled = UnscaledSteps(preset.name, self.exponents, None if is_plain else FiniteSteps())
+        self._unscaled = UnscaledSteps(preset.name, self.exponents, is_plain)
 
     # -- a training step, in the order of its calls ---------------------------------------------------------------
     def prepare(self, model: nn.Module, optimizer: Optimizer = None) -> tuple[nn.Module, Optimizer]:  # type: ignore[assignment]
@@ -152,8 +150,8 @@ class Precision:
         if self.scaler.is_enabled():
             self.scaler.watch(model)
             return
-        if (finite := self._unscaled.finite) is not None:
-            finite.names.watch(model)
+        if not self._unscaled.is_plain:
+            self._unscaled.names.watch(model)
             self.guard.protect(model)
 
     def autocast(self) -> region.autocast:
@@ -211,7 +209,7 @@ class Precision:
                 "a closure computes its loss without the loss scale: compute loss and gradients first, or train this "
                 "optimizer with Precision(..., loss_scale='none')"
             )
-        skip: torch.Tensor | None = None
+        skip: torch.Tensor | bool = False
         if is_scaled:
             self._require_backward("step")
             step_comes(scaler)
@@ -219,8 +217,8 @@ class Precision:
             for optimizer in optimizers:
                 if isinstance(optimizer, FlexWeights):
                     optimizer.write_gradients()
-            skip = self._unscaled.skip_there(() if closure is not None else optimizers)
-            if skip is None and self._unscaled.skips(self.guard, self.steps + 1):
+            skip = self._unscaled.skips(() if closure is not None else optimizers, self.steps + 1)
+            if skip is True:
                 self.steps += 1
                 for optimizer in optimizers:
                     if isinstance(optimizer, FlexWeights):
@@ -229,12 +227,12 @@ class Precision:
         self._agree_on_masters(optimizers)
         result = None
         for optimizer in optimizers:
-            with _NOTHING if skip is None else skipping(optimizer, skip):
+            with skipping(optimizer, skip) if isinstance(skip, Tensor) else _NOTHING:
                 result = scaler.step(optimizer) if closure is None else optimizer.step(closure)
         scaler.update()
         self.steps += 1
         if not is_scaled:
-            self._unscaled.end(self.guard, self.steps, optimizers, skip)
+            self._unscaled.end(self.steps, optimizers, skip)
         return result
 
     @region.at_rest
@@ -286,7 +284,7 @@ class Precision:
     @property
     def guard(self) -> StepGuard:
         """The consequences of steps and skipped steps: counts, running statistics, the error after too many."""
-        return self.scaler.guard
+        return self.scaler.guard if self.scaler.is_enabled() else self._unscaled.guard
 
     @property
     def scale(self) -> float:
@@ -301,7 +299,7 @@ class Precision:
     @property
     def faults(self) -> list[str]:
         """The sites of the infinities and NaNs for which the latest step was skipped, in the order of the step."""
-        return list(self._unscaled.faults)
+        return self._unscaled.faults
 
     @property
     def stepped(self) -> Tensor:
@@ -386,7 +384,7 @@ class Precision:
     def _new_scaler(self, device: str | None) -> GradScaler:
         scale = self.preset.loss_scale
         if scale.kind == "none":
-            return GradScaler(device, enabled=False, patience=_PATIENCE)
+            return GradScaler(device, enabled=False)
         return GradScaler(device, loss_scale=scale)
 
 

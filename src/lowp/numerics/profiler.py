@@ -20,13 +20,13 @@ from lowp.numerics.clock import Clock
 from lowp.numerics.cycle import Cycle
 from lowp.numerics.guard import Guard
 from lowp.numerics.hooks import StepHooks
-from lowp.numerics.loss_scale import WatchedScale
 from lowp.numerics.models import Models
 from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
 from lowp.numerics.plan import RecordingPlan
 from lowp.numerics.record import Part, Record, StepSeen
 from lowp.numerics.recording import Recording, merged_over_ranks
 from lowp.numerics.sampling import Budget
+from lowp.numerics.scaler import WatchedScale
 from lowp.numerics.watching import WatchMode
 from lowp.numerics.windows import initial_scale
 from lowp.ops.casting import functorch_is_active, is_jit_tracing

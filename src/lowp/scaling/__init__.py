@@ -1,8 +1,8 @@
 """Loss scales and tensor scales: objects that choose a scale from observed values.
 
 A scaling is a frozen description with `init() -> state`, `observe(state, seen) -> state` and `scale(state)`. The state
-is a tuple of tensors on the device and is saved in checkpoints. Nothing here waits for the device, except `only_counts`
-of a loss scale.
+is a tuple of tensors on the device and is saved in checkpoints. Nothing here waits for the device, except `observe_` of
+a loss scale where the host knows the step.
 """
 
 from __future__ import annotations

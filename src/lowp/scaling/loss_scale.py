@@ -1,5 +1,7 @@
-"""Loss scales: static, dynamic (torch's rule), and one that follows the exponents of the gradients.
+"""How a loss scale moves: static, dynamic (torch's rule), and one that follows the exponents of the gradients.
 
+Here alone is decided what the next scale is. `lowp.casts.LossScale` describes one in a preset or a policy file, and
+`lowp.GradScaler` asks this one at every `update`.
 A scale always stays a finite fp32 number between its floor and its ceiling. torch's own can underflow to 0, after which
 the next finite gradients become 0 * inf = NaN and are written into the weights.
 """
@@ -90,7 +92,17 @@ class LossScaling:
         _, good_steps, overflows, stuck = self._count(state, seen)
         return LossScaleState(self._bounded(state.scale), good_steps, overflows, stuck)
 
-    def only_counts(self, state: LossScaleState) -> bool:
+    def observe_(self, state: LossScaleState, seen: GradientsSeen, is_good: bool) -> None:
+        """Do `observe` in place. `is_good`: the host knows that the step was; most of those are only counted there."""
+        if is_good and self._only_counts(state):
+            state.good_steps.fill_(state.good_steps.item() + 1)  # several times as fast as add_
+            if state.stuck.item():
+                state.stuck.zero_()
+            return
+        for kept, new in zip(state, self.observe(state, seen), strict=True):
+            kept.copy_(new.expand_as(kept))
+
+    def _only_counts(self, state: LossScaleState) -> bool:
         """Whether `observe` of a good step does no more than to count it; waits for the device."""
         return self.floor <= state.scale.item() <= self.ceiling
 
@@ -161,9 +173,8 @@ class DynamicLossScale(LossScaling):
             self._bounded(scale), torch.where(grows, 0, good_steps), torch.where(grows, 0, overflows), stuck
         )
 
-    def only_counts(self, state: LossScaleState) -> bool:
-        """Whether `observe` of a good step does no more than to count it; waits for the device."""
-        return super().only_counts(state) and state.good_steps.item() + 1 < self.growth_interval
+    def _only_counts(self, state: LossScaleState) -> bool:
+        return super()._only_counts(state) and state.good_steps.item() + 1 < self.growth_interval
 
     def _growth(
         self, state: LossScaleState, good_steps: torch.Tensor, overflows: torch.Tensor, seen: GradientsSeen
@@ -196,9 +207,8 @@ class AdaptiveLossScale(DynamicLossScale):
             )
         flush_field(self.format)
 
-    def only_counts(self, state: LossScaleState) -> bool:
-        """False: exponents may let the scale grow at any step."""
-        return False
+    def _only_counts(self, state: LossScaleState) -> bool:
+        return False  # exponents may let the scale grow at any step
 
     def _growth(
         self, state: LossScaleState, good_steps: torch.Tensor, overflows: torch.Tensor, seen: GradientsSeen

@@ -85,36 +85,29 @@ class Checks(ScalerState):
 
         `nonfinite`: a flag that was set while they were computed, before clipping could hide an infinity.
         """
-        state = self._state("check_")
-        flag = torch.zeros((), dtype=torch.float32, device=state.scale.device)
-        if nonfinite is not None:
-            flag = nonfinite.to(flag)
+        scale = self._state("check_").scale
+        self._look(optimizer, torch.ones_like(scale), nonfinite)
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Note, in one flag per device, whether the gradients, left scaled, are finite and stay finite unscaled."""
+        return self._look(optimizer, _bounded_inverse(self._state("_check_inf_per_device").scale))
+
+    def _look(self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor | None = None) -> dict[str, Any]:
+        """Record whether gradients are finite, and are so times `inverse`; none is changed."""
+        found_inf = torch.zeros((), dtype=torch.float32, device=inverse.device)
+        found_inf = found_inf if flag is None else flag.to(found_inf)
+        found = self._checked(optimizer, grads.by_kind(grads.collect(optimizer, True)), inverse, found_inf)
         stage = self._per_optimizer_states[id(optimizer)]
-        kinds = grads.by_kind(grads.collect(optimizer, True))
-        one = torch.ones_like(state.scale)
-        found = self._checked(optimizer, kinds, one, flag, self._looked_at(optimizer, kinds, one))
-        stage["found_inf_per_device"] = self._agreed(optimizer, found, flag)
-        stage["stage"] = OptState.UNSCALED
+        stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
+        return cast("dict[str, Any]", stage["found_inf_per_device"])
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale in place and return one flag per device. The name and the arguments are torch's."""
-        with torch.no_grad():
-            return self._unscaled(optimizer, grads.by_kind(grads.collect(optimizer, allow_fp16)), inv_scale, found_inf)
-
-    def _unscaled(
-        self, optimizer: Optimizer, kinds: grads.Kinds, inv_scale: torch.Tensor, found_inf: torch.Tensor
-    ) -> dict[torch.device, torch.Tensor]:
-        """Unscale in place, on any device; nothing is read."""
-        by_kernel = self._looked_at(optimizer, kinds, inv_scale, unscale=True)
-        found = self._checked(optimizer, kinds, inv_scale, found_inf, by_kernel)
-        if by_kernel is not None:
-            return found
-        inverses = _Replicator(inv_scale)
-        for (device, _), group in kinds.items():
-            grads.unscale_and_check_([each.values for each in group], found[device], inverses.get(device))
-        return found
+        """Unscale in place and return one flag per device; nothing is read. The name and the arguments are torch's."""
+        kinds = grads.by_kind(grads.collect(optimizer, allow_fp16))
+        return self._checked(optimizer, kinds, inv_scale, found_inf, unscale=True)
 
     def _unscaled_at_once(self, optimizer: Optimizer, scale: torch.Tensor) -> dict[torch.device, torch.Tensor] | None:
         """Unscale plain fp32 gradients on the CPU in place, with no rank to agree with; None for other gradients.
@@ -150,25 +143,6 @@ class Checks(ScalerState):
         self._inverse = scale, inverse, zero
         return inverse, zero
 
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Note, in one flag per device, whether the gradients, left scaled, are finite and stay finite unscaled."""
-        state = self._state("_check_inf_per_device")
-        found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
-        kinds = grads.by_kind(grads.collect(optimizer, True))
-        inverse = _bounded_inverse(state.scale)
-        found = self._checked(optimizer, kinds, inverse, found_inf, self._looked_at(optimizer, kinds, inverse))
-        stage = self._per_optimizer_states[id(optimizer)]
-        stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
-        return cast("dict[str, Any]", stage["found_inf_per_device"])
-
-    @torch.no_grad()
-    def _looked_at(
-        self, optimizer: Optimizer, kinds: grads.Kinds, inverse: torch.Tensor, unscale: bool = False
-    ) -> grads.Checked | None:
-        """Check gradients, and unscale them if asked, with one kernel; None if they lie on a device without one."""
-        count = len(grads.parameters_of(optimizer))
-        return grads.checked_by_kernel(kinds, count, inverse.reshape(()), unscale, self._samples_now())
-
     @torch.no_grad()
     def _checked(
         self,
@@ -176,26 +150,32 @@ class Checks(ScalerState):
         kinds: grads.Kinds,
         inverse: torch.Tensor,
         found_inf: torch.Tensor,
-        by_kernel: grads.Checked | None,
+        unscale: bool = False,
     ) -> dict[torch.device, torch.Tensor]:
-        """Return one flag per device: set if a gradient is not finite or will not be once unscaled. Nothing is changed.
+        """Return one flag per device: set if a gradient is not finite or will not be once unscaled.
 
-        The sizes are kept for the report before clipping, which makes all gradients NaN if one is.
+        If asked, the gradients are unscaled, by the kernel that checks them where the device has one. Their sizes are
+        kept for the report before clipping, which makes all gradients NaN if one is.
         """
         if not kinds:
             return {}
-        inverse = inverse.reshape(())
+        inv_scale, inverse = inverse, inverse.reshape(())
+        count, samples = len(grads.parameters_of(optimizer)), self._samples_now()
+        by_kernel = grads.checked_by_kernel(kinds, count, inverse, unscale, samples)
         if by_kernel is None:
-            self._sample(kinds, found_inf.device)
-            sizes = grads.largest(kinds, len(grads.parameters_of(optimizer)), inverse.device) * inverse
+            exponents = grads.exponent_histogram(kinds, found_inf.device) if samples else None
+            by_kernel = grads.Checked(grads.largest(kinds, count, inverse.device), exponents)
         else:
-            self._count(by_kernel.exponents)
-            sizes = by_kernel.sizes * inverse
+            unscale = False
+        self._count(by_kernel.exponents)
+        sizes = by_kernel.sizes * inverse
         flag = (~torch.isfinite(sizes.float())).any().to(found_inf)
         self._seen = sizes, self._about(inverse)
-        flags = _Replicator(torch.maximum(found_inf, flag))
-        for device, _ in kinds:
-            flags.get(device)
+        flags, inverses = _Replicator(torch.maximum(found_inf, flag)), _Replicator(inv_scale)
+        for (device, _), group in kinds.items():
+            there = flags.get(device)
+            if unscale:
+                grads.unscale_and_check_([each.values for each in group], there, inverses.get(device))
         return cast("dict[torch.device, torch.Tensor]", flags._per_device_tensors)
 
     def _about(self, inverse: torch.Tensor) -> torch.Tensor:
@@ -233,12 +213,6 @@ class Checks(ScalerState):
             gradients = (p.grad for p in grads.parameters_of(optimizer) if p.grad is not None)
             groups = distributed.mesh_groups(gradients)
         return [each for each in groups if each.size() > 1]
-
-    def _sample(self, kinds: grads.Kinds, device: torch.device) -> None:
-        """Count the exponents of the scaled gradients, every `sample_interval` steps."""
-        if not self._samples_now():
-            return
-        self._count(grads.exponent_histogram(kinds, device))
 
     def _count(self, counts: torch.Tensor | None) -> None:
         """Add counts of scaled gradients by exponent to those of this step; None adds nothing."""

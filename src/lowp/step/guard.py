@@ -1,8 +1,8 @@
 """The guard of a training step: acts once it is known whether a step counts.
 
-Loss scales (`lowp.GradScaler`) and shared exponents use the same guard. It restores running statistics after a skipped
-step, counts skipped steps, gives up when nothing helps, and reports once that a run without a loss scale is no longer
-finite. Nothing in it waits for the device, except reading `skipped_steps`.
+Loss scales (`lowp.GradScaler`), shared exponents and steps without a scale use the same guard. It restores running
+statistics after a skipped step, counts skipped steps, gives up when nothing helps, and reports once that a run is no
+longer finite. Nothing in it waits for the device, except reading `skipped_steps`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from torch import nn
 from lowp.kernels.choose import hardware
 from lowp.kernels.int16.late import LateNumber
 from lowp.step.journal import BatchNormJournal
-
-__all__ = ["StepGuard", "as_flag"]
 
 
 def as_flag(stepped: torch.Tensor | bool | None) -> torch.Tensor:
@@ -36,13 +34,13 @@ class StepGuard:
         self.patience = patience
         self._stepped: torch.Tensor | bool | None = None
         self._skipped: torch.Tensor | None = None
+        self._told_skipped, self._late_skipped = 0, LateNumber()
         self._journals: list[BatchNormJournal] = []
         self._counted = 0
         self._steps = 0
         self._hopeless = LateNumber()
         self._bad: torch.Tensor | None = None
-        self._found = LateNumber()
-        self._told = False
+        self._told_bad, self._late_bad = False, LateNumber()
 
     def protect(self, model: nn.Module) -> None:
         """Restore a model's running statistics (BatchNorm) whenever a step is skipped."""
@@ -60,6 +58,7 @@ class StepGuard:
                 self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
             else:  # in place: a captured graph continues to count
                 self._skipped.add_(skipped)
+            self._told_skipped += known is False
         for journal in self._journals:
             journal.settle(as_flag(stepped))
 
@@ -75,7 +74,15 @@ class StepGuard:
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
-        self._skipped = torch.tensor(count, device="cpu")
+        self._skipped, self._told_skipped = torch.tensor(count, device="cpu"), count
+
+    def newly_skipped(self) -> int:
+        """Return how many steps the device has skipped that were not told of yet, as far as that has arrived."""
+        count = self._late_skipped.read() or 0
+        if self._skipped is not None and not self._late_skipped.is_under_way:
+            self._late_skipped.send(self._skipped)
+        new, self._told_skipped = max(count - self._told_skipped, 0), max(count, self._told_skipped)
+        return new
 
     # -- giving up ------------------------------------------------------------------------------------------------
     def count(self, hopeless: bool) -> None:
@@ -100,13 +107,13 @@ class StepGuard:
 
         On a CPU the answer is for this step; on an accelerator it comes at a later step, when the flag has arrived.
         """
-        if self._told:
+        if self._told_bad:
             return False
         if isinstance(bad, bool) or hardware.is_on_host(bad):
-            self._told = bool(bad)
+            self._told_bad = bool(bad)
         else:
             self._bad = bad if self._bad is None else self._bad | bad
-            self._told = bool(self._found.read())
-            if not self._found.is_under_way:
-                self._found.send(self._bad)
-        return self._told
+            self._told_bad = bool(self._late_bad.read())
+            if not self._late_bad.is_under_way:
+                self._late_bad.send(self._bad)
+        return self._told_bad

@@ -42,18 +42,12 @@ class BatchNormJournal:
         self._saved: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         # torch's own method, which TorchScript modules hide but still support
         register: Callable[..., RemovableHandle] = nn.Module.register_load_state_dict_post_hook
-        self._loading = register(model, _BeginOnLoad(self))
+        register(model, _BeginOnLoad(self))
         self.begin()
 
     def __len__(self) -> int:
         """Return the number of modules covered."""
         return len(self._modules)
-
-    def close(self) -> None:
-        """Release the model; later calls of `settle` do nothing."""
-        self._loading.remove()
-        self._modules = []
-        self._saved = []
 
     @torch.no_grad()
     def begin(self) -> None:

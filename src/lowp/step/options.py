@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Mapping
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lowp.compat import accelerator
 from lowp.distributed import resolve
-from lowp.errors import InvalidInput, Misuse, unknown
+from lowp.errors import InvalidInput, unknown
 from lowp.presets import LossScale
 from lowp.scaling import (
     LARGEST_SCALE,
@@ -27,18 +26,6 @@ from lowp.scaling.loss_scale import scaling_of
 
 # torch.amp.GradScaler's order; torch.cuda.amp's is the same without the device.
 _POSITIONAL = ("device", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
-
-
-# the entries of torch's state dict
-_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-_LARGEST_FACTOR = 2.0**32  # by which a loaded state may move a scale at a time
-
-
-class MissingEntries(InvalidInput, KeyError):
-    """A state dict lacks entries. Also a KeyError, since torch raises that."""
-
-    __str__ = Exception.__str__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,51 +128,3 @@ class Options:
                 "(never) or more for the first and 1 or more for the second"
             )
         return interval
-
-
-class Loaded(NamedTuple):
-    """The validated contents of a scaler's state dict."""
-
-    scaling: LossScaling
-    scale: float
-    good_steps: int
-    overflows: int
-    stuck: int
-    steps: int
-
-
-def read_state(state: Mapping[str, Any], scaling: LossScaling) -> Loaded:
-    """Read torch's or lowp's state dict for a scaler with this loss scale.
-
-    Raises InvalidInput for invalid values, MissingEntries for missing entries and Misuse for an empty dict.
-    """
-    if not isinstance(state, Mapping):
-        raise InvalidInput(
-            f"the state of a scaler must be a dictionary from state_dict(), not a {type(state).__name__}"
-        )
-    if len(state) == 0:
-        raise Misuse(
-            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
-            "Load nothing, or start with enabled=False"
-        )
-    missing = [name for name in _ENTRIES if name not in state]
-    if missing:
-        raise MissingEntries(f"a scaler's state needs {', '.join(_ENTRIES)}; missing: {', '.join(missing)}")
-    scale = scaling.check(state["scale"], "the scale of the loaded state")
-    if isinstance(scaling, DynamicLossScale) and state["growth_factor"] != 1.0:  # 1.0: saved by a static scaler
-        before, scaling = scaling, dataclasses.replace(scaling, **{name: state[name] for name in _ENTRIES[1:4]})
-        for name in _ENTRIES[1:3]:
-            if state[name] != getattr(before, name) and not 1 / _LARGEST_FACTOR <= state[name] <= _LARGEST_FACTOR:
-                raise InvalidInput(
-                    f"the loaded state has {name}={state[name]!r}, by which one step moves the scale beyond fp16's "
-                    f"range: allowed is a factor up to {_LARGEST_FACTOR:,.0f} either way, or what this scaler has"
-                )
-    own = state.get("lowp", {})
-    if not isinstance(own, Mapping):
-        raise InvalidInput(f"the entry 'lowp' of the loaded state must be a dictionary of counters, not {own!r}")
-    counters = {"_growth_tracker": state["_growth_tracker"], **own}
-    for name, value in counters.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-            raise InvalidInput(f"the loaded state has {name}={value!r}; give a number of steps, 0 or more")
-    overflows, stuck, steps = (own.get(name, 0) for name in ("overflows", "stuck", "steps"))
-    return Loaded(scaling, scale, state["_growth_tracker"], overflows, stuck, steps)

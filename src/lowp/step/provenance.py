@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -123,13 +124,42 @@ class Names:
         self._order.setdefault(place, len(self._order))
 
 
+class Latch:
+    """Numbers of the latest skipped step, one for each site; decided on the device, and read only on request."""
+
+    def __init__(self) -> None:
+        self._sites: list[Any] = []
+        self._kept: torch.Tensor | None = None
+
+    def keep(self, sites: list[Any], values: torch.Tensor, skip: torch.Tensor) -> None:
+        """Keep `values`, one for each of `sites`, if the step is skipped, else those before.
+
+        In place, unless sites are new: a captured graph goes on from what it has left.
+        """
+        if sites != self._sites[: len(sites)]:
+            known, nothing = set(self._sites), values.new_zeros(())
+            self._sites += [site for site in sites if site not in known]
+            found = dict(zip(sites, values.unbind(), strict=True))
+            values = torch.stack([found.get(site, nothing) for site in self._sites])
+        values = _extended(values, len(self._sites))
+        before = torch.zeros_like(values) if self._kept is None else _extended(self._kept.to(values), len(values))
+        self._kept = before.copy_(torch.where(skip, values, before))
+
+    def read(self) -> list[tuple[Any, float]]:
+        """Return the sites with their numbers. Waits for the device."""
+        return [] if self._kept is None else list(zip(self._sites, self._kept.tolist(), strict=True))
+
+
+def _extended(values: torch.Tensor, count: int) -> torch.Tensor:
+    return values if len(values) == count else torch.cat((values, values.new_zeros(count - len(values))))
+
+
 @dataclass
 class _Record:
-    """The record of the last skipped step of one optimizer, on the device or on the host."""
+    """The latest skipped step of one optimizer."""
 
     optimizer: weakref.ref[torch.optim.Optimizer]
-    sizes: torch.Tensor  # [parameters]: largest magnitude of each gradient, unscaled; 0 if there is none
-    about: torch.Tensor  # [3]: step (-1: none skipped yet), scale, whether the loss was finite (-1: unknown)
+    numbers: Latch  # the step, the scale (0: none skipped yet), whether the loss was finite (-1: unknown), the sizes
     maximum: tuple[int, float] | None = None  # a step and its largest finite magnitude, if the host measured it
 
 
@@ -143,17 +173,16 @@ class Provenance:
     def latch(
         self, optimizer: torch.optim.Optimizer, sizes: torch.Tensor, found: torch.Tensor, about: torch.Tensor
     ) -> None:
-        """Record this step if `found` is set, else keep the previous record; decided on the device."""
-        before = self._records.get(id(optimizer))
-        if before is None or before.optimizer() is not optimizer or before.sizes.shape != sizes.shape:
-            before = _Record(weakref.ref(optimizer), torch.zeros_like(sizes), torch.full_like(about, -1.0))
-        bad = (found > 0).reshape(())
-        self._records[id(optimizer)] = _Record(
-            before.optimizer,
-            torch.where(bad, sizes, before.sizes.to(sizes)),
-            torch.where(bad, about, before.about.to(about)),
-            before.maximum,
-        )
+        """Record this step if `found` is set, else keep the previous record; decided on the device.
+
+        `sizes`: the largest magnitude of each gradient, unscaled, 0 if there is none. `about`: the number of the step,
+        the scale, and whether the losses were finite.
+        """
+        record = self._records.get(id(optimizer))
+        if record is None or record.optimizer() is not optimizer:
+            record = self._records[id(optimizer)] = _Record(weakref.ref(optimizer), Latch())
+        numbers = torch.cat((about, sizes.to(about)))
+        record.numbers.keep(list(range(len(numbers))), numbers, (found > 0).reshape(()))
 
     def sharpen(self, optimizer: torch.optim.Optimizer, step: int, maximum: float) -> None:
         """Add the exact largest finite magnitude of a step that the host knows to be skipped."""
@@ -168,10 +197,9 @@ class Provenance:
 
     def _read(self, record: _Record) -> NonFinite | None:
         optimizer = record.optimizer()
-        step, scale, loss = record.about.tolist()
-        if optimizer is None or step < 0:
+        step, scale, loss, *sizes = (number for _, number in record.numbers.read())
+        if optimizer is None or not scale:
             return None
-        sizes = record.sizes.tolist()
         names = self.names.of(optimizer)
         order = [place for place in self.names.backward_order(optimizer) if place < len(sizes)]
         bad = [place for place in order if not math.isfinite(sizes[place])]

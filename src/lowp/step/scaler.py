@@ -17,7 +17,7 @@ from lowp.errors import InvalidInput, Misuse
 from lowp.kernels.choose import hardware
 from lowp.optim.skipping import begin_momentum, steps_by_itself
 from lowp.presets import LossScale
-from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaleState, LossScaling
+from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaling
 from lowp.step import gradients as grads
 from lowp.step.checking import Checks, Optimizer, combined
 from lowp.step.guard import StepGuard, as_flag
@@ -223,7 +223,8 @@ class GradScaler(Checks):
             known = bool(nonfinite.item()) if hardware.is_on_host(nonfinite) else None
             self._guard.settle(nonfinite.logical_not() if known is None else not known)
             if new_scale is None:
-                self._move_scale(state, nonfinite, known)
+                seen = GradientsSeen(nonfinite, self._exponents_of_all(state.scale.device))
+                self._scaling.observe_(state, seen, known is False)
         self._per_optimizer_states = defaultdict(new_stage)
         self._losses = []
         self._scaled_since_update = False
@@ -235,20 +236,6 @@ class GradScaler(Checks):
             self._skipped_at_floor = []
         if found and self._guard.too_many(state.stuck):
             self._raise_stuck()
-
-    def _move_scale(self, state: LossScaleState, nonfinite: torch.Tensor, known: bool | None) -> None:
-        """Let the scale observe a step. On the host, only count the step if that is all that `observe` would do.
-
-        `known` is what `nonfinite` says, None if that is on a device.
-        """
-        if known is False and self._scaling.only_counts(state):
-            state.good_steps.fill_(state.good_steps.item() + 1)  # several times as fast as add_
-            if state.stuck.item():
-                state.stuck.zero_()
-            return
-        seen = GradientsSeen(nonfinite, self._exponents_of_all(state.scale.device))
-        for kept, new in zip(state, self._scaling.observe(state, seen), strict=True):
-            kept.copy_(new.expand_as(kept))
 
     def add_exponents(self, counts: torch.Tensor) -> None:
         """Include further gradients of this step, such as those of activations, in the decision of `update`.

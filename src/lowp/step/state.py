@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,30 +13,23 @@ from torch.cpu.amp.grad_scaler import GradScaler as TorchCPUScaler
 from torch.cuda.amp.grad_scaler import GradScaler as TorchCUDAScaler
 
 from lowp.compat import private
-from lowp.errors import Misuse
-from lowp.scaling import DynamicLossScale, LossScaleState
+from lowp.errors import InvalidInput, Misuse
+from lowp.scaling import DynamicLossScale, LossScaleState, LossScaling
 from lowp.step.guard import StepGuard
-from lowp.step.options import Options, read_state
+from lowp.step.options import Options
 from lowp.step.provenance import Provenance
 
 new_stage = cast(Callable[[], dict[str, Any]], private("torch.amp.grad_scaler._refresh_per_optimizer_state"))
 
-_NOT_PICKLED = (
-    "_per_optimizer_states",
-    "_stepped",
-    "_stepped_by",
-    "_losses",
-    "_seen",
-    "_agreed_with",
-    "_skipped_at_floor",
-    "_exponents",
-    "_told",
-    "_underflow",
-    "_provenance",
-    "_guard",
-    "_scaled_since_update",
-    "_inverse",
-)
+# the entries of torch's state dict
+_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_LARGEST_FACTOR = 2.0**32  # by which a loaded state may move a scale at a time
+
+
+class MissingEntries(InvalidInput, KeyError):
+    """A state dict lacks entries. Also a KeyError, since torch raises that."""
+
+    __str__ = Exception.__str__
 
 
 class OutOfOrder(Misuse, AssertionError):
@@ -65,13 +58,11 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         self._enabled = enabled
         self._init_scale = self._scaling.initial
         self._init_growth_tracker = 0
-        self._init_overflows = 0
-        self._init_stuck = 0
+        self._init_counters = (0, 0)  # overflows and stuck, see LossScaleState
         # On the device after the first call of scale().
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
-        self._overflows: torch.Tensor | None = None
-        self._stuck: torch.Tensor | None = None
+        self._counters: tuple[torch.Tensor, torch.Tensor] | None = None
         self._steps = 0
         self._patience = options.patience
         self._sample_interval = options.interval_of(self._scaling)
@@ -110,29 +101,28 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
             raise OutOfOrder("_growth_tracker initialized before _scale")
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
-        self._overflows = torch.full((), self._init_overflows, dtype=torch.int32, device=dev)
-        self._stuck = torch.full((), self._init_stuck, dtype=torch.int32, device=dev)
+        self._state("scale")
 
     def _state(self, what: str) -> LossScaleState:
-        scale, good_steps, overflows, stuck = self._scale, self._growth_tracker, self._overflows, self._stuck
+        scale, good_steps = self._scale, self._growth_tracker
         if scale is None or good_steps is None:
             scale, good_steps = self._check_scale_growth_tracker(what)  # raises
-        if overflows is None or stuck is None:  # torch's two attributes were set by hand
-            overflows = self._overflows = torch.full_like(good_steps, self._init_overflows)
-            stuck = self._stuck = torch.full_like(good_steps, self._init_stuck)
-        return LossScaleState(scale, good_steps, overflows, stuck)
+        if self._counters is None:
+            overflows, stuck = (torch.full_like(good_steps, count) for count in self._init_counters)
+            self._counters = overflows, stuck
+        return LossScaleState(scale, good_steps, *self._counters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries and "lowp" with lowp's own counters; {} if disabled. Waits for the device."""
         state: dict[str, Any] = super().state_dict()
         if state:
-            state["lowp"] = {"steps": self._steps, **self._own_counters()}
+            overflows, stuck = self._counted()
+            state["lowp"] = {"steps": self._steps, "overflows": overflows, "stuck": stuck}
         return state
 
-    def _own_counters(self) -> dict[str, int]:
-        overflows = self._init_overflows if self._overflows is None else int(self._overflows.item())
-        stuck = self._init_stuck if self._stuck is None else int(self._stuck.item())
-        return {"overflows": overflows, "stuck": stuck}
+    def _counted(self) -> tuple[int, int]:
+        overflows, stuck = self._counters or self._init_counters
+        return int(overflows), int(stuck)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of torch or lowp; raises an error for a scale outside the bounds or a missing entry.
@@ -141,13 +131,15 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         """
         if not self._enabled:
             return
-        loaded = read_state(state_dict, self._scaling)
-        self._scaling = loaded.scaling
-        self._steps = loaded.steps
-        self._init_scale, self._init_growth_tracker = loaded.scale, loaded.good_steps
-        self._init_overflows, self._init_stuck = loaded.overflows, loaded.stuck
+        _check_entries(state_dict)
+        scale = self._scaling.check(state_dict["scale"], "the scale of the loaded state")
+        scaling = _moved_as(state_dict, self._scaling)
+        own = {"steps": 0, "overflows": 0, "stuck": 0, **_checked_counters(state_dict)}
+        self._scaling, self._steps = scaling, own["steps"]
+        self._init_scale, self._init_growth_tracker = scale, own["_growth_tracker"]
+        self._init_counters = own["overflows"], own["stuck"]
         if self._scale is not None:
-            values = (loaded.scale, loaded.good_steps, loaded.overflows, loaded.stuck)
+            values = (scale, own["_growth_tracker"], *self._init_counters)
             for kept, value in zip(self._state("load_state_dict"), values, strict=True):
                 kept.fill_(value)
 
@@ -157,18 +149,62 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
-        own = self._own_counters()
-        state = {**self.__dict__}
-        state |= {"_init_scale": self.get_scale() if self._enabled else self._init_scale}
-        state |= {"_init_growth_tracker": self._get_growth_tracker()}
-        state |= {"_init_overflows": own["overflows"], "_init_stuck": own["stuck"]}
-        state |= dict.fromkeys(("_scale", "_growth_tracker", "_overflows", "_stuck"))
+        blank = object.__new__(ScalerState)
+        blank._patience = self._patience
+        blank._start_afresh()
+        state = {name: value for name, value in self.__dict__.items() if name not in vars(blank)}
+        state |= {"_init_scale": self.get_scale() if self._enabled else self._init_scale, "_scale": None}
+        state |= {"_init_growth_tracker": self._get_growth_tracker(), "_growth_tracker": None}
+        state |= {"_init_counters": self._counted(), "_counters": None, "_patience": self._patience}
         if not isinstance(self._process_group, (str, type(None))):
             state["_process_group"] = "auto"  # a process group cannot be pickled
-        for name in _NOT_PICKLED:
-            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start_afresh()
+
+
+def _check_entries(state: Mapping[str, Any]) -> None:
+    """Raise InvalidInput for what is no scaler's state, MissingEntries for missing entries, Misuse for an empty one."""
+    if not isinstance(state, Mapping):
+        raise InvalidInput(
+            f"the state of a scaler must be a dictionary from state_dict(), not a {type(state).__name__}"
+        )
+    if len(state) == 0:
+        raise Misuse(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
+            "Load nothing, or start with enabled=False"
+        )
+    missing = [name for name in _ENTRIES if name not in state]
+    if missing:
+        raise MissingEntries(f"a scaler's state needs {', '.join(_ENTRIES)}; missing: {', '.join(missing)}")
+
+
+def _moved_as(state: Mapping[str, Any], scaling: LossScaling) -> LossScaling:
+    """Return a loss scale that moves by the factors of a state; a static one, or one saved by a static one, as it is.
+
+    Raises InvalidInput for factors that no scale has.
+    """
+    if not isinstance(scaling, DynamicLossScale) or state["growth_factor"] == 1.0:
+        return scaling
+    moved = dataclasses.replace(scaling, **{name: state[name] for name in _ENTRIES[1:4]})
+    for name in _ENTRIES[1:3]:
+        if state[name] != getattr(scaling, name) and not 1 / _LARGEST_FACTOR <= state[name] <= _LARGEST_FACTOR:
+            raise InvalidInput(
+                f"the loaded state has {name}={state[name]!r}, by which one step moves the scale beyond fp16's "
+                f"range: allowed is a factor up to {_LARGEST_FACTOR:,.0f} either way, or what this scaler has"
+            )
+    return moved
+
+
+def _checked_counters(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of steps in a state. Raises InvalidInput for others."""
+    own = state.get("lowp", {})
+    if not isinstance(own, Mapping):
+        raise InvalidInput(f"the entry 'lowp' of the loaded state must be a dictionary of counters, not {own!r}")
+    counters = {"_growth_tracker": state["_growth_tracker"], **own}
+    for name, value in counters.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise InvalidInput(f"the loaded state has {name}={value!r}; give a number of steps, 0 or more")
+    return counters

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import cmath
+import math
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,39 +17,61 @@ from lowp import distributed
 from lowp.compat import private
 from lowp.exponents import SharedExponents, is_result
 from lowp.kernels.choose import hardware
-from lowp.kernels.int16.late import LateNumber
 from lowp.optim.flex import FlexWeights
 from lowp.optim.shards import local
 from lowp.optim.skipping import starts_momentum
-from lowp.step import NonFiniteGradients
-from lowp.step.finite import FiniteSteps
+from lowp.step import gradients as grads
 from lowp.step.guard import StepGuard
-
-__all__ = ["UnscaledSteps"]
+from lowp.step.provenance import Latch, Names, NonFiniteGradients
 
 _DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
 Optimizers = Sequence[torch.optim.Optimizer]
-_READ = "what the step reads"  # the flag of a device for what `FiniteSteps` names, after those of exponents
+_PATIENCE = 20  # consecutive skipped steps before training stops
+_INTERVAL = 16  # steps after which all of an optimizer's state is read again; in between, what was written since
+_GRADIENT = "gradient"
+_GIVE_UP = "look at the inputs, the learning rate and the loss, or add a rule that keeps that op in fp32"
+
+
+class _Read(NamedTuple):
+    """A tensor that a step reads: a gradient by the place of its parameter in the optimizer, or state by its key."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    key: str
+    place: int  # of state: that of its entry
 
 
 class UnscaledSteps:
-    """The checks of a step in a precision without a loss scale; the guard acts on the results."""
+    """Decides whether a step without a loss scale counts, and tells of steps that do not; its guard acts on it.
 
-    def __init__(self, name: str, exponents: SharedExponents | None, finite: FiniteSteps | None) -> None:
-        self.name, self.exponents, self.finite = name, exponents, finite
+    What a step is about to read is looked at once, and nothing waits for a device: the gradients, unless shared
+    exponents have seen them, and the optimizer's state. A finite step leaves finite state, so state is read when
+    something else has written it (a checkpoint, the script), and every few steps in any case: writes through NumPy or
+    `.data` leave no trace. With `is_plain` nothing is looked at and no step is skipped.
+    """
+
+    def __init__(self, name: str, exponents: SharedExponents | None, is_plain: bool) -> None:
+        self.name, self.exponents, self.is_plain = name, exponents, is_plain
+        self.guard = StepGuard(_PATIENCE)
+        self.names = Names()
         self._why = f"{name} has no loss scale" if exponents is None else "int16 has neither"
-        self._faults: list[str] = []  # of the latest step that was skipped because of them
-        self._skips_here = False  # the coming step, as the host knows
-        self._there = _SkipsThere(self._why)
-        self._bad_loss: Tensor | bool | None = None  # whether a loss since the last step was not finite, on the device
+        self._faults: list[str] = []  # of the latest step that the host skipped
+        self._there = Latch()  # of the latest step that a device skipped
+        self._in_a_row: Tensor | None = None  # steps that the device skipped
+        self._written: dict[int, int] = {}  # the version of each tensor of state after the latest step, by its id
+        self._steps = 0
+        self._bad_loss: Tensor | bool | None = None  # whether a loss since the last step was not finite
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("name", "exponents", "is_plain")}  # a copy has other models
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     @property
     def faults(self) -> list[str]:
-        """The sites of the latest step that was skipped for them. Waits for a device that has skipped by itself."""
-        there = self._there.faults()
-        if _READ in there and self.finite is not None:
-            there = [*there[: there.index(_READ)], *self.finite.faults()]
-        return there or self._faults
+        """The sites for which the latest step was skipped. Waits for a device that has skipped by itself."""
+        there = [_name(site, self.names) for site, is_bad in self._there.read() if is_bad]
+        return there or list(self._faults)
 
     def saw(self, loss: Tensor) -> None:
         """Check a loss before its backward; nothing waits for a device."""
@@ -60,49 +84,54 @@ class UnscaledSteps:
                 bad = ~torch.isfinite(loss.detach()).all()
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
-    def skips(self, guard: StepGuard, number: int) -> bool:
-        """Skip step `number` if a non-finite value was written in it, on any rank. Return whether it was skipped.
+    # -- before a step --------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def skips(self, optimizers: Optimizers, number: int) -> bool | Tensor:
+        """Return whether to skip step `number`, on any rank; a skip that the host knows is reported and settled.
 
-        The skip is reported, counted and settled. Raises NonFiniteGradients after `patience` consecutive skips.
+        A 0-d tensor that nobody has to read if a device can skip by itself: not under shared exponents with several
+        ranks, and not for an optimizer whose step cannot be undone. Raises NonFiniteGradients after `patience` skipped
+        steps in a row.
         """
-        exponents = self.exponents
-        faults = [] if exponents is None else exponents.faults()
-        if self._skips_here and self.finite is not None:
-            faults += self.finite.faults()
-        is_bad, self._skips_here = self._skips_here or bool(faults), False
-        if not (is_bad if exponents is None else exponents.any_rank(is_bad)):
-            return False
-        self._faults, self._bad_loss = faults, None
-        guard.settle(False)
-        if exponents is not None:
-            exponents.flush()
+        reads = [] if self.is_plain else [*self._gradients(optimizers), *self._state(optimizers)]
+        flags = _nonfinite([value for _, value in reads])
+        is_bad = _on_any_rank(flags, optimizers)
+        flags_there = self._flags_there(optimizers)
+        if flags_there is not None and (isinstance(is_bad, Tensor) or (flags_there and not is_bad)):
+            written = [flag.reshape(1) for flag in flags_there.values()]
+            found = torch.cat([*written, flags] if isinstance(flags, Tensor) else written)
+            skip = found.any() | is_bad
+            sites = [*flags_there, *(site for site, _ in reads)] if isinstance(flags, Tensor) else [*flags_there]
+            self._there.keep(sites, found, skip)
+            if self._in_a_row is None:
+                self._in_a_row = torch.zeros_like(skip, dtype=torch.int64)
+            self._in_a_row.add_(1).mul_(skip)  # in place: a captured graph continues to count
+            return skip
+        faults = [] if self.exponents is None else self.exponents.faults()
+        if is_bad:
+            bad = flags if isinstance(flags, list) else flags.tolist()
+            faults += [_name(site, self.names) for (site, _), one in zip(reads, bad, strict=True) if one]
+        is_skipped = bool(is_bad) or bool(faults)
+        if self.exponents is not None:
+            is_skipped = self.exponents.any_rank(is_skipped)
+        if is_skipped:
+            self._skip(faults, number)
+        return is_skipped
+
+    def _skip(self, faults: list[str], number: int) -> None:
+        """Settle and report a step that the host skips."""
+        self._faults, self._there, self._bad_loss = faults, Latch(), None
+        self.guard.settle(False)
+        if self.exponents is not None:
+            self.exponents.flush()
         where = f"first in the {faults[0]}" if faults else "on another rank"
         text = f"an infinity or a NaN, {where}: {self._why}, and step {number} was skipped"
-        guard.count(True)
-        if guard.too_many():
-            raise NonFiniteGradients(
-                f"{text}, as were the {guard.patience - 1} steps before it: look at the inputs, the learning rate and "
-                "the loss, or add a rule that keeps that op in fp32"
-            )
-        warnings.warn(text, UserWarning, stacklevel=4)
-        return True
+        self.guard.count(True)
+        if self.guard.too_many():
+            raise NonFiniteGradients(f"{text}, as were the {_PATIENCE - 1} steps before it: {_GIVE_UP}")
+        warnings.warn(text, UserWarning, stacklevel=6)
 
-    def skip_there(self, optimizers: Optimizers) -> Tensor | None:
-        """Return whether a device is to skip this step, as `skips` would, in a 0-d tensor that nobody reads.
-
-        None if the host has to know: under shared exponents with several ranks, on a CPU, and for an optimizer whose
-        step cannot be undone.
-        """
-        reads = self.finite is not None and self.finite.skips(optimizers, self.exponents is None)
-        flags = self._flags(optimizers)
-        if flags is not None and isinstance(reads, Tensor):
-            flags[_READ] = reads
-        if flags and (isinstance(reads, Tensor) or not reads):
-            return self._there.decide(flags)
-        self._skips_here = bool(reads)
-        return None
-
-    def _flags(self, optimizers: Optimizers) -> dict[str, Tensor] | None:
+    def _flags_there(self, optimizers: Optimizers) -> dict[str, Tensor] | None:
         """Return the flags of a device by site, of shared exponents; None if the host has to know."""
         if self.exponents is None:
             return None if any(map(starts_momentum, optimizers)) else {}
@@ -110,35 +139,65 @@ class UnscaledSteps:
         flags = {site: flag for site, flag in self.exponents.flags().items() if not is_result(site)} if can_skip else {}
         return flags if flags and all(cast(FlexWeights, one).skips_there() for one in optimizers) else None
 
-    def end(self, guard: StepGuard, number: int, optimizers: Optimizers, skip: Tensor | None = None) -> None:
+    def _gradients(self, optimizers: Optimizers) -> Iterator[tuple[_Read, Tensor]]:
+        """Yield the gradients, in the order of backward."""
+        for optimizer in optimizers if self.exponents is None else ():
+            present = {one.position: one.values for one in grads.collect(optimizer, True)}
+            for place in self.names.backward_order(optimizer):
+                if place in present:
+                    yield _Read(weakref.ref(optimizer), _GRADIENT, place), present[place]
+
+    def _state(self, optimizers: Optimizers) -> Iterator[tuple[_Read, Tensor]]:
+        """Yield what the optimizers keep, unless it is known to be as the latest step has left it."""
+        for site, value in _kept(optimizers):
+            if self._written.get(id(value)) != _version(value):
+                yield site, local(value)
+
+    # -- after a step ---------------------------------------------------------------------------------------------
+    def end(self, number: int, optimizers: Optimizers, skip: Tensor | bool) -> None:
         """Settle step `number`, which was taken unless a device has set `skip`.
 
         Warns once when it is known that the run is no longer finite.
         """
-        guard.settle(True if skip is None else ~skip)
+        self.guard.settle(~skip if isinstance(skip, Tensor) else True)
         bad, self._bad_loss = self._bad_loss, None
-        if self.finite is not None:
-            self.finite.stepped(optimizers)
-        if self.exponents is not None:
-            self._look_beyond(self.exponents, guard, number)
+        self.names.learned()
+        self._steps += 1
+        is_due = self.is_plain or self._steps % _INTERVAL == 0
+        self._written = {} if is_due else {id(one): _version(one) for _, one in _kept(optimizers)}
+        if self.exponents is None:
+            self.guard.count(False)
+        else:
+            self._look_beyond(self.exponents, number)
             self.exponents.flush()
-            if skip is not None:
-                self._there.end(guard, number, lambda: self.faults)
-            return
-        guard.count(False)
-        if self.finite is not None:
-            if skip is not None:
-                self._there.end(guard, number, lambda: self.faults)
-                bad = None if bad is None else ~skip & bad
-        elif bad is None:
+        if isinstance(skip, Tensor):
+            self._tell_of_skips(number)
+            bad = None if bad is None else ~skip & bad
+        if bad is None and self.is_plain:
             bad = _smallest_gradient_is_bad(optimizers)
-        if bad is not None and guard.turned_bad(bad):
+        if bad is not None and self.guard.turned_bad(bad):
             warnings.warn(f"step {number}: {self._of_loss()}", UserWarning, stacklevel=4)
+
+    def _tell_of_skips(self, number: int) -> None:
+        """Warn of steps that a device has skipped, when that is known; raise after too many in a row."""
+        if self.guard.too_many(self._in_a_row):
+            sites = self.faults
+            raise NonFiniteGradients(
+                f"an infinity or a NaN, first in the {sites[0] if sites else 'step'}: {self._why}, and "
+                f"{_PATIENCE} steps in a row were skipped up to step {number}: {_GIVE_UP}"
+            )
+        if count := self.guard.newly_skipped():
+            warnings.warn(
+                f"an infinity or a NaN was met: {self._why}, and {count} of the steps up to "
+                f"{number} were skipped; Precision.faults tells where",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def _of_loss(self) -> str:
         """Return what is said of a step that was taken though the loss, or a gradient that is not looked at, is bad."""
         advice = "Resume an earlier checkpoint with a smaller learning rate, or look at the inputs"
-        if self.finite is not None:
+        if not self.is_plain:
             return f"the loss is infinite or NaN, and no gradient is, so that the step was taken. {advice}"
         return (
             f"the loss or a gradient is infinite or NaN, and {self.name} has no loss scale that skips such steps: the "
@@ -146,10 +205,10 @@ class UnscaledSteps:
             "loss_scale='dynamic'), or --loss-scale dynamic in lowp run"
         )
 
-    def _look_beyond(self, exponents: SharedExponents, guard: StepGuard, number: int) -> None:
+    def _look_beyond(self, exponents: SharedExponents, number: int) -> None:
         """Warn once about numbers too large for the format; raise if weights stay too large."""
         sites = exponents.beyond()
-        guard.count(any(site.startswith(("weight of", "update of")) for site in sites))
+        self.guard.count(any(site.startswith(("weight of", "update of")) for site in sites))
         if not sites:
             if not exponents.has_told_most and (most := exponents.beyond(most=True)):
                 exponents.has_told_most = True
@@ -163,70 +222,65 @@ class UnscaledSteps:
             return
         text = f"step {number}: numbers beyond the largest of {self.name} are cut off, first in the {sites[0]}"
         advice = "look at the learning rate and at the scale of inputs and loss"
-        if guard.too_many():
+        if self.guard.too_many():
             exponents.flush()
-            raise NonFiniteGradients(f"{text}, and weights for {guard.patience} steps in a row: {advice}")
+            raise NonFiniteGradients(f"{text}, and weights for {_PATIENCE} steps in a row: {advice}")
         if not exponents.has_told_beyond:
             exponents.has_told_beyond = True
             warnings.warn(f"{text}. If this continues, {advice}", UserWarning, stacklevel=5)
 
 
-class _SkipsThere:
-    """Steps that a device has skipped by itself for infinities: told of when it is known, and never waited for."""
+def _nonfinite(values: Sequence[Tensor]) -> list[bool] | Tensor:
+    """Return for each tensor whether a number in it is infinite or NaN: of a device a bool tensor, which is not read.
 
-    def __init__(self, why: str) -> None:
-        self._why = why  # such a step cannot be taken
-        self._skipped: Tensor | None = None  # how many there were
-        self._in_a_row: Tensor | None = None
-        self._sites: list[str] = []
-        self._flags: Tensor | None = None  # of the latest one, by site
-        self._late, self._told = LateNumber(), 0
+    On a CPU numbers are finite if their sum is; a sum that overflows says nothing.
+    """
+    if all(map(hardware.is_on_host, values)):
+        return [not math.isfinite(one.sum().item()) and not bool(torch.isfinite(one).all()) for one in values]
+    device = next(one.device for one in values if not hardware.is_on_host(one))
+    kinds = grads.by_kind(grads.Gradient(one, place) for place, one in enumerate(values))
+    return ~torch.isfinite(grads.largest(kinds, len(values), device))
 
-    def decide(self, flags: dict[str, Tensor]) -> Tensor:
-        """Return whether any of these flags is set, and take note of a step that is skipped for it."""
-        known = set(self._sites)
-        self._sites += [site for site in flags if site not in known]
-        nothing = torch.zeros_like(next(iter(flags.values())))
-        found = torch.stack([flags.get(site, nothing) for site in self._sites])
-        skip = found.any()
-        if self._skipped is None or self._in_a_row is None:
-            self._skipped, self._in_a_row = (torch.zeros_like(skip, dtype=torch.int64) for _ in range(2))
-        if self._flags is None:
-            self._flags = torch.zeros_like(found)
-        elif len(self._flags) < len(found):
-            self._flags = torch.cat((self._flags, found.new_zeros(len(found) - len(self._flags))))
-        # in place: a captured graph goes on from what it has left
-        self._skipped.add_(skip)
-        self._in_a_row.add_(1).mul_(skip)
-        self._flags.copy_(torch.where(skip, found, self._flags))
-        return skip
 
-    def faults(self) -> list[str]:
-        """The sites of the latest step that was skipped. Waits for the device."""
-        flags = [] if self._flags is None else self._flags.tolist()
-        return [site for site, is_bad in zip(self._sites, flags, strict=True) if is_bad]
+def _on_any_rank(flags: list[bool] | Tensor, optimizers: Optimizers) -> bool | Tensor:
+    """Return whether a flag is set on any rank that shares the optimizers' tensors."""
+    parameters = [parameter for one in optimizers for parameter in grads.parameters_of(one)]
+    groups = distributed.mesh_groups(one.grad for one in parameters if one.grad is not None)
+    if isinstance(flags, list) and not groups:
+        return any(flags)
+    is_bad = flags.any() if isinstance(flags, Tensor) else torch.full((), any(flags), device="cpu")
+    agreed = is_bad.float()
+    for group in groups:
+        distributed.agree_on_maximum_(agreed, group)
+    return agreed > 0 if isinstance(flags, Tensor) else bool(agreed)
 
-    def end(self, guard: StepGuard, number: int, faults: Callable[[], list[str]]) -> None:
-        """Warn of steps that have been skipped since the last time; give up after as many as the guard has patience."""
-        assert self._skipped is not None
-        if guard.too_many(self._in_a_row):
-            sites = faults()
-            raise NonFiniteGradients(
-                f"an infinity or a NaN, first in the {sites[0] if sites else 'step'}: {self._why}, and "
-                f"{guard.patience} steps in a row were skipped up to step {number}: look at the inputs, the learning "
-                "rate and the loss, or add a rule that keeps that op in fp32"
-            )
-        count = self._late.read() or 0
-        if not self._late.is_under_way:
-            self._late.send(self._skipped)
-        if count > self._told:
-            warnings.warn(
-                f"an infinity or a NaN was met: {self._why}, and {count - self._told} of the steps up to "
-                f"{number} were skipped; Precision.faults tells where",
-                UserWarning,
-                stacklevel=6,
-            )
-            self._told = count
+
+def _kept(optimizers: Optimizers) -> Iterator[tuple[_Read, Tensor]]:
+    """Yield the tensors of numbers that optimizers keep of parameters."""
+    for optimizer in optimizers:
+        for place, entry in enumerate(getattr(optimizer, "inner", optimizer).state.values()):
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                    yield _Read(weakref.ref(optimizer), key, place), value
+
+
+def _version(value: Tensor) -> int:
+    return -1 if value.is_inference() else value._version
+
+
+def _name(site: str | _Read, names: Names) -> str:
+    """Return the words for a site: of shared exponents, or of what a step has read."""
+    if isinstance(site, str):
+        return site
+    name, optimizer = "a parameter", site.optimizer()
+    if optimizer is not None:
+        known = names.of(optimizer)
+        place = site.place
+        if site.key != _GRADIENT:  # the entries of a wrapper's state are in the order of the inner optimizer's
+            owner = list(optimizer.state)[place : place + 1]
+            place = next((at for at, one in enumerate(grads.parameters_of(optimizer)) if owner and one is owner[0]), -1)
+        name = known[place] if 0 <= place < len(known) else name
+    return f"{site.key} of {name}"
 
 
 def _smallest_gradient_is_bad(optimizers: Optimizers) -> Tensor | None:
