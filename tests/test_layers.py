@@ -271,6 +271,12 @@ def test_what_only_goes_along_with_a_device_is_no_question(written: str) -> None
     assert not questions(ast.parse(written))
 
 
+def test_integrations_use_the_public_names_of_lowp_alone(repository: Path) -> None:
+    parts = [(path, name) for path, tree in sources(repository) for name in imported(tree) if "integrations/" in path]
+    ours = {(path, name) for path, name in parts if name.partition(".")[0] == "lowp"}
+    assert ours and {name for _, name in ours if not name.startswith("lowp.integrations.")} == {"lowp"}
+
+
 def test_a_class_name_stands_for_one_class(repository: Path) -> None:
     places: dict[str, list[str]] = {}
     for path, tree in sources(repository):

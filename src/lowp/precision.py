@@ -251,7 +251,7 @@ class Precision:
     def end_step(self) -> None:
         """Count a step and update the loss scale after calls of `step_one`; `step` includes this."""
         self.scaler.update()
-        self.steps += 1
+        self.steps, self._first = self.steps + 1, None
 
     def _agree_on_masters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self.steps == 0 and isinstance(self._storing, MasterStorage):

@@ -1,0 +1,206 @@
+"""An Accelerator in a precision of lowp: an unmodified loop trains as lowp's own, and resumes with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lowp
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="pip install accelerate")
+PRECISIONS = ["fp32", "fp16", "bf16", "fp8", "e5m7", "bf16-storage", "fp16-storage", "dfp16", "flex16+5"]
+Run = tuple[Any, nn.Module, list[float]]
+
+
+@pytest.fixture(autouse=True)
+def accelerate_begins_anew() -> Iterator[None]:
+    """Drop the state that all Accelerators of a process share."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def data() -> TensorDataset:
+    x = torch.randn(64, 10, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 32), nn.LayerNorm(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(accelerator: Any, resume: Path | None = None, save: Path | None = None, epochs: int = 2) -> Run:
+    """Train as a script for Accelerate does: gradients of two batches, clipped, and a schedule."""
+    model, optimizer = parts()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    model, optimizer, schedule, loader = accelerator.prepare(
+        model, optimizer, schedule, DataLoader(data(), batch_size=8)
+    )
+    if resume is not None:
+        accelerator.load_state(str(resume))
+    losses = []
+    for epoch in range(epochs):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        if epoch == 0 and save is not None:
+            accelerator.save_state(str(save))
+    return accelerator, accelerator.unwrap_model(model), losses
+
+
+def accelerator(precision: Any, **options: Any) -> Any:
+    from lowp.integrations.accelerate import LowpAccelerator
+
+    return LowpAccelerator(precision, cpu=True, gradient_accumulation_steps=2, **options)
+
+
+def by_hand(name: str) -> list[float]:
+    """Train as `train` does, with the lines of lowp's own."""
+    model, optimizer = parts()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    precision = lowp.Precision(name)
+    model, optimizer = precision.prepare(model, optimizer)
+    losses: list[float] = []
+    loader = DataLoader(data(), batch_size=8)
+    for number, (x, y) in enumerate(itertools.chain(loader, loader)):
+        with precision.autocast():
+            output = model(x)
+        loss = nn.functional.cross_entropy(output.float(), y)
+        precision.backward(loss / 2)
+        if number % 2:
+            precision.unscale_(optimizer) if precision.scale != 1 else None
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            precision.step(optimizer)
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_loop_for_accelerate_trains_as_lowp_s_own_and_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    used, model, losses = train(accelerator(name), save=tmp_path / "state")
+    assert losses == by_hand(name)
+    assert used.lowp.steps == 8 and used.lowp.skipped_steps == 0
+    again, resumed, later = train(accelerator(name), resume=tmp_path / "state", epochs=1)
+    assert later == losses[8:] and same(model, resumed) and again.lowp.scale == used.lowp.scale
+
+
+def test_fp32_is_accelerate_itself() -> None:
+    from accelerate import Accelerator
+
+    _, model, losses = train(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    _, other, others = train(accelerator("fp32"))
+    assert losses == others and same(model, other)
+
+
+def test_a_step_that_overflows_is_skipped_and_its_schedule_waits() -> None:
+    used = accelerator(lowp.Precision("fp16", loss_scale="dynamic(1024)"))
+    model, optimizer = parts()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule = used.prepare(model, optimizer, schedule)
+    before = [one.detach().clone() for one in model.parameters()]
+    used.backward(model(torch.ones(2, 10)).sum() * 1e30)
+    used.clip_grad_value_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    assert used.optimizer_step_was_skipped and used.lowp.scale == 512 and used.lowp.skipped_steps == 1
+    assert all(map(torch.equal, before, model.parameters())) and schedule.get_last_lr() == [1e-2]
+
+
+def test_optimizers_that_share_a_loss_step_by_the_same_scale() -> None:
+    used = accelerator(lowp.Precision("fp16", loss_scale="dynamic(1024)"))
+    model, _ = parts()
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[4])]  # type: ignore[index]
+    model, *halves = used.prepare(model, *halves)
+    for factor in (1.0, 1e30, 1.0):
+        used.backward(model(torch.ones(2, 10)).sum() * factor)
+        for optimizer in halves:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert used.lowp.steps == 3 and used.lowp.skipped_steps == 1 and used.lowp.scale == 512
+    used.backward(model(torch.ones(2, 10)).sum())
+    halves[0].step()  # alone, so that the scale waits for the other one, or for the next loss
+    assert used.lowp.steps == 3
+    used.backward(model(torch.ones(2, 10)).sum())
+    assert used.lowp.steps == 4
+
+
+def test_a_prepared_model_returns_fp32_its_copies_are_their_own_and_it_can_be_unwrapped() -> None:
+    used = accelerator("bf16")
+    model, _ = parts()
+    own = model.forward
+    prepared = used.prepare_model(model)
+    x = torch.ones(2, 10)
+    assert prepared(x).dtype == torch.float32
+    with used.autocast():
+        assert nn.functional.linear(x, x).dtype == torch.bfloat16
+    average = copy.deepcopy(prepared).eval()
+    prepared.eval()
+    with torch.no_grad():
+        before = prepared(x)
+        model[4].bias.add_(1.0)  # type: ignore[index, union-attr, operator]
+    assert torch.equal(average(x), before) and not torch.equal(prepared(x), before)
+    assert used.unwrap_model(prepared, keep_fp32_wrapper=False).forward == own
+
+
+def test_precisions_beside_accelerate_s_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(lowp.InvalidInput, match=r"mixed_precision='bf16' comes beside the lowp precision: omit it in"):
+        accelerator("fp16", mixed_precision="bf16")
+
+
+def test_weights_in_16_bits_are_refused_before_a_step() -> None:
+    model, _ = parts()
+    with pytest.raises(lowp.InvalidInput, match=r"0\.weight is torch.bfloat16, and fp16 trains parameters as they are"):
+        accelerator("fp16").prepare(model.bfloat16())
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(lowp.UnknownName, match="unknown precision 'fp17'; did you mean fp16"):
+        accelerator("fp17")
+
+
+def test_a_precision_can_be_registered_beside_an_accelerator_of_accelerate_s_own(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    plain, precision = Accelerator(cpu=True), lowp.Precision("fp16", loss_scale="dynamic(1024)")
+    model, optimizer = precision.prepare(*parts())
+    model, optimizer = plain.prepare(model, optimizer)
+    plain.register_for_checkpointing(precision)
+    scales = []
+    for number in range(2):
+        with precision.autocast():
+            loss = model(torch.ones(2, 10)).sum() * 1e30
+        precision.backward(loss)
+        precision.step(optimizer.optimizer)
+        scales.append(precision.scale)
+        plain.save_state(str(tmp_path / f"{number}"))
+    assert scales == [512, 256]
+    plain.load_state(str(tmp_path / "0"))
+    assert precision.scale == 512 and precision.skipped_steps == 1

@@ -1,0 +1,314 @@
+"""Lightning's Trainer and Fabric in a precision of lowp: fit, validate, resume, several optimizers, loggers."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lowp
+
+pytestmark = [
+    pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="pip install lightning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec"),  # Lightning's own, of torch
+    pytest.mark.filterwarnings("ignore:The .*_dataloader. does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:.training_step. returned .None"),
+    pytest.mark.filterwarnings("ignore:Experiment logs directory"),
+]
+PRECISIONS = ["fp32", "fp16", "bf16", "16-mixed", "fp8", "bf16-storage", "fp16-storage", "dfp16", "flex16+5"]
+SAMPLE = ["16-mixed", "bf16-storage", "flex16+5"]
+
+
+@pytest.fixture(autouse=True)
+def lightning_is_quiet() -> Iterator[None]:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    yield
+
+
+def loader(shuffle: bool = True) -> DataLoader[Any]:
+    x = torch.randn(64, 10, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=8, shuffle=shuffle)
+
+
+def module(**methods: Any) -> Any:
+    """Return a LightningModule as tutorials write it, with other methods in the place of its own."""
+    import lightning
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            first, last = nn.Linear(10, 32), nn.Linear(32, 3)
+            self.net = nn.Sequential(first, nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), last)
+            self.losses: list[float] = []
+
+        def loss(self, batch: Any) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            self.log("train_loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", self.loss(batch))
+
+        def predict_step(self, batch: Any, index: int) -> Any:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+    return type("Net", (Net,), methods)()
+
+
+def plugin(precision: Any, **options: Any) -> Any:
+    from lowp.integrations.lightning import LowpPrecision
+
+    return LowpPrecision(precision, **options)
+
+
+def trainer(of: Any, epochs: int = 2, folder: Path | None = None, **options: Any) -> Any:
+    """Return a Trainer with the plugin of a precision; `options` are the Trainer's."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = [] if folder is None else [ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]
+    usual: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    usual |= {"enable_checkpointing": bool(saving), "callbacks": saving}
+    usual |= {"plugins": [plugin(of) if isinstance(of, str) else of]}
+    return lightning.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, **{**usual, **options})
+
+
+def fit(precision: Any, model: Any = None, path: Path | None = None, **options: Any) -> Any:
+    """Fit a module; return it and the precision."""
+    import lightning
+
+    lightning.seed_everything(0, verbose=False)
+    model, run = model or module(), trainer(precision, **options)
+    run.fit(model, loader(), loader(False), ckpt_path=path)
+    return model, getattr(run.precision_plugin, "lowp", None)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+def resumes(name: str, tmp_path: Path) -> None:
+    usual: dict[str, Any] = {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
+    whole, used = fit(name, folder=tmp_path, **usual)
+    later, again = fit(name, folder=tmp_path / "later", path=tmp_path / "epoch=0.ckpt", **usual)
+    assert len(whole.losses) == 16 and whole.losses[8:] == later.losses and same(whole, later)
+    assert used.steps == again.steps == 8 and used.scale == again.scale
+    assert used.preset.name == ("fp16" if name == "16-mixed" else name)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_run_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    resumes(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(PRECISIONS) - set(SAMPLE)))
+def test_a_run_in_any_precision_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    resumes(name, tmp_path)
+
+
+def test_fp32_is_lightning_itself_and_fp16_is_not() -> None:
+    plain, _ = fit("fp32", plugins=[])
+    assert same(plain, fit("fp32")[0])
+    model, used = fit("16-mixed")
+    assert not same(plain, model) and used.report().ops and used.scale > 1
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped_without_the_loss_scale(algorithm: str) -> None:
+    seen: list[float] = []
+
+    def look(self: Any, optimizer: Any) -> None:
+        seen.append(float(nn.utils.get_total_norm([one.grad for one in self.parameters()])))
+
+    def zero_grad(self: Any, optimizer: Any) -> None:
+        if all(one.grad is not None for one in self.parameters()):
+            look(self, optimizer)
+
+    options: dict[str, Any] = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm, "epochs": 1}
+    model = module(on_before_optimizer_step=look, on_before_zero_grad=zero_grad)
+    fit(plugin("fp16", loss_scale=1024), model, **options)
+    before, after = seen[::2], seen[1::2]
+    assert len(seen) == 15 and all(0.05 < norm < 10 for norm in before)
+    count = sum(one.numel() for one in model.parameters())
+    assert all(norm < 1e-3 * (1.01 if algorithm == "norm" else math.sqrt(count)) for norm in after)
+
+
+def test_skipped_steps_change_nothing_and_are_logged_beside_the_loss_scale(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    def training_step(self: Any, batch: Any, index: int) -> Tensor:
+        return self.loss(batch) * (1e30 if index == 3 else 1.0)  # type: ignore[no-any-return]
+
+    logger = CSVLogger(tmp_path, name="", version="")
+    used = plugin("fp16", loss_scale="dynamic(1024)", monitor={"max_overhead": None})
+    model = module(training_step=training_step)
+    fit(used, model, epochs=1, logger=logger, log_every_n_steps=2, num_sanity_val_steps=0)
+    assert used.lowp.skipped_steps == 1 and used.lowp.scale == 512
+    assert all(one.isfinite().all() for one in model.state_dict().values())
+    head, *rows = (line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines())
+    found = [dict(zip(head, row, strict=True)) for row in rows]
+    scales = [(row["step"], row["loss_scale"], row["skipped_steps"]) for row in found if row["loss_scale"]]
+    assert scales == [("1", "1024.0", "0"), ("3", "512.0", "1"), ("5", "512.0", "1"), ("7", "512.0", "1")]
+    assert used.monitor.step == 8 and any(row["lowp/net/activation"] for row in found)
+
+
+def test_validation_and_predictions_run_in_the_precision() -> None:
+    model = module()
+    run = trainer("bf16")
+    assert run.validate(model, loader(False), verbose=False)[0]["val_loss"] > 0.5
+    assert {one.dtype for one in run.predict(model, loader(False))} == {torch.bfloat16}
+    assert run.precision == "bf16"
+
+
+# -- several optimizers -----------------------------------------------------------------------------------------------
+def two(self: Any) -> Any:
+    return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.AdamW(self.net[4].parameters(), lr=1e-2)]
+
+
+def together(self: Any, batch: Any, index: int) -> None:
+    optimizers = self.optimizers()
+    for one in optimizers:
+        one.zero_grad()
+    loss = self.loss(batch)
+    self.losses.append(loss.item())
+    self.manual_backward(loss)
+    for one in optimizers:
+        self.clip_gradients(one, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+        one.step()
+
+
+def in_turns(self: Any, batch: Any, index: int) -> None:
+    for one in self.optimizers():
+        one.zero_grad()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        one.step()
+
+
+@pytest.mark.parametrize("step", [together, in_turns])
+def test_several_optimizers_step_by_hand(step: Any) -> None:
+    def losses(precision: Any) -> tuple[list[float], Any]:
+        model = module(training_step=step, configure_optimizers=two)
+        model.automatic_optimization = False
+        return fit(precision, model, epochs=1)[0].losses, precision
+
+    plain, _ = losses("fp32")
+    scaled, used = losses(plugin("fp16", loss_scale="dynamic(1024)"))
+    assert scaled == pytest.approx(plain, abs=2e-2) and scaled != plain
+    assert used.state_dict()["steps"] == (8 if step is together else 16)
+
+
+def test_an_optimizer_that_computes_its_gradients_again_runs_without_a_loss_scale() -> None:
+    def lbfgs(self: Any) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=1e-3, max_iter=2)
+
+    model, used = fit("bf16", module(configure_optimizers=lbfgs), epochs=1)
+    assert len(model.losses) > 8 and used.steps == 8
+    with pytest.raises(lowp.Misuse, match="a closure computes its loss without the loss scale"):
+        fit("fp16", module(configure_optimizers=lbfgs), epochs=1)
+
+
+def test_a_module_may_have_a_backward_of_its_own_and_batches_without_a_loss() -> None:
+    def backward(self: Any, loss: Tensor) -> None:
+        loss.backward()
+
+    def every_second(self: Any, batch: Any, index: int) -> Any:
+        return self.loss(batch) if index % 2 else None
+
+    model = module(backward=backward, training_step=every_second)
+    used = fit("fp16", model, epochs=1, gradient_clip_val=1.0)[1]
+    assert used.steps == 4 and used.skipped_steps == 0
+
+
+# -- Fabric -----------------------------------------------------------------------------------------------------------
+def fabric(name: str, folder: Path, resume: bool = False) -> Any:
+    import lightning
+
+    precision = plugin(name)
+    one = lightning.Fabric(accelerator="cpu", devices=1, plugins=precision)
+    lightning.seed_everything(0, verbose=False)
+    model = module().net
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if precision.lowp.policy.parameters is not None:
+        model, optimizer = precision.lowp.prepare(model, optimizer)
+    model, optimizer = one.setup(model, optimizer)
+    data = one.setup_dataloaders(loader())
+    parts = {"model": model, "optimizer": optimizer, "precision": precision}
+    if resume:
+        one.load(folder / "half.ckpt", parts)
+    losses = []
+    for epoch in range(1 if resume else 2):
+        for x, y in data:
+            optimizer.zero_grad()
+            output = model(x)
+            assert output.dtype == torch.float32
+            loss = nn.functional.cross_entropy(output, y)
+            one.backward(loss)
+            one.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        if epoch == 0 and not resume:
+            one.save(folder / "half.ckpt", parts)
+    return losses, model, precision.lowp.steps
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16-storage", "flex16+5"])
+def test_a_run_of_fabric_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    losses, model, steps = fabric(name, tmp_path)
+    later, again, _ = fabric(name, tmp_path, resume=True)
+    assert steps == 16 and later == losses[8:] and same(model, again)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+def test_what_cannot_be_meant_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(lowp.UnknownName, match="unknown precision 'fp17'; did you mean fp16"):
+        plugin("fp17")
+    with pytest.raises(lowp.InvalidInput, match="'bf16-true' trains parameters in 16 bits without masters, so that"):
+        plugin("bf16-true")
+    with pytest.raises(ValueError, match=r"Received both .precision=16-mixed. and .plugins=LowpPrecision\('fp16'\)."):
+        trainer("fp16", precision="16-mixed")
+    fit("fp16", folder=tmp_path, epochs=1)
+    with pytest.raises(lowp.InvalidInput, match="the checkpoint was trained in fp16 and this run is in bf16"):
+        fit("bf16", folder=tmp_path, path=tmp_path / "epoch=0.ckpt")
+
+
+def test_without_lightning_the_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowp.integrations.lightning._PACKAGES", ("lightning_that_is_not_there",))
+    with pytest.raises(lowp.Unavailable, match="needs Lightning, which is not installed: pip install lightning"):
+        plugin("bf16")
+
+
+def test_a_plugin_can_be_pickled_and_is_one_of_lightning_s_and_of_lowp_s() -> None:
+    from lightning.pytorch.plugins.precision import Precision
+
+    from lowp.integrations.lightning import LowpPrecision
+
+    class Mine(LowpPrecision):
+        """A plugin of one's own."""
+
+    one = pickle.loads(pickle.dumps(plugin("e5m7")))
+    assert isinstance(one, Precision) and isinstance(one, LowpPrecision) and one.lowp.preset.name == "e5m7"
+    assert isinstance(Mine("fp8"), Precision) and type(Mine("fp8")).__name__ == "Mine"

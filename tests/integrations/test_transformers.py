@@ -1,0 +1,173 @@
+"""The Trainer of transformers in a precision of lowp: small BERT and GPT models, their checkpoints and logs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowp
+
+ARE_THERE = all(map(importlib.util.find_spec, ("transformers", "accelerate")))
+pytestmark = pytest.mark.skipif(not ARE_THERE, reason="pip install 'lowp[integrations]'")
+PRECISIONS = ["fp32", "fp16", "bf16", "fp8", "bf16-storage", "fp16-storage", "dfp16", "flex16+5"]
+SAMPLE = [("bert", "fp16"), ("gpt", "flex16+5"), ("gpt", "bf16-storage")]
+
+
+@pytest.fixture(autouse=True)
+def accelerate_begins_anew() -> Iterator[None]:
+    """Drop the state that all Trainers of a process share."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def network(kind: str) -> Any:
+    from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, set_seed
+
+    set_seed(0)
+    if kind == "gpt":
+        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=2, **sizes))
+
+
+def texts(kind: str) -> list[dict[str, Any]]:
+    pieces = torch.randint(1, 60, (48, 12), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": one, "labels": one if kind == "gpt" else int(one[0] > 30)} for one in pieces]
+
+
+def trainer(kind: str, folder: Path, steps: int = 4, cls: Any = None, model: Any = None, **options: Any) -> Any:
+    """Return a Trainer as tutorials make it; `options` are those of TrainingArguments and of the Trainer."""
+    from transformers import TrainingArguments
+
+    from lowp.integrations.transformers import LowpTrainer
+
+    own = {name: options.pop(name) for name in ("precision", "callbacks") if name in options}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+        save_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    data = texts(kind)
+    return (cls or LowpTrainer)(model or network(kind), arguments, train_dataset=data, eval_dataset=data[:8], **own)
+
+
+def numbers(one: Any) -> list[torch.Tensor]:
+    return list(one.model.state_dict().values())
+
+
+def resumes(kind: str, name: str, folder: Path) -> None:
+    whole, later = folder / "whole", folder / "later"
+    first = trainer(kind, whole, precision=name)
+    first.train()
+    assert first.lowp.steps == 4 and first.evaluate()["eval_loss"] < 4.2
+    shutil.copytree(whole / "checkpoint-2", later / "checkpoint-2")
+    second = trainer(kind, later, precision=name)
+    second.train(resume_from_checkpoint=True)
+    losses = [[row.get("loss") for row in one.state.log_history] for one in (first, second)]
+    assert losses[0][:4] == losses[1][:4] and second.lowp.scale == first.lowp.scale
+    assert all(map(torch.equal, numbers(first), numbers(second)))
+
+
+@pytest.mark.parametrize(("kind", "name"), SAMPLE)
+def test_a_run_resumes_with_the_same_bits(kind: str, name: str, tmp_path: Path) -> None:
+    resumes(kind, name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert", "gpt"])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_run_in_any_precision_resumes_with_the_same_bits(kind: str, name: str, tmp_path: Path) -> None:
+    resumes(kind, name, tmp_path)
+
+
+def test_fp32_is_the_trainer_itself(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    found = []
+    for how in ({"cls": Trainer}, {"precision": "fp32"}):
+        one = trainer("bert", tmp_path, 2, **how)
+        one.train()
+        found.append(numbers(one))
+    assert all(map(torch.equal, *found))
+
+
+def test_logs_have_the_loss_scale_the_skipped_steps_and_what_the_monitor_sees(tmp_path: Path) -> None:
+    from lowp.integrations.transformers import LowpCallback
+
+    watch = LowpCallback(max_overhead=None)
+    used = lowp.Precision("fp16", loss_scale=f"dynamic({2.0**40})")
+    trainer("bert", tmp_path, 2, precision=used, callbacks=[watch]).train()
+    one = trainer("bert", tmp_path, 2, precision=used, callbacks=[watch])
+    one.train()
+    rows = [row for row in one.state.log_history if "loss" in row]
+    assert [row["skipped_steps"] for row in rows] == [3, 4] and rows[0]["loss_scale"] == 2.0**37
+    assert watch.monitor is not None and watch.monitor.step == 2
+    assert rows[-1]["lowp/skipped"] and "lowp/bert.encoder.layer.0/activation" in rows[-1]
+    assert rows[0]["lowp/loss"] == pytest.approx(rows[0]["loss"] / 2, rel=0.1)  # of the last of two batches
+
+
+def test_a_trainer_of_one_s_own_trains_in_a_precision(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    from lowp.integrations.transformers import LowpMixin
+
+    class Weighted(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+            found = model(**inputs)
+            assert found.logits.dtype == torch.float32
+            return (2 * found.loss, found) if return_outputs else 2 * found.loss
+
+    class Mine(LowpMixin, Weighted):
+        """Both."""
+
+    one = trainer("bert", tmp_path, 2, cls=Mine, precision="bf16")
+    one.train()
+    assert one.lowp.report().ops and one.lowp.steps == 2
+
+
+@pytest.mark.parametrize("asked", ["fp16", "bf16", "fp16_full_eval", "bf16_full_eval"])
+def test_a_precision_of_the_arguments_is_refused_beside_lowp_s(asked: str, tmp_path: Path) -> None:
+    expected = rf"TrainingArguments\({asked}=True\) comes beside the lowp precision fp8: omit it, and give precision="
+    with pytest.raises(lowp.InvalidInput, match=expected + f"'{asked[:4]}' to the trainer"):
+        trainer("bert", tmp_path, precision="fp8", **{asked: True})
+
+
+def test_a_precision_of_accelerate_s_environment_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(lowp.InvalidInput, match="and unset ACCELERATE_MIXED_PRECISION, which may be left of them"):
+        trainer("bert", tmp_path)
+
+
+def test_what_cannot_be_trained_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(lowp.UnknownName, match="unknown precision 'fp17'; did you mean fp16"):
+        trainer("bert", tmp_path, precision="fp17")
+    half = network("bert").bfloat16()
+    with pytest.raises(lowp.InvalidInput, match=r"is torch\.bfloat16, and fp16 trains parameters as they are"):
+        trainer("bert", tmp_path, model=half, precision="fp16").train()
+
+
+def test_a_checkpoint_of_another_precision_is_refused_in_words(tmp_path: Path) -> None:
+    trainer("bert", tmp_path, 2, precision="fp16").train()
+    with pytest.raises(lowp.InvalidInput, match="the checkpoint was trained in fp16 and this run is in bf16"):
+        trainer("bert", tmp_path, precision="bf16").train(resume_from_checkpoint=True)
