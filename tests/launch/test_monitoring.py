@@ -9,9 +9,9 @@ from pathlib import Path
 
 import forked
 import pytest
-from launch.test_scripts import SCRIPTS, python
+from launch.test_scripts import SCRIPTS, TORCHRUN, python
 
-WITH_CHILDREN = ("ddp.py", "fsdp2.py", "compiled.py")
+WITH_CHILDREN = ("ddp.py", "compiled.py")
 
 
 def watched(
@@ -63,7 +63,6 @@ def test_several_models_of_a_script_are_watched(tmp_path: Path) -> None:
         pytest.param("compiled.py", "bf16", marks=pytest.mark.slow),
         pytest.param("ddp.py", "fp32", marks=pytest.mark.slow),
         pytest.param("ddp.py", "fp16", marks=pytest.mark.slow),
-        pytest.param("fsdp2.py", "fp32", marks=pytest.mark.slow),
     ],
 )
 def test_a_healthy_script_raises_no_alarm_and_its_losses_are_written_unscaled(
@@ -73,6 +72,17 @@ def test_a_healthy_script_raises_no_alarm_and_its_losses_are_written_unscaled(
     assert alarms == [], ran.stderr
     losses = [record["loss"] for record in records(tmp_path)[1:-1]]
     assert len(losses) > 1 and all(isinstance(loss, float) and loss < 100 for loss in losses), losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("port", "precision"), [("29574", "fp32"), ("29575", "fp16")])
+def test_shards_of_a_launcher_are_watched(port: str, precision: str, tmp_path: Path) -> None:
+    script = (*TORCHRUN, port, str(SCRIPTS / "fsdp2.py"), "1")
+    ran = python("-m", "lowp", "run", "--precision", precision, "--monitor=run.jsonl", *script, cwd=tmp_path)
+    assert ran.returncode == 0 and "lowp monitor" not in ran.stderr, ran.stderr
+    header, *looks, end = records(tmp_path)
+    assert header["model"] == "FSDPSequential" and end == {"ended": 20} and len(looks) > 3
+    assert (tmp_path / "run.jsonl").exists() and not list(tmp_path.glob("run.process*"))
 
 
 def test_a_script_without_an_optimizer_of_torch_is_told(tmp_path: Path) -> None:

@@ -109,6 +109,15 @@ def test_models_that_are_watched_can_be_copied_and_pickled(run: planted.Run) -> 
     run.train(1)
 
 
+def test_the_first_steps_are_looked_at_in_any_case(run: planted.Run) -> None:
+    monitor = run.watch(max_overhead=1e-9)
+    monitor.budget.allowance = 1e9
+    looks: list[Any] = []
+    monitor._sinks = [looks.append]
+    run.train(80)
+    assert [look["step"] for look in looks] == [0, 1, 2, *range(3, 64, 3)]
+
+
 def test_looks_are_held_to_their_share_of_the_time(run: planted.Run) -> None:
     monitor = run.watch(max_overhead=0.02)
     monitor.budget.allowance = 0.0
@@ -121,7 +130,7 @@ def test_looks_are_held_to_their_share_of_the_time(run: planted.Run) -> None:
 # -- alarms -----------------------------------------------------------------------------------------------------------
 def spoiled(run: planted.Run, **given: Any) -> Iterator[None]:
     planted.cut_graph(run)
-    run.watch(**given)
+    run.watch(max_overhead=None, **given)
     for step in range(8):
         run.step(step)
         yield
@@ -153,7 +162,7 @@ def test_an_alarm_can_end_the_training(run: planted.Run) -> None:
 
 def test_an_alarm_is_told_again_if_it_gets_ten_times_worse(run: planted.Run) -> None:
     planted.growing(run)
-    run.watch()
+    run.watch(max_overhead=None)
     alarms = run.train(60)
     values = [alarm.value for alarm in alarms if alarm.id == "N301" and alarm.layer == "blocks.1.down"]
     assert len(values) >= 2

@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "convert": "write a checkpoint in another number format",
     "profile": "predict what every format would do to a training",
     "run": "train an unmodified PyTorch script in a precision",
+    "watch": "show a running training live, with what its monitor warns of",
     "figure": "draw a figure of the literature from a real run",
     "completions": "print the completions for bash, zsh or fish",
 }

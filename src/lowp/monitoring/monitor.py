@@ -36,7 +36,7 @@ from lowp.numerics.sampling import Budget
 __all__ = ["Monitor"]
 
 _SHARE, _ALLOWANCE = 0.02, 0.5  # of the time, and seconds, of which the first steps are looked at
-_BEGINNING = 64  # steps that the allowance is for
+_BEGINNING, _FIRST, _EACH = 64, 4, 3  # steps that the allowance is for: the first four, and each third
 _IDLE = 3e-6  # seconds that a step takes which is not looked at
 _MOST_LOSSES = 256  # between two looks
 _MOST_PASSES = 32  # backward passes after which no step is waited for if the loss scale falls
@@ -74,8 +74,8 @@ class Monitor:
     * on_alarm: ``"warn"`` prints one line on standard error, ``"raise"`` raises TrainingAlarm in the optimizer's step;
       a function is called with the Alarm. Alarms are also kept in `alarms`.
     * patience: in how many looks in a row most kinds of alarms must hold.
-    * max_overhead: the share of the time that looks may take, 0.02 or ``"2%"``; None looks at every step. The first 64
-      steps may take half a second together.
+    * max_overhead: the share of the time that looks may take, 0.02 or ``"2%"``; None looks at every step. Of the first
+      64 steps some are looked at in any case, for at most half a second together.
 
     An error of the monitor, or of a sink, ends it with a line on standard error, which `failure` keeps; the training
     goes on. Nothing waits for a device: numbers of a GPU are judged when they have arrived, some steps later. `close`
@@ -280,6 +280,8 @@ class Monitor:
             parameters = self._cycle.parameters(optimizer)
             if not parameters and not self._cycle.knows(optimizer):
                 return
+            if not self._passes and self._cycle.is_wrapper(optimizer):  # around the one that has just stepped
+                return
             if self._state.searches:
                 self._state.find(*places.owners_of_step())
                 self._unscale_the_first()
@@ -323,18 +325,16 @@ class Monitor:
         budget = self.budget
         budget.pass_by(_IDLE * max(self.step - self._looked - 1, 0))
         self._looked = self.step - 1
-        allowed = budget.allowance * (0.5 + 0.5 * self.step / _BEGINNING)  # half of it at once, the rest step by step
-        is_beginning = self.step < _BEGINNING and budget.own < allowed
-        missing = (
-            0.0 if is_beginning or budget.share is None else self._cost - budget.share * budget.training + budget.own
-        )
-        if missing <= 0:
+        is_beginning = self.step < _BEGINNING and budget.own < budget.allowance
+        missing = 0.0 if budget.share is None else self._cost - budget.share * budget.training + budget.own
+        if missing <= 0 or (is_beginning and (self.step < _FIRST or self.step % _EACH == 0)):
             self._begin()
             return
         a_step = budget.training / self.step
         earned = (budget.share or 0.0) * a_step - _IDLE
         steps = missing / earned if earned > 0 else 1e3
-        self._look_at = self.step + max(math.ceil(min(steps, 1e5)), 1)
+        steps = max(math.ceil(min(steps, 1e5)), 1)
+        self._look_at = self.step + (min(steps, _EACH - self.step % _EACH) if is_beginning else steps)
 
     # -- the end of a look --------------------------------------------------------------------------------------------
     def _end_look(self, look: Look) -> None:

@@ -39,6 +39,7 @@ class Cycle:
         self._found: dict[int, _Found] = {}
         self._last: dict[int, int] = {}  # by optimizer, its last step, counted in steps of all
         self._optimizers: dict[int, Optimizer] = {}
+        self._wrappers: dict[int, Optimizer] = {}
         self._stepped: set[int] = set()
         self._count = 0
 
@@ -57,6 +58,16 @@ class Cycle:
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has stepped the models before."""
         return id(optimizer) in self._last
+
+    def is_wrapper(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer that has not stepped before has the parameters of one that has, in the same order."""
+        one = id(optimizer)
+        if one not in self._last and one not in self._wrappers:
+            mine = [id(parameter) for _, parameter in self.parameters(optimizer)]
+            others = ([id(parameter) for _, parameter in self._found[other].named] for other in self._last)
+            if mine and mine in others:
+                self._wrappers[one] = optimizer
+        return one in self._wrappers
 
     def ends_with(self, optimizer: Optimizer) -> bool:
         """Note that an optimizer has stepped. Return whether that ends the step of the training."""

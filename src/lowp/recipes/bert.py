@@ -73,7 +73,9 @@ def load(size: Size, path: Path | None) -> Data:
 def make_model(size: Size) -> nn.Module:
     """Return a network of this size with BERT's initialisation, without pre-trained weights."""
     options = size.options
-    return SpanNetwork(options["layers"], options["width"], options["heads"], dropout=0.1)
+    network = SpanNetwork(options["layers"], options["width"], options["heads"], dropout=0.1)
+    network.bert.pooler.requires_grad_(False)  # BERT has it for whole texts; here nothing reads its result
+    return network
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
