@@ -8,15 +8,16 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from lowp import formats
 from lowp.errors import InvalidInput, UnknownName, unknown
-from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat, checks
+from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, checks
 from lowp.formats.checks import Dtype
 from lowp.formats.text_enum import TextEnum
 from lowp.hashing import hashed_once
 
-__all__ = ["Cast", "Overflow", "Rounding", "ScalingSpec", "parse"]
+__all__ = ["Cast", "Overflow", "Rounding", "ScalingSpec", "carry_of", "doubles", "has_powers_of_two", "parse"]
 
 
 class Rounding(TextEnum):
@@ -77,6 +78,10 @@ class ScalingSpec:
     have overflowed (Courbariaux et al. 2014, arXiv 1412.7024). The last two are what autoflex is compared with.
     `headroom` leaves that many bits free above the maximum. `words`: how many int16 words a gradient may take in
     training where one loses whole features (see `lowp.kernels.int16.low_words`); a single ``quantize`` writes one.
+    `rule`: which power of two a current scale is, for a largest magnitude of s * 2**e, 1 <= s < 2, and a largest
+    element of t * 2**f. ``floor``: 2**(e - f), which saturates above t (OCP MX 1.0, section 6.3). The others take twice
+    that: ``rceil`` for s > t, so that nothing saturates (as Blackwell GPUs convert to e8m0); ``ceil`` for s > 1;
+    ``even`` if s, rounded to the element's digits, is 2.
     """
 
     kind: str
@@ -84,8 +89,10 @@ class ScalingSpec:
     headroom: int = 0
     exponent: int | None = None
     words: int = 2
+    rule: str = "floor"
 
     KINDS = ("current", "delayed", "autoflex", "static", "frozen", "reactive")
+    RULES = ("floor", "rceil", "ceil", "even")
 
     def __post_init__(self) -> None:
         checks.text("the kind of a scaling", self.kind)
@@ -106,6 +113,11 @@ class ScalingSpec:
             )
         if self.words not in (1, 2):
             raise InvalidInput(f"scaling {self.kind}: {self.words} words are not possible: give 1 or 2")
+        checks.text("the rule of a scaling", self.rule)
+        if self.rule not in self.RULES:
+            raise UnknownName(unknown("rule of a scale", self.rule, self.RULES))
+        if self.rule != "floor" and self.kind != "current":
+            raise InvalidInput(f"scaling {self.kind}: the rule {self.rule} is for current scales: omit it")
         if (self.kind == "static") != (self.exponent is not None):
             raise InvalidInput(
                 f"scaling {self.kind} with exponent {self.exponent}: only static takes an exponent, as in static(-8)"
@@ -121,6 +133,10 @@ class ScalingSpec:
             given.append(f"headroom={self.headroom}")
         if self.words != 2:
             given.append(f"words={self.words}")
+        if self.rule != "floor":
+            if not given:
+                return self.rule
+            given.append(f"rule={self.rule}")
         return self.kind + (f"({','.join(given)})" if given else "")
 
 
@@ -235,6 +251,7 @@ class Cast:
         if isinstance(self.format, ScaledFormat):
             set_(self, "scaling", self.scaling or ScalingSpec("current"))
             _check_static(self.format, self.scaling.exponent if self.scaling else None)
+            _check_rule(self.format, self.scaling.rule if self.scaling else "floor")
         elif self.scaling is not None:
             raise InvalidInput(f"{self.format} has no shared scale: omit the scaling {self.scaling}")
         self._check_random_bits()
@@ -300,6 +317,52 @@ def _check_static(format: ScaledFormat, exponent: int | None) -> None:
         )
 
 
+def _check_rule(format: ScaledFormat, rule: str) -> None:
+    if rule == "floor":
+        return
+    if not has_powers_of_two(format):
+        raise InvalidInput(f"{format}: the rule {rule} is for scales that are powers of two, as of mxfp8: omit it")
+    if isinstance(format.element, IntFormat) and format.scope.kind == "tensor":
+        raise InvalidInput(
+            f"{format}: integers under one exponent have that of floor by their definition (Das et al. 2018): "
+            "give current(headroom=1) for one bit more, or a scale by row or block for the rule"
+        )
+
+
+def has_powers_of_two(format: ScaledFormat) -> bool:
+    """Whether every scale of a format is a power of two."""
+    return format.outer is None and (isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero)
+
+
+def doubles(significand: Fraction, cast: Cast) -> bool:
+    """Whether the rule of a cast takes twice the scale of ``floor`` for a largest number of this significand."""
+    least, is_enough = _least_doubled(cast)
+    return significand > least or (is_enough and significand == least)
+
+
+def carry_of(cast: Cast, digits: int) -> int:
+    """Return what is added to the bits of a group's largest number, of `digits` digits, before its exponent is read.
+
+    The addition carries into the exponent of numbers of which `doubles` is true.
+    """
+    least, is_enough = _least_doubled(cast)
+    return (2 << digits) - int(least * (1 << digits)) - (not is_enough)
+
+
+def _least_doubled(cast: Cast) -> tuple[Fraction, bool]:
+    """Return the significand, 1 to 2, above which the scale is doubled, and whether it is doubled there, too."""
+    rule, element = "floor" if cast.scaling is None else cast.scaling.rule, cast.element
+    largest = Fraction(element.maximum)
+    top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
+    digits = element.mantissa_bits if isinstance(element, FloatFormat) else top
+    return {
+        "floor": (Fraction(2), True),
+        "ceil": (Fraction(1), False),
+        "rceil": (largest / Fraction(2) ** top, False),
+        "even": (2 - Fraction(1, 2 << digits), True),
+    }[rule]
+
+
 def possible_overflows(format: Format) -> tuple[Overflow, ...]:
     """Return the possible results of overflow in a format, the default first."""
     element = format.element if isinstance(format, ScaledFormat) else format
@@ -319,8 +382,9 @@ def parse(text: str | Cast | Format | Dtype) -> Cast:
 
     A floating dtype of torch is the format of its name. Roundings: nearest-even, nearest-away, toward-zero, up, down,
     to-odd, stochastic, and with N random bits stochastic-N, stochastic-b-N, stochastic-c-N. Overflow: inf, nan,
-    saturate. Scaling: current, delayed(window=16), autoflex(headroom=1), static(-8). The words after the format may
-    come in any order. Raises ValueError with the near names for anything else.
+    saturate. Scaling: current, delayed(window=16), autoflex(headroom=1), static(-8), and a current scale's rule: floor,
+    rceil, ceil, even, as in ``mxfp8:rceil``. The words after the format may come in any order. Raises ValueError with
+    the near names for anything else.
     """
     if isinstance(text, Cast):
         return text
@@ -350,24 +414,29 @@ def _word(word: str, text: str) -> dict[str, object]:
         return {"overflow": Overflow(word)}
     if (match := _SCALING.fullmatch(word)) and match[1] in ScalingSpec.KINDS:
         return {"scaling": _scaling(match[1], match[2], text)}
-    words = [*(str(m) for m in Rounding), *(str(o) for o in Overflow), *ScalingSpec.KINDS]
+    if word in ScalingSpec.RULES:
+        return {"scaling": ScalingSpec("current", rule=word)}
+    words = [*(str(m) for m in Rounding), *(str(o) for o in Overflow), *ScalingSpec.KINDS, *ScalingSpec.RULES]
     raise InvalidInput(f"{text}: " + unknown("rounding, overflow or scaling", word, words))
 
 
 def _scaling(kind: str, arguments: str | None, text: str) -> ScalingSpec:
     spec = ScalingSpec("current") if kind == "static" else ScalingSpec(kind)
-    given: dict[str, int] = {}
+    given: dict[str, int | str] = {}
     for argument in filter(None, (arguments or "").split(",")):
         name, _, value = argument.rpartition("=")
         name = name.strip() or "exponent"
         if name in given:
             raise InvalidInput(f"{text}: {name} is given twice")
+        if name == "rule":
+            given[name] = value.strip()
+            continue
         try:
             given[name] = int(value)
         except ValueError:
             raise InvalidInput(
                 f"{text}: {argument!r} is not a whole number: give one, as in delayed(window=8) or static(-8)"
             ) from None
-    if bad := given.keys() - {"window", "headroom", "exponent", "words"}:
-        raise InvalidInput(f"{text}: " + unknown("scaling argument", min(bad), ["window", "headroom", "words"]))
-    return replace(spec, kind=kind, **given)
+    if bad := given.keys() - {"window", "headroom", "exponent", "words", "rule"}:
+        raise InvalidInput(f"{text}: " + unknown("scaling argument", min(bad), ["window", "headroom", "words", "rule"]))
+    return replace(spec, kind=kind, **given)  # type: ignore[arg-type]

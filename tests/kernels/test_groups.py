@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from fractions import Fraction
 
 import pytest
 import torch
 from exact_casts import bits, inputs
 from torch import Tensor
 
+import lowp
 from lowp import kernels
-from lowp.casts import parse
+from lowp.casts import has_powers_of_two, parse
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat
 from lowp.kernels import cpu
@@ -37,6 +40,7 @@ SPELLED += [
     "e5m7@fp32/row",
 ]
 SPELLED += ["i4s@e4m3fn@fp32/16", "bf16-tpu@fp32/row", "e4m3fn@e8m0/5", "e4m3fnuz@e8m0/32", "e4m3fn@e5m2@fp32/8"]
+SPELLED += ["mxfp8:rceil", "mxfp4:ceil", "mxfp4:even", "mxint8:rceil", "e5m2@e8m0/32:even", "e2m1@2^-1022..20/4:ceil"]
 SPELLED += ["mxfp8:static(-127)", "mxfp8:static(0)", "dfp16:static(-8)"]
 NEAREST = ("", "nearest-away", "saturate", "current(headroom=2)")
 OTHERS = ("toward-zero", "up", "down", "to-odd", "stochastic", "stochastic-8", "stochastic-b-6", "stochastic-c-6")
@@ -67,7 +71,7 @@ def numbers(text: str, dtype: torch.dtype) -> Tensor:
     x = torch.nn.functional.pad(points, (0, 60 * rows - len(points))).reshape(rows, 4, 15)
     x = torch.cat([torch.full((rows, 4, 1), float(element.maximum)), x], dim=-1).reshape(rows, 64)
     scale = torch.rand(rows, 1, generator=generator) + 1
-    scale = scale if not scaled.has_power_of_two(scaled.scaled_format(cast)) else torch.ones(rows, 1)
+    scale = scale if not has_powers_of_two(scaled.scaled_format(cast)) else torch.ones(rows, 1)
     x = (x * scale).to(dtype)
     x[1::3] = torch.nextafter(x[1::3], x.new_tensor(torch.inf))
     more = torch.randn(9, 64, generator=generator) * 2.0 ** torch.randint(-6, 6, (9, 64), generator=generator)
@@ -125,7 +129,8 @@ def compare(x: Tensor, text: str, sets: tuple[str, ...] = SETS) -> None:
 def with_mode(text: str, mode: str) -> str | None:
     """Return a cast in words; None if the format has no such cast."""
     is_float = isinstance(parse(text).element, FloatFormat)
-    if ("static" in text and mode.startswith("current")) or (mode == "saturate" and not is_float):
+    has_scaling = parse(text).scaling != parse("mxfp8").scaling
+    if (has_scaling and mode.startswith("current")) or (mode == "saturate" and not is_float):
         return None
     return f"{text}:{mode}" if mode else text
 
@@ -248,3 +253,36 @@ def test_codes_in_another_layout_are_decoded_by_the_definition() -> None:
     assert torch.equal(kernels.dequantize(wider), kernels.dequantize(q))
     turned = Quantized(q.payload.t().contiguous().t(), q.scale.t().contiguous().t(), q.cast, None, None, q.dtype, 64)
     assert torch.equal(kernels.dequantize(turned), kernels.dequantize(q))
+
+
+RULED = [f"{name}:{rule}" for name in ("mxfp8", "mxfp4", "mxfp6") for rule in ("floor", "rceil", "ceil", "even")]
+
+
+@pytest.mark.parametrize("text", RULED)
+def test_the_rule_of_a_scale_is_that_of_exact_fractions(text: str) -> None:
+    cast, rule = parse(text), text.partition(":")[2]
+    largest = Fraction(cast.element.maximum)
+    top = math.floor(math.log2(largest))
+    assert isinstance(cast.element, FloatFormat)
+    digits = cast.element.mantissa_bits
+    maxima = torch.cat([step * 2.0 ** torch.arange(-20.0, 20) for step in torch.linspace(1, 2, 257)[:-1]])
+    x = torch.zeros(len(maxima), 32)
+    x[:, 3] = maxima
+    scales = 2.0 ** (lowp.encode(x, cast).scale.to(torch.float64).flatten() - 127)
+    for maximum, scale in zip(maxima.tolist(), scales.tolist(), strict=True):
+        exact = Fraction(maximum)
+        least = math.floor(math.log2(maximum)) - top
+        significand = exact / Fraction(2) ** math.floor(math.log2(maximum))
+        doubled = {
+            "floor": False,
+            "rceil": exact / largest > Fraction(2) ** least,
+            "ceil": significand > 1,
+            "even": round(significand * 2**digits) == 2 ** (digits + 1),  # Python rounds ties to even
+        }[rule]
+        assert scale == 2.0 ** (least + doubled), maximum
+
+
+def test_under_rceil_no_number_saturates() -> None:
+    x = torch.full((1, 32), 500.0)
+    assert lowp.quantize(x, "mxfp8").unique().tolist() == [448.0]
+    assert lowp.quantize(x, "mxfp8:rceil").unique().tolist() == [512.0]

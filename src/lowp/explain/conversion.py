@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lowp.casts import Cast
+from lowp.casts import Cast, doubles
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
 from lowp.explain.exact import AnyCast, Outcome, Rounded, difference, outcomes, round_exact
@@ -185,7 +185,7 @@ def _current_scale(number: Number, cast: Cast, low: int, high: int) -> Fraction:
     """Return the scale chosen for this number alone; a power of two is computed from exponents, never by log2.
 
     OCP MX 1.0 section 6.3 for E8M0 and Das et al. 2018 for integers under one exponent: floor(log2 |x|) - floor(log2
-    maximum). Other scales are |x| / maximum, rounded to the scale's format.
+    maximum), and one more by the rule of the cast. Other scales are |x| / maximum, rounded to the scale's format.
     """
     format = cast.format
     assert isinstance(format, ScaledFormat)
@@ -194,7 +194,8 @@ def _current_scale(number: Number, cast: Cast, low: int, high: int) -> Fraction:
     if not number.magnitude:
         return Fraction(2) ** (0 if low <= 0 <= high and format.scope.kind == "tensor" else low)
     if isinstance(format.scale, PowerOfTwo) or format.scale.mantissa_bits == 0:
-        exponent = floor_log2(number.magnitude) - floor_log2(largest) + headroom
+        own = floor_log2(number.magnitude)
+        exponent = own - floor_log2(largest) + headroom + doubles(number.magnitude / Fraction(2) ** own, cast)
         return Fraction(2) ** min(max(exponent, low), high)
     wanted = number.magnitude * 2**headroom / largest
     if format.outer is not None:

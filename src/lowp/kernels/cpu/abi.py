@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowp.casts import Cast, Overflow, Rounding
+from lowp.casts import Cast, Overflow, Rounding, carry_of
 from lowp.compat import remembered_by_identity
 from lowp.formats import FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.scaling import Autoflex
@@ -45,6 +45,7 @@ class SharingBlock(Structure):
         *((name, c_int32) for name in ("power", "top", "lowest", "last", "of_zeros", "marks")),
         *((name, c_int32) for name in ("stored_from", "unused")),
         *((name, c_double) for name in ("headroom", "highest", "outer_highest", "smallest", "outer_smallest")),
+        ("carry", c_int64),
     )
 
 
@@ -222,6 +223,7 @@ def sharing_parameters(cast: Cast) -> object:
     if isinstance(scale, PowerOfTwo) or not (scale.has_zero or scale.mantissa_bits):
         largest = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
         block.power, block.top, block.last = True, largest - scaling.headroom, scale.max_exponent
+        block.carry = carry_of(cast, 52)
         block.of_zeros = block.lowest = block.stored_from = scale.min_exponent
         if format.scope.kind == "tensor":
             block.of_zeros = min(max(0, block.lowest), block.last)

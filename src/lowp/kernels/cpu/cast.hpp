@@ -38,6 +38,7 @@ struct lowp_sharing {
   double headroom;                  // the largest number counts as this many times as large
   double highest, outer_highest;    // the largest element, and that times the largest scale
   double smallest, outer_smallest;  // the smallest normal numbers of both scales
+  int64_t carry;                    // added to the bits of the largest number before its exponent is read
 };
 
 namespace lowp {

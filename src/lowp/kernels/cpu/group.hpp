@@ -105,12 +105,6 @@ __attribute__((noinline)) static void largest_of_runs(const typename C::Bits* in
 }
 
 // -- 2. their scales --------------------------------------------------------------------------------------------------
-static inline int floor_log2(double magnitude) {  // of a positive number
-  const uint64_t bits = bits_of(magnitude);
-  if (bits >> 52) return static_cast<int>(bits >> 52) - 1023;
-  return 63 - __builtin_clzll(bits) - 1074;
-}
-
 // fp64: its product with fp32's numbers, and that with the scale of the tensor, are exact.
 struct ScaleOf {
   const lowp_sharing& sharing;
@@ -137,11 +131,13 @@ struct ScaleOf {
  private:
   void powers(const double* found, int64_t groups, double* scale) const {
     const int32_t top = sharing.top + 1023, lowest = sharing.lowest, last = sharing.last;
+    const uint64_t carry = static_cast<uint64_t>(sharing.carry);
     int32_t least = 1;
     LOWP_VECTOR_LOOP
     for (int64_t group = 0; group < groups; ++group) {
-      const int32_t field = static_cast<int32_t>((bits_of(found[group]) & Constants<F64>::kMagnitude) >> 52);
-      int32_t exponent = field - top;
+      const uint64_t magnitude = bits_of(found[group]) & Constants<F64>::kMagnitude;
+      const int32_t field = static_cast<int32_t>(magnitude >> 52);
+      int32_t exponent = static_cast<int32_t>((magnitude + carry) >> 52) - top;
       exponent = exponent < lowest ? lowest : exponent;
       exponent = exponent > last ? last : exponent;
       least = field < least ? field : least;
@@ -151,7 +147,8 @@ struct ScaleOf {
     for (int64_t group = 0; group < groups; ++group) {  // zeros, and subnormal numbers of fp64
       const double largest = __builtin_fabs(found[group]);
       if (bits_of(largest) >> 52) continue;
-      const int exponent = largest == 0 ? sharing.of_zeros : floor_log2(largest) - sharing.top;
+      const uint64_t normal = bits_of(largest * 0x1p64) + carry;
+      const int exponent = largest == 0 ? sharing.of_zeros : static_cast<int>(normal >> 52) - 64 - top;
       scale[group] = power_of_two<F64>(exponent < lowest ? lowest : exponent > last ? last : exponent);
     }
   }

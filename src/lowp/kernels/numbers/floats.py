@@ -136,10 +136,13 @@ def integer_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return negative, significand, field.clamp(min=1) - 1075
 
 
-def floor_log2(x: Tensor) -> Tensor:
-    """Return floor(log2 x) of positive fp64 numbers, from their bits (int64); zero gives less than any exponent."""
+def floor_log2(x: Tensor, carry: int = 0) -> Tensor:
+    """Return floor(log2 x) of positive fp64 numbers, from their bits (int64); zero gives less than any exponent.
+
+    `carry` is added to the bits of the 52 digits first, see `casts.carry_of`.
+    """
     _, significand, exponent = integer_parts(x)
-    leading = torch.frexp(significand.to(torch.float64))[1].to(torch.int64) - 1 + exponent
+    leading = ((significand.to(torch.float64).view(torch.int64) + carry) >> 52) - 1023 + exponent
     return torch.where(significand == 0, -5000, leading)
 
 

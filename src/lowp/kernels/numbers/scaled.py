@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Overflow
+from lowp.casts import Cast, Overflow, carry_of, has_powers_of_two
 from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
@@ -112,7 +112,7 @@ def choose(x: Tensor, cast: Cast) -> Scales:
         return Scales(mean(wide, format.scope))
     largest, is_finite = largest_finite(fold(x, format.scope))
     if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
-        scale = _power_of_two(largest, format, scaling.headroom)
+        scale = _power_of_two(largest, cast)
         outer = None
     else:
         scale, outer = _ratio(largest * 2.0**scaling.headroom, maximum(largest.reshape(-1)), format)
@@ -122,11 +122,12 @@ def choose(x: Tensor, cast: Cast) -> Scales:
     return Scales(scale, None, outer)
 
 
-def _power_of_two(largest: Tensor, format: ScaledFormat, headroom: int) -> Tensor:
+def _power_of_two(largest: Tensor, cast: Cast) -> Tensor:
+    format, headroom = scaled_format(cast), 0 if cast.scaling is None else cast.scaling.headroom
     element, scale = format.element, format.scale
     top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
     lowest, highest = exponent_range(scale)
-    exponent = floor_log2(largest) - top + headroom
+    exponent = floor_log2(largest, carry_of(cast, 52)) - top + headroom
     if format.scope.kind == "tensor":
         exponent = torch.where(largest == 0, 0, exponent)
     return two_to_the(exponent.clamp(lowest, highest))
@@ -251,7 +252,7 @@ def values(element: Tensor, cast: Cast, scales: Scales, dtype: torch.dtype) -> T
     wide = element * spread(divisor(scales), element.shape, scope)
     if dtype == torch.float64:
         return narrow(wide, dtype)
-    if dtype != torch.float32 and not has_power_of_two(scaled_format(cast)):
+    if dtype != torch.float32 and not has_powers_of_two(scaled_format(cast)):
         return narrow(_rounded(wide, replace(_TO_16_BITS[dtype], overflow=Overflow.SATURATE)), dtype)
     found = narrow(_rounded(wide, TO_FP32), torch.float32)
     if dtype != torch.float32:
@@ -269,11 +270,6 @@ def cannot_hold(cast: Cast, dtype: torch.dtype) -> str:
     """Return the error message for a dtype that does not represent all results."""
     wider = "float64" if dtype == torch.float32 else "float32"
     return f"{cast}: {dtype} cannot hold every result exactly: convert to {wider} first"
-
-
-def has_power_of_two(format: ScaledFormat) -> bool:
-    """Whether every scale of a format is a power of two."""
-    return format.outer is None and (isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero)
 
 
 # -- given scales and stored scales -----------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 204
     types |= {"lost": "*i32", "seed": "*i64", "total": "i32", "length": "i32", "first": "i64"}
     types |= {"numbers": _typed(False, made.numbers), "codes": _typed(False, made.codes)}
     types |= {"scale_numbers": _typed(False, made.scale_numbers), "scale_codes": _typed(False, made.scale_codes)}
-    types["sharing"] = Shared(*["i32"] * 3, *["fp32"] * 3)  # type: ignore[arg-type]
+    types["sharing"] = Shared(*["i32"] * 4, *["fp32"] * 3)  # type: ignore[arg-type]
     constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "FORM": made.form, "EXACT": exact(made.form)}
     constants |= {"LAYOUT": made.layout, "SHARING": made.sharing, "BLOCK": BLOCK}
     is_block = scope.kind == "block"

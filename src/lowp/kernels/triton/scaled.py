@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Overflow, Rounding
+from lowp.casts import Cast, Overflow, Rounding, carry_of
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels.numbers import packing
@@ -52,6 +52,7 @@ class Shared(NamedTuple):
     """The numbers of a shared scale."""
 
     top: int  # the exponent of the largest element, minus the headroom
+    carry: int  # added to the bits of a group's largest number before its exponent is read
     lowest: int
     highest: int
     maximum: float  # the number of the elements that the largest one is to become
@@ -84,7 +85,8 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
     top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
     maximum = float(element.maximum) / 2.0**scaling.headroom
     inverse = float(np.float32(1.0 / maximum))
-    shared = Shared(top - scaling.headroom, 0, 0, maximum, inverse, 1.0 / maximum - inverse)
+    carry = carry_of(cast, 23)
+    shared = Shared(top - scaling.headroom, carry, 0, 0, maximum, inverse, 1.0 / maximum - inverse)
     form, numbers = plan(cast.element_cast, torch.float32)
     shape, places = layout(element, False)
     is_power = isinstance(format.scale, PowerOfTwo) or format.scale == _E8M0
@@ -116,7 +118,9 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
         lowest, highest = definition.exponent_range(format.scale)
         is_held = _LOWEST_POWER <= lowest and highest <= _HIGHEST_POWER and highest - lowest < 256
         is_low = lowest < -127
-        if not is_held or shared.top < 0 or (is_low and (highest > 121 or top < 6)):
+        # below 2**-126 numbers count as 2**-127, whose scale is the smallest also where it is doubled
+        is_doubled = carry > 0
+        if not is_held or shared.top < is_doubled or (is_low and (highest > 121 or shared.top < 6 + is_doubled)):
             return None
         if cast.rounding not in _NEAREST and not cast.is_stochastic:
             return None

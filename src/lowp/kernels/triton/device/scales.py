@@ -33,9 +33,10 @@ def to_odd(wide):
 def power_of_two(largest, sharing):
     """Return the exponents of groups, given the bits of their largest finite magnitudes.
 
-    Subnormal numbers and zeros count as 2**-127, since their scale is the smallest in any case.
+    Subnormal numbers and zeros count as 2**-127, since their scale is the smallest in any case. What is added to the
+    bits doubles scales by some rules.
     """
-    exponent = (largest >> 23) - 127 - sharing.top
+    exponent = ((largest + sharing.carry) >> 23) - 127 - sharing.top
     return tl.minimum(tl.maximum(exponent, sharing.lowest), sharing.highest)
 
 
