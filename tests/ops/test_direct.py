@@ -15,7 +15,7 @@ import lowp
 from lowp import kernels
 from lowp.ops.direct import Direct
 from lowp.policy import Policy, Rule
-from lowp.region import engine
+from lowp.region import handover
 from lowp.region.engine import Engine
 
 SHAPES = {
@@ -98,7 +98,7 @@ def test_calls_made_of_their_arguments_alone_give_the_same_bits(
     given[0].data.view(-1)[:1] = 1e9  # type: ignore[union-attr]  # beyond the largest number of all but one
     fast = results(lowp.autocast(precision), given, twice)
     take_the_long_way(monkeypatch)
-    monkeypatch.setattr(Engine, "_is_quick", lambda self, plan: False)
+    monkeypatch.setattr(handover, "is_transformed", lambda: True)  # no fast path is taken
     slow = results(lowp.autocast(precision), given, twice)
     for one, other in zip(fast, slow, strict=True):
         assert one.dtype is other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
@@ -118,11 +118,11 @@ def test_linear_layers_at_sites_give_the_same_bits_from_their_arguments(
         return found
 
     long_ways: list[str] = []
-    call_at_site = Engine._call_at_site
-    monkeypatch.setattr(Engine, "_call_at_site", lambda *given: long_ways.append("") or call_at_site(*given))
+    run = Engine._run
+    monkeypatch.setattr(Engine, "_run", lambda *given: long_ways.append("") or run(*given))
     fast = steps()
     assert not long_ways
-    monkeypatch.setattr(Engine, "_is_quick", lambda self, plan: False)
+    monkeypatch.setattr(handover, "is_transformed", lambda: True)  # no fast path is taken
     slow = steps()
     assert long_ways
     assert all(torch.equal(one, other) for one, other in zip(fast, slow, strict=True))
@@ -144,7 +144,7 @@ def test_both_ways_are_one_implementation(way: str, monkeypatch: pytest.MonkeyPa
     with kernels.use(way):
         fast = results(lowp.autocast("bf16"), given, False)
         take_the_long_way(monkeypatch)
-        monkeypatch.setattr(engine, "device_of", lambda *given: None)
+        monkeypatch.setattr(handover, "device_of", lambda *given: None)
         slow = results(lowp.autocast("bf16"), given, False)
     assert all(torch.equal(one, other) for one, other in zip(fast, slow, strict=True))
 

@@ -22,7 +22,8 @@ from lowp.compat import accelerator
 from lowp.kernels.choose import hardware
 from lowp.kernels.choose.choices import choices
 from lowp.ops.direct import Direct
-from lowp.region import engine, handover
+from lowp.region import handover
+from lowp.region.entries import current_engine
 
 has_own = hardware.products_of_bf16()[0]
 own = pytest.mark.skipif(not has_own, reason="the processor multiplies no bf16, or is held to instructions that do not")
@@ -252,11 +253,11 @@ def test_the_short_way_to_torch_autocast_gives_the_bits_of_the_long_one(
 ) -> None:
     function, shapes, _ = PRODUCTS[name]
     tensors, taken = _drawn(shapes), []
-    run = engine.on_host
-    monkeypatch.setattr(engine, "on_host", lambda *given: taken.append(run(*given)) or taken[-1])
+    look = handover._leaves_of_plain
+    monkeypatch.setattr(handover, "_leaves_of_plain", lambda *given: taken.append(look(*given)) or taken[-1])
     short_way = _run(function, tensors, lowp.autocast("bf16"))
-    assert any(one is not handover.ELSEWHERE for one in taken)
-    monkeypatch.setattr(engine, "on_host", lambda *given: handover.ELSEWHERE)
+    assert any(one is not None for one in taken)
+    monkeypatch.setattr(handover, "_leaves_of_plain", lambda *given: None)
     long_way = _run(function, tensors, lowp.autocast("bf16"))
     assert all(
         one.dtype is other.dtype and torch.equal(one, other) for one, other in zip(short_way, long_way, strict=True)
@@ -266,13 +267,13 @@ def test_the_short_way_to_torch_autocast_gives_the_bits_of_the_long_one(
 @own
 def test_the_short_way_to_torch_autocast_takes_losses_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     (x,), y = _drawn([(5, 7)]), torch.tensor([0, 6, 2, 3, 1])
-    taken: list[str] = []
-    run = engine.on_host
-    monkeypatch.setattr(engine, "on_host", lambda way, *given: taken.append(way.op) or run(way, *given))
-    monkeypatch.setattr(engine, "device_of", lambda *given: pytest.fail("asked for the long way"))
+    taken: list[object] = []
+    look = handover._leaves_of_plain
+    monkeypatch.setattr(handover, "_leaves_of_plain", lambda *given: taken.append(look(*given)) or taken[-1])
+    monkeypatch.setattr(handover, "device_of", lambda *given: pytest.fail("asked for the long way"))
     with lowp.autocast("bf16"):
         loss = F.cross_entropy(x.bfloat16(), y)
-    assert taken == ["cross_entropy"] and loss.dtype is torch.float32
+    assert taken == [[]] and loss.dtype is torch.float32
     assert torch.equal(loss, F.cross_entropy(x, y))
 
 
@@ -286,8 +287,7 @@ def test_other_calls_take_the_long_way_to_torch_autocast() -> None:
         assert plan is not None and plan.way is not None
 
         def taken(*args: Any, **kwargs: Any) -> bool:
-            result = handover.on_host(plan.way, F.linear, args, kwargs, region._weights)  # type: ignore[arg-type,union-attr]
-            return result is not handover.ELSEWHERE
+            return handover.on_host(current_engine(), plan, F.linear, args, kwargs) is not handover.ELSEWHERE
 
         held = nn.Parameter(weight), nn.Parameter(weight)  # alive until the end: uses are counted by id
         assert taken(x, weight) and taken(x, held[0], None)
@@ -309,9 +309,13 @@ def test_other_calls_take_the_long_way_to_torch_autocast() -> None:
 @pytest.mark.skipif(accelerator() is not None, reason="torch.autocast widens sums on accelerators")
 def test_a_sum_on_a_cpu_is_not_offered_to_torch_autocast_whose_list_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    run = engine.on_host
-    monkeypatch.setattr(engine, "on_host", lambda way, *given: asked.append(way.op) or run(way, *given))
-    monkeypatch.setattr(engine, "device_of", lambda way, *given: asked.append(way.op))
+    under_autocast = handover._under_autocast
+    monkeypatch.setattr(
+        handover,
+        "_under_autocast",
+        lambda engine, func, *given: asked.append(func.__name__) or under_autocast(engine, func, *given),
+    )
+    monkeypatch.setattr(handover, "device_of", lambda way, *given: asked.append(way.op))
     x, weight = _drawn([(5, 7), (3, 7)])
     with lowp.autocast("bf16"):
         y = F.linear(x, weight)

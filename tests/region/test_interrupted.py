@@ -18,7 +18,7 @@ from torch import nn
 
 from lowp.errors import Misuse
 from lowp.policy import Policy, Rule
-from lowp.region import autocast, context, entries, leaving, threads
+from lowp.region import autocast, blocks, context, entries, following
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
@@ -30,7 +30,7 @@ def product() -> torch.dtype:
 # -- signals ------------------------------------------------------------------------------------------------------
 
 
-_FILES = {module.__file__ for module in (context, entries, leaving, threads)}
+_FILES = {module.__file__ for module in (context, entries, blocks, following)}
 
 
 class Interrupt:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowp import Precision
 from lowp.errors import InvalidInput
-from lowp.region import autocast, scripted
+from lowp.region import autocast, following
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(TracerWarning|torch.jit|trace).*")
 
@@ -26,7 +26,7 @@ class Named(nn.Module):
 
 @pytest.fixture(autouse=True)
 def nothing_was_told() -> None:
-    scripted._told.clear()
+    following._told.clear()
 
 
 def script(how: str) -> nn.Module:

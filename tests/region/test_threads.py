@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
 from lowp.region import autocast
-from lowp.region.threads import bound
+from lowp.region.following import bound
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

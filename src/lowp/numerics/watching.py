@@ -225,8 +225,8 @@ class WatchMode(TorchFunctionMode):
         return None if functorch_is_active() else self._addresses.get(weight.data_ptr())
 
     def _in_region(self) -> bool:
-        entry = entries.current()
-        return entry is not None and entry.engine is not None and entry.engine.active
+        engine = entries.current_engine()
+        return engine is not None and engine.active
 
     def observed(self, seen: Observation) -> None:
         """Count a tensor that a region of lowp's tells of: it knows the ops as the user called them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowp.ops.observing import Observation
 from lowp.region.context import autocast
-from lowp.region.report import Report
-from lowp.region.steps import at_rest
+from lowp.region.following import at_rest
+from lowp.region.rulebook import Report
 
 __all__ = ["Observation", "Report", "at_rest", "autocast"]

@@ -21,16 +21,13 @@ from lowp.ops import table
 from lowp.ops.observing import Observer, everywhere
 from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import Preset
-from lowp.region import entries, scripted, steps, threads
-from lowp.region.audit import Audit
-from lowp.region.decorated import decorated
-from lowp.region.engine import Engine
-from lowp.region.entries import Entry
-from lowp.region.frames import suspendable
-from lowp.region.leaving import Leaving, exit_of
+from lowp.region import entries
+from lowp.region.blocks import Leaving, decorated, exit_of
+from lowp.region.engine import Audit, Engine
+from lowp.region.entries import Entry, suspendable
+from lowp.region.following import follow_modules, install, unfollow_modules
 from lowp.region.paths import ModulePath
-from lowp.region.report import Report
-from lowp.region.rulebook import Rulebook
+from lowp.region.rulebook import Report, Rulebook
 from lowp.region.weights import WeightCasts, forget_all
 
 __all__ = ["autocast"]
@@ -200,13 +197,13 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         )
         if not runs:
             return
-        _install()
+        install()
         engine = self._engine(path)
         engine.spots = spots or engine.spots
         if entry.frame is not None:
             engine.look = partial(entries.look, entry)
         if self._rulebook.uses_paths or self._observers or everywhere or self.exponents is not None:
-            threads.follow_modules(entry)
+            follow_modules(entry)
         if self._rulebook.strict:
             entry.audit = Audit(engine)
             entry.audit.__enter__()
@@ -221,7 +218,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             entry.engine.weights.forget()
         if entry.audit is not None and entry.audit in entries.dispatch_modes():
             entry.audit.__exit__(None, None, None)
-        threads.unfollow_modules(entry)
+        unfollow_modules(entry)
         entries.remove(entry)
 
     def _tell(self, entry: Entry) -> None:
@@ -351,14 +348,6 @@ def _check(policy: Policy) -> None:
     rows = table.TABLES[policy.table]
     if not all(op in rows or op in OP_CLASSES for rule in policy.rules for op in rule.ops):
         check_ops(policy, table.op_names(policy.table))
-
-
-@cache
-def _install() -> None:
-    """Install what follows a region into other threads, optimizers' steps and TorchScript modules, once."""
-    threads.install()
-    steps.install()
-    scripted.install()
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from lowp.compat import COMPILES_REGIONS, constant_when_compiled, is_transformed, private, refuse_compiled_region
+from lowp.compat import COMPILES_REGIONS, constant_when_compiled, private, refuse_compiled_region
 from lowp.errors import Unavailable
 from lowp.exponents import SharedExponents, SiteWriter, Tell
 from lowp.ops import table
@@ -29,20 +29,32 @@ from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
 from lowp.ops.table import Row
 from lowp.policy import Rule
-from lowp.region.handover import ELSEWHERE, HandOver, device_of, handed_over, on_host
+from lowp.region.handover import ELSEWHERE, device_of
 from lowp.region.paths import ModulePath
 from lowp.region.rulebook import Plan, Rulebook
 from lowp.region.weights import WRITES_UNSEEN, WeightCasts
 
-__all__ = ["Engine"]
+__all__ = ["Audit", "Engine"]
 
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _of_thread = cast(Any, private("torch._guards._TLS"))  # holds a tracing context while a compiler's backend runs
 _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
 # torch's original functions: the replacements in `region.entries` cost more
-_is_enabled, _get_dtype, _set_enabled = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.set_autocast_enabled
+_is_enabled, _get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _PLAIN = (Tensor, torch.nn.Parameter)
+_DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMode"))
+_current_autograd_node = cast(Callable[[], object], private("torch._C._current_autograd_node"))
+_CONTRACTIONS = frozenset(
+    """
+    mm bmm addmm baddbmm addbmm addmv mv addr dot vdot _addmm_activation convolution _convolution
+    convolution_overrideable cudnn_convolution cudnn_convolution_transpose mkldnn_convolution conv_tbc _trilinear
+    _scaled_mm _grouped_mm _int_mm _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable _native_multi_head_attention _transformer_encoder_layer_fwd
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell mkldnn_rnn_layer _cudnn_rnn miopen_rnn linear
+    """.split()
+)
 _NO_RULE = Rule()
 _UNKNOWN = Plan(Row("", ""), None, None)
 
@@ -63,6 +75,7 @@ class Engine(TorchFunctionMode):
         super().__init__()
         self.rulebook, self.weights, self.path, self.observers = rulebook, weights, path, observers
         self.traced = rulebook.traced
+        self.is_strict = rulebook.strict
         self.devices, self.dtype, self.has_host = tuple(devices), dtype, "cpu" in devices
         self.is_on_host = self.devices == ("cpu",)
         self.active = True
@@ -99,11 +112,29 @@ class Engine(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in WRITES_UNSEEN:
             self.weights.note(func, args)
+        plan = self._plan(func, args, kwargs)
+        if plan is None:
+            return func(*args, **kwargs)
+        if self.resting is not None and self.rests():
+            with _DisableAutocast():
+                return func(*args, **kwargs)
+        if not (self.observers or everywhere):
+            for way in plan.ways:
+                result = way(self, plan, func, args, kwargs)
+                if result is not ELSEWHERE:
+                    if plan.rounds:
+                        self.rulebook.has_rounded = True
+                    return result
+        with _DisableAutocast():
+            return self._run(plan, func, args, kwargs)
+
+    def _plan(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+        """Return the plan of a call; None if it runs as it is, or the region does not apply to it."""
         if self.look is not None:
             self.look()
         # a compiler's backend runs traced code, which already contains the casts
         if not self.active or getattr(_of_thread, "tracing_context", None) is not None:
-            return func(*args, **kwargs)
+            return None
         if self.path.running and self.path.settle(sys._getframe()):
             self.move()
         plan = self.plans.get(func, _UNKNOWN)
@@ -111,73 +142,15 @@ class Engine(TorchFunctionMode):
             plan = self.rulebook.find(func, self.path.current)
             if plan is None and func not in WRITES_UNSEEN:
                 self.passing.add(func)
-        if plan is None or not self.is_ours(args, kwargs):
-            return func(*args, **kwargs)
-        quick = plan.first
-        if quick is not None and self.resting is None and not (self.observers or everywhere) and self._is_quick(plan):
-            if self.is_on_host:  # on a machine without other devices this is `_DisableAutocast`, with less overhead
-                try:
-                    _set_enabled("cpu", False)
-                    result = quick(func, args, kwargs, self)
-                finally:
-                    _set_enabled("cpu", True)
-            else:
-                with _DisableAutocast():
-                    result = quick(func, args, kwargs, self)
-            if result is not None:
-                if plan.rounds:
-                    self.rulebook.has_rounded = True
-                return result
-        if self.resting is not None and self.rests():
-            with _DisableAutocast():
-                return func(*args, **kwargs)
-        if plan.suspends:
-            with _DisableAutocast():
-                return self._suspended(func, args, kwargs)
-        if not (self.observers or everywhere):
-            if plan.is_plain and not self.rulebook.strict:
-                with _DisableAutocast():
-                    try:
-                        return func(*args, **kwargs)
-                    except RuntimeError as error:
-                        return self._without_kernel(error, func, args, kwargs)
-            way, quick = plan.way, plan.quick
-            if way is not None and way.is_usual:
-                if not self.rulebook.strict:
-                    try:
-                        result = on_host(way, func, args, kwargs, self.weights)
-                    except RuntimeError as error:
-                        with _DisableAutocast():
-                            return self._without_kernel(error, func, args, kwargs)
-                    if result is not ELSEWHERE:
-                        if plan.rounds:
-                            self.rulebook.has_rounded = True
-                        return result
-                if device_of(way, args, kwargs) is not None:
-                    return self._handed_over(plan, way, func, args, kwargs)
-            if quick is not None and self._is_quick(plan):
-                with _DisableAutocast():
-                    result = quick(func, args, kwargs, self)
-                if result is not None:
-                    if plan.rounds:
-                        self.rulebook.has_rounded = True
-                    return result
-            if way is not None and not way.is_usual and device_of(way, args, kwargs) is not None:
-                return self._handed_over(plan, way, func, args, kwargs)
-        with _DisableAutocast():
-            return self._run(plan, func, args, kwargs)
-
-    def _is_quick(self, plan: Plan) -> bool:
-        """Whether the arguments of a call alone decide how it runs."""
-        return not (self.rulebook.strict or is_transformed() or (plan.looks and is_jit_tracing()))
+        if self.is_on_host:  # as `is_ours`, which asks each device
+            return plan if _is_enabled("cpu") and _get_dtype("cpu") is self.dtype else None
+        return plan if plan is None or self.is_ours(args, kwargs) else None
 
     def apply(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call in this region, also while torch.compile traces it."""
         if not is_compiling():
             plan = self.rulebook.find(func, self.path.current)
-            if plan is None or plan.suspends:
-                return func(*args, **kwargs) if plan is None else self._suspended(func, args, kwargs)
-            return self._run(plan, func, args, kwargs)
+            return func(*args, **kwargs) if plan is None else self._run(plan, func, args, kwargs)
         planned: Plan | None = getattr(self.traced.compiled, _name_compiled(self.traced, func, self.path.current))
         if func is _checkpoint_operator:
             raise Unavailable(
@@ -194,40 +167,28 @@ class Engine(TorchFunctionMode):
                 return func(*args, **kwargs)
             return planned.run(Call(planned.row.name, func, args, kwargs, planned.rule or _NO_RULE))
 
-    def _handed_over(
-        self, plan: Plan, way: HandOver, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a call under torch.autocast, which is switched on around the region."""
-        if plan.rounds:
-            self.rulebook.has_rounded = True
-        before, self.running = self.running, (plan.row.name, plan.rule is not None)
-        try:
-            return handed_over(way, func, args, kwargs, self.weights)
-        except RuntimeError as error:
-            with _DisableAutocast():
-                return self._without_kernel(error, func, args, kwargs)
-        finally:
-            self.running = before
-
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        row, rule, run, at_site, rounds, looks, *_ = plan
-        if looks and is_jit_tracing():
+        """Run a call by its runner, in a shield from torch.autocast."""
+        if plan.suspends:
+            return self._suspended(func, args, kwargs)
+        row, rule = plan.row, plan.rule
+        if plan.looks and is_jit_tracing():
             raise Unavailable(_untraceable(row.name))
-        if rounds:
+        if plan.rounds:
             self.rulebook.note(row.name, _first_tensor(args) if args else _first_tensor(list(kwargs.values())))
-        before, self.running = self.running, (row.name, rule is not None)
         watch = self._watch(row) if self.observers or everywhere else None
+        call = Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed, None, watch)
+        before, self.running = self.running, (row.name, rule is not None)
         try:
-            predicts = at_site is not None and self.exponents is not None and not functorch_is_active()
-            if predicts and at_site is not None and not has_irregular((args, kwargs)):
-                return at_site(self._call_at_site(row, func, args, kwargs, rule or _NO_RULE, watch))
-            if run is not None:
-                return run(Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed, None, watch))
-            if watch is not None:
-                return observed(row, Call(row.name, func, args, kwargs, _NO_RULE, watch=watch))
-            return func(*args, **kwargs)
+            predicts = plan.at_site is not None and self.exponents is not None and not functorch_is_active()
+            if predicts and plan.at_site is not None and not has_irregular((args, kwargs)):
+                call.writer = self.writer(row.name, call.rule, None if watch is None else watch.at_site)
+                return plan.at_site(call)
+            if plan.run is not None:
+                return plan.run(call)
+            return func(*args, **kwargs) if watch is None else observed(row, call)
         except RuntimeError as error:
-            return self._without_kernel(error, func, args, kwargs)
+            return self.without_kernel(error, func, args, kwargs)
         finally:
             self.running = before
 
@@ -236,19 +197,6 @@ class Engine(TorchFunctionMode):
         if functorch_is_active():
             return None
         return Watch((self.observers, everywhere), self.path.current, row.name, row.op_class)
-
-    def _call_at_site(
-        self,
-        row: Row,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        rule: Rule,
-        watch: Watch | None,
-    ) -> Call:
-        """Return the call with the site writer of this op at the present position of the step."""
-        writer = self.writer(row.name, rule, None if watch is None else watch.at_site)
-        return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, writer, watch)
 
     def writer(self, op: str, rule: Rule, tell: Tell | None = None) -> SiteWriter:
         """Return the site writer of an op under a rule at the present position of the step."""
@@ -275,7 +223,7 @@ class Engine(TorchFunctionMode):
         finally:
             self.active = True
 
-    def _without_kernel(
+    def without_kernel(
         self, error: RuntimeError, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an op in fp32, and plan it so, if the error says that the device has no 16-bit kernel; else raise it."""
@@ -301,6 +249,31 @@ class Engine(TorchFunctionMode):
         if first is None or (found := first.device.type) not in self.devices:
             return False
         return _is_enabled(found) and _get_dtype(found) is self.dtype
+
+
+class Audit(_DispatchMode):  # type: ignore[misc, valid-type]
+    """Finds contractions that reach the dispatcher without having passed a rule. Costs about 20 us per op."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note a contraction that no rule has run. Ops of a backward pass are exempt: the forward pass decided them."""
+        name = str(func).partition(".")[2].partition(".")[0]
+        if name in _CONTRACTIONS and self.engine.active and _current_autograd_node() is None:
+            running = self.engine.running
+            if running is None and self.engine.is_ours(args, kwargs):
+                self._miss(name)
+            elif running is not None and not running[1]:
+                self._miss(running[0])
+        return func(*args, **(kwargs or {}))
+
+    def _miss(self, name: str) -> None:
+        path = self.engine.path.current
+        self.engine.rulebook.missed(f"{name} in {path}" if path else name)
 
 
 @constant_when_compiled

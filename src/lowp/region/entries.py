@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,13 +18,13 @@ import torch
 from lowp.compat import accelerator, constant_when_compiled, private
 from lowp.errors import Misuse
 from lowp.region.engine import Engine
-from lowp.region.frames import is_coroutine, is_suspended
 
 __all__ = [
     "Entry",
     "abandoned",
     "autocast_state",
     "current",
+    "current_engine",
     "dispatch_modes",
     "find",
     "following",
@@ -30,6 +33,7 @@ __all__ = [
     "push",
     "remove",
     "set_autocast_state",
+    "suspendable",
     "take_off",
 ]
 
@@ -168,12 +172,51 @@ def current() -> Entry | None:
     return next((entry for entry in reversed(entries) if not entry.is_elsewhere), None)
 
 
+def current_engine() -> Engine | None:
+    """Return the engine of that entry; None if there is no entry, or one without rules."""
+    entry = current()
+    return None if entry is None else entry.engine
+
+
 def following() -> Entry | None:
     """Return the innermost entry with module hooks that applies to the code that runs."""
     return next((one for one in reversed(_local.entries) if one.follows and not one.is_elsewhere), None)
 
 
 # -- coroutines and generators ------------------------------------------------------------------------------------
+
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_CONTEXTLIB = contextlib.__file__
+
+
+def suspendable(depth: int) -> FrameType | None:
+    """Return the frame of the generator or coroutine that is `depth` calls up; None for a plain function.
+
+    For a generator that is a contextlib context manager, this is the frame of the code whose ``with`` runs it.
+    """
+    frame: FrameType | None = sys._getframe(depth + 1)
+    while frame is not None:
+        if frame.f_code.co_filename == _CONTEXTLIB:
+            frame = frame.f_back
+            continue
+        flags = frame.f_code.co_flags
+        if not flags & _SUSPENDABLE:
+            return None
+        above = frame.f_back
+        if flags & inspect.CO_COROUTINE or above is None or above.f_code.co_filename != _CONTEXTLIB:
+            return frame
+        frame = above
+    return None
+
+
+def is_suspended(frame: FrameType) -> bool:
+    """Whether the frame of a generator or coroutine waits to be resumed: it has no caller."""
+    return frame.f_back is None
+
+
+def is_coroutine(frame: FrameType) -> bool:
+    """Whether a frame is a coroutine's: while the coroutine is suspended, its caller does not run in its place."""
+    return bool(frame.f_code.co_flags & inspect.CO_COROUTINE)
 
 
 def settle() -> None:

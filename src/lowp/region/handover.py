@@ -1,37 +1,43 @@
-"""Hand-over: ops that torch.autocast's dispatcher runs as the rule says, on a device that computes in 16 bits itself.
+"""The ways of a planned call beside its runner: straight from its arguments, as it is, or by torch's own dispatcher.
 
-For these ops the dispatcher casts the activations in C++, and torch's kernel and autograd node do the rest. torch's
-cache of cast weights does not notice that a weight was written, so it stays empty. On a CPU the dispatcher casts a
-weight at its first use in an entry, and the region casts and keeps it from the second use on. On an accelerator the
-region casts all weights of a call in one launch. Ops for which torch differs from the rule, and all observed ops, run
-with lowp's own runner.
+Each way returns ELSEWHERE, with nothing done, for a call that it leaves to the next one.
+
+Ops are handed over that torch.autocast's dispatcher runs as the rule says, on a device that computes in 16 bits itself.
+The dispatcher casts the activations in C++, and torch's kernel and autograd node do the rest. torch's cache of cast
+weights does not notice that a weight was written, so it stays empty. On a CPU the dispatcher casts a weight at its
+first use in an entry, and the region casts and keeps it from the second use on. On an accelerator the region casts all
+weights of a call in one launch. Ops for which torch differs from the rule run with lowp's own runner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lowp.casts import Cast
-from lowp.compat import accelerator
+from lowp.compat import accelerator, is_transformed, private
 from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.choose.hardware import multiplies
 from lowp.kernels.products import torchs_own_device
-from lowp.ops.casting import native_dtype
+from lowp.ops.casting import is_jit_tracing, native_dtype
 from lowp.ops.direct import one_dtype
 from lowp.ops.generic import is_in_place
 from lowp.ops.table import Row
 from lowp.ops.torch_lists import devices_that_agree
 from lowp.policy import Rule
-from lowp.region.weights import WeightCasts
 
-__all__ = ["ELSEWHERE", "HandOver", "device_of", "hand_over", "handed_over", "on_host"]
+__all__ = ["ELSEWHERE", "HandOver", "Way", "as_it_is", "device_of", "hand_over", "handed_over", "on_host", "quickly"]
 
-ELSEWHERE = object()  # the result of `on_host` for a call that it leaves to others
+ELSEWHERE = object()
+# A way of a call, given the engine, the plan, the function and its arguments: eager, and without observers.
+Way = Callable[[Any, Any, Callable[..., Any], "tuple[Any, ...]", "dict[str, Any]"], Any]
+_DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
+_set_enabled = torch.set_autocast_enabled  # torch's original function: the replacement in `region.entries` costs more
 _caches, _set_caches = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _LEFT_ALONE = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 _ATTENTION = "multi_head_attention_forward"
@@ -106,53 +112,88 @@ def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return len(args) > _OPTIONAL_ARGUMENTS or bool(kwargs.get("need_weights", True))
 
 
-def on_host(
-    way: HandOver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: WeightCasts
-) -> Any:
-    """Do what `device_of` and `handed_over` do, in fewer functions, for a usual call on a CPU.
-
-    Between large tensors a CPU has little Python code left in its caches, and each function takes microseconds. Returns
-    ELSEWHERE, with nothing done, for a call with an `out`, tensors in lists, other tensors than plain ones on the CPU,
-    or a weight whose cast this entry keeps.
-    """
-    if not way.is_on_host or chosen() is not None or (kwargs and "out" in kwargs):
+def quickly(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call by the fast path of its plan, where the arguments alone decide how it runs."""
+    if engine.is_strict or is_transformed() or (plan.looks and is_jit_tracing()):
         return ELSEWHERE
-    narrow, fp32, strided, has_tensors, leaves = way.dtype, torch.float32, torch.strided, False, []
+    if engine.is_on_host:  # on a machine without other devices this is `_DisableAutocast`, with less overhead
+        try:
+            _set_enabled("cpu", False)
+            result = plan.quick(func, args, kwargs, engine)
+        finally:
+            _set_enabled("cpu", True)
+    else:
+        with _DisableAutocast():
+            result = plan.quick(func, args, kwargs, engine)
+    return ELSEWHERE if result is None else result
+
+
+def as_it_is(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call unchanged, shielded from torch.autocast."""
+    if engine.is_strict:
+        return ELSEWHERE
+    with _DisableAutocast():
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            return engine.without_kernel(error, func, args, kwargs)
+
+
+def on_host(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what `handed_over` does, in fewer functions, for a usual call on a CPU.
+
+    Between large tensors a CPU has little Python code left in its caches, and each function takes microseconds. Not for
+    a call with an `out`, tensors in lists, other tensors than plain ones on the CPU, or a weight whose cast this entry
+    keeps.
+    """
+    way = plan.way
+    if engine.is_strict or chosen() is not None or "out" in kwargs:
+        return ELSEWHERE
+    leaves = _leaves_of_plain(args, kwargs, way.dtype)
+    if leaves is None or (leaves and way.weights is not None and not engine.weights.are_left(leaves)):
+        return ELSEWHERE
+    return _under_autocast(engine, func, args, kwargs)
+
+
+def _leaves_of_plain(args: tuple[Any, ...], kwargs: dict[str, Any], narrow: torch.dtype) -> list[Tensor] | None:
+    """Return the leaves to be cast among plain tensors on the CPU; None if there are no tensors, or other ones."""
+    fp32, strided, has_tensors, leaves = torch.float32, torch.strided, False, []
     for x in (*args, *kwargs.values()) if kwargs else args:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
             dtype = x.dtype
             if not x.is_cpu or x.layout is not strided or x.is_nested or (dtype is not fp32 and dtype in _LEFT_ALONE):
-                return ELSEWHERE
+                return None
             has_tensors = True
             if x.requires_grad and dtype is not narrow and x.is_leaf:
                 leaves.append(x)
         elif isinstance(x, (Tensor, list, tuple)) and not (kind is tuple and x and type(x[0]) is int):
-            return ELSEWHERE
-    if not has_tensors or (leaves and way.weights is not None and not weights.are_left(leaves)):
+            return None
+    return leaves if has_tensors else None
+
+
+def handed_over(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call under torch.autocast, which is switched on around the region, with the weight casts it keeps."""
+    way = plan.way
+    if device_of(way, args, kwargs) is None:
         return ELSEWHERE
-    caches = _caches()  # as `_without_cache`
+    before, engine.running = engine.running, (plan.row.name, plan.rule is not None)
     try:
-        _set_caches(False)
-        return function(*args, **kwargs)
+        if way.weights is not None:
+            args, kwargs = engine.weights.cast_arguments(args, kwargs, way.weights)
+        return _under_autocast(engine, func, args, kwargs)
     finally:
-        _set_caches(caches)
+        engine.running = before
 
 
-def handed_over(
-    way: HandOver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: WeightCasts
-) -> Any:
-    """Run a call under torch.autocast, with the weight casts that this entry keeps."""
-    if way.weights is not None:
-        args, kwargs = weights.cast_arguments(args, kwargs, way.weights)
-    return _without_cache(function, args, kwargs)
-
-
-def _without_cache(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _under_autocast(engine: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call with torch.autocast's cache of weights off: the cache does not notice writes to a weight."""
     caches = _caches()
-    _set_caches(False)
     try:
-        return function(*args, **kwargs)
+        _set_caches(False)
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        with _DisableAutocast():
+            return engine.without_kernel(error, func, args, kwargs)
     finally:
         _set_caches(caches)

@@ -1,9 +1,9 @@
-"""The plan of a policy for each function and module path, computed once, and a record of the rules that were used."""
+"""The plan of a policy for each function and module path, computed once, and the report of the rules that were used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -22,14 +22,15 @@ from lowp.ops.int16 import flexpoint
 from lowp.ops.int16.masks import has_integer_operands
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
-from lowp.region.handover import HandOver, hand_over
-from lowp.region.report import Report
+from lowp.presets import PRESETS
+from lowp.region.handover import HandOver, Way, as_it_is, hand_over, handed_over, on_host, quickly
 
-__all__ = ["Plan", "Plans", "Rulebook", "traced"]
+__all__ = ["Plan", "Plans", "Report", "Rulebook", "traced"]
 
 _NO_RULE = Rule()
 _LEFT_ALONE = frozenset((torch.float64, torch.complex32, torch.complex64, torch.complex128))
 _BACKWARD = ("backward", "grad")
+_OF_PRESETS = frozenset(rule for preset in PRESETS.values() for rule in preset.policy.rules)
 
 
 class Plan(NamedTuple):
@@ -42,13 +43,49 @@ class Plan(NamedTuple):
     rounds: bool = False  # the op is a contraction and the rule rounds it
     looks: bool = False  # a cast depends on the values or draws random numbers: a trace would keep those of one run
     way: HandOver | None = None  # set if torch's own dispatcher can carry out the rule
-    quick: Quick | None = None  # fast path of the usual calls, without observers
-    is_plain: bool = False  # the function runs unchanged, shielded from torch.autocast
+    quick: Quick | None = None  # fast path of the usual calls
+    ways: tuple[Way, ...] = ()  # to be tried in this order before the runner, without observers
     suspends: bool = False  # the function is a backward pass, to which no rule applies
-    first: Quick | None = None  # `quick`, where it is what most calls run
 
 
 Plans = dict[Callable[..., Any], "Plan | None"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened in a region so far.
+
+    `unused`: rules that matched nothing, in order. `unseen`: contractions that no rule matched, as ``op`` or
+    ``op in path``. `widened`: ops that ran in fp32 because the device has no 16-bit kernel, as ``op on device``. `ops`:
+    ops that ran under a rule. `audited`: whether the dispatcher was watched too, so that contractions inside other
+    functions count as seen or unseen. `left_alone`: contractions that a rule matches but whose operands are never
+    rounded, as ``op in float64``. `unrounded`: ops made of products that only a rule with their name rounds.
+    """
+
+    policy: Policy
+    unused: tuple[Rule, ...] = ()
+    unseen: tuple[str, ...] = ()
+    widened: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    audited: bool = False
+    left_alone: tuple[str, ...] = ()
+    unrounded: tuple[str, ...] = ()
+
+    @property
+    def unused_by_user(self) -> tuple[Rule, ...]:
+        """The unused rules that are not a preset's: a preset has rules for ops that a model need not have."""
+        return tuple(rule for rule in self.unused if rule not in _OF_PRESETS)
+
+    def __str__(self) -> str:
+        lines = [f"policy {self.policy.name or 'unnamed'}: {len(self.ops)} ops ran under its rules"]
+        lines += [f"  unused rule {self.policy.rules.index(rule) + 1}: {rule}" for rule in self.unused]
+        lines += [f"  no rule for {name}" for name in self.unseen]
+        lines += [f"  in fp32 for want of a kernel: {name}" for name in self.widened]
+        lines += [f"  left as it is, as under torch.autocast: {name}" for name in self.left_alone]
+        lines += [f"  not rounded, as no rule names it: {name}" for name in self.unrounded]
+        if not self.audited:
+            lines.append("  contractions inside other functions were not watched: strict=True watches them")
+        return "\n".join(lines)
 
 
 class Rulebook:
@@ -116,24 +153,25 @@ class Rulebook:
             rule = self._of_contractions(row, path)
         if row.runner == "generic:refused" and not self._refuses:
             row = replace(row, runner="generic:wide")
-        always = row.op_class == "promote" or row.runner == "generic:refused"
-        run = row.run(rule) if always or (rule is not None and not rule.is_empty) else None
-        if rule is None and self._masks and row.masked:
-            run = table.runner(row.masked)
+        quick = row.quick(rule)
         if rule is not None and rule.output is not None and flexpoint.is_flexpoint(rule.output):
             # without sites, as under torch.compile and torch.func, each tensor's exponent comes from its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
             at_site = partial(table.runner(row.at_site), row)
-            quick = row.quick(rule)
-            run = _under(alone, row.run(alone))
-            return Plan(row, rule, run, at_site, row.is_contraction, True, None, quick, first=quick)
+            alone_run = _under(alone, row.run(alone))
+            return Plan(row, rule, alone_run, at_site, row.is_contraction, True, None, quick, _ways(None, quick))
         rounds = (row.is_contraction or bool(row.product)) and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
-        way = hand_over(function, row, rule, self.main_dtype())
+        run, way = self._runner(row, rule), hand_over(function, row, rule, self.main_dtype())
         is_plain = run is None and way is None and row.op_class != "structural"
-        quick = row.quick(rule)
-        first = None if is_plain or (way is not None and way.is_usual) else quick
-        return Plan(row, rule, run, None, rounds, looks, way, quick, is_plain, first=first)
+        return Plan(row, rule, run, None, rounds, looks, way, quick, (as_it_is,) if is_plain else _ways(way, quick))
+
+    def _runner(self, row: Row, rule: Rule | None) -> Callable[[Call], Any] | None:
+        """Return what runs an op under a rule where it does not run as it is."""
+        if rule is None and self._masks and row.masked:
+            return table.runner(row.masked)
+        always = row.op_class == "promote" or row.runner == "generic:refused"
+        return row.run(rule) if always or (rule is not None and not rule.is_empty) else None
 
     def _of_contractions(self, row: Row, path: str) -> Rule | None:
         """Return the rule of contractions for a product that torch only promotes, if its results stay as wide."""
@@ -246,6 +284,16 @@ def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
 def traced(policy: Policy, strict: bool) -> Rulebook:
     """Return the single rulebook of a policy under torch.compile, which would recompile for every new object."""
     return Rulebook(policy, strict)
+
+
+def _ways(way: HandOver | None, quick: Quick | None) -> tuple[Way, ...]:
+    """Return the ways of a call in order: torch's dispatcher first where it is to run most calls."""
+    quicks = () if quick is None else (quickly,)
+    if way is None:
+        return quicks
+    if not way.is_usual:
+        return *quicks, handed_over
+    return (on_host, handed_over, *quicks) if way.is_on_host else (handed_over, *quicks)
 
 
 def _leaves_wide(row: Row, rule: Rule | None) -> bool:

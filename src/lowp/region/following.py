@@ -1,8 +1,16 @@
-"""How a region follows code into modules, checkpoints and worker threads.
+"""How a region follows code into modules, checkpoints, worker threads, steps of optimizers and TorchScript modules.
 
 torch has no interface to pass a function mode to a recomputation or a worker thread. The hooks here replace the private
 functions by which torch.utils.checkpoint and torch.nn.parallel receive the function to run later. They are installed
 when the first region with a policy of its own is entered, and do nothing outside such regions.
+
+No region's rules apply to an optimizer's step, wherever it is called. torch runs hooks before and after every
+optimizer's step, but no hook if the step raises. So the region is suspended while the frame of the step's call is on
+the stack.
+
+A function mode does not see the ops of a TorchScript module: its interpreter supports torch.autocast only. If
+contractions write fp16 or bf16, it casts by torch's own lists; any other format would be ignored silently, of which
+the region warns.
 """
 
 from __future__ import annotations
@@ -11,26 +19,29 @@ import re
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp.compat import private
 from lowp.exponents import Spots, Trail
 from lowp.region.engine import Engine
-from lowp.region.entries import Entry, current, following
+from lowp.region.entries import Entry, current, current_engine, following
 from lowp.region.paths import ModulePath
 
 _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-__all__ = ["Repeats", "bound", "follow_modules", "install", "unfollow_modules"]
+__all__ = ["at_rest", "follow_modules", "install", "unfollow_modules"]
 
 _pre_hooks = cast(dict[int, Any], private("torch.nn.modules.module._global_forward_pre_hooks"))
 _hooks = cast(dict[int, Any], private("torch.nn.modules.module._global_forward_hooks"))
@@ -84,11 +95,10 @@ def _engine_behind(hooked: Entry) -> Engine | None:
     An inner entry without hooks (a policy without paths) shares the path of the outer one. Compiled code, which writes
     at no sites, follows modules only if rules have paths.
     """
-    entry = current()
-    engine = None if entry is None else entry.engine
+    engine = current_engine()
     if engine is None or (torch.compiler.is_compiling() and not engine.uses_paths):
         return None
-    return engine if entry is hooked or following() is hooked else None
+    return engine if current() is hooked or following() is hooked else None
 
 
 def _enter_module(entry: Entry, module: nn.Module, arguments: Any) -> None:
@@ -133,17 +143,15 @@ class Repeats:
     @classmethod
     def here(cls) -> Repeats | None:
         """Return the Repeats of a function that is called here; None if nothing is written at sites."""
-        entry = current()
-        spots = None if entry is None or entry.engine is None else entry.engine.spots
-        return None if spots is None else cls(spots)
+        engine = current_engine()
+        return None if engine is None or engine.spots is None else cls(engine.spots)
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Use the first run's spots in this thread's entry within the context."""
-        entry = current()
-        assert entry is not None and entry.engine is not None
-        engine, before = entry.engine, entry.engine.spots
-        engine.spots = self()
+        engine = current_engine()
+        assert engine is not None
+        before, engine.spots = engine.spots, self()
         try:
             yield
         finally:
@@ -176,6 +184,14 @@ def bound(
 
 @cache
 def install() -> None:
+    """Install, once, what follows a region into other threads, optimizers' steps and TorchScript modules."""
+    _follow_checkpoints()
+    register_optimizer_step_pre_hook(_begin)
+    register_optimizer_step_post_hook(_end)
+    _note_scripted_modules()
+
+
+def _follow_checkpoints() -> None:
     """Let checkpoints and DataParallel's workers run their functions in the region in which they were called."""
     checkpoint = sys.modules["torch.utils.checkpoint"]
     run_later = "_checkpoint_without_reentrant_generator"
@@ -215,3 +231,100 @@ def install() -> None:
         setattr(checkpoint, name, value)
     parallel = cast(Any, sys.modules["torch.nn.parallel.parallel_apply"])
     parallel.threading = SimpleNamespace(Thread=Thread, Lock=threading.Lock)
+
+
+# -- steps of optimizers ----------------------------------------------------------------------------------------
+def at_rest(function: _Function) -> _Function:
+    """Return the function wrapped so that the region around its call is suspended: for a step and all its parts."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        engine = current_engine()
+        if engine is None or engine.rests():
+            return function(*args, **kwargs)
+        engine.resting = sys._getframe()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            engine.resting = None
+
+    return cast(_Function, run)
+
+
+def _begin(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    engine = current_engine()
+    if engine is None:
+        return None
+    if not engine.rests():
+        engine.resting = sys._getframe(1)
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _awake(args[1], engine), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _awake(kwargs["closure"], engine)}
+    return None
+
+
+def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    engine = current_engine()
+    if engine is not None and engine.resting is sys._getframe(1):
+        engine.resting = None
+
+
+def _awake(closure: Callable[..., Any], engine: Engine) -> Callable[..., Any]:
+    """Return the closure of a step wrapped so that it computes the loss under the region's rules."""
+
+    @wraps(closure)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        resting, engine.resting = engine.resting, None
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            engine.resting = resting
+
+    return run
+
+
+# -- TorchScript modules ----------------------------------------------------------------------------------------
+_told: set[str] = set()
+_rounding: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def _note_scripted_modules() -> None:
+    """Note the calls of TorchScript modules in regions that cannot round their ops, and warn once per policy."""
+
+    def __call__(self: torch.jit.ScriptModule, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _note_scripted(self)
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    torch.jit.ScriptModule.__call__ = __call__  # type: ignore[method-assign]
+
+
+def _note_scripted(module: torch.jit.ScriptModule) -> None:
+    engine = current_engine()
+    if engine is None or not engine.active or not engine.rulebook.policy.rules:
+        return
+    if engine.dtype is not torch.float32 or not torch.is_autocast_enabled("cpu") or _rounds_by_itself(module):
+        return
+    name = module.original_name
+    engine.rulebook.missed_script(name)
+    policy = engine.rulebook.policy.name or "unnamed"
+    if policy not in _told:
+        _told.add(policy)
+        warnings.warn(
+            f"nothing that module {name} computes is rounded as policy {policy} says: TorchScript runs it, whose ops "
+            "no region sees. Call the module itself, without torch.jit.script or torch.jit.trace, or compile it with "
+            "torch.compile",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _rounds_by_itself(module: torch.jit.ScriptModule) -> bool:
+    """Whether the module's graph contains lowp's casts, because it was traced within a region."""
+    known = _rounding.get(module)
+    if known is None:
+        known = _rounding[module] = "lowp::" in str(module.inlined_graph)
+    return known
