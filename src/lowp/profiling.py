@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from lowp import files
 from lowp.numerics.profiler import Profiler
+from lowp.numerics.recording import merged_over_ranks
 
 __all__ = ["profile"]
 
@@ -19,7 +23,22 @@ class profile(Profiler):
     If the loss is scaled, `precision` or `scaler` must be the object that scales it; gradients are then recorded
     without the scale. `out` is a file to which each recorded step is written, so that the record of a killed run is not
     lost. If a loss or a gradient is infinite or NaN, its step is run again to find the operation that produced it;
-    `divergence=False` disables this. `record` is the result, and `save` writes it.
+    `divergence=False` disables this. `record` is the result; `save` writes it, and `report` what it
+    says of the formats.
 
     Raises InvalidInput at the end of the block if no step of the model ran in it.
     """
+
+    def report(self, path: str | Path) -> None:
+        """Write the report, one HTML file. With several ranks all must call this, and the first writes.
+
+        Raises InvalidInput for an empty profile.
+        """
+        from lowp.numerics.advice import advise
+        from lowp.report.profile_html import page
+
+        record = merged_over_ranks(self.record)
+        if record is not None:
+            text = page(record, advise(record))
+            with files.replacing(Path(path)) as file:
+                file.write(text.encode())

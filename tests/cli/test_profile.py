@@ -45,7 +45,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_record_is_told_in_a_screen(lowp: Callable[..., Any], digits: Path) -> None:
     result = lowp("profile", str(digits))
     assert result.code == 0
-    assert "4 sampled steps · overhead" in result.out and "VERDICT  fp16 with loss scale 2^" in result.out
+    assert "4 sampled steps · overhead" in result.out and "VERDICT  Train in fp16 with loss scale 2^" in result.out
     assert "Scale window 2^" in result.out and "tensors need no change" in result.out
     assert len(result.out.splitlines()) < 30
 
@@ -266,7 +266,7 @@ def test_where_two_runs_part_is_told(lowp: Callable[..., Any], digits: Path, tmp
     page = tmp_path / "both.html"
     result = lowp("profile", "--diff", str(digits), str(tmp_path / "other.json"), "--html", str(page))
     assert result.code == 1 and "the runs part at step 1" in result.out and str(page) in result.out
-    assert "Two runs" in page.read_text() and "First difference: the runs part at step 1" in page.read_text()
+    assert "Two runs" in page.read_text() and "The runs part at step 1" in page.read_text()
 
 
 @pytest.mark.parametrize(

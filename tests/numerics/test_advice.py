@@ -22,7 +22,7 @@ from lowp.numerics.search import cheapest
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.windows import initial_scale, window_of
 from lowp.presets import PRESETS
-from lowp.report.profile import part_seen, print_profile, scale_line, verdict_line
+from lowp.report.profile import part_seen, print_profile, recommendation, scale_line
 from lowp.report.profile_html import page
 
 
@@ -55,7 +55,7 @@ def test_what_was_not_looked_at_gets_no_verdict() -> None:
     assert not any(one.usable for one in advice.verdicts if one.format in ("fp16", "pure bf16"))
     forward.part.tensors = {key: seen for key, seen in whole.tensors.items() if key.op == "layer_norm"}
     advice = advise(forward)
-    assert not advice.verdicts and "no product of the model" in verdict_line(forward, advice)
+    assert not advice.verdicts and "no product of the model" in recommendation(forward, advice)
     assert "no product of the model" in page(forward, advice)
 
 
@@ -155,8 +155,8 @@ def test_steps_after_a_divergence_say_nothing_of_the_formats() -> None:
     assert record.sampled == [0, 1, 2] and record.part.faults[0]["step"] == 4
     assert not any(seen.nonfinite for seen in record.tensors.values())
     assert all(one.usable for one in advise(record).verdicts if one.format == "fp16")
-    said = verdict_line(record, advise(record))
-    assert said.startswith("the training itself failed, step 4: the loss was not finite; in finite steps: fp16 with")
+    said = recommendation(record, advise(record))
+    assert said.startswith("Mend the training first: in step 4 the loss was not finite, first in ")
     printed = io.StringIO()
     print_profile(Console(file=printed, width=200), record, advise(record), "lowp run --policy policy.toml train.py")
     assert "--policy" not in printed.getvalue() and "Next: correct what made" in printed.getvalue()

@@ -12,7 +12,7 @@ from lowp import presets
 from lowp.casts import DYNAMIC, LossScale
 from lowp.numerics.findings import Finding
 from lowp.numerics.part import failure
-from lowp.numerics.prediction import Window, effect, lost_updates
+from lowp.numerics.prediction import MOST_FLUSHED, Window, effect, lost_updates
 from lowp.numerics.record import Key, Record
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.windows import window_of
@@ -41,10 +41,19 @@ class FormatVerdict:
     verdict: str
     usable: bool
     scale: int | None = None
+    is_whole: bool = True
+
+    @property
+    def grade(self) -> str:
+        """``safe``, ``with care`` for some layers alone or with losses that are mostly harmless, ``loses``, …"""
+        if not self.usable:
+            return "not judged" if self.verdict.startswith("not judged") else "loses"
+        harmed = self.overflow or max(self.flushed, self.stalled or 0.0) >= MOST_FLUSHED
+        return "with care" if harmed or not self.is_whole else "safe"
 
     def document(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self)
+        return {**asdict(self), "grade": self.grade}
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,7 @@ def _fp16(record: Record, window: Window, outside: set[str]) -> FormatVerdict:
     flushed, overflow, ratio = _judged(record, "fp16", 2.0**scale, outside)
     rest = f", {len(outside)} layer{'s'[: len(outside) != 1]} in bf16" if outside else ""
     word = f"with a dynamic loss scale{rest}" if record.is_partial else f"with loss scale 2^{scale}{rest}"
-    return FormatVerdict("fp16", flushed, overflow, None, ratio, word, True, scale)
+    return FormatVerdict("fp16", flushed, overflow, None, ratio, word, True, scale, not outside)
 
 
 def _sixteen(record: Record, name: str, word: str) -> FormatVerdict:
@@ -219,7 +228,7 @@ def _fp8(record: Record, coarse: list[str]) -> FormatVerdict:
     flushed, overflow, ratio = _judged(record, "e4m3fn@fp32/tensor", without=coarse)
     kept = len(modules) - len(coarse)
     word = f"for {kept} of {len(modules)} layers" if coarse else "for all layers"
-    return FormatVerdict("fp8", flushed, overflow, None, ratio, word, kept > 0)
+    return FormatVerdict("fp8", flushed, overflow, None, ratio, word, kept > 0, is_whole=not coarse)
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from lowp.kernels.steps.spectra import ROWS
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
 
-__all__ = ["PHASES", "ROLES", "Key", "OpSeen", "Part", "Print", "StepSeen", "failure"]
+__all__ = ["PHASES", "ROLES", "Key", "Octaves", "OpSeen", "Part", "Print", "StepSeen", "failure"]
 
 ROLES = ("input", "weight", "output", "grad", "weight_grad", "update")
 PHASES = ("forward", "backward", "step")
@@ -108,12 +108,34 @@ class Print(NamedTuple):
     numbers: tuple[float, ...]
 
 
+class Octaves(NamedTuple):
+    """How many numbers of a tensor a step had in each octave, from the octave 2^first on."""
+
+    first: int
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, seen: Spectrum) -> Octaves:
+        """Those of a spectrum."""
+        present = np.flatnonzero(seen.octaves)
+        first, last = (int(present[0]), int(present[-1])) if len(present) else (0, -1)
+        return cls(first - 127, tuple(seen.octaves[first : last + 1].tolist()))
+
+    def __add__(self, other: Octaves) -> Octaves:  # type: ignore[override]
+        first = min(self.first, other.first)
+        counts = np.zeros(max(one.first + len(one.counts) for one in (self, other)) - first, np.int64)
+        for one in (self, other):
+            counts[one.first - first : one.first - first + len(one.counts)] += one.counts
+        return Octaves(first, tuple(counts.tolist()))
+
+
 @dataclass
 class Part:
     """What one step added to a record, or all steps: the mergeable half of it.
 
     `slopes` are of activations: fp64 [96], the squares of the gradients of the numbers with exponent
     `LOWEST_WEIGHT` + i (the first row: smaller ones, and zeros), estimated from a few numbers of each tensor.
+    `octaves` are the sizes of numbers by step, of which `tensors` has the sum.
     """
 
     tensors: dict[Key, Spectrum] = field(default_factory=dict)
@@ -123,12 +145,15 @@ class Part:
     prints: dict[int, list[Print]] = field(default_factory=dict)
     faults: list[dict[str, Any]] = field(default_factory=list)
     slopes: dict[Key, NDArray[np.float64]] = field(default_factory=dict)
+    octaves: dict[int, dict[Key, Octaves]] = field(default_factory=dict)
 
     def add(self, other: Part) -> None:
         """Add another part."""
         _add_up(self.tensors, other.tensors)
         _add_up(self.updates, other.updates)
         _add_up(self.slopes, other.slopes)
+        for step, octaves in other.octaves.items():
+            _add_up(self.octaves.setdefault(step, {}), octaves)
         for place, seen in other.ops.items():
             mine = self.ops.setdefault(place, OpSeen(seen.op_class, 0, seen.line, seen.operands))
             mine.calls += seen.calls
@@ -167,11 +192,13 @@ class Part:
             },
             self.faults,
             {key.of_model(model): slope for key, slope in self.slopes.items()},
+            {step: {key.of_model(model): seen for key, seen in one.items()} for step, one in self.octaves.items()},
         )
 
     # -- JSON -------------------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:
-        """Plain data, which `read` takes back."""
+        """Plain data, which `read` takes back; in `octaves` a tensor is named by its place in `tensors`."""
+        places = {key: place for place, key in enumerate(self.tensors)}
         return {
             "tensors": [{**key._asdict(), **seen.document()} for key, seen in self.tensors.items()],
             "updates": [{"parameter": name, **seen.document()} for name, seen in self.updates.items()],
@@ -183,6 +210,10 @@ class Part:
             },
             "faults": self.faults,
             "slopes": [{**key._asdict(), "energy": slope.tolist()} for key, slope in self.slopes.items()],
+            "octaves": {
+                str(step): [[places[key], seen.first, *seen.counts] for key, seen in one.items() if key in places]
+                for step, one in self.octaves.items()
+            },
         }
 
     @classmethod
@@ -207,6 +238,11 @@ class Part:
             part.faults = [dict(one) for one in document["faults"]]
             for one in document["slopes"]:
                 part.slopes[_key(one["module"], one["op"], one["role"], one["phase"])] = _slope(one["energy"])
+            keys = list(part.tensors)
+            part.octaves = {
+                int(step): {keys[int(one[0])]: Octaves(int(one[1]), tuple(map(int, one[2:]))) for one in tensors}
+                for step, tensors in document.get("octaves", {}).items()  # a record of an earlier lowp has none
+            }
             return part
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             if isinstance(error, InvalidInput):

@@ -14,11 +14,11 @@ from typing import Any
 
 from lowp import files
 from lowp.errors import InvalidInput, brief
-from lowp.numerics.part import PHASES, ROLES, Key, OpSeen, Part, Print, StepSeen
+from lowp.numerics.part import PHASES, ROLES, Key, Octaves, OpSeen, Part, Print, StepSeen
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
 
-__all__ = ["KIND", "PHASES", "ROLES", "VERSION", "Key", "OpSeen", "Part", "Print", "Record", "StepSeen"]
+__all__ = ["KIND", "PHASES", "ROLES", "VERSION", "Key", "Octaves", "OpSeen", "Part", "Print", "Record", "StepSeen"]
 
 KIND, VERSION = "lowp profile", 4
 

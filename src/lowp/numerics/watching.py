@@ -36,7 +36,7 @@ from lowp.numerics.modes import (
     take_off,
     tensors_in,
 )
-from lowp.numerics.record import Key, OpSeen, Part, Print
+from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.tape import Tape
 from lowp.numerics.updates import Updates
@@ -385,6 +385,9 @@ class WatchMode(TorchFunctionMode):
         self._told.clear()
         self._weight_gradients.clear()
         self.part.prints[self.step] = self._prints
+        self.part.octaves[self.step] = {
+            key: Octaves.of(seen) for key, seen in self.part.tensors.items() if key.role != "input" and seen.nonzero
+        }
         return self.part
 
 

@@ -2,121 +2,185 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const element = (id) => document.getElementById(id);
-  const [format, low, high, scale, value, totals] = ["format", "low", "high", "scale", "scale-value", "totals"].map(element);
-  const make = (name, attributes, text) => {
-    const one = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const key in attributes) one.setAttribute(key, attributes[key]);
-    if (text !== undefined) one.textContent = text;
+  const [format, scale, scaleValue, step, stepValue, totals] = ["format", "scale", "scale-value", "step", "step-value", "totals"].map(element);
+  const [from, to] = data.axis, isDouble = Object.values(data.maps).flat().some((row) => row.length > 7);
+  const make = (name, type, text = "") => {
+    const one = document.createElement(name);
+    one.className = type;
+    one.textContent = text;
     return one;
   };
-  const percent = (share) => (share === 0 ? "0" : share < 1e-5 ? "< 0.001 %" : (100 * share).toFixed(3) + " %");
-  let limits = data.formats.fp16;
+  const power = (exponent) => "2" + String(exponent).replace(/./g, (sign) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(sign)]);
+  const size = (number) => (number >= 1e-3 && number < 1e6 ? Number(number.toPrecision(5)) : "about " + power(Math.round(Math.log2(number))));
+  const percent = (share) => (share < 1e-5 ? "< 0.001 %" : `${Number((100 * share).toPrecision(2))} %`);
+  const at = (exponent) => (100 * (Math.min(Math.max(exponent, from), to) - from)) / (to - from); // of the width
+  const add = (one, other) => {
+    if (!one || !other) return one || other;
+    const first = Math.min(one.first, other.first), end = Math.max(one.first + one.counts.length, other.first + other.counts.length);
+    const counts = Array(end - first).fill(0);
+    for (const part of [one, other]) part.counts.forEach((count, place) => (counts[part.first - first + place] += count));
+    return { first, counts };
+  };
+  const decoded = (pair) => pair && { first: pair[0], counts: [...pair[1]].map((sign) => (sign === "#" ? 0 : 2 ** ((sign.charCodeAt(0) - 36) / 2))) };
+  const tensor = ([block, label, first, counts, maximum, powers = [], steps = [], other = 0]) => ({
+    block, label, maximum, all: { first, counts }, steps: steps.map(decoded), other: other && { first: other[0], counts: other[1] },
+    powers: new Map(powers.filter((_, place) => place % 2 === 0).map((exponent, place) => [exponent, powers[2 * place + 1]])),
+  });
+  const united = (rows) => ({
+    block: rows[0].block, label: rows[0].block, maximum: Math.max(...rows.map((row) => row.maximum)),
+    all: rows.map((row) => row.all).reduce(add), other: rows.map((row) => row.other).reduce(add),
+    steps: rows[0].steps.map((_, place) => rows.map((row) => row.steps[place]).reduce(add)),
+    powers: rows.reduce((sum, row) => (row.powers.forEach((count, exponent) => sum.set(exponent, (sum.get(exponent) || 0) + count)), sum), new Map()),
+  });
 
-  // what a format with these limits does to a row whose numbers are multiplied by 2^shift
-  const judge = (row, shift) => {
-    const [, first, counts, maximum, powers] = row;
-    let all = 0, flushed = 0, subnormal = 0, overflow = 0;
-    counts.forEach((count, place) => {
-      const exponent = first + place + shift;
+  // how many numbers a format with these limits makes zero, keeps with fewer digits, and overflows
+  const judge = (row, numbers, limits, shift, isAll) => {
+    let all = 0, zero = 0, few = 0, overflow = 0;
+    numbers.counts.forEach((count, place) => {
+      const exponent = numbers.first + place + shift;
+      const tied = isAll && exponent === limits.smallest ? row.powers.get(numbers.first + place) || 0 : 0;
       all += count;
-      const tied = powers && exponent === limits.smallest ? powers[place] : 0;
-      flushed += exponent < limits.smallest ? count : tied;
-      if (exponent >= limits.smallest && exponent < limits.normal) subnormal += count - tied;
+      zero += exponent < limits.smallest ? count : tied;
+      if (exponent >= limits.smallest && exponent < limits.normal) few += count - tied;
       if (2 ** exponent > limits.maximum) overflow += count;
     });
-    if (!overflow && maximum * 2 ** shift > limits.maximum) overflow = 1;
-    return { all, flushed, subnormal, overflow };
+    if (isAll && !overflow && row.maximum * 2 ** shift > limits.maximum) overflow = 1;
+    return { all, zero, few, overflow };
+  };
+  const words = (found, isRatio) => {
+    if (isRatio) return found.zero ? [`${percent(found.zero / found.all)} lost`, found.zero / found.all >= 0.2 ? "lost" : "some"] : ["all arrive", ""];
+    if (found.overflow) return [`${percent(found.overflow / found.all)} overflow`, "lost"];
+    if (found.zero / found.all >= 1e-5) return [`${percent(found.zero / found.all)} become zero`, found.zero / found.all >= 1e-3 ? "lost" : "some"];
+    return found.few / found.all >= 0.01 ? [`fits, ${percent(found.few / found.all)} with fewer digits`, ""] : ["fits", ""];
+  };
+  const bits = (numbers, colour) => {
+    if (!numbers) return "none";
+    const most = Math.max(...numbers.counts), stops = [];
+    numbers.counts.forEach((count, place) => {
+      if (!count) return;
+      const shade = Math.round(100 * (0.18 + 0.82 * Math.max(0, 1 + Math.log10(count / most) / 5)));
+      const [a, b] = [at(numbers.first + place), at(numbers.first + place + 1)].map((one) => one.toFixed(2));
+      stops.push(`transparent ${a}%,color-mix(in srgb,var(--${colour}) ${shade}%,transparent) ${a}% ${b}%,transparent ${b}%`);
+    });
+    return stops.length ? `linear-gradient(90deg,${stops.join()})` : "none";
   };
 
-  const narrow = innerWidth < 700; // a telephone: most of a heat map is to be in sight beside its labels
-  const shown = narrow ? 18 : 42; // characters of a label
-  const cell = narrow ? 4 : 12, line = 16, glyph = 6.8, top = 18; // above the rows stands the axis, and below them once more
-  const labels = Object.values(data.maps).flat().map((row) => Math.min(row[0].length, shown));
-  const left = 12 + glyph * Math.max(0, ...labels); // the same for all maps, whose columns stand below each other
-  const draw = (section) => {
-    const name = section.dataset.map, rows = data.maps[name];
-    if (!rows.length) { section.hidden = true; return () => {}; }
-    const shifted = data.scaled.includes(name);
-    const lowest = Math.min(...rows.map((row) => row[1])), highest = Math.max(...rows.map((row) => row[1] + row[2].length));
-    const from = Math.max(lowest - 4, -64), to = Math.min(Math.max(highest, 17), 130);
-    const svg = section.querySelector("svg"), bottom = top + rows.length * line + 4;
-    svg.setAttribute("width", left + (to - from) * cell + 30);
-    svg.setAttribute("height", bottom + 34);
-    section.querySelector("h2").append(` (${rows.length})`);
-    rows.forEach((row, place) => {
-      const label = make("text", { x: 0, y: top + place * line + 13 }, row[0].length > shown ? "…" + row[0].slice(1 - shown) : row[0]);
-      label.append(make("title", {}, row[0]));
-      svg.append(label);
-      const most = Math.max(...row[2]);
-      row[2].forEach((count, octave) => {
-        if (!count || row[1] + octave < from) return;
-        const shade = 0.22 + 0.78 * Math.max(0, 1 + Math.log10(count / most) / 5);
-        const box = make("rect", { x: left + (row[1] + octave - from) * cell, y: top + place * line + 2, width: cell - 1, height: line - 3, fill: `rgba(var(--cell),${shade.toFixed(2)})`, style: `fill:rgba(var(--cell),${shade.toFixed(2)})` });
-        box.append(make("title", {}, `${row[0]}: ${count} numbers at 2^${row[1] + octave}`));
-        svg.append(box);
-      });
-    });
-    const apart = narrow ? 16 : 8; // octaves between two marks of the axis
-    for (let exponent = Math.ceil(from / apart) * apart; exponent <= to; exponent += apart)
-      for (const y of [12, bottom + 14]) svg.append(make("text", { x: left + (exponent - from) * cell, y }, "2^" + exponent));
-    if (data.left_out[name]) svg.append(make("text", { x: 0, y: bottom + 30 }, `and ${data.left_out[name]} more layers`));
-    const marks = [["limit", "smallest"], ["normal", "normal"], ["limit", "largest"]].map(([kind, what]) => {
-      const mark = make("line", { class: kind, y1: top, y2: bottom, "data-limit": what });
-      svg.append(mark);
-      return mark;
-    });
-    const body = section.querySelector("tbody");
-    return () => {
-      const shift = shifted ? Number(scale.value) : 0;
-      const places = [limits.smallest, limits.normal, Math.floor(Math.log2(limits.maximum)) + 1];
-      marks.forEach((mark, place) => {
-        const x = left + (Math.min(Math.max(places[place] - shift, from), to) - from) * cell;
-        mark.setAttribute("x1", x);
-        mark.setAttribute("x2", x);
-        mark.style.display = places[place] - shift < from || places[place] - shift > to ? "none" : "";
-      });
-      const sum = { all: 0, flushed: 0, overflow: 0, rows: 0 };
-      body.replaceChildren(...rows.map((row) => {
-        const found = judge(row, shift), tr = document.createElement("tr"), head = document.createElement("th");
-        head.scope = "row";
-        head.textContent = row[0];
-        tr.append(head);
-        const cells = [found.all, `2^${row[1]} .. 2^${row[1] + row[2].length - 1}`, percent(found.flushed / found.all), percent(found.subnormal / found.all), percent(found.overflow / found.all)];
-        for (const text of cells) tr.insertCell().textContent = text;
-        sum.all += found.all;
-        sum.flushed += found.flushed;
-        sum.rows += found.overflow > 0;
-        return tr;
-      }));
-      return { name, ...sum };
+  const views = []; // of rows: each is told when the controls move
+  const view = (row, map, name, tag) => {
+    const isRatio = map === "ratios";
+    const line = make(tag, "row"), strips = make("div", "strips"), effect = make("span", "effect");
+    const [first, second] = [make("div", "strip"), make("div", "strip")];
+    line.append(make("span", "name", name), strips, effect);
+    strips.append(first);
+    strips.setAttribute("role", "img");
+    strips.setAttribute("aria-label", `from ${power(row.all.first)} to ${power(row.all.first + row.all.counts.length)}`);
+    strips.title = strips.getAttribute("aria-label");
+    if (isDouble && row.other) {
+      strips.classList.add("both");
+      strips.append(second);
+      second.style.setProperty("--bits", bits(row.other, "second"));
+    }
+    let drawn = -1;
+    const draw = () => { // only what can be seen: a block's layers when it is opened
+      if (drawn === step.value || !line.checkVisibility()) return;
+      drawn = step.value;
+      first.style.setProperty("--bits", bits(shown(row, isRatio), "first"));
     };
+    const one = { draw, row, isRatio, isScaled: data.scaled.includes(map), tell: (text, kind) => { effect.textContent = text; effect.className = "effect " + kind; } };
+    views.push(one);
+    return line;
+  };
+  const shown = (row, isRatio) => (isRatio || step.value === "0" ? row.all : row.steps[step.value - 1]);
+
+  const sections = [...document.querySelectorAll(".map")].map((section) => {
+    const name = section.dataset.map, isRatio = name === "ratios", rows = data.maps[name].map(tensor);
+    section.hidden = !rows.length;
+    const body = section.querySelector(".rows"), blocks = new Map();
+    for (const row of rows) {
+      const block = row.block || " " + row.label;
+      blocks.set(block, [...(blocks.get(block) || []), row]);
+    }
+    for (const [block, parts] of blocks) {
+      if (parts.length === 1) {
+        const [row] = parts, label = [row.block, ...(row.label === row.block ? [] : [row.label])].filter(Boolean).join(" · ");
+        body.append(view(row, name, label, "div"));
+        continue;
+      }
+      const details = make("details", "block");
+      details.append(view(united(parts), name, block, "summary"), ...parts.map((row) => view(row, name, row.label, "div")));
+      details.addEventListener("toggle", () => views.forEach((one) => one.draw()));
+      body.append(details);
+    }
+    if (data.left_out[name]) body.append(make("p", "", `and ${data.left_out[name]} more`));
+    return { section, name, isRatio, rows, ruler: section.querySelector(".ruler") };
+  });
+
+  const flag = (exponent, text, kind) => {
+    const place = at(exponent), one = make("div", "flag " + kind, text), isEnd = place > 50;
+    one.classList.toggle("end", isEnd);
+    one.style.marginLeft = isEnd ? "auto" : place + "%";
+    one.style.marginRight = isEnd ? 100 - place + "%" : "0";
+    one.style.maxWidth = (isEnd ? place : 100 - place) + "%";
+    return one;
+  };
+  const zone = (a, b, colour, share) => `color-mix(in srgb,var(--${colour}) ${share}%,transparent) ${a}% ${b}%`;
+  const rule = ({ section, name, isRatio, ruler }, limits, shift) => {
+    const lost = -limits.precision - 1, edge = Math.log2(limits.maximum) - shift, [smallest, normal] = [limits.smallest - shift, limits.normal - shift];
+    const box = make("div", ""), ticks = make("div", "ticks"), flags = [], zones = [];
+    const why = shift ? ` at loss scale ${power(shift)}` : "";
+    if (isRatio) {
+      flags.push(flag(lost, `an update below ${power(lost)} of its weight does not move a weight stored in ${format.value}`, ""));
+      zones.push(zone(0, at(lost), "loses", 15), `transparent ${at(lost)}%`);
+    } else {
+      if (smallest > from) flags.push(flag(smallest, `below ${power(smallest)} ${format.value} writes 0${why}`, ""));
+      if (normal > from) flags.push(flag(normal, `below ${power(normal)} it keeps fewer digits`, "care"));
+      if (edge < to) flags.push(flag(edge, `above ${size(limits.maximum / 2 ** shift)} it overflows`, ""));
+      zones.push(zone(0, at(smallest), "loses", 15), zone(at(smallest), at(normal), "with-care", 14), `transparent ${at(normal)}% ${at(edge)}%`, zone(at(edge), 100, "loses", 15));
+    }
+    for (let exponent = Math.ceil(from / 8) * 8; exponent < to - 2; exponent += 8) {
+      const tick = make("span", "", power(exponent));
+      tick.style.left = at(exponent) + "%";
+      ticks.append(tick);
+    }
+    box.append(...(flags.length ? flags : [make("div", "", `all that the axis shows fits ${format.value}`)]), ticks);
+    ruler.replaceChildren(box);
+    section.style.setProperty("--zones", `linear-gradient(90deg,${zones.join()})`);
   };
 
-  const sections = [...document.querySelectorAll(".map")].map(draw);
   const update = () => {
-    value.textContent = "2^" + scale.value;
+    const limits = data.formats[format.value], isAll = step.value === "0", sum = { all: 0, zero: 0, overflow: 0 };
+    for (const one of sections) {
+      const isScaled = data.scaled.includes(one.name), shift = isScaled ? Number(scale.value) : 0;
+      rule(one, limits, shift);
+      if (!isScaled) continue;
+      for (const row of one.rows) {
+        const numbers = shown(row, false), found = numbers && judge(row, numbers, limits, shift, isAll);
+        if (found) sum.all += found.all, sum.zero += found.zero, sum.overflow += found.overflow > 0;
+      }
+    }
+    for (const one of views) {
+      const shift = one.isScaled ? Number(scale.value) : 0, numbers = shown(one.row, one.isRatio);
+      const bounds = one.isRatio ? { smallest: -limits.precision - 1, normal: -limits.precision - 1, maximum: Infinity } : limits;
+      one.tell(...(numbers ? words(judge(one.row, numbers, bounds, shift, isAll && !one.isRatio), one.isRatio) : ["not recorded in this step", ""]));
+      one.draw();
+    }
+    scaleValue.textContent = power(scale.value);
     scale.setAttribute("aria-valuetext", "2 to the power of " + scale.value);
-    const found = sections.map((one) => one()).filter((one) => one && data.scaled.includes(one.name));
-    const all = found.reduce((sum, one) => sum + one.all, 0), flushed = found.reduce((sum, one) => sum + one.flushed, 0);
-    const overflow = found.reduce((sum, one) => sum + one.rows, 0);
-    totals.textContent = `At this scale: ${percent(all ? flushed / all : 0)} of the gradients of activations and weights flushed, ${overflow} of their tensors overflow`;
+    const chosen = data.steps[step.value - 1];
+    stepValue.textContent = chosen ? chosen.words : "all recorded steps";
+    step.setAttribute("aria-valuetext", stepValue.textContent);
+    for (const now of document.querySelectorAll(".now")) {
+      const x = chosen ? (100 * chosen.step) / now.parentElement.dataset.last : -1;
+      now.setAttribute("x1", x);
+      now.setAttribute("x2", x);
+    }
+    const when = chosen ? ` in step ${chosen.step}, about` : "", zero = sum.zero ? `${percent(sum.zero / sum.all)} of all gradients become zero` : "no gradient becomes zero";
+    totals.textContent = `${format.value} at loss scale ${power(scale.value)}${when}: ${zero}, ${sum.overflow || "none"} of their tensors overflow${sum.overflow === 1 ? "s" : ""}.`;
   };
-  const choose = () => {
-    limits = { ...data.formats[format.value] };
-    low.value = limits.smallest;
-    high.value = Math.floor(Math.log2(limits.maximum));
-    update();
-  };
-  const move = () => {
-    const smallest = Number(low.value), largest = Number(high.value);
-    limits = { smallest, normal: smallest + (limits.normal - limits.smallest), maximum: 2 ** (largest + 1) };
-    update();
-  };
-  format.addEventListener("change", choose);
-  low.addEventListener("input", move);
-  high.addEventListener("input", move);
-  scale.addEventListener("input", update);
-  scale.value = data.scale;
+  step.max = data.steps.length;
+  step.parentElement.hidden = data.steps.length < 2;
+  for (const one of [format, scale, step]) one.addEventListener("input", update);
+  element("controls").addEventListener("submit", (event) => event.preventDefault());
   for (const button of document.querySelectorAll("[data-copy]"))
     button.addEventListener("click", async () => {
       const source = element(button.dataset.copy);
@@ -124,9 +188,11 @@
         await navigator.clipboard.writeText(source.textContent);
         button.textContent = "Copied";
       } catch { // browsers refuse it to some pages: the text is selected for the user's own keys
+        const folded = source.closest("details");
+        if (folded) folded.open = true;
         getSelection().selectAllChildren(source);
         button.textContent = "Selected: press Ctrl-C";
       }
     });
-  choose();
+  update();
 })();

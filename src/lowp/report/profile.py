@@ -9,11 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lowp.numerics.advice import Advice, FormatVerdict
 from lowp.numerics.part import failure
 from lowp.numerics.prediction import Window
 from lowp.numerics.record import Record
+from lowp.report.palette import GRADES
 from lowp.report.terminal import plain_table, show
 
 __all__ = [
@@ -22,19 +24,19 @@ __all__ = [
     "overhead_words",
     "part_seen",
     "print_profile",
+    "recommendation",
     "scale_line",
     "unseen",
-    "verdict_line",
     "verdict_table",
 ]
 
-_MARKS = {"error": ("✗", "red"), "warning": ("!", "yellow")}
+_MARKS = {"error": GRADES["loses"], "warning": GRADES["with care"]}
 
 
 def print_profile(console: Console, record: Record, advice: Advice, next_command: str = "") -> None:
     """Print a profile on one screen."""
     console.print(f"[bold]{escape(headline(record))}[/bold]")
-    console.print(f"VERDICT  {escape(verdict_line(record, advice))}")
+    console.print(f"VERDICT  {escape(recommendation(record, advice))}")
     for line in findings(advice):
         console.print(line)
     if advice.verdicts:
@@ -103,40 +105,68 @@ def part_seen(record: Record) -> str:
     return "a part of the modules" if modules is None else f"{record.sampling['modules_seen']} of {modules} modules"
 
 
-def verdict_line(record: Record, advice: Advice) -> str:
-    """Return the verdict of each format, and the modules to which it applies if not all were recorded."""
-    part = part_seen(record)
-    words = " · ".join(f"{verdict.format} {verdict.verdict}" for verdict in advice.verdicts)
-    words = words or "none: no product of the model (linear, convolution, matmul) was recorded"
-    words = f"for {part} alone: {words}" if part else words
+def recommendation(record: Record, advice: Advice) -> str:
+    """Return what to do in one sentence: the format, its loss scale, what is kept out of it, and on what it rests."""
     if record.part.faults:
-        return f"the training itself failed, {failure(record.part.faults[0])}; in finite steps: {words}"
-    return words
+        fault = record.part.faults[0]
+        where = " of ".join(filter(None, (fault["op"], fault["module"]))) or "an unknown operation"
+        line = f" ({fault['line']})" if fault["line"] else ""
+        return f"Mend the training first: in {failure(fault).replace(':', '', 1)}, first in {where}{line}"
+    if not advice.verdicts:
+        return "No format can be judged: no product of the model (linear, convolution, matmul) was recorded"
+    part, window = part_seen(record), advice.window
+    told = "Train in bf16 and keep the weights in fp32"
+    if advice.policy.loss_scale is not None:
+        scale = "a dynamic loss scale" if record.is_partial else f"loss scale 2^{window.recommended}"
+        told = f"Train in fp16 with {scale} and keep the weights in fp32"
+        if apart := [rule.where for rule in advice.policy.rules if rule.where != "*"]:
+            told += f", {_some(apart)} in bf16"
+    elif window.is_unknown:
+        told += ": no gradient was recorded, by which fp16 is judged"
+    else:
+        told += ": no loss scale brings the gradients into fp16"
+    lost = next((one.stalled for one in advice.verdicts if one.format == "pure bf16" and not one.usable), None)
+    if lost:
+        told += f"{';' if ':' in told else ':'} stored in bf16 they would lose {100 * lost:.0f} % of their updates"
+    return told + (f" (judged by {part} alone)" if part else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")
 
 
 def findings(advice: Advice) -> list[str]:
     """Return one line per finding in rich's markup, and the number of tensors without one."""
     lines = []
     for finding in advice.findings:
-        mark, style = _MARKS[finding.severity]
+        mark, *_, style = _MARKS[finding.severity]
         text = escape(f"{finding.id}  {finding.summary}   {finding.evidence} → {finding.change}")
         lines.append(f" [{style}]{mark}[/{style}] {text}")
     if advice.more:
         lines.append(f"   and {advice.more} more in the report")
-    lines.append(f" [green]✓[/green] {advice.quiet} tensors need no change")
+    mark, *_, style = GRADES["safe"]
+    lines.append(f" [{style}]{mark}[/{style}] {advice.quiet} tensors need no change")
     return lines
 
 
 def verdict_table(verdicts: Sequence[FormatVerdict]) -> Table:
     """Return a table with one line per format."""
     table = plain_table(None, ())
-    for name in ("format", "flushed", "overflow", "stalled", "SQNR", "verdict"):
-        table.add_column(name, justify="left" if name in ("format", "verdict") else "right", no_wrap=name != "verdict")
+    for name in ("format", "use", "flushed", "overflow", "stalled", "SQNR", "verdict"):
+        is_left = name in ("format", "use", "verdict")
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=name != "verdict")
     for verdict in verdicts:
         stalled = "-" if verdict.stalled is None else f"{100 * verdict.stalled:.2f} %"
         ratio = "exact" if math.isinf(verdict.signal_to_noise) else f"{verdict.signal_to_noise:.0f} dB"
+        mark, *_, style = GRADES[verdict.grade]
         table.add_row(
-            verdict.format, f"{100 * verdict.flushed:.3f} %", str(verdict.overflow), stalled, ratio, verdict.verdict
+            verdict.format,
+            Text(f"{mark} {verdict.grade}", style),
+            f"{100 * verdict.flushed:.3f} %",
+            str(verdict.overflow),
+            stalled,
+            ratio,
+            verdict.verdict,
         )
     return table
 

@@ -1,126 +1,123 @@
-"""A profile as one HTML file that works offline, by keyboard and with a screen reader, with interactive figures.
+"""A profile as one HTML file that works offline, by keyboard and with a screen reader.
 
-All values come from the record and the advice; the script only counts bins beyond the chosen limits.
+At the top stands what to do, then what each format would do, then the evidence, with strips of the numbers of each
+tensor. All values come from the record and the advice; the script only counts numbers beyond the chosen limits.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
 
-from lowp.formats import FORMATS, FloatFormat
-from lowp.numerics.advice import Advice
+from lowp.numerics.advice import Advice, FormatVerdict
 from lowp.numerics.difference import difference
 from lowp.numerics.part import failure
 from lowp.numerics.record import Record
-from lowp.report.profile import headline, overhead_words, part_seen, verdict_line
+from lowp.report import palette
+from lowp.report.profile import headline, overhead_words, part_seen, recommendation
+from lowp.report.profile_strips import FORMATS_SHOWN, MAPS, raised, strips
 
 __all__ = ["page"]
 
-_BIAS = 127
-_MOST_ROWS = 160  # of a heat map: keeps a report under a megabyte for any model
-_MAPS = {
-    "weights": ("Weights", ("weight",)),
-    "activations": ("Activations (outputs)", ("output",)),
-    "gradients": ("Gradients of activations", ("grad",)),
-    "weight_gradients": ("Gradients of weights", ("weight_grad",)),
-    "updates": ("Applied updates", ("update",)),
-}
-_LIMITS = ("fp16", "bf16", "e5m2", "e4m3fn", "tf32", "fp32")
-
-
 _COMMAND = "lowp run --policy policy.toml train.py"
+_LONG = 60  # letters of a title that is a whole command
+_SEVERITIES = {"error": "loses", "warning": "with care"}
 
 
 def page(record: Record, advice: Advice, other: Record | None = None, command: str = _COMMAND) -> str:
-    """Return the HTML report of a profile, with `other` compared with a second run; `command` is the next command."""
+    """Return the HTML report of a profile, with `other` beside a second run; `command` uses the policy.
+
+    Raises InvalidInput for runs of different models, or without a common step.
+    """
     folder = files("lowp.report")
     style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("profile.css", "profile.js"))
-    title = f"lowp profile: {record.header.get('title', '')}"
+    title = f"{record.header.get('title', 'profile')}: lowp profile"
     body = "".join(
         (
-            _verdict(record, advice, command),
-            _findings(advice),
-            _controls(record, advice),
-            *(_map(name) for name in _MAPS),
-            _ratios(record),
-            _timeline(record),
+            _top(record, advice, command, other is not None),
             _faults(record),
-            _policy(advice),
+            _formats(record, advice),
+            _findings(record, advice),
             "" if other is None else _comparison(record, other),
+            _timeline(record),
+            _evidence(record, advice, other),
             _method(record),
         )
     )
-    data = json.dumps(_data(record, advice), separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(strips(record, other), separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head><body>'
-        f'<a class="skip" href="#verdict">Skip to the verdict</a><main>{body}</main>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{palette.css()}{style}</style>'
+        f'</head><body><a class="skip" href="#evidence">Skip to the evidence</a><main>{body}</main>'
         f'<script type="application/json" id="data">{data}</script><script>{script}</script></body></html>\n'
     )
 
 
-def _data(record: Record, advice: Advice) -> dict[str, Any]:
-    """Return the data of the script as JSON: for each heat map one row per tensor, with counts by octave.
-
-    Powers of two are also counted apart: one that equals half the smallest number of a format is rounded to zero.
-    """
-    maps: dict[str, list[list[Any]]] = {name: [] for name in _MAPS}
-    left_out: dict[str, int] = dict.fromkeys(_MAPS, 0)
-    for key, tensor in record.tensors.items():
-        name = next((name for name, (_, roles) in _MAPS.items() if key.role in roles), None)
-        op = record.ops.get((key.module, key.op))
-        if name is None or not tensor.nonzero or (key.role == "grad" and op is not None and op.op_class == "wide"):
-            continue  # gradients of losses are fp32 in every precision
-        if len(maps[name]) >= _MOST_ROWS:
-            left_out[name] += 1
-            continue
-        present = [index for index, count in enumerate(tensor.octaves) if count]
-        first, last = present[0], present[-1]
-        label = f"{key.module} {key.op}".strip()
-        powers = tensor.powers[first : last + 1]
-        row = [label, first - _BIAS, tensor.octaves[first : last + 1].tolist(), tensor.maximum]
-        maps[name].append([*row, powers.tolist()] if powers.any() else row)
-    scale = 0 if advice.window.is_empty or advice.window.is_unknown else advice.window.recommended
-    return {
-        "maps": maps,
-        "left_out": left_out,
-        "formats": {name: _limits(name) for name in _LIMITS},
-        "scale": max(min(scale, 40), -10),
-        "scaled": ["gradients", "weight_gradients"],
-    }
-
-
-def _limits(name: str) -> dict[str, Any]:
-    format = FORMATS[name]
-    assert isinstance(format, FloatFormat)
-    return {
-        "smallest": format.min_exponent - format.precision,
-        "normal": format.min_exponent,
-        "maximum": format.maximum,
-    }
-
-
 # -- parts ------------------------------------------------------------------------------------------------------------
+def _text(words: object) -> str:
+    """Return words as HTML, with powers of two raised."""
+    return escape(raised(str(words)))
+
+
 def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    cells = "".join(f'<th scope="col">{_text(name)}</th>' for name in head)
     lines = "".join(
-        f'<tr><th scope="row">{escape(str(row[0]))}</th>'
-        + "".join(f"<td>{escape(str(cell))}</td>" for cell in row[1:])
-        + "</tr>"
+        f'<tr><th scope="row">{_text(row[0])}</th>' + "".join(f"<td>{_text(cell)}</td>" for cell in row[1:]) + "</tr>"
         for row in rows
     )
-    return f"<table><caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table><caption>'
+        f"{_text(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>"
+    )
 
 
-def _verdict(record: Record, advice: Advice, command: str) -> str:
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{_text(summary)}</summary>{content}</details>"
+
+
+def _top(record: Record, advice: Advice, command: str, is_first: bool) -> str:
+    """Return what to do, and the policy and the command to copy."""
+    words = headline(record)
+    title = str(record.header.get("title", ""))
+    if len(title) > _LONG:  # a whole command, which stands below
+        words = words.replace(title, Path(title.split(" ")[0]).name, 1)
+    words += ", the first of two runs" if is_first else ""
+    policy = (
+        '<div class="use"><p><button type="button" data-copy="toml" class="main">Copy the policy</button> '
+        "into the file <code>policy.toml</code>, then run</p>"
+        f'<p><code id="command">{escape(command)}</code> '
+        '<button type="button" data-copy="command">Copy the command</button></p>'
+        "<details><summary>Show the policy</summary>"
+        f'<pre id="toml" tabindex="0" role="region" aria-label="policy.toml">{escape(advice.policy.to_toml())}</pre>'
+        "</details></div>"
+    )
+    if record.part.faults:
+        policy = _folded("The policy for the steps before", policy)
+    return (
+        f'<header><p class="what">Profile of {_text(words)}</p><h1>{_text(recommendation(record, advice))}.</h1>'
+        f"{policy if advice.verdicts else ''}</header>"
+    )
+
+
+def _formats(record: Record, advice: Advice) -> str:
+    """Return a card a format, and its numbers as a table."""
+    if not advice.verdicts:
+        return ""
+    cards = "".join(
+        f'<li class="{verdict.grade.replace(" ", "-")}"><h3>{verdict.format}</h3><p class="grade">'
+        f'<span aria-hidden="true">{palette.GRADES[verdict.grade].mark}</span> {verdict.grade}</p>'
+        f"<p>{_text(_card_words(verdict))}</p></li>"
+        for verdict in advice.verdicts
+    )
     rows = [
         (
             verdict.format,
+            verdict.grade,
             verdict.verdict,
             f"{100 * verdict.flushed:.3f} %",
             verdict.overflow,
@@ -129,102 +126,47 @@ def _verdict(record: Record, advice: Advice, command: str) -> str:
         )
         for verdict in advice.verdicts
     ]
-    head = ("format", "verdict", "gradients flushed", "tensors that overflow", "updates lost", "signal to noise")
+    finite = " in the steps before" if record.part.faults else ""
+    head = ("format", "use", "how", "zero gradients", "tensors that overflow", "updates lost", "signal to noise")
     return (
-        f"<h1>{escape(str(record.header.get('title', 'profile')))}</h1><p>{escape(headline(record))}</p>"
-        f'<section id="verdict"><h2>Verdict</h2><p class="verdict">{escape(verdict_line(record, advice))}</p>'
-        f'<p><code id="command">{escape(command)}</code> <button type="button" data-copy="command">Copy</button></p>'
-        f"{_table('What each format would do', head, rows) if rows else ''}</section>"
+        f'<section id="formats"><h2>What each format would do{finite}</h2><ul class="formats">{cards}</ul>'
+        + _folded("In numbers", _table("Each format on the recorded numbers", head, rows))
+        + "</section>"
     )
 
 
-def _findings(advice: Advice) -> str:
-    if not advice.findings:
-        return '<section id="findings"><h2>Findings</h2><p>Nothing needs a change.</p></section>'
+def _card_words(verdict: FormatVerdict) -> str:
+    how = verdict.verdict.capitalize() if verdict.verdict.isupper() else verdict.verdict
+    words = ["the weights would stop moving" if how == "Will stall" else how.replace("STALLS", "stalls")]
+    if verdict.overflow:
+        words.append(f"{verdict.overflow} tensors overflow")
+    if verdict.flushed >= 1e-5:
+        words.append(f"{100 * verdict.flushed:.2g} % of the gradients become zero")
+    if verdict.stalled:
+        words.append(f"{100 * verdict.stalled:.2g} % of the updates are lost")
+    return "; ".join(words)
+
+
+def _findings(record: Record, advice: Advice) -> str:
+    shown = [finding for finding in advice.findings if finding.id != "N401"]  # a fault has a section of its own
+    if not shown:
+        if record.part.faults:
+            return ""
+        return '<section id="findings"><h2>What to change</h2><p>Nothing needs a change.</p></section>'
     items = "".join(
-        f'<li class="{finding.severity}"><h3>{finding.id} {escape(finding.summary)}</h3>'
-        f"<p>{escape(finding.evidence)}</p>"
-        f"<p><strong>Change:</strong> {escape(finding.change)}. <strong>Then:</strong> {escape(finding.effect)}.</p>"
-        f"<details><summary>Why</summary><p>{escape(finding.kind.cause)}</p><p>{escape(finding.kind.change)}</p></details></li>"
-        for finding in advice.findings
+        f'<li class="{_SEVERITIES[finding.severity].replace(" ", "-")}"><h3>'
+        f'<span aria-hidden="true">{palette.GRADES[_SEVERITIES[finding.severity]].mark}</span> {_text(finding.summary)}'
+        f"</h3><p>{_text(finding.evidence)}</p>"
+        f"<p><strong>Change:</strong> {_text(finding.change)}. <strong>Then:</strong> {_text(finding.effect)}.</p>"
+        f"<details><summary>Why, and finding {finding.id}</summary><p>{_text(finding.kind.cause)}</p>"
+        f"<p>{_text(finding.kind.change)}</p></details></li>"
+        for finding in shown
     )
-    return f'<section id="findings"><h2>Findings</h2><ul class="findings">{items}</ul></section>'
+    more = f"<p>{advice.more} more findings: lowp profile --json</p>" if advice.more else ""
+    return f'<section id="findings"><h2>What to change</h2><ul class="findings">{items}</ul>{more}</section>'
 
 
-def _controls(record: Record, advice: Advice) -> str:
-    options = "".join(f"<option>{name}</option>" for name in _LIMITS)
-    window = advice.window
-    span = "none fits all layers" if window.is_empty else f"2^{window.lowest} to 2^{window.highest}"
-    span = "unknown, no gradient was recorded" if window.is_unknown else span
-    span += f", of {part} alone" if (part := part_seen(record)) else ""
-    return (
-        '<section id="controls" aria-label="Limits of the heat maps"><h2>Limits</h2>'
-        f'<label>Format <select id="format">{options}</select></label> '
-        '<label>Smallest 2^<input id="low" type="number" value="-25"></label> '
-        '<label>Largest 2^<input id="high" type="number" value="15"></label> '
-        '<label>Loss scale <input id="scale" type="range" min="-10" max="40" step="1" '
-        'aria-describedby="window"></label> '
-        '<output id="scale-value" for="scale"></output>'
-        '<p class="key"><span class="limit">smallest and largest number</span> <span class="normal">smallest normal '
-        "number</span> The stronger the colour of a cell, the more numbers of its tensor.</p>"
-        f'<p id="window">Loss scales that fit fp16: {escape(span)}</p>'
-        '<p id="totals" role="status" aria-live="polite"></p></section>'
-    )
-
-
-def _map(name: str) -> str:
-    title = _MAPS[name][0]
-    return (
-        f'<section class="map" data-map="{name}"><h2>{title}</h2><div class="scroll" tabindex="0" role="region" '
-        f'aria-label="Heat map of {title.lower()}"><svg role="img" aria-label="{title} by layer and exponent; '
-        f"the table "
-        'below has the figures"></svg></div><details><summary>The same as a table</summary><table>'
-        f"<caption>{title} at these limits</caption><thead><tr>"
-        '<th scope="col">layer</th><th scope="col">numbers</th><th scope="col">exponents</th><th scope="col">'
-        "flushed</th>"
-        '<th scope="col">subnormal</th><th scope="col">overflow</th></tr></thead><tbody></tbody></table>'
-        "</details></section>"
-    )
-
-
-def _ratios(record: Record) -> str:
-    """Return the figure of update:weight ratios: a bar per power of two, and the limit of each format."""
-    counts: dict[int, int] = {}
-    for updates in record.updates.values():
-        for ratio, count in updates.ratios().items():
-            if -4 <= ratio <= 40:
-                counts[ratio] = counts.get(ratio, 0) + count
-    if not counts:
-        return ""
-    low, high = min(*counts, 0), max(*counts, 14)
-    max_count, step, height = max(counts.values()), 16, 160
-    bars = "".join(
-        f'<rect class="bar" x="{(ratio - low) * step + 20}" y="{height - 140 * count / max_count:.1f}" '
-        f'width="{step - 2}" height="{140 * count / max_count:.1f}"><title>2^{-ratio}: {count}</title></rect>'
-        for ratio, count in sorted(counts.items())
-    )
-    stalls = [((precision + 1 - low) * step + 19, name) for name, precision in (("e4m3", 4), ("bf16", 8), ("fp16", 11))]
-    lines = "".join(f'<line class="limit" x1="{x}" x2="{x}" y1="6" y2="{height}"/>' for x, _ in stalls) + "".join(
-        f'<text x="{x + 3}" y="{14 + 14 * index}">{name} stalls →</text>' for index, (x, name) in enumerate(stalls)
-    )
-    width = (high - low + 8) * step
-    ticks = "".join(
-        f'<text x="{(ratio - low) * step + 20}" y="{height + 14}">2^{-ratio}</text>'
-        for ratio in range(math.ceil(low / 4) * 4, high + 1, 4)
-    )
-    rows = [(f"2^{-ratio}", count) for ratio, count in sorted(counts.items())]
-    return (
-        f'<section id="ratios"><h2>Update beside weight</h2><div class="scroll" tabindex="0" role="region" '
-        f'aria-label="Ratios">'
-        f'<svg width="{width}" height="{height + 38}" role="img" aria-label="How many updates are a power of '
-        f"two smaller "
-        f'than their weight">{bars}{lines}{ticks}<text x="20" y="{height + 32}">|update| / |weight|'
-        f"</text></svg></div><details><summary>The same as a table</summary>"
-        f"{_table('Updates', ('ratio', 'updates'), rows)}"
-        "</details></section>"
-    )
-
-
+# -- steps ------------------------------------------------------------------------------------------------------------
 def _timeline(record: Record) -> str:
     """Return the figures of the loss, and of the loss scale with the skipped steps."""
     steps = [step for step in record.steps if step.scale is not None or step.loss is not None]
@@ -232,13 +174,7 @@ def _timeline(record: Record) -> str:
         return ""
     losses = [(step.step, step.loss) for step in steps if step.loss is not None and math.isfinite(step.loss)]
     scales = [(step.step, math.log2(step.scale)) for step in steps if step.scale]
-    last = max(step.step for step in steps) or 1
-    marks = "".join(
-        f'<circle class="skipped" cx="{_across(step.step, last):.1f}" cy="12" r="4"><title>step {step.step} '
-        "was skipped: a gradient overflowed</title></circle>"
-        for step in steps
-        if step.skipped
-    )
+    skipped = [step.step for step in steps if step.skipped]
     rows = [
         (
             step.step,
@@ -249,37 +185,38 @@ def _timeline(record: Record) -> str:
         )
         for step in steps
     ]
-    head = ("step", "loss", "loss scale", "largest gradient", "")
-    drawn = _curve("Loss", losses, last, "{:.4g}") + (
-        _curve("Loss scale, skipped steps marked", scales, last, "2^{:g}", marks) or "<p>No loss scale was used.</p>"
-    )
+    head = ("step", "loss", "loss scale", "largest gradient", "note")
     return (
-        f'<section id="timeline"><h2>Steps</h2>{drawn}<details><summary>The same as a table</summary>'
-        f"{_table('Recorded steps', head, rows)}</details></section>"
+        f'<section id="timeline"><h2>Steps</h2><div class="curves">{_curve("Loss", losses, "{:.4g}")}'
+        f"{_curve('Loss scale', scales, '2^{:g}', skipped)}</div>"
+        + _folded("Each step in numbers", _table("Recorded steps", head, rows))
+        + "</section>"
     )
 
 
-def _across(step: int, last: int) -> float:
-    """Return the x coordinate of a step; the steps fill the width."""
-    return 90 + 560 * step / last
-
-
-def _curve(title: str, points: Sequence[tuple[int, float]], last: int, label: str, marks: str = "") -> str:
-    """Return a line through the steps, labelled with its minimum and maximum; '' without points."""
+def _curve(title: str, points: Sequence[tuple[int, float]], label: str, marked: Sequence[int] = ()) -> str:
+    """Return a line through the steps, with its ends in words; '' without points. `marked` steps were skipped."""
     if not points:
         return ""
-    low, high, height = min(value for _, value in points), max(value for _, value in points), 110
-    points_text = " ".join(
-        f"{_across(step, last):.1f},{height - 80 * (value - low) / ((high - low) or 1):.1f}" for step, value in points
-    )
-    low_label = f'<text x="0" y="{height + 4}">{label.format(low)}</text>' if low < high else ""
-    y = 34 if low < high else height + 4
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    last = max(step for step, _ in points) or 1
+
+    def across(step: int) -> str:
+        return f"{100 * step / last:.2f}"
+
+    def vertical(kind: str, x: str) -> str:
+        return f'<line class="{kind}" x1="{x}" x2="{x}" y1="0" y2="31"/>'
+
+    line = " ".join(f"{across(step)},{30 - 28 * (value - low) / ((high - low) or 1):.2f}" for step, value in points)
+    lines = "".join(vertical("skipped", across(step)) for step in marked) + vertical("now", "-1")
+    (first, begin), (end, final) = points[0], points[-1]
+    words = f"{title}: {label.format(begin)} at step {first}, {label.format(final)} at step {end}"
+    if {low, high} != {begin, final}:
+        words += f"; from {label.format(low)} to {label.format(high)}"
+    words += f"; {len(marked)} skipped" if marked else ""
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}, picture">'
-        f'<svg width="680" height="{height + 24}" role="img" aria-label="{title} over the steps; '
-        f'the table below has the figures"><text x="90" y="{height + 20}">{title}, step 0 to {last}</text>'
-        f'<text x="0" y="{y}">{label.format(high)}</text>{low_label}'
-        f'<polyline class="line" points="{points_text}"/>{marks}</svg></div>'
+        f'<figure><svg viewBox="0 0 100 31" preserveAspectRatio="none" role="img" aria-label="{_text(words)}" '
+        f'data-last="{last}">{lines}<polyline points="{line}"/></svg><figcaption>{_text(words)}</figcaption></figure>'
     )
 
 
@@ -307,61 +244,76 @@ def _faults(record: Record) -> str:
         ]
         where = " ".join(filter(None, (f"in {fault['module']}" if fault["module"] else "", fault["line"])))
         parts.append(
-            f"<h3>{failure(fault).capitalize()}</h3><p>First: <strong>"
-            f"{escape(fault['op'])}</strong> "
-            f"({escape(fault['operation'])}, {fault['phase']}) {escape(where)}: {fault['nan']} NaN, "
-            f"{fault['inf']} infinite. "
-            f"{escape(fault['hint'])}</p>"
+            f"<h3>{escape(failure(fault).capitalize())}</h3><p>First: <strong>{escape(fault['op'])}</strong> "
+            f"({escape(fault['operation'])}, {escape(fault['phase'])}) {escape(where)}: {fault['nan']} NaN, "
+            f"{fault['inf']} infinite. {_text(fault['hint'])}</p>"
             + _table("Its inputs", ("input", "shape", "dtype", "range", "NaN", "infinite"), inputs)
-            + _table("The steps before", ("step", "loss", "loss scale", "largest gradient"), before)
+            + (_table("The steps before", ("step", "loss", "loss scale", "largest gradient"), before) if before else "")
         )
-    return f'<section id="divergence"><h2>Divergence</h2>{"".join(parts)}</section>' if parts else ""
+    return f'<section id="divergence"><h2>Where it began</h2>{"".join(parts)}</section>' if parts else ""
 
 
-def _policy(advice: Advice) -> str:
-    rows = [(str(index), str(rule)) for index, rule in enumerate(advice.policy.rules, 1)]
+# -- evidence ---------------------------------------------------------------------------------------------------------
+def _evidence(record: Record, advice: Advice, other: Record | None) -> str:
+    """Return the fields that choose format, loss scale and step, and an empty section a kind of tensor."""
+    options = "".join(f"<option>{name}</option>" for name in FORMATS_SHOWN)
+    window = advice.window
+    span = "none fits all layers" if window.is_empty else f"2^{window.lowest} to 2^{window.highest}"
+    span = "unknown, no gradient was recorded" if window.is_unknown else span
+    span += f", of {part} alone" if (part := part_seen(record)) else ""
+    scale = 0 if window.is_empty or window.is_unknown else max(min(window.recommended, 40), -10)
+    second = "" if other is None else ' <span class="second">The lower strip is the second run.</span>'
+    sections = "".join(
+        f'<section class="map" data-map="{name}" aria-labelledby="{name}"><h3 id="{name}">{title}</h3>'
+        '<div class="ruler"></div><div class="rows"></div></section>'
+        for name, (title, _) in MAPS.items()
+    )
     return (
-        '<section id="policy"><h2>Policy</h2><p>The first rule that matches an op wins. Loss scale: '
-        f"{escape(str(advice.policy.loss_scale or 'none'))}.</p>"
-        f'{_table("Rules", ("", "rule"), rows)}<details><summary>As a file</summary><pre id="toml">'
-        f'{escape(advice.policy.to_toml())}</pre><button type="button" data-copy="toml">Copy</button>'
-        f"</details></section>"
+        '<section id="evidence"><h2>Evidence: how large the numbers are</h2>'
+        "<p>A strip is one tensor: small numbers on the left, large ones on the right, and the stronger the colour the "
+        f"more of them. All strips have the same axis, of powers of two. A block opens into its layers.{second}</p>"
+        '<form id="controls" aria-label="What the strips are judged by">'
+        f'<label>Format <select id="format">{options}</select></label>'
+        f'<label>Loss scale <input id="scale" type="range" min="-10" max="40" value="{scale}"'
+        ' aria-describedby="window"><output id="scale-value" for="scale"></output></label>'
+        '<label>Step <input id="step" type="range" min="0" max="0" value="0">'
+        '<output id="step-value" for="step"></output></label>'
+        '<p id="totals" role="status"></p></form>'
+        f'<p id="window">Loss scales that fit fp16: {_text(span)}.</p>'
+        f"<noscript><p>The strips need JavaScript.</p></noscript>{sections}</section>"
     )
 
 
 def _comparison(record: Record, other: Record) -> str:
-    """Return the comparison of two runs: their first difference, and the maximum and root mean square of each tensor.
-
-    Raises InvalidInput for runs of different models, or without a common step.
-    """
+    """Return the comparison of two runs: their first difference, and the tensors that changed most."""
     first_difference = difference(record, other)
-    summary = (
-        "Bitwise equal in every step that both recorded."
-        if first_difference is None
-        else f"First difference: {first_difference}."
-    )
-    rows = [
-        (
-            str(key),
-            f"{first.maximum:.4g}",
-            f"{second.maximum:.4g}",
-            f"{first.root_mean_square:.4g}",
-            f"{second.root_mean_square:.4g}",
-        )
-        for key, first in record.tensors.items()
-        if (second := other.tensors.get(key)) is not None
-    ][: 3 * _MOST_ROWS]
-    names = [str(run.header.get("title", "")) for run in (record, other)]
-    if names[0] == names[1]:
-        names = ["first run", "second run"]
-    head = ("tensor", f"largest: {names[0]}", f"largest: {names[1]}", f"rms: {names[0]}", f"rms: {names[1]}")
-    table = _table("Side by side", head, rows)
-    return f'<section id="comparison"><h2>Two runs</h2><p>{escape(summary)}</p>{table}</section>'
+    words = "bitwise equal in every step that both recorded" if first_difference is None else str(first_difference)
+    summary = f"{words[0].upper()}{words[1:]}."
+    rows = [row for name, (title, role) in MAPS.items() if (row := _change(record, other, role, title))]
+    head = ("kind of tensor", "median change of the root mean square", "largest change", "of")
+    table = _table("The second run beside the first, by kind of tensor", head, rows) if rows else ""
+    return f'<section id="comparison"><h2>Two runs</h2><p>{_text(summary)}</p>{table}</section>'
+
+
+def _change(record: Record, other: Record, role: str, title: str) -> tuple[str, ...]:
+    """Return how the tensors of a role changed between two runs; () without one."""
+    changes = [
+        (math.log2(two.root_mean_square / one.root_mean_square), str(key).removesuffix(f" {role}"))
+        for key, one in record.tensors.items()
+        if key.role == role and (two := other.tensors.get(key)) and one.root_mean_square and two.root_mean_square
+    ]
+    if not changes:
+        return ()
+    middle = statistics.median(change for change, _ in changes)
+    largest, name = max(changes, key=lambda change: abs(change[0]))
+    title = "Updates" if role == "update" else title
+    return title, f"{2**middle:.3g} times", f"{2**largest:.3g} times", name if largest else "none"
 
 
 def _method(record: Record) -> str:
     header, sampling = record.header, record.sampling
     rows = [
+        ("what ran", header.get("title", "")),
         ("sampled steps", ", ".join(map(str, record.sampled))),
         ("steps in all", sampling.get("steps", "")),
         ("recorded modules", f"{sampling.get('modules_seen', '')} of {sampling.get('modules', '')}"),
@@ -372,4 +324,4 @@ def _method(record: Record) -> str:
         ("started", header.get("started", "")),
         ("not observed", "optimizer state, steps that were not sampled"),
     ]
-    return f'<section id="method"><h2>Method</h2>{_table("How it was recorded", ("what", "value"), rows)}</section>'
+    return f'<section id="method"><h2>How it was recorded</h2>{_table("The run", ("what", "value"), rows)}</section>'

@@ -12,12 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from lowp.report.exponents import exponent_table
+from lowp.report.palette import GRADES
 from lowp.report.terminal import WIDTH, plain_table
 
 __all__ = ["comparison_tables", "heat_map", "notes", "number", "sweep_words"]
 
 _NOTHING = "-"
-_STYLES = {"converges as fp32": "green", "loses": "yellow", "fails": "red", "undecided": "cyan"}
+_GRADES = {"converges as fp32": "safe", "loses": "with care", "fails": "loses", "undecided": "not judged"}
+_STYLES = {verdict: GRADES[grade].terminal for verdict, grade in _GRADES.items()}
 
 
 # -- a comparison -----------------------------------------------------------------------------------------------------
