@@ -26,10 +26,11 @@ SMALLEST = {  # by program, the options of its smallest form, and what it then p
     "monitoring": ("quiet --recipes digits --precisions fp32 --seconds 0.1", "0 alarms in 1 trainings"),
     "profiling": ("digits --steps 5 --pairs 1", '"outside %"'),
     "record": ("--list", "kernels.py .*kernels.json"),
+    "scale_rules": ("", "mxfp4 +even +float32"),
     "scripts": ("--rounds 1 --steps 2 --batch 2", "ratio of the medians"),
     "step": ("--rounds 1 --torch-rounds 1 --formats bf16", "transformer +bf16"),
 }
-NEEDS = {"convert": "safetensors", "gpu_static": "triton"}
+NEEDS = {"convert": "safetensors", "scale_rules": "torchao", "gpu_static": "triton"}
 
 
 def test_every_program_has_a_smallest_form() -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 NAMED = [name for name, row in FORMATS.items() if isinstance(row, ScaledFormat)]
 SERVED = ["mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2", "mxfp4", "mxint8", "nvfp4", "int8", "int4", "e4m3fn@fp32/row"]
 CASTS = [*SERVED, "e5m2@fp32/channel:saturate", "mxfp8:nearest-away", "int8:nearest-away", "nvfp4:saturate"]
-CASTS += ["mxfp8:rceil", "mxfp4:ceil", "mxfp8:even", "mxfp6:rceil", "mxint8:even"]
+CASTS += ["mxfp8:rceil", "mxfp4:ceil", "mxfp8:even", "mxfp6:rceil"]
 CASTS += ["mxfp8:stochastic", "mxfp4:stochastic-b-8", "mxfp8:current(headroom=1)", "int8:current(headroom=1)"]
 CASTS += ["e4m0fn@fp32/row", "e2m1@e8m0/16"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
