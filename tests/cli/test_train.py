@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -77,6 +78,42 @@ def test_ctrl_c_and_kill_9_and_on_to_the_same_bits(lowp: Callable[..., Any]) -> 
     assert lowp(*whole).code == 0
     assert same("part.pt", "whole.pt")
     assert history("part.json") == history("whole.json")
+
+
+def test_ctrl_c_in_the_first_epoch_keeps_the_steps_so_far(lowp: Callable[..., Any]) -> None:
+    command = ("digits", "--precision", "fp16", "--batch", "2", "--epochs", "1", "--checkpoint", "part.pt")
+    with forked.start("-m", "lowp", "train", *command) as process:
+        for line in process.stderr:
+            if line.startswith("epoch 0/1"):
+                time.sleep(0.05)
+                process.send_signal(signal.SIGINT)
+                break
+        said = process.stderr.read()
+    assert process.returncode == 130, said
+    step = re.search(r"stopped after step (\d+) of 628 in epoch 1 of 1; the checkpoint is part\.pt", said)
+    assert step is not None and 0 < int(step[1]) < 628, said
+    assert lowp("train", "digits", "--checkpoint", "part.pt", "--resume", "--out", "part.json").code == 0
+    assert lowp("train", *command[:-1], "whole.pt", "--out", "whole.json").code == 0
+    assert same("part.pt", "whole.pt") and history("part.json") == history("whole.json")
+
+
+def test_alarms_are_told_between_the_lines_of_the_epochs(lowp: Callable[..., Any]) -> None:
+    result = lowp(
+        "train", "digits-hard", "--precision", "fp16-naive", "--epochs", "1", "--monitor", "run.jsonl", "--json"
+    )
+    alarm, last = result.err.splitlines()[-2:]
+    assert re.match(r"alarm: step 2: 0\.weight .* rounded away in float16 .* \(lowp explain N101\)", alarm)
+    assert last.startswith("epoch 1/1") and last.endswith("  1 alarm")
+    assert [one["id"] for one in json.loads(result.out)["alarms"]] == ["N101"]
+    assert json.loads(Path("run.jsonl").read_text().splitlines()[0])["kind"] == "lowp monitor"
+
+
+def test_progress_within_an_epoch_is_told_where_there_is_no_bar(
+    lowp: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowp.cli.train._TOLD", 0.0)
+    said = lowp("train", "digits", "--epochs", "1", "--batch", "300").err
+    assert re.findall(r"^epoch 1/1: step (\d) of 4, loss \d\.\d{4}$", said, re.MULTILINE) == ["1", "2", "3", "4"]
 
 
 def test_an_unfinished_run_is_not_overwritten_unless_asked(lowp: Callable[..., Any]) -> None:

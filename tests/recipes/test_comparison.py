@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput
-from lowp.recipes import results
+from lowp.recipes import results, runs
 from lowp.recipes.comparison import Study, variants_of
 from lowp.recipes.sweep import Grid
 from lowp.recipes.training import Settings, Training, load_data, threads_of
@@ -26,7 +26,7 @@ TINY = Settings("digits", epochs=2, batch=128)
 DATA = load_data(TINY)
 
 
-def quiet(name: str, epoch: int) -> None:
+def quiet(name: str, epoch: float) -> None:
     """Ignore progress."""
 
 
@@ -109,6 +109,27 @@ def test_a_study_that_was_stopped_goes_on_and_is_the_same_in_the_end(tmp_path: P
     rest = Study(rows, [0, 1], samples=2)
     assert rest.resume(path) == 2 and len(rest.jobs()) == 2
     assert repr(without_seconds(done(rest))) == repr(without_seconds(whole))
+
+
+def test_a_run_that_was_stopped_within_an_epoch_goes_on_there(tmp_path: Path) -> None:
+    rows, folder = variants_of(TINY, ["bf16"]), tmp_path / "parts"
+    whole = done(Study(rows, [0], samples=4))
+    part, rest = Study(rows, [0], samples=4), Study(rows, [0], samples=4)
+    part.folder = rest.folder = folder
+    asked = iter(range(100))
+    assert [name for name, _ in part.run(quiet, 1, lambda: next(asked) >= 13)] == []
+    assert [one.name for one in folder.iterdir()] == ["fp32-seed-0.pt"]
+    assert Training.resume(folder / "fp32-seed-0.pt").step_of_epoch > 0
+    assert repr(without_seconds(done(rest))) == repr(without_seconds(whole))
+    assert not list(folder.iterdir())
+
+
+def test_progress_within_an_epoch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_PACE", 0.0)
+    told: list[float] = []
+    for _ in Study(variants_of(TINY, []), [0], samples=0).run(lambda name, epoch: told.append(epoch), 1):
+        pass
+    assert told == sorted(told) and len(set(told)) > 10 and 0 < told[1] < 1 and told[-1] == TINY.epochs
 
 
 def test_runs_of_another_plan_are_not_taken_over(tmp_path: Path) -> None:

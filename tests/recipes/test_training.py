@@ -13,8 +13,8 @@ import torch
 import lowp
 from lowp.checkpoint import InvalidCheckpoint
 from lowp.errors import InvalidInput, Unavailable
-from lowp.recipes import get
-from lowp.recipes.training import Settings, Training, load_data, moved
+from lowp.recipes import get, keeping
+from lowp.recipes.training import Settings, Training, load_data, moved, read_extra
 
 DATA = load_data(Settings("digits"))
 PRECISIONS = ("fp32", "fp16", "bf16-storage", "fp16-naive", "e4m3fn")
@@ -250,3 +250,33 @@ def test_an_edited_setting_is_named(tmp_path: Path, name: str, value: object) ->
     torch.save(content, path)
     with pytest.raises(InvalidCheckpoint, match=f"that has been edited: its setting {name} is {value!r}"):
         Training.resume(path)
+
+
+# -- interruptions ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("precision", ["fp16", "flex16+5"])
+@pytest.mark.parametrize("asked", [0, 2, 6, 14, 16], ids=lambda asked: f"at question {asked}")
+def test_a_run_is_kept_wherever_it_is_stopped(
+    precision: str, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five questions in the evaluation before training, nine steps, five in the evaluation after the first epoch."""
+    monkeypatch.setattr(keeping, "_LONG", 0.0)  # every evaluation is long enough to be stopped
+    whole, part = begin(precision), begin(precision)
+    assert whole.run()
+    keeper = keeping.Keeper(tmp_path / "run.pt")
+    assert not part.run(stop=StopAfter(asked), keeper=keeper)
+    steps = min(max(asked - 5, 0), 9)
+    assert keeper.at == f"step {steps} of epoch 1" and len(part.history) == (asked >= 5)
+    rest = Training.resume(tmp_path / "run.pt")
+    assert rest.step_of_epoch == steps and rest.run()
+    assert same_bits(rest, whole)
+    assert without_seconds(rest.history) == without_seconds(whole.history)
+
+
+def test_a_long_epoch_is_kept_between_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "_SECONDS", 0.0)
+    kept: list[int] = []
+    keeper = keeping.Keeper(tmp_path / "run.pt")
+    begin(epochs=1).run(
+        keeper=keeper, on_step=lambda training, loss: kept.append(read_extra(keeper.path)["step_of_epoch"])
+    )
+    assert kept == list(range(9))

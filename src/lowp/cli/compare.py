@@ -14,6 +14,7 @@ the file contains the finished runs, and --resume continues with the rest.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,12 +89,15 @@ def run(arguments: argparse.Namespace) -> int:
     study = _study(arguments)
     study.command = results.command_line()
     plot = picture_path(arguments.plot, out)
+    study.folder = out.with_name(f"{out.stem}-parts")
     _take_over(study, out, arguments.resume)
     with Interrupts(lambda: _interrupted(study, out)) as interrupts:
         _train(study, out, arguments.jobs, interrupts)
         if arguments.timing and arguments.sweep is None and not interrupts():
             say("measuring the time and the memory of a step ...")
             measure(study, arguments.timing, interrupts)
+    with contextlib.suppress(OSError):  # interrupted runs are in it
+        study.folder.rmdir()
     if interrupts():
         results.write(out, study.document())
         say(_interrupted(study, out))
@@ -111,9 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _interrupted(study: Study, out: Path) -> str:
-    done = len(study.runs)
+    done, jobs = len(study.runs), study.jobs()
+    begun = sum(job.kept is not None and job.kept.exists() for job in jobs)
+    parts = f", and {begun} begun in {study.folder}" if begun else ""
     return (
-        f"interrupted; {done} of {done + len(study.jobs())} runs are in {out}. "
+        f"interrupted; {done} of {done + len(jobs)} runs are in {out}{parts}. "
         "To continue, repeat the command with --resume"
     )
 
@@ -177,13 +183,16 @@ def _take_over(study: Study, out: Path, resume: bool) -> None:
         return
     if out.exists() and out.stat().st_size:
         try:
-            earlier = results.read(out, study.kind)
-        except InvalidInput:
-            return  # results of another kind or version: complete, and written by lowp, as checked before
-        if not earlier.get("complete"):
+            is_complete = results.read(out, study.kind).get("complete")
+        except InvalidInput:  # results of another kind or version: complete, and written by lowp, as checked before
+            is_complete = True
+        if not is_complete:
             raise InvalidInput(
                 f"{out} holds the runs of an interrupted {study.kind}: give --resume to continue it, or another --out"
             )
+    for job in study.jobs():  # runs that were interrupted and are not to be continued
+        if job.kept is not None:
+            job.kept.unlink(missing_ok=True)
 
 
 def _train(study: Study, out: Path, processes: int | None, stop: Interrupts) -> None:
@@ -200,7 +209,14 @@ def _train(study: Study, out: Path, processes: int | None, stop: Interrupts) -> 
     title = f"{study.recipe.name}: {names}; {numbers}; {study.data.description}"
     with Bar(study.recipe.name, len(jobs) * epochs, "epochs") as bar:
         bar.line(title)
-        runs = study.run(lambda name, epoch: bar.advance(epoch > 0, name), processes, stop)
+        results.write(out, study.document())  # so that --resume continues a run that is killed, too
+        done_epochs: dict[str, float] = {}
+
+        def on_epoch(name: str, epoch: float) -> None:
+            done_epochs[name] = epoch
+            bar.move(sum(done_epochs.values()), name)
+
+        runs = study.run(on_epoch, processes, stop)
         for done, (name, result) in enumerate(runs, 1):
             results.write(out, study.document())
             bar.line(f"{done}/{len(jobs)}  {result_line(study, name, result)}")

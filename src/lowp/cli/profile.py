@@ -268,7 +268,8 @@ def _recipe(name: str, arguments: argparse.Namespace) -> int:
         Interrupts(lambda: _left(arguments.out), "the step is being ended") as interrupts,
         Bar(f"profiling {name}", arguments.steps or 0, "steps") as bar,
     ):
-        record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out, interrupts, bar.move)
+        moved = lambda taken, steps: bar.move(taken, total=steps)  # noqa: E731
+        record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out, interrupts, moved)
     if record.is_empty:  # the profiler has printed why
         return interrupts.exit_code if interrupts() else 2
     document = _report(record, arguments, f"lowp compare {name} --precision policy.toml")

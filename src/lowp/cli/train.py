@@ -1,15 +1,17 @@
-"""Train one recipe in one precision, with a checkpoint after each epoch and at Ctrl-C.
+"""Train one recipe in one precision, with a checkpoint after each epoch, every half minute and at Ctrl-C.
 
   lowp train digits --precision fp16
   lowp train digits --precision fp16 --resume
 
 A run that was stopped by Ctrl-C or kill -9 continues with --resume, with the bits of an uninterrupted run.
+A monitor watches it: its alarms are printed above the progress bar.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,14 @@ from lowp.cli.interrupts import Interrupts
 from lowp.cli.output import add_output_arguments, print_json, say
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowp.monitoring import Alarm
+    from lowp.recipes.keeping import Keeper
     from lowp.recipes.training import Training
+    from lowp.report.progress import Bar
+
+_SHOWN, _TOLD = 0.1, 30.0  # seconds between two signs of progress, on a terminal and elsewhere
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_output_arguments(parser)
     parser.add_argument("--out", metavar="FILE.json", type=Path, help="write all numbers of the run to this file")
+    parser.add_argument(
+        "--monitor",
+        metavar="FILE.jsonl",
+        type=Path,
+        help="write the numbers of the monitor to this file: see lowp watch",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train or resume; return 0 at the end, 130 after Ctrl-C, with the checkpoint written."""
     from lowp import checkpoint, files
     from lowp.errors import InvalidInput
+    from lowp.monitoring.log import check_log
     from lowp.recipes import get, results
+    from lowp.recipes.keeping import Keeper
     from lowp.recipes.training import threads_of
 
     if arguments.resume and arguments.overwrite:
@@ -57,31 +74,37 @@ def run(arguments: argparse.Namespace) -> int:
         results.check_writable(arguments.out)
         if files.same_file(arguments.out, path):
             raise InvalidInput(f"--out and --checkpoint are both {path}: give two files")
-    with _interrupts(recipe.name, path) as interrupts, files.sole_writer(path), threads_of(recipe.threads):
+    if arguments.monitor is not None:
+        check_log(arguments.monitor)
+    keeper = Keeper(path)
+    with _interrupts(recipe.name, keeper) as interrupts, files.sole_writer(path), threads_of(recipe.threads):
         training = _begin(named, path, arguments)
-        finished = _train(training, path, interrupts)
+        finished, alarms = _train(training, keeper, interrupts, arguments.monitor)
+        document = _document(training, alarms)
         if arguments.out is not None:
-            results.write(arguments.out, _document(training))
+            results.write(arguments.out, document)
     if not finished:
         say(
-            f"stopped in epoch {training.epoch + 1} of {training.epochs}; the checkpoint is {path}. To continue: "
+            f"stopped after step {training.step_of_epoch} of {training.steps_per_epoch} in epoch "
+            f"{min(training.epoch + 1, training.epochs)} of {training.epochs}; the checkpoint is {path}. To continue: "
             f"lowp train {recipe.name} --checkpoint {path} --resume"
         )
         return interrupts.exit_code
     if arguments.json:
-        print_json(_document(training))
+        print_json(document)
         return EXIT_ERROR if training.failure is not None else 0
     return _report(training, path)
 
 
-def _interrupts(recipe: str, path: Path) -> Interrupts:
-    """Return the handler of Ctrl-C; a run that is ended within a long step can be resumed from its last epoch."""
+def _interrupts(recipe: str, keeper: Keeper) -> Interrupts:
+    """Return the handler of Ctrl-C; a run that is ended within a long step can be resumed from what was kept last."""
+    path = keeper.path
 
     def last_words() -> str:
         if not path.exists():
             return "stopped within a step, before there was a checkpoint: nothing was written"
         return (
-            f"stopped within a step; the checkpoint {path} is that of the last epoch. To continue: "
+            f"stopped within a step; the checkpoint {path} is that of {keeper.at or 'the run before'}. To continue: "
             f"lowp train {recipe} --checkpoint {path} --resume"
         )
 
@@ -116,26 +139,60 @@ def _holds(path: Path, extra: dict[str, Any]) -> str:
     return f"{path} holds a finished run of {epoch} epochs: give --overwrite to replace it, or another --checkpoint"
 
 
-def _train(training: Training, path: Path, interrupts: Interrupts) -> bool:
-    """Train with a progress bar, and write the checkpoint after each epoch and at an interruption."""
+def _train(training: Training, keeper: Keeper, interrupts: Interrupts, log: Path | None) -> tuple[bool, list[Alarm]]:
+    """Train with a progress bar and a monitor, and keep checkpoints; return whether it has ended, and the alarms."""
+    from lowp.monitoring import Monitor
     from lowp.report.progress import Bar
 
     title = f"{training.recipe.name}, {training.precision}"
     with Bar(training.recipe.name, training.epochs, "epochs") as bar:
         if not training.finished:
             bar.line(f"{title}; {training.data.description}")
-        bar.advance(training.epoch)
+        monitor = Monitor(
+            training.model,
+            training.optimizer,
+            precision=training.precision,
+            sinks=() if log is None else (log,),
+            on_alarm=lambda alarm: bar.line(f"alarm: {alarm}"),
+        )
+        progress = _Progress(bar, training)
 
         def after_epoch(training: Training) -> None:
             if training.failure is None:
-                training.save(path)
-            bar.line(_epoch_line(training))
-            bar.advance(1 if training.epoch else 0)
+                keeper.save(training)
+            count = len(monitor.alarms)
+            bar.line(_epoch_line(training) + (f"  {count} alarm{'s' * (count > 1)}" if count else ""))
 
-        finished = training.run(after_epoch, interrupts)
-        if not finished:
-            training.save(path)
-    return finished
+        with monitor:
+            finished = training.run(after_epoch, interrupts, keeper=keeper, on_step=progress)
+    return finished, monitor.alarms
+
+
+class _Progress:
+    """Shows steps within an epoch: on a terminal ten times a second, elsewhere a line every half minute."""
+
+    def __init__(self, bar: Bar, training: Training) -> None:
+        from lowp.kernels.int16.late import LateNumber
+
+        self._bar, self._shown = bar, time.monotonic()
+        self._pause = _SHOWN if bar.is_live else _TOLD
+        self._loss = LateNumber()
+        bar.move(training.progress * training.epochs)
+
+    def __call__(self, training: Training, loss: Tensor) -> None:
+        """Take a step into account; its loss is shown when it has arrived from the device."""
+        now, steps = time.monotonic(), training.steps_per_epoch
+        if now - self._shown < self._pause and training.step_of_epoch < steps:
+            return
+        before = self._loss.read()
+        self._loss.send(loss)
+        value = before if self._loss.is_under_way else self._loss.read()
+        where = f"step {training.step_of_epoch} of {steps}" + ("" if value is None else f", loss {value:.4f}")
+        self._bar.move(training.epoch + training.step_of_epoch / steps, f"{training.recipe.name}: {where}")
+        if not self._bar.is_live and now - self._shown >= self._pause:
+            self._bar.line(f"epoch {training.epoch + 1}/{training.epochs}: {where}")
+        if now - self._shown >= self._pause:
+            self._shown = now
 
 
 def _epoch_line(training: Training) -> str:
@@ -165,7 +222,7 @@ def _report(training: Training, path: Path) -> int:
     return 0
 
 
-def _document(training: Training) -> dict[str, Any]:
+def _document(training: Training, alarms: list[Alarm]) -> dict[str, Any]:
     from dataclasses import asdict
 
     from lowp.recipes import results
@@ -177,6 +234,7 @@ def _document(training: Training) -> dict[str, Any]:
         "data": training.data.description,
         "history": training.history,
         "failure": training.failure,
+        "alarms": [alarm.document() for alarm in alarms],
     }
 
 

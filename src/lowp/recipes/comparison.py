@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -81,17 +82,22 @@ class Study:
         self.costs: dict[str, dict[str, Any]] = {}
         self.cost_methods: dict[str, str] = {}
         self.command: str | None = None
+        self.folder: Path | None = None  # of the checkpoints of runs that are interrupted
         self._header = results.header(kind)
 
     # -- doing it ---------------------------------------------------------------------------------------------------
     def jobs(self) -> list[Job]:
         """Return the runs that remain to be done."""
         return [
-            Job(_name(variant.label, seed), replace(variant.settings, seed=seed), self.samples)
+            self._job(_name(variant.label, seed), replace(variant.settings, seed=seed))
             for seed in self.seeds
             for variant in self.variants
             if (variant.label, seed) not in self.runs
         ]
+
+    def _job(self, name: str, settings: Settings) -> Job:
+        file = re.sub(r"[^\w.+-]+", "-", name) + ".pt"
+        return Job(name, settings, self.samples, self.folder and self.folder / file)
 
     def run(
         self, on_epoch: OnEpoch, processes: int | None = None, stop: Stop = lambda: False

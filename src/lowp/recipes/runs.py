@@ -15,23 +15,27 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lowp.errors import LowpError
 from lowp.exponents import SharedExponents
 from lowp.recipes import get
+from lowp.recipes.keeping import Keeper
 from lowp.recipes.recipe import Data
 from lowp.recipes.sampling import Sampler
-from lowp.recipes.training import STOPS, Settings, Training, load_data, threads_of
+from lowp.recipes.training import STOPS, Settings, Training, load_data, read_extra, threads_of
 
 __all__ = ["Job", "Stop", "interrupts_left_to_us", "processes_for", "run_jobs", "train_once"]
 
 # Fewer steps than this are done before a second process has imported torch.
 _STEPS_WORTH_A_PROCESS = 4000
+_PACE = 0.1  # seconds between two calls for the progress display
 _LAST_STEP = 1.0  # seconds for a process to finish its step after a stop
 
-OnEpoch = Callable[[str, int], None]
+OnEpoch = Callable[[str, float], None]
 Stop = Callable[[], bool]
 
 
@@ -41,15 +45,21 @@ def _never() -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """A training run to be done. `name`: for the progress display. `samples`: the number of steps to sample, or 0."""
+    """A training run to be done. `name`: for the progress display. `samples`: the number of steps to sample, or 0.
+
+    `kept`: the checkpoint of the run where it was interrupted, which is removed at its end; None for no checkpoint.
+    """
 
     name: str
     settings: Settings
     samples: int = 8
+    kept: Path | None = None
 
 
 def train_once(job: Job, data: Data, on_epoch: OnEpoch, stop: Stop = _never) -> dict[str, Any] | None:
-    """Train, and return the run as plain values; None if it was stopped.
+    """Train, and return the run as plain values; None if it was stopped, which `job.kept` then continues.
+
+    `on_epoch` gets the name and the number of epochs done, a fraction within one, at most ten times a second.
 
     They are the settings, the history, the sampler's shares, the state of the loss scale, and the failure. The errors
     in `STOPS` (no usable loss scale, a weight that is NaN, out of memory) are the run's failure and are not raised.
@@ -58,14 +68,22 @@ def train_once(job: Job, data: Data, on_epoch: OnEpoch, stop: Stop = _never) -> 
     if stop():
         return None
     try:
-        training = Training(job.settings, data)
+        training, observed = _begun(job, data)
         sampler = Sampler(training.recipe, training.size, training.device, job.samples) if job.samples else None
-        finished = training.run(lambda training: on_epoch(job.name, training.epoch), stop, sampler)
+        if sampler is not None and observed is not None:
+            sampler.restore(observed)
+        keeper = Keeper(job.kept, lambda: {"observed": sampler and sampler.state()}, False) if job.kept else None
+        on_step = Paced(lambda training: on_epoch(job.name, training.progress * training.epochs))
+        finished = training.run(
+            lambda training: on_epoch(job.name, training.epoch), stop, sampler, keeper, on_step
+        )  # fmt: skip
         failure, shares = training.failure, sampler.shares() if sampler is not None else {}
     except STOPS as error:
         finished, failure, shares = True, f"{type(error).__name__}: {error}", {}
     if not finished:
         return None
+    if job.kept is not None:
+        job.kept.unlink(missing_ok=True)
     history = training.history if training is not None else []
     precision = training.precision if training is not None else None
     exponents = None if precision is None else precision.exponents
@@ -80,6 +98,31 @@ def train_once(job: Job, data: Data, on_epoch: OnEpoch, stop: Stop = _never) -> 
         **({} if exponents is None else {"shared_exponents": summary_of(exponents)}),
         **shares,
     }
+
+
+class Paced:
+    """Calls a function after a step of a training, at most ten times a second."""
+
+    def __init__(self, then: Callable[[Training], None]) -> None:
+        self._then, self._called = then, time.monotonic()
+
+    def __call__(self, training: Training, loss: torch.Tensor) -> None:
+        """Take a step into account."""
+        if (now := time.monotonic()) - self._called >= _PACE:
+            self._called = now
+            self._then(training)
+
+
+def _begun(job: Job, data: Data) -> tuple[Training, dict[str, Any] | None]:
+    """Return a training as its checkpoint has left it, with what was sampled; a new one without such a checkpoint."""
+    if job.kept is not None and job.kept.exists():
+        try:
+            extra = read_extra(job.kept)
+            if extra["settings"] == asdict(job.settings.filled()):
+                return Training.resume(job.kept, {"recipe": job.settings.recipe}, data), extra.get("observed")
+        except LowpError:  # damaged, or of another version
+            pass
+    return Training(job.settings, data), None
 
 
 def summary_of(exponents: SharedExponents) -> dict[str, dict[str, float]]:

@@ -137,6 +137,14 @@ class Sampler:
                 nonzero = parameter.grad != 0
                 self._count("lost_updates", nonzero & (weights[name] == self._before[name]), nonzero)
 
+    def state(self) -> dict[str, Any]:
+        """Return what was counted so far, as plain values."""
+        return {"taken": self._taken, "counts": {name: list(counts) for name, counts in self._counts.items()}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue with what an earlier sampler has counted."""
+        self._taken, self._counts = state["taken"], state["counts"]
+
     def shares(self) -> dict[str, float | None]:
         """Return the three shares, 0 to 1, over all sampled steps; None for a share of no elements."""
         return {name: lost / count if count else None for name, (lost, count) in self._counts.items()}

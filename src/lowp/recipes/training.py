@@ -20,6 +20,7 @@ from lowp import checkpoint, presets
 from lowp.errors import InvalidInput, LowpError, Unavailable
 from lowp.precision import Precision
 from lowp.recipes import RECIPES, get
+from lowp.recipes.keeping import Keeper
 from lowp.recipes.recipe import Data, Recipe, Size
 from lowp.recipes.sampling import Observer
 
@@ -101,6 +102,10 @@ def load_data(settings: Settings) -> Data:
     return recipe.load(recipe.size(settings.size), None if settings.data is None else Path(settings.data))
 
 
+class _Stopped(Exception):
+    """An evaluation was stopped."""
+
+
 class Training:
     """A training run of a recipe: the model, its optimizer, its precision, and the progress of the run.
 
@@ -135,6 +140,7 @@ class Training:
         self.failure: str | None = None
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._seconds = 0.0
+        self._stops: Callable[[], bool] | None = None  # asked between the batches of an evaluation that may be stopped
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def step(self, batch: Any, sampler: Observer | None = None) -> Tensor:
@@ -175,30 +181,56 @@ class Training:
         on_epoch: Callable[[Training], None] = lambda training: None,
         stop: Callable[[], bool] = lambda: False,
         sampler: Observer | None = None,
+        keeper: Keeper | None = None,
+        on_step: Callable[[Training, Tensor], None] = lambda training, loss: None,
     ) -> bool:
         """Train to the end and return True; return False as soon as `stop()`, called before each step, is true.
 
         Another call continues at the step where it stopped. `on_epoch` is called after each epoch, and once before
-        training. `sampler` observes the steps that it wants.
+        training; `on_step` after each step, with its loss on the device. `sampler` observes the steps that it wants.
+        `keeper` writes checkpoints within an epoch and where it stops, also in a long evaluation.
         """
         if not self.history:
-            self._finish_epoch()
+            if not self._evaluated(stop, keeper):
+                return False
             on_epoch(self)
         while not self.finished:
             started = time.perf_counter()
             with warnings.catch_warnings():  # `failure` and the skipped steps of `history` report the same
                 warnings.filterwarnings("ignore", "step .* is infinite or NaN|.* has no loss scale")
-                complete = self._run_epoch(stop, sampler)
+                complete = self._run_epoch(stop, sampler, keeper, on_step)
             self._seconds += time.perf_counter() - started
-            if not complete:
+            if not complete and keeper is not None:
+                keeper.save(self)
+            if not complete or not self._evaluated(stop, keeper):
                 return False
-            self.epoch += 1
-            self.step_of_epoch = 0
-            self._finish_epoch()
             on_epoch(self)
         return True
 
-    def _run_epoch(self, stop: Callable[[], bool], sampler: Observer | None) -> bool:
+    def _evaluated(self, stop: Callable[[], bool], keeper: Keeper | None) -> bool:
+        """End the epoch with an evaluation; return False if it was stopped, and nothing has changed."""
+        self._stops = stop if keeper is not None and keeper.before_evaluation(self) else None
+        before, begun = (self.epoch, self.step_of_epoch), time.perf_counter()
+        if self.history:
+            self.epoch, self.step_of_epoch = self.epoch + 1, 0
+        try:
+            self._finish_epoch()
+        except _Stopped:
+            self.epoch, self.step_of_epoch = before
+            return False
+        finally:
+            self._stops = None
+        if keeper is not None:
+            keeper.evaluated(time.perf_counter() - begun)
+        return True
+
+    def _run_epoch(
+        self,
+        stop: Callable[[], bool],
+        sampler: Observer | None,
+        keeper: Keeper | None = None,
+        on_step: Callable[[Training, Tensor], None] = lambda training, loss: None,
+    ) -> bool:
         """Train from `step_of_epoch` to the end of the epoch; return False if it was stopped before."""
         self.model.train()
         order = torch.randperm(len(self.data.training), generator=self._generator(0))
@@ -208,8 +240,12 @@ class Training:
             start = self.step_of_epoch * self.batch
             batch = self.data.training.batch(order[start : start + self.batch], self._generator(self.step_of_epoch + 1))
             sampled = sampler if sampler is not None and sampler.wants(self.progress) else None
-            self._loss_sum += self.step(moved(batch, self.device), sampled)
+            loss = self.step(moved(batch, self.device), sampled)
+            self._loss_sum += loss
             self.step_of_epoch += 1
+            on_step(self, loss)
+            if keeper is not None:
+                keeper.after_step(self)
         return True
 
     def _generator(self, use: int) -> torch.Generator:
@@ -242,11 +278,13 @@ class Training:
         """Yield the validation set in batches, in order, on the training's device."""
         examples = self.data.validation
         for indices in torch.split(torch.arange(len(examples)), self.batch):
+            if self._stops is not None and self._stops():
+                raise _Stopped
             yield moved(examples.batch(indices), self.device)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
-    def save(self, path: Path) -> None:
-        """Write a checkpoint from which `resume` continues; the file is replaced atomically."""
+    def save(self, path: Path, **more: Any) -> None:
+        """Write a checkpoint from which `resume` continues, and `more` beside; the file is replaced atomically."""
         extra = {
             "kind": _KIND,
             "settings": asdict(self.settings),
@@ -256,11 +294,12 @@ class Training:
             "seconds": self._seconds,
             "history": self.history,
             "failure": self.failure,
+            **more,
         }
         checkpoint.save(path, model=self.model, optimizer=self.optimizer, precision=self.precision, extra=extra)
 
     @classmethod
-    def resume(cls, path: Path, given: dict[str, Any] | None = None) -> Training:
+    def resume(cls, path: Path, given: dict[str, Any] | None = None, data: Data | None = None) -> Training:
         """Return the run of a checkpoint; it continues bit for bit.
 
         `given`: settings of the command line, which must agree with those of the checkpoint. A user's own recipe
@@ -281,7 +320,7 @@ class Training:
                     f"{path} was trained with {words} {getattr(settings, name)}, but {words} {value} was given: "
                     "omit it to continue, or give another --checkpoint to start a new run"
                 )
-        training = cls(settings)
+        training = cls(settings, data)
         parts: dict[str, Any] = {"model": training.model, "optimizer": training.optimizer}
         checkpoint.load(path, map_location=training.device, **parts, precision=training.precision)
         training.epoch, training.step_of_epoch = extra["epoch"], extra["step_of_epoch"]

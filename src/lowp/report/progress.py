@@ -26,6 +26,11 @@ class Bar:
             )
             self._task = self._progress.add_task(title, total=total)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a bar, on a terminal."""
+        return self._progress is not None
+
     def __enter__(self) -> Bar:
         if self._progress is not None:
             self._progress.start()
@@ -42,10 +47,10 @@ class Bar:
         if self._progress is not None:
             self._progress.update(self._task, advance=steps, description=title)
 
-    def move(self, done: int, total: int) -> None:
-        """Move the bar to `done` of `total`."""
+    def move(self, done: float, title: str | None = None, *, total: float | None = None) -> None:
+        """Move the bar to `done`, a fraction of a unit too, and optionally change its title or the total."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=done, total=total)
+            self._progress.update(self._task, completed=done, total=total, description=title)
 
     def line(self, text: str) -> None:
         """Print a line, above the bar on a terminal."""

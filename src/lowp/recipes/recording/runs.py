@@ -14,7 +14,7 @@ from lowp.recipes.training import Training, threads_of
 __all__ = ["OnProgress", "Stop", "head", "moments_of", "train", "weights_of"]
 
 Stop = Callable[[], bool]
-OnProgress = Callable[[str, int], None]
+OnProgress = Callable[[str, float], None]  # a name, and how much of it is done
 
 
 def train(
