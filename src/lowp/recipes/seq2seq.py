@@ -3,6 +3,10 @@
 Micikevicius et al. 2018 (arXiv 1710.03740, section 4.4) found that such networks need loss scaling in fp16, since the
 gradients propagated through the recurrence are small. The products of the GRUs and of attention run in low precision;
 the gates and the cross-entropy are fp32.
+
+The network has a recurrent encoder and a recurrent decoder with attention to the encoder's states: Luong, Pham,
+Manning, "Effective Approaches to Attention-based Neural Machine Translation", 2015, arXiv 1508.04025: global attention
+with the score "general" (equations 5 to 8), here with GRUs (Cho et al. 2014, arXiv 1406.1078).
 """
 
 from __future__ import annotations
@@ -15,10 +19,40 @@ import torch
 from torch import Tensor, nn
 
 from lowp.recipes.data.parallel import BEGIN, PADDING, SYMBOLS, drawn_dates, pair_data, read_pairs
-from lowp.recipes.networks.seq2seq import Translator
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, one_cycle
 
 
+# -- the network -------------------------------------------------------------------------------------------------------
+class Translator(nn.Module):
+    """An encoder, a decoder and attention: from a text and a target to scores of each next symbol [N, T, symbols].
+
+    The text is int64 [N, S] and the target int64 [N, T]; 0 is padding.
+    """
+
+    def __init__(self, symbols: int, width: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.embed_read = nn.Embedding(symbols, width, padding_idx=0)
+        self.embed_written = nn.Embedding(symbols, width, padding_idx=0)
+        between = dropout if layers > 1 else 0.0
+        self.read = nn.GRU(width, width, layers, batch_first=True, dropout=between)
+        self.write = nn.GRU(width, width, layers, batch_first=True, dropout=between)
+        self.compare = nn.Linear(width, width, bias=False)
+        self.combine = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
+        self.choose = nn.Linear(width, symbols)
+
+    def forward(self, text: Tensor, written: Tensor) -> Tensor:
+        """Return the scores of the symbol after each target symbol, [N, T, symbols]."""
+        read, last = self.read(self.drop(self.embed_read(text)))
+        states, _ = self.write(self.drop(self.embed_written(written)), last)
+        logits = torch.bmm(self.compare(states), read.transpose(1, 2))
+        weights = logits.masked_fill((text == 0)[:, None, :], -1e4).softmax(dim=-1)
+        context = torch.bmm(weights.to(read.dtype), read)
+        scores: Tensor = self.choose(self.drop(torch.tanh(self.combine(torch.cat([context, states], dim=-1)))))
+        return scores
+
+
+# -- the recipe --------------------------------------------------------------------------------------------------------
 def load(size: Size, path: Path | None) -> Data:
     """Return the user's pairs of texts if a path is given, otherwise drawn dates in words and in ISO 8601."""
     pairs = read_pairs(path) if path is not None else drawn_dates(size.options["drawn"])

@@ -9,9 +9,9 @@ import lowp
 from lowp.recipes import faster_rcnn, ssd
 from lowp.recipes.data import boxes as boxes_module
 from lowp.recipes.data.boxes import Truth, box_iou, encode_boxes, mean_average_precision, select_detections
-from lowp.recipes.networks.faster_rcnn import FasterRCNN, region_anchors, region_features
-from lowp.recipes.networks.ssd import SSD, SSD300, default_boxes
+from lowp.recipes.faster_rcnn import FasterRCNN, region_anchors, region_features
 from lowp.recipes.recipe import Recipe
+from lowp.recipes.ssd import SSD, SSD300, default_boxes
 
 SQUARE = torch.tensor([[0.2, 0.2, 0.6, 0.6]])
 TRUTH = Truth(SQUARE, torch.tensor([4]), torch.tensor([False]))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowp.recipes.networks.alexnet import AlexNet
-from lowp.recipes.networks.resnet import cifar_resnet, imagenet_resnet
-from lowp.recipes.networks.unet import UNet
+from lowp.recipes.alexnet import AlexNet
+from lowp.recipes.resnet import cifar_resnet, imagenet_resnet
+from lowp.recipes.unet import UNet
 
 
 def layers_of(model: nn.Module) -> int:
