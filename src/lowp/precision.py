@@ -23,12 +23,18 @@ from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
 from lowp.rng_state import restore_rng_states, rng_states
-from lowp.step import GradScaler, NonFinite
-from lowp.step.first_scale import first_scale
-from lowp.step.guard import StepGuard, as_flag
-from lowp.step.misplaced import FirstStep, expect_step, step_comes
-from lowp.step.trained import Trained
-from lowp.step.unscaled import UnscaledSteps
+from lowp.step import (
+    FirstStep,
+    GradScaler,
+    NonFinite,
+    StepGuard,
+    Trained,
+    UnscaledSteps,
+    as_flag,
+    expect_step,
+    first_scale,
+    step_comes,
+)
 
 __all__ = ["Precision"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowp.precision import Precision
-from lowp.step.journal import BatchNormJournal
+from lowp.step.guard import BatchNormJournal
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 LAYERS = (nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True))

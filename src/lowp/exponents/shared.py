@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from lowp import distributed
-from lowp.callbacks import listed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents import saved
@@ -30,6 +29,7 @@ from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer
 from lowp.exponents.summary import Summary, counted_by_site, summarised
 from lowp.exponents.table import ExponentTable, Flush, SumEntry
 from lowp.exponents.weights import WeightSteps
+from lowp.hooks import listed
 from lowp.kernels.choose import hardware
 from lowp.kernels.int16 import low_words, payloads, squares
 from lowp.kernels.int16.cpu_int16 import Seen, is_direct

@@ -19,7 +19,7 @@ from lowp.launch.gradients import SIXTEEN_BIT, Gradients, leaves_of
 from lowp.launch.session import Session
 from lowp.policy import Policy
 from lowp.presets import clipped_gradients
-from lowp.step.first_scale import first_scale
+from lowp.step import first_scale
 
 __all__ = ["install", "largest_grad_scale"]
 

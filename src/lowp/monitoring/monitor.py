@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowp import distributed
 from lowp.compat import adds_up, is_compiled, norms, unwrapped
 from lowp.errors import InvalidInput
+from lowp.hooks import Uncopied
 from lowp.kernels.int16.late import at_once
 from lowp.monitoring import places
 from lowp.monitoring.alarms import Alarm, Alarms, TrainingAlarm
@@ -28,7 +29,6 @@ from lowp.monitoring.seen import Sight
 from lowp.monitoring.sinks import Sink, record_of, sinks_of
 from lowp.monitoring.state import RunState
 from lowp.numerics.cycle import Cycle
-from lowp.numerics.hooks import Uncopied
 from lowp.numerics.models import Models
 from lowp.numerics.modes import numbers_of
 from lowp.numerics.sampling import Budget

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.callbacks import listed
 from lowp.compat import is_compiled_in_place, skipped_by_compilers
-from lowp.numerics.hooks import Uncopied
+from lowp.hooks import Uncopied, listed
 from lowp.numerics.models import Models
 from lowp.numerics.modes import in_backward
 from lowp.numerics.tape import random_state, set_random_state

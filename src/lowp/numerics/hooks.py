@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowp.hooks import Uncopied
 from lowp.numerics.models import Models
 
-__all__ = ["StepHooks", "Uncopied"]
-
-_NOTHING = nullcontext().__exit__  # takes anything, does nothing, and is pickled without a trace of lowp
-
-
-class Uncopied:
-    """A hook that copies and pickles of its module do not have, nor the profiler with it."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *given: Any) -> Any:
-        """Call the hook."""
-        return self._hook(*given)
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., Any]:
-        return _NOTHING
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, (nullcontext(), "__exit__")
+__all__ = ["StepHooks"]
 
 
 class StepHooks:

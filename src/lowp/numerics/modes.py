@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import private, sparse_values
+from lowp.hooks import Uncopied
 from lowp.kernels.tracing import is_transformed
-from lowp.numerics.hooks import Uncopied
 from lowp.numerics.models import Models
 from lowp.ops import table
 from lowp.ops.table import Row

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowp.callbacks import listed
 from lowp.casts import Cast
+from lowp.hooks import listed
 from lowp.ops.casting import shield
 
 __all__ = ["Observation", "Observer", "Watch", "everywhere", "observe", "phase_of", "role_of"]

@@ -13,10 +13,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lowp import presets
-from lowp.callbacks import listed
 from lowp.compat import COMPILES_REGIONS, accelerator, refuse_compiled_region
 from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import SharedExponents, Spots
+from lowp.hooks import listed
 from lowp.ops import table
 from lowp.ops.observing import Observer, everywhere
 from lowp.policy import OP_CLASSES, Policy, check_ops

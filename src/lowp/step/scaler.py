@@ -21,9 +21,8 @@ from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaling
 from lowp.step import gradients as grads
 from lowp.step.checking import Checks, Optimizer, combined
 from lowp.step.guard import StepGuard, as_flag
-from lowp.step.options import Options
 from lowp.step.provenance import NonFinite, NonFiniteGradients
-from lowp.step.state import OutOfOrder, new_stage
+from lowp.step.state import Options, OutOfOrder, new_stage
 
 
 class GradScaler(Checks):

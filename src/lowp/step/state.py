@@ -1,22 +1,35 @@
-"""The attributes of a scaler and how they are saved: the loss scale's state, its checkpoint and its pickle."""
+"""A scaler's arguments, in torch's two spellings and lowp's own, and its attributes as they are saved and loaded."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, cast
 
 import torch
 from torch.cpu.amp.grad_scaler import GradScaler as TorchCPUScaler
 from torch.cuda.amp.grad_scaler import GradScaler as TorchCUDAScaler
 
-from lowp.compat import private
-from lowp.errors import InvalidInput, Misuse
-from lowp.scaling import DynamicLossScale, LossScaleState, LossScaling
+from lowp.casts import LossScale
+from lowp.compat import accelerator, private
+from lowp.distributed import resolve
+from lowp.errors import InvalidInput, Misuse, unknown
+from lowp.scaling import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    AdaptiveLossScale,
+    DynamicLossScale,
+    LossScaleState,
+    LossScaling,
+    StaticLossScale,
+)
+from lowp.scaling.loss_scale import scaling_of
 from lowp.step.guard import StepGuard
-from lowp.step.options import Options
 from lowp.step.provenance import Provenance
 
 new_stage = cast(Callable[[], dict[str, Any]], private("torch.amp.grad_scaler._refresh_per_optimizer_state"))
@@ -24,6 +37,110 @@ new_stage = cast(Callable[[], dict[str, Any]], private("torch.amp.grad_scaler._r
 # the entries of torch's state dict
 _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _LARGEST_FACTOR = 2.0**32  # by which a loaded state may move a scale at a time
+# torch.amp.GradScaler's order; torch.cuda.amp's is the same without the device.
+_POSITIONAL = ("device", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of GradScaler, which documents them."""
+
+    device: str | torch.device | None = None
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+    loss_scale: LossScaling | LossScale | float | str | None = None
+    dynamic: bool = True
+    floor: float = SMALLEST_SCALE
+    ceiling: float = LARGEST_SCALE
+    hysteresis: int = 1
+    target_underflow: float | None = None
+    sample_interval: int | None = None
+    patience: int = 25
+    process_group: Any = "auto"
+
+    @classmethod
+    def read(cls, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Options:
+        """Read a call in torch.amp's spelling, or in torch.cuda.amp's where the first argument is a number."""
+        in_cuda_spelling = bool(arguments) and isinstance(arguments[0], Real) and not isinstance(arguments[0], bool)
+        positional = _POSITIONAL[1:] if in_cuda_spelling else _POSITIONAL
+        if len(arguments) > len(positional):
+            raise TypeError(
+                f"GradScaler takes at most {len(positional)} positional arguments here ({', '.join(positional)}), "
+                f"not {len(arguments)}; give the others by name"
+            )
+        given = dict(zip(positional, arguments, strict=False))
+        for name in keywords:
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(unknown("argument of GradScaler", name, cls.__dataclass_fields__))
+            if name in given:
+                raise TypeError(f"GradScaler got two values for {name!r}, one by position and one by name")
+        options = cls(**given, **keywords)
+        resolve(options.process_group)
+        return options
+
+    @classmethod
+    def signature(cls) -> inspect.Signature:
+        """Return the signature of GradScaler for help(): torch's arguments, and lowp's as keywords."""
+        kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return inspect.Signature(
+            [
+                inspect.Parameter(field.name, kinds[field.name in _POSITIONAL], default=field.default)
+                for field in dataclasses.fields(cls)
+            ]
+        )
+
+    def scaling(self) -> LossScaling:
+        """Return the loss scale that the arguments describe."""
+        asked = self.loss_scale
+        bounds = {"floor": self.floor, "ceiling": self.ceiling}
+        if isinstance(asked, LossScaling):
+            return asked
+        if isinstance(asked, LossScale):
+            return scaling_of(asked) or StaticLossScale(1.0)
+        if isinstance(asked, Real) and not isinstance(asked, bool):
+            return StaticLossScale(float(asked), **bounds)
+        if asked not in (None, "dynamic", "static"):
+            raise InvalidInput(
+                f"loss_scale cannot be {asked!r}: allowed are a number (a static scale), 'dynamic', 'static' and an "
+                "object such as lowp.scaling.DynamicLossScale(...) or a LossScale, as a preset has"
+            )
+        if asked == "static" or not self.dynamic:
+            return StaticLossScale(self.init_scale, **bounds)
+        moves = {name: getattr(self, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
+        moves |= {"hysteresis": self.hysteresis, **bounds}
+        if self.target_underflow is None:
+            return DynamicLossScale(self.init_scale, **moves)
+        return AdaptiveLossScale(self.init_scale, **moves, target_underflow=self.target_underflow)
+
+    def device_type(self) -> str:
+        """Return the kind of device: the one given, else the accelerator of this machine, else the CPU."""
+        if self.device is not None:
+            return torch.device(self.device).type
+        return accelerator() or "cpu"
+
+    def usable(self, stacklevel: int) -> bool:
+        """Return whether the scaler is enabled. Warns as torch does if CUDA is requested but not available."""
+        if self.enabled and self.device_type() == "cuda" and not torch.cuda.is_available():
+            message = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+            warnings.warn(message, stacklevel=stacklevel)
+            return False
+        return bool(self.enabled)
+
+    def interval_of(self, scaling: LossScaling) -> int:
+        """Return the number of steps between two samples of the exponents. Raises InvalidInput for invalid numbers."""
+        interval = self.sample_interval
+        if interval is None:
+            interval = 10 if isinstance(scaling, AdaptiveLossScale) else 100
+        whole = all(isinstance(one, int) and not isinstance(one, bool) for one in (interval, self.patience))
+        if not whole or interval < 0 or self.patience < 1:
+            raise InvalidInput(
+                f"sample_interval={interval!r} and patience={self.patience!r} are numbers of steps: allowed are 0 "
+                "(never) or more for the first and 1 or more for the second"
+            )
+        return interval
 
 
 class MissingEntries(InvalidInput, KeyError):

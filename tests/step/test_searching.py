@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowp
-from lowp.step import first_scale as searching
-from lowp.step.first_scale import HEADROOM, first_scale
+from lowp.step import searching
+from lowp.step.searching import HEADROOM, first_scale
 
 
 class Net(nn.Module):
