@@ -180,7 +180,7 @@ class BlockwiseOptimizer(Keeper, torch.optim.Optimizer):
 
         `seen` receives the fp32 weights before they are stored, for observers.
         """
-        self.storage.follow_(stored, state)
+        self.storage.follow_([(stored, state)])
         weight = self.storage.load(stored, state)
         moments = {name: state[name].to(torch.float32) for name in self.moments if name in state}
         gradient = gradient.to(torch.float32)

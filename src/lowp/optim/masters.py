@@ -16,7 +16,7 @@ from lowp.compat import uncompiled
 from lowp.errors import InvalidInput
 from lowp.ops.observing import Watch
 from lowp.optim.model_state import Keeper, ParameterNames, own
-from lowp.optim.shards import is_sharded, is_zero, local
+from lowp.optim.shards import is_sharded, is_zero, local, local_parts
 from lowp.optim.skipping import begin_momentum
 from lowp.optim.state_dicts import (
     entries_by_parameter,
@@ -182,7 +182,9 @@ class MasterWeights(Keeper, Wrapper):
     @torch.no_grad()
     def _follow(self) -> None:
         """Take over what the script has written into the parameters since the last step."""
-        self.storage.follow_all_([(local(parameter), _local(state)) for parameter, state in self._master_state.items()])
+        self.storage.follow_(
+            [(local(parameter), local_parts(state)) for parameter, state in self._master_state.items()]
+        )
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether a tensor is a parameter of this optimizer."""
@@ -253,7 +255,7 @@ class MasterWeights(Keeper, Wrapper):
                 here = local(master.detach())
                 if parameter in told:
                     told[parameter](here, "weight", self.storage.cast, "step")
-                weights.append((local(parameter), _local(self._master_state[parameter]), here, seed))
+                weights.append((local(parameter), local_parts(self._master_state[parameter]), here, seed))
             self.storage.save_all(weights)
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -262,7 +264,7 @@ class MasterWeights(Keeper, Wrapper):
         def evaluate() -> Any:
             with torch.no_grad():
                 for parameter, master in self._masters.items():
-                    state = _local(self._master_state[parameter])
+                    state = local_parts(self._master_state[parameter])
                     self.storage.save(local(parameter), state, local(master.detach()).clone(), None)
             self._put_into_groups({master: parameter for parameter, master in self._masters.items()})
             try:
@@ -324,8 +326,3 @@ class MasterWeights(Keeper, Wrapper):
 
     def __repr__(self) -> str:
         return f"MasterWeights(storage={self.storage.cast or 'fp32'}, kind={self.storage.kind}, {self.inner!r})"
-
-
-def _local(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's parts of what is kept of a parameter."""
-    return {name: local(value) for name, value in state.items()}

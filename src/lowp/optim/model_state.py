@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lowp.errors import InvalidInput
 from lowp.ops.observing import Watch, everywhere, step
-from lowp.optim.shards import local, shard_of
-from lowp.optim.storage import STORAGE_STATE, Storage
+from lowp.optim.shards import is_sharded, local, local_parts, shard_like, shard_of
+from lowp.optim.storage import MASTER_WEIGHT, STORAGE_STATE, Storage
 
 
 class Owner(Protocol):
@@ -97,14 +97,20 @@ class Keeper:
         """The fp32 value behind a stored parameter; a DTensor's is a DTensor."""
         if not self.holds(parameter):
             raise InvalidInput(f"a tensor of shape {tuple(parameter.shape)} is not a parameter of this optimizer")
-        return self.storage.load_whole(parameter, self._kept(parameter))
+        here, kept = local(parameter), local_parts(self._kept(parameter))
+        value = self.storage.load(here, kept)
+        if MASTER_WEIGHT in kept:
+            value = self.storage.followed(here.detach(), value)
+        return shard_like(value, parameter) if is_sharded(parameter) else value
 
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set fp32 values by parameter, and write the parameters: rounded to nearest, never stochastically."""
         with torch.no_grad():
             for parameter, value in values.items():
                 if self.holds(parameter):
-                    self.storage.save_whole(parameter, self._kept(parameter), value)
+                    whole = shard_of(value.detach().to(parameter.device), parameter)
+                    here = local(whole).to(torch.float32, copy=True)
+                    self.storage.save(local(parameter), local_parts(self._kept(parameter)), here, None)
 
     def attach(self, model: nn.Module) -> Attachment:
         """Make `model.state_dict()` return fp32 masters, and `model.load_state_dict()` set them."""
@@ -210,7 +216,7 @@ class StoredModel:
         return value if torch.equal(stored, local(parameter.detach())) else None
 
     # -- what the hooks do ----------------------------------------------------------------------------------------
-    def give(self, model: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def give(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put fp32 values into a state dictionary of the model."""
         for name, parameter in self.mine(model):
             if prefix + name in state:
@@ -219,7 +225,7 @@ class StoredModel:
                 value = parameter if value is None else value
                 state[prefix + name] = value.detach().to(torch.float32, copy=True)
 
-    def remember(self, model: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    def remember(self, model: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """Keep the values that are about to be loaded, before they are rounded into the parameters."""
         self.pending.clear()
         for name, parameter in self.mine(model):
@@ -227,7 +233,7 @@ class StoredModel:
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
                 self.pending[name] = value
 
-    def take(self, model: nn.Module) -> None:
+    def take(self, model: nn.Module, incompatible: Any) -> None:
         """Set the masters to the loaded values; parameters without an owner are rounded into the storage."""
         owned: dict[int, tuple[Owner, dict[Tensor, Tensor]]] = {}
         for name, parameter in self.mine(model):
@@ -245,40 +251,15 @@ class StoredModel:
             owner.set_masters(values)
 
 
-# torch sets attributes on each hook, which a bound method does not allow; instances of module-level classes can be
-# copied and pickled
-@dataclass
-class _Give:
-    stored: StoredModel
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self.stored.give(module, state, prefix)
-
-
-@dataclass
-class _Remember:
-    stored: StoredModel
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        self.stored.remember(module, state, prefix)
-
-
-@dataclass
-class _Take:
-    stored: StoredModel
-
-    def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        self.stored.take(module)
-
-
 def attach(model: nn.Module, stored: StoredModel) -> Attachment:
     """Make `model.state_dict()` give fp32 values and `model.load_state_dict()` take fp32 (or any) values."""
     hooked: Any = model  # torch has no annotations for these three
+    # partial functions: torch sets attributes on each hook, and copies and pickles have hooks of their own
     return Attachment(
         (
-            hooked.register_state_dict_post_hook(_Give(stored)),
-            hooked.register_load_state_dict_pre_hook(_Remember(stored)),
-            hooked.register_load_state_dict_post_hook(_Take(stored)),
+            hooked.register_state_dict_post_hook(partial(StoredModel.give, stored)),
+            hooked.register_load_state_dict_pre_hook(partial(StoredModel.remember, stored)),
+            hooked.register_load_state_dict_post_hook(partial(StoredModel.take, stored)),
         )
     )
 

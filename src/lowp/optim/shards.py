@@ -6,7 +6,7 @@ import gc
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,17 @@ from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import int16_element
 from lowp.kernels.tracing import is_sharded
 
-__all__ = ["Wholes", "holder_of", "is_fully_sharded", "is_sharded", "is_split_twice", "local", "shard_like", "shard_of"]
+__all__ = [
+    "Wholes",
+    "holder_of",
+    "is_fully_sharded",
+    "is_sharded",
+    "is_split_twice",
+    "local",
+    "local_parts",
+    "shard_like",
+    "shard_of",
+]
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -84,6 +94,11 @@ def local(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     return cast(Tensor, cast(Any, tensor).detach().to_local())
+
+
+def local_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's parts of what is kept of a parameter."""
+    return {name: local(value) for name, value in state.items()}
 
 
 def shard_like(values: Tensor, like: Tensor) -> Tensor:

@@ -234,21 +234,26 @@ def _check_moments(entry: Mapping[Any, Any], parameter: Tensor, index: object, r
     missing = [name for name in required if name not in entry]
     if missing and not set(entry) <= set(_OF_MASTERS):
         raise InvalidInput(f"the state of parameter {index} lacks {', '.join(missing)}")
+    has_counters = set(_OF_MASTERS) <= set(entry)
     for name, value in entry.items():
         if name == "step" and not (_is_number(value) and value >= 0):
             raise InvalidInput(f"the step of parameter {index} must be a number of 0 or more, not {brief(value)}")
-        is_whole = type(value) is int and 0 <= value < 2**64
-        if name in _OF_MASTERS[1:] and not (is_whole and set(_OF_MASTERS) <= set(entry)):
+        if name in _OF_MASTERS[1:] and not (has_counters and type(value) is int and 0 <= value < 2**64):
             raise InvalidInput(
                 f"{name} of parameter {index} must be a whole number if there is a {MASTER_WEIGHT}, not {brief(value)}"
             )
-        is_moment = (name in required and name != "step") or (name in _OPTIONAL and value is not None)
-        of_elements = is_moment or (isinstance(value, Tensor) and value.dim() > 0)
+        of_elements = _has_elements(name, value, required)
         if of_elements and not (isinstance(value, Tensor) and _fits(value, parameter)):
             raise InvalidInput(
                 f"{name} of parameter {index} must be a floating-point tensor of shape {tuple(parameter.shape)}, not "
                 f"{_described(value)}: the state belongs to another model or a different order of parameters"
             )
+
+
+def _has_elements(name: str, value: Any, required: tuple[str, ...]) -> bool:
+    """Whether an entry is one number for each element of the parameter, by its name or as it looks."""
+    is_moment = (name in required and name != "step") or (name in _OPTIONAL and value is not None)
+    return is_moment or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def _fits(value: Tensor, parameter: Tensor) -> bool:

@@ -16,7 +16,7 @@ from lowp.formats import FloatFormat
 from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.steps import stored
 from lowp.kernels.steps.stored import Weight
-from lowp.optim.shards import holder_of, is_sharded, local, shard_like, shard_of, sharing
+from lowp.optim.shards import holder_of, is_sharded, local, shard_like, sharing
 
 KINDS = ("fp32", "split", "stochastic", "none")
 MASTER_WEIGHT = "master_weight"  # the entry of a parameter's state that holds its fp32 value
@@ -112,28 +112,23 @@ class Storage:
         """Return the fp32 value of a stored, unsharded parameter, for an update that `save` writes. May be no copy."""
         if self.cast is None:
             return parameter.detach()
-        if "master_weight" in state:
-            return state["master_weight"]
+        if MASTER_WEIGHT in state:
+            return state[MASTER_WEIGHT]
         if "remainder" in state:
             return join(parameter.detach(), state["remainder"])
         return parameter.detach().to(torch.float32, copy=True)
 
-    def follow_(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Bring an fp32 copy up to date with what others have written into a stored, unsharded parameter."""
-        if (master := state.get("master_weight")) is not None and self.cast is not None:
-            followed = self._followed(parameter.detach(), master)
-            if followed is not master:
-                master.copy_(followed)
+    def follow_(self, weights: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
+        """Bring fp32 copies up to date with what others have written into stored, unsharded parameters.
 
-    def follow_all_(self, weights: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
-        """Do `follow_` for stored, unsharded parameters and what is kept of each; as one call where there is one."""
+        Given are the parameters and what is kept of each; as one call where there is one.
+        """
         if self.cast is None or self.kind != "fp32":  # nothing to bring up to date
             return
-        pairs = [(parameter.detach(), state["master_weight"]) for parameter, state in weights]
-        fresh = self._at_once(pairs, stored.are_rounded)
-        for (parameter, state), is_fresh in zip(weights, fresh, strict=True):
-            if not is_fresh:
-                self.follow_(parameter, state)
+        pairs = [(parameter.detach(), state[MASTER_WEIGHT]) for parameter, state in weights]
+        for (parameter, master), is_fresh in zip(pairs, self._at_once(pairs, stored.are_rounded), strict=True):
+            if not is_fresh and (followed := self.followed(parameter, master)) is not master:
+                master.copy_(followed)
 
     def _at_once(self, pairs: list[Weight], run: Callable[[Sequence[Weight], Cast], list[bool]]) -> list[bool]:
         """Return the results of a function of `kernels.stored`; False for each weight that it does not take."""
@@ -146,7 +141,7 @@ class Storage:
         results = iter(run([pair for pair, is_taken in zip(pairs, taken, strict=True) if is_taken], self.cast))
         return [is_taken and next(results) for is_taken in taken]
 
-    def _followed(self, parameter: Tensor, master: Tensor) -> Tensor:
+    def followed(self, parameter: Tensor, master: Tensor) -> Tensor:
         """Return the master; in places that `save` has not written, the stored value in fp32.
 
         A script writes parameters itself where it clips or prunes them or sets them anew. Only a value to which the
@@ -175,7 +170,7 @@ class Storage:
         else:
             parameter.detach().copy_(self.rounded(master, seed))
             if self.kind == "fp32":
-                _put(state, "master_weight", master)
+                _put(state, MASTER_WEIGHT, master)
 
     def save_all(self, weights: Sequence[tuple[Tensor, dict[str, Tensor], Tensor, int | Tensor | None]]) -> None:
         """Do `save` for parameters with their states, masters and seeds; as one call where there is one."""
@@ -186,20 +181,7 @@ class Storage:
             if not is_written:
                 self.save(parameter, state, master, seed)
             elif self.kind == "fp32":
-                _put(state, "master_weight", master)
-
-    def load_whole(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """The fp32 value of a parameter that may be sharded: it is sharded alike. Nothing is written."""
-        here, kept = local(parameter), {key: local(value) for key, value in state.items()}
-        value = self.load(here, kept)
-        if "master_weight" in kept:
-            value = self._followed(here.detach(), value)
-        return shard_like(value, parameter) if is_sharded(parameter) else value
-
-    def save_whole(self, parameter: Tensor, state: Mapping[str, Tensor], value: Tensor) -> None:
-        """As `save`, rounded to nearest, for a parameter that may be sharded. `value` is whole or sharded alike."""
-        value = local(shard_of(value.detach().to(parameter.device), parameter)).to(torch.float32, copy=True)
-        self.save(local(parameter), {key: local(one) for key, one in state.items()}, value, None)
+                _put(state, MASTER_WEIGHT, master)
 
     def rounded(self, master: Tensor, seed: int | Tensor | None) -> Tensor:
         """Return `master` rounded to the format: stochastically if that is the kind and a seed is given."""

@@ -115,14 +115,6 @@ def remove(entry: Entry) -> None:
     that this entry would restore.
     """
     entries = _local.entries
-    if len(entries) == 1 and entries[0] is entry and not entry.is_parked:  # the usual case: nothing around or within
-
-        def leave_alone() -> None:
-            _restore(entry)
-            entries[:] = []
-
-        _whole(leave_alone)
-        return
     if not any(one is entry for one in entries):
         return
     inner = [one for one in entries if one.outer is entry]
@@ -158,10 +150,7 @@ def _whole(change: Callable[[], None]) -> None:
 
 def is_in(region: object) -> bool:
     """Whether this thread is in a region."""
-    for entry in _local.entries:
-        if entry.region is region:
-            return True
-    return False
+    return any(entry.region is region for entry in _local.entries)
 
 
 def current() -> Entry | None:
@@ -222,10 +211,7 @@ def is_coroutine(frame: FrameType) -> bool:
 def settle() -> None:
     """Park the entries of waiting coroutines and resume the entries of the running ones."""
     entries = _local.entries
-    for entry in entries:
-        if entry.frame is not None:
-            break
-    else:  # the usual case: no generator and no coroutine has made one
+    if all(entry.frame is None for entry in entries):  # the usual case: no generator and no coroutine has made one
         return
     for entry in reversed(entries):
         if entry.is_elsewhere:
