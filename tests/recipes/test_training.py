@@ -262,7 +262,7 @@ def test_a_run_is_kept_wherever_it_is_stopped(
     monkeypatch.setattr(keeping, "_LONG", 0.0)  # every evaluation is long enough to be stopped
     whole, part = begin(precision), begin(precision)
     assert whole.run()
-    keeper = keeping.Keeper(tmp_path / "run.pt")
+    keeper = keeping.RunKeeper(tmp_path / "run.pt")
     assert not part.run(stop=StopAfter(asked), keeper=keeper)
     steps = min(max(asked - 5, 0), 9)
     assert keeper.at == f"step {steps} of epoch 1" and len(part.history) == (asked >= 5)
@@ -275,7 +275,7 @@ def test_a_run_is_kept_wherever_it_is_stopped(
 def test_a_long_epoch_is_kept_between_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "_SECONDS", 0.0)
     kept: list[int] = []
-    keeper = keeping.Keeper(tmp_path / "run.pt")
+    keeper = keeping.RunKeeper(tmp_path / "run.pt")
     begin(epochs=1).run(
         keeper=keeper, on_step=lambda training, loss: kept.append(read_extra(keeper.path)["step_of_epoch"])
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowp.monitoring import Alarm
-    from lowp.recipes.keeping import Keeper
+    from lowp.recipes.keeping import RunKeeper
     from lowp.recipes.training import Training
     from lowp.report.progress import Bar
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lowp.errors import InvalidInput
     from lowp.monitoring.log import check_log
     from lowp.recipes import get, results
-    from lowp.recipes.keeping import Keeper
+    from lowp.recipes.keeping import RunKeeper
     from lowp.recipes.training import threads_of
 
     if arguments.resume and arguments.overwrite:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise InvalidInput(f"--out and --checkpoint are both {path}: give two files")
     if arguments.monitor is not None:
         check_log(arguments.monitor)
-    keeper = Keeper(path)
+    keeper = RunKeeper(path)
     with _interrupts(recipe.name, keeper) as interrupts, files.sole_writer(path), threads_of(recipe.threads):
         training = _begin(named, path, arguments)
         finished, alarms = _train(training, keeper, interrupts, arguments.monitor)
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _report(training, path)
 
 
-def _interrupts(recipe: str, keeper: Keeper) -> Interrupts:
+def _interrupts(recipe: str, keeper: RunKeeper) -> Interrupts:
     """Return the handler of Ctrl-C; a run that is ended within a long step can be resumed from what was kept last."""
     path = keeper.path
 
@@ -139,7 +139,7 @@ def _holds(path: Path, extra: dict[str, Any]) -> str:
     return f"{path} holds a finished run of {epoch} epochs: give --overwrite to replace it, or another --checkpoint"
 
 
-def _train(training: Training, keeper: Keeper, interrupts: Interrupts, log: Path | None) -> tuple[bool, list[Alarm]]:
+def _train(training: Training, keeper: RunKeeper, interrupts: Interrupts, log: Path | None) -> tuple[bool, list[Alarm]]:
     """Train with a progress bar and a monitor, and keep checkpoints; return whether it has ended, and the alarms."""
     from lowp.monitoring import Monitor
     from lowp.report.progress import Bar

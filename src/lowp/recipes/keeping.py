@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowp.recipes.training import Training
 
-__all__ = ["Keeper"]
+__all__ = ["RunKeeper"]
 
 _SECONDS = 30.0  # between two checkpoints within an epoch
 _LONG = 0.5  # seconds of an evaluation that is worth a checkpoint before it
 
 
-class Keeper:
+class RunKeeper:
     """Writes the checkpoint of one training.
 
     It is written before the first evaluation (if `keeps_beginning`), within an epoch every 30 seconds, before an

@@ -23,7 +23,7 @@ import torch
 from lowp.errors import LowpError
 from lowp.exponents import SharedExponents
 from lowp.recipes import get
-from lowp.recipes.keeping import Keeper
+from lowp.recipes.keeping import RunKeeper
 from lowp.recipes.recipe import Data
 from lowp.recipes.sampling import Sampler
 from lowp.recipes.training import STOPS, Settings, Training, load_data, read_extra, threads_of
@@ -72,7 +72,7 @@ def train_once(job: Job, data: Data, on_epoch: OnEpoch, stop: Stop = _never) -> 
         sampler = Sampler(training.recipe, training.size, training.device, job.samples) if job.samples else None
         if sampler is not None and observed is not None:
             sampler.restore(observed)
-        keeper = Keeper(job.kept, lambda: {"observed": sampler and sampler.state()}, False) if job.kept else None
+        keeper = RunKeeper(job.kept, lambda: {"observed": sampler and sampler.state()}, False) if job.kept else None
         on_step = Paced(lambda training: on_epoch(job.name, training.progress * training.epochs))
         finished = training.run(
             lambda training: on_epoch(job.name, training.epoch), stop, sampler, keeper, on_step

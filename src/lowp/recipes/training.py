@@ -20,7 +20,7 @@ from lowp import checkpoint, presets
 from lowp.errors import InvalidInput, LowpError, Unavailable
 from lowp.precision import Precision
 from lowp.recipes import RECIPES, get
-from lowp.recipes.keeping import Keeper
+from lowp.recipes.keeping import RunKeeper
 from lowp.recipes.recipe import Data, Recipe, Size
 from lowp.recipes.sampling import Observer
 
@@ -181,7 +181,7 @@ class Training:
         on_epoch: Callable[[Training], None] = lambda training: None,
         stop: Callable[[], bool] = lambda: False,
         sampler: Observer | None = None,
-        keeper: Keeper | None = None,
+        keeper: RunKeeper | None = None,
         on_step: Callable[[Training, Tensor], None] = lambda training, loss: None,
     ) -> bool:
         """Train to the end and return True; return False as soon as `stop()`, called before each step, is true.
@@ -207,7 +207,7 @@ class Training:
             on_epoch(self)
         return True
 
-    def _evaluated(self, stop: Callable[[], bool], keeper: Keeper | None) -> bool:
+    def _evaluated(self, stop: Callable[[], bool], keeper: RunKeeper | None) -> bool:
         """End the epoch with an evaluation; return False if it was stopped, and nothing has changed."""
         self._stops = stop if keeper is not None and keeper.before_evaluation(self) else None
         before, begun = (self.epoch, self.step_of_epoch), time.perf_counter()
@@ -228,7 +228,7 @@ class Training:
         self,
         stop: Callable[[], bool],
         sampler: Observer | None,
-        keeper: Keeper | None = None,
+        keeper: RunKeeper | None = None,
         on_step: Callable[[Training, Tensor], None] = lambda training, loss: None,
     ) -> bool:
         """Train from `step_of_epoch` to the end of the epoch; return False if it was stopped before."""
