@@ -16,7 +16,7 @@ from lowp.compat import private, uncompiled
 from lowp.errors import InvalidInput
 from lowp.kernels.steps import updates
 from lowp.ops.observing import everywhere
-from lowp.optim.model_state import Keeper, ParameterNames, own
+from lowp.optim.model_state import MasterKeeper, ParameterNames, own
 from lowp.optim.shards import is_sharded, local, refuse_to_convert, shard_of
 from lowp.optim.state_dicts import (
     check_shape,
@@ -45,7 +45,7 @@ class StateFormats(NamedTuple):
     seed: int
 
 
-class BlockwiseOptimizer(Keeper, torch.optim.Optimizer):
+class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
     """An optimizer whose parameters are stored in few bits and updated in fp32, block by block.
 
     A subclass provides `moments` (the names of its per-element state) and `update_block`, which updates fp32 tensors in

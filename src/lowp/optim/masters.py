@@ -15,7 +15,7 @@ from lowp.casts import Cast
 from lowp.compat import uncompiled
 from lowp.errors import InvalidInput
 from lowp.ops.observing import Watch
-from lowp.optim.model_state import Keeper, ParameterNames, own
+from lowp.optim.model_state import MasterKeeper, ParameterNames, own
 from lowp.optim.shards import is_sharded, is_zero, local, local_parts
 from lowp.optim.skipping import begin_momentum
 from lowp.optim.state_dicts import (
@@ -75,7 +75,7 @@ _COUNTERS = ("master_steps", "master_seed")
 _OF_MASTERS = (MASTER_WEIGHT, "remainder", *_COUNTERS)  # entries that the inner optimizer does not get
 
 
-class MasterWeights(Keeper, Wrapper):
+class MasterWeights(MasterKeeper, Wrapper):
     """Stores an optimizer's parameters in few bits and lets the optimizer update fp32 master weights.
 
     `storage` is the format: ``bf16``, ``fp16``, or any float format, which is carried in fp32. `kind` is the kind of

@@ -77,7 +77,7 @@ class Attachment(NamedTuple):
             handle.remove()
 
 
-class Keeper:
+class MasterKeeper:
     """What an optimizer tells of the fp32 values behind its parameters: the face of masters of every storage."""
 
     storage: Storage
