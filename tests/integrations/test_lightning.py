@@ -19,9 +19,6 @@ import lowp
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="pip install lightning"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec"),  # Lightning's own, of torch
-    pytest.mark.filterwarnings("ignore:The .*_dataloader. does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
     pytest.mark.filterwarnings("ignore:.training_step. returned .None"),
     pytest.mark.filterwarnings("ignore:Experiment logs directory"),
