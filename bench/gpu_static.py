@@ -30,13 +30,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import triton
 
-from lowp.kernels.triton import ahead
-from lowp.kernels.triton.ahead import Compiled, Configuration
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+import ahead
+from ahead import Compiled, Configuration
 
 LANES = 4 * 32  # threads' instructions that a multiprocessor issues a clock
 HEADER = "The largest of the times an element (ps), from machine code and data sheets: a bound, not a measurement."

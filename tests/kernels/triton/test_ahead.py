@@ -19,8 +19,9 @@ from lowp.kernels.casts import checks
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from lowp.kernels.triton import ahead
-from lowp.kernels.triton.ahead import Configuration
+import ahead
+from ahead import Configuration
+
 from lowp.kernels.triton.steps import Way
 
 CAPABILITIES = (75, 80, 90, 100)

@@ -20,7 +20,9 @@ from lowp.scaling import Autoflex
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from lowp.kernels.triton import ahead, launch
+import ahead
+
+from lowp.kernels.triton import launch
 from lowp.kernels.triton import predictions as implementation
 
 SITES, STEPS = 21, 40
