@@ -200,14 +200,14 @@ def with_tangents(function: type[torch.autograd.Function]) -> Callable[..., Any]
     def apply(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return cast(Any, function).apply(*arguments)
-        return (transformed if _functorch_is_active() else eager).apply(*arguments)
+        return (transformed if functorch_transforms() else eager).apply(*arguments)
 
     return apply
 
 
 def is_transformed() -> bool:
     """Whether torch.func or forward-mode autograd is active; for code that no compiler traces."""
-    return _functorch_is_active() or _forward_mode._current_level >= 0
+    return functorch_transforms() or _forward_mode._current_level >= 0
 
 
 def real_tensors() -> AbstractContextManager[object]:
@@ -352,7 +352,9 @@ COMPILES_REGIONS = (_parsed(torch.__version__) or TORCH_TESTED) >= TORCH_COMPILE
 _values = cast(Callable[[torch.Tensor], torch.Tensor], private("torch.Tensor._values"))
 _MKLDNN = private("torch._mkldnn")
 _forward_mode = cast(Any, private("torch.autograd.forward_ad"))
-_functorch_is_active = cast(Callable[[], bool], private("torch._C._are_functorch_transforms_active"))
+functorch_transforms = cast(
+    Callable[[], bool], private("torch._C._are_functorch_transforms_active")
+)  # whether any is active
 _modes = cast(Callable[[], int], private("torch._C._len_torch_dispatch_stack"))
 _modes_before_dispatch = cast(Callable[[], int], private("torch._ops._len_torch_dispatch_stack_pre_dispatch"))
 _without_modes = cast(

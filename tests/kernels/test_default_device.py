@@ -174,7 +174,6 @@ def library_functions() -> object:
         cpu_int16.relu(X.round(), X.round().to(torch.int16), 0),
         masks.passed(X, masks.nonzero(X)),
         masks.passed_where_positive(X, X.round().to(torch.int16)),
-        byte_rows.rows_in_bytes(X),
         byte_rows.own_range(X, 127),
         byte_rows.to_bytes(X, 0.1, 3, 127).payload,
         few_bits.multiply_signs(few_bits.signs(X), few_bits.signs(X)),

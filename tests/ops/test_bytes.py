@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,8 +12,8 @@ import lowp
 from lowp import kernels
 from lowp.inference import training_policy
 from lowp.kernels import cpu
-from lowp.kernels.packed import byte_rows
-from lowp.kernels.products import LEAST_ROWS
+from lowp.kernels.products.programs import NOWHERE, CodesStep, Memory, Program
+from lowp.ops.direct import LEAST_ROWS
 from lowp.policy import Policy, Rule
 
 POLICY = training_policy("int8")
@@ -69,28 +71,30 @@ def test_few_rows_and_infinite_numbers_go_the_long_way() -> None:
             assert bool(layer(x)[0, 1:].isfinite().all())
 
 
-@pytest.mark.parametrize("level", [0, 1, -1])
-def test_rows_in_bytes_are_those_of_format_int8(level: int) -> None:
-    if cpu.library() is None:
-        pytest.skip("the C++ library was not built")
+@pytest.mark.parametrize("level", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_codes_of_a_program_are_those_of_format_int8(turned: bool, level: str) -> None:
+    if cpu.library() is None or level not in cpu.available():
+        pytest.skip("the C++ library was not built, or the processor has no such instructions")
     torch.manual_seed(0)
     x = torch.randn(9, 77) * torch.tensor([[1.0, 1e-38, 1e-42, 1e30, 0, 1, 1, 1, 1]]).t()
     x[5] = torch.arange(77) - 38.5  # quotients in the middle, and next to it
     x[5, 0], x[6], x[6, 0] = 127, (torch.arange(77) - 38.5).nextafter(torch.tensor(0.0)), -127
     x[7], x[8] = -x[7].abs(), x[8].nextafter(torch.tensor(9.0))
     wanted = kernels.encode(x, "int8")
-    found = byte_rows.rows_in_bytes(x, level)
-    assert found is not None
-    assert torch.equal(found.scales, wanted.scale)
-    assert torch.equal(found.payload[:, :77].int() - 128, wanted.payload.int())
-    assert bool((found.payload[:, 77:] == 128).all())
-    with kernels.use("bitwise"):
-        defined = byte_rows.rows_in_bytes(x)
-    assert defined is not None
-    assert torch.equal(defined.payload, found.payload)
-    assert torch.equal(defined.scales, found.scales)
-    x[3, 5] = torch.nan
-    assert byte_rows.rows_in_bytes(x, level) is None
+    given = x.t().contiguous() if turned else x
+    source = Memory(0, (9, 77), (1, 9) if turned else (77, 1), torch.float32)
+    program = Program([CodesStep(source, NOWHERE, 1, 2, lowp.casts.parse("int8"))])
+    codes, scales = torch.empty(9, 77, dtype=torch.int8), torch.empty(9)
+    asked = cpu.asked()
+    try:
+        cpu.select(level)
+        assert program([given, codes, scales])
+    finally:
+        cpu.select(asked or None)
+    assert torch.equal(scales, wanted.scale) and torch.equal(codes, wanted.payload)
+    given[3, 5] = torch.nan
+    assert not program([given, codes, scales])
 
 
 # -- training -----------------------------------------------------------------------------------------------------
@@ -190,3 +194,58 @@ def test_what_backward_reads_takes_a_byte_a_number() -> None:
             layer(x)
     assert {one.dtype for one in saved if one.dim() == 2} == {torch.int8}
     assert sum(one.numel() * one.element_size() for one in saved) == x.numel() + layer.weight.numel() + 4 * (64 + 128)
+
+
+def seen(region: lowp.autocast) -> lowp.autocast:
+    region.observe(lambda observation: None)
+    return region
+
+
+WAYS = {
+    "observed": lambda run: run(seen(lowp.autocast("int8"))),
+    "differentiated once more": lambda run: run(lowp.autocast("int8"), create_graph=True),
+    "by torch alone": lambda run: by_bitwise(run),
+}
+
+
+def by_bitwise(run: Callable[..., list[Tensor]]) -> list[Tensor]:
+    with kernels.use("bitwise"):
+        return run(lowp.autocast("int8"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(5, 7, 3), (64, 2100, 40)], ids=str)
+def test_the_definition_sums_integers_too(way: str, shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    torch.manual_seed(0)
+    layer, x, gradient = nn.Linear(k, n), torch.randn(m, k), torch.randn(m, n)
+
+    def run(region: lowp.autocast, create_graph: bool = False) -> list[Tensor]:
+        torch.manual_seed(1)
+        given = x.clone().requires_grad_()
+        with region:
+            y = layer(given)
+        return [y, *torch.autograd.grad(y, (given, layer.weight), gradient, create_graph=create_graph)]
+
+    fast = run(lowp.autocast("int8"))
+    slow = WAYS[way](run)
+    assert type(slow[0].grad_fn).__name__ != type(fast[0].grad_fn).__name__ or way == "differentiated once more"
+    assert all(torch.equal(one, other) for one, other in zip(fast, slow, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_transform_sums_integers_too() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(40, 24), torch.randn(6, 40)
+    weight, bias = layer.weight.detach(), layer.bias.detach()
+    with lowp.autocast(Policy((NEAREST,))):
+        y = torch.nn.functional.linear(x, weight, bias)
+        each = torch.vmap(lambda row: torch.nn.functional.linear(row, weight, bias))(x)
+        loss = lambda x, weight: torch.nn.functional.linear(x, weight, bias).square().sum()  # noqa: E731
+        found = torch.func.grad(loss, (0, 1))(x, weight)
+        _, along = torch.func.jvp(lambda x: torch.nn.functional.linear(x, weight, bias), (x,), (torch.ones_like(x),))
+    assert torch.equal(each, y)
+    expected = trained(NEAREST, layer, x, 2 * y)
+    assert torch.equal(found[0], expected[1]) and torch.equal(found[1], expected[2])
+    (_, _), (codes, scales) = coded(x), coded(weight)
+    torch.testing.assert_close(along, (codes * scales).float().sum(1).expand(6, 24), rtol=1e-4, atol=1e-4)

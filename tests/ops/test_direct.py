@@ -98,7 +98,7 @@ def test_calls_made_of_their_arguments_alone_give_the_same_bits(
     given[0].data.view(-1)[:1] = 1e9  # type: ignore[union-attr]  # beyond the largest number of all but one
     fast = results(lowp.autocast(precision), given, twice)
     take_the_long_way(monkeypatch)
-    monkeypatch.setattr(handover, "is_transformed", lambda: True)  # no fast path is taken
+    monkeypatch.setattr(handover, "functorch_transforms", lambda: True)  # no fast path is taken
     slow = results(lowp.autocast(precision), given, twice)
     for one, other in zip(fast, slow, strict=True):
         assert one.dtype is other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
@@ -122,7 +122,7 @@ def test_linear_layers_at_sites_give_the_same_bits_from_their_arguments(
     monkeypatch.setattr(Engine, "_run", lambda *given: long_ways.append("") or run(*given))
     fast = steps()
     assert not long_ways
-    monkeypatch.setattr(handover, "is_transformed", lambda: True)  # no fast path is taken
+    monkeypatch.setattr(handover, "functorch_transforms", lambda: True)  # no fast path is taken
     slow = steps()
     assert long_ways
     assert all(torch.equal(one, other) for one, other in zip(fast, slow, strict=True))
@@ -292,3 +292,101 @@ def test_an_error_in_a_call_leaves_the_regions_state() -> None:
                 assert torch.is_autocast_enabled("cpu")
             assert F.linear(x, weight).shape == (2, 4)
         assert not torch.is_autocast_enabled("cpu")
+
+
+# -- convolutions and products of batches -------------------------------------------------------------------------
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "plain": (lambda: nn.Conv2d(4, 6, 3, padding=1), (2, 4, 7, 8)),
+    "without a bias": (lambda: nn.Conv2d(4, 6, 1, bias=False), (2, 4, 5, 5)),
+    "strides, dilation, groups": (lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (1, 2), (1, 2), 2), (2, 4, 9, 8)),
+    "one dimension": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 9)),
+    "three dimensions": (lambda: nn.Conv3d(2, 3, 2), (1, 2, 4, 4, 4)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, 1), (2, 4, 5, 6)),
+    "no batch": (lambda: nn.Conv2d(4, 6, 3), (4, 7, 8)),
+    "same": (lambda: nn.Conv2d(4, 6, 2, padding="same"), (2, 4, 7, 8)),
+}
+ROUNDED = ["fp16", "e5m7", "fp8", "mxfp8", "nvfp4", "int8", "i8s@fp32/row", "e4m3fn:stochastic", "mxfp8:stochastic"]
+
+
+def trained(module: nn.Module, x: Tensor, precision: str, gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return the result, and the gradients of the input and the parameters."""
+    torch.manual_seed(7)
+    given = x.detach().requires_grad_()
+    with lowp.autocast(precision):
+        y = module(given)
+    return [y, *torch.autograd.grad(y, (given, *module.parameters()), gradient(y.detach()))]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("layout", ["dense", "channels last", "spread gradient"])
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("precision", ROUNDED)
+def test_convolutions_from_their_arguments_have_the_bits_of_their_definition(
+    precision: str, module: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    make, shape = MODULES[module]
+    layer, x = make(), torch.randn(shape)
+    if layout == "channels last":
+        if len(shape) != 4:
+            pytest.skip("torch has the layout for images alone")
+        layer, x = layer.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    spread = lambda y: y.new_ones(()).expand_as(y)  # noqa: E731
+    gradient = spread if layout == "spread gradient" else lambda y: y + 1
+    taken = taken_straight(monkeypatch)
+    fast = trained(layer, x, precision, gradient)
+    assert taken
+    take_the_long_way(monkeypatch)
+    slow = trained(layer, x, precision, gradient)
+    for one, other in zip(fast, slow, strict=True):
+        assert one.dtype is other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+
+
+PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "matmul": (torch.matmul, (5, 7), (7, 3)),
+    "batches": (Tensor.matmul, (2, 3, 5, 7), (2, 3, 7, 4)),
+    "one matrix for all": (torch.matmul, (2, 5, 7), (7, 4)),
+    "broadcast": (torch.matmul, (2, 1, 5, 7), (1, 3, 7, 4)),
+    "vectors": (torch.matmul, (7,), (7,)),
+    "mm": (torch.mm, (5, 7), (7, 3)),
+    "bmm": (torch.bmm, (2, 5, 7), (2, 7, 3)),
+}
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("precision", ROUNDED)
+def test_products_from_their_arguments_have_the_bits_of_their_definition(
+    precision: str, product: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    function, *shapes = PRODUCTS[product]
+    operands = [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(7)
+        with lowp.autocast(precision):
+            y = function(*operands)
+        return [y, *torch.autograd.grad(y, operands, y.detach() + 1)]
+
+    fast = run()
+    take_the_long_way(monkeypatch)
+    for one, other in zip(fast, run(), strict=True):
+        assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("function", [torch.mm, torch.bmm, torch.matmul])
+def test_products_that_torch_refuses_raise_its_own_error(function: Callable[..., Tensor]) -> None:
+    for first, second in (((2, 3), (2, 3)), ((2, 3), (3,)), ((3,), (3, 2)), ((2, 3, 4), (3, 4, 2)), ((4,), (2, 3, 4))):
+        x, y = torch.ones(first), torch.ones(second)
+        try:
+            expected: object = function(x, y).shape
+        except RuntimeError as error:
+            expected = str(error)
+        with lowp.autocast("fp8"):
+            try:
+                found: object = function(x, y).shape
+            except RuntimeError as error:
+                found = str(error)
+        assert found == expected

@@ -269,6 +269,7 @@ class Operand(NamedTuple):
 
     edge: Tensor
     value: Tensor | None = None
+    scale: Tensor | None = None  # of the rows, where products sum integers of 8 bits
 
     @property
     def plain(self) -> Tensor:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.kernels.tracing import unwrapped
-from lowp.ops.bytes import is_int8, linear_in_bytes, trained_in_bytes
-from lowp.ops.call import Call, KeptCasts, Quick, sums_bytes
+from lowp.ops.call import Call, KeptCasts, Quick, QuickRegion
 from lowp.ops.casting import functorch_is_active
 from lowp.ops.direct import direct
 from lowp.ops.eight_bits import is_fp8, product_in_fp8
@@ -32,6 +31,7 @@ from lowp.ops.trilinear import Einsum, Form, Linear
 from lowp.policy import Rule
 
 Runner = Callable[[Call], Any]
+Shape = tuple[int, ...]
 
 
 def runner(run: Callable[[Call], Any]) -> Runner:
@@ -52,18 +52,13 @@ def runner(run: Callable[[Call], Any]) -> Runner:
     return outer
 
 
-def _contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a contraction: straight from its operands where nothing else sees the call, or by its definition."""
     if call.watch is None and call.writer is None and call.roles is None and not functorch_is_active():
         first, second, bias = unwrapped(first), unwrapped(second), None if bias is None else unwrapped(bias)
         rule, result = call.rule, None
         if is_fp8(rule):
             result = product_in_fp8(form, rule, first, second, bias)
-        elif is_int8(rule):
-            result = linear_in_bytes(form, call, first, second, bias)
-        elif sums_bytes(rule):
-            is_linear = isinstance(form, Linear)
-            result = trained_in_bytes(rule, None, (first, second, bias), {}, None) if is_linear else None
         if result is None and (how := direct(rule)) is not None:
             kept = cast(KeptCasts, call.weight_cast) if hasattr(call.weight_cast, "look") else None
             result = how.contract(form, lambda *shapes: form, first, second, bias, kept)
@@ -78,25 +73,65 @@ def linear(call: Call) -> Tensor:
     x, weight, bias = bound(call, "input", "weight", bias=None)
     check(x, weight, bias)
     require(1 <= weight.dim() <= 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[-1])
-    return _contract(Linear(tuple(x.shape), tuple(weight.shape)), call, x, weight, bias)
+    return multiply(Linear(tuple(x.shape), tuple(weight.shape)), call, x, weight, bias)
 
 
 def quick_linear(rule: Rule) -> Quick | None:
     """Return what runs F.linear under a rule from its arguments alone, see `Row.quick`; None for other rules."""
     if integer_linear.sums_integers(rule):
         return integer_linear.quick(rule) if rule.output is None else written_linear.quick(rule, linear)
-    if sums_bytes(rule):
-        return partial(trained_in_bytes, rule)
     how = direct(rule)
     return None if how is None else how.linear
 
 
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "mm": torch.mm,
-    "mv": torch.mv,
-    "bmm": torch.bmm,
-    "dot": torch.dot,
-    "vdot": torch.vdot,
+def quick_matmul(rule: Rule) -> Quick | None:
+    """Return what runs matmul, mm and bmm under a rule from their arguments alone; None for other rules."""
+    how = direct(rule)
+    if how is None:
+        return None
+
+    def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
+        if kwargs or len(args) != 2 or type(args[0]) is not Tensor or not isinstance(args[1], Tensor):
+            return None  # a parameter that comes first is the weight
+        return how.contract(function, _MATRICES.get(function, _no_form), *args, None, region.weights)
+
+    return run
+
+
+# the functions that take operands of these dimensions alone
+_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, int]]] = {
+    "mm": (torch.mm, (2, 2)),
+    "mv": (torch.mv, (2, 1)),
+    "bmm": (torch.bmm, (3, 3)),
+    "dot": (torch.dot, (1, 1)),
+    "vdot": (torch.vdot, (1, 1)),
+}
+
+
+def _form_of_matrices(function: Callable[..., Tensor], dims: int, first: Shape, second: Shape) -> Einsum | None:
+    """Return the form of a product of matrices; None where torch broadcasts, or raises its own error."""
+    if min(len(first), len(second)) < 1 or (dims and not len(first) == len(second) == dims):
+        return None
+    try:
+        equation = Equation.of_matmul(first, second)
+    except Mismatch:
+        return None
+    return None if equation.is_squeezed else Einsum(equation.terms, first, second, function)
+
+
+def _no_form(first: Shape, second: Shape) -> None:
+    return None
+
+
+# functions of two operands, the dimensions that both must have (0: any), and how the product is called
+_MATRICES: dict[Callable[..., Any], Callable[[Shape, Shape], Einsum | None]] = {
+    spelled: partial(_form_of_matrices, function, dims)
+    for function, dims, spellings in (
+        (torch.matmul, 0, (torch.matmul, Tensor.matmul, Tensor.__matmul__)),
+        (torch.mm, 2, (torch.mm, Tensor.mm)),
+        (torch.bmm, 3, (torch.bmm, Tensor.bmm)),
+    )
+    for spelled in spellings
 }
 
 
@@ -105,7 +140,10 @@ def matmul(call: Call) -> Tensor:
     """torch.matmul, @, mm, mv, bmm, dot and vdot: two operands, shapes by torch's rules."""
     second_name = next((name for name in ("other", "mat2", "vec", "tensor") if name in call.kwargs), "other")
     first, second = bound(call, "self" if "self" in call.kwargs else "input", second_name)
-    result = _matmul(call, first, second, _FUNCTIONS.get(call.op, torch.matmul))
+    check(first, second)
+    function, dims = _FUNCTIONS.get(call.op, (torch.matmul, None))
+    require(dims is None or (first.dim(), second.dim()) == dims)
+    result = _matmul(call, first, second, function)
     return first.copy_(result) if function_name(call) == "__imatmul__" else result
 
 
@@ -160,7 +198,7 @@ def _pair(
     form = Einsum(equation.terms, tuple(first.shape), tuple(second.shape), function, scale, bias_scale, shape)
     if call.roles is None and isinstance(first, nn.Parameter):
         call = call.with_roles("weight", role_of(second))
-    return _contract(form, call, first, second, bias)
+    return multiply(form, call, first, second, bias)
 
 
 # -- addmm and its relatives: beta * input + alpha * (first @ second) --------------------------------------------

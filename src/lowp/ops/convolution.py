@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +24,10 @@ from lowp.kernels.int16.mantissas import Mantissas
 from lowp.kernels.int16.written import WrittenMantissas
 from lowp.ops.call import Call, Quick, QuickRegion
 from lowp.ops.casting import is_jit_tracing
-from lowp.ops.contraction import runner
+from lowp.ops.contraction import multiply, runner
+from lowp.ops.direct import Direct, direct
 from lowp.ops.int16.linear import are_plain, contracted, sums_integers
 from lowp.ops.int16.written import of_form
-from lowp.ops.products import contract
 from lowp.ops.signature import Empty, Mismatch, bound, check, require
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair, has_numbers
 from lowp.policy import Rule
@@ -111,15 +111,17 @@ class Convolution(Form):
         self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool, bias: Tensor | None
     ) -> WrittenMantissas | None:
         product = self._products[slot]
-        if product is None or (bias is not None and not has_numbers(bias, (self.channels,))):
+        if product is None or not self.fits(bias):
             return None
         is_swapped = slot != OUTPUT if self.transposed else slot == FIRST  # as in `_plain_operands`
         a, b = (right, left) if is_swapped else (left, right)
         return int16_convolution.written(product, a, b, exponent, symmetric, bias)
 
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
-        fits = bias is not None and has_numbers(bias, (self.channels,))
-        return bias if fits and self._is_plain else None
+        return bias if self._is_plain and self.fits(bias) else None
+
+    def fits(self, bias: Tensor | None) -> bool:
+        return bias is None or has_numbers(bias, (self.channels,))
 
     @property
     def _is_plain(self) -> bool:
@@ -283,9 +285,10 @@ def conv_tbc(call: Call) -> Tensor:
 
 
 def quick(rule: Rule) -> Quick | None:
-    """Return the fast path of conv1d to 3d and conv_transpose1d to 3d of int16; None for other rules."""
+    """Return what runs conv1d to 3d and conv_transpose1d to 3d from their arguments; None for rules that have none."""
     if not sums_integers(rule):
-        return None
+        how = direct(rule)
+        return None if how is None else partial(_straight, how)
     is_written = rule.output is not None
     run_written = of_form(rule, _in_general) if is_written else None
     run_contraction = contracted(rule)
@@ -302,6 +305,34 @@ def quick(rule: Rule) -> Quick | None:
     return run
 
 
+def _straight(
+    how: Direct, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion
+) -> Tensor | None:
+    """Run a convolution as layers call it, with all arguments in order."""
+    key = function.__name__, *args[3:]
+    if kwargs or len(key) != (5 if key[0] in _PLAIN else 6) or list in map(type, key):
+        return None
+    x, weight, bias = args[:3]
+    return how.contract(key, partial(_known_form, key), x, weight, bias, region.weights)
+
+
+def _known_form(key: tuple[Any, ...], first: Sizes, second: Sizes) -> Convolution | None:
+    """Return the convolution of a function's name and its arguments after the bias; None for those left to a runner."""
+    if key[0] in _PLAIN:
+        stride, padding, dilation, groups = key[1:]
+        is_transposed, output_padding = False, (0,) * (len(first) - 2)
+    else:
+        stride, padding, output_padding, groups, dilation = key[1:]
+        is_transposed = True
+    sizes = stride, padding, dilation, output_padding
+    if len(first) != len(second) or any(type(one) is not tuple or len(one) != len(first) - 2 for one in sizes):
+        return None
+    if 0 in first + second or type(groups) is not int or groups < 1:
+        return None
+    form, is_possible = _form((first, second, stride, padding, dilation, is_transposed, output_padding, groups))
+    return form if is_possible else None
+
+
 def _in_general(call: Call) -> Tensor:
     result: Tensor = (convolution if call.op in _PLAIN else conv_transpose)(call)
     return result
@@ -309,23 +340,10 @@ def _in_general(call: Call) -> Tensor:
 
 def _form_of(op: str, args: tuple[Any, ...]) -> Convolution | None:
     """Return the convolution of a call with all its arguments in order, as layers make it; None for any other call."""
-    if op in _PLAIN and len(args) == 7:
-        x, weight, bias, stride, padding, dilation, groups = args
-        is_transposed, output_padding = False, (0,) * len(stride) if type(stride) is tuple else None
-    elif op in _WITH_TRANSPOSE and len(args) == 8:
-        x, weight, bias, stride, padding, output_padding, groups, dilation = args
-        is_transposed = True
-    else:
+    if len(args) != (7 if op in _PLAIN else 8) or not are_plain(*(args[:2] if args[2] is None else args[:3])):
         return None
-    if not are_plain(*(args[:2] if bias is None else args[:3])) or x.dim() != weight.dim() or type(groups) is not int:
-        return None
-    if any(type(one) is not tuple or len(one) != x.dim() - 2 for one in (stride, padding, dilation, output_padding)):
-        return None
-    if x.numel() == 0 or weight.numel() == 0 or groups < 1:
-        return None
-    settings = stride, padding, dilation, is_transposed, output_padding, groups
-    form, is_possible = _form((tuple(x.shape), tuple(weight.shape), *settings))
-    return form if is_possible and (bias is None or bias.shape == (form.channels,)) else None
+    form = _known_form((op, *args[3:]), tuple(args[0].shape), tuple(args[1].shape))
+    return form if form is not None and form.fits(args[2]) else None
 
 
 def _general(call: Call) -> Tensor:
@@ -352,7 +370,7 @@ def _convolve(
     key = tuple(x.shape), tuple(weight.shape), *settings
     form, is_possible = _new_form(key) if is_jit_tracing() else _form(key)
     require(is_possible and (bias is None or tuple(bias.shape) == (form.channels,)))
-    result = contract(form, call, x, weight, bias)
+    result = multiply(form, call, x, weight, bias)
     return result.squeeze(0) if single else result
 
 

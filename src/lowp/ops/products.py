@@ -24,9 +24,10 @@ from lowp.casts import Cast
 from lowp.compat import with_tangents
 from lowp.formats import ScaledFormat
 from lowp.kernels.int16.low_words import has_low_word, warn_of_loss, with_low_word
+from lowp.kernels.packed.byte_products import multiply_codes
 from lowp.kernels.products import ready_operand
 from lowp.kernels.products.scratch import Scratch
-from lowp.ops.call import Call, RoleCasts
+from lowp.ops.call import Call, RoleCasts, sums_bytes
 from lowp.ops.casting import (
     Operand,
     carried,
@@ -71,6 +72,9 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
     axes = form.contracted[OUTPUT]
     left = _operand(call, casts, first, casts.roles[0], axes[0])
     right = _operand(call, casts, second, casts.roles[1], axes[1])
+    is_layer = isinstance(form, Linear) and len(form.second) == 2 and 0 not in form.first + form.second
+    if is_layer and sums_bytes(call.rule):
+        left, right = left._replace(scale=scales_of_rows(first)), right._replace(scale=scales_of_rows(second))
     return product(form, OUTPUT, casts, left, right, bias)
 
 
@@ -98,10 +102,12 @@ def product(
     form: Form, slot: int, casts: RoleCasts, first: Operand, second: Operand, bias: Tensor | None = None
 ) -> Tensor:
     """Return the product that fills a slot of the form, rounded by its role; part of the autograd graph."""
-    if not (torch.is_grad_enabled() or functorch_is_active()):  # no graph, no node
-        return computed(form, slot, casts, first.plain, second.plain, bias)
-    result: Tensor = _product(form, slot, casts, first.edge, second.edge, bias, first.value, second.value)
-    return result
+    if torch.is_grad_enabled() or functorch_is_active():
+        operands = first.edge, second.edge, bias, first.value, second.value, first.scale, second.scale
+        return _product(form, slot, casts, *operands)  # type: ignore[no-any-return]
+    if first.scale is not None and second.scale is not None:  # no graph, no node
+        return _in_bytes(form, casts, (first.plain, second.plain), (first.scale, second.scale), bias)
+    return computed(form, slot, casts, first.plain, second.plain, bias)
 
 
 class _Product(torch.autograd.Function):
@@ -119,40 +125,46 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         first_value: Tensor | None,
         second_value: Tensor | None,
+        first_scale: Tensor | None,
+        second_scale: Tensor | None,
     ) -> Tensor:
         left = first if first_value is None else first_value
         right = second if second_value is None else second_value
+        if first_scale is not None and second_scale is not None:
+            return _in_bytes(form, casts, (left, right), (first_scale, second_scale), bias)
         return computed(form, slot, casts, left, right, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.form, ctx.slot, ctx.casts, first, second, bias, first_value, second_value = inputs
+        ctx.form, ctx.slot, ctx.casts, first, second, bias, first_value, second_value, *scales = inputs
         ctx.bias_dtype = None if bias is None else bias.dtype
         operands = first, second, first_value, second_value
         if functorch_is_active():
             # torch.func.vmap keeps one list of batched dimensions: both directions save the same.
             ctx.edges = None
-            ctx.save_for_backward(*operands)
+            ctx.save_for_backward(*operands, *scales)
         else:
             values, ctx.edges = _for_backward(operands, ctx.needs_input_grad[3:5])
             # An edge has no storage; saved, it would be counted by saved-tensor hooks as a tensor of its shape.
-            ctx.save_for_backward(*values)
-        ctx.save_for_forward(*operands)
+            ctx.save_for_backward(*values, *(scales if scales[0] is not None else ()))
+        ctx.save_for_forward(*operands, *scales)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             values, edges = ctx.saved_tensors, ctx.edges
             if edges is None:
-                values, edges = _for_backward(values, ctx.needs_input_grad[3:5])
+                scales = values[4:]
+                values, edges = _for_backward(values[:4], ctx.needs_input_grad[3:5])
+                values += scales
             first, second, bias = ctx.needs_input_grad[3:6]
             wanted = _Wanted((first, second), bias, ctx.bias_dtype)
             found = _gradients(ctx.form, ctx.slot, ctx.casts, wanted, gradient, (values, edges))
-            return None, None, None, *found, None, None
+            return None, None, None, *found, None, None, None, None
 
     @staticmethod
     def tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        first, second, first_value, second_value = ctx.saved_tensors  # in this direction, those saved for it
+        first, second, first_value, second_value, *_ = ctx.saved_tensors  # in this direction, those saved for it
         exact = RoleCasts(Rule())
         parts: list[Tensor] = []
         for tangent, other, mine in ((tangents[3], second_value, 0), (tangents[4], first_value, 1)):
@@ -197,9 +209,14 @@ def _gradients(
     gradient: Tensor,
     saved: Saved,
 ) -> Gradients:
-    """Return the gradients of both operands and of the bias. `saved`: the operands' values, and edges of the graph."""
+    """Return the gradients of both operands and of the bias. `saved`: the operands' values, and edges of the graph.
+
+    Behind the values are scales, where the product summed bytes.
+    """
+    if any(one is not None for one in saved[0][2:]):
+        return _gradients_in_bytes(cast(Linear, form), casts, wanted, gradient, saved)
     graph = torch.is_grad_enabled() or functorch_is_active()  # they are part of it, and nothing of them may be lent
-    values, edges = saved
+    values, edges = saved[0][:2], saved[1]
     with nullcontext() if graph else Scratch() as scratch:
         rounded_gradient: dict[int, Operand] = {}
         to = casts.rule.grad
@@ -245,6 +262,92 @@ def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:
     if isinstance(cast.format, ScaledFormat) and cast.format.scope.kind == "tensor" and not cast.is_stochastic:
         warn_of_loss(gradient, value, cast, f"the gradient of a linear layer, {list(gradient.shape)}")
     return value
+
+
+# -- sums of bytes ------------------------------------------------------------------------------------------------
+
+
+def scales_of_rows(x: Tensor) -> Tensor:
+    """Return the scales of the rows of x as format int8 has them, fp32 [rows]."""
+    rows = x.detach().float().reshape(-1, x.shape[-1])
+    largest = torch.where(rows.isfinite(), rows.abs(), 0.0).amax(-1)
+    return torch.where(largest == 0, 1.0, (largest / _HIGHEST).clamp(min=torch.finfo(torch.float32).smallest_normal))
+
+
+def _codes(values: Tensor, scale: Tensor) -> Tensor:
+    """Return the codes [rows, k] of a cast's values as whole numbers in fp32; infinities and NaN stay."""
+    rows = values.reshape(scale.shape[0], -1)
+    return rows.float() if values.dtype is torch.int8 else (rows / scale[:, None]).round()
+
+
+def _in_bytes(
+    form: Form, casts: RoleCasts, operands: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], bias: Tensor | None
+) -> Tensor:
+    """Return a linear layer: the sum of integers, rounded once, by the scales of columns and then rows, plus bias."""
+    left, right = (_codes(*one) for one in zip(operands, scales, strict=True))
+    result = multiply_codes(left, right) * scales[1] * scales[0][:, None]
+    result = result if bias is None else result + bias.float()
+    casts.tell(result, "output")
+    return result.reshape(*cast(Linear, form).first[:-1], right.shape[0])
+
+
+def _gradients_in_bytes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradient: Tensor, saved: Saved) -> Gradients:
+    """Return the gradients of a linear layer that sums bytes, forward and backward.
+
+    Where the scales of an operand lie along the sum of a gradient, they multiply the incoming gradient before it is
+    rounded, so that every sum is one of integers. Gradients of gradients are those of the operands' values.
+    """
+    (first, second, rows, columns), edges = saved
+    casts.tell(gradient, "grad")
+    quiet = replace(casts, watch=None)
+    result: list[Tensor | None] = [None, None]
+    incoming = gradient.detach().reshape(-1, form.second[0]).float()
+    for slot, value, scale in ((FIRST, second, columns), (SECOND, first, rows)):
+        if wanted.operands[slot] and value is not None and scale is not None:
+            scaled = incoming * scale if slot == FIRST else (incoming * scale[:, None]).t().contiguous()
+            of_rows = scales_of_rows(scaled)
+            with torch.no_grad():
+                codes = _codes(quiet.carry(scaled, "grad"), of_rows)
+                found = multiply_codes(codes, _codes(value, scale).t()) * of_rows[:, None]
+            result[slot] = found.reshape(form.first if slot == FIRST else form.second)
+            casts.tell(found, f"{casts.roles[slot]} gradient")
+    if torch.is_grad_enabled() or (functorch_is_active() and not torch.compiler.is_compiling()):
+        values = [
+            None if one is None or by is None else (_codes(one, by) * by[:, None]).reshape(shape)
+            for one, by, shape in ((first, rows, form.first), (second, columns, form.second))
+        ]
+        of_values = _gradients(form, OUTPUT, quiet, wanted._replace(bias=False), gradient, (values, edges))
+        result = [one if one is None else _instead(other, one) for one, other in zip(result, of_values, strict=False)]
+    bias = None
+    if wanted.bias:
+        bias = casts.cast(form.bias_gradient(gradient.float()), "bias gradient").to(wanted.bias_dtype)
+    return result[0], result[1], bias
+
+
+class _Instead(torch.autograd.Function):
+    """The numbers of one tensor with the derivatives of another."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+    @staticmethod
+    def tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.clone()
+
+
+_instead = with_tangents(_Instead)
+_HIGHEST = 127.0  # of format int8
 
 
 def gradients(

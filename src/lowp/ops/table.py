@@ -101,6 +101,7 @@ _CONTRACTIONS = {
 # runner -> what finds a `Quick` under a rule
 _QUICK = {
     "contraction:linear": "contraction:quick_linear",
+    "contraction:matmul": "contraction:quick_matmul",
     "convolution:convolution": "convolution:quick",
     "convolution:conv_transpose": "convolution:quick",
     "generic:wide": "generic:quick_wide",

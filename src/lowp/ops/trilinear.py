@@ -115,6 +115,10 @@ class Form(ABC):
         found = integer.matmul_exact(rows, columns, **options)
         return found if finish is _as_it_is else found._replace(values=finish(found.values))
 
+    def fits(self, bias: Tensor | None) -> bool:
+        """Whether kernels, or torch's product of the output, can add a bias."""
+        return bias is None or self.numbers_a_column(bias) is not None
+
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
         """Return a bias that kernels can add, one number per column of the output's matrix or channel; else None."""
         return None

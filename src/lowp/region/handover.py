@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from lowp.casts import Cast
-from lowp.compat import accelerator, is_transformed, private
+from lowp.compat import accelerator, functorch_transforms, private
 from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.choose.hardware import multiplies
 from lowp.kernels.products import torchs_own_device
@@ -114,7 +115,9 @@ def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 def quickly(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call by the fast path of its plan, where the arguments alone decide how it runs."""
-    if engine.is_strict or is_transformed() or (plan.looks and is_jit_tracing()):
+    if engine.is_strict or functorch_transforms() or forward_ad._current_level >= 0:  # `is_transformed`, in no function
+        return ELSEWHERE
+    if plan.looks and is_jit_tracing():
         return ELSEWHERE
     if engine.is_on_host:  # on a machine without other devices this is `_DisableAutocast`, with less overhead
         try:

@@ -174,9 +174,8 @@ class WeightCasts:
         known = None if held is None else self._known(weight, to, sign)
         return self.keep(weight, to, sign, carried(weight, to)) if known is None else known
 
-    def narrowed(self, weight: Tensor, to: Cast) -> Tensor:
+    def narrowed(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
         """Return a plain leaf in the 16-bit dtype of its cast, where nothing is traced; otherwise as `__call__`."""
-        dtype = native_dtype(to)
         if torch.is_inference_mode_enabled():
             return weight.to(dtype)
         sign, held = self._sign(weight), self._entries.get(id(weight))

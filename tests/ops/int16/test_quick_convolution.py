@@ -63,7 +63,7 @@ def test_they_have_the_bits_and_the_sites_of_the_general_path(precision: str, mo
     )
     quick = trained(precision)
     assert not [name for name in general if name.startswith("conv")]
-    monkeypatch.setattr(handover, "is_transformed", lambda: True)  # no fast path is taken
+    monkeypatch.setattr(handover, "functorch_transforms", lambda: True)  # no fast path is taken
     slow = trained(precision)
     assert {"conv1d", "conv2d", "conv3d", "conv_transpose2d"} <= set(general)
     assert len(quick) == len(slow) and all(map(are_same, quick, slow))
@@ -90,7 +90,7 @@ def test_other_calls_have_the_same_result(call: str, precision: str, monkeypatch
     results = []
     for is_quick in (True, False):
         if not is_quick:
-            monkeypatch.setattr(handover, "is_transformed", lambda: True)  # no fast path is taken
+            monkeypatch.setattr(handover, "functorch_transforms", lambda: True)  # no fast path is taken
         with lowp.Precision(precision).autocast():
             torch.conv2d(
                 X, W, B, (1, 1), (0, 0), (1, 1), 1

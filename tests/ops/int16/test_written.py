@@ -107,7 +107,7 @@ def are_same(one: Any, other: Any) -> bool:
 
 def both_ways(run: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     quick = run()
-    monkeypatch.setattr(handover, "is_transformed", lambda: True)  # no fast path is taken
+    monkeypatch.setattr(handover, "functorch_transforms", lambda: True)  # no fast path is taken
     return quick, run()
 
 
@@ -160,7 +160,7 @@ def test_every_instruction_set_gives_the_same_bits(instruction_set: str, monkeyp
         cpu.select(instruction_set)
         quick = run()
         cpu.select(before)
-        monkeypatch.setattr(handover, "is_transformed", lambda: True)  # no fast path is taken
+        monkeypatch.setattr(handover, "functorch_transforms", lambda: True)  # no fast path is taken
         assert all(map(are_same, quick, run()))
     finally:
         cpu.select(before)

@@ -91,10 +91,28 @@ class RoundingBlock(Structure):
     )
 
 
+class CodesBlock(Structure):
+    """struct lowp_codes of cpu/product.hpp."""
+
+    _fields_ = (("sharing", c_void_p), *((name, c_int64) for name in ("rows", "columns", "line", "step")))
+
+
+class BytesBlock(Structure):
+    """struct lowp_bytes of cpu/product.hpp."""
+
+    _fields_ = (*((name, c_int64) for name in ("rows", "columns", "depth", "line", "step")),)
+
+
 class StepBlock(Structure):
     """struct lowp_step of cpu/product.hpp."""
 
-    _fields_ = (("is_product", c_int64), ("product", PlanBlock), ("rounding", RoundingBlock))
+    _fields_ = (
+        ("kind", c_int64),
+        ("product", PlanBlock),
+        ("rounding", RoundingBlock),
+        ("codes", CodesBlock),
+        ("bytes", BytesBlock),
+    )
 
 
 # one row per function: its return type and its arguments
@@ -164,7 +182,6 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         None,
         (c_int, c_void_p, *(c_int64,) * 3, c_float, c_int, c_int, c_int64, c_void_p, c_int),
     ),
-    "lowp_bytes_rows": (c_int, (c_int, c_void_p, *(c_int64,) * 3, c_int, c_int64, c_void_p, c_void_p, c_int)),
     "lowp_bytes_multiply": (
         None,
         (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int, *(c_void_p,) * 5, c_int),

@@ -164,22 +164,6 @@ LOWP_EXPORT void lowp_bytes_extremes(int level, const float* x, int64_t rows, in
   for (int64_t p = 0; p < kPieces; p++) found[0] = least(found[0], low[p]), found[1] = most(found[1], high[p]);
 }
 
-// Rows of fp32 [rows][k], `stride` apart, in format int8: bytes plus `zero` [rows][depth], padded with `zero`, and one scale
-// per row. Returns 0 if a number is infinite or NaN.
-LOWP_EXPORT int lowp_bytes_rows(int level, const float* x, int64_t rows, int64_t k, int64_t stride, int zero,
-                                int64_t depth, uint8_t* out, float* scales, int threads) {
-  const ByteKernels& run = kernels(level);
-  const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(k, 1));
-  std::atomic<bool> finite{true};
-  parallel_for(rows, grain, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      if (!run.row(x + i * stride, k, zero, out + i * depth, scales + i)) finite = false;
-      std::fill(out + i * depth + k, out + (i + 1) * depth, static_cast<uint8_t>(zero));
-    }
-  });
-  return finite;
-}
-
 // out[m][n] = (a[m][depth] - zero) times the panels, by the scales; see Finish. Arrays of columns are padded to 16. With
 // `row_scales` [m] each result is then multiplied by that of its row, and the bias is added last.
 LOWP_EXPORT void lowp_bytes_multiply(int level, const uint8_t* a, int64_t m, int64_t depth, const int8_t* panels,

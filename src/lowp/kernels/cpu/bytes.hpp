@@ -14,7 +14,7 @@ namespace lowp {
 constexpr int64_t kPanel = 16;        // columns of a panel
 constexpr int64_t kEight = 8;         // depth is padded to a multiple of it
 constexpr int64_t kChunk = 32;        // depth of one way
-constexpr int64_t kDepth = 1024;      // depth processed at once: a panel of it (16 KiB) stays in the first-level cache
+constexpr int64_t kDeep = 1024;      // depth processed at once: a panel of it (16 KiB) stays in the first-level cache
 constexpr int64_t kRows = 192;        // rows of activations multiplied with a panel while it is in the cache
 constexpr int64_t kPair = 2;          // panels processed at once
 enum Way : uint8_t { kFour = 0, kTwo = 1, kOne = 2, kCentred = 3 };
@@ -66,8 +66,6 @@ struct ByteKernels {
   void (*extremes)(const float* x, int64_t count, float* low, float* high);
   // out = clamp(round(x / scale) + zero, 0, highest), to nearest even; NaN becomes 0.
   void (*quantize)(const float* x, int64_t count, float scale, int32_t zero, int32_t highest, uint8_t* out);
-  // out = round(x / scale) + zero, with format int8's scale of a row, max |x| / 127. False if x is not finite.
-  bool (*row)(const float* x, int64_t count, int32_t zero, uint8_t* out, float* scale);
   // out[count][stride] = converted sums of up to kRows rows times one or two adjacent panels.
   void (*multiply)(const Rows& a, const Panel* panels, int64_t count, float* out, int64_t stride);
   // Integers under scales, which `split` converts to digits: number = round(x / 2^(e - 18)), where e is the exponent of the

@@ -211,6 +211,6 @@ struct CodeSums {
 
 }  // namespace
 
-const ByteKernels kAvx2Bytes = {extremes, quantize, row, multiply_panels<Sums>, numbers, dispatch_codes<CodeSums>, differing};
+const ByteKernels kAvx2Bytes = {extremes, quantize, multiply_panels<Sums>, numbers, dispatch_codes<CodeSums>, differing};
 
 }  // namespace lowp

@@ -167,6 +167,6 @@ struct CodeSums {
 
 }  // namespace
 
-const ByteKernels kAvx512Bytes = {extremes, quantize, row, multiply, numbers, dispatch_codes<CodeSums>, differing};
+const ByteKernels kAvx512Bytes = {extremes, quantize, multiply, numbers, dispatch_codes<CodeSums>, differing};
 
 }  // namespace lowp

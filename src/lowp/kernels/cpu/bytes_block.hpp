@@ -13,8 +13,8 @@ constexpr int64_t kFew = 6;     // rows up to which computing the centres costs 
 // A part of the depth of a panel: the sums of a row begin with `starts`, plus the sums of earlier parts if there are any.
 struct Piece {
   const int8_t* weights;
-  uint8_t ways[kDepth / kChunk];  // of adjacent chunks with the same way
-  int64_t ends[kDepth / kChunk];  // the end of these chunks
+  uint8_t ways[kDeep / kChunk];  // of adjacent chunks with the same way
+  int64_t ends[kDeep / kChunk];  // the end of these chunks
   const int16_t* centres;  // null: for few rows, without centres
   int64_t depth;           // a multiple of 8
   const int32_t* starts;   // [16]
@@ -38,12 +38,12 @@ inline void find_ways(const uint8_t* ways, bool centred, Piece& piece) {
 template <class Sums>
 void multiply_panel(const Rows& a, const Panel& panel, float* out, int64_t stride) {
   alignas(64) int32_t sums[kRows * kPanel];
-  alignas(64) int16_t centres[kDepth / kEight * 2 * kPanel];
+  alignas(64) int16_t centres[kDeep / kEight * 2 * kPanel];
   const bool whole = panel.columns == kPanel;
-  for (int64_t k = 0; k < a.depth; k += kDepth) {
+  for (int64_t k = 0; k < a.depth; k += kDeep) {
     alignas(64) int32_t starts[kPanel] = {};
     if (k == 0) std::copy(panel.starts, panel.starts + kPanel, starts);
-    const int64_t depth = std::min(kDepth, a.depth - k);
+    const int64_t depth = std::min(kDeep, a.depth - k);
     const Finish* to = k + depth < a.depth ? nullptr : &panel.finish;
     Piece piece{panel.weights + k * kPanel, {}, {}, a.count > kFew ? centres : nullptr, depth, starts, k > 0, to};
     const uint8_t* ways = panel.ways + k / kChunk;

@@ -49,16 +49,6 @@ inline double rounded(double x) {
   return (x + kMiddle) - kMiddle;
 }
 
-bool row(const float* x, int64_t count, int32_t zero, uint8_t* out, float* scale) {
-  const uint32_t largest = largest_bits(x, count);
-  if (largest >= 0x7f800000) return false;
-  const float found = static_cast<float>(static_cast<double>(bit_cast<float>(largest)) / 127);
-  *scale = largest == 0 ? 1 : found < 0x1p-126f ? 0x1p-126f : found;
-  const double by = *scale;  // in fp64: a quotient in fp32 might be rounded to the midpoint of two integers
-  for (int64_t i = 0; i < count; i++) out[i] = static_cast<uint8_t>(static_cast<int32_t>(rounded(x[i] / by)) + zero);
-  return true;
-}
-
 // `codes` of ByteKernels: Sum::add<bits, planes> for the bits of a code and the number of planes of digits.
 template <class Sum>
 void dispatch_codes(const Digits& row, const CodePanel& panel, float* out) {

@@ -72,6 +72,6 @@ void codes(const Digits& row, const CodePanel& panel, float* out) {
 
 }  // namespace
 
-const ByteKernels kPortableBytes = {extremes, quantize, row, multiply_panels<Sums>, numbers, codes, differing};
+const ByteKernels kPortableBytes = {extremes, quantize, multiply_panels<Sums>, numbers, codes, differing};
 
 }  // namespace lowp

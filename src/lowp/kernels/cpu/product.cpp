@@ -88,11 +88,10 @@ Unit unit_of(const lowp_plan& plan, const Multiplier& by, const Cuts& grid, int6
   return {{matrix / plan.batch[1], matrix % plan.batch[1]}, r0, r1 - r0, c0, c1 - c0};
 }
 
-// Returns false if memory ran out.
-bool run(const Product& product, int threads) {
+Ended run(const Product& product, int threads) {
   const lowp_plan& plan = product.plan;
   const int64_t matrices = plan.batch[0] * plan.batch[1], size = matrices * plan.rows * plan.columns;
-  if (size == 0) return true;
+  if (size == 0) return kWhole;
   const Multiplier& by = multiplier();
   if (size * plan.depth < kSerialProducts) threads = 1;
   const Cuts grid = grid_of(plan, by, std::max(1, threads));
@@ -111,35 +110,49 @@ bool run(const Product& product, int threads) {
     }
   };
   parallel_for(std::min<int64_t>(threads, units), 1, threads, work);
-  return !failed;
+  return failed ? kNoMemory : kWhole;
 }
 
-// Returns whether the program goes on: not after an infinity or a NaN among numbers that share scales.
-bool round(const lowp_rounding& step, const void* x, void* out, uint64_t seed, int threads) {
+// Ends at an infinity or a NaN among numbers that share scales.
+Ended round(const lowp_rounding& step, const void* x, void* out, uint64_t seed, int threads) {
   if (step.sharing != nullptr)
     return lowp_quantize_groups(step.sharing, kFp32, x, out, step.count, step.row, step.group, step.inner, nullptr, nullptr,
-                                seed, 0, threads) == 0;
+                                seed, 0, threads) == 0
+               ? kWhole
+               : kInfinite;
   lowp_quantize(step.cast, static_cast<int>(step.type), x, static_cast<int>(step.out_type), out, step.count, seed, 0, 1, threads);
-  return true;
+  return kWhole;
 }
 
 }  // namespace
 }  // namespace lowp
 
-// Runs `count` steps, see product.hpp, one after the other. `memory`, four addresses a step: of a product its left and right
-// operand, its bias (fp32, or null) and its result; of a cast what it reads first, and what it writes last. `seeds`, three a
-// step, are those of stochastic casts: of left, right and result, or of the one cast. Returns 0; 1 if the program ended at
-// an infinity or a NaN; 2 if memory ran out.
+// Runs `count` steps, see product.hpp, one after the other. `memory`, six addresses a step: of a product its left and right
+// operand, its bias (fp32, or null) and its result; of a cast what it reads, and fourth what it writes; of codes the matrix,
+// the factors of its columns or null, and fourth and fifth codes and scales; of a product of codes left, right, bias, result,
+// and the scales of both, the latter or null. `seeds`, three a step, are those of stochastic casts: of left, right and
+// result, or of the one cast. Returns 0; 1 if the program ended at an infinity or a NaN; 2 if memory ran out.
 LOWP_EXPORT int lowp_program(const lowp_step* steps, int count, const int64_t* memory, const uint64_t* seeds, int threads) {
-  for (int i = 0; i < count; ++i, memory += 4, seeds += 3) {
+  using namespace lowp;
+  Ended ended = kWhole;
+  for (int i = 0; i < count && ended == kWhole; ++i, memory += 6, seeds += 3) {
     const auto at = [&](int place) { return reinterpret_cast<void*>(memory[place]); };
-    if (!steps[i].is_product) {
-      if (!lowp::round(steps[i].rounding, at(0), at(3), seeds[0], threads)) return 1;
-      continue;
+    const auto numbers = [&](int place) { return static_cast<float*>(at(place)); };
+    const auto codes = [&](int place) { return static_cast<int8_t*>(at(place)); };
+    switch (steps[i].kind) {
+      case kRounding:
+        ended = round(steps[i].rounding, at(0), at(3), seeds[0], threads);
+        break;
+      case kProduct:
+        ended = run({steps[i].product, at(0), at(1), numbers(2), at(3), seeds[0], seeds[1], seeds[2], kernels().read_lines}, threads);
+        break;
+      case kCodes:
+        ended = encode(steps[i].codes, numbers(0), numbers(1), codes(3), numbers(4), seeds[0], threads);
+        break;
+      case kBytes:
+        ended = multiply(steps[i].bytes, codes(0), codes(1), numbers(4), numbers(5), numbers(2), numbers(3), threads);
+        break;
     }
-    const lowp::Product product{steps[i].product, at(0), at(1), static_cast<const float*>(at(2)), at(3),
-                                seeds[0], seeds[1], seeds[2], lowp::kernels().read_lines};
-    if (!lowp::run(product, threads)) return 2;
   }
-  return 0;
+  return ended;
 }

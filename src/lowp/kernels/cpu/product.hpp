@@ -37,11 +37,28 @@ struct lowp_rounding {
   int64_t count, row, group, inner;
 };
 
+// Rows of a matrix in int8 under a scale each, in fp32. Element (i, k) of the matrix is at data[i * line + k * step]; it may
+// be multiplied by a factor of its column first. The random words are those of the contiguous matrix.
+struct lowp_codes {
+  const lowp_sharing* sharing;
+  int64_t rows, columns, line, step;
+};
+
+// A product of codes [rows, depth] and [columns, depth], summed in integers: fp32(sum) * the scale of the column * the scale
+// of the row + bias, each rounded once. Element (j, k) of the second is at data[j * line + k * step], one of which is 1.
+struct lowp_bytes {
+  int64_t rows, columns, depth, line, step;
+};
+
+enum StepKind : int64_t { kRounding = 0, kProduct = 1, kCodes = 2, kBytes = 3 };
+
 // A step of a program: a product, or a cast of what later steps multiply.
 struct lowp_step {
-  int64_t is_product;
+  int64_t kind;
   lowp_plan product;
   lowp_rounding rounding;
+  lowp_codes codes;
+  lowp_bytes bytes;
 };
 
 namespace lowp {
@@ -59,6 +76,13 @@ struct Lines {
   int64_t index, index_line;
   bool keeps;  // infinities and NaN
 };
+
+enum Ended : int { kWhole = 0, kInfinite = 1, kNoMemory = 2 };  // how a step ended
+
+// Steps of codes (product_bytes.cpp).
+Ended encode(const lowp_codes&, const float* x, const float* factor, int8_t* codes, float* scales, uint64_t seed, int threads);
+Ended multiply(const lowp_bytes&, const int8_t* left, const int8_t* right, const float* left_scales, const float* right_scales,
+               const float* bias, float* out, int threads);
 
 // One call: a plan with its addresses.
 struct Product {

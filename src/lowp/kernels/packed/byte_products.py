@@ -1,4 +1,4 @@
-"""Products for inference: bytes by bytes, summed exactly in int32.
+"""Products of bytes by bytes, summed exactly in int32: for inference, and the definition of those of int8 training.
 
 The C++ library computes them. Without it, and if `lowp.kernels.use` selects another implementation, the torch code
 below does. This code is the definition: the bits are the same on every machine and in every implementation.
@@ -12,40 +12,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast
-from lowp.compat import private
+from lowp.compat import private, widest_float
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu
-from lowp.kernels.casts import cpu_groups
-from lowp.kernels.casts.functions import encode
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.choose.hardware import tiles_of_bytes
-from lowp.kernels.int16.integer import matmul_exact
 from lowp.kernels.packed.byte_rows import (
     EIGHT,
-    MIDDLE,
     Activations,
-    ByteRows,
     Bytes,
     matrix,
     numbered,
     on_cpu,
     own_range,
-    rows_in_int8,
     to_bytes,
     up,
 )
+from lowp.kernels.tracing import is_eager
 
 __all__ = [
     "Panels",
-    "RowCodes",
-    "encoded",
     "multiply",
     "multiply_codes",
     "pack",
     "repacked",
     "unpacked",
-    "weights_in_bytes",
 ]
 
 _int_mm: Any = private("torch._int_mm")
@@ -98,12 +89,6 @@ def pack(weight: Tensor, scales: Tensor, highest: int) -> Panels:
     return Panels(memory, ways, sums, scale, n, k, highest)
 
 
-def weights_in_bytes(weight: Tensor) -> Panels | None:
-    """Weights fp32 [n, k] as format int8 has them, ready for `rows_in_bytes`; None where one is infinite or NaN."""
-    found = rows_in_int8(weight, 0, None)
-    return None if found is None else pack(found[0].view(torch.int8)[:, : weight.shape[1]], found[1], 255)
-
-
 def unpacked(panels: Panels) -> Tensor:
     """Return the int8 weights [n, k]."""
     memory = panels.memory
@@ -119,16 +104,8 @@ def repacked(panels: Panels) -> Panels:
     return pack(unpacked(panels), panels.scales[: panels.n], panels.highest)
 
 
-def multiply(
-    a: Bytes | Activations | ByteRows, b: Panels, bias: Tensor | None = None, level: int | None = None
-) -> Tensor:
-    """Return a @ b.T (+ bias) in fp32 [rows, n]: an exact int32 sum, rounded to fp32, times the product of the scales.
-
-    Scales of rows are multiplied afterwards.
-    """
-    row_scales = None
-    if isinstance(a, ByteRows):
-        row_scales, a = a.scales, Bytes(a.payload, 1.0, MIDDLE, 255)
+def multiply(a: Bytes | Activations, b: Panels, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+    """Return a @ b.T (+ bias), fp32 [rows, n]: an exact int32 sum, rounded to fp32, times the product of the scales."""
     if isinstance(a, Activations):
         if uses_library() and b.memory.ndim == 4 and a.values.numel() and a.values.shape[1] == b.k:
             return _linear(a, b, bias, level)
@@ -142,89 +119,28 @@ def multiply(
     if b.memory.ndim == 2 or not uses_library():
         sums = _torch_sums(a, b) if uses_library() else _defined_sums(a, b)
         result = sums.float() * (torch.tensor(a.scale, dtype=torch.float32, device="cpu") * b.scales[: b.n])
-        result = result if row_scales is None else result.mul_(row_scales[:, None])
         return result if bias is None else result + bias.detach().float()
     bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
     out = torch.empty(rows, b.n, dtype=torch.float32, device="cpu")
-    left, right, finish = (a.payload, rows, depth), (b.memory, b.ways, b.n), (b.scales, b.sums, row_scales, bias, out)
+    left, right, finish = (a.payload, rows, depth), (b.memory, b.ways, b.n), (b.scales, b.sums, None, bias, out)
     cpu.loaded().lowp_bytes_multiply(cpu.level(level), *left, *right, a.scale, a.zero, *finish, torch.get_num_threads())
     return out
 
 
-class RowCodes(NamedTuple):
-    """A matrix in int8, one scale per row: value = payload * scale."""
+def multiply_codes(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b.T of codes of int8 [m, k] and [n, k], whole numbers in fp32: the exact sums, rounded once to fp32.
 
-    payload: Tensor  # int8 [rows, k]
-    scales: Tensor  # fp32 [rows]
-
-    @property
-    def values(self) -> Tensor:
-        """The numbers in fp32."""
-        return self.payload.float().mul_(self.scales[:, None])
-
-
-def encoded(x: Tensor, cast: Cast, seed: int | Tensor = 0) -> RowCodes | None:
-    """Return fp32 [rows, k] in a cast to int8 with a scale per row; None where a number is infinite or NaN."""
-    x = on_cpu(x, "x").contiguous()
-    if not math.isfinite(float(x.sum())) and not bool(x.isfinite().all()):  # a sum that overflows means a second look
-        return None
-    if uses_library() and (known := cpu_groups.encode_groups(x, cast, seed, False)) is not None:
-        return RowCodes(known[0], known[1].reshape(-1))
-    found = encode(x, cast, seed=seed)
-    return RowCodes(found.payload, found.scale.reshape(-1))
-
-
-def multiply_codes(a: RowCodes, b: Tensor, scales: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    """Return a @ b.T of codes a [m, k] and int8 b [n, k], in fp32 [m, n].
-
-    An exact int32 sum, rounded to fp32, times the scale of b's row (if any), times that of a's row, plus bias [n]: each
-    rounded once. The neighbours in b's memory may be those along k or along n.
+    An infinity or a NaN counts as in fp32. Sums of `_EXACT` products are exact there in any order.
     """
-    (m, k), n = a.payload.shape, b.shape[0]
-    if k > MOST_DEPTH:
-        raise Unavailable(f"a product over {k} bytes may leave int32: {MOST_DEPTH} is the most")
-    way = (cpu.asked() or cpu.available()[-1]) if uses_library() else ""
-    if not (m and n and k) or not way:
-        result = (a.payload.double() @ b.double().t()).float()
-    elif multiplies_bytes():
-        result = _int_mm(a.payload, b.t())
-    elif way == "avx512":
-        return _by_bytes(a, b, scales, bias)
-    else:  # without VNNI products of int16 are faster
-        sums = matmul_exact(a.payload.short(), b.short(), transpose_b=True, dtype=torch.float32)
-        result = sums.values
-    return _scaled(result, a.scales, scales, bias)
+    if multiplies_bytes() and is_eager(a) and a.is_cpu and math.isfinite(float(a.sum() + b.sum())):
+        return _int_mm(a.to(torch.int8), b.to(torch.int8).t()).float()  # type: ignore[no-any-return]
+    blocks = [a[:, at : at + _EXACT] @ b[:, at : at + _EXACT].t() for at in range(0, a.shape[1], _EXACT)]
+    if len(blocks) == 1:
+        return blocks[0]
+    return sum(one.to(widest_float(a.device)) for one in blocks).float()  # type: ignore[union-attr]
 
 
-def _scaled(result: Tensor, rows: Tensor, columns: Tensor | None, bias: Tensor | None) -> Tensor:
-    if result.dtype is torch.int32:  # in the same memory
-        result = result.view(torch.float32).copy_(result)
-    result = result if columns is None else result.mul_(columns)
-    result = result.mul_(rows[:, None])
-    return result if bias is None else result.add_(bias.detach().float())
-
-
-def _by_bytes(a: RowCodes, b: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return `multiply_codes` by unsigned bytes (AVX512-VNNI)."""
-    (m, k), n = a.payload.shape, b.shape[0]
-    width, depth, threads = up(n, PANEL), up(k, EIGHT), torch.get_num_threads()
-    panels = torch.empty(width * depth, dtype=torch.int8, device="cpu")
-    sums = torch.empty(width, dtype=torch.int32, device="cpu")
-    line, step = b.stride() if 1 in b.stride() else (k, 1)
-    b = b if 1 in b.stride() else b.contiguous()
-    library = cpu.loaded()
-    library.lowp_bytes_pack(b, n, k, line, step, 0, panels, None, sums, threads)
-    shifted = (a.payload ^ -128).view(torch.uint8)
-    shifted = shifted if k == depth else torch.nn.functional.pad(shifted, (0, depth - k), value=MIDDLE)
-    by = torch.ones(n, dtype=torch.float32, device="cpu") if scales is None else scales
-    out = torch.empty(m, n, dtype=torch.float32, device="cpu")
-    bias = None if bias is None else _padded(bias.detach().float(), width)
-    given = shifted, m, depth, panels, _NO_WAYS, n, 1.0, MIDDLE, _padded(by, width), sums, a.scales, bias, out
-    library.lowp_bytes_multiply(cpu.level(), *given, threads)
-    return out
-
-
-_NO_WAYS = bytes(1)  # where all products of bytes are summed in one way
+_EXACT = (1 << 24) // (128 * 128)
 
 
 def _linear(a: Activations, b: Panels, bias: Tensor | None, level: int | None) -> Tensor:

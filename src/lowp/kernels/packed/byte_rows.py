@@ -1,4 +1,4 @@
-"""Activations as rows of bytes: over a range, or with one scale per row; and the windows of a convolution.
+"""Activations as rows of bytes over a range, and the windows of a convolution.
 
 `byte_products` uses them. The C++ library computes them, or the torch code here, which is the definition.
 """
@@ -12,29 +12,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels import cpu
-from lowp.kernels.casts import run
 from lowp.kernels.choose.dispatch import uses_library
-from lowp.kernels.numbers import bitwise
 
 __all__ = [
     "Activations",
-    "ByteRows",
     "Bytes",
     "Range",
     "own_range",
     "range_of",
-    "rows_in_bytes",
-    "rows_in_int8",
     "to_bytes",
     "windows",
 ]
 
 EIGHT = 8  # the depth of rows of bytes is a multiple of this, as in cpu/bytes.hpp
-MIDDLE = 128  # the byte that is zero in `ByteRows`
-_INT8 = parse("int8")
 
 
 class Range(NamedTuple):
@@ -59,13 +51,6 @@ class Bytes(NamedTuple):
     scale: float
     zero: int
     highest: int
-
-
-class ByteRows(NamedTuple):
-    """Rows in format int8, each under its own scale: value = (payload - 128) * scale."""
-
-    payload: Tensor  # uint8 [rows, depth]
-    scales: Tensor  # fp32 [rows]
 
 
 # -- what the calls of the library share -------------------------------------------------------------------------------
@@ -139,29 +124,6 @@ def _in_rows(numbers: Tensor, zero: int) -> Tensor:
     payload = torch.full((rows, up(k, EIGHT)), zero, dtype=torch.uint8, device="cpu")
     payload[:, :k] = (numbers.to(torch.int32) + zero).to(torch.uint8)
     return payload
-
-
-def rows_in_bytes(x: Tensor, level: int | None = None) -> ByteRows | None:
-    """fp32 [rows, k] as format int8 has them; None where a number is infinite or NaN."""
-    found = rows_in_int8(x, MIDDLE, level)
-    return None if found is None else ByteRows(*found)
-
-
-def rows_in_int8(x: Tensor, zero: int, level: int | None) -> tuple[Tensor, Tensor] | None:
-    """The codes of format int8 plus `zero`, in bytes whose rows are filled up, and the scales of the rows."""
-    on_cpu(x, "x")
-    if not uses_library():
-        if not bool(x.isfinite().all()):
-            return None
-        codes = run.encode_scaled(bitwise, x, _INT8, None, 0, False)
-        return _in_rows(codes.payload, zero), codes.scale
-    x, depth = numbered(x), up(x.shape[1], EIGHT)
-    payload = torch.empty(x.shape[0], depth, dtype=torch.uint8, device="cpu")
-    scales = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
-    finite = cpu.loaded().lowp_bytes_rows(
-        cpu.level(level), *matrix(x), zero, depth, payload, scales, torch.get_num_threads()
-    )
-    return (payload, scales) if finite else None
 
 
 def windows(

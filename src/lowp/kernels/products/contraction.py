@@ -36,8 +36,8 @@ from lowp.kernels.choose.dispatch import forced
 from lowp.kernels.choose.hardware import multiplies
 from lowp.kernels.int16.mantissas import Mantissas
 from lowp.kernels.packed import byte_products, few_bits, few_rows
-from lowp.kernels.packed.byte_products import MOST_DEPTH, Panels
-from lowp.kernels.packed.byte_rows import Activations, ByteRows, Bytes
+from lowp.kernels.packed.byte_products import Panels
+from lowp.kernels.packed.byte_rows import Activations, Bytes
 from lowp.kernels.packed.few_bits import PackedCodes, Signs
 from lowp.kernels.products import fp32_products
 from lowp.kernels.products.scratch import Scratch
@@ -50,7 +50,6 @@ __all__ = [
     "has_launches",
     "is_native",
     "is_torchs_own",
-    "multiplies_int8",
     "ready_operand",
     "sum_of_rows",
     "torchs_own_device",
@@ -185,7 +184,7 @@ def sum_of_rows(x: Tensor) -> Tensor:
 
 
 Packed = (
-    tuple[Bytes | Activations | ByteRows, Panels]
+    tuple[Bytes | Activations, Panels]
     | tuple[Tensor | Bytes, PackedCodes]
     | tuple[Signs, Signs]
     | tuple[Tensor, Tensor]
@@ -199,7 +198,7 @@ def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
     """
     left, right = operands
     if isinstance(right, Panels):
-        assert isinstance(left, (Bytes, Activations, ByteRows))
+        assert isinstance(left, (Bytes, Activations))
         return byte_products.multiply(left, right, bias)
     if isinstance(right, Signs):
         assert isinstance(left, Signs)
@@ -256,16 +255,6 @@ def torchs_own_device(x: Tensor, dtype: torch.dtype, is_fused: bool = False) -> 
 def has_launches(x: Tensor) -> bool:
     """Whether one call for several tensors is faster than one call each on the device of x: on a GPU, or if forced."""
     return not x.is_cpu or forced() == "native"
-
-
-LEAST_ROWS = 256  # for a product of bytes whose weight must be packed first
-
-
-def multiplies_int8(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product of fp32 [..., k] and [n, k] in format int8 is computed on bytes: with many rows, on a CPU."""
-    if not (x.is_cpu and weight.is_cpu) or forced() not in (None, "cpu") or weight.shape[1] > MOST_DEPTH:
-        return False
-    return x.numel() >= LEAST_ROWS * x.shape[-1] > 0 and weight.shape[0] > 0
 
 
 def ready_operand(value: Tensor, scratch: Scratch | None = None) -> Tensor:

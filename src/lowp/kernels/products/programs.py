@@ -24,16 +24,22 @@ from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, cast_address, sharing_address, step_blocks
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.numbers import scaled
-from lowp.kernels.numbers.philox import draw_seed
+from lowp.kernels.numbers.philox import draw_seeds
+from lowp.kernels.packed.byte_products import MOST_DEPTH
 from lowp.kernels.tracing import is_quiet, is_wrapped
 
 __all__ = [
     "NOWHERE",
+    "WAYS",
+    "BytesStep",
     "CastStep",
+    "CodesStep",
     "Memory",
     "ProductStep",
     "Program",
+    "are_ordinary",
     "follows",
+    "is_here",
     "is_reached",
     "rounds",
     "serves",
@@ -41,6 +47,7 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WAYS = (None, "cpu")  # what `chosen` answers where programs run
 NOWHERE = -1  # the place of a tensor that is not there: the last of the addresses is a null pointer
 
 
@@ -86,7 +93,37 @@ class ProductStep(NamedTuple):
     cast: Cast | None = None
 
 
-Step = CastStep | ProductStep
+class CodesStep(NamedTuple):
+    """A step that writes the rows of a matrix in fp32 as int8, contiguous, and their scales.
+
+    The matrix is `source` as it lies; its columns are first multiplied by the numbers at the place `factor`, if there
+    are any. Infinities and NaN end the program.
+    """
+
+    source: Memory
+    factor: int
+    codes: int
+    scales: int
+    cast: Cast
+
+
+class BytesStep(NamedTuple):
+    """A step that writes the product of codes left [m, k] and right [n, k], plus bias [n], in fp32 to the place `to`.
+
+    An exact sum, rounded to fp32, times the scale of right's row (if there are any), times that of left's: each rounded
+    once. `left` is contiguous.
+    """
+
+    left: Memory
+    right: Memory
+    bias: int
+    to: int
+    left_scales: int
+    right_scales: int = NOWHERE
+
+
+Step = CastStep | ProductStep | CodesStep | BytesStep
+_ROUNDING, _PRODUCT, _CODES, _BYTES = range(4)  # StepKind of cpu/product.hpp
 
 
 class Program:
@@ -100,15 +137,29 @@ class Program:
         places: list[int] = []
         draws: list[int] = []
         for index, (block, step) in enumerate(zip(self._blocks, steps, strict=True)):
-            if isinstance(step, CastStep):
-                _describe_rounding(block.rounding, step)
-                places += (step.source.place, NOWHERE, NOWHERE, step.to)
-                casts: tuple[Cast | None, ...] = (step.cast,)
-            else:
-                block.is_product = True
+            casts: tuple[Cast | None, ...]
+            if isinstance(step, ProductStep):
+                block.kind = _PRODUCT
                 _describe_product(block.product, step)
-                places += (step.left.place, step.right.place, step.bias, step.to)
+                places += (step.left.place, step.right.place, step.bias, step.to, NOWHERE, NOWHERE)
                 casts = step.left.cast, step.right.cast, step.cast
+            elif isinstance(step, BytesStep):
+                block.kind = _BYTES
+                _describe_bytes(block.bytes, step)
+                places += (step.left.place, step.right.place, step.bias, step.to, step.left_scales, step.right_scales)
+                casts = ()
+            elif isinstance(step, CodesStep):
+                block.kind = _CODES
+                shape, strides = step.source.shape, step.source.strides
+                block.codes.sharing = sharing_address(step.cast)
+                block.codes.rows, block.codes.columns, block.codes.line, block.codes.step = *shape, *strides
+                places += (step.source.place, step.factor, NOWHERE, step.codes, step.scales, NOWHERE)
+                casts = (step.cast,)
+            else:
+                block.kind = _ROUNDING
+                _describe_rounding(block.rounding, step)
+                places += (step.source.place, NOWHERE, NOWHERE, step.to, NOWHERE, NOWHERE)
+                casts = (step.cast,)
             draws += [3 * index + at for at, one in enumerate(casts) if one is not None and one.is_stochastic]
         self._places, self._draws = tuple(places), tuple(draws)  # `_draws`: places of seeds, in the order of steps
 
@@ -124,7 +175,11 @@ class Program:
         addresses.append(0)
         memory = array("q", map(addresses.__getitem__, self._places))
         if seeds is None:
-            seeds = self._drawn() if self._draws else _NO_SEEDS
+            seeds = _NO_SEEDS
+            if self._draws:
+                seeds = array("Q", bytes(24 * self.size))
+                for place, seed in zip(self._draws, draw_seeds(len(self._draws)), strict=True):
+                    seeds[place] = seed
         run: Any = cpu.loaded().lowp_program
         status = run.unguarded(  # `serves` has looked at the memory
             self._blocks, self.size, memory.buffer_info()[0], seeds.buffer_info()[0], torch.get_num_threads()
@@ -133,20 +188,13 @@ class Program:
             raise MemoryError(f"no memory for the panels of a product on {torch.get_num_threads()} threads")
         return not status
 
-    def _drawn(self) -> array[int]:
-        seeds = array("Q", bytes(24 * self.size))
-        for place in self._draws:
-            seeds[place] = int(draw_seed()) & cpu.MASK
-        return seeds
-
 
 _NO_SEEDS = array("Q", [0] * 3 * 8)
 
 
 def serves(*tensors: Tensor | None) -> bool:
     """Whether programs may read these: the library computes, and all are ordinary."""
-    way = chosen()
-    return (way is None or way == "cpu") and is_here() and are_ordinary(*tensors)
+    return chosen() in WAYS and is_here() and are_ordinary(*tensors)
 
 
 def are_ordinary(*tensors: Tensor | None) -> bool:
@@ -217,6 +265,13 @@ def _describe_product(block: Any, step: ProductStep) -> None:
     out = strides_of((*rows[:-1], columns[-1]))
     block.out_batch[:], block.out_line = _pair([out[index] for index in leading], 0), out[-2]
     block.cast, block.type = cast_address(step.cast), TYPE_NUMBERS[step.dtype]
+
+
+def _describe_bytes(block: Any, step: BytesStep) -> None:
+    block.rows, block.depth = step.left.shape
+    block.columns, (block.line, block.step) = step.right.shape[0], step.right.strides
+    if step.right.shape[1] != block.depth or block.depth > MOST_DEPTH:
+        raise ValueError(f"no product of codes {step.left.shape} and {step.right.shape}")
 
 
 def _describe_operand(block: Any, about: Memory, leading: list[int], line: int, step: int) -> None:

@@ -1,0 +1,334 @@
+"""What is known of contractions of given shapes, strides and dtypes under a rule: their operands, and programs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.compat import real_tensors
+from lowp.formats import ScaledFormat
+from lowp.kernels.choose.hardware import is_on_host
+from lowp.kernels.int16.integer import NotFinite
+from lowp.kernels.int16.low_words import FEATURES
+from lowp.kernels.products.fp32_products import ones
+from lowp.kernels.products.programs import (
+    NOWHERE,
+    CastStep,
+    Memory,
+    ProductStep,
+    Program,
+    Step,
+    follows,
+    is_reached,
+    strides_of,
+)
+from lowp.ops.casting import carrier_dtype, depends_on_axis, native_dtype, own_dtype
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form
+from lowp.policy import Rule
+
+__all__ = ["UNKNOWN", "Back", "Builder", "Made", "Prepared", "Read", "is_read", "matrices"]
+
+# places in a forward program
+X, WEIGHT, BIAS, OUT, VALUE, FACTOR, VALUE_SCALES, FACTOR_SCALES = range(8)
+# in a backward program, whose own tensors begin at _MADE: what was saved of x and of the weight, and scales of codes
+GRADIENT, ONES, FIRST_VALUE, SECOND_VALUE, FIRST_SCALES, SECOND_SCALES, _MADE = range(7)
+
+_Empty = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what torch.empty_strided makes a tensor of
+Found = list[Tensor | None]
+
+
+class Read(NamedTuple):
+    """How an operand is read: by a cast, or as it is; and the values that are multiplied.
+
+    `copies`: the operand is made contiguous first. Groups with a shared scale run along `axis`.
+    """
+
+    cast: Cast | None
+    empty: _Empty
+    copies: bool = False
+    axis: int = -1
+
+    def has(self, saved: Tensor | None) -> bool:
+        """Whether what was saved lies as the values did: hooks on saved tensors may have moved it."""
+        if saved is None:
+            return True
+        _, strides, dtype = self.empty
+        return saved.stride() == strides and saved.dtype is dtype and (dtype is not torch.int8 or is_on_host(saved))
+
+
+class Made(NamedTuple):
+    """A tensor that a program writes, and what gives a product its final shape."""
+
+    empty: _Empty
+    finish: Finish | None = None
+
+    @classmethod
+    def of(cls, found: Matrices, dtype: torch.dtype) -> Made:
+        """Return the result of a product."""
+        return cls((found.shape, strides_of(found.shape), dtype), found.finish)
+
+
+class Prepared:
+    """Contractions of given shapes, strides and dtypes under a rule: operands, result, programs of matrices."""
+
+    __slots__ = ("backs", "can_read", "form", "keeps_weight", "out", "programs", "rule", "shapes", "weight", "x")
+    has_scales = False  # whether values are codes, under scales
+    is_whole = True  # whether a program computes the result
+
+    def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, out: Made, about: tuple[Any, ...]) -> None:
+        self.rule, self.form, self.x, self.weight, self.out = rule, form, x, weight, out
+        self.shapes = (tuple(about[0]), about[2]), (tuple(about[3]), about[5])
+        self.keeps_weight = weight.axis == -1 or not depends_on_axis(weight.cast)
+        self.can_read = all(one.cast is None or is_read(one.cast) for one in (x, weight))
+        self.programs: dict[tuple[bool, bool], Program] = {}
+        self.backs: dict[Hashable, Back | None] = {}
+
+    def run(self, given: Found, reads: bool = False) -> Tensor:
+        """Return the result of x, weight and bias; the values of casts that are not there are left in their places.
+
+        `reads`: the products round what they read, and no values are kept. Raises NotFinite.
+        """
+        x, weight, bias, _, _, factor, *_ = given
+        program = self.programs.get((factor is None, reads))
+        if program is None:
+            with real_tensors():
+                program = self.programs[factor is None, reads] = self._program(factor is not None, reads)
+        if self.x.copies:
+            given[X] = x.contiguous()  # type: ignore[union-attr]
+        if self.weight.copies:
+            given[WEIGHT] = weight.contiguous()  # type: ignore[union-attr]
+        if not reads:
+            if self.x.cast is not None:
+                shape, strides, dtype = self.x.empty
+                given[VALUE] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+            if self.weight.cast is not None and factor is None:
+                shape, strides, dtype = self.weight.empty
+                given[FACTOR] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
+            given[BIAS] = bias.float().contiguous()
+        if not self.is_whole:
+            return self._computed(program, given)
+        shape, strides, dtype = self.out.empty
+        given[OUT] = out = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        if not program(given):
+            raise NotFinite
+        return out if self.out.finish is None else self.out.finish(out)
+
+    def _computed(self, program: Program, given: Found) -> Tensor:
+        raise NotImplementedError
+
+    def _program(self, has_factor: bool, reads: bool) -> Program:
+        steps: list[Step] = []
+        operands = []
+        places = ((X, VALUE), (WEIGHT, FACTOR))
+        for (shape, dtype), read, (place, to) in zip(self.shapes, (self.x, self.weight), places, strict=True):
+            memory = Memory(place, shape, read.empty[1], dtype)
+            if reads:
+                memory = memory._replace(cast=read.cast, keeps=True)
+            elif read.cast is not None:
+                if to == VALUE or not has_factor:
+                    steps.append(CastStep(memory, to, read.cast, read.empty[2], read.axis))
+                memory = memory._replace(place=to, dtype=read.empty[2])
+            operands.append(memory)
+        return Program([*steps, *self._products(operands[0], operands[1])])
+
+    def _products(self, x: Memory, weight: Memory) -> list[Step]:
+        found = matrices(self.form, OUTPUT, x, weight)
+        assert found is not None  # as `prepare` has seen
+        dtype = self.out.empty[2]
+        return [ProductStep(found.left, found.right, BIAS, OUT, dtype, _of_result(self.rule.output, dtype))]
+
+    def back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
+        """Return how the gradients asked for follow from that of the result; None for what the definition runs."""
+        key = gradient.stride(), gradient.dtype, needs, bias_dtype
+        found: Back | None = self.backs.get(key, UNKNOWN)
+        if found is UNKNOWN:
+            with real_tensors():
+                found = self.backs[key] = self._back(gradient, needs, bias_dtype)
+        return found
+
+    def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
+        return Builder(self, gradient, bias_dtype).back(needs)
+
+
+UNKNOWN: Any = object()
+
+
+def is_read(to: Cast) -> bool:
+    """Whether a product rounds by a cast what it reads."""
+    return not isinstance(to.format, ScaledFormat) and not to.is_stochastic
+
+
+class Back:
+    """The gradients of a contraction as one program.
+
+    `made`: the tensors that it writes, and axes that are moved to the end of copies of the gradient which it reads;
+    `results`: the places of the gradients of x, the weight and the bias, and what gives them their shapes. `copies`: as
+    in `Read`.
+    """
+
+    __slots__ = ("copies", "made", "program", "results")
+    is_whole = True
+
+    def __init__(
+        self,
+        program: Program,
+        copies: bool,
+        made: Sequence[Made | int],
+        results: Sequence[tuple[int | None, Finish | None]],
+    ) -> None:
+        self.program, self.copies, self.made, self.results = program, copies, tuple(made), tuple(results)
+
+    def run(self, gradient: Tensor, values: Sequence[Tensor | None]) -> Found | None:
+        """Return the gradients of both operands and of the bias; None where the definition has to say what they are."""
+        if self.copies:
+            gradient = gradient.contiguous()
+        tensors: Found = [gradient, ones(), *values, None, None][:_MADE]
+        for one in self.made:
+            if isinstance(one, int):
+                tensors.append(gradient.movedim(one, -1).contiguous())
+            else:
+                shape, strides, dtype = one.empty
+                tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device="cpu"))
+        if not self.program(tensors):
+            return None
+        if not self.is_whole:
+            return self._found(tensors)
+        found: Found = []
+        for place, finish in self.results:
+            result = None if place is None else tensors[place]
+            found.append(result if result is None or finish is None else finish(result))
+        return found
+
+    def _found(self, tensors: Found) -> Found:
+        raise NotImplementedError
+
+
+class Builder:
+    """Builds the program of a contraction's gradients, in the order in which the definition casts and multiplies."""
+
+    def __init__(self, prepared: Prepared, gradient: Tensor, bias_dtype: torch.dtype | None) -> None:
+        self.prepared, self.bias_dtype = prepared, bias_dtype
+        shape, strides, dtype = tuple(gradient.shape), gradient.stride(), gradient.dtype
+        to = prepared.rule.grad
+        self.cast = None if to is None or own_dtype(to) is dtype else to
+        whole = strides_of(shape)
+        self.copies = strides != whole and (self.cast is not None or len(shape) != 2 or not is_reached(shape, strides))
+        self.gradient = Memory(GRADIENT, shape, whole if self.copies else strides, dtype)
+        self.steps: list[Step] = []
+        self.made: list[Made | int] = []
+        self.incoming: dict[int, Memory] = {}
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether steps cast the gradient."""
+        if self.cast is None or not isinstance(self.cast.format, ScaledFormat):
+            return True
+        loses = self.cast.format.scope.kind == "tensor" and self.gradient.shape[-1:] >= (FEATURES,)  # of many some
+        return not loses and self.gradient.dtype is torch.float32
+
+    def back(self, needs: tuple[bool, ...]) -> Back | None:
+        """Return the gradients asked for; None if they are no products of matrices as they lie, or no step casts."""
+        prepared = self.prepared
+        if not self.is_possible:
+            return None
+        results: list[tuple[int | None, Finish | None]] = [(None, None)] * 3
+        for slot, place, read in ((FIRST, SECOND_VALUE, prepared.weight), (SECOND, FIRST_VALUE, prepared.x)):
+            if not needs[slot]:
+                continue
+            value = Memory(place, *read.empty)
+            found = matrices(prepared.form, slot, value, self.cast_along(prepared.form.contracted[slot][1]))
+            if found is None:
+                return None
+            results[slot] = self._product(found, prepared.shapes[slot][1])
+        if needs[2]:
+            found = _rows(self.cast_along(-1))
+            if found is None or self.bias_dtype is None:
+                return None
+            results[2] = self._product(found, self.bias_dtype)
+        return Back(Program(self.steps), self.copies, self.made, results)
+
+    def cast_along(self, axis: int, dtype: torch.dtype | None = None) -> Memory:
+        """Return the gradient as an operand; scales of rows and blocks follow the contracted dimension."""
+        if self.cast is None:
+            return self.gradient
+        axis = axis if depends_on_axis(self.cast) else -1
+        if axis not in self.incoming:
+            shape, dtype = self.gradient.shape, dtype or carrier_dtype(self.cast)
+            source, along, strides = self.gradient, axis, self.gradient.strides
+            if not follows(shape, self.cast, axis):
+                order = [index for index in range(len(shape)) if index != axis] + [axis]
+                turned = tuple(shape[index] for index in order)
+                source = Memory(self.make(axis), turned, strides_of(turned), self.gradient.dtype)
+                lying = dict(zip(order, source.strides, strict=True))
+                strides, along = tuple(lying[index] for index in range(len(shape))), -1
+            to = self.make(Made((shape, strides, dtype)))
+            self.steps.append(CastStep(source, to, self.cast, dtype, along))
+            self.incoming[axis] = Memory(to, shape, strides, dtype)
+        return self.incoming[axis]
+
+    def make(self, one: Made | int) -> int:
+        """Return the place of one more tensor."""
+        self.made.append(one)
+        return _MADE + len(self.made) - 1
+
+    def _product(self, found: Matrices, dtype: torch.dtype) -> tuple[int, Finish | None]:
+        to = self.make(Made.of(found, dtype))
+        written = _of_result(self.prepared.rule.output, dtype)
+        self.steps.append(ProductStep(found.left, found.right, NOWHERE, to, dtype, written))
+        return to, found.finish
+
+
+def _of_result(output: Cast | None, dtype: torch.dtype) -> Cast | None:
+    """Return the cast of a result; None where writing it in `dtype` is the cast."""
+    return None if output is None or native_dtype(output) is dtype else output
+
+
+# -- matrices -----------------------------------------------------------------------------------------------------
+
+
+class Matrices(NamedTuple):
+    """A product of matrices as they lie: its operands, the shape in which it is written, and what shapes it then."""
+
+    left: Memory
+    right: Memory
+    shape: tuple[int, ...]
+    finish: Finish | None
+
+
+def matrices(form: Form, slot: int, left: Memory, right: Memory) -> Matrices | None:
+    """Return the product for a slot of a form; None if an operand would have to be copied."""
+    bases = [torch.empty_strided(one.shape, one.strides, device="meta") for one in (left, right)]
+    rows, columns, finish = form.matrices(slot, bases[0], bases[1], batches=2)
+    first, second = (_seen((left, right), bases, view) for view in (rows, columns))  # in any order
+    if first is None or second is None or sum(size != 1 for size in rows.shape[:-2]) > 2:
+        return None
+    written = torch.empty(*rows.shape[:-1], columns.shape[-1], device="meta")
+    shaped = finish(written)
+    if shaped.is_contiguous():
+        return Matrices(first, second, tuple(shaped.shape), None)
+    return Matrices(first, second, tuple(written.shape), finish)
+
+
+def _rows(incoming: Memory) -> Matrices | None:
+    """Return the sum of a gradient along all dimensions but the last, as a product with ones."""
+    base = torch.empty_strided(incoming.shape, incoming.strides, device="meta")
+    rows = _seen((incoming,), [base], base.reshape(-1, incoming.shape[-1]))
+    if rows is None:
+        return None
+    ones = Memory(ONES, (1, rows.shape[0]), (0, 0), torch.float32)
+    return Matrices(ones, rows, rows.shape[1:], None)
+
+
+def _seen(memories: tuple[Memory, ...], bases: list[Tensor], view: Tensor) -> Memory | None:
+    """Return the operand of which this is a view, as that lies; None for a copy, and what the library does not read."""
+    shape, strides = tuple(view.shape), view.stride()
+    for memory, base in zip(memories, bases, strict=True):
+        if view.untyped_storage()._cdata == base.untyped_storage()._cdata:
+            is_read = is_reached(shape, strides) and not view.storage_offset()
+            return memory._replace(shape=shape, strides=strides) if is_read else None
+    return None

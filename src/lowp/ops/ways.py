@@ -1,0 +1,280 @@
+"""The ways in which a contraction of given shapes, strides and dtypes runs.
+
+As a program of casts and products of matrices (`prepared`); as one of codes of int8, whose sums are integers; or, where
+torch's own product is faster (oneDNN's convolutions), with the casts as programs and torch's product in fp32 between
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.formats import ScaledFormat
+from lowp.kernels.casts.run import is_dense
+from lowp.kernels.int16.integer import NotFinite
+from lowp.kernels.packed.byte_products import MOST_DEPTH, multiplies_bytes
+from lowp.kernels.products.programs import (
+    NOWHERE,
+    BytesStep,
+    CastStep,
+    CodesStep,
+    Memory,
+    ProductStep,
+    Program,
+    Step,
+    follows,
+    strides_of,
+)
+from lowp.kernels.products.scratch import Scratch
+from lowp.ops.casting import carrier_dtype, native_dtype, own_dtype, result_dtype, rounded
+from lowp.ops.prepared import (
+    BIAS,
+    FACTOR,
+    FACTOR_SCALES,
+    FIRST_SCALES,
+    FIRST_VALUE,
+    GRADIENT,
+    ONES,
+    OUT,
+    SECOND_SCALES,
+    SECOND_VALUE,
+    VALUE,
+    VALUE_SCALES,
+    WEIGHT,
+    Back,
+    Builder,
+    Found,
+    Made,
+    Prepared,
+    Read,
+    X,
+    is_read,
+    matrices,
+)
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form, Linear
+from lowp.policy import Rule
+
+__all__ = ["prepare"]
+
+# -- codes of int8 ------------------------------------------------------------------------------------------------
+
+
+class InBytes(Prepared):
+    """Linear layers in int8 under a scale a row: sums of integers, scaled afterwards; a byte a number is saved.
+
+    Where the scales of an operand lie along the sum of a gradient, they multiply the incoming gradient before it is
+    rounded, so that every sum is one of integers.
+    """
+
+    __slots__ = ("rows",)
+    has_scales, is_whole = True, False
+
+    def __init__(self, rule: Rule, form: Linear, about: tuple[Any, ...]) -> None:
+        whole = strides_of(form.first), strides_of(form.second)
+        x = Read(rule.input, (form.first, whole[0], torch.int8), about[1] != whole[0])
+        weight = Read(rule.weight, (form.second, whole[1], torch.int8), about[4] != whole[1])
+        shape = (*form.first[:-1], form.second[0])
+        super().__init__(rule, form, x, weight, Made((shape, strides_of(shape), torch.float32)), about)
+        self.rows = math.prod(form.first[:-1])
+        self.keeps_weight = self.can_read = False
+
+    def _computed(self, program: Program, given: Found) -> Tensor:
+        given[VALUE_SCALES] = torch.empty(self.rows, dtype=torch.float32, device="cpu")
+        given[FACTOR_SCALES] = torch.empty(self.shapes[1][0][0], dtype=torch.float32, device="cpu")
+        given[OUT] = out = torch.empty(self.out.empty[0], dtype=torch.float32, device="cpu")
+        if not program(given):
+            raise NotFinite
+        return rounded(out, self.rule.output)
+
+    def _program(self, has_factor: bool, reads: bool) -> Program:
+        (n, k), rule = self.shapes[1][0], self.rule
+        assert rule.input is not None and rule.weight is not None
+        values, factors = (_codes(place, rows, k) for place, rows in ((VALUE, self.rows), (FACTOR, n)))
+        steps: list[Step] = [
+            CodesStep(_matrix(X, self.rows, k), NOWHERE, VALUE, VALUE_SCALES, rule.input),
+            CodesStep(_matrix(WEIGHT, n, k), NOWHERE, FACTOR, FACTOR_SCALES, rule.weight),
+            BytesStep(values, factors, BIAS, OUT, VALUE_SCALES, FACTOR_SCALES),
+        ]
+        return Program(steps)
+
+    def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
+        builder, to = Builder(self, gradient, bias_dtype), self.rule.grad
+        if to is None or gradient.dtype is not torch.float32:
+            return None
+        m, (n, k) = self.rows, self.shapes[1][0]
+        incoming = _matrix(GRADIENT, m, n)
+        results: list[tuple[int | None, Finish | None]] = [(None, None)] * 3
+        saved = (FIRST, incoming, SECOND_VALUE, n), (SECOND, _turned(incoming), FIRST_VALUE, m)
+        for slot, matrix, place, depth in saved:
+            if not needs[slot]:
+                continue
+            rows = matrix.shape[0]
+            codes = builder.make(Made(((rows, depth), (depth, 1), torch.int8)))
+            scales = builder.make(Made(((rows,), (1,), torch.float32)))
+            shape = self.shapes[slot][0]
+            out = builder.make(Made((shape, strides_of(shape), torch.float32)))
+            scale = SECOND_SCALES if place == SECOND_VALUE else FIRST_SCALES
+            builder.steps.append(CodesStep(matrix, scale, codes, scales, to))
+            other = _turned(_codes(place, depth, k))
+            builder.steps.append(BytesStep(_codes(codes, rows, depth), other, NOWHERE, out, scales))
+            results[slot] = out, None
+        if needs[2]:
+            assert bias_dtype is not None
+            ones_of = Memory(ONES, (1, m), (0, 0), torch.float32)
+            out = builder.make(Made(((n,), (1,), bias_dtype)))
+            builder.steps.append(ProductStep(ones_of, incoming, NOWHERE, out, bias_dtype))
+            results[2] = out, None
+        copies = gradient.stride() != strides_of(tuple(gradient.shape))
+        return Back(Program(builder.steps), copies, builder.made, results)
+
+
+def _matrix(place: int, rows: int, columns: int) -> Memory:
+    return Memory(place, (rows, columns), (columns, 1), torch.float32)
+
+
+def _codes(place: int, rows: int, columns: int) -> Memory:
+    return Memory(place, (rows, columns), (columns, 1), torch.int8)
+
+
+def _turned(matrix: Memory) -> Memory:
+    return matrix._replace(shape=matrix.shape[::-1], strides=matrix.strides[::-1])
+
+
+# -- products by torch --------------------------------------------------------------------------------------------
+
+
+class ByTorch(Prepared):
+    """Contractions that torch multiplies in fp32, between programs that round their operands and their result."""
+
+    __slots__ = ("written",)
+    is_whole = False
+
+    def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, about: tuple[Any, ...]) -> None:
+        super().__init__(rule, form, x, weight, Made(((), (), result_dtype(rule.output))), about)
+        self.can_read = False
+        self.written: dict[Hashable, Program] = {}
+
+    def _products(self, x: Memory, weight: Memory) -> list[Step]:
+        return []
+
+    def _computed(self, program: Program, given: Found) -> Tensor:
+        if program.size and not program(given):
+            raise NotFinite
+        x = given[X] if self.x.cast is None else given[VALUE]
+        weight = given[WEIGHT] if self.weight.cast is None else given[FACTOR]
+        with Scratch() as scratch:
+            result = self.form.product(OUTPUT, scratch.wide(x), scratch.wide(weight), given[BIAS])  # type: ignore[arg-type]
+        return self.finished(result, self.out.empty[2])
+
+    def finished(self, result: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return fp32 numbers rounded by the rule's output, in `dtype`."""
+        output = self.rule.output
+        if output is None or native_dtype(output) is dtype:
+            return result.to(dtype)
+        key = tuple(result.shape), result.stride(), dtype
+        program = self.written.get(key)
+        if program is None:
+            source = Memory(0, (result.numel(),), (1,), torch.float32)
+            program = self.written[key] = Program([CastStep(source, 1, output, dtype)])
+        if not is_dense(*key[:2]) or (output.is_stochastic and not result.is_contiguous()):
+            result = result.contiguous()
+        out = torch.empty_strided(result.shape, result.stride(), dtype=dtype, device="cpu")
+        program([result, out])
+        return out
+
+    def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
+        builder = Builder(self, gradient, bias_dtype)
+        cast, copies = builder.cast, builder.copies and builder.cast is not None
+        if not builder.is_possible:
+            return None
+        if copies and cast is not None and is_read(cast) and is_dense(tuple(gradient.shape), gradient.stride()):
+            copies = False  # each number alone: in the order of memory
+            builder.gradient = builder.gradient._replace(strides=gradient.stride())
+        elif copies and not torch.empty_like(gradient, device="meta").is_contiguous():
+            return None  # whose values have the strides of the gradient
+        axes = [self.form.contracted[slot][1] for slot in (FIRST, SECOND)]
+        incoming = [
+            builder.cast_along(axis, torch.float32) if needed else None
+            for axis, needed in zip((*axes, -1), needs, strict=True)
+        ]
+        return _BackByTorch(self, builder, copies, incoming, bias_dtype)
+
+
+class _BackByTorch(Back):
+    __slots__ = ("bias_dtype", "incoming", "prepared")
+    is_whole = False
+
+    def __init__(
+        self,
+        prepared: ByTorch,
+        builder: Builder,
+        copies: bool,
+        incoming: list[Memory | None],
+        bias_dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(Program(builder.steps), copies, builder.made, ())
+        self.prepared, self.bias_dtype = prepared, bias_dtype
+        self.incoming = [None if one is None else one.place for one in incoming]
+
+    def _found(self, tensors: Found) -> Found:
+        prepared, found = self.prepared, []
+        with Scratch() as scratch:
+            wide = {place: scratch.wide(tensors[place]) for place in self.incoming if place is not None}  # type: ignore[arg-type]
+            for slot, (place, other) in enumerate(zip(self.incoming[:2], (SECOND_VALUE, FIRST_VALUE), strict=True)):
+                result = None
+                if place is not None:
+                    value = scratch.wide(tensors[other])  # type: ignore[arg-type]
+                    result = prepared.form.product(slot, value, wide[place])
+                    result = prepared.finished(result, prepared.shapes[slot][1])
+                found.append(result)
+            bias = None
+            if self.incoming[2] is not None:
+                bias = prepared.form.bias_gradient(wide[self.incoming[2]])
+                bias = prepared.finished(bias, self.bias_dtype)  # type: ignore[arg-type]
+        return [*found, bias]
+
+
+# -- which way ----------------------------------------------------------------------------------------------------
+
+
+def prepare(
+    rule: Rule, form: Form | None, about: tuple[Any, ...], bias: Tensor | None, in_bytes: bool
+) -> Prepared | None:
+    """Return what is known of a call; None for one that the definition runs.
+
+    `about`: shape, strides and dtype of x, and those of the weight. `in_bytes`: linear layers multiply bytes.
+    """
+    shape, other = tuple(about[0]), tuple(about[3])
+    if form is None or 0 in (*shape, *other) or getattr(form, "scale", 1) != 1 or not form.fits(bias):
+        return None
+    if in_bytes and isinstance(form, Linear) and len(other) == 2:
+        is_served = about[2] is about[5] is torch.float32 and max(*other, math.prod(shape[:-1])) <= MOST_DEPTH
+        return InBytes(rule, form, about) if is_served and not multiplies_bytes() else None  # in tiles, by torch
+    axes = form.contracted[OUTPUT]
+    x, weight = _read(rule.input, about[:3], axes[0]), _read(rule.weight, about[3:], axes[1])
+    if x is None or weight is None:
+        return None
+    if not form.are_matrices:
+        return None if x.copies or weight.copies else ByTorch(rule, form, x, weight, about)
+    found = matrices(form, OUTPUT, Memory(X, *x.empty), Memory(WEIGHT, *weight.empty))
+    return None if found is None else Prepared(rule, form, x, weight, Made.of(found, result_dtype(rule.output)), about)
+
+
+def _read(to: Cast | None, about: tuple[Any, ...], axis: int) -> Read | None:
+    """Return how an operand is read; None where no program does it."""
+    shape, strides, dtype = tuple(about[0]), about[1], about[2]
+    if to is None or own_dtype(to) is dtype:
+        return Read(None, (shape, strides, dtype))
+    is_shared = isinstance(to.format, ScaledFormat)
+    if is_shared and not (dtype is torch.float32 and follows(shape, to, axis)):
+        return None
+    whole = strides_of(shape)
+    if not is_shared and not to.is_stochastic and is_dense(shape, strides):
+        return Read(to, (shape, strides, carrier_dtype(to)))
+    return Read(to, (shape, whole, carrier_dtype(to)), strides != whole, axis)
