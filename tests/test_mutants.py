@@ -71,7 +71,7 @@ def test_the_list_of_equal_faults_names_some_that_exist() -> None:
 def test_the_tests_of_a_room_begin_with_those_named_like_the_module() -> None:
     names = [one.stem for one in mutants.tests("ops", "norm")]
     assert names[0] == "test_norm" and "test_contraction" in names
-    assert {"ops", "kernels", "portable", "loss_scale"} <= set(mutants.rooms())
+    assert {"ops", "kernels", "portable", "quantized"} <= set(mutants.rooms())
 
 
 def test_the_command_tells_how_many_were_caught_and_leaves_nothing_behind(tmp_path: Path) -> None:

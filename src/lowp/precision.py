@@ -16,7 +16,6 @@ from lowp import distributed, precision_state, presets, region
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.ops.int16.flexpoint import is_flexpoint
-from lowp.optim.flex import FlexWeights
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
 from lowp.optim.skipping import skipping
 from lowp.optim.storage import Storage, check_seed
@@ -220,15 +219,9 @@ class Precision:
             self._require_backward("step")
             step_comes(scaler)
         else:
-            for optimizer in optimizers:
-                if isinstance(optimizer, FlexWeights):
-                    optimizer.write_gradients()
             skip = self._unscaled.skips(() if closure is not None else optimizers, self.steps + 1)
             if skip is True:
                 self.steps += 1
-                for optimizer in optimizers:
-                    if isinstance(optimizer, FlexWeights):
-                        optimizer.forget_gradients()
                 return None
         self._agree_on_masters(optimizers)
         result = None

@@ -23,10 +23,9 @@ from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import Preset
 from lowp.region import entries
 from lowp.region.blocks import Leaving, decorated, exit_of
-from lowp.region.engine import Audit, Engine
+from lowp.region.engine import Audit, Engine, ModulePath
 from lowp.region.entries import Entry, suspendable
 from lowp.region.following import follow_modules, install, unfollow_modules
-from lowp.region.paths import ModulePath
 from lowp.region.rulebook import Report, Rulebook
 from lowp.region.weights import WeightCasts, forget_all
 

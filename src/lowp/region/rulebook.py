@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import ScaledFormat
 from lowp.ops import table
@@ -257,18 +258,10 @@ class Rulebook:
         return torch.float32 if rule is None else result_dtype(rule.output)
 
 
-_MOST_POLICIES = 64
-_found: dict[int, tuple[Policy, dict[Callable[..., Any], Plan]]] = {}  # by id of the policy, which is kept alive
-
-
+@remembered_by_identity
 def _plans_of(policy: Policy) -> dict[Callable[..., Any], Plan]:
     """Return the dict of plans known under a policy, by function."""
-    held = _found.get(id(policy))
-    if held is None:
-        if len(_found) >= _MOST_POLICIES:
-            _found.clear()
-        held = _found[id(policy)] = policy, {}
-    return held[1]
+    return {}
 
 
 def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:

@@ -89,10 +89,14 @@ class UnscaledSteps:
     def skips(self, optimizers: Optimizers, number: int) -> bool | Tensor:
         """Return whether to skip step `number`, on any rank; a skip that the host knows is reported and settled.
 
+        Gradients of parameters that are stored under shared exponents are written as the step reads them.
         A 0-d tensor that nobody has to read if a device can skip by itself: not under shared exponents with several
         ranks, and not for an optimizer whose step cannot be undone. Raises NonFiniteGradients after `patience` skipped
         steps in a row.
         """
+        stored = [one for one in optimizers if isinstance(one, FlexWeights)]
+        for one in stored:
+            one.write_gradients()
         reads = [] if self.is_plain else [*self._gradients(optimizers), *self._state(optimizers)]
         flags = _nonfinite([value for _, value in reads])
         is_bad = _on_any_rank(flags, optimizers)
@@ -116,6 +120,8 @@ class UnscaledSteps:
             is_skipped = self.exponents.any_rank(is_skipped)
         if is_skipped:
             self._skip(faults, number)
+            for one in stored:
+                one.forget_gradients()
         return is_skipped
 
     def _skip(self, faults: list[str], number: int) -> None:
