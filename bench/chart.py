@@ -1,34 +1,33 @@
-"""Draw README's chart from recorded results: time a step and accuracy by precision, beside fp32 and torch.autocast.
+"""README's chart, from recorded results: time a step and accuracy by precision, beside fp32 and torch.autocast.
 
-    python bench/chart.py
-
-writes docs/figures/overview.png, which names the files that it shows by a hash of them. `tests/test_docs.py` fails if
-the picture and the results differ. No accuracy under torch.autocast was recorded.
+`python bench/figures.py` draws it. No accuracy under torch.autocast was recorded.
 """
 
 from __future__ import annotations
 
-import hashlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tables import ROOT, named, result
+from tables import ROOT, result
 
-PICTURE = ROOT / "docs" / "figures" / "overview.png"
+from lowp.report.figures import style
+from lowp.report.palette import GREY, series
+from lowp.report.plots import save
+
 PROCESSORS = {  # the words of a panel, and the file of its steps
     "AMD Zen 5, multiplies bf16": "step",
     "AMD Zen 5, held to AVX2": "step-avx2",
     "AMD Zen 4, multiplies bf16": "step-zen4",
     "Intel with AMX": "step-1-amx",
 }
-WAYS = {  # of training: its words, format, key and colour
-    "bf16, lowp": ("bf16", "lowp_ms", "#4477aa"),
-    "bf16, torch.autocast": ("bf16", "torch_autocast_ms", "#99bbdd"),
-    "fp16, lowp": ("fp16", "lowp_ms", "#aa3377"),
-    "fp16, torch.autocast": ("fp16", "torch_autocast_ms", "#ddaacc"),
-    "dfp16 (int16), lowp": ("dfp16", "lowp_ms", "#228833"),
+WAYS = {  # of training: its format, and the key of its times
+    "bf16, lowp": ("bf16", "lowp_ms"),
+    "bf16, torch.autocast": ("bf16", "torch_autocast_ms"),
+    "fp16, lowp": ("fp16", "lowp_ms"),
+    "fp16, torch.autocast": ("fp16", "torch_autocast_ms"),
+    "dfp16 (int16), lowp": ("dfp16", "lowp_ms"),
 }
 TASKS = {
     "digits": "digits",
@@ -39,7 +38,8 @@ TASKS = {
     "gpt": "Shakespeare, GPT",
     "bert": "tweets, BERT",
 }
-MARKS = {"fp16": ("o", "#aa3377"), "bf16": ("s", "#4477aa"), "flex16+5": ("^", "#ddaa33"), "dfp16": ("D", "#228833")}
+MARKS = {"fp16": "o", "bf16": "s", "flex16+5": "^", "dfp16": "D"}
+NAMED = "resnet-20"  # the task at whose marks their formats stand
 
 
 def files() -> list[Path]:
@@ -49,15 +49,10 @@ def files() -> list[Path]:
     return [*steps, *(results / "runs" / f"{name}.json" for name in TASKS)]
 
 
-def digest() -> str:
-    """Return the SHA-256 of the files that the picture shows, one after another."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files())).hexdigest()
-
-
 def times(name: str) -> Iterator[tuple[str, list[float]]]:
     """Yield each way of training, and its time a step as a multiple of fp32's, of every network recorded."""
     networks = result(name)["results"].values()
-    for way, (format, key, _) in WAYS.items():
+    for way, (format, key) in WAYS.items():
         rows = [formats[format] for formats in networks if format in formats]
         if rows:
             yield way, [row[key] / row["fp32_ms"] for row in rows]
@@ -74,16 +69,29 @@ def gaps(name: str) -> tuple[float, dict[str, float]]:
     return 100 * (base["deviation"] or 0) / base["mean"], found
 
 
-def draw(picture: Path = PICTURE) -> None:
-    """Draw both panels into a picture, with the hash of its files."""
-    from lowp.report.plots import new_figure, save
+def result_words() -> str:
+    """Return what bf16 costs where the processor multiplies it, and how far results are from fp32's."""
+    fast = [
+        statistics.median(dict(times(name))["bf16, lowp"]) for words, name in PROCESSORS.items() if "AVX2" not in words
+    ]
+    worst = max(abs(gap) for name in TASKS for gap in gaps(name)[1].values())
+    return (
+        f"A step in bf16 takes {min(fast):.2f} to {max(fast):.2f} of fp32's time where the processor multiplies bf16; "
+        f"results stay within {worst:.1f} % of fp32's"
+    )
 
-    figure = new_figure(11.0, 5.2)
-    left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.25, 1]})
-    _draw_times(left)
-    _draw_gaps(right)
+
+def draw(picture: Path) -> None:
+    """Draw both panels into a picture."""
+    style.styled(_draw)({}, picture)
+
+
+def _draw(document: Mapping[str, Any], picture: Path) -> None:
+    figure = style.figure(8.2, result_words())
+    above, below = figure.subplots(2, 1, height_ratios=[1.55, 1])
+    _draw_times(above)
+    _draw_gaps(below)
     save(figure, picture)
-    named(picture, digest())
 
 
 def _draw_times(panel: Any) -> None:
@@ -91,46 +99,38 @@ def _draw_times(panel: Any) -> None:
     for words, name in PROCESSORS.items():
         begin = place
         for way, values in times(name):
-            middle = statistics.median(values)
-            panel.barh(place, middle - 1, left=1, color=WAYS[way][2], height=0.8)
-            panel.plot([min(values), max(values)], [place, place], color="#333333", linewidth=1.2)
-            panel.text(max(1.0, *values) * 1.08, place, f"{middle:.2g}x", va="center", fontsize=8)
+            middle, color = statistics.median(values), series(way)
+            face = color if way.endswith("lowp") else "white"
+            panel.barh(place, middle - 1, left=1, color=face, edgecolor=color, linewidth=1, height=0.75)
+            panel.plot([min(values), max(values)], [place, place], color="#1a1c20", linewidth=1)
+            told = f"{way}: {middle:.2g}"
+            panel.text(max(1.0, *values) * 1.1, place, told, va="center", fontsize=8, color=color)
             place += 1
         ticks.append(((begin + place - 1) / 2, words.replace(", ", "\n")))
         place += 0.8
     panel.set_xscale("log")
-    panel.axvline(1, color="#222222", linewidth=1)
-    panel.set_xticks([0.3, 1, 3, 10, 30, 100], ["0.3", "fp32", "3x", "10x", "30x", "100x"])
-    panel.set_xlim(0.3, 400)
+    panel.axvline(1, color="#1a1c20", linewidth=1)
+    panel.set_xticks([0.3, 1, 3, 10, 30, 100], ["0.3", "fp32", "3", "10", "30", "100"])
+    panel.set_xticks([], minor=True)
+    panel.set_xlim(0.3, 3000)
     panel.set_ylim(place - 1.2, -0.7)
     panel.set_yticks(*zip(*ticks, strict=True), fontsize=8)
-    handles = [panel.barh(0, 0, color=colour) for *_, colour in WAYS.values()]
-    panel.legend(handles, WAYS, fontsize=8, frameon=False, loc="center right", bbox_to_anchor=(1, 0.43))
-    panel.set_title("Time of a training step, fp32 = 1 (left is faster)", fontsize=10, loc="left")
-    panel.set_xlabel(
-        "median of the networks recorded (MLP, CNN, transformer); lines: from lowest to highest", fontsize=8
-    )
-    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(visible=False, axis="y")
+    panel.set_title("time of a training step, fp32 = 1 (left is faster); lines: over the networks")
 
 
 def _draw_gaps(panel: Any) -> None:
     for place, name in enumerate(TASKS):
         deviation, found = gaps(name)
-        panel.barh(place, 2 * deviation, left=-deviation, color="#dddddd", height=0.7)
+        panel.barh(place, 2 * deviation, left=-deviation, color=GREY, alpha=0.25, height=0.8)
         for index, (label, gap) in enumerate(found.items()):
-            shape, colour = MARKS[label]
-            first = label if place == 0 else None
-            panel.plot(gap, place + 0.16 * (index - 1.5), shape, color=colour, markersize=5, label=first)
-    panel.axvline(0, color="#222222", linewidth=1)
+            y = place + 0.2 * (index - 1.5)
+            panel.plot(gap, y, MARKS[label], color=series(label), markersize=4.5)
+            if name == NAMED:
+                panel.text(gap + 0.09, y, label, color=series(label), fontsize=8, va="center")
+    panel.axvline(0, color="#1a1c20", linewidth=1)
     panel.set_yticks(range(len(TASKS)), TASKS.values(), fontsize=8)
     panel.set_ylim(len(TASKS) - 0.4, -0.6)
-    panel.set_xlim(-4.5, 4.5)
-    panel.legend(fontsize=8, frameon=False, loc="lower right", title="lowp", title_fontsize=8)
-    panel.set_title("Result beside fp32's, in percent (right is better)", fontsize=10, loc="left")
-    panel.set_xlabel("mean of 5, 3 or (BERT) 1 seeds; grey: one deviation of fp32's seeds", fontsize=8)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-if __name__ == "__main__":
-    draw()
-    print(f"{PICTURE.relative_to(ROOT)}: drawn")
+    panel.set_xlim(-4.2, 4.2)
+    panel.grid(visible=False, axis="y")
+    panel.set_title("result beside fp32's, in percent (right is better); grey: one deviation of fp32's seeds")

@@ -47,7 +47,7 @@ def command_of(name: str, path: Path) -> list[str]:
     first, *options = RUNS[name]
     if first != "-m":
         return [sys.executable, str(BENCH / first), *options, "--json", str(path)]
-    plot = BENCH.parent / "build" / f"{path.stem}.png"  # tables.py draws the page's, with the file's hash
+    plot = BENCH.parent / "build" / f"{path.stem}.png"  # figures.py draws the page's, with the file's hash
     return [sys.executable, first, *options, "--plot", str(plot), "--out", str(path)]
 
 
@@ -78,6 +78,7 @@ def main() -> int:
         print(f"  {'failed' if done.returncode else 'recorded'} after {time.monotonic() - start:.0f} s", flush=True)
     if not given.list:
         tables.main()
+        subprocess.run([sys.executable, str(BENCH / "figures.py")], check=True)
     return failed
 
 

@@ -1,4 +1,4 @@
-"""Write the tables, the figures of the claims and the pictures of `lowp bench` from bench/results.
+"""Write the tables and the figures of the claims from bench/results.
 
     python bench/tables.py
 
@@ -8,7 +8,6 @@ file that it shows by a hash of it. `tests/test_docs.py` fails if a page or a pi
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import re
@@ -281,45 +280,6 @@ def example(text: str) -> str:
     return f"{before}{begin}{parts[0]}\n...\n{parts[1]}\n...{end}{after}"
 
 
-def pictures() -> dict[Path, Path]:
-    """Return the pictures of `lowp bench` that pages show, by the files that they are drawn from."""
-    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    names = sorted(set(re.findall(r"\(figures/(bench-\w+)\.png\)", text)))
-    return {ROOT / "bench" / "results" / f"{one}.json": ROOT / "docs" / "figures" / f"{one}.png" for one in names}
-
-
-def shown(picture: Path) -> str | None:
-    """Return the hash of the file that a picture shows, as the picture names it."""
-    from PIL import Image
-
-    with Image.open(picture) as image:
-        return image.info.get("results")
-
-
-def draw(file: Path, picture: Path) -> None:
-    """Draw a file's picture, with the file's hash."""
-    from lowp.report.figures.benchmark import chart
-
-    chart(json.loads(file.read_text()), picture)
-    named(picture, digest(file))
-
-
-def named(picture: Path, results: str) -> None:
-    """Write into a picture the hash of the results that it shows."""
-    from PIL import Image, PngImagePlugin
-
-    text = PngImagePlugin.PngInfo()
-    text.add_text("results", results)
-    with Image.open(picture) as image:
-        image.load()
-        image.save(picture, pnginfo=text, dpi=image.info["dpi"], optimize=True)
-
-
-def digest(file: Path) -> str:
-    """Return the SHA-256 of a file."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 OTHER: dict[str, Callable[[str], str]] = {"docs/evidence.md": claimed, "docs/benchmark.md": example}
 
 
@@ -346,10 +306,6 @@ def main() -> None:
         text = OTHER.get(page, str)(text)
         path.write_text(text)
         print(f"{page}: {'unchanged' if text == old else 'written'}")
-    for file, picture in pictures().items():
-        if not picture.exists() or shown(picture) != digest(file):
-            draw(file, picture)
-            print(f"{picture.relative_to(ROOT)}: drawn")
 
 
 if __name__ == "__main__":

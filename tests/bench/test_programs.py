@@ -35,7 +35,12 @@ NEEDS = {"convert": "safetensors", "scale_rules": "torchao", "gpu_static": "trit
 
 def test_every_program_has_a_smallest_form() -> None:
     programs = {one.stem for one in BENCH.glob("*.py") if '__name__ == "__main__"' in one.read_text()}
-    elsewhere = {"gpu": "test_gpu.py", "tables": "../test_docs.py", "chart": "../test_docs.py", "runs": "test_runs.py"}
+    elsewhere = {
+        "gpu": "test_gpu.py",
+        "tables": "../test_docs.py",
+        "figures": "../test_docs.py",
+        "runs": "test_runs.py",
+    }
     assert programs - set(elsewhere) == set(SMALLEST)
     assert all((Path(__file__).parent / test).exists() for test in elsewhere.values())
 

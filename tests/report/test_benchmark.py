@@ -12,10 +12,11 @@ import pytest
 from lowp.benchmarking.published import published
 from lowp.report import terminal
 from lowp.report.benchmark import benchmark_notes, benchmark_tables
-from lowp.report.figures.benchmark import PARTS_COLOURS, chart
+from lowp.report.figures.benchmark import chart
+from lowp.report.palette import PARTS as COLOURS
 from lowp.report.plots import SUFFIXES
 
-PARTS = {name: 0 for name in PARTS_COLOURS if name != "slack"}
+PARTS = {name: 0 for name in COLOURS if name != "slack"}
 
 
 def row(label: str, median: float, **more: Any) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def test_a_picture_is_drawn_whatever_is_known(tmp_path: Path, suffix: str, reser
         drawn = path.read_text()
         # a quarter of what was reserved is slack, which is drawn; where libraries took most of it, it is not
         assert ("<!-- slack -->" in drawn) == (reserved == 4 * 2**20) and "<!-- activations -->" in drawn
-        assert "<!-- V100, torch.amp -->" in drawn and "<!-- failed -->" in drawn
+        assert "<!-- V100, time -->" in drawn and "<!-- failed -->" in drawn
 
 
 def test_recipes_of_which_no_memory_was_measured_have_an_empty_panel(tmp_path: Path) -> None:

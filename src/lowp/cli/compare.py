@@ -77,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     from lowp.benchmarking.comparing import measure
     from lowp.recipes import get, results
     from lowp.report import plots
-    from lowp.report.figures import comparison
+    from lowp.report.figures.comparison import grid
+    from lowp.report.figures.curves import curves
 
     _check(arguments)
     if arguments.inference is not None:
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     document = study.document()
     results.write(out, document)
     if plots.can_plot():  # before the tables, whose reader (head, less) may have exited
-        (comparison.curves if arguments.sweep is None else comparison.grid)(document, plot)
+        (curves if arguments.sweep is None else grid)(document, plot)
     if arguments.json:
         print_json(document)
     else:

@@ -78,11 +78,15 @@ FIGURES = {
         "gradients",
         {**_RUN, "recipe": "resnet-20", "precision": "fp32", "epochs": None},
     ),
-    "gradients": _figure(
+    "gradients": Figure(
         "weight gradients and updates of a naive fp16 run, and what fp16 loses (Micikevicius et al., figure 2b)",
-        "gradients",
-        "gradients",
+        "figure-gradients",
+        "lowp.recipes.recording.gradients:record_gradients",
+        "lowp.report.figures.gradients:gradients",
+        "lowp.report.figures.gradients:gradients_words",
         {**_RUN, "recipe": "digits-hard", "precision": "fp16-naive", "epochs": None},
+        {},
+        trainings=2,
     ),
     "activation-gradients": _figure(
         "gradients of activations in fp16's window, and their medians beside those of weights (figure 3)",

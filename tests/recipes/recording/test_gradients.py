@@ -8,7 +8,7 @@ from recipes.recording import toy
 
 from lowp.recipes.recording.gradients import record_gradients, record_updates
 from lowp.recipes.recording.histograms import Histogram
-from lowp.recipes.training import Settings
+from lowp.recipes.training import Settings, Training
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,9 @@ def test_a_run_of_two_epochs_has_no_middle_and_one_of_one_epoch_no_end() -> None
 
 def test_a_naive_run_is_measured_against_fp32_on_its_own_weights() -> None:
     document = record_gradients(Settings("toy", "fp16-naive", epochs=1).filled())
+    baseline = Training(Settings("toy", "fp32", epochs=1).filled())
+    baseline.run(lambda training: None, lambda: False)
+    assert document["fp32"] == baseline.history[-1][document["metric"]["name"]]
     model = toy.initial().half().float()  # the weights as the run stores them
     there = toy.flat(toy.gradients(model)[1])
     present = there != 0

@@ -91,3 +91,23 @@ def cost() -> dict[str, Any]:
         return {"name": name, "significand_bits": 8, "is_integer": False, **entries}
 
     return {"source": "a paper", "formats": [row("fp32", 4.0, "table"), row("bf16", 0.5, "interpolated")]}
+
+
+def autoflex() -> dict[str, Any]:
+    def one(site: str) -> dict[str, Any]:
+        numbers = {"step": [0, 1, 2, 3], "mantissa": [9000, 12000, 20000, 15000], "exponent": [-16, -16, -15, -15]}
+        return {"site": site, **numbers, "predicted": [None, 0.2, 0.4, 0.5]}
+
+    series = {name: one(f"a {name}") for name in ("weights", "activations", "updates")}
+    return {"recipe": "toy", "precision": "flex16+5", "steps": 4, "series": series}
+
+
+def flex_window() -> dict[str, Any]:
+    def histogram(below: float) -> dict[str, Any]:
+        counts = {"elements": 99, "zeros": 0, "counts": [0] * 30 + [1, 5, 9, 5, 1] + [0] * 30}
+        return {**counts, "below_maximum": below / 2, "below_unit": below, "exponents": [-20, -18]}
+
+    windows = {
+        name: {"site": f"a {name}", "first": histogram(0.03), "last": histogram(0.01)} for name in ("weights", "x")
+    }
+    return {"recipe": "toy", "precision": "flex16+5", "lowest": -48, "windows": windows}

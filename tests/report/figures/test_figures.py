@@ -12,10 +12,10 @@ import pytest
 from report.figures import documents
 
 from lowp.report import plots
-from lowp.report.figures import activations, costs, curves, gradients, stall, style
+from lowp.report.figures import activations, costs, curves, flex, gradients, stall, style
 
 Document = dict[str, Any]
-FIGURES: list[tuple[Callable[[Document, Path], None], Callable[[Document], list[str]], Document]] = [
+FIGURES: list[tuple[Callable[[Document, Path], None], Callable[[Document], list[str]] | None, Document]] = [
     (gradients.updates, gradients.updates_words, documents.updates()),
     (gradients.gradients, gradients.gradients_words, documents.gradients()),
     (activations.activation_gradients, activations.activation_gradients_words, documents.activation_gradients()),
@@ -23,14 +23,16 @@ FIGURES: list[tuple[Callable[[Document, Path], None], Callable[[Document], list[
     (stall.stall, stall.stall_words, documents.stall()),
     (curves.curves, curves.curves_words, documents.curves()),
     (costs.cost, costs.cost_words, documents.cost()),
+    (flex.autoflex, None, documents.autoflex()),
+    (flex.flex_window, None, documents.flex_window()),
 ]
 NAMES = [draw.__name__ for draw, _, _ in FIGURES]
 
 
 @pytest.mark.parametrize(("draw", "words", "document"), FIGURES, ids=NAMES)
-def test_a_picture_is_made_with_nothing_over_its_edge_its_caption_or_another_panel(
+def test_a_picture_is_made_with_nothing_over_its_edge_its_title_or_another_panel(
     draw: Callable[[Document, Path], None],
-    words: Callable[[Document], list[str]],
+    words: Callable[[Document], list[str]] | None,
     document: Document,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -40,16 +42,77 @@ def test_a_picture_is_made_with_nothing_over_its_edge_its_caption_or_another_pan
     before = copy.deepcopy(document)
     draw(document, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    assert words(document) and document == before
+    assert (words is None or words(document)) and document == before
     figure = made[0]
+    assert figure.get_figwidth() == style.WIDTH
     width, height = figure.get_size_inches() * figure.dpi
-    caption = figure._supxlabel.get_window_extent()
-    assert caption.x0 >= 0 and caption.x1 <= width and caption.y0 >= 0
+    title = figure._suptitle.get_window_extent()
+    assert title.x0 >= 0 and title.x1 <= width and title.y1 <= height
     boxes = {panel: panel.get_tightbbox() for panel in figure.axes}
     for panel, box in boxes.items():
-        assert box.x0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1, panel.get_title()
-        assert box.y0 >= caption.y1 - 1, panel.get_title()
+        assert box.x0 >= -1 and box.x1 <= width + 1 and box.y0 >= -1, panel.get_title(loc="left")
+        assert box.y1 <= title.y0 + 1, panel.get_title(loc="left")
+        assert panel.get_legend() is None, "lines are labelled where they are"
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes.values(), 2))
+    texts = [one for panel in figure.axes for one in panel.texts if one.get_text()]
+    assert all(text.get_fontsize() >= 8 for text in [*texts, *figure.texts])
+
+
+def title_of(draw: Callable[[Document, Path], None], document: Document, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the title of a picture, without drawing it to the end."""
+    made: list[Any] = []
+    monkeypatch.setattr(f"{draw.__module__}.save", lambda figure, path: made.append(figure))
+    draw(document, Path("none.png"))
+    return " ".join(made[0]._suptitle.get_text().split())
+
+
+def test_a_title_says_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def title(draw: Callable[[Document, Path], None], document: Document) -> str:
+        return title_of(draw, document, monkeypatch)
+
+    naive = {**documents.gradients(), "precision": "fp16-naive", "fp32": 0.95}
+    assert title(gradients.gradients, naive) == (
+        "fp16-naive loses 7.5 points of accuracy: 92.0% of the weights with an update do not move"
+    )
+    assert title(gradients.gradients, {**naive, "fp32": None}).startswith("fp16-naive ends at accuracy 87.5%: 92.0%")
+    assert title(gradients.updates, documents.updates()) == (
+        "toy: weights stored in bf16 would lose 30.0% of their updates in epoch 1, in fp16 4.0%"
+    )
+    assert title(activations.activation_gradients, documents.activation_gradients()) == (
+        "toy: gradients of activations are 8 times smaller than those of weights; 25.0% are too small for fp16"
+    )
+    assert title(activations.loss_scaling, documents.loss_scaling()).startswith(
+        "toy: a loss scale of 256 leaves 0.10% of"
+    )
+    assert title(stall.stall, documents.stall()) == (
+        "to nearest: 98.0% of the weights of toy never move, accuracy 50.0%; fp32: 50.0%"
+    )
+    assert title(curves.curves, documents.curves()) == "toy, top-1 error: fp16 ends 10.00 points above fp32 (2 seeds)"
+    assert title(costs.cost, documents.cost()) == "A multiplication in fp32 takes the energy of about 8 in bf16"
+    cut = documents.autoflex()
+    cut["series"]["weights"]["mantissa"][0] = 32767
+    assert title(flex.autoflex, documents.autoflex()).startswith(
+        "toy in flex16+5: none of 12 writes is cut off, and the"
+    )
+    assert title(flex.autoflex, cut).startswith("toy in flex16+5: 1 of 12 writes is cut off")
+    assert "at most 3.0% of the numbers of a tensor are below the unit" in title(
+        flex.flex_window, documents.flex_window()
+    )
+
+
+def test_runs_that_end_as_fp32_are_said_to_and_failed_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = documents.curves()
+    document["variants"].append({**document["variants"][0], "label": "bf16"})
+    document["variants"][1]["runs"][0]["failure"] = "its loss was NaN"
+    assert title_of(curves.curves, document, monkeypatch) == (
+        "toy, top-1 error: fp16 failed in 1 of 2 runs, bf16 ends as fp32 (2 seeds)"
+    )
+
+
+def test_labels_at_the_ends_of_lines_are_apart_and_near_them() -> None:
+    assert style._spread([0.1, 0.5, 0.9], 0.1) == [0.1, 0.5, 0.9]
+    assert style._spread([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert style._spread([0.2, 0.5, 0.5, 0.52], 0.1) == pytest.approx([0.2, 0.40667, 0.50667, 0.60667], abs=1e-4)
 
 
 def test_updates_tell_what_is_below_the_limits_and_what_would_be_lost() -> None:

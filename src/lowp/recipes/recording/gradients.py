@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,16 +48,19 @@ def record_updates(
 def record_gradients(
     settings: Settings, *, stop: Stop = lambda: False, on_progress: OnProgress = lambda name, epoch: None
 ) -> dict[str, Any]:
-    """Train in a naive precision; return histograms of weight gradients, updates and update:weight ratios.
+    """Train in a naive precision and in fp32; return histograms of gradients, updates and update:weight ratios.
 
     They are sampled at 24 steps of the run. Gradients are those of an fp32 backward pass on the same weights and batch;
     `flushed`: the share of them that is zero in the run. Updates are computed in fp64 from the run's own gradients;
-    `unmoved`: the share of them whose weight did not change in the run's step.
+    `unmoved`: the share of them whose weight did not change in the run's step. `fp32`: the final metric of fp32.
     """
-    training = Training(settings)
+    training, baseline = Training(settings), Training(replace(settings, precision="fp32", loss_scale=None))
     observer = _NaiveObserver(training)
     train(training, observer, stop, on_progress)
-    return {**head("figure-gradients", training), "limits": LIMITS, **observer.document()}
+    train(baseline, None, stop, on_progress)
+    last = baseline.history[-1] if baseline.history else {}
+    numbers = {"limits": LIMITS, "fp32": last.get(training.recipe.metric.name), **observer.document()}
+    return {**head("figure-gradients", training), **numbers}
 
 
 class _Moment:

@@ -7,40 +7,56 @@ from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
-from lowp.report.plots import new_figure, save
+from lowp.report.palette import BLUE, GREEN, GREY
+from lowp.report.plots import save
 
 __all__ = ["activation_gradients", "activation_gradients_words", "loss_scaling", "loss_scaling_words"]
 
+_WINDOW = [
+    (style.FP16_SMALLEST, "too small for fp16"),
+    (style.FP16_SMALLEST_NORMAL, "subnormal in fp16"),
+]
 
+
+@style.styled
 def activation_gradients(document: Mapping[str, Any], path: Path) -> None:
     """Draw both histograms with the range of fp16, and the medians by layer, the first layer at the top."""
     layers = document["layers"]
-    figure = new_figure(11.5, max(5.4, 2.6 + 0.2 * len(layers)))
-    left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    histograms = {name: document[name]["histogram"] for name in ("activations", "weights")}
-    for (name, row), color, line in zip(histograms.items(), (style.BLUE, style.GREEN), ("-", "--"), strict=True):
-        style.histogram(left, row, color, f"gradients of {name}; zeros apart, {_zeros(row)}", line)
-    _windowed(left, list(histograms.values()))
-    left.set(xlabel="|gradient|", ylabel="share of the nonzero elements, %")
+    rows = 0.3 + 0.17 * max(2, len(layers))
+    figure = style.figure(3.4 + rows, _medians_apart(document))
+    heights = (1.2, 1.2, rows)
+    first, second, below = style.panels(figure, 3, height_ratios=heights)
+    colors = {"activations": BLUE, "weights": GREEN}
+    for panel, (name, color) in zip((first, second), colors.items(), strict=True):
+        row = document[name]
+        words = f"{style.share(row['below'])} below 2^-24; zeros apart, {_zeros(row['histogram'])}"
+        marks = _WINDOW if panel is first else [(exponent, "") for exponent, _ in _WINDOW]
+        style.ridge(panel, row["histogram"], color, (f"gradients of {name}", words), marks)
     places = range(len(layers))
-    for name, color, mark in (("activations", style.BLUE, "o"), ("weights", style.GREEN, "s")):
-        right.plot([row[name] for row in layers], places, mark, color=color, label=f"of {name}", markersize=5)
+    for name, color, mark in (("activations", BLUE, "o"), ("weights", GREEN, "s")):
+        below.plot([row[name] for row in layers], places, mark, color=color, markersize=4)
     for place, row in enumerate(layers):
-        right.plot([row["activations"], row["weights"]], [place, place], color=style.GREY, linewidth=1, zorder=0)
-    right.axvline(
-        style.FP16_SMALLEST_NORMAL, color=style.GREY, linestyle="--", linewidth=1, label="fp16's smallest normal"
+        below.plot([row["activations"], row["weights"]], [place, place], color=GREY, linewidth=0.8, zorder=0)
+    below.set_yticks(places, [row["name"] for row in layers], fontsize=8)
+    below.set_ylim(len(layers) - 0.3, -0.7)
+    below.set(xlabel="|gradient|", title="median by layer: of activations ●, of weights ■")
+    ends = style.range_of(
+        [document[name]["histogram"] for name in colors], [style.FP16_SMALLEST - 4, style.FP16_SMALLEST_NORMAL]
     )
-    right.set_yticks(places, [row["name"] for row in layers], fontsize=8)
-    right.set_ylim(
-        len(layers) + 0.12 * len(layers) + 1.5, -1
-    )  # the first at the top, room for the legend at the bottom
-    right.set(xlabel="median |gradient| of the layer", title="medians by layer")
-    style.powers(right.xaxis, 6)
-    right.grid(alpha=0.25)
-    right.legend(fontsize=8, loc="lower right", ncols=3, columnspacing=1.0, handlelength=1.2)
-    figure.suptitle(style.ended(document), fontsize=11)
-    style.caption(figure, activation_gradients_words(document))
+    below.set_xlim(*ends)
+    style.powers(below.xaxis)
     save(figure, path)
+
+
+def _medians_apart(document: Mapping[str, Any]) -> str:
+    """Return how far the gradients of activations are below those of weights, and how many fp16 cannot hold."""
+    medians = [document[name]["histogram"]["median"] for name in ("activations", "weights")]
+    lost = f"{style.share(document['activations']['below'])} are too small for fp16"
+    if None in medians:
+        return f"{document['recipe']}: of the gradients of activations {lost}"
+    times, smaller = 2 ** abs(medians[1] - medians[0]), medians[1] > medians[0]
+    than = f"{times:.3g} times {'smaller' if smaller else 'larger'} than those of weights"
+    return f"{document['recipe']}: gradients of activations are {than}; {lost}"
 
 
 def activation_gradients_words(document: Mapping[str, Any]) -> list[str]:
@@ -62,22 +78,29 @@ def activation_gradients_words(document: Mapping[str, Any]) -> list[str]:
     return words
 
 
+@style.styled
 def loss_scaling(document: Mapping[str, Any], path: Path) -> None:
     """Draw the gradients with the range of fp16, at the top without the loss scale, at the bottom with it."""
-    figure = new_figure(9.0, 6.6)
-    panels = figure.subplots(2, 1, sharex=True)
+    before, after = (style.share(document[name]["below"]) for name in ("before", "after"))
+    figure = style.figure(
+        3.9,
+        f"{document['recipe']}: a loss scale of {_scales(document)} leaves {after} of the gradients of activations "
+        f"below fp16's smallest number; without it there are {before}",
+    )
+    panels = style.panels(figure, 2)
     histograms = [document[name]["histogram"] for name in ("before", "after")]
     rows = (
-        ("before", "without a loss scale", style.BLUE),
-        ("after", f"under a loss scale of {_scales(document)}", style.GREEN),
+        ("before", "without a loss scale", BLUE, _WINDOW),
+        ("after", f"under a loss scale of {_scales(document)}", GREEN, [(exponent, "") for exponent, _ in _WINDOW]),
     )
-    for panel, histogram, (name, label, color) in zip(panels, histograms, rows, strict=True):
-        style.histogram(panel, histogram, color, f"{label}: {style.share(document[name]['below'])} below $2^{{-24}}$")
-        _windowed(panel, histograms, legend=panel is panels[0])
-        panel.set_ylabel("share of the nonzero\nelements, %")
+    for panel, histogram, (name, label, color, marks) in zip(panels, histograms, rows, strict=True):
+        words = (
+            f"{style.share(document[name]['below'])} below 2^-24, {style.share(document[name]['subnormal'])} subnormal"
+        )
+        style.ridge(panel, histogram, color, (label, words), marks)
+    panels[1].set_xlim(*style.range_of(histograms, [style.FP16_SMALLEST - 8, style.FP16_SMALLEST_NORMAL]))
     panels[1].set_xlabel("|gradient of an activation|")
-    figure.suptitle(style.ended(document), fontsize=11)
-    style.caption(figure, loss_scaling_words(document))
+    style.powers(panels[1].xaxis)
     save(figure, path)
 
 
@@ -110,19 +133,6 @@ def _scales(document: Mapping[str, Any]) -> str:
     return " to ".join(
         f"{value:,.0f}" if value >= 1 else f"{value:g}" for value in list(values)[:: max(1, len(values) - 1)]
     )
-
-
-def _windowed(panel: Any, histograms: list[Mapping[str, Any]], legend: bool = True) -> None:
-    """Draw the range of fp16 behind the histograms, and in the legend if `legend`."""
-    handles = panel.get_legend_handles_labels()[0]
-    ends = style.range_of(histograms, [style.FP16_SMALLEST, style.FP16_SMALLEST_NORMAL, style.FP16_END])
-    style.window(panel, *ends)
-    panel.set_xlim(*ends)
-    low, high = panel.get_ylim()
-    panel.set_ylim(low, high * 1.4)
-    panel.grid(alpha=0.25)
-    panel.legend(handles=None if legend else handles, fontsize=8, loc="upper right", framealpha=1.0)
-    style.powers(panel.xaxis)
 
 
 def _zeros(histogram: Mapping[str, Any]) -> str:

@@ -7,49 +7,50 @@ from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
-from lowp.report.plots import new_figure, save
+from lowp.report.palette import BLUE, GREEN
+from lowp.report.plots import save
 
 __all__ = ["cost", "cost_words"]
 
 # The panels: an entry of a format's costs, and the title.
-_PANELS = (
-    ("energy", "energy of arithmetic, pJ"),
-    ("read", "energy of reading a number, pJ"),
-    ("area", "area of a unit, µm²"),
-)
+_PANELS = (("energy", "energy, pJ"), ("read", "energy of a read, pJ"), ("area", "area, µm²"))
+_COLORS = (BLUE, GREEN)
 
 
+@style.styled
 def cost(document: Mapping[str, Any], path: Path) -> None:
-    """Draw three panels on logarithmic axes; bars of estimates are hatched, and all bars are labelled."""
-    from matplotlib.patches import Patch
-
+    """Draw three panels on logarithmic axes; published values are filled, estimates hollow and marked with ~."""
     rows = document["formats"]
-    figure = new_figure(13.5, 2.6 + 0.52 * len(rows))
+    figure = style.figure(1.5 + 0.55 * len(rows), _result(document))
     panels = figure.subplots(1, len(_PANELS), sharey=True)
     for panel, (entry, title) in zip(panels, _PANELS, strict=True):
         names = list(rows[0][entry])
         for index, name in enumerate(names):
-            _bars(panel, [row[entry][name] for row in rows], style.COLORS[index], 0.42 * index)
-        low, high = _ends([estimate["value"] for row in rows for estimate in row[entry].values()])
+            _bars(panel, [row[entry][name] for row in rows], _COLORS[index], 0.42 * index)
         panel.set_xscale("log")
-        panel.set_xlim(low, high)
-        panel.set_title(title, fontsize=10)
-        panel.grid(alpha=0.25, axis="x")
-        handles = [Patch(color=style.COLORS[index], label=name) for index, name in enumerate(names)]
-        panel.legend(
-            handles=handles,
-            fontsize=8,
-            loc="lower center",
-            bbox_to_anchor=(0.5, -0.02 - 0.9 / (len(rows) + 1)),
-            ncols=2,
-        )
-    panels[0].set_yticks([row_index + 0.21 for row_index in range(len(rows))], [_label(row) for row in rows])
-    panels[0].set_ylim(len(rows) - 0.2, -0.6)
-    figure.suptitle(f"What a number costs in silicon; source: {document['source']}", fontsize=11)
-    style.caption(
-        figure, [*cost_words(document), "Full bars: the source's table. Hatched bars and ~: lowp's estimates from it."]
-    )
+        panel.set_xlim(*_ends([estimate["value"] for row in rows for estimate in row[entry].values()]))
+        panel.set_title(title)
+        for index, name in enumerate(names):  # above the bars that it names
+            panel.text(
+                0.0, 1 - 0.035 * index, name, color=_COLORS[index], fontsize=8.5, transform=panel.transAxes, va="top"
+            )
+        panel.grid(visible=False, axis="y")
+    panels[0].set_yticks([place + 0.21 for place in range(len(rows))], [_label(row) for row in rows], fontsize=8)
+    panels[0].set_ylim(len(rows) - 0.2, -0.95)
+    figure.supxlabel(f"filled: {document['source']}; hollow and ~: lowp's estimates from it", fontsize=8.5)
     save(figure, path)
+
+
+def _result(document: Mapping[str, Any]) -> str:
+    """Return how many multiplications of the cheapest format take the energy of one in the costliest."""
+    energies = [(row["name"], row["energy"]["multiply"]) for row in document["formats"]]
+    known = [(name, one) for name, one in energies if one["value"] > 0]
+    if len(known) < 2:
+        return "What a number costs in silicon"
+    costliest, cheapest = (pick(known, key=lambda pair: pair[1]["value"]) for pick in (max, min))
+    mark = "" if cheapest[1]["how"] == costliest[1]["how"] == "table" else "about "
+    times = _number(costliest[1]["value"] / cheapest[1]["value"])
+    return f"A multiplication in {costliest[0]} takes the energy of {mark}{times} in {cheapest[0]}"
 
 
 def cost_words(document: Mapping[str, Any]) -> list[str]:
@@ -72,14 +73,8 @@ def cost_words(document: Mapping[str, Any]) -> list[str]:
 def _bars(panel: Any, estimates: list[Mapping[str, Any]], color: str, offset: float) -> None:
     for position, estimate in enumerate(estimates):
         known = estimate["how"] == "table"
-        panel.barh(
-            position + offset,
-            estimate["value"],
-            height=0.4,
-            color=color if known else "none",
-            edgecolor=color,
-            hatch=None if known else "////",
-        )
+        face = color if known else "white"
+        panel.barh(position + offset, estimate["value"], height=0.36, color=face, edgecolor=color, linewidth=1)
         text = f" {'' if known else '~'}{_number(estimate['value'])}"
         panel.text(estimate["value"], position + offset, text, va="center", fontsize=8)
 
@@ -87,7 +82,8 @@ def _bars(panel: Any, estimates: list[Mapping[str, Any]], color: str, offset: fl
 def _ends(values: list[float]) -> tuple[float, float]:
     """Return limits of an axis, below the smallest bar and with room for the number at the largest."""
     positive = [value for value in values if value > 0]
-    return min(positive) / 3, max(positive) * 6
+    low, high = min(positive) / 3, max(positive)
+    return low, high * (high / low) ** 0.35
 
 
 def _number(value: float) -> str:

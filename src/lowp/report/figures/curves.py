@@ -1,47 +1,96 @@
-"""The figure of the error by epoch in several precisions: top-1 and, if it was measured, top-5."""
+"""The figure of a comparison by epoch: what each precision differs from fp32, which alone tells lines apart."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
-from lowp.report.plots import new_figure, save
+from lowp.report.palette import GREY, series
+from lowp.report.plots import save
 
 __all__ = ["curves", "curves_words"]
 
 _DASHES = ("-", "--", "-.", ":")
 _TOP_FIVE = "top5"
 
+Measure = tuple[str, str, bool]  # name in the history, label, and whether the error 1 - value is drawn, in percent
+Runs = dict[int, dict[int, float]]  # values by seed and epoch
 
+
+@style.styled
 def curves(document: Mapping[str, Any], path: Path) -> None:
-    """Draw a panel per metric with a line per precision: the mean over its seeds, with a band of the range."""
+    """Draw a panel per metric with a line per precision: its difference from fp32's run of the same seed.
+
+    A line is the mean over the seeds, a band reaches from the lowest to the highest; the grey band is fp32's seeds.
+    """
     measures = _measures(document)
-    figure = new_figure(1.5 + 4.8 * len(measures), 5.0)
-    panels = figure.subplots(1, len(measures), squeeze=False)[0]
-    for panel, (name, label, as_error) in zip(panels, measures, strict=True):
-        for index, row in enumerate(document["variants"]):
-            epochs, values = _values(row, name, as_error)
-            color = style.COLORS[index % len(style.COLORS)]
-            means = [math.fsum(one) / len(one) for one in values]
-            panel.plot(epochs, means, _DASHES[index % 4], color=color, label=row["label"], linewidth=1.6)
-            panel.fill_between(
-                epochs, [min(one) for one in values], [max(one) for one in values], color=color, alpha=0.15, linewidth=0
-            )
-        panel.set(xlabel="epoch", ylabel=label)
-        if min((line.get_ydata().min() for line in panel.lines if len(line.get_ydata())), default=0) > 0:
-            panel.set_yscale("log")
-            _plain_ticks(panel.yaxis)
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.grid(alpha=0.25, which="both")
-    panels[0].legend(fontsize=9)
-    seeds = len(document["seeds"])
-    bands = "the mean, and a band from the lowest to the highest" if seeds > 1 else "one run each"
-    figure.suptitle(f"{document['recipe']['name']}, {seeds} seed{'s' * (seeds > 1)}: {bands}", fontsize=11)
-    style.caption(figure, curves_words(document))
+    figure = style.figure(0.8 + 2.2 * len(measures), _result(document))
+    panels = style.panels(figure, len(measures))
+    for panel, measure in zip(panels, measures, strict=True):
+        _differences(panel, document, measure)
+    panels[-1].set_xlabel("epoch")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
     save(figure, path)
+
+
+def _differences(panel: Any, document: Mapping[str, Any], measure: Measure) -> None:
+    baseline, *others = document["variants"]
+    base = _by_seed(baseline, measure)
+    spread = [(epoch, min(values) - _mean(values), max(values) - _mean(values)) for epoch, values in _epochs(base)]
+    panel.axhline(0, color=GREY, linewidth=1)
+    if spread:
+        epochs, low, high = zip(*spread, strict=True)
+        panel.fill_between(epochs, low, high, color=GREY, alpha=0.2, linewidth=0)
+    unit = "%" if measure[2] else ""
+    last = _last(baseline, measure)
+    ended = "" if last is None else f" ({last:.3g}{unit} at the end)"
+    seeds = ", grey: its seeds" if len(base) > 1 else ""
+    panel.set_title(f"{measure[1].removesuffix(', %')}, difference from fp32{ended}{seeds}")
+    ends = [(0.0, "fp32", GREY)]
+    for index, row in enumerate(others, 1):
+        apart = {
+            seed: {epoch: value - base[seed][epoch] for epoch, value in run.items() if epoch in base[seed]}
+            for seed, run in _by_seed(row, measure).items()
+            if seed in base
+        }
+        found = _epochs(apart)
+        if not found:
+            continue
+        color, means = series(row["label"], index), [_mean(values) for _, values in found]
+        panel.plot([epoch for epoch, _ in found], means, _DASHES[index % 4], color=color, linewidth=1.5)
+        bounds = zip(*((min(values), max(values)) for _, values in found), strict=True)
+        panel.fill_between([epoch for epoch, _ in found], *bounds, color=color, alpha=0.12, linewidth=0)
+        ends.append((means[-1], f"{row['label']} {_gap(means[-1], measure, True)}", color))
+    style.label_ends(panel, ends)
+
+
+def _result(document: Mapping[str, Any]) -> str:
+    """Return how far each precision ends from fp32."""
+    measure = _measures(document)[0]
+    baseline, *others = document["variants"]
+    base = _last(baseline, measure)
+    words = []
+    for row in others:
+        last = _last(row, measure)
+        if failed := [run["failure"] for run in row["runs"] if run["failure"]]:
+            words.append(f"{row['label']} failed in {len(failed)} of {len(row['runs'])} runs")
+        elif last is not None and base is not None:
+            words.append(f"{row['label']} ends {_gap(last - base, measure)}")
+    measured = measure[1].removesuffix(", %")
+    seeds = f"{len(document['seeds'])} seed{'s' * (len(document['seeds']) > 1)}"
+    return f"{document['recipe']['name']}, {measured}: {', '.join(words) or 'no run ended'} ({seeds})"
+
+
+def _gap(gap: float, measure: Measure, is_short: bool = False) -> str:
+    """Return a difference from fp32 in words, or as a number with its sign."""
+    size, unit = (f"{abs(gap):.2f}", " points") if measure[2] else (f"{abs(gap):.3g}", "")
+    if not float(size):
+        return "as fp32"
+    return f"{'+-'[gap < 0]}{size}" if is_short else f"{size}{unit} {'below' if gap < 0 else 'above'} fp32"
 
 
 def curves_words(document: Mapping[str, Any]) -> list[str]:
@@ -49,21 +98,19 @@ def curves_words(document: Mapping[str, Any]) -> list[str]:
     words = []
     for row in document["variants"]:
         parts = []
-        for name, label, as_error in _measures(document):
-            _, values = _values(row, name, as_error)
-            if values:
-                last, unit = values[-1], "%" if as_error else ""
-                mean = math.fsum(last) / len(last)
+        for measure in _measures(document):
+            found, unit = _epochs(_by_seed(row, measure)), "%" if measure[2] else ""
+            if found:
+                last = found[-1][1]
                 value_range = f" ({min(last):.3g} to {max(last):.3g})" if len(last) > 1 else ""
-                parts.append(f"{label.removesuffix(', %')} {mean:.3g}{unit}{value_range}")
+                parts.append(f"{measure[1].removesuffix(', %')} {_mean(last):.3g}{unit}{value_range}")
         failed = [run["failure"] for run in row["runs"] if run["failure"]]
         parts += [f"{len(failed)} of {len(row['runs'])} runs failed: {failed[0]}"] if failed else []
         words.append(f"{row['label']}: {'; '.join(parts) or 'no run'}.")
     return words
 
 
-def _measures(document: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """Return, for each panel, the name in the history, the label, and whether to draw the error, 1 - value."""
+def _measures(document: Mapping[str, Any]) -> list[Measure]:
     recipe = document["recipe"]
     as_error = recipe["metric_is_share"] and recipe["higher_is_better"]
     label = "top-1 error, %" if recipe["metric"] == "accuracy" else f"1 - {recipe['metric']}, %"
@@ -74,22 +121,30 @@ def _measures(document: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
     return measures if recipe["metric"] == "loss" else [*measures, ("loss", "validation loss", False)]
 
 
-def _values(row: Mapping[str, Any], name: str, as_error: bool) -> tuple[list[int], list[list[float]]]:
-    """Return the epochs that all runs reached with finite values, and the values of the runs at each."""
-    histories = [run["history"] for run in row["runs"] if run["history"]]
-    epochs, values = [], []
-    for records in zip(*histories):  # noqa: B905  (runs that failed are shorter)
-        run_values = [record.get(name) for record in records]
-        if records[0]["epoch"] and all(value is not None and math.isfinite(value) for value in run_values):
-            epochs.append(records[0]["epoch"])
-            values.append([100 * (1 - value) if as_error else value for value in run_values])
-    return epochs, values
+def _by_seed(row: Mapping[str, Any], measure: Measure) -> Runs:
+    """Return the finite values of a precision's runs by seed and epoch, without those before the training."""
+    name, _, as_error = measure
+    return {
+        run.get("seed", place): {
+            record["epoch"]: 100 * (1 - record[name]) if as_error else record[name]
+            for record in run["history"]
+            if record["epoch"] and record.get(name) is not None and math.isfinite(record[name])
+        }
+        for place, run in enumerate(row["runs"])
+        if run["history"]
+    }
 
 
-def _plain_ticks(axis: Any) -> None:
-    """Label a logarithmic axis with plain numbers, also between the powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
+def _epochs(runs: Runs) -> list[tuple[int, list[float]]]:
+    """Return each epoch that all runs reached with finite values, with the values."""
+    reached = set.intersection(*(set(run) for run in runs.values())) if runs else set()
+    return [(epoch, [run[epoch] for run in runs.values()]) for epoch in sorted(reached)]
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-    axis.set_minor_formatter(FuncFormatter(lambda value, position: ""))
+
+def _last(row: Mapping[str, Any], measure: Measure) -> float | None:
+    found = _epochs(_by_seed(row, measure))
+    return _mean(found[-1][1]) if found else None
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values)

@@ -7,94 +7,96 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lowp.report.plots import new_figure, save
+from lowp.report.figures import style
+from lowp.report.palette import AMBER, BLUE, GREEN
+from lowp.report.plots import save
 
 __all__ = ["autoflex", "flex_window"]
 
-_MEASURED, _PREDICTED, _LIMIT = "#4477aa", "#ee6677", "#228833"
+_WRITTEN, _PREDICTED, _LIMIT = BLUE, AMBER, GREEN
 _MANTISSA_BITS = 16
-_THICK, _THIN = 5, 2  # bars of windows
+_LARGEST = 2 ** (_MANTISSA_BITS - 1) - 1
+_HEIGHT = -0.12  # of the bar of a window, below the histogram
 
 
+@style.styled
 def autoflex(document: Mapping[str, Any], path: Path) -> None:
     """Draw the largest mantissa Γ, the unit κ and the maxima (rows) of weights, activations and updates (columns)."""
-    figure = new_figure(10.5, 7.0)
-    panels = figure.subplots(3, len(document["series"]), sharex=True, squeeze=False)
-    limit = 2 ** (_MANTISSA_BITS - 1) - 1
-    for column, (name, series) in enumerate(document["series"].items()):
+    series_of = document["series"]
+    figure = style.figure(6.0, _result(document))
+    panels = figure.subplots(3, len(series_of), sharex=True, squeeze=False)
+    for column, (name, series) in enumerate(series_of.items()):
         steps, units = series["step"], [2.0**exponent for exponent in series["exponent"]]
         top, middle, bottom = (panels[row][column] for row in range(3))
-        top.plot(steps, series["mantissa"], ".", markersize=2, color=_MEASURED)
-        top.axhline(limit, color=_LIMIT, linewidth=1)
-        top.set_ylim(0, 2 ** (_MANTISSA_BITS - 1) * 1.08)
+        top.plot(steps, series["mantissa"], ".", markersize=1.5, color=_WRITTEN)
+        top.axhline(_LARGEST, color=_LIMIT, linewidth=1)
+        top.set_ylim(0, _LARGEST * 1.08)
         top.set_title(f"{name}\n{series['site']}", fontsize=9)
-        middle.step(steps, units, where="mid", color=_MEASURED, linewidth=1.2)
-        middle.set_yscale("log", base=2)
+        middle.step(steps, units, where="mid", color=_LIMIT, linewidth=1.2)
         maxima = [mantissa * unit for mantissa, unit in zip(series["mantissa"], units, strict=True)]
-        bottom.plot(steps, maxima, ".", markersize=2, color=_MEASURED, label="largest value written, Γκ")
         predicted = [math.nan if value is None else value for value in series["predicted"]]
-        bottom.plot(steps, predicted, color=_PREDICTED, linewidth=1, label="predicted maximum, χ")
-        bottom.step(
-            steps, [limit * unit for unit in units], where="mid", color=_LIMIT, linewidth=1.2, label="largest that fits"
-        )
-        bottom.set_yscale("log", base=2)
+        bottom.plot(steps, maxima, ".", markersize=1.5, color=_WRITTEN)
+        bottom.plot(steps, predicted, color=_PREDICTED, linewidth=1)
+        bottom.step(steps, [_LARGEST * unit for unit in units], where="mid", color=_LIMIT, linewidth=1.2)
         bottom.set_xlabel("step")
-        for panel in (top, middle, bottom):
-            panel.grid(alpha=0.3)
-    for row, label in enumerate(("Γ (largest mantissa)", "κ (unit)", "value")):
+        for panel in (middle, bottom):
+            panel.set_yscale("log", base=2)
+        if column:
+            top.set_yticklabels([])
+        else:
+            style.note(bottom, steps[-1], 0.62, "largest that fits", _LIMIT, "right")
+            style.note(bottom, steps[-1], 0.45, "predicted maximum χ", _PREDICTED, "right")
+            style.note(bottom, steps[-1], 0.28, "largest written, Γκ", _WRITTEN, "right")
+    for row, label in enumerate(("Γ, largest mantissa", "κ, unit", "value")):
         panels[row][0].set_ylabel(label)
-    panels[2][-1].legend(fontsize=7, loc="best")
-    figure.suptitle(f"{document['recipe']} in {document['precision']}: {document['steps']} steps", fontsize=10)
     save(figure, path)
 
 
-def flex_window(document: Mapping[str, Any], path: Path) -> None:
-    """Draw histograms of log2|x| of three tensors, early and late, and the range of bits of an int16 mantissa."""
-    figure = new_figure(10.5, 3.9)
-    panels = figure.subplots(1, len(document["windows"]), sharey=True, squeeze=False)[0]
-    lowest = document["lowest"]
-    for panel, (name, window) in zip(panels, document["windows"].items(), strict=True):
-        lost = []
-        for moment, color, height in (("first", _MEASURED, -0.02), ("last", _PREDICTED, -0.05)):
-            histogram = window.get(moment)
-            if histogram is None:
-                continue
-            total = max(1, sum(histogram["counts"]))
-            exponents = [lowest + index for index in range(len(histogram["counts"]))]
-            shares = [count / total for count in histogram["counts"]]
-            panel.step(
-                exponents, shares, where="post", color=color, linewidth=1.3, label=f"{moment} tenth of the steps"
-            )
-            low, high = histogram["exponents"]
-            panel.plot([high, high + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=_THICK, alpha=0.6)
-            if low != high:
-                panel.plot([low, low + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=_THIN, alpha=0.4)
-            lost.append(f"{histogram['below_maximum']:.2%}")
-        panel.set_title(f"{name}\n{window['site']}", fontsize=9)
-        panel.set_xlabel(f"floor(log2|x|); below max/2^15: {', '.join(lost)}", fontsize=8)
-        panel.set_xlim(_range(window, lowest))
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("share of the nonzero elements")
-    # The bars of a window: its exponent may have moved within a tenth of the steps.
-    for width, words in ((_THICK, "window at the largest exponent of those steps"), (_THIN, "at the smallest")):
-        panels[0].plot([], [], color="#555555", linewidth=width, alpha=0.6, label=words)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
-    figure.suptitle(
-        f"{document['recipe']} in {document['precision']}; a window is the {_MANTISSA_BITS - 1} places of a mantissa",
-        fontsize=10,
+def _result(document: Mapping[str, Any]) -> str:
+    """Return how many of the largest mantissas written were cut off, and how often the unit moved."""
+    series = document["series"].values()
+    writes = sum(len(one["mantissa"]) for one in series)
+    cut = sum(mantissa >= _LARGEST for one in series for mantissa in one["mantissa"])
+    moves = sum(
+        before != after for one in series for before, after in zip(one["exponent"], one["exponent"][1:], strict=False)
     )
+    return (
+        f"{document['recipe']} in {document['precision']}: {cut or 'none'} of {writes:,} writes "
+        f"{'is' if cut < 2 else 'are'} cut off, and the exponents move {moves} times"
+    )
+
+
+@style.styled
+def flex_window(document: Mapping[str, Any], path: Path) -> None:
+    """Draw histograms of log2|x| of three tensors, early and late, each above the places of an int16 mantissa."""
+    lowest, windows = document["lowest"], document["windows"]
+    rows = [
+        (name, moment, window[moment], color)
+        for (name, window), color in zip(windows.items(), (BLUE, GREEN, AMBER) * len(windows), strict=False)
+        for moment in ("first", "last")
+        if window.get(moment) is not None
+    ]
+    worst = max((histogram["below_unit"] for *_, histogram, _ in rows), default=0.0)
+    figure = style.figure(
+        1.0 + 0.95 * len(rows),
+        f"{document['recipe']} in {document['precision']}: at most {style.share(worst)} of the numbers of a "
+        "tensor are below the unit of its int16 mantissas",
+    )
+    panels = style.panels(figure, len(rows))
+    histograms = [{**histogram, "lowest": lowest} for *_, histogram, _ in rows]
+    for panel, (name, moment, _, color), histogram in zip(panels, rows, histograms, strict=True):
+        words = f"{style.share(histogram['below_unit'])} below the unit"
+        style.ridge(panel, histogram, color, (f"{name} ({windows[name]['site']}), {moment} tenth of the steps", words))
+        low, high = histogram["exponents"]
+        top = panel.get_ylim()[1]
+        panel.set_ylim(2 * _HEIGHT * top, top)
+        panel.plot([high, high + _MANTISSA_BITS - 1], [_HEIGHT * top] * 2, color=color, linewidth=5, alpha=0.8)
+        if low != high:  # the exponent moved within a tenth of the steps
+            panel.plot([low, low + _MANTISSA_BITS - 1], [_HEIGHT * top] * 2, color=color, linewidth=2, alpha=0.6)
+    if panels:
+        ends = [end for histogram in histograms for end in histogram["exponents"]]
+        reach = style.range_of(histograms, [min(ends), max(ends) + _MANTISSA_BITS - 1])
+        panels[-1].set_xlim(*reach)
+        panels[-1].set_xlabel("|x|; bars: the 15 places of a mantissa, thin where the exponent was before it moved")
+        style.powers(panels[-1].xaxis)
     save(figure, path)
-
-
-def _range(window: Mapping[str, Any], lowest: int) -> tuple[float, float]:
-    """Return limits of the axis: the exponents with at least a thousandth of the elements, and the bars."""
-    left, right = math.inf, -math.inf
-    for moment in ("first", "last"):
-        histogram = window.get(moment)
-        if histogram is not None:
-            total = max(1, sum(histogram["counts"]))
-            present = [lowest + index for index, count in enumerate(histogram["counts"]) if count > total / 1000]
-            left = min([left, *present, histogram["exponents"][0]])
-            right = max([right, *present, histogram["exponents"][1] + _MANTISSA_BITS - 1])
-    return left - 1, right + 2

@@ -7,47 +7,37 @@ from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
-from lowp.report.plots import new_figure, save
+from lowp.report.palette import BLUE, GREEN, PURPLE
+from lowp.report.plots import save
 
 __all__ = ["gradients", "gradients_words", "updates", "updates_words"]
 
-_MOMENTS = {"first": (style.BLUE, "-"), "middle": (style.YELLOW, "--"), "last": (style.PURPLE, "-.")}
-_LIMITS = {"bf16": (style.GREEN, "--"), "fp16": (style.RED, ":")}
 
-
+@style.styled
 def updates(document: Mapping[str, Any], path: Path) -> None:
-    """Draw the weight gradients and the update:weight ratios of the first, middle and last epoch."""
-    moments = document["moments"]
-    figure = new_figure(10.5, 5.2)
-    left, right = figure.subplots(1, 2)
-    for moment, moment_record in moments.items():
-        color, line = _MOMENTS[moment]
-        title = f"{moment} epoch ({moment_record['epoch']})"
-        zeros = _zeros(moment_record["gradients"])
-        style.histogram(left, moment_record["gradients"], color, f"{title}{zeros}", line)
-        style.histogram(right, moment_record["ratios"], color, title, line)
-    ends = style.range_of([moment_record["gradients"] for moment_record in moments.values()], [style.FP16_SMALLEST])
-    style.window(left, *ends)
-    left.set_xlim(*ends)
-    left.set(xlabel="|weight gradient|", title="gradients of weights")
-    for format, exponent in document["limits"].items():
-        beyond = ", ".join(style.share(moment_record["below"][format]) for moment_record in moments.values())
-        style.limit(
-            right,
-            exponent,
-            _LIMITS[format][0],
-            f"lost in {format}: below $2^{{{exponent}}}$ are {beyond}",
-            _LIMITS[format][1],
-        )
-    right.set_xlim(
-        *style.range_of(
-            [moment_record["ratios"] for moment_record in moments.values()], list(document["limits"].values())
-        )
+    """Draw the weight gradients and the update:weight ratios of the first, middle and last epoch, a row each."""
+    moments = list(document["moments"].values())
+    worst = max(moments, key=lambda moment: moment["lost"]["bf16"] or 0)
+    figure = style.figure(
+        1.0 + 1.35 * len(moments),
+        f"{document['recipe']}: weights stored in bf16 would lose {style.share(worst['lost']['bf16'])} of their "
+        f"updates in epoch {worst['epoch']}, in fp16 {style.share(worst['lost']['fp16'])}",
     )
-    right.set(xlabel="|update| / |weight|", title="updates beside their weights")
-    _finish(figure, (left, right))
-    figure.suptitle(style.ended(document), fontsize=11)
-    style.caption(figure, updates_words(document))
+    grid = figure.subplots(len(moments), 2, sharex="col", squeeze=False, width_ratios=(1, 1.35))
+    limits = document["limits"]
+    for (left, right), moment in zip(grid, moments, strict=True):
+        style.ridge(left, moment["gradients"], BLUE, (f"epoch {moment['epoch']}: gradients of weights", ""))
+        lost = ", ".join(f"{style.share(moment['lost'][format])} in {format}" for format in limits)
+        is_first = moment is moments[0]
+        marks = [(exponent, f"{format} loses below" if is_first else "") for format, exponent in limits.items()]
+        style.ridge(right, moment["ratios"], PURPLE, ("updates lost", lost), marks)
+    left, right = grid[-1]
+    left.set_xlim(*style.range_of([moment["gradients"] for moment in moments]))
+    right.set_xlim(*style.range_of([moment["ratios"] for moment in moments], list(limits.values())))
+    left.set_xlabel("|gradient|")
+    right.set_xlabel("|update| / |weight|")
+    for panel in (left, right):
+        style.powers(panel.xaxis, 6)
     save(figure, path)
 
 
@@ -67,30 +57,40 @@ def _moment_words(moment: Mapping[str, Any]) -> str:
     )
 
 
+@style.styled
 def gradients(document: Mapping[str, Any], path: Path) -> None:
-    """Draw weight gradients, updates and update:weight ratios, and the part of each that is lost in fp16."""
-    figure = new_figure(13.0, 4.9)
-    panels = figure.subplots(1, 3)
-    rows = (("gradients", "|weight gradient|", style.BLUE), ("updates", "|update|", style.GREEN))
-    for panel, (name, label, color) in zip(panels, rows, strict=False):
+    """Draw weight gradients, updates and update:weight ratios on one axis, and the part of each that is lost."""
+    figure = style.figure(4.6, _result(document))
+    first, second, third = panels = style.panels(figure, 3)
+    limit = document["limits"]["fp16"]
+    marks = [(style.FP16_SMALLEST, "fp16's smallest number"), (style.FP16_SMALLEST_NORMAL, "fp16's smallest normal")]
+    for panel, name, color in ((first, "gradients", BLUE), (second, "updates", GREEN)):
         counts = document[name]
-        style.histogram(panel, counts["histogram"], color, f"{name}{_zeros(counts['histogram'])}")
-        ends = style.range_of([counts["histogram"]], [style.FP16_SMALLEST, style.FP16_SMALLEST_NORMAL])
-        style.window(panel, *ends)
-        panel.set_xlim(*ends)
-        panel.set(xlabel=label, title=f"{style.share(counts['below'])} of the {name} below $2^{{-24}}$")
-    right, limit = panels[2], document["limits"]["fp16"]
-    style.histogram(right, document["ratios"], style.PURPLE, "updates beside their weights")
-    style.limit(right, limit, style.RED, f"lost in fp16: below $2^{{{limit}}}$", ":")
-    right.set_xlim(*style.range_of([document["ratios"]], [limit]))
-    right.set(
-        xlabel="|update| / |weight|",
-        title=f"{style.share(document['below']['fp16'])} of the ratios below $2^{{{limit}}}$",
+        words = f"{style.share(counts['below'])} below 2^-24{_zeros(counts['histogram'])}"
+        style.ridge(panel, counts["histogram"], color, (f"{name} of weights", words), marks)
+        marks = [(exponent, "") for exponent, _ in marks]
+    words = f"{style.share(document['below']['fp16'])} below 2^{limit}, half an ulp of fp16"
+    style.ridge(
+        third, document["ratios"], PURPLE, ("updates beside their weights", words), [(limit, "too small to move")]
     )
-    _finish(figure, panels)
-    figure.suptitle(style.ended(document), fontsize=11)
-    style.caption(figure, gradients_words(document))
+    histograms = [document["gradients"]["histogram"], document["updates"]["histogram"], document["ratios"]]
+    third.set_xlim(*style.range_of(histograms, [style.FP16_SMALLEST, limit]))
+    third.set_xlabel("size; of the lowest, |update| / |weight|")
+    style.powers(panels[-1].xaxis)
     save(figure, path)
+
+
+def _result(document: Mapping[str, Any]) -> str:
+    """Return what the precision loses beside fp32; a record of an earlier lowp has no run in fp32."""
+    metric, base = document["metric"], document.get("fp32")
+    value, unmoved = metric["value"], style.share(document["unmoved"])
+    if document["failure"] or value is None or base is None:
+        ending = document["failure"] or f"ends at {metric['name']} {style.number(value, metric['is_share'])}"
+        return f"{document['precision']} {ending}: {unmoved} of the weights with an update do not move"
+    size = abs(base - value)
+    gap = f"{100 * size:.1f} points" if metric["is_share"] else f"{size:.3g}"
+    change = f"{'loses' if value < base else 'gains'} {gap} of {metric['name']}"
+    return f"{document['precision']} {change}: {unmoved} of the weights with an update do not move"
 
 
 def gradients_words(document: Mapping[str, Any]) -> list[str]:
@@ -108,13 +108,3 @@ def gradients_words(document: Mapping[str, Any]) -> list[str]:
 
 def _zeros(found: Mapping[str, Any]) -> str:
     return f"; zeros apart, {style.share(found['zeros'] / max(1, found['elements']))}" if found["zeros"] else ""
-
-
-def _finish(figure: Any, panels: Any) -> None:
-    for panel in panels:
-        style.powers(panel.xaxis)
-        low, high = panel.get_ylim()
-        panel.set_ylim(low, high * 1.45)  # room for the legend above the bars
-        panel.grid(alpha=0.25)
-        panel.legend(fontsize=8, loc="upper left", framealpha=1.0)
-    panels[0].set_ylabel("share of the nonzero elements, %")

@@ -8,57 +8,97 @@ from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
-from lowp.report.plots import new_figure, save
+from lowp.report.palette import BLUE, GREEN, GREY, PURPLE, RED
+from lowp.report.plots import save
 
 __all__ = ["stall", "stall_words"]
 
 # fp32's line is broad, so that lines on it are visible
 _LINES = (
-    {"color": style.BLUE, "linewidth": 4.5, "alpha": 0.35},
-    {"color": style.GREEN, "linewidth": 1.6, "linestyle": "--"},
-    {"color": style.PURPLE, "linewidth": 1.3, "linestyle": "-."},
-    {"color": style.RED, "linewidth": 1.6},
+    {"color": GREY, "linewidth": 4.5, "alpha": 0.35},
+    {"color": GREEN, "linewidth": 1.5, "linestyle": "--"},
+    {"color": PURPLE, "linewidth": 1.3},
+    {"color": RED, "linewidth": 1.6},
 )
+_COLORS = (GREY, GREEN, PURPLE, RED, BLUE)
 _SPAN = 9  # length of the running mean in steps
 
 
+@style.styled
 def stall(document: Mapping[str, Any], path: Path) -> None:
-    """Draw the share of weights that a step changes, the values of one weight, and the validation loss."""
-    figure = new_figure(13.0, 4.9)
-    moving, way, loss = figure.subplots(1, 3)
-    for index, row in enumerate(document["variants"]):
-        line = {**_LINES[index % len(_LINES)], "label": row["label"]}
-        moving.plot(row["step"], [100 * value for value in _smooth(row["moving"])], **line)
+    """Draw the share of weights that a step changes, the values of one weight, and the loss beside fp32's."""
+    figure = style.figure(6.2, _result(document))
+    moving, way, loss = figure.subplots(3, 1)
+    rows = document["variants"]
+    ends: dict[str, list[tuple[float, str, str]]] = {"moving": [], "way": []}
+    for index, row in enumerate(rows):
+        line = _LINES[index % len(_LINES)]
+        smooth = [100 * value for value in _smooth(row["moving"])]
+        moving.plot(row["step"], smooth, **line)
         way.plot(document["way_steps"], document["ways"][index], **line)
-        known = [record for record in row["history"] if record["loss"] is not None]
-        loss.plot([record["epoch"] for record in known], [record["loss"] for record in known], **line)
-    moving.set(xlabel="step", ylabel="weights with a gradient that a step changes, %", title="weights that change")
-    moving.set_ylim(0, 105)
+        label = _short(row["label"], document["format"])
+        for name, values in (("moving", smooth), ("way", document["ways"][index])):
+            if values:
+                ends[name].append((values[-1], label, _COLORS[index % len(_COLORS)]))
+    moving.set(title="weights with a gradient that a step changes, %")
+    moving.set_ylim(-4, 106)
     where = f"[{', '.join(map(str, document['index']))}]" if document["index"] else ""
-    way.set(xlabel="step", ylabel=f"{document['parameter']}{where}", title="course of one weight")
+    way.set(title=f"course of one weight, {document['parameter']}{where}", xlabel="step")
     way.ticklabel_format(axis="y", useOffset=False)
-    loss.set(xlabel="epoch", ylabel="validation loss", title="effect on training")
-    for panel in (moving, way, loss):
-        panel.grid(alpha=0.25)
-    moving.legend(fontsize=8, loc="best")
-    figure.suptitle(
-        f"{document['recipe']} with weights stored in {document['format']}, seed {document['seed']}", fontsize=11
-    )
-    style.caption(figure, stall_words(document))
+    style.label_ends(moving, ends["moving"])
+    style.label_ends(way, ends["way"])
+    _losses(loss, document)
     save(figure, path)
+
+
+def _losses(panel: Any, document: Mapping[str, Any]) -> None:
+    """Draw the validation loss minus that of the first run, fp32's."""
+    base = {record["epoch"]: record["loss"] for record in document["variants"][0]["history"]}
+    ends = []
+    panel.axhline(0, color=GREY, linewidth=3, alpha=0.35)
+    for index, row in enumerate(document["variants"][1:], 1):
+        known = [
+            (record["epoch"], record["loss"] - base[record["epoch"]])
+            for record in row["history"]
+            if record["loss"] is not None and base.get(record["epoch"]) is not None
+        ]
+        if not known:
+            continue
+        panel.plot(*zip(*known, strict=True), **_LINES[index % len(_LINES)])
+        label = f"{_short(row['label'], document['format'])} {known[-1][1]:+.3f}"
+        ends.append((known[-1][1], label, _COLORS[index % len(_COLORS)]))
+    panel.set(xlabel="epoch", title=f"validation loss minus that of {document['variants'][0]['label']}")
+    style.label_ends(panel, ends)
+
+
+def _short(label: str, format: str) -> str:
+    return label.removeprefix(f"{format}, ").removeprefix(f"{format} + ")
+
+
+def _result(document: Mapping[str, Any]) -> str:
+    """Return what the variant of most weights that never move ends at, beside the first, fp32."""
+    base, *others = document["variants"]
+    worst = max(others or [base], key=lambda row: row["never"] or 0)
+    return (
+        f"{worst['label']}: {style.share(worst['never'])} of the weights of {document['recipe']} never move, "
+        f"{_ending(document, worst)}; {base['label']}: {_ending(document, base, True)}"
+    )
+
+
+def _ending(document: Mapping[str, Any], row: Mapping[str, Any], is_short: bool = False) -> str:
+    metric, last = document["metric"], row["history"][-1] if row["history"] else {}
+    value = style.number(last.get(metric["name"]), metric["is_share"])
+    return str(row["failure"] or (value if is_short else f"{metric['name']} {value}"))
 
 
 def stall_words(document: Mapping[str, Any]) -> list[str]:
     """Return a sentence per variant: the mean share that changes, the share that never changed, and the metric."""
-    metric = document["metric"]
     words = []
     for row in document["variants"]:
         mean = math.fsum(row["moving"]) / max(1, len(row["moving"]))
-        last = row["history"][-1] if row["history"] else {}
-        ending = row["failure"] or f"{metric['name']} {style.number(last.get(metric['name']), metric['is_share'])}"
         words.append(
             f"{row['label']}: a step changes {style.share(mean)} of the weights; of those that fp32 changes, "
-            f"{style.share(row['never'])} end at their initial value; {ending}."
+            f"{style.share(row['never'])} end at their initial value; {_ending(document, row)}."
         )
     return words
 

@@ -1,28 +1,44 @@
-"""Common parts of the figures: colours for colour-blind readers, axes in powers of two, captions."""
+"""Common parts of the figures: a title that says the result, labels at what they name, axes in powers of two.
+
+A figure is seven inches wide, so that its text can be read where it is shown 700 pixels wide.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
-__all__ = ["BLUE", "COLORS", "CYAN", "GREEN", "GREY", "PURPLE", "RED", "YELLOW"]
-__all__ += ["bars", "caption", "histogram", "limit", "number", "powers", "range_of", "share", "window"]
+from lowp.report.palette import GRADES, GREY
+from lowp.report.plots import new_figure
 
-# P. Tol, "Colour schemes" (SRON technical note, 2021): the bright scheme.
-BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY = COLORS = (
-    "#4477aa",
-    "#ee6677",
-    "#228833",
-    "#ccbb44",
-    "#66ccee",
-    "#aa3377",
-    "#bbbbbb",
-)
+__all__ = ["WIDTH", "bars", "figure", "label_ends", "note", "number", "panels", "powers", "range_of", "ridge", "share"]
+__all__ += ["styled", "title"]
+
+WIDTH = 7.0  # inches
 FP16_SMALLEST, FP16_SMALLEST_NORMAL, FP16_END = -24, -14, 16  # powers of two; 65504 is just below the last
-_LETTERS_AN_INCH = 15
+LOST, CARE = GRADES["loses"].light, GRADES["with care"].light
+_LETTERS = 72  # of a title's line
 _LEAST_SHARE = 1e-3  # the smallest share of elements for which an exponent extends an axis
+_RC: Any = {
+    "font.size": 9.0,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+}
+
+Draw = Callable[[Mapping[str, Any], Path], None]
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -45,20 +61,111 @@ def number(value: float | None, is_share: bool = False) -> str:
     return f"{value:.1%}" if is_share else f"{value:.4g}"
 
 
-def ended(document: Mapping[str, Any]) -> str:
-    """Return the title of a run: recipe, precision, epochs, and the final metric or the failure."""
-    metric, epochs = document["metric"], document["epochs"]
-    value = number(metric["value"], metric["is_share"])
-    ending = document["failure"] or f"final {metric['name']} {value}"
-    return f"{document['recipe']} in {document['precision']}, {epochs} epoch{'s' * (epochs != 1)}: {ending}"
+# -- figures ----------------------------------------------------------------------------------------------------------
+def styled(draw: Draw) -> Draw:
+    """Draw with the sizes and lines of the figures."""
+
+    @wraps(draw)
+    def drawn(document: Mapping[str, Any], path: Path) -> None:
+        from matplotlib import rc_context
+
+        with rc_context(_RC):
+            draw(document, path)
+
+    return drawn
+
+
+def figure(height: float, result: str) -> Any:
+    """Return a new figure whose title is the result that it shows."""
+    drawn = new_figure(WIDTH, height)
+    title(drawn, result)
+    return drawn
+
+
+def title(drawn: Any, result: str) -> None:
+    """Write the result above the panels; 2^-24 is typeset as a power."""
+    text = powered("\n".join(textwrap.wrap(result, _LETTERS)), r"$\mathbf{2^{\1}}$")
+    drawn.suptitle(text, fontsize=11, fontweight="bold", x=0.01, ha="left")
+
+
+def powered(text: str, like: str = r"$2^{\1}$") -> str:
+    """Return text with its powers of two typeset."""
+    return re.sub(r"\b2\^(-?[\d.]+\d|-?\d)", like.replace("\\mathbf", r"\\mathbf"), text)
+
+
+def panels(drawn: Any, rows: int, **options: Any) -> list[Any]:
+    """Return panels below each other that share their horizontal axis."""
+    found = drawn.subplots(rows, 1, sharex=True, squeeze=False, **options)
+    return [panel for (panel,) in found]
 
 
 # -- panels -----------------------------------------------------------------------------------------------------------
-def histogram(panel: Any, histogram: Mapping[str, Any], color: str, label: str, style: str = "-") -> None:
-    """Draw the outline of a histogram of binary exponents: the bin of [2^e, 2^(e + 1)) lies between e and e + 1."""
+def ridge(
+    panel: Any, histogram: Mapping[str, Any], color: str, words: tuple[str, str], limits: Sequence[tuple[int, str]] = ()
+) -> None:
+    """Draw a histogram of binary exponents on a panel of its own; the bin of [2^e, 2^(e + 1)) is from e to e + 1.
+
+    `words`: what it is of, and what is lost. `limits`: powers of two with their meaning; what is below the first is
+    lost, and drawn in the colour of losses.
+    """
     values, edges = bars(histogram)
-    panel.stairs(values, edges, color=color, alpha=0.18, fill=True, linewidth=0)
-    panel.stairs(values, edges, color=color, linewidth=1.4, linestyle=style, label=label)
+    panel.stairs(values, edges, color=color, alpha=0.45, fill=True, linewidth=0)
+    if limits:
+        lost = [value if edge < limits[0][0] else 0.0 for value, edge in zip(values, edges, strict=False)]
+        panel.stairs(lost, edges, color=LOST, alpha=0.75, fill=True, linewidth=0)
+    panel.stairs(values, edges, color=color, linewidth=1.2)
+    for place, (exponent, meaning) in enumerate(limits):
+        panel.axvline(exponent, color=CARE if place else LOST, linewidth=1.2, linestyle=":" if place else "--")
+        if meaning:
+            note(panel, exponent, 0.97 - 0.17 * place, f"{meaning} ", CARE if place else LOST, "right", True)
+    what, lost_words = words
+    panel.set_title(powered(f"{what}: {lost_words}" if lost_words else what), color=color)
+    room = 1.4 if any(meaning for _, meaning in limits) else 1.12
+    panel.set_ylim(0, max(values, default=1.0) * room or 1.0)
+    panel.set_yticks([])
+    panel.spines["left"].set_visible(False)
+
+
+def note(panel: Any, x: float, y: float, text: str, color: str, ha: str = "left", is_top: bool = False) -> None:
+    """Write text at a place of a panel; y is a share of its height, from its top if `is_top`."""
+    panel.text(
+        x,
+        y,
+        powered(text),
+        color=color,
+        ha=ha,
+        va="top" if is_top else "center",
+        fontsize=8.5,
+        clip_on=True,
+        transform=panel.get_xaxis_transform(),
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
+    )
+
+
+def label_ends(panel: Any, lines: Iterable[tuple[float, str, str]]) -> None:
+    """Write labels to the right of the panel where lines end: height, text, colour; apart where ends are close."""
+    ends = sorted(lines)
+    low, high = panel.get_ylim()
+    panel.set_ylim(low, high)
+    inches = panel.get_figure().get_figheight() / max(1, len(panel.get_figure().axes))
+    places = _spread([(y - low) / (high - low) for y, *_ in ends], 0.2 / inches)
+    for (_, text, color), place in zip(ends, places, strict=True):
+        panel.text(1.01, place, text, color=color, va="center", fontsize=8.5, transform=panel.transAxes)
+
+
+def _spread(wanted: list[float], apart: float) -> list[float]:
+    """Return rising places as near to the wanted ones as a distance between them allows."""
+    groups: list[list[float]] = []  # of places that touch, each around the mean of those wanted
+    for place in wanted:
+        groups.append([place])
+        while len(groups) > 1 and _centre(groups[-1]) - _centre(groups[-2]) < apart * sum(map(len, groups[-2:])) / 2:
+            last = groups.pop()
+            groups[-1] += last
+    return [_centre(group) + apart * (index - (len(group) - 1) / 2) for group in groups for index in range(len(group))]
+
+
+def _centre(group: Sequence[float]) -> float:
+    return math.fsum(group) / len(group)
 
 
 def bars(histogram: Mapping[str, Any]) -> tuple[list[float], list[int]]:
@@ -88,36 +195,3 @@ def powers(axis: Any, max_ticks: int = 9) -> None:
 
     axis.set_major_locator(MaxNLocator(nbins=max_ticks, integer=True, steps=[1, 2, 4, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, position: f"$2^{{{value:.0f}}}$"))
-
-
-def limit(panel: Any, exponent: float, color: str, label: str, style: str = "--") -> None:
-    """Draw a line across the panel."""
-    panel.axvline(exponent, color=color, linewidth=1.4, linestyle=style, label=label)
-
-
-def window(panel: Any, left: float, right: float) -> None:
-    """Draw fp16's range on an axis from `left` to `right`: below it, its hatched subnormal part, and its end."""
-    panel.axvspan(
-        left, FP16_SMALLEST, color=RED, alpha=0.14, linewidth=0, label="below fp16's smallest number, $2^{-24}$"
-    )
-    panel.axvspan(
-        FP16_SMALLEST,
-        FP16_SMALLEST_NORMAL,
-        facecolor="none",
-        edgecolor=GREY,
-        hatch="///",
-        linewidth=0,
-        label="fp16's subnormal numbers, to $2^{-14}$",
-    )
-    panel.axvline(FP16_SMALLEST, color=RED, linewidth=1.4)
-    if right >= FP16_END:
-        panel.axvline(FP16_END, color=PURPLE, linewidth=1.4, linestyle="-.", label="fp16's largest number, 65504")
-
-
-def caption(figure: Any, sentences: Sequence[str]) -> None:
-    """Write sentences below the panels, in lines that fit the figure; 2^-24 is typeset as a power."""
-    width = int(figure.get_figwidth() * _LETTERS_AN_INCH)
-    lines = [line for sentence in sentences for line in textwrap.wrap(sentence, width)]
-    text = re.sub(r"\b2\^(-?[\d.]+\d|-?\d)", r"$2^{\1}$", "\n".join(lines))
-    figure.get_layout_engine().set(h_pad=0.07)  # inches, around the panels
-    figure.supxlabel(text, fontsize=8.5, x=0.015, ha="left", linespacing=1.35)
