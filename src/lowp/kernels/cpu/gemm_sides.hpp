@@ -1,18 +1,17 @@
 // The packed operands of products: the place of each panel, and the distribution of packing over threads.
 #pragma once
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "gemm.hpp"
+#include "memory.hpp"
 #include "parallel.hpp"
 
 namespace lowp {
 
 struct Free {
-  void operator()(void* memory) const { std::free(memory); }
+  void operator()(void* memory) const { free_aligned(memory); }
 };
 
 // Memory that a thread keeps for its next call: new pages would take as much time as packing.
@@ -22,9 +21,7 @@ class Scratch {
   T* get(int64_t count) {
     if (count > size_) {
       memory_.reset();
-      void* memory = nullptr;
-      if (posix_memalign(&memory, 64, static_cast<size_t>(count) * sizeof(T)) != 0) throw std::bad_alloc();
-      memory_.reset(static_cast<T*>(memory));
+      memory_.reset(static_cast<T*>(allocate_aligned(64, static_cast<size_t>(count) * sizeof(T))));
       size_ = count;
     }
     return memory_.get();

@@ -8,19 +8,26 @@
 namespace lowp {
 namespace {
 
+#if defined(__x86_64__)
+// Which registers the system saves: bits 1 and 2 for those of AVX2, 5 to 7 for those that AVX-512 adds.
+unsigned saved_registers() {
+  unsigned low = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+#endif
+
+// By cpuid: __builtin_cpu_supports knows no f16c in some compilers, and needs a library that clang-cl does not link.
 Level found_level() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  // not every compiler's __builtin_cpu_supports knows f16c, whose registers the system saves if it supports AVX2
+  constexpr unsigned kFirst = bit_OSXSAVE | bit_FMA | bit_F16C, kSecond = bit_AVX2 | bit_BMI | bit_BMI2;
+  constexpr unsigned kThird = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
   unsigned a = 0, b = 0, c = 0, d = 0;
-  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-  const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
-  if (!avx2) return kPortable;
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512vnni");
-  return avx512 ? kAvx512 : kAvx2;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & kFirst) != kFirst) return kPortable;
+  const unsigned saved = saved_registers();
+  if ((saved & 0x6) != 0x6) return kPortable;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & kSecond) != kSecond) return kPortable;
+  return (saved & 0xe6) == 0xe6 && (b & kThird) == kThird && (c & bit_AVX512VNNI) ? kAvx512 : kAvx2;
 #else
   return kPortable;
 #endif

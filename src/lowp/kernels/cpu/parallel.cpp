@@ -2,8 +2,10 @@
 
 #include "export.hpp"
 
+#if !defined(_WIN32)
 #include <pthread.h>
 #include <signal.h>
+#endif
 
 #include <atomic>
 #include <condition_variable>
@@ -30,6 +32,24 @@ inline void pause_briefly() {
   asm volatile("yield");
 #endif
 }
+
+// While it lives, threads that are started inherit a full mask: signals go to the interpreter. Faults are not blocked, or
+// no handler of them would run. Windows has no such masks, and no child that is a copy of its parent.
+class SignalsBlocked {
+#if !defined(_WIN32)
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) sigdelset(&all, fault);
+    pthread_sigmask(SIG_BLOCK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+#endif
+};
 
 struct Job {
   Body body;
@@ -82,15 +102,11 @@ class Pool {
   // Returns the number of helpers, at most `wanted`; fewer if the system gives no more threads or no memory for them.
   int start(int wanted) {
     if (started_ >= wanted) return wanted;
-    sigset_t all, before;
-    sigfillset(&all);
-    for (const int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) sigdelset(&all, fault);  // blocked, no handler would run
-    pthread_sigmask(SIG_BLOCK, &all, &before);  // signals go to the interpreter: workers inherit a full mask
+    [[maybe_unused]] SignalsBlocked blocked;
     try {
       for (; started_ < wanted; ++started_) std::thread([this] { serve(); }).detach();
     } catch (const std::exception&) {
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return started_ < wanted ? started_ : wanted;
   }
 
@@ -134,6 +150,7 @@ std::atomic<Team> the_team{nullptr};
 
 void work_of(void* job) { static_cast<Job*>(job)->work(); }
 
+#if !defined(_WIN32)
 // The parent's threads do not exist in a child, but may hold its locks: the child discards both.
 void forget_threads() {
   the_pool.store(nullptr, std::memory_order_release);
@@ -141,6 +158,7 @@ void forget_threads() {
 }
 
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, &forget_threads);
+#endif
 
 Pool* pool() {
   Pool* found = the_pool.load(std::memory_order_acquire);

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <new>
 #include <vector>
 
 #if defined(__linux__)
@@ -13,6 +11,7 @@
 
 #include "calls.hpp"
 #include "levels.hpp"
+#include "memory.hpp"
 
 namespace lowp {
 namespace {
@@ -24,16 +23,16 @@ constexpr int64_t kSerialProducts = 1 << 16;  // fewer multiplications run on on
 // any: the panels of a unit take more pages of 4 KiB than a core caches addresses of.
 class Memory {
  public:
-  ~Memory() { std::free(data_); }
+  ~Memory() { free_aligned(data_); }
   float* get(int64_t floats) {
     constexpr size_t kPage = size_t{2} << 20;
     const size_t bytes = static_cast<size_t>(floats) * sizeof(float);
     if (bytes <= size_) return data_;
-    std::free(data_);
+    free_aligned(data_);
+    data_ = nullptr;
     size_ = 0;
     const size_t whole = bytes <= kPage / 8 ? (bytes + 4095) & ~size_t{4095} : (bytes + kPage - 1) / kPage * kPage;
-    data_ = static_cast<float*>(std::aligned_alloc(whole < kPage ? 4096 : kPage, whole));
-    if (data_ == nullptr) throw std::bad_alloc();
+    data_ = static_cast<float*>(allocate_aligned(whole < kPage ? 4096 : kPage, whole));
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     if (whole >= kPage) madvise(data_, whole, MADV_HUGEPAGE);
 #endif
