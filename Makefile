@@ -1,6 +1,7 @@
 # make demo    a virtual environment with lowp, then the main job
 # make test    what CI runs: style, types, layers, tests
 # make docs    the site of docs/ in build/site: every link, notebook and docstring, strictly and without a network
+# make wheels    dist/: the sdist and a wheel for every Linux with glibc 2.28 or later, checked by auditwheel
 # make test-portable    the tests as other processors would run them: each library held to less than this machine has
 # make test-versions    the tests with the newest torch, and a part of them with others (build/versions, 5 GB each)
 # make test-nightly    the tests with the nightly build of torch
@@ -35,7 +36,7 @@ SANITIZED := LOWP_CPU_LIBRARY=$(CURDIR)/build/sanitize/liblowp_cpu.so OMP_NUM_TH
   LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)"
 CMAKE := cmake
 
-.PHONY: demo docs test lint style types layers pytest slow test-portable test-versions test-nightly test-arm mutants sanitize clean
+.PHONY: demo docs wheels test lint style types layers pytest slow test-portable test-versions test-nightly test-arm mutants sanitize clean
 
 demo: $(VENV)/installed
 	$(DEMO)
@@ -53,6 +54,9 @@ test: style
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/check.py
+
+wheels: $(BIN)/python
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python .ci/wheels.py
 
 lint: style types layers
 
