@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowp
 from lowp.casts import parse
 from lowp.kernels.products import fp8_products
+from lowp.ops import coded as layers
 from lowp.ops import direct
-from lowp.ops import eight_bits as layers
 
 FORWARD, BACKWARD = parse("e4m3fn@fp32/tensor"), parse("e5m2@fp32/tensor")
 

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from lowp.kernels.tracing import unwrapped
 from lowp.ops.call import Call, KeptCasts, Quick, QuickRegion
 from lowp.ops.casting import functorch_is_active
+from lowp.ops.coded import in_fp8, is_fp8
 from lowp.ops.direct import direct
-from lowp.ops.eight_bits import is_fp8, product_in_fp8
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.generic import has_irregular, irregular
 from lowp.ops.int16 import linear as integer_linear
 from lowp.ops.int16 import written as written_linear
 from lowp.ops.observing import role_of
-from lowp.ops.products import contract
+from lowp.ops.products import contract, product
 from lowp.ops.signature import Empty, Mismatch, bound, check, into_out, plain, require, without_out
-from lowp.ops.trilinear import Einsum, Form, Linear
+from lowp.ops.trilinear import OUTPUT, Einsum, Form, Linear
 from lowp.policy import Rule
 
 Runner = Callable[[Call], Any]
@@ -57,8 +57,8 @@ def multiply(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
     if call.watch is None and call.writer is None and call.roles is None and not functorch_is_active():
         first, second, bias = unwrapped(first), unwrapped(second), None if bias is None else unwrapped(bias)
         rule, result = call.rule, None
-        if is_fp8(rule):
-            result = product_in_fp8(form, rule, first, second, bias)
+        if is_fp8(rule) and (layer := in_fp8(form, rule, first, second, bias)) is not None:
+            result = product(layer[0], OUTPUT, call.casts, layer[1], layer[2], bias)
         if result is None and (how := direct(rule)) is not None:
             kept = cast(KeptCasts, call.weight_cast) if hasattr(call.weight_cast, "look") else None
             result = how.contract(form, lambda *shapes: form, first, second, bias, kept)

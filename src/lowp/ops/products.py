@@ -24,10 +24,10 @@ from lowp.casts import Cast
 from lowp.compat import with_tangents
 from lowp.formats import ScaledFormat
 from lowp.kernels.int16.low_words import has_low_word, warn_of_loss, with_low_word
-from lowp.kernels.packed.byte_products import multiply_codes
 from lowp.kernels.products import ready_operand
 from lowp.kernels.products.scratch import Scratch
-from lowp.ops.call import Call, RoleCasts, sums_bytes
+from lowp.ops import coded
+from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
     Operand,
     carried,
@@ -39,6 +39,7 @@ from lowp.ops.casting import (
     rounded,
     shield,
 )
+from lowp.ops.coded import Coded, has_codes, instead, with_scales
 from lowp.ops.int16.contraction import integer_contraction
 from lowp.ops.int16.nodes import fp64_contraction
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Form, Linear
@@ -72,9 +73,8 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
     axes = form.contracted[OUTPUT]
     left = _operand(call, casts, first, casts.roles[0], axes[0])
     right = _operand(call, casts, second, casts.roles[1], axes[1])
-    is_layer = isinstance(form, Linear) and len(form.second) == 2 and 0 not in form.first + form.second
-    if is_layer and sums_bytes(call.rule):
-        left, right = left._replace(scale=scales_of_rows(first)), right._replace(scale=scales_of_rows(second))
+    if has_codes(form, call.rule):
+        left, right = with_scales(left, first), with_scales(right, second)
     return product(form, OUTPUT, casts, left, right, bias)
 
 
@@ -106,7 +106,8 @@ def product(
         operands = first.edge, second.edge, bias, first.value, second.value, first.scale, second.scale
         return _product(form, slot, casts, *operands)  # type: ignore[no-any-return]
     if first.scale is not None and second.scale is not None:  # no graph, no node
-        return _in_bytes(form, casts, (first.plain, second.plain), (first.scale, second.scale), bias)
+        left, right = Coded(first.plain, first.scale), Coded(second.plain, second.scale)
+        return coded.multiply(cast(Linear, form), casts, left, right, bias)
     return computed(form, slot, casts, first.plain, second.plain, bias)
 
 
@@ -131,7 +132,8 @@ class _Product(torch.autograd.Function):
         left = first if first_value is None else first_value
         right = second if second_value is None else second_value
         if first_scale is not None and second_scale is not None:
-            return _in_bytes(form, casts, (left, right), (first_scale, second_scale), bias)
+            codes = Coded(left, first_scale), Coded(right, second_scale)
+            return coded.multiply(cast(Linear, form), casts, *codes, bias)
         return computed(form, slot, casts, left, right, bias)
 
     @staticmethod
@@ -211,10 +213,10 @@ def _gradients(
 ) -> Gradients:
     """Return the gradients of both operands and of the bias. `saved`: the operands' values, and edges of the graph.
 
-    Behind the values are scales, where the product summed bytes.
+    Behind the values are scales, where the product summed codes.
     """
     if any(one is not None for one in saved[0][2:]):
-        return _gradients_in_bytes(cast(Linear, form), casts, wanted, gradient, saved)
+        return _gradients_of_codes(cast(Linear, form), casts, wanted, gradient, saved)
     graph = torch.is_grad_enabled() or functorch_is_active()  # they are part of it, and nothing of them may be lent
     values, edges = saved[0][:2], saved[1]
     with nullcontext() if graph else Scratch() as scratch:
@@ -264,90 +266,25 @@ def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:
     return value
 
 
-# -- sums of bytes ------------------------------------------------------------------------------------------------
-
-
-def scales_of_rows(x: Tensor) -> Tensor:
-    """Return the scales of the rows of x as format int8 has them, fp32 [rows]."""
-    rows = x.detach().float().reshape(-1, x.shape[-1])
-    largest = torch.where(rows.isfinite(), rows.abs(), 0.0).amax(-1)
-    return torch.where(largest == 0, 1.0, (largest / _HIGHEST).clamp(min=torch.finfo(torch.float32).smallest_normal))
-
-
-def _codes(values: Tensor, scale: Tensor) -> Tensor:
-    """Return the codes [rows, k] of a cast's values as whole numbers in fp32; infinities and NaN stay."""
-    rows = values.reshape(scale.shape[0], -1)
-    return rows.float() if values.dtype is torch.int8 else (rows / scale[:, None]).round()
-
-
-def _in_bytes(
-    form: Form, casts: RoleCasts, operands: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], bias: Tensor | None
-) -> Tensor:
-    """Return a linear layer: the sum of integers, rounded once, by the scales of columns and then rows, plus bias."""
-    left, right = (_codes(*one) for one in zip(operands, scales, strict=True))
-    result = multiply_codes(left, right) * scales[1] * scales[0][:, None]
-    result = result if bias is None else result + bias.float()
-    casts.tell(result, "output")
-    return result.reshape(*cast(Linear, form).first[:-1], right.shape[0])
-
-
-def _gradients_in_bytes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradient: Tensor, saved: Saved) -> Gradients:
-    """Return the gradients of a linear layer that sums bytes, forward and backward.
-
-    Where the scales of an operand lie along the sum of a gradient, they multiply the incoming gradient before it is
-    rounded, so that every sum is one of integers. Gradients of gradients are those of the operands' values.
-    """
-    (first, second, rows, columns), edges = saved
-    casts.tell(gradient, "grad")
-    quiet = replace(casts, watch=None)
-    result: list[Tensor | None] = [None, None]
-    incoming = gradient.detach().reshape(-1, form.second[0]).float()
-    for slot, value, scale in ((FIRST, second, columns), (SECOND, first, rows)):
-        if wanted.operands[slot] and value is not None and scale is not None:
-            scaled = incoming * scale if slot == FIRST else (incoming * scale[:, None]).t().contiguous()
-            of_rows = scales_of_rows(scaled)
-            with torch.no_grad():
-                codes = _codes(quiet.carry(scaled, "grad"), of_rows)
-                found = multiply_codes(codes, _codes(value, scale).t()) * of_rows[:, None]
-            result[slot] = found.reshape(form.first if slot == FIRST else form.second)
-            casts.tell(found, f"{casts.roles[slot]} gradient")
-    if torch.is_grad_enabled() or (functorch_is_active() and not torch.compiler.is_compiling()):
-        values = [
-            None if one is None or by is None else (_codes(one, by) * by[:, None]).reshape(shape)
-            for one, by, shape in ((first, rows, form.first), (second, columns, form.second))
-        ]
-        of_values = _gradients(form, OUTPUT, quiet, wanted._replace(bias=False), gradient, (values, edges))
-        result = [one if one is None else _instead(other, one) for one, other in zip(result, of_values, strict=False)]
-    bias = None
-    if wanted.bias:
+def _gradients_of_codes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradient: Tensor, saved: Saved) -> Gradients:
+    """Return the gradients of a layer that sums codes. Gradients of gradients are those of the operands' values."""
+    (first, second, *scales), edges = saved
+    pairs = zip((first, second), scales, strict=True)
+    operands = [None if one is None or scale is None else Coded(one, scale) for one, scale in pairs]
+    result = coded.gradients(form, casts, wanted.operands, gradient, operands)
+    is_graph = torch.is_grad_enabled() or (functorch_is_active() and not torch.compiler.is_compiling())
+    quiet, is_fp8 = replace(casts, watch=None), any(one is not None and one.is_fp8 for one in operands)
+    if is_graph or (is_fp8 and wanted.bias):
+        shapes = zip(operands, (form.first, form.second), strict=True)
+        values = [None if one is None else one.values.reshape(shape) for one, shape in shapes]
+        asked = wanted if is_fp8 else wanted._replace(bias=False)
+        asked = asked if is_graph else asked._replace(operands=(False, False))
+        *of_values, bias = _gradients(form, OUTPUT, quiet, asked, gradient, (values, edges))
+        if is_graph:
+            result = [one if one is None else instead(other, one) for one, other in zip(result, of_values, strict=True)]
+    if wanted.bias and not is_fp8:
         bias = casts.cast(form.bias_gradient(gradient.float()), "bias gradient").to(wanted.bias_dtype)
-    return result[0], result[1], bias
-
-
-class _Instead(torch.autograd.Function):
-    """The numbers of one tensor with the derivatives of another."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, values: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-    @staticmethod
-    def tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.clone()
-
-
-_instead = with_tangents(_Instead)
-_HIGHEST = 127.0  # of format int8
+    return result[0], result[1], bias if wanted.bias else None
 
 
 def gradients(
