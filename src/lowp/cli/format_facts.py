@@ -48,7 +48,7 @@ def source(format: Format) -> str:
 
 def scope_words(scope: Scope) -> str:
     """Return a description of the numbers that share a scale."""
-    return _SCOPES.get(scope.kind, f"a block of {scope.size}")
+    return _SCOPES.get(scope.kind, f"a {'tile' if scope.rows else 'block'} of {scope}")
 
 
 def brief(value: object) -> str:
@@ -188,7 +188,7 @@ def _scaled_lines(format: ScaledFormat) -> Iterator[str]:
     for label, value in (("smallest", bounds.smallest), ("maximum", bounds.maximum)):
         yield line(label, f"{brief_text(value, 6)} = {power_text(value)} over all scales")
     yield line(
-        "bytes", f"{format.bytes:g} a number" + ", its share of the scale included" * (format.scope.kind == "block")
+        "bytes", f"{format.bytes:g} a number" + ", its share of the scale included" * bool(format.scope.elements)
     )
     yield f"  element {format.element}"
 

@@ -45,26 +45,45 @@ class Scope:
     """Which elements share a scale.
 
     ``tensor``: all. ``row``: those along the last dimension. ``channel``: those with the same first index.
-    ``block``: `size` neighbours along the last dimension (the last block of a row may be shorter).
+    ``block``: `size` neighbours along the last dimension (the last block of a row may be shorter). ``tile``: those of
+    `rows` neighbouring rows, too. A matrix and its transpose have the same numbers under square tiles.
     """
 
     kind: str
     size: int = 0
+    rows: int = 0
+
+    KINDS = ("tensor", "row", "channel", "block", "tile")
 
     def __post_init__(self) -> None:
         checks.text("the kind of a scope", self.kind)
-        if self.kind not in ("tensor", "row", "channel", "block"):
-            raise UnknownName(unknown("scope", self.kind, ("tensor", "row", "channel", "block")))
-        object.__setattr__(self, "size", checks.whole_number(f"the size of scope {self.kind}", self.size))
-        if self.size > LONGEST_BLOCK:
-            raise InvalidInput(f"a block of {self.size} elements is too long: give at most {LONGEST_BLOCK}, or row")
-        if (self.kind == "block") != (self.size > 0):
+        if self.kind not in self.KINDS:
+            raise UnknownName(unknown("scope", self.kind, (*self.KINDS[:-2], "32", "16x16")))
+        for name in ("size", "rows"):
+            object.__setattr__(self, name, checks.whole_number(f"the {name} of scope {self.kind}", getattr(self, name)))
+        if self.elements > LONGEST_BLOCK:
+            raise InvalidInput(f"a block of {self.elements} elements is too long: give at most {LONGEST_BLOCK}, or row")
+        if (self.kind in ("block", "tile")) != (self.size > 0):
             raise InvalidInput(
                 f"scope {self.kind} of size {self.size}: a block needs a size of 1 or more, other scopes have none"
             )
+        if (self.kind == "tile") != (self.rows > 0):
+            raise InvalidInput(
+                f"scope {self.kind} of {self.rows} rows: a tile needs 1 or more, as in 16x16, other scopes have none"
+            )
+
+    @property
+    def elements(self) -> int:
+        """How many numbers share a scale; 0 if that depends on the tensor."""
+        return self.size * max(self.rows, 1)
+
+    @property
+    def is_square(self) -> bool:
+        """Whether a matrix and its transpose have the same groups: square tiles."""
+        return self.kind == "tile" and self.rows == self.size
 
     def __str__(self) -> str:
-        return str(self.size) if self.kind == "block" else self.kind
+        return {"block": str(self.size), "tile": f"{self.rows}x{self.size}"}.get(self.kind, self.kind)
 
 
 @dataclass(frozen=True)
@@ -106,7 +125,7 @@ class ScaledFormat:
     @property
     def bytes(self) -> float:
         """Bytes a number, packed, with its share of a block's scale (a scale a tensor or row costs next to nothing)."""
-        share = self.scale_bits / self.scope.size if self.scope.kind == "block" else 0.0
+        share = self.scale_bits / self.scope.elements if self.scope.elements else 0.0
         return (self.bits + share) / 8
 
     @property

@@ -80,6 +80,7 @@ _WIDTHS = {
 _FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|finite|nuz)?(ftz)?", re.ASCII)
 _P3109 = re.compile(r"binary(\d+)p(\d+)([su])([ef])", re.ASCII)
 _INT = re.compile(r"i(\d+)(s?)", re.ASCII)
+_SIZES = re.compile(r"(?:(\d+)x)?(\d+)", re.ASCII)
 _POWER = re.compile(r"2\^(-?\d+)\.\.(-?\d+)", re.ASCII)
 
 
@@ -90,8 +91,9 @@ def parse(text: str | Format | Dtype) -> Format:
     (specials; IEEE without), ``ftz`` (no subnormals): ``e5m7``, ``e4m3b11fnuz``, ``e8m7ftz``. X is 1 to 11, Y 0 to 52,
     the range inside that of fp64. IEEE P3109 by its own names: ``binary8p3se`` (width, precision, signed or unsigned,
     extended or finite) is ``e5m2nuz``. Integers without a scale: ``iN``, ``iNs`` (symmetric). Shared scale:
-    ``ELEMENT@SCALE/SCOPE``, with SCALE a float format or ``2^-31..0`` and SCOPE ``tensor``, ``row``, ``channel`` or a
-    block's length; ``/affine`` adds a zero point: ``e4m3fn@e8m0/32``, ``i8s@fp32/row``, ``i8@fp32/tensor/affine``.
+    ``ELEMENT@SCALE/SCOPE``, with SCALE a float format or ``2^-31..0`` and SCOPE ``tensor``, ``row``, ``channel``, a
+    block's length or a tile's rows and columns; ``/affine`` adds a zero point: ``e4m3fn@e8m0/32``, ``i8s@fp32/row``,
+    ``e2m1@e4m3fn@fp32/16x16``, ``i8@fp32/tensor/affine``.
 
     Raises ValueError, with similar names, for any other text; TypeError if `text` is neither text nor a format.
     """
@@ -162,7 +164,11 @@ def _parse_scaled(name: str) -> ScaledFormat:
     else:
         scale = _scale_format(name, scale_texts[0])
     outer = _scale_format(name, scale_texts[1]) if len(scale_texts) == 2 else None
-    scope = Scope("block", int(tail[0])) if tail[0].isascii() and tail[0].isdecimal() else Scope(tail[0])
+    sizes = _SIZES.fullmatch(tail[0])
+    if sizes is None:
+        scope = Scope(tail[0])
+    else:
+        scope = Scope("tile" if sizes[1] else "block", int(sizes[2]), int(sizes[1] or 0))
     return ScaledFormat(name, element, scale, scope, outer, affine=len(tail) == 2)
 
 

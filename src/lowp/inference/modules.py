@@ -185,7 +185,7 @@ def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
     format = scaled.scaled_format(cast)
     scale = scaled.read_scales(codes.scale, format) * (1.0 if codes.outer is None else codes.outer.double())
     spread = scaled.spread(scale, weight.shape, format.scope).expand(n, k)
-    size = format.scope.size if format.scope.kind == "block" else 64
+    size = format.scope.size or 64
     group = next(one for one in (64, 32, 16) if size % one == 0)
     return codes.payload.long() & 15, spread[:, ::group].float(), group
 

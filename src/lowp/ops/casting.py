@@ -172,7 +172,7 @@ def _quantized(x: Tensor, to: Cast, seed: Tensor | int, axis: int) -> Tensor:
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if is_irregular(x):
         return _with_values(x, to, seed)
-    return quantize_operand(x, to, seed, functorch_is_active(), axis=axis if _has_groups(to) else -1)
+    return quantize_operand(x, to, seed, functorch_is_active(), axis=axis if depends_on_axis(to) else -1)
 
 
 def is_irregular(x: Tensor) -> bool:
@@ -216,8 +216,11 @@ def _has_groups(to: Cast) -> bool:
 
 
 def depends_on_axis(to: Cast | None) -> bool:
-    """Whether the values of a cast depend on the contracted dimension, as with scales of rows, channels and blocks."""
-    return to is not None and _has_groups(to)
+    """Whether the values of a cast depend on the contracted dimension, as with scales of rows, channels and blocks.
+
+    In square tiles a tensor is cast as it lies, and all products read the same numbers.
+    """
+    return to is not None and _has_groups(to) and not cast(ScaledFormat, to.format).scope.is_square
 
 
 def rounded(

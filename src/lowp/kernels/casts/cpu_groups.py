@@ -40,7 +40,11 @@ def quantize_scaled(
     With a `zero_point` for every scale the integer element is limited so that their sum is in the format's range.
     """
     out = torch.empty_like(x) if out is None else out
-    layout = (*_layout(x.shape, scaled.scaled_format(cast).scope), 1)
+    scope = scaled.scaled_format(cast).scope
+    if scale is not None and scope.kind == "tile":
+        scale = scaled.of_rows(scale, x.shape, scope).contiguous()
+        zero_point = None if zero_point is None else scaled.of_rows(zero_point, x.shape, scope)
+    layout = (*_layout(x.shape, scope), 1)
     met = _quantize(x, cast, layout, scale, zero_point, seed, out)
     if met & _LOST:
         raise InvalidInput(scaled.cannot_hold(cast, x.dtype))
@@ -134,6 +138,8 @@ def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tens
 def decode_groups(q: Quantized) -> Tensor | None:
     """Return the values of codes under their scales; None for layouts that `encode_groups` does not give."""
     format, shape = scaled.scaled_format(q.cast), q.shape
+    if format.scope.kind == "tile":
+        return None
     count, row, group = _layout(shape, format.scope)
     is_packed = q.length is not None
     kept = torch.uint8 if is_packed else scaled.code_dtype(format.element)
@@ -175,7 +181,7 @@ def _layout(shape: torch.Size, scope: Scope) -> tuple[int, int, int]:
     if scope.kind == "tensor" or not shape:
         return count, count, count
     row = count // max(shape[0], 1) if scope.kind == "channel" else shape[-1]
-    return count, row, scaled.block_size(scope, row) if scope.kind == "block" else row
+    return count, row, scaled.block_size(scope, row) if scope.kind in ("block", "tile") else row
 
 
 def _fills_bytes(shape: torch.Size, group: int, bits: int) -> bool:

@@ -52,8 +52,10 @@ def _may_be_apart(x: Any, dim: int, cast: Cast | None) -> bool:
         return not scaled.is_mean(format)
     if format.scope.kind == "channel":
         return dim == 0
-    whole = format.scope.kind == "block" and x.shape[-1] % (format.scope.size * x.device_mesh.size()) == 0
-    return dim < last or whole
+    sizes = {last: format.scope.size, last - 1: format.scope.rows}
+    if not sizes.get(dim, 0):
+        return bool(dim < last)
+    return bool(x.shape[dim] % (sizes[dim] * x.device_mesh.size()) == 0)
 
 
 def extremes(x: Any, cast: Cast) -> Tensor | None:
@@ -94,9 +96,7 @@ def in_whole(quantize: Callable[[Tensor, Cast], Tensor], x: Tensor, ends: Tensor
     width = max(rows.shape[1], 3)
     rows = torch.cat([pad(rows, (0, width - rows.shape[1])), pad(added, (0, width - 3)).unsqueeze(0)])
     result = quantize(rows, _by_row(cast))[:-1, : folded.shape[-1]].reshape(folded.shape)
-    if scope.kind == "block":
-        result = result.flatten(-2)[..., : x.shape[-1]]
-    return result.reshape(x.shape)
+    return scaled.unfold(result, x.shape, scope)
 
 
 @remembered_by_identity

@@ -50,7 +50,10 @@ def group_shape(shape: torch.Size, scope: Scope) -> tuple[int, ...]:
         return tuple(shape[:1]) or (1,)
     if scope.kind == "row":
         return tuple(shape[:-1])
-    return (*shape[:-1], -(-(shape[-1] if shape else 1) // scope.size))
+    blocks = -(-(shape[-1] if shape else 1) // scope.size)
+    if scope.kind == "tile" and len(shape) > 1:
+        return (*shape[:-2], -(-shape[-2] // scope.rows), blocks)
+    return (*shape[:-1], blocks)
 
 
 def fold(x: Tensor, scope: Scope) -> Tensor:
@@ -66,7 +69,36 @@ def fold(x: Tensor, scope: Scope) -> Tensor:
     size = block_size(scope, x.shape[-1])
     if missing := -x.shape[-1] % size:
         x = torch.nn.functional.pad(x, (0, missing))
-    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    if scope.kind != "tile" or x.ndim == 1:
+        return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    rows = tile_rows(scope, x.shape)
+    if missing := -x.shape[-2] % rows:
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+    tiles = x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows, x.shape[-1] // size, size)
+    return tiles.transpose(-3, -2).flatten(-2)
+
+
+def unfold(folded: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
+    """Return a tensor of this shape from the elements that `fold` has ordered by their groups."""
+    if scope.kind == "tile" and len(shape) > 1:
+        rows = tile_rows(scope, shape)
+        tiles = folded.reshape(*folded.shape[:-1], rows, folded.shape[-1] // rows).transpose(-3, -2)
+        return tiles.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]]
+    if scope.kind in ("block", "tile"):
+        folded = folded.flatten(-2)[..., : shape[-1] if shape else 1]
+    return folded.reshape(shape)
+
+
+def tile_rows(scope: Scope, shape: torch.Size) -> int:
+    """Return how many neighbouring rows share a scale in a tensor of at least two dimensions."""
+    return min(scope.rows, max(shape[-2], 1))
+
+
+def of_rows(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
+    """Return the scales of the blocks of every row; those given but for tiles."""
+    if scope.kind != "tile" or len(shape) < 2:
+        return scale
+    return scale.repeat_interleave(tile_rows(scope, shape), dim=-2)[..., : shape[-2], :]
 
 
 def block_size(scope: Scope, length: int) -> int:
@@ -82,6 +114,7 @@ def spread(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
         return scale.reshape(-1, *(1,) * (len(shape) - 1))
     if scope.kind == "row":
         return scale.unsqueeze(-1)
+    scale = of_rows(scale, shape, scope)
     return scale.repeat_interleave(block_size(scope, shape[-1]), dim=-1)[..., : shape[-1]]
 
 
@@ -190,9 +223,14 @@ def is_ternary(format: Format) -> bool:
 
 @remembered_by_identity
 def follow_largest(cast: Cast) -> bool:
-    """Whether the scales of a cast depend on its groups' largest magnitudes alone, or are static powers of two."""
+    """Whether the scales of a cast depend on the largest magnitudes of its groups of neighbours alone.
+
+    Or are static powers of two.
+    """
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or format.affine or format.element.bits == 1:
+        return False
+    if format.scope.kind == "tile":
         return False
     if isinstance(format.element, FloatFormat) and not format.element.has_zero:
         return False
