@@ -36,6 +36,7 @@ _PUBLIC = {
     "format": "lowp.formats:parse",
     "inference": "lowp.inference",
     "load": "lowp.portable:load",
+    "mismatch": "lowp.inference:mismatch",
     "observe": "lowp.ops.observing:observe",
     "optim": "lowp.optim",
     "profile": "lowp.profiling:profile",

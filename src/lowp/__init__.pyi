@@ -15,6 +15,7 @@ from lowp.formats import Format as _Format
 from lowp.formats import IntFormat as _IntFormat
 from lowp.formats import ScaledFormat as _ScaledFormat
 from lowp.formats import parse as format
+from lowp.inference import mismatch as mismatch
 from lowp.inference import quantize_model
 from lowp.kernels import Statistics, dequantize, statistics
 from lowp.monitoring import Monitor
@@ -151,6 +152,7 @@ __all__ = [
     "format",
     "inference",
     "load",
+    "mismatch",
     "observe",
     "optim",
     "profile",

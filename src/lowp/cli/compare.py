@@ -5,6 +5,7 @@
   lowp compare digits --precision fp16 --loss-scale 1,8,256,dynamic
   lowp compare digits --sweep exponent=3..8,mantissa=2..10
   lowp compare digits --inference fp16,int8,int4,mxfp4,binary --recover
+  lowp compare model.safetensors --mismatch bf16,fp16,int8,fp8
 
 fp32 is always trained first; the other precisions are compared with it. A seed gives the same initial weights and
 batches in every precision. All numbers are written to a JSON file, and the curves to a picture beside it. After Ctrl-C
@@ -57,6 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--inference", metavar="LIST", help="train in fp32 and evaluate in these formats: int8,int4,binary"
     )
     parser.add_argument("--recover", action="store_true", help="with --inference: also train for each format")
+    parser.add_argument(
+        "--mismatch",
+        metavar="LIST",
+        help="compare log-probabilities of a model (a file, or a recipe) when served in these",
+    )
+    parser.add_argument(
+        "--recipe",
+        dest="of_recipe",
+        metavar="NAME",
+        help="with --mismatch FILE: the recipe of the model (default: found)",
+    )
     add_plot(parser)
     add_output_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="continue with the runs in the JSON file")
@@ -81,6 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     from lowp.report.figures.curves import curves
 
     _check(arguments)
+    if arguments.mismatch is not None:
+        from lowp.cli import mismatch
+
+        return mismatch.run(arguments)
     if arguments.inference is not None:
         from lowp.cli import serving
 
@@ -134,6 +150,13 @@ def _check(arguments: argparse.Namespace) -> None:
             f"{arguments.recipe} is a script, and lowp compare trains recipes: compare whole runs of a script by "
             f"lowp run --compare fp32,bf16 {arguments.recipe}"
         )
+    if arguments.mismatch is not None:
+        given = {"--sweep": arguments.sweep, "--inference": arguments.inference, "--loss-scale": arguments.loss_scale}
+        if also := [name for name, value in given.items() if value is not None]:
+            raise InvalidInput(f"--mismatch compares one model when it is served: omit {also[0]}")
+        return
+    if arguments.of_recipe is not None:
+        raise InvalidInput("--recipe names the recipe of a file for --mismatch: give the recipe itself first")
     get(arguments.recipe)
     for option, value, minimum in (("--seeds", arguments.seeds, 1), ("--jobs", arguments.jobs, 1)):
         if value is not None and value < minimum:

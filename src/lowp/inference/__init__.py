@@ -5,15 +5,18 @@ from lowp.inference.attention import attention
 from lowp.inference.calibration import METHODS
 from lowp.inference.exporting import export_onnx
 from lowp.inference.measuring import Footprint, footprint
+from lowp.inference.mismatch import ServingMismatch, mismatch
 from lowp.inference.quantizing import quantize_model, unquantized
 from lowp.inference.training import training_policy
 
 __all__ = [
     "METHODS",
     "Footprint",
+    "ServingMismatch",
     "attention",
     "export_onnx",
     "footprint",
+    "mismatch",
     "quantize_model",
     "training_policy",
     "unquantized",

@@ -21,7 +21,7 @@ from lowp.inference.convolutions import ServedConvolution, matrix_of
 from lowp.inference.modules import ServedEmbedding, ServedLinear, packed
 from lowp.kernels.packed.byte_rows import Range
 
-__all__ = ["quantize_model", "unquantized"]
+__all__ = ["quantize_model", "run_batch", "unquantized"]
 
 _UNQUANTIZED = "_lowp_unquantized"
 _ROLES = ("query", "key", "value", "out")
@@ -177,7 +177,7 @@ def _calibrated(
                 hook = layer.register_forward_pre_hook(_hook(place, watch), with_kwargs=True)
                 stack.callback(hook.remove)
         for batch in data:
-            _run(model, batch, forward)
+            run_batch(model, batch, forward)
             batches += 1
     if not batches:
         raise InvalidInput("calibration_data has no batch: give one, or omit it for dynamic ranges")
@@ -213,15 +213,15 @@ def _hook(name: str, watch: Callable[[str, Any], None]) -> Callable[..., None]:
     return before
 
 
-def _run(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None) -> None:
+def run_batch(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None) -> Any:
+    """Run a model on a batch, as `quantize_model` does."""
     if forward is not None:
-        forward(model, batch)
-    elif isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        model(*batch)
-    else:
-        model(batch)
+        return forward(model, batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ BERT = Recipe(
             5, 64, 3e-5, 109_485_314, {"layers": 12, "width": 768, "heads": 12, "length": 128, "drawn": 27_480}
         ),
     },
+    classes=1,
     metric=Metric("overlap"),
     load=load,
     make_model=make_model,

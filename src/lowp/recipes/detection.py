@@ -15,6 +15,7 @@ detector = partial(
     Recipe,
     data="generated: figures on scikit-learn's photographs; --data DIR or ZIP: Pascal VOC's layout (VOC 2007, BCCD)",
     metric=Metric("mAP"),
+    classes=None,
     make_optimizer=adam,
     schedule=step_decay,
     clip=5.0,

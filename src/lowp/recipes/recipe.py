@@ -130,6 +130,7 @@ class Recipe:
       the training, 0 to below 1.
     * `clip`: the norm to which gradients are clipped, or None.
     * `threads`: the number of CPU threads with which a step is fastest, or None for torch's; small steps need one.
+    * `classes`: the dimension of the model's result along which scores of classes lie, None without.
     * `unit` and `units(batch)`: the unit of throughput, and the number of units in a batch.
     """
 
@@ -150,6 +151,7 @@ class Recipe:
     threads: int | None = None
     unit: str = "examples"
     units: Callable[[Any], int] = examples_of
+    classes: int | None = -1
 
     def size(self, name: str | None = None) -> Size:
         """Return a size by name, or the default size; raise UnknownName for other names."""

@@ -102,6 +102,7 @@ ROSSMANN = Recipe(
         "cpu": Size(10, 512, 0.01, 118_618, {"hidden": (100, 50), "drawn": (100, 300)}),
         "full": Size(20, 512, 0.003, 811_618, {"hidden": (1000, 500), "drawn": (1115, 942)}),
     },
+    classes=None,
     metric=Metric("rmspe", higher_is_better=False, share=False),
     load=load,
     make_model=make_model,

@@ -129,6 +129,7 @@ UNET = Recipe(
             50, 8, 1e-3, 7_703_497, {"widths": (64, 128, 256, 512), "side": 164, "border": 46, "images": (200, 50)}
         ),
     },
+    classes=1,
     metric=Metric("mean_overlap"),
     load=load,
     make_model=make_model,

@@ -1,0 +1,148 @@
+"""`lowp.mismatch`: how far log-probabilities in serving are from those in training, and by which layers."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowp
+from lowp.errors import InvalidInput, UnknownName
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 8))
+
+
+@pytest.fixture
+def data() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [3 * torch.randn(24, 16, generator=generator) for _ in range(2)]
+
+
+def test_numbers_are_those_of_their_definitions(model: nn.Module, data: list[Tensor]) -> None:
+    (row,) = lowp.mismatch(model, data, ["int8"], layers=0).rows
+    served = lowp.quantize_model(model, "int8", data)
+    x = torch.cat(data)
+    with torch.no_grad():
+        ours, theirs = (F.log_softmax(one(x).double(), 1) for one in (model, served))
+    share, apart = ours.exp(), (ours - theirs).abs()
+    likely = share >= 0.01 * share.max(1, keepdim=True).values
+    kl = F.kl_div(theirs, ours, reduction="none", log_target=True).sum(1)
+    assert row.tokens == 48 and row.layers == ()
+    assert row.mean == pytest.approx(float((share * apart).sum(1).mean()))
+    assert row.largest == pytest.approx(float(apart[likely].max()))
+    assert (row.kl, row.largest_kl) == pytest.approx((float(kl.mean()), float(kl.max())), rel=1e-6)
+    assert row.changed == float((ours.argmax(1) != theirs.argmax(1)).double().mean())
+
+
+def test_fewer_bits_are_further_away_and_training_s_own_numerics_are_not(model: nn.Module, data: list[Tensor]) -> None:
+    found = lowp.mismatch(model, data, ["fp16", "bf16", "e4m3fn", "e2m1"], layers=0)
+    kls = [row.kl for row in found.rows]
+    assert kls == sorted(kls) and kls[0] > 0
+    (same,) = lowp.mismatch(model, data, ["bf16"], training="bf16").rows
+    assert (same.mean, same.largest, same.kl, same.changed, same.layers) == (0, 0, 0, 0, ())
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+def test_the_layer_that_causes_it_is_named(format: str, model: Any, data: list[Tensor]) -> None:
+    with torch.no_grad():
+        if format == "bf16":
+            model[3].bias.add_(100.0)  # changes no probability, but the spacing of the scores is a half
+        else:
+            model[1].bias[0], model[1].weight[0] = -1.0, 0.0  # nothing passes the first channel
+            model[3].weight[:, 0] = 50.0  # but its weights take all the range of each row
+    (row,) = lowp.mismatch(model, data, [format]).rows
+    assert row.layers[0].layer == "3" and row.layers[0].kl > 2 * row.layers[1].kl
+    assert [one.kl for one in row.layers] == sorted((one.kl for one in row.layers), reverse=True)
+
+
+def test_the_model_is_left_as_it_was(model: nn.Module, data: list[Tensor]) -> None:
+    model.train()
+    model[1].eval()  # type: ignore[index]
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    parts = list(model)  # type: ignore[arg-type]
+    lowp.mismatch(model, data, ["bf16", "int8"])
+    assert [one.training for one in parts] == [True, False, True, True] and list(model) == parts  # type: ignore[arg-type]
+    assert not any("forward" in one.__dict__ for one in model.modules())
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_results_of_other_shapes_and_kinds_are_understood(data: list[Tensor]) -> None:
+    torch.manual_seed(0)
+    pixels = nn.Conv2d(1, 5, 3)
+    images = [torch.randn(2, 1, 6, 6)]
+    (row,) = lowp.mismatch(pixels, images, ["bf16"], dim=1, layers=0).rows
+    assert row.tokens == 2 * 4 * 4
+    inner = nn.Linear(16, 4)
+    kinds = (
+        lambda scores: (scores, None),
+        lambda scores: {"logits": scores},
+        lambda scores: SimpleNamespace(logits=scores),
+    )
+    for kind in kinds:
+        found = lowp.mismatch(inner, data, ["bf16"], forward=lambda model, batch, kind=kind: kind(model(batch)))
+        assert found.rows[0].tokens == 48 and found.rows[0].mean > 0
+
+
+class Tied(nn.Module):
+    """A language model whose scores are products with its table of embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Embedding(12, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.inner(self.table(tokens)), self.table.weight)
+
+
+def test_an_embedding_whose_weight_the_model_reads_stays_as_it_was() -> None:
+    torch.manual_seed(0)
+    (row,) = lowp.mismatch(Tied(), [torch.arange(12).reshape(2, 6)], ["int8"]).rows
+    assert row.kept == {"table": "asked for (keep)"} and row.kl > 0 and row.layers[0].layer == "inner"
+
+
+def test_what_overflows_is_infinitely_far_away(model: Any, data: list[Tensor]) -> None:
+    with torch.no_grad():
+        model[3].weight.mul_(1e5)
+    (row,) = lowp.mismatch(model, data, ["fp16"], layers=0).rows
+    assert row.largest == math.inf and row.kl == math.inf
+    assert "inf" in str(row)
+
+
+def test_a_result_is_plain_data_with_numbers(model: nn.Module, data: list[Tensor]) -> None:
+    found = lowp.mismatch(model, data, "bf16")
+    document = json.loads(json.dumps(found.document()))
+    assert document["training"] == "fp32" and document["rows"][0]["mean"] == found.rows[0].mean
+    assert document["rows"][0]["layers"][0] == {
+        "layer": found.rows[0].layers[0].layer,
+        "kl": found.rows[0].layers[0].kl,
+    }
+    assert str(found).startswith("bf16: |Δ log p| ")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"data": []}, InvalidInput, r"data has no batch: give a list of batches, such as \[x\]"),
+        ({"data": torch.ones(2, 16)}, InvalidInput, "data has no batch"),
+        ({"formats": ["fp17"]}, UnknownName, "unknown precision 'fp17'"),
+        (
+            {"dim": 0, "data": [torch.ones(1, 16)]},
+            InvalidInput,
+            r"a tensor \(1, 8\), which has no scores of two classes",
+        ),
+        ({"forward": lambda model, batch: None}, InvalidInput, "the model gives NoneType, which has no scores"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(given: Any, kind: type[Exception], text: str, model: Any, data: Any) -> None:
+    with pytest.raises(kind, match=text):
+        lowp.mismatch(model, **{"data": data, "formats": ["bf16"], **given})
