@@ -4,6 +4,7 @@
 # make wheels    dist/: the sdist and a wheel for every Linux with glibc 2.28 or later, checked by auditwheel
 # make test-portable    the tests as other processors would run them: each library held to less than this machine has
 # make test-versions    the tests with the newest torch, and a part of them with others (build/versions, 5 GB each)
+# make test-integrations    the tests of lowp.integrations with Keras and fastai, too, and with the oldest versions that it takes
 # make test-nightly    the tests with the nightly build of torch
 # make mutants    faults planted in every room, 10 each, and those its tests miss; MUTANTS="--room ops --count 50 --seed 1"
 # make test-arm    the kernel tests on the C++ library built for AArch64, under qemu
@@ -36,7 +37,8 @@ SANITIZED := LOWP_CPU_LIBRARY=$(CURDIR)/build/sanitize/liblowp_cpu.so OMP_NUM_TH
   LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)"
 CMAKE := cmake
 
-.PHONY: demo docs wheels test lint style types layers pytest slow test-portable test-versions test-nightly test-arm mutants sanitize clean
+.PHONY: demo docs wheels test lint style types layers pytest slow test-portable test-versions test-nightly test-integrations
+.PHONY: test-arm mutants sanitize clean
 
 demo: $(VENV)/installed
 	$(DEMO)
@@ -85,6 +87,13 @@ test-versions: $(VENV)/installed-dev
 
 test-nightly: $(VENV)/installed-dev
 	$(BIN)/python tests/versions.py nightly
+
+# The oldest versions come after the pinned ones, and those again: the environment is left as it was.
+test-integrations: $(VENV)/installed-dev
+	$(INSTALL) ".[dev,keras,fastai]"
+	$(BIN)/python -m pytest -q -m "not gpu" tests/integrations
+	$(BIN)/python -m pip install --quiet accelerate==1.10.1 lightning==2.5.5 pytorch-lightning==2.5.5 transformers==4.57.3
+	$(BIN)/python -m pytest -q tests/integrations; tests=$$?; $(INSTALL) ".[dev]"; exit $$tests
 
 mutants: $(VENV)/installed-dev
 	$(BIN)/python tests/mutants.py --workers $(WORKERS) $(MUTANTS)

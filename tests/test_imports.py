@@ -120,7 +120,7 @@ def test_every_package_that_is_imported_is_declared_and_the_other_way_round(repo
     with (repository / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
-    of_users = ("recipes", "plot", "completions", "integrations")
+    of_users = ("recipes", "plot", "completions", "integrations", "keras", "fastai")
     declared = [*project["dependencies"], *(one for name in of_users for one in extras[name])]
     names = {re.match(r"[\w-]+", one)[0] for one in declared}  # type: ignore[index]
     assert {{"PIL": "pillow", "sklearn": "scikit-learn"}.get(name, name.replace("_", "-")) for name in foreign} == names

@@ -27,7 +27,7 @@ def test_every_action_is_pinned_by_commit(repository: Path) -> None:
 def test_every_target_that_ci_makes_is_in_the_makefile(repository: Path) -> None:
     text = "".join(file.read_text() for file in (repository / ".github" / "workflows").glob("*.yml"))
     targets = re.findall(r"run: make ([\w-]+)", text)
-    assert {"sanitize", "slow", "test-portable", "test-nightly", "test-arm"} <= set(targets)
+    assert {"sanitize", "slow", "test-portable", "test-nightly", "test-integrations", "test-arm"} <= set(targets)
     makefile = (repository / "Makefile").read_text()
     assert all(f"\n{target}:" in makefile for target in targets)
 

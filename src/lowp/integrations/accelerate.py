@@ -2,7 +2,7 @@
 
     accelerator = LowpAccelerator("fp16", gradient_accumulation_steps=4)
 
-The rest of the script stays as it is. Tested with accelerate 1.2 to 1.15.
+The rest of the script stays as it is. Tested with accelerate 1.10 to 1.15.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     fabric = Fabric(plugins=LowpPrecision("fp16"))
 
 Of the packages lightning and pytorch-lightning those are served that a script has imported when it makes the plugin;
-lightning-fabric, too. Tested with Lightning 2.2 to 2.6.
+lightning-fabric, too. Tested with Lightning 2.5 and 2.6.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import lowp
+from lowp.integrations.others import widened
 from lowp.integrations.turns import Turns
 
 __all__ = ["LowpPrecision"]
@@ -103,7 +104,7 @@ class LowpPrecision:
 
     def convert_output(self, data: Any) -> Any:
         """Return what a model of Fabric has computed, in fp32."""
-        return _widened(data)
+        return widened(data)
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def backward(self, tensor: torch.Tensor, model: Any, *arguments: Any, **keywords: Any) -> None:
@@ -220,20 +221,7 @@ def _new(cls: type) -> Any:
     return object.__new__(_plugin(cls))
 
 
-# -- values and ranks -------------------------------------------------------------------------------------------------
-def _widened(value: Any) -> Any:
-    """Return a value with its tensors in 16 bits, in dictionaries, lists and tuples too, in fp32."""
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    if isinstance(value, dict):
-        changed = {key: _widened(one) for key, one in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    if isinstance(value, (list, tuple)):
-        widened = [_widened(one) for one in value]
-        return type(value)(*widened) if hasattr(value, "_fields") else type(value)(widened)
-    return value
-
-
+# -- ranks ------------------------------------------------------------------------------------------------------------
 def _place() -> tuple[int, int]:
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if there else (0, 1)

@@ -2,7 +2,7 @@
 
     trainer = LowpTrainer(model, args, train_dataset=data, precision="fp16")
 
-Tested with transformers 4.46 to 5.24.
+Tested with transformers 4.57 to 5.24.
 """
 
 from __future__ import annotations
