@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from lowp import formats
 from lowp.errors import InvalidInput, UnknownName, unknown
@@ -16,6 +16,9 @@ from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledForma
 from lowp.formats.checks import Dtype
 from lowp.formats.text_enum import TextEnum
 from lowp.hashing import hashed_once
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 __all__ = ["Cast", "Overflow", "Rounding", "ScalingSpec", "carry_of", "doubles", "has_powers_of_two", "parse"]
 
@@ -351,6 +354,8 @@ def carry_of(cast: Cast, digits: int) -> int:
 
 def _least_doubled(cast: Cast) -> tuple[Fraction, bool]:
     """Return the significand, 1 to 2, above which the scale is doubled, and whether it is doubled there, too."""
+    from fractions import Fraction  # a first use of lowp loads neither it nor decimal
+
     rule, element = "floor" if cast.scaling is None else cast.scaling.rule, cast.element
     largest = Fraction(element.maximum)
     top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
