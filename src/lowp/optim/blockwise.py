@@ -29,6 +29,7 @@ from lowp.optim.state_dicts import (
 from lowp.optim.storage import MASTER_WEIGHT, STORAGE_STATE, Storage, check_seed, seed_of
 from lowp.scaling.loss_scale import inverse_of
 
+_foreach_add_ = cast(Callable[[list[Tensor], Any], None], private("torch._foreach_add_"))
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
 BLOCK = 1 << 16
 _COPIED = ("storage", "moment_cast", "moments", "names", "seed")  # attributes that a copy keeps
@@ -118,11 +119,60 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         """Step the parameters that one kernel can step at once, if the device has it; return their ids."""
         stepped: set[int] = set()
         for group in self.param_groups:
-            for members in by_kernel(group["params"], self.storage, self.moments, self.state, self._start):
-                self.update_together(columns_of(members, self.state, self.moments), group)
-                count_steps([self.state[parameter]["step"] for parameter in members], getattr(self, "found_inf", None))
+            for members in self._by_kernel(group["params"]):
+                self.update_together(self._columns(members), group)
+                self._count_steps([self.state[parameter]["step"] for parameter in members])
                 stepped.update(map(id, members))
         return stepped
+
+    def _by_kernel(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield the parameters of a group that are stepped together, by device and gradient dtype.
+
+        These are parameters in split storage or plain fp32, contiguous and unsharded, with fp32 moments, if there are
+        no observers.
+        """
+        if (self.storage.cast is not None and self.storage.kind != "split") or everywhere:
+            return
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            gradient, state = parameter.grad, self.state[parameter]
+            if gradient is None or not updates.has_kernels(parameter.device) or not self._is_plain(parameter, gradient):
+                continue
+            if "step" not in state:
+                self._start(parameter, state)
+            found = [state[name] for name in self.moments if name in state]
+            has_all = len(found) == len(self.moments)
+            if has_all and all(one.dtype is torch.float32 and one.is_contiguous() for one in found):
+                groups[parameter.device, gradient.dtype].append(parameter)
+        yield from groups.values()
+
+    def _is_plain(self, parameter: Tensor, gradient: Tensor) -> bool:
+        if is_sharded(parameter) or gradient.is_sparse or gradient.dtype not in updates.GRADIENTS:
+            return False
+        dtype = torch.float32 if self.storage.cast is None else torch.bfloat16
+        is_contiguous = parameter.is_contiguous() and gradient.is_contiguous()
+        return is_contiguous and parameter.dtype is dtype and parameter.numel() > 0
+
+    def _columns(self, parameters: Sequence[Tensor]) -> updates.Columns:
+        """Return the kernel's arguments: weights, remainders, gradients, moments and steps."""
+        states = [self.state[parameter] for parameter in parameters]
+        return updates.Columns(
+            [parameter.detach() for parameter in parameters],
+            [one["remainder"] for one in states] if "remainder" in states[0] else None,
+            [parameter.grad.detach() for parameter in parameters if parameter.grad is not None],
+            [[one[name] for one in states] for name in self.moments],
+            [one["step"] for one in states],
+        )
+
+    def _count_steps(self, steps: list[Tensor]) -> None:
+        """Increment step counters on one device, in place and in one launch, unless a gradient was not finite."""
+        found_inf = getattr(self, "found_inf", None)
+        skipped = None if found_inf is None else found_inf.reshape(()).to(steps[0].device).clamp(max=1)
+        one = 1 if skipped is None else 1 - skipped
+        if len(steps) == 1:  # torch may read a tensor that it adds to a list
+            steps[0].add_(one)
+        else:
+            _foreach_add_(steps, one)
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
         for group in self.param_groups:
@@ -164,7 +214,7 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
             watch(seen.view(here.shape), "weight", self.storage.cast, "step")
         if stored.data_ptr() != here.data_ptr():
             here.copy_(stored.view(here.shape))
-        count_step(state, getattr(self, "found_inf", None))
+        self._count_steps([before])
 
     def _step_block(
         self,
@@ -290,71 +340,3 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         super().__setstate__(state)
         self._step_supports_amp_scaling = True
         own(self, parameters_of(self))
-
-
-_foreach_add_ = cast(Callable[[list[Tensor], Any], None], private("torch._foreach_add_"))
-State = Mapping[Tensor, dict[str, Tensor]]
-
-
-def by_kernel(
-    parameters: Sequence[Tensor],
-    storage: Storage,
-    moments: Sequence[str],
-    state: State,
-    start: Callable[[Tensor, dict[str, Tensor]], None],
-) -> Iterator[list[Tensor]]:
-    """Yield the parameters of a group that are stepped together, by device and gradient dtype.
-
-    These are parameters in split storage or plain fp32, contiguous and unsharded, with fp32 moments, if there are no
-    observers. `start` creates the state of a parameter that has none.
-    """
-    if (storage.cast is not None and storage.kind != "split") or everywhere:
-        return
-    dtype = torch.float32 if storage.cast is None else torch.bfloat16
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None or not updates.has_kernels(parameter.device) or not _is_plain(parameter, gradient, dtype):
-            continue
-        if "step" not in state[parameter]:
-            start(parameter, state[parameter])
-        found = [state[parameter][name] for name in moments if name in state[parameter]]
-        if len(found) == len(moments) and all(one.dtype is torch.float32 and one.is_contiguous() for one in found):
-            groups[parameter.device, gradient.dtype].append(parameter)
-    yield from groups.values()
-
-
-def _is_plain(parameter: Tensor, gradient: Tensor, dtype: torch.dtype) -> bool:
-    if is_sharded(parameter) or gradient.is_sparse or gradient.dtype not in updates.GRADIENTS or parameter.numel() == 0:
-        return False
-    return parameter.is_contiguous() and gradient.is_contiguous() and parameter.dtype is dtype
-
-
-def columns_of(parameters: Sequence[Tensor], state: State, moments: Sequence[str]) -> updates.Columns:
-    """Return the kernel's arguments: weights, remainders, gradients, moments and steps."""
-    states = [state[parameter] for parameter in parameters]
-    split = "remainder" in states[0]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return updates.Columns(
-        [parameter.detach() for parameter in parameters],
-        [one["remainder"] for one in states] if split else None,
-        [gradient.detach() for gradient in gradients],
-        [[one[name] for one in states] for name in moments],
-        [one["step"] for one in states],
-    )
-
-
-def count_step(state: dict[str, Tensor], found_inf: Tensor | None) -> None:
-    """Increment a parameter's step counter on its device, unless a gradient was not finite."""
-    before = state["step"]
-    state["step"] = before + (1 if found_inf is None else _counted(found_inf, before))
-
-
-def count_steps(steps: list[Tensor], found_inf: Tensor | None) -> None:
-    """Do `count_step` for parameters on one device, in place and in one launch."""
-    one = 1 if found_inf is None else _counted(found_inf, steps[0])
-    _foreach_add_(steps, one)
-
-
-def _counted(found_inf: Tensor, like: Tensor) -> Tensor:
-    return 1 - found_inf.reshape(()).to(like.device).clamp(max=1)

@@ -98,23 +98,16 @@ class UnscaledSteps:
         for one in stored:
             one.write_gradients()
         reads = [] if self.is_plain else [*self._gradients(optimizers), *self._state(optimizers)]
-        flags = _nonfinite([value for _, value in reads])
+        sites, flags = [site for site, _ in reads], _nonfinite([value for _, value in reads])
         is_bad = _on_any_rank(flags, optimizers)
-        flags_there = self._flags_there(optimizers)
-        if flags_there is not None and (isinstance(is_bad, Tensor) or (flags_there and not is_bad)):
-            written = [flag.reshape(1) for flag in flags_there.values()]
-            found = torch.cat([*written, flags] if isinstance(flags, Tensor) else written)
-            skip = found.any() | is_bad
-            sites = [*flags_there, *(site for site, _ in reads)] if isinstance(flags, Tensor) else [*flags_there]
-            self._there.keep(sites, found, skip)
-            if self._in_a_row is None:
-                self._in_a_row = torch.zeros_like(skip, dtype=torch.int64)
-            self._in_a_row.add_(1).mul_(skip)  # in place: a captured graph continues to count
-            return skip
+        there = self._flags_there(optimizers)
+        if there is not None and (isinstance(is_bad, Tensor) or (there and not is_bad)):
+            if isinstance(flags, Tensor):
+                return self._skip_there([*there, *sites], [*there.values(), flags], is_bad)
+            return self._skip_there([*there], [*there.values()], is_bad)
         faults = [] if self.exponents is None else self.exponents.faults()
-        if is_bad:
-            bad = flags if isinstance(flags, list) else flags.tolist()
-            faults += [_name(site, self.names) for (site, _), one in zip(reads, bad, strict=True) if one]
+        bad = flags if isinstance(flags, list) else flags.tolist()
+        faults += [_name(site, self.names) for site, one in zip(sites, bad, strict=True) if one]
         is_skipped = bool(is_bad) or bool(faults)
         if self.exponents is not None:
             is_skipped = self.exponents.any_rank(is_skipped)
@@ -123,6 +116,16 @@ class UnscaledSteps:
             for one in stored:
                 one.forget_gradients()
         return is_skipped
+
+    def _skip_there(self, sites: list[str | _Read], flags: list[Tensor], is_bad: bool | Tensor) -> Tensor:
+        """Return whether a device skips the step: for a flag of these sites, which it keeps, or for a rank."""
+        found = torch.cat([flag.reshape(-1) for flag in flags])
+        skip = found.any() | is_bad
+        self._there.keep(sites, found, skip)
+        if self._in_a_row is None:
+            self._in_a_row = torch.zeros_like(skip, dtype=torch.int64)
+        self._in_a_row.add_(1).mul_(skip)  # in place: a captured graph continues to count
+        return skip
 
     def _skip(self, faults: list[str], number: int) -> None:
         """Settle and report a step that the host skips."""
