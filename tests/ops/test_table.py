@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import torch.overrides
 
 from lowp import autocast
-from lowp.ops import table
+from lowp.ops import rows, table
 from lowp.ops.table import ALIASES, TABLES, is_structural, name_of, op_names, row_of
 from lowp.ops.torch_lists import LISTS
 from lowp.policy import OP_CLASSES, Policy
@@ -95,12 +95,18 @@ def test_every_row_has_a_runner_that_exists_and_a_known_class(name: str) -> None
     assert set(TABLES) == set(Policy.TABLES)
 
 
-def test_what_rows_say_of_int16_is_said_of_ops_that_there_are() -> None:
-    known = {*op_names(), *(row.runner for row in TABLES["lowp-1"].values())}
-    known |= {row.product for row in TABLES["lowp-1"].values()}
-    for names in (*table._AT_SITES.values(), *table._MASKED.values()):
-        assert set(names.split()) - known <= {"hardswish", "hardsigmoid"}  # which torch does not list as overridable
-    assert all(callable(table.runner(spelled)) for spelled in (*table._AT_SITES, *table._MASKED))
+def test_an_op_has_one_row_and_torch_knows_it() -> None:
+    names = [name for _, names in rows._ROWS for name in names.split()]
+    assert len(names) == len(set(names))
+    pointwise = {name for name, row in rows.OPS.items() if row.op_class == "pointwise"}
+    assert pointwise - set(op_names()) <= {"hardswish", "hardsigmoid"}  # which torch does not list as overridable
+    for row in rows.OPS.values():
+        assert all(callable(rows.runner(one)) for one in (row.quick, row.masked) if one)
+
+
+def test_every_op_of_torchs_cuda_lists_has_a_row() -> None:
+    listed = {name.partition(".")[0] for names in LISTS["cuda"].values() for name in names}
+    assert {ALIASES.get(name, name) for name in listed} <= set(TABLES["lowp-1"])
 
 
 def test_every_overridable_function_is_classified_on_purpose() -> None:

@@ -154,7 +154,7 @@ class Rulebook:
             rule = self._of_contractions(row, path)
         if row.runner == "generic:refused" and not self._refuses:
             row = replace(row, runner="generic:wide")
-        quick = row.quick(rule)
+        quick = row.quickly(rule)
         if rule is not None and rule.output is not None and flexpoint.is_flexpoint(rule.output):
             # without sites, as under torch.compile and torch.func, each tensor's exponent comes from its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
