@@ -264,6 +264,11 @@ def test_what_cannot_be_is_refused_in_words(arguments: dict[str, Any], words: st
         lowp.quantize_model(nn.Linear(8, 4), **arguments)
 
 
+def test_what_is_no_model_is_refused_in_words() -> None:
+    with pytest.raises(InvalidInput, match="a model is quantized, not str: load a checkpoint into it first"):
+        lowp.quantize_model("digits.pt", "int8")  # type: ignore[arg-type]
+
+
 def test_the_footprint_counts_bytes_products_and_energy() -> None:
     model, x = nn.Linear(64, 32), torch.randn(4, 64)
     plain, small = footprint(model, x), footprint(lowp.quantize_model(model, "int8"), x)

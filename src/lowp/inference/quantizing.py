@@ -57,6 +57,8 @@ def quantize_model(
     """
     cast, highest = casts.parse(format), check_bits(bits)
     _check_format(cast)
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"a model is quantized, not {type(model).__name__}: load a checkpoint into it first")
     if isinstance(calibration_data, (Tensor, Mapping)):
         kind = type(calibration_data).__name__
         raise InvalidInput(f"calibration_data is one batch, a {kind}: give a list of batches, such as [x]")

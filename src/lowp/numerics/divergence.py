@@ -54,7 +54,10 @@ class Fault:
         if self.kind == "unknown":
             return f"{head}. {self.hint}"
         made = " and ".join(f"{count} {word}" for count, word in ((self.nan, "NaN"), (self.inf, "infinite")) if count)
-        return f"{head}. First: {self.op} ({self.operation}, {self.phase}) {self.place}: {made}. {self.hint}"
+        of_operation = (
+            f" ({self.operation}, {self.phase}) {self.place}" if self.kind not in ("batch", "weights") else ""
+        )
+        return f"{head}. First: {self.op}{of_operation}: {made}. {self.hint}"
 
 
 class Diagnosis:
@@ -156,10 +159,7 @@ def _judged(event: Event, growth: float | None) -> tuple[str, str]:
     """Return the kind of fault of an event, and advice."""
     if event.is_outside:
         if event.operation.startswith("the batch"):
-            return (
-                "batch",
-                f"{event.operation[0].upper()}{event.operation[1:]} holds it: look at the data of this step.",
-            )
+            return "batch", "Look at the data of this step."
         if event.operation.startswith(("parameter", "buffer")):
             return "weights", f"The {event.operation} was not finite before the step: an earlier step wrote it."
     if growth is not None and not growth < _EXPLODED:
