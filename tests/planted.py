@@ -136,9 +136,9 @@ class Run:
         return F.cross_entropy(logits.float(), labels, reduction=self.reduction)
 
     def train(self, steps: int, until: Fault | None = None) -> list[Alarm]:
-        """Train, at most until a fault is named, and return the alarms."""
+        """Train, alone at most until a fault is named, and return the alarms; ranks must take the same steps."""
         for step in range(steps):
-            if until is not None and self.alarms and until.named(self.alarms):
+            if until is not None and self.mode != "ddp" and until.named(self.alarms):
                 break
             self.step(step)
         if self.monitor is not None:
