@@ -12,7 +12,7 @@ from lowp.monitoring.seen import History, Sight
 __all__ = ["RULES", "Check", "Symptom"]
 
 _LOST = 0.95  # of the numbers of a weight
-_TOO_LARGE = 0.5  # an update beside its weight
+_TOO_LARGE = 0.35  # an update beside its weight
 _SHRUNK = 1 / 16
 _STILL = 0.75  # of the numbers of an average
 _GROWN = 32.0

@@ -127,7 +127,7 @@ _KINDS = (
     Kind(
         "N103",
         "updates are as large as the weights",
-        "One step changes a weight by half of its size and more, in step after step.",
+        "One step changes a weight by a third of its size and more, in step after step.",
         "The learning rate is too large, or warm-up is missing, or the gradients are not divided by a loss scale "
         "or by the number of accumulated batches.",
         "Lower the learning rate, or clip the gradients; updates of about a thousandth of the weights are usual.",
