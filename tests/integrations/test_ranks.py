@@ -25,7 +25,10 @@ HAS_LIGHTNING, HAS_ACCELERATE = (bool(importlib.util.find_spec(name)) for name i
 pytestmark = pytest.mark.skipif(not (HAS_LIGHTNING and HAS_ACCELERATE), reason="pip install lightning accelerate")
 
 
-def work(rank: int, jobs: dict[str, Callable[[Path], Any]], folder: str) -> None:
+Jobs = dict[Callable[[Path, list[str]], Any], list[str]]  # with the precisions of each
+
+
+def work(rank: int, jobs: Jobs, folder: str) -> None:
     """Act as one of the processes, as torchrun would start it, and write the results of the jobs to a file."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "GROUP_RANK": 0}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29_500, "TORCHELASTIC_RUN_ID": 1}
@@ -35,11 +38,11 @@ def work(rank: int, jobs: dict[str, Callable[[Path], Any]], folder: str) -> None
     store = torch.distributed.FileStore(f"{folder}/store", RANKS)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     results: dict[str, Any] = {}
-    for name, job in jobs.items():
+    for job, names in jobs.items():
         try:
-            results[name] = job(Path(folder))
+            results[job.__name__] = job(Path(folder), names)
         except Exception:
-            results[name] = traceback.format_exc()
+            results[job.__name__] = traceback.format_exc()
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -114,32 +117,111 @@ def resumed(precision: str, strategy: Any, folder: Path) -> Any:
     return whole, fitted(precision, strategy, folder / "later", path=str(folder / "epoch=1.ckpt"))
 
 
-def lightning_ddp(folder: Path) -> Any:
-    return {name: resumed(name, "ddp", folder / f"ddp {name}") for name in ("fp16", "bf16-storage")}
+def lightning_ddp(folder: Path, names: list[str]) -> Any:
+    return {name: resumed(name, "ddp", folder / f"ddp {name}") for name in names}
 
 
-def lightning_fsdp2(folder: Path) -> Any:
+def lightning_fsdp2(folder: Path, names: list[str]) -> Any:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     def strategy() -> Any:
         return ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
 
-    return {name: resumed(name, strategy, folder / f"fsdp2 {name}") for name in ("fp16", "bf16-storage")}
+    return {name: resumed(name, strategy, folder / f"fsdp2 {name}") for name in names}
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[..., Any]], list[Any]]:
-    """Run all jobs once, and return the results of each rank."""
-    folder, jobs = tmp_path_factory.mktemp("ranks"), (lightning_ddp, lightning_fsdp2)
-    forked.ranks(work, ({job.__name__: job for job in jobs}, str(folder)), RANKS)
+# -- Accelerate and the Trainer of transformers -----------------------------------------------------------------------
+def accelerated(precision: str, folder: Path, resume: bool = False) -> Any:
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DataLoaderConfiguration
+
+    from lowp.integrations.accelerate import LowpAccelerator
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    seeded = DataLoaderConfiguration(use_seedable_sampler=True)  # or Accelerate does not resume the order of batches
+    rank, accelerator = torch.distributed.get_rank(), LowpAccelerator(precision, cpu=True, dataloader_config=seeded)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=4, shuffle=True))
+    torch.manual_seed(rank)
+    if resume:
+        accelerator.load_state(str(folder))
+    losses = []
+    for epoch in range(int(resume), 2):
+        loader.set_epoch(epoch)
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            losses.append(loss.item())
+            is_last = number == 3 and epoch == 1
+            accelerator.backward(loss * (math.inf if is_last and rank == 1 else 1.0))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        if epoch == 0:
+            accelerator.save_state(str(folder))
+    used = accelerator.lowp
+    return losses, numbers(accelerator.unwrap_model(model)), used.scale, used.skipped_steps
+
+
+def accelerate_ddp(folder: Path, names: list[str]) -> Any:
+    found = {}
+    for name in names:
+        whole = accelerated(name, folder / f"accelerate {name}")
+        found[name] = whole, accelerated(name, folder / f"accelerate {name}", resume=True)
+    return found
+
+
+def trainer_ddp(folder: Path, names: list[str]) -> Any:
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import BertConfig, BertForSequenceClassification, TrainingArguments, set_seed
+
+    from lowp.integrations.transformers import LowpTrainer
+
+    def run(name: str, resume: bool) -> Any:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        set_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        model = BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=2, **sizes))
+        pieces = torch.randint(1, 60, (48, 6), generator=torch.Generator().manual_seed(1))
+        texts = [{"input_ids": one, "labels": int(one[0] > 30)} for one in pieces]
+        arguments = TrainingArguments(
+            output_dir=str(folder / name),
+            max_steps=4,
+            save_steps=2,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = LowpTrainer(model, arguments, train_dataset=texts, precision=name)
+        path = str(folder / name / "checkpoint-2") if resume else None
+        trainer.train(resume_from_checkpoint=path)
+        return numbers(trainer.model), trainer.lowp.steps, trainer.accelerator.num_processes
+
+    return {name: (run(name, False), run(name, True)) for name in names}
+
+
+SAMPLE: Jobs = {lightning_ddp: ["fp16"], lightning_fsdp2: ["bf16-storage"], accelerate_ddp: ["bf16-storage"]}
+SHARDED = ["bf16", "fp16", "fp16-storage", "bf16-storage"]
+WHOLE = [*SHARDED, "flex16+5"]
+ALL: Jobs = {lightning_ddp: WHOLE, lightning_fsdp2: SHARDED, accelerate_ddp: WHOLE, trainer_ddp: ["fp16", "flex16+5"]}
+
+
+def results(jobs: Jobs, folder: Path) -> dict[str, list[Any]]:
+    """Run jobs in new processes; return the results of each rank."""
+    forked.ranks(work, (jobs, str(folder)), RANKS)
     found = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
-    return lambda job: [one[job.__name__] for one in found]
+    for one in found:
+        for result in one.values():
+            assert isinstance(result, dict), result
+    return {job.__name__: [one[job.__name__] for one in found] for job in jobs}
 
 
-@pytest.mark.parametrize("job", [lightning_ddp, lightning_fsdp2])
-def test_ranks_agree_skip_together_and_resume_with_the_same_bits(result: Any, job: Any) -> None:
-    first, second = result(job)
-    assert isinstance(first, dict) and isinstance(second, dict), f"{first}\n{second}"
+def check(first: Any, second: Any) -> None:
+    """Compare two ranks: whole runs, of which the last step overflows on one rank, and runs that were resumed."""
     for name, (whole, later) in first.items():
         others = second[name]
         assert all(map(torch.equal, whole[1], others[0][1])), name
@@ -147,5 +229,22 @@ def test_ranks_agree_skip_together_and_resume_with_the_same_bits(result: Any, jo
         assert whole[2:] == others[0][2:]
         assert whole[3] == 1
         for one, other in ((whole, later), others):
-            assert len(other[0]) == 8 and one[0][8:] == other[0], name
+            assert one[0][-len(other[0]) :] == other[0] and len(one[0]) == 2 * len(other[0]), name
             assert all(map(torch.equal, one[1], other[1])), name
+
+
+def test_ranks_agree_skip_together_and_resume_with_the_same_bits(tmp_path: Path) -> None:
+    for first, second in results(SAMPLE, tmp_path).values():
+        check(first, second)
+
+
+@pytest.mark.slow
+def test_ranks_in_any_precision_agree_skip_together_and_resume_with_the_same_bits(tmp_path: Path) -> None:
+    found = results(ALL, tmp_path)
+    of_trainer = found.pop("trainer_ddp")
+    for first, second in found.values():
+        check(first, second)
+    for name, (whole, later) in of_trainer[0].items():
+        assert whole[1:] == (4, RANKS), name
+        for one in (later, *of_trainer[1][name]):
+            assert all(map(torch.equal, whole[0], one[0])), name
