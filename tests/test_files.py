@@ -32,6 +32,25 @@ def names(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir())
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are not listed")
+def test_where_files_have_no_locks_and_no_modes_one_is_closed_before_it_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def renamed(source: Path, target: Path) -> None:  # as Windows does
+        links = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.exists()]
+        assert str(source) not in links, "PermissionError: the file is open"
+        replace(source, target)
+
+    replace = os.replace
+    monkeypatch.setattr(files, "_fcntl", None)
+    monkeypatch.setattr(os, "replace", renamed)
+    for name in ("fchmod", "fchown"):
+        monkeypatch.delattr(os, name)
+    for content in (b"old\n", b"new\n"):
+        write(tmp_path / "file", content)
+        assert (tmp_path / "file").read_bytes() == content and names(tmp_path) == ["file"]
+
+
 def test_a_device_a_pipe_and_a_folder_are_never_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")

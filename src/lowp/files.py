@@ -121,11 +121,13 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            if before is not None:
+            if before is not None and hasattr(os, "fchmod"):
                 with contextlib.suppress(OSError):  # only root may change the owner
                     os.fchown(descriptor, before.st_uid, before.st_gid)
                 os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             os.fsync(descriptor)
+            if _fcntl is None:
+                file.close()  # Windows renames no file that is open
             os.replace(temporary, target)
             _own.discard(temporary)
     except BaseException as error:
@@ -195,7 +197,8 @@ def _new_part(target: Path, mode: int) -> tuple[Path, int]:
     """Create a temporary file beside the target, open and locked, so that others know that its writer is running."""
     while True:
         temporary = _beside(target, f"{secrets.token_hex(8)}.part")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        binary = getattr(os, "O_BINARY", 0)  # Windows would write line ends of its own
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | binary, mode)
         _own.add(temporary)
         if _fcntl is None:
             return temporary, descriptor
