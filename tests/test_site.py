@@ -65,6 +65,10 @@ def test_a_page_to_read_has_less_than_900_words(page: str, words: ModuleType) ->
     assert words.count(words.prose((DOCS / page).read_text())) < 900
 
 
+def test_all_pages_together_have_at_most_25000_words(words: ModuleType) -> None:
+    assert sum(words.count(text) for text in words.pages().values()) <= 25_000, "say it once, or cut: docs/words.py"
+
+
 def test_addresses_in_messages_lead_to_pages_and_headings() -> None:
     named = set()
     for file in [*(ROOT / "src").rglob("*.py"), *(ROOT / "bench").rglob("*.py"), *(ROOT / "src").rglob("*.md")]:

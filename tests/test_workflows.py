@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import versions
+import yaml
 
 from lowp.kernels import cpu
 from lowp.kernels.cpu.abi import SIGNATURES
@@ -22,6 +23,17 @@ def test_every_action_is_pinned_by_commit(repository: Path) -> None:
     ]
     assert used
     assert [line for line in used if not re.fullmatch(r"- uses: [\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", line)] == []
+
+
+def test_a_release_is_published_without_a_password_after_all_its_files_are_tested(repository: Path) -> None:
+    text = (repository / ".github" / "workflows" / "release.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    publish = jobs["publish"]
+    assert set(publish["needs"]) == set(jobs) - {"publish"} and publish["if"] == "github.event_name == 'push'"
+    assert publish["permissions"] == {"id-token": "write"} and publish["environment"] == "pypi"
+    assert "secrets." not in text and all("permissions" not in job for job in jobs.values() if job is not publish)
+    runners = jobs["wheels"]["strategy"]["matrix"]["runner"]
+    assert [one.partition("-")[0] for one in runners] == ["ubuntu", "ubuntu", "macos", "windows"]
 
 
 def test_every_target_that_ci_makes_is_in_the_makefile(repository: Path) -> None:
