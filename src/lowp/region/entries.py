@@ -115,7 +115,7 @@ def remove(entry: Entry) -> None:
     that this entry would restore.
     """
     entries = _local.entries
-    if not any(one is entry for one in entries):
+    if entry not in entries:
         return
     inner = [one for one in entries if one.outer is entry]
 
@@ -124,10 +124,11 @@ def remove(entry: Entry) -> None:
             one.before, one.outer, one.outer_active = entry.before, entry.outer, entry.outer_active
         if not entry.is_parked and all(one.is_parked for one in inner):
             _restore(entry)
-        entries[:] = [one for one in entries if one is not entry]
+        if entry in entries:
+            entries.remove(entry)
 
     _whole(leave)
-    if not any(one.engine is not None for one in entries):
+    if entries and not any(one.engine is not None for one in entries):
         for one in entries:  # no engine can detect task switches: the state applies to the whole thread, as torch's
             _unpark(one)
 
@@ -211,7 +212,9 @@ def is_coroutine(frame: FrameType) -> bool:
 def settle() -> None:
     """Park the entries of waiting coroutines and resume the entries of the running ones."""
     entries = _local.entries
-    if all(entry.frame is None for entry in entries):  # the usual case: no generator and no coroutine has made one
+    if not entries or all(
+        entry.frame is None for entry in entries
+    ):  # the usual case: no generator and no coroutine has made one
         return
     for entry in reversed(entries):
         if entry.is_elsewhere:
