@@ -20,7 +20,7 @@ from lowp.numerics.record import Key, OpSeen, Record, StepSeen
 from lowp.report.palette import GRADES
 from lowp.report.profile import recommendation
 from lowp.report.profile_html import page
-from lowp.report.profile_strips import block_of, raised, strips
+from lowp.report.profile_strips import block_of, raised, scale_words, strips
 
 browser = pytest.mark.skipif(BROWSER is None, reason="no headless Chromium is installed")
 OUTPUT = Key("0", "linear", "output", "forward")
@@ -129,14 +129,15 @@ def test_a_name_with_markup_in_it_stays_text(record: Record) -> None:
 
 
 def test_powers_of_two_are_raised(record: Record) -> None:
-    assert raised("2^-16 and 2^3, x2^4") == "2⁻¹⁶ and 2³, x2^4"
+    assert raised("2^-16 and 2^3, x2^4, 2^12.5") == "2⁻¹⁶ and 2³, x2^4, 2^12.5"
+    assert scale_words(2.0**16) == "2^16" and scale_words(1e9) == "1e+09"
     words = " ".join(structure_of(page(record, advise(record))).texts)
     assert "loss scale 2" in words and "2^" not in words.replace("dynamic(2^", "")
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------
 def test_the_recommendation_is_the_heading_and_a_command_is_not(record: Record) -> None:
-    command = f"{'/home/someone/' * 6}train.py --lr 0.1"
+    command = f"python {'/home/someone/' * 6}train.py --lr 0.1"
     long = Record({**record.header, "title": command}, record.part, record.sampling)
     text = page(long, advise(long))
     heading = re.findall(r"<h1>(.*?)</h1>", text)
@@ -230,6 +231,8 @@ def test_two_runs_are_compared_by_kind_of_tensor(record: Record) -> None:
         ("transformer.h.3.attn.c_attn", "transformer.h.3"),
         ("encoder.embed.table", "encoder.embed"),
         ("down1.conv", "down1"),
+        ("layer1.0.conv2", "layer1"),
+        ("encoder.conv1", "encoder"),
         ("head", "head"),
         ("0", "0"),
         ("", ""),

@@ -137,7 +137,7 @@
       if (edge < to) flags.push(flag(edge, `above ${size(limits.maximum / 2 ** shift)} it overflows`, ""));
       zones.push(zone(0, at(smallest), "loses", 15), zone(at(smallest), at(normal), "with-care", 14), `transparent ${at(normal)}% ${at(edge)}%`, zone(at(edge), 100, "loses", 15));
     }
-    for (let exponent = Math.ceil(from / 8) * 8; exponent < to - 2; exponent += 8) {
+    for (let exponent = Math.ceil(from / 8) * 8; exponent < to - 5; exponent += 8) {
       const tick = make("span", "", power(exponent));
       tick.style.left = at(exponent) + "%";
       ticks.append(tick);

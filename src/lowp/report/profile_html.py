@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +20,7 @@ from lowp.numerics.part import failure
 from lowp.numerics.record import Record
 from lowp.report import palette
 from lowp.report.profile import headline, overhead_words, part_seen, recommendation
-from lowp.report.profile_strips import FORMATS_SHOWN, MAPS, raised, strips
+from lowp.report.profile_strips import FORMATS_SHOWN, MAPS, raised, scale_words, strips
 
 __all__ = ["page"]
 
@@ -85,7 +85,8 @@ def _top(record: Record, advice: Advice, command: str, is_first: bool) -> str:
     words = headline(record)
     title = str(record.header.get("title", ""))
     if len(title) > _LONG:  # a whole command, which stands below
-        words = words.replace(title, Path(title.split(" ")[0]).name, 1)
+        parts = title.split(" ")
+        words = words.replace(title, Path(next((one for one in parts if one.endswith(".py")), parts[0])).name, 1)
     words += ", the first of two runs" if is_first else ""
     policy = (
         '<div class="use"><p><button type="button" data-copy="toml" class="main">Copy the policy</button> '
@@ -127,6 +128,7 @@ def _formats(record: Record, advice: Advice) -> str:
         for verdict in advice.verdicts
     ]
     finite = " in the steps before" if record.part.faults else ""
+    finite += f", judged by {part} alone" if (part := part_seen(record)) else ""
     head = ("format", "use", "how", "zero gradients", "tensors that overflow", "updates lost", "signal to noise")
     return (
         f'<section id="formats"><h2>What each format would do{finite}</h2><ul class="formats">{cards}</ul>'
@@ -136,8 +138,8 @@ def _formats(record: Record, advice: Advice) -> str:
 
 
 def _card_words(verdict: FormatVerdict) -> str:
-    how = verdict.verdict.capitalize() if verdict.verdict.isupper() else verdict.verdict
-    words = ["the weights would stop moving" if how == "Will stall" else how.replace("STALLS", "stalls")]
+    how = verdict.verdict.removeprefix("not judged: ").replace("STALLS", "stalls")
+    words = [how.replace("WILL STALL", "the weights would stop moving")]
     if verdict.overflow:
         words.append(f"{verdict.overflow} tensors overflow")
     if verdict.flushed >= 1e-5:
@@ -187,14 +189,16 @@ def _timeline(record: Record) -> str:
     ]
     head = ("step", "loss", "loss scale", "largest gradient", "note")
     return (
-        f'<section id="timeline"><h2>Steps</h2><div class="curves">{_curve("Loss", losses, "{:.4g}")}'
-        f"{_curve('Loss scale', scales, '2^{:g}', skipped)}</div>"
+        f'<section id="timeline"><h2>Steps</h2><div class="curves">{_curve("Loss", losses, "{:.4g}".format)}'
+        f"{_curve('Loss scale', scales, lambda power: scale_words(2.0**power), skipped)}</div>"
         + _folded("Each step in numbers", _table("Recorded steps", head, rows))
         + "</section>"
     )
 
 
-def _curve(title: str, points: Sequence[tuple[int, float]], label: str, marked: Sequence[int] = ()) -> str:
+def _curve(
+    title: str, points: Sequence[tuple[int, float]], words_of: Callable[[float], str], marked: Sequence[int] = ()
+) -> str:
     """Return a line through the steps, with its ends in words; '' without points. `marked` steps were skipped."""
     if not points:
         return ""
@@ -210,9 +214,9 @@ def _curve(title: str, points: Sequence[tuple[int, float]], label: str, marked: 
     line = " ".join(f"{across(step)},{30 - 28 * (value - low) / ((high - low) or 1):.2f}" for step, value in points)
     lines = "".join(vertical("skipped", across(step)) for step in marked) + vertical("now", "-1")
     (first, begin), (end, final) = points[0], points[-1]
-    words = f"{title}: {label.format(begin)} at step {first}, {label.format(final)} at step {end}"
+    words = f"{title}: {words_of(begin)} at step {first}, {words_of(final)} at step {end}"
     if {low, high} != {begin, final}:
-        words += f"; from {label.format(low)} to {label.format(high)}"
+        words += f"; from {words_of(low)} to {words_of(high)}"
     words += f"; {len(marked)} skipped" if marked else ""
     return (
         f'<figure><svg viewBox="0 0 100 31" preserveAspectRatio="none" role="img" aria-label="{_text(words)}" '

@@ -16,7 +16,7 @@ import numpy as np
 from lowp.formats import FORMATS, FloatFormat
 from lowp.numerics.record import Key, Octaves, Record
 
-__all__ = ["FORMATS_SHOWN", "MAPS", "raised", "strips"]
+__all__ = ["FORMATS_SHOWN", "MAPS", "raised", "scale_words", "strips"]
 
 MAPS = {
     "gradients": ("Gradients of activations", "grad"),
@@ -38,7 +38,13 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def raised(text: str) -> str:
     """Return the text with the exponents of powers of two raised: ``2^-16`` becomes ``2⁻¹⁶``."""
-    return re.sub(r"\b2\^(-?\d+)", lambda found: f"2{found[1].translate(_RAISED)}", text)
+    return re.sub(r"\b2\^(-?\d+)(?!\d*\.\d)", lambda found: f"2{found[1].translate(_RAISED)}", text)
+
+
+def scale_words(scale: float) -> str:
+    """Return a loss scale as a power of two, or as a number where it is none."""
+    power = math.log2(scale)
+    return f"2^{power:.0f}" if power.is_integer() else f"{scale:.4g}"
 
 
 @dataclass
@@ -125,7 +131,7 @@ def _step(record: Record, number: int) -> dict[str, Any]:
     if seen is not None and seen.loss is not None and math.isfinite(seen.loss):
         words.append(f"loss {seen.loss:.4g}")
     if seen is not None and seen.scale:
-        words.append(raised(f"loss scale 2^{math.log2(seen.scale):g}"))
+        words.append(raised(f"loss scale {scale_words(seen.scale)}"))
     return {"step": number, "words": ", ".join(words)}
 
 
@@ -179,9 +185,11 @@ def _fewer(rows: list[_Row]) -> list[_Row]:
 
 
 def block_of(path: str) -> str:
-    """Return the block of a module: its path to the first number, without one the module that contains it."""
+    """Return the block of a module: its path to the first number, such as layer1; otherwise what contains it."""
     parts = path.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+    last = len(parts) - 1
+    numbers = (place for place, part in enumerate(parts) if part.isdigit() or (place < last and part[-1:].isdigit()))
+    number = next(numbers, last - 1)
     return ".".join(parts[: number + 1]) or path
 
 
