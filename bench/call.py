@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 import lowp
 from lowp.recipes.results import header
 
-PRECISIONS = ("fp16", "bf16", "bf16-tpu", "e5m7", "fp8", "dfp16")
+PRECISIONS = ("fp16", "bf16", "bf16-tpu", "e5m7", "fp8", "mxfp8", "mxfp4", "nvfp4", "int8", "dfp16")
 TRAINED = (*PRECISIONS, "flex16+5")  # only steps are timed: each op has a site there, once per step
 Table = dict[str, dict[str, float]]
 

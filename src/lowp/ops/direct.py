@@ -56,8 +56,6 @@ class Direct:
         if kwargs or not 2 <= len(args) <= 3:
             return None
         x, weight, bias = args if len(args) == 3 else (*args, None)
-        if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
-            return None
         return self.contract(None, linear_form, x, weight, bias, region.weights)
 
     def contract(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -163,25 +163,18 @@ def is_read(to: Cast) -> bool:
     return not isinstance(to.format, ScaledFormat) and not to.is_stochastic
 
 
-class Back:
+class Back(NamedTuple):
     """The gradients of a contraction as one program.
 
     `made`: the tensors that it writes, and axes that are moved to the end of copies of the gradient which it reads;
-    `results`: the places of the gradients of x, the weight and the bias, and what gives them their shapes. `copies`: as
-    in `Read`.
+    `results`: the places of the gradients of x, the weight and the bias, and what gives them their shapes, or what
+    makes them of all tensors. `copies`: as in `Read`.
     """
 
-    __slots__ = ("copies", "made", "program", "results")
-    is_whole = True
-
-    def __init__(
-        self,
-        program: Program,
-        copies: bool,
-        made: Sequence[Made | int],
-        results: Sequence[tuple[int | None, Finish | None]],
-    ) -> None:
-        self.program, self.copies, self.made, self.results = program, copies, tuple(made), tuple(results)
+    program: Program
+    copies: bool
+    made: Sequence[Made | int]
+    results: Sequence[tuple[int | None, Finish | None]] | Callable[[Found], Found]
 
     def run(self, gradient: Tensor, values: Sequence[Tensor | None]) -> Found | None:
         """Return the gradients of both operands and of the bias; None where the definition has to say what they are."""
@@ -196,16 +189,13 @@ class Back:
                 tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device="cpu"))
         if not self.program(tensors):
             return None
-        if not self.is_whole:
-            return self._found(tensors)
+        if callable(self.results):
+            return self.results(tensors)
         found: Found = []
         for place, finish in self.results:
             result = None if place is None else tensors[place]
             found.append(result if result is None or finish is None else finish(result))
         return found
-
-    def _found(self, tensors: Found) -> Found:
-        raise NotImplementedError
 
 
 class Builder:

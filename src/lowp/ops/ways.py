@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -200,44 +201,23 @@ class ByTorch(Prepared):
             return None  # whose values have the strides of the gradient
         axes = [self.form.contracted[slot][1] for slot in (FIRST, SECOND)]
         incoming = [
-            builder.cast_along(axis, torch.float32) if needed else None
+            builder.cast_along(axis, torch.float32).place if needed else None
             for axis, needed in zip((*axes, -1), needs, strict=True)
         ]
-        return _BackByTorch(self, builder, copies, incoming, bias_dtype)
+        return Back(Program(builder.steps), copies, builder.made, partial(self._multiplied, incoming, bias_dtype))
 
-
-class _BackByTorch(Back):
-    __slots__ = ("bias_dtype", "incoming", "prepared")
-    is_whole = False
-
-    def __init__(
-        self,
-        prepared: ByTorch,
-        builder: Builder,
-        copies: bool,
-        incoming: list[Memory | None],
-        bias_dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__(Program(builder.steps), copies, builder.made, ())
-        self.prepared, self.bias_dtype = prepared, bias_dtype
-        self.incoming = [None if one is None else one.place for one in incoming]
-
-    def _found(self, tensors: Found) -> Found:
-        prepared, found = self.prepared, []
+    def _multiplied(self, incoming: list[int | None], bias_dtype: torch.dtype | None, tensors: Found) -> Found:
+        """Return the gradients of x, the weight and the bias from that of the result, at places of its own for each."""
+        found: Found = [None] * 3
         with Scratch() as scratch:
-            wide = {place: scratch.wide(tensors[place]) for place in self.incoming if place is not None}  # type: ignore[arg-type]
-            for slot, (place, other) in enumerate(zip(self.incoming[:2], (SECOND_VALUE, FIRST_VALUE), strict=True)):
-                result = None
-                if place is not None:
+            wide = {place: scratch.wide(tensors[place]) for place in incoming if place is not None}  # type: ignore[arg-type]
+            for slot, other in ((FIRST, SECOND_VALUE), (SECOND, FIRST_VALUE)):
+                if (place := incoming[slot]) is not None:
                     value = scratch.wide(tensors[other])  # type: ignore[arg-type]
-                    result = prepared.form.product(slot, value, wide[place])
-                    result = prepared.finished(result, prepared.shapes[slot][1])
-                found.append(result)
-            bias = None
-            if self.incoming[2] is not None:
-                bias = prepared.form.bias_gradient(wide[self.incoming[2]])
-                bias = prepared.finished(bias, self.bias_dtype)  # type: ignore[arg-type]
-        return [*found, bias]
+                    found[slot] = self.finished(self.form.product(slot, value, wide[place]), self.shapes[slot][1])
+            if (place := incoming[2]) is not None and bias_dtype is not None:
+                found[2] = self.finished(self.form.bias_gradient(wide[place]), bias_dtype)
+        return found
 
 
 # -- which way ----------------------------------------------------------------------------------------------------

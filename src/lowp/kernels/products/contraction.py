@@ -24,7 +24,7 @@ all devices, the former with torch's operations only, the latter with the C++ li
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,34 +79,6 @@ class ProductForm(Protocol):
         """Return the output with its bias added."""
 
 
-class FusedForm(Protocol):
-    """A product of several operands in one torch function, such as attention."""
-
-    def product(self, slot: int, *operands: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the product in the dtype of its operands."""
-
-
-@overload
-def contract(
-    form: ProductForm,
-    slot: int,
-    operands: tuple[Tensor, Tensor] | tuple[Mantissas, Mantissas],
-    accumulate: Accumulation | None = None,
-    output: Cast | None = None,
-    bias: Tensor | None = None,
-    finish: Callable[[Tensor], Tensor] | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor: ...
-@overload
-def contract(
-    form: FusedForm,
-    slot: int,
-    operands: tuple[Tensor, ...],
-    accumulate: None = None,
-    output: Cast | None = None,
-    bias: Tensor | None = None,
-    finish: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor: ...
 def contract(
     form: Any,
     slot: int,

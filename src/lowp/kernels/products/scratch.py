@@ -6,7 +6,7 @@ page by page at their next use. Here they are taken from blocks that a thread ke
 (three or four), of up to 64 MiB each.
 
     with Scratch() as scratch:
-        return torch.mm(scratch.wide(x), scratch.wide(y), out=scratch.empty(m, n)).to(x.dtype)
+        return torch.mm(scratch.wide(x), scratch.wide(y)).to(x.dtype)
 
 Such tensors must not be used after the end of the context: not returned, not saved for backward, not given to hooks.
 """
@@ -94,21 +94,10 @@ class Scratch:
         elements = x.numel()
         if not LEAST <= elements <= MOST or x.dtype is torch.float32 or not self._serves(x):
             return x.float()
-        return self._take(elements).as_strided(x.shape, x.stride()).copy_(x)
-
-    def empty(self, rows: int, columns: int) -> Tensor:
-        """Return a matrix for the result of a product of tensors from `wide`."""
-        elements = rows * columns
-        if not self.lends or not LEAST <= elements <= MOST:
-            return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
-        return self._take(elements).as_strided((rows, columns), (columns, 1))
+        self.lent.append(_blocks.take(elements))
+        return self.lent[-1][1].as_strided(x.shape, x.stride()).copy_(x)
 
     def _serves(self, x: Tensor) -> bool:
         if not self.lends or type(x) is not Tensor or not x.is_cpu:
             return False
         return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-
-    def _take(self, elements: int) -> Tensor:
-        block = _blocks.take(elements)
-        self.lent.append(block)
-        return block[1]
