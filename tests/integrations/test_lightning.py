@@ -240,6 +240,14 @@ def test_a_module_may_have_a_backward_of_its_own_and_batches_without_a_loss() ->
     assert used.steps == 4 and used.skipped_steps == 0
 
 
+def test_an_epoch_without_backward_passes_steps_nothing() -> None:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    averaging = StochasticWeightAveraging(1e-2, swa_epoch_start=1)  # computes BatchNorm's statistics in such an epoch
+    model, used = fit("fp16", epochs=3, callbacks=[averaging])
+    assert used.steps == 24 and model.net[1].running_mean.isfinite().all()
+
+
 # -- Fabric -----------------------------------------------------------------------------------------------------------
 def fabric(name: str, folder: Path, resume: bool = False) -> Any:
     import lightning

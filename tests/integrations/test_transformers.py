@@ -151,6 +151,16 @@ def test_a_precision_of_the_arguments_is_refused_beside_lowp_s(asked: str, tmp_p
         trainer("bert", tmp_path, precision="fp8", **{asked: True})
 
 
+def test_a_saved_model_is_fp32_and_opens_without_lowp(tmp_path: Path) -> None:
+    from transformers import BertForSequenceClassification
+
+    one = trainer("bert", tmp_path, 2, precision="bf16-storage")
+    one.train()
+    again = BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2", dtype=torch.float32)
+    assert all(map(torch.equal, numbers(one), again.state_dict().values()))
+    assert not all(torch.equal(number, number.bfloat16().float()) for number in numbers(one))  # the masters
+
+
 def test_a_precision_of_accelerate_s_environment_is_refused_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,9 +149,10 @@ class LowpPrecision:
             closure = partial(self._base._wrap_closure, model, optimizer, closure)
             return self._turns.step(optimizer, (optimizer,), closure)
         result = closure()
-        if result is None and model.automatic_optimization:  # training_step has returned None: there is no gradient
+        is_without = result is None or (self._turns.has_scale and not self.lowp.scaler.has_scaled)
+        if is_without and model.automatic_optimization:  # of gradients: training_step has returned None, or is averaged
             self._base._after_closure(model, optimizer)
-            return None
+            return result
         self._turns.unscale_(optimizer)
         self._base._after_closure(model, optimizer)
         self._turns.step(optimizer, model.trainer.optimizers)
