@@ -30,16 +30,17 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     graph of DistributedDataParallel, FullyShardedDataParallel). All ranks must call this, each with its own loss; the
     result is the smallest scale that any rank needs. Waits for the device and for the other ranks at each try.
     """
-    inputs = options.get("inputs")
-    nodes = _nodes(loss)
-    leaves = _leaves(nodes) if inputs is None else [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    inputs, nodes = options.get("inputs"), _nodes(loss)
+    if inputs is None:  # the leaves to which the backward would give gradients
+        inputs = [node.variable for node in nodes if hasattr(node, "variable")]
+    leaves = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     usable = not any(type(leaf).__name__ == "FlatParameter" for leaf in leaves) and _can_run_twice(nodes)
     usable = usable and bool(leaves) and bool(torch.isfinite(loss.detach()).all())
     if _worst_of_ranks(_FITS if usable else _FAILS, loss.device) == _FAILS:
         return initial
     states, retained = rng_states(), [(tensor, tensor.grad) for tensor in _retaining()]
 
-    def fits(power: int) -> bool:
+    def outcome(power: int) -> int:
         # a tensor, like the scaler's: its product with an fp16 loss is an fp32 number
         scale = torch.full((), initial * 2.0 ** (HEADROOM - power), dtype=torch.float32, device=loss.device)
         given = options.get("gradient")
@@ -48,16 +49,11 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
             own = _FITS if _all_finite(found) else _OVERFLOWS
         except RuntimeError:  # the backward that follows raises the error again if it is a real one
             own = _FAILS
-        worst = _worst_of_ranks(own, loss.device)
-        if worst == _FAILS:
-            raise _CannotRunTwice
-        return worst == _FITS
+        return _worst_of_ranks(own, loss.device)
 
     try:
         most = _powers_between(floor, initial)
-        power = _smallest(fits, most + HEADROOM)  # beyond `most`, the scale stays at the floor with less room
-    except _CannotRunTwice:
-        return initial
+        power = _smallest(outcome, most + HEADROOM)  # beyond `most`, the scale stays at the floor with less room
     finally:
         restore_rng_states(states)
         for tensor, gradient in retained:
@@ -69,10 +65,6 @@ _ONCE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # nodes that
 _FITS, _OVERFLOWS, _FAILS = range(3)  # outcomes of a try on one rank, the worst last
 
 
-class _CannotRunTwice(Exception):
-    """A try used up the graph of some rank."""
-
-
 def _worst_of_ranks(found: int, device: torch.device) -> int:
     """Return the worst outcome of all ranks. Every rank must make the same number of calls."""
     if not distributed.has_other_ranks():
@@ -82,19 +74,22 @@ def _worst_of_ranks(found: int, device: torch.device) -> int:
     return int(flag)
 
 
-def _smallest(fits: Callable[[int], bool], most: int) -> int | None:
-    """Return the smallest power in 0 .. `most` that fits, by strides and then bisection; None if none does."""
+def _smallest(outcome: Callable[[int], int], most: int) -> int | None:
+    """Return the smallest power in 0 .. `most` that fits, by strides and then bisection.
+
+    None if none does, or if a try has used up the graph of some rank.
+    """
     above, below = -1, 0  # the largest power known not to fit, and the next to try
-    while not fits(below):
-        if below >= most:
+    while (found := outcome(below)) != _FITS:
+        if found == _FAILS or below >= most:
             return None
         above, below = below, min(below + _STRIDE, most)
     while below - above > 1:
         middle = (above + below) // 2
-        if fits(middle):
-            below = middle
-        else:
-            above = middle
+        found = outcome(middle)
+        if found == _FAILS:
+            return None
+        above, below = (above, middle) if found == _FITS else (middle, below)
     return below
 
 
@@ -117,11 +112,6 @@ def _nodes(loss: Tensor) -> list[Any]:
         nodes.append(node)
         waiting.extend(following for following, _ in node.next_functions)
     return nodes
-
-
-def _leaves(nodes: Sequence[Any]) -> list[Tensor]:
-    """Return the leaves to which a backward through these nodes would give gradients."""
-    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def _retaining() -> list[Tensor]:
