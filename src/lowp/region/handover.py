@@ -153,7 +153,7 @@ def on_host(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, .
     if engine.is_strict or chosen() is not None or "out" in kwargs:
         return ELSEWHERE
     leaves = _leaves_of_plain(args, kwargs, way.dtype)
-    if leaves is None or (leaves and way.weights is not None and not engine.weights.are_left(leaves)):
+    if leaves is None or (leaves and way.weights is not None and engine.weights.again(leaves)):
         return ELSEWHERE
     return _under_autocast(engine, func, args, kwargs)
 

@@ -261,36 +261,33 @@ class WeightCasts:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with its weights cast. Weights are the leaves that require a gradient.
 
-        If a launch costs nothing, the first cast of each weight is left to torch.autocast, and so are small weights
-        without gradients: most weights are used once per entry, and torch.autocast takes no time in Python.
+        If a launch costs nothing, those that `again` does not name are left to torch.autocast.
         """
         given, dtype = (*args, *kwargs.values()) if kwargs else args, native_dtype(to)
         found = [x for x in given if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and x.dtype is not dtype]
-        if not found:
-            return args, kwargs
-        if has_launches(found[0]):
+        if found and has_launches(found[0]):
             values = self.together(found, to)
         else:
-            again = [x for x in found if id(x) in self._used]
-            self._used.update(map(id, found))
-            found = [x for x in again if x.numel() > _SMALL or torch.is_grad_enabled()]
-            if not found:
-                return args, kwargs
+            found = self.again(found)
             values = [self(x, to) for x in found]
+        if not found:
+            return args, kwargs
         casts = dict(zip(map(id, found), values, strict=True))
         return (
             tuple([casts.get(id(x), x) for x in args]),
             {name: casts.get(id(x), x) for name, x in kwargs.items()} if kwargs else kwargs,
         )
 
-    def are_left(self, weights: Sequence[Tensor]) -> bool:
-        """Whether torch.autocast is to cast these weights on a CPU, see `cast_arguments`; if so, they count as used."""
+    def again(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights on a CPU that this entry casts and keeps: those used before. Their uses are noted.
+
+        The first cast of each weight is left to torch.autocast, and so are small weights without gradients: most
+        weights are used once per entry, and torch.autocast takes no time in Python.
+        """
         used = self._used
-        for weight in weights:
-            if id(weight) in used and (weight.numel() > _SMALL or torch.is_grad_enabled()):
-                return False
+        found = [x for x in weights if id(x) in used and (x.numel() > _SMALL or torch.is_grad_enabled())]
         used.update(map(id, weights))
-        return True
+        return found
 
     def note(self, function: Any, args: tuple[Any, ...]) -> None:
         """Note a call of one of `WRITES_UNSEEN`."""
