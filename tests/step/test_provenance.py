@@ -11,6 +11,7 @@ from step.cases import INF, NAN, OPTIMIZERS, batches, loss_of, make_model, one_p
 from torch import nn
 
 from lowp.step import GradScaler, NonFinite, NonFiniteGradients
+from lowp.step.provenance import Latch
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -114,3 +115,17 @@ def test_overflows_that_no_scale_cures_end_in_an_error_with_a_name(name: str, ke
     assert "3 steps in a row were skipped with the loss scale at" in str(caught.value)
     assert "inf first in the gradient of 0.bias" in str(caught.value)
     step()  # the update was done; whoever catches the error can go on
+
+
+def test_numbers_of_the_latest_skipped_step_are_kept_by_site_and_sites_may_come_later() -> None:
+    latch, (yes, no) = Latch(), torch.tensor([True, False])
+    assert latch.read() == []
+    latch.keep(["a", "b"], torch.tensor([1.0, 2.0]), no)
+    assert latch.read() == [("a", 0.0), ("b", 0.0)]
+    latch.keep(["a", "b"], torch.tensor([3.0, INF]), yes)
+    latch.keep(["c", "b"], torch.tensor([5.0, 6.0]), no)
+    assert latch.read() == [("a", 3.0), ("b", INF), ("c", 0.0)]
+    latch.keep(["a"], torch.tensor([7.0]), yes)  # what this step has not seen was not bad in it
+    assert latch.read() == [("a", 7.0), ("b", 0.0), ("c", 0.0)]
+    latch.keep(["c", "a"], torch.tensor([8.0, 9.0]), yes)
+    assert latch.read() == [("a", 9.0), ("b", 0.0), ("c", 8.0)]

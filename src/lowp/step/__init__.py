@@ -1,6 +1,9 @@
 """Whether a step of a training counts: with a loss scale (`GradScaler`), or without one (`UnscaledSteps`).
 
-Both look at the gradients once, skip a step that is not finite, and let one guard draw the consequences.
+Both look at the gradients once (`gradients`), skip a step that is not finite, remember where it was not (`provenance`),
+and let one guard draw the consequences (`guard`): statistics are put back, skips are counted, hopeless runs end. How a
+loss scale moves is decided in `lowp.scaling.loss_scale`; `searching` finds the first one, and `mistakes` are those of a
+training loop.
 """
 
 from __future__ import annotations
