@@ -12,12 +12,11 @@ from torch import Tensor, nn
 import lowp
 from lowp.casts import parse
 from lowp.errors import LowpError
-from lowp.exponents.device_table import DeviceTable
+from lowp.exponents.table import ExponentTable
 from lowp.formats import FORMATS, FloatFormat
 from lowp.kernels.choose.dispatch import forced
 from lowp.kernels.int16 import device_mantissas
-from lowp.kernels.int16.cpu_int16 import Seen
-from lowp.kernels.int16.writes import write_there
+from lowp.kernels.int16.entries import write_there
 from lowp.kernels.steps import updates
 from lowp.step import gradients
 
@@ -77,17 +76,18 @@ def _checked_gradients(y: Tensor) -> Tensor:
 
 def _predicted(y: Tensor) -> Tensor:
     """Return the table of shared exponents after some steps, as bytes; maxima of writes, below 8, are low bits of y."""
-    table = DeviceTable(parse("flex16+5:autoflex"), y.device)
+    table = ExponentTable(parse("flex16+5:autoflex"), y.device)
     maxima = y.reshape(-1)[-_STEPS * _SITES :].view(torch.int32).view(_STEPS, _SITES) & 0x7FFF
     bad, small = maxima % 16 == 3, maxima % 16 == 5  # not finite; all of it rounded to zero
-    nothing = torch.zeros((), dtype=torch.int64, device=y.device)
     for site in range(_SITES):
         table.index(f"output of {site} linear")
     for step in range(_STEPS):
         mantissas = (maxima[step] >> (table.state.exponent + 12).clamp(0, 15)) * ~small[step]
-        for site in range(_SITES):
-            flags = bad[step, site], small[step, site]
-            table.note(site, Seen(mantissas[site], *flags, nothing, nothing, nothing + 8))
+        flags = bad[step] * ((1 << 8) + 1) + small[step] * (1 << 16)
+        nothing = torch.zeros_like(flags)
+        rows = torch.stack([mantissas, nothing, nothing, nothing, nothing, nothing + 8, flags, nothing], 1)
+        for site, row in enumerate(rows):
+            table.note(site, row)
         table.flush(tell=False)
     parts = [*table.state, table.before, *(table.counts[name] for name in ("raises_needed", "measured"))]
     return torch.cat([one.reshape(-1).contiguous().view(torch.int8).int() for one in parts])

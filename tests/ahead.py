@@ -267,9 +267,9 @@ def mantissas(kind: str, dtype: torch.dtype, rounding: str = "nearest-even") -> 
 def observe(window: int = 16) -> Configuration:
     """Return the kernel that predicts the exponents of a table's entries, of which each has a window of maxima."""
     names = predictions.observe.arg_names
-    types: dict[str, Any] = dict.fromkeys(("places", "mantissas", "exponents", "seens", "befores"), "*i32")
-    types |= dict.fromkeys(("nonfinites", "vanisheds", "writtens", "starteds"), "*i8")
-    types |= dict.fromkeys(("writes", "saturateds", "moves", "bads"), "*i64")
+    types: dict[str, Any] = dict.fromkeys(("places", "exponents", "seens", "befores"), "*i32")
+    types |= dict.fromkeys(("writtens", "results", "faulty", "starteds"), "*i8")
+    types |= dict.fromkeys(("rows", "writes", "saturateds", "moves", "bads"), "*i64")
     types |= dict.fromkeys(("histories", "needed", "in_time", "headroom", "measured"), "*fp64")
     types |= dict.fromkeys(("count", "limit", "unit"), "i32")
     types["form"] = exponents.Exponents(*["i32"] * 4)  # type: ignore[arg-type]
@@ -277,7 +277,7 @@ def observe(window: int = 16) -> Configuration:
     constants: dict[str, Any] = {"BETA": 3.0, "GAMMA": 100.0, "WRITTEN": True, "ADAPT": True, "WINDOW": window}
     constants |= {"WIDTH": 1 << steps_taken, "STEPS": steps_taken, "BLOCK": exponents.BLOCK}
     assert set(names) == types.keys() | constants.keys()
-    traffic = 16 * window + 2 * (4 * 3 + 8 * 8) + 8
+    traffic = 16 * window + 2 * (4 * 3 + 8 * 8) + 8 + 10 * 8 + 3
     return Configuration(f"observe {window}", predictions.observe, types, constants, exponents.BLOCK, traffic)
 
 

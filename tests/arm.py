@@ -37,7 +37,7 @@ TYPES = {
     ctypes.c_double: "double",
 }
 
-FILES = "cpu groups mantissas masks integer int16_linear int16_convolution low_words byte_products few_rows payloads"
+FILES = "cpu groups mantissas masks integer int16_layer low_words byte_products few_rows payloads"
 PART = (
     "-n",
     "2",

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lowp import distributed, precision_state, presets, region
 from lowp.errors import InvalidInput, Misuse
-from lowp.exponents import SharedExponents
-from lowp.ops.int16.flexpoint import is_flexpoint
+from lowp.exponents import SharedExponents, is_flexpoint
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
 from lowp.optim.skipping import skipping
 from lowp.optim.storage import Storage, check_seed

@@ -237,6 +237,6 @@ def test_a_copy_of_a_precision_goes_on_alone(monkeypatch: pytest.MonkeyPatch) ->
         assert one.exponents is not None and other.exponents is not None
         before = _exponents(other.exponents)
         for site in one.exponents.sites():
-            one.exponents.write(torch.full((3,), 2.0**9), next(iter(one.exponents._groups)), site)
+            one.exponents.write(torch.full((3,), 2.0**9), next(iter(one.exponents._tables)), site)
         one.exponents.flush()
         assert _exponents(one.exponents) != before == _exponents(other.exponents)

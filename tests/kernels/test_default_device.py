@@ -13,19 +13,17 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp.casts import parse
+from lowp.exponents.table import ExponentTable
 from lowp.kernels import available, cpu, dequantize, use
 from lowp.kernels.cpu import abi
-from lowp.kernels.int16 import convolution as int16_convolution
-from lowp.kernels.int16 import cpu_int16, integer, mantissas, masks, predictions, writes
-from lowp.kernels.int16 import linear as int16_linear
-from lowp.kernels.int16 import lists as int16_lists
-from lowp.kernels.int16 import written as int16_written
+from lowp.kernels.int16 import cpu_int16, entries, integer, mantissas, masks
 from lowp.kernels.int16.integer import ConvolutionShape
+from lowp.kernels.int16.layer import LayerPlan
 from lowp.kernels.packed import byte_rows, few_bits, few_rows
 from lowp.kernels.products import fp32_products, sum_of_rows
 from lowp.kernels.steps import spectra, stored
-from lowp.scaling import Autoflex
 
+FLEX = parse("flex16+5:autoflex")
 X = torch.linspace(-3, 3, 120).reshape(3, 40)
 INTEGERS = torch.arange(-60, 60, dtype=torch.int16).reshape(10, 12)
 SHAPE = ConvolutionShape.of((2, 3, 5, 5), (4, 3, 3, 3), padding=1)
@@ -91,37 +89,31 @@ def under_exponents() -> object:
         mantissas.current_exponent(X, cast),
         current.payload,
         mantissas.exact_exponent(X, cast),
-        writes.write_(X.clone(), cast, -13),
         written.payload,
         values,
     ]
 
 
-def layer() -> object:
-    found = int16_linear.linear(X, X.clone(), None, (parse("dfp16"), parse("dfp16")), True)
-    assert found is not None and found[1] is not None
-    sizes, needs = int16_linear.Sizes(3, 3, 40), (True, True, True)
-    return found, int16_linear.gradients(X[:, :3].contiguous(), found[1], sizes, parse("dfp16"), needs)
+def layers() -> object:
+    to, table, found = parse("dfp16"), ExponentTable(FLEX, torch.device("cpu")), list[object]()
+    places = [begun(table, f"output of {place}") for place in range(4)]
+    convolved = tuple(operand(name).float() for name in OPERANDS["forward"])
+    for x, weight, shape in ((X, X.clone(), None), (*convolved, SHAPE)):
+        for output in (None, FLEX):
+            plan = LayerPlan(x.shape, weight.shape, shape, (to, to, to), output)
+            result = plan.forward(x, weight, None, None, (table.block, places[0]), True)
+            assert result is not None
+            made, *saved = result
+            gradients = plan.backward(made.values, None, saved, table.block, places[1:])  # type: ignore[arg-type]
+            assert gradients is not None
+            found += [made, saved, gradients]
+    return found
 
 
-def written_layer() -> object:
-    to = parse("dfp16")
-    found = int16_written.linear((X, X.clone(), None), (to, to), None, to, -9)
-    assert found is not None
-    result, operands = found
-    incoming = mantissas.Mantissas(result.payload, result.exponent)
-    wanted = [(shape, -9) for shape in ((3, 40), (3, 40), (3,))]
-    return found, int16_written.gradients(result.values, incoming, operands, wanted, to)
-
-
-def written_convolution() -> object:
-    to, (x, weight) = parse("dfp16"), (operand(name).float() for name in OPERANDS["forward"])
-    found = int16_written.convolution((x, weight, None), (to, to), None, to, -2, SHAPE)
-    assert found is not None
-    result, operands = found
-    incoming = mantissas.Mantissas(result.payload, result.exponent)
-    wanted = [(shape, -2) for shape in (SHAPE.input, SHAPE.weight, SHAPE.weight[:1])]
-    return found, int16_written.convolution_gradients(result.values, incoming, operands, wanted, to, SHAPE)
+def begun(table: ExponentTable, site: str) -> int:
+    index = table.index(site)
+    table.state.exponent[index], table.state.started[index] = -9, True
+    return index
 
 
 def stored_weights() -> object:
@@ -129,23 +121,17 @@ def stored_weights() -> object:
     return [f([(weight, X.clone())], parse("bf16")) for f in (stored.store_rounded, stored.are_rounded)], weight
 
 
-def convolutions_written() -> object:
-    found: list[object] = []
-    for name, operands in OPERANDS.items():
-        product = int16_convolution.Product.of(name, SHAPE)
-        assert product is not None
-        a, b = (mantissas.Mantissas(operand(one), -9) for one in operands)
-        found.append(int16_convolution.written(product, a, b, -14, True, None))
-    assert None not in found
-    return found
-
-
-def predicted() -> object:
-    scaling = Autoflex()
-    state = scaling.init("cpu", 1)
-    before, *counts = state.exponent.clone(), *(torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(4))
-    predictions.observe(scaling, (*state, before, *counts), [(0, cpu_int16.Seen(99, False, False, 0, 0, 1))])
-    return state
+def table_written() -> object:
+    table, weight = ExponentTable(FLEX, torch.device("cpu")), X.clone()
+    places = [table.index(f"{role} of x") for role in ("output", "update", "weight", "exp_avg_sq")]
+    found: list[object] = [table.write(X, places[0]), table.write(X, places[1]), table.write(X, places[2])]
+    table.flush(tell=False)
+    entries.write_in_place(table.block, FLEX, [(weight, places[2], entries.VALUES)])
+    steps = entries.Steps(table.block, [weight], [(places[1], places[2])])
+    found.append(steps.write(table.block, FLEX))
+    ways = entries.TWO_WORDS, entries.ROOTS
+    entries.write_in_place(table.block, FLEX, [(X.clone(), places[3], how) for how in ways])
+    return [*found, table.flush(tell=False), table.state, weight]
 
 
 def library_functions() -> object:
@@ -160,17 +146,10 @@ def library_functions() -> object:
         cpu_int16.exact_int16(X.round(), 0, old),
         cpu_int16.is_int16(X, old, 0, cpu_int16.Rows(1, X.numel(), X.numel())),
         cpu_int16.rounds_to_int16(X, old, -13, cpu_int16.Rows(1, X.numel(), X.numel()), True),
-        int16_lists.write_steps([weight], [mantissas.Mantissas(old, 0)], [(-13, -13)], parse("dfp16")),
-        int16_lists.write_([weight], parse("dfp16"), [-13]),
-        int16_lists.exact_mantissas([weight], [-13]),
-        int16_lists.are_int16([(X, mantissas.Mantissas(old, 0), cpu_int16.Rows(1, X.numel(), X.numel()))]),
-        layer(),
-        written_layer(),
-        written_convolution(),
+        cpu_int16.are_int16([(X, old, 0, cpu_int16.Rows(1, X.numel(), X.numel()))]),
+        layers(),
         stored_weights(),
-        convolutions_written(),
-        predicted(),
-        cpu_int16.words_int16(X.clone(), -13, 14, True),
+        table_written(),
         cpu_int16.relu(X.round(), X.round().to(torch.int16), 0),
         masks.passed(X, masks.nonzero(X)),
         masks.passed_where_positive(X, X.round().to(torch.int16)),

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lowp.casts import ScalingSpec, parse
 from lowp.errors import InvalidInput
+from lowp.exponents.table import ExponentTable
 from lowp.kernels import cpu
-from lowp.kernels.int16 import low_words
-from lowp.kernels.int16.cpu_int16 import words_int16
+from lowp.kernels.int16 import entries, low_words
 from lowp.kernels.int16.mantissas import current_exponent, to_mantissas, values
 from lowp.policy import Policy, Rule
 from lowp.precision import Precision
@@ -52,9 +52,11 @@ def test_two_words_hold_what_one_loses() -> None:
 
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 def test_what_is_not_finite_becomes_the_positive_nan_whatever_the_processor_makes() -> None:
-    x = torch.tensor([1.0, math.inf, -math.inf, -math.nan, 0.0] * 9)
-    seen = words_int16(x, -14, 14, False)
-    assert seen.nonfinite and set(x.view(torch.int32).tolist()) == {0x3F800000, 0x7FC00000, 0}
+    x, cast = torch.tensor([1.0, math.inf, -math.inf, -math.nan, 0.0] * 9), parse("flex16+5:autoflex")
+    table = ExponentTable(cast, torch.device("cpu"))
+    index = table.index("exp_avg of w")
+    entries.write_in_place(table.block, cast, [(x, index, entries.TWO_WORDS)])
+    assert table.faults.tolist() == [True] and set(x.view(torch.int32).tolist()) == {0x3F800000, 0x7FC00000, 0}
 
 
 def test_a_second_word_is_taken_by_many_features_that_are_lost_and_by_nothing_else() -> None:

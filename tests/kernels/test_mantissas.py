@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor
 import lowp
 from lowp.casts import parse
 from lowp.errors import InvalidInput
+from lowp.exponents.table import ExponentTable
 from lowp.kernels import cpu, use
-from lowp.kernels.int16 import cpu_int16, low_words, mantissas
-from lowp.kernels.int16 import lists as int16_lists
+from lowp.kernels.int16 import cpu_int16, entries, low_words, mantissas
+from lowp.kernels.int16.entries import record_of
 from lowp.kernels.int16.mantissas import (
-    Mantissas,
     current_exponent,
     current_mantissas,
     exact_exponent,
@@ -26,16 +27,31 @@ from lowp.kernels.int16.mantissas import (
     to_mantissas,
     values,
 )
-from lowp.kernels.int16.writes import write_, write_words_
 
 from .test_cpu import at_any_byte
 
-FLEX = parse("flex16+5")
+FLEX, AUTOFLEX = parse("flex16+5"), parse("flex16+5:autoflex")
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 
 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def table_of(exponents: Sequence[int]) -> ExponentTable:
+    """Return a table whose entries have begun with these exponents."""
+    table = ExponentTable(AUTOFLEX, torch.device("cpu"))
+    for place, exponent in enumerate(exponents):
+        index = table.index(f"weight of {place}")
+        table.state.exponent[index], table.state.started[index] = exponent, True
+    return table
+
+
+def written(x: Tensor, exponent: int, how: int = entries.VALUES) -> Tensor:
+    """Write a tensor in place under an exponent; return what was seen."""
+    table = table_of([exponent])
+    entries.write_in_place(table.block, FLEX, [(x, 0, how)])
+    return table.seen[0]
 
 
 def defined(x: Tensor, exponent: int) -> tuple[Tensor, int]:
@@ -88,25 +104,24 @@ def test_mantissas_and_values_come_from_one_pass(dtype: torch.dtype, count: int)
     assert torch.equal(result, payload.float() * 2.0**-14) and torch.equal(values(payload, -14), result)
 
 
+@needs_library
 def test_what_is_not_finite_has_no_value_and_is_counted() -> None:
     x = drawn(3000)
     x[[5, 1500, 2999]] = torch.tensor([math.inf, math.nan, -math.inf])
     found, result = mantissas_and_values(x, FLEX, -14)
     assert found.seen is not None and found.seen.nonfinite
     assert torch.equal(result[~x.isfinite()].nan_to_num(7.0), x[~x.isfinite()].nan_to_num(7.0))
-    seen = write_(x, FLEX, -14)
-    assert seen == found.seen and torch.equal(x.nan_to_num(), result.nan_to_num())
+    row = written(x, -14)
+    assert torch.equal(row, record_of(found.seen, has_nan=True)) and torch.equal(x.nan_to_num(), result.nan_to_num())
 
 
+@needs_library
 def test_in_place_is_the_same_and_counts_as_a_change() -> None:
     x = drawn(5, 700)
     _, result = mantissas_and_values(x, FLEX, -12)
     version = x._version
-    write_(x, FLEX, -12)
+    written(x, -12)
     assert torch.equal(x, result) and x._version > version
-    turned = drawn(5, 700).t()
-    write_(turned, FLEX, -12)
-    assert torch.equal(turned, result.t())
 
 
 @pytest.mark.parametrize("with_library", [True, False])
@@ -194,19 +209,35 @@ def test_exact_mantissas_try_a_hint_first() -> None:
 @pytest.mark.parametrize("instructions", [None, "portable"])
 def test_a_step_writes_the_update_and_then_the_weight(instructions: str | None) -> None:
     cpu.select(instructions)
-    old = to_mantissas(drawn(3, 1000), FLEX, -13)
-    before = values(old.payload, -13)
-    moved = before + drawn(3, 1000, seed=1, scale=0.01)
+    old = to_mantissas(drawn(3, 1000, scale=0.3), FLEX, -14)
+    before = values(old.payload, -14)
+    moved, other = before.clone(), before[:1].clone()
+    table = table_of((-21, -14, -21, -14))
+    steps = entries.Steps(table.block, [moved, other], [(0, 1), (2, 3)])
+    assert all(map(torch.equal, steps.before, (before, before[:1])))
+    moved += drawn(3, 1000, seed=1, scale=0.01)
     moved[1, 3] = math.nan
     update, update_values = mantissas_and_values(moved.double() - before.double(), FLEX, -21)
     weight, expected = mantissas_and_values(before.double() + update_values.double(), FLEX, -14)
-    other, beside = before.clone()[:1], Mantissas(old.payload.clone()[:1], -13)
     version = moved._version
-    seen, unmoved = int16_lists.write_steps([moved, other], [old, beside], [(-21, -14), (-21, -13)], FLEX)
-    assert torch.equal(other, before[:1]) and unmoved[0].mantissa == 0 and moved._version > version
+    assert steps.write(table.block, FLEX) == [0, 1, 2, 3]
+    assert torch.equal(other, before[:1]) and table.seen[2, 0] == 0 and moved._version > version
     assert torch.equal(moved.nan_to_num(), expected.nan_to_num()) and moved[1, 3].isnan()
-    assert torch.equal(old.payload, weight.payload)
-    assert seen == (update.seen, weight.seen) and seen[0].overflowed > 0
+    assert update.seen is not None and weight.seen is not None and update.seen.overflowed > 0
+    for row, seen in zip(table.seen, (update.seen, weight.seen), strict=False):
+        assert torch.equal(row, record_of(seen))
+
+
+@needs_library
+def test_steps_of_weights_that_moved_or_do_not_fit_are_left_to_others() -> None:
+    table, weights = (
+        table_of((-20, -14, -20, -14, -20, -14)),
+        [drawn(9).round() / 4, drawn(9) * 1e-3, drawn(9) * 2.0**20],
+    )
+    steps = entries.Steps(table.block, weights, [(0, 1), (2, 3), (4, 5)])
+    assert len(steps.weights) == 1 and steps.weights[0] is weights[0]
+    weights[0].set_(weights[0].clone())  # type: ignore[call-overload]
+    assert steps.write(table.block, FLEX) is None and not table.seen.any()
 
 
 @needs_library
@@ -222,44 +253,37 @@ def test_two_words_in_place_are_the_first_and_what_it_leaves_in_a_second(
     low = low_words.low_value(x, first, exponent, FLEX)
     version = x._version
     cpu.select(instructions)
-    seen = write_words_(x, FLEX, exponent, low_words.LOW_BITS)
+    row = written(x, exponent, entries.TWO_WORDS)
     assert torch.equal(x.nan_to_num(), (low + first).nan_to_num())
-    assert seen is not None and seen == high.seen and seen.overflowed > 0 and x[1, 3].isnan() and x._version > version
-
-
-def test_two_words_are_left_to_others_where_there_is_no_kernel_for_them() -> None:
-    x = drawn(5, 700)
-    before = x.clone()
-    assert write_words_(x.t(), FLEX, -12, low_words.LOW_BITS) is None and torch.equal(x, before)
-    assert write_words_(x, parse("flex16+5:down"), -12, low_words.LOW_BITS) is None and torch.equal(x, before)
+    assert high.seen is not None and high.seen.overflowed > 0 and x[1, 3].isnan() and x._version > version
+    assert torch.equal(row, record_of(high.seen, has_nan=True))
 
 
 @needs_library
 def test_several_tensors_are_looked_at_and_written_as_each_alone() -> None:
-    tensors = [drawn(3, 1000), drawn(1), drawn(70000, seed=2)]
-    exponents = [-13, -14, -12]
+    tensors = [drawn(3, 1000), drawn(2), drawn(70000, seed=2)]
+    exponents = (-13, -14, -12)
     values_of = [mantissas_and_values(x, FLEX, exponent) for x, exponent in zip(tensors, exponents, strict=True)]
-    written = [x.clone() for x in tensors]
-    seen = int16_lists.write_(written, FLEX, exponents)
-    for one, (expected, of_one), found in zip(written, values_of, seen, strict=True):
-        assert torch.equal(one, of_one) and found == expected.seen and one._version > 0
-    exact = int16_lists.exact_mantissas([*written, tensors[0]], [*exponents, -13])
-    assert exact.pop() is None  # what has not been rounded has no mantissas
-    for (expected, _), found_again in zip(values_of, exact, strict=True):
-        assert found_again is not None and torch.equal(found_again.payload, expected.payload)
-        assert found_again.seen is not None and found_again.seen.mantissa == int(expected.payload.int().abs().max())
-    rows = [cpu_int16.Rows(1, x.numel(), x.numel()) for x in written]
-    whole = list(zip(written, [one for one, _ in values_of], rows, strict=True))
-    assert int16_lists.are_int16(whole) == [True] * 3
-    written[1].numpy()[0] += 1  # unseen by torch
-    assert int16_lists.are_int16(whole) == [True, False, True]
+    changed, table = [x.clone() for x in tensors], table_of(exponents)
+    given = [(x, place, entries.VALUES) for place, x in enumerate(changed)]
+    entries.write_in_place(table.block, FLEX, given)
+    for one, (expected, of_one), row in zip(changed, values_of, table.seen, strict=True):
+        assert expected.seen is not None
+        assert torch.equal(one, of_one) and torch.equal(row, record_of(expected.seen)) and one._version > 0
+    rows = [cpu_int16.Rows(1, x.numel(), x.numel()) for x in changed]
+    whole = [(x, one.payload, one.exponent, lie) for x, (one, _), lie in zip(changed, values_of, rows, strict=True)]
+    assert cpu_int16.are_int16(whole) == [True] * 3
+    changed[1].numpy()[0] += 1  # unseen by torch
+    assert cpu_int16.are_int16(whole) == [True, False, True]
 
 
 @needs_library
 def test_a_step_without_effect_tells_so() -> None:
-    old = Mantissas(torch.zeros(10, dtype=torch.int16), -14)
-    ((update, weight),) = int16_lists.write_steps([torch.full((10,), 1e-9)], [old], [(-20, -14)], FLEX)
-    assert (update.mantissa, update.vanished, weight.vanished) == (0, True, False)
+    weight, table = torch.zeros(10), table_of((-20, -14))
+    steps = entries.Steps(table.block, [weight], [(0, 1)])
+    weight.fill_(1e-9)
+    steps.write(table.block, FLEX)
+    assert table.seen[:, [0, entries.FLAGS]].tolist() == [[0, 1 << 16], [0, 0]]  # the update has vanished
 
 
 # a sum of 2^15 or more smallest numbers leaves int32; columns are summed in blocks of 1024

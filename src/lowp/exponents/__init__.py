@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lowp.exponents.scalings import scaling_of
+from lowp.exponents.scalings import is_flexpoint, scaling_of
 from lowp.exponents.shared import SharedExponents
-from lowp.exponents.sites import CLASSES, SiteWriter, Spots, Tell, Trail, class_of, is_result
+from lowp.exponents.sites import CLASSES, Spots, Tell, Trail, class_of, is_result
 from lowp.exponents.summary import Summary
 from lowp.exponents.table import Flush, largest
-from lowp.exponents.weights import WeightSteps
+from lowp.exponents.writer import SiteWriter
 
 __all__ = [
     "CLASSES",
@@ -18,8 +18,8 @@ __all__ = [
     "Summary",
     "Tell",
     "Trail",
-    "WeightSteps",
     "class_of",
+    "is_flexpoint",
     "is_result",
     "largest",
     "scaling_of",

@@ -61,11 +61,9 @@ def tables_of(state: Mapping[str, Any], new: Callable[[Cast], ExponentTable]) ->
 def _fill(table: ExponentTable, saved: Mapping[str, Any]) -> None:
     """Give a new table the entries of a saved one."""
     device = table.before.device
-    table.names = {name: index for index, name in enumerate(saved["sites"])}
-    table.state = type(table.state)(*(_copied(saved["state"][name], device) for name in table.state._fields))
-    table.counts = {name: _copied(saved["counts"][name], device) for name in COUNTS}
-    table.before = _copied(saved["before"], device)
-    table.exponents, table.started = table.state.exponent.tolist(), table.state.started.tolist()
+    state = type(table.state)(*(_copied(saved["state"][name], device) for name in table.state._fields))
+    counts = {name: _copied(saved["counts"][name], device) for name in COUNTS}
+    table.restore(saved["sites"], state, counts, _copied(saved["before"], device))
 
 
 def _copied(saved: Tensor, device: torch.device) -> Tensor:

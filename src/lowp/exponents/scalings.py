@@ -8,7 +8,7 @@ from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.scaling import Autoflex, Reactive
 
-__all__ = ["current", "scaling_of"]
+__all__ = ["current", "is_flexpoint", "scaling_of"]
 
 
 def scaling_of(cast: Cast) -> Autoflex | Reactive:
@@ -27,6 +27,13 @@ def scaling_of(cast: Cast) -> Autoflex | Reactive:
     guess = Autoflex(16, spec.window, headroom=spec.headroom, start_headroom=spec.headroom, adapt=moves)
     guess = Autoflex(**{**guess.__dict__, "min_exponent": low, "max_exponent": high})
     return Reactive(guess=guess) if spec.kind == "reactive" else guess
+
+
+def is_flexpoint(cast: Cast | None) -> bool:
+    """Whether results of a cast are written under the exponents of sites: int16 and not ``current``."""
+    if cast is None or not has_mantissas(cast):
+        return False
+    return cast.scaling is not None and cast.scaling.kind != "current"
 
 
 def current(cast: Cast) -> Cast:

@@ -11,7 +11,8 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,21 +23,17 @@ from lowp import distributed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents import saved
-from lowp.exponents.device_table import Condition, DeviceTable, both, new_table
-from lowp.exponents.faults import cut_off_sites, faulty_sites, nonfinite_flags, warn_of_cut_off
 from lowp.exponents.ranks import AgreedSites
-from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer
-from lowp.exponents.summary import Summary, counted_by_site, summarised
-from lowp.exponents.table import ExponentTable, Flush, SumEntry
-from lowp.exponents.weights import WeightSteps
+from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer, is_result
+from lowp.exponents.summary import Summary, summarised
+from lowp.exponents.table import Condition, ExponentTable, Flush, SumEntry, both
 from lowp.hooks import listed
 from lowp.kernels.choose import hardware
-from lowp.kernels.int16 import low_words, payloads, squares
-from lowp.kernels.int16.cpu_int16 import Seen, is_direct
-from lowp.kernels.int16.lists import exact_mantissas as exact_list
-from lowp.kernels.int16.mantissas import Mantissas, exact_mantissas
+from lowp.kernels.int16 import entries, low_words, payloads
+from lowp.kernels.int16.cpu_int16 import is_direct
+from lowp.kernels.int16.mantissas import Mantissas
 from lowp.kernels.tracing import is_sharded
-from lowp.scaling.powers import LARGEST_NORMAL, times
+from lowp.scaling.powers import times
 
 __all__ = ["SharedExponents"]
 
@@ -45,9 +42,8 @@ class SharedExponents:
     """The exponents of all sites of a training run: `write` uses them, `flush` updates them, `summary` sums them up."""
 
     def __init__(self) -> None:
-        self._groups: dict[Cast, ExponentTable] = {}
+        self._tables: dict[Cast, ExponentTable] = {}
         self._passes = Passes()
-        self._faults: list[str] = []
         self._watchers: list[Callable[[Flush], object]] = []
         self._listeners: list[Callable[[str, Tensor, int], object]] = []
         self._unless: Tensor | None = None
@@ -95,43 +91,33 @@ class SharedExponents:
                 "exponents are not predicted"
             )
         x = x.detach() if x.requires_grad else x  # the same tensor object if possible, for data cached by tensor
-        if unless_exact and payloads.is_exact(x, cast):
-            return x.float(), None
-        group, training = self._group(cast, x.device), training and not self._is_apart
-        if isinstance(group, DeviceTable):
-            return self._write_there(group, x, site, training, unless_exact), None
-        if not training:
-            return group.write_apart(x, site), None
-        index = self._begun(group, site)
+        table = self._table(cast, x.device)
+        when: Condition = True
+        otherwise = None
+        if unless_exact and table.is_host:
+            if payloads.is_exact(x, cast):
+                return x.float(), None
+        elif unless_exact:
+            is_exact, otherwise = payloads.exact_there(x, cast)
+            when = ~is_exact
+        if not training or self._is_apart:
+            result = table.write_apart(x, site)
+            return result if when is True else torch.where(when, result, x.float()), None
+        if self._unless is not None and not table.is_host:
+            when = both(when, ~self._unless)
+        index = self._entry(table, site, when)
         is_long = max(x.shape, default=0) >= low_words.FEATURES
-        result, nonfinite, found, _ = group.write(x, index, site, in_place and not is_long and not self._listeners)
+        in_place = in_place and not is_long and not self._listeners
+        result, exponent, found = table.write(x, index, in_place, when, otherwise)
         if is_long:
-            result, found = self._with_low_word(group, x, result, site), None
-        if nonfinite and site not in self._faults:
-            self._faults.append(site)
-        for listener in self._listeners:
-            listener(site, x, group.exponents[index])
-        return result, found
-
-    def _write_there(self, group: DeviceTable, x: Tensor, site: str, training: bool, unless_exact: bool) -> Tensor:
-        """Do `write` on a device, which decides by itself whether it happens."""
-        found = payloads.exact_there(x, group.cast) if unless_exact else None
-        when: Condition = True if found is None else ~found[0]
-        if not training:
-            result = group.write_apart(x, site)
-            return result if when is True else torch.where(when, result, x.float())
-        when = when if self._unless is None else both(when, ~self._unless)
-        index = self._begun(group, site, when)
-        otherwise = None if found is None else found[1]
-        result, _, _, exponent = group.write(x, index, site, when=when, otherwise=otherwise)
-        if max(x.shape, default=0) >= low_words.FEATURES:
-            result = self._with_low_word(group, x, result, site)
+            result, found = self._with_low_word(table, x, result, site, exponent), None
             if when is not True:  # x + (x - x) is not x if x is infinite
                 result = torch.where(when, result, x.float())
-            payloads.keep(result, group.cast.format, exponent)
+            if not table.is_host:
+                payloads.keep(result, cast.format, exponent)
         for listener in self._listeners:
-            listener(site, x, group.exponents[index])
-        return result
+            listener(site, x, int(table.state.exponent[index]) if table.is_host else table.scaling.first_exponent)
+        return result, found
 
     @contextmanager
     def unless(self, is_skipped: Tensor | None) -> Iterator[None]:
@@ -152,227 +138,178 @@ class SharedExponents:
             self._is_apart = before
 
     @staticmethod
-    def _with_low_word(group: ExponentTable, x: Tensor, high: Tensor, site: str) -> Tensor:
+    def _with_low_word(table: ExponentTable, x: Tensor, high: Tensor, site: str, exponent: Any) -> Tensor:
         """Return the written value of x, with a second word if one word would lose features of a gradient."""
         axis = features_axis(site, x)
         if axis is None:
             return high
-        if not low_words.has_low_word(group.cast):
-            low_words.warn_of_loss(x, high, group.cast, f"the {site}", axis)
+        if not low_words.has_low_word(table.cast):
+            low_words.warn_of_loss(x, high, table.cast, f"the {site}", axis)
             return high
-        low = group.low_word(x, high, group.names[site], None if is_of_optimizer(site) else axis)
-        return high if low is None else low.add_(high)
+        needed = None if is_of_optimizer(site) else axis
+        if not table.is_host:
+            return low_words.low_value_there(x, high, exponent, needed).add_(high)
+        if needed is not None and not low_words.is_coarse(x, exponent, axis):
+            return high
+        return low_words.low_value(x, high, exponent, table.cast).add_(high)
 
-    def sum_entry(self, cast: Cast, site: str) -> SumEntry | None:
+    def entry(self, cast: Cast, site: str) -> SumEntry | None:
         """Return the entry for writing an exact sum of training directly from its integers.
 
-        None if the sum itself must be examined and passed to `write`: at a first write, `apart`, for listeners, and in
-        other rounding modes.
+        None if the sum itself must be examined and passed to `write`: `apart`, for listeners, and in other rounding
+        modes. An entry that has not begun has to be written so, too.
         """
         if self._listeners or self._is_apart:
             return None
-        group = self._group(cast, torch.device("cpu"))
-        index = self._begun(group, site)
-        return SumEntry(group, index, group.exponents[index]) if group.is_plain and group.started[index] else None
+        table = self._table(cast, torch.device("cpu"))
+        return SumEntry(table, self._entry(table, site)) if table.is_host and table.is_plain else None
 
-    def sum_entries(self, cast: Cast, sites: Sequence[str]) -> list[SumEntry] | None:
-        """Return `sum_entry` of several sites; None, with nothing done, if a site has none or was written before."""
-        group = None if self._listeners else self._groups.get(cast)
-        if group is None or not group.is_plain:
+    def places_of(self, cast: Cast, sites: Sequence[str]) -> tuple[ExponentTable, list[int]] | None:
+        """Return the table, and the entries of several sites, as `entry` of one.
+
+        None, with nothing done, if a site has no entry or was written in this step.
+        """
+        table = None if self._listeners or self._is_apart else self._tables.get(cast)
+        if table is None or not (table.is_host and table.is_plain):
             return None
         found = []
         for site in sites:
-            index = group.names.get(site)
-            if index is None or index in group.pending or not group.started[index]:
+            index = table.names.get(site)
+            if index is None or index in table.written:
                 return None
-            found.append(SumEntry(group, index, group.exponents[index]))
-        return found
+            found.append(index)
+        return table, found
 
-    def write_(self, x: Tensor, cast: Cast, site: str) -> None:
-        """Write x, an fp32 tensor, in place, as `write` does."""
-        if self._listeners:
-            x.copy_(self.write(x, cast, site))
-            return
-        group = self._group(cast, x.device)
-        if not group.has_integer_kernels:  # an accelerator would have to be read to know whether x is coarse
-            x.copy_(self.write(x, cast, site))
-            return
-        index = self._begun(group, site)
-        axis = features_axis(site, x) if low_words.has_low_word(cast) else None
-        if axis is not None and (is_of_optimizer(site) or group.is_coarse(x, index, axis)):
-            if not group.write_words_(x, index):
-                x.copy_(self.write(x, cast, site))
-                return
-        else:
-            group.write_(x, index)
-        self._note_faults(group, ((site, index),))
+    def write_at_once(
+        self, tensors: Sequence[Tensor], cast: Cast, sites: Sequence[str], squares: Container[int]
+    ) -> list[int]:
+        """Write tensors in place, each at its own site, in one call of the C++ library; return the places of the rest.
 
-    def write_list_(self, tensors: Sequence[Tensor], cast: Cast, sites: Sequence[str]) -> None:
-        """Write fp32 tensors in place, each at its own site, as `write_` does."""
-        group = self._group(cast, tensors[0].device) if tensors else None
-        if group is None or self._listeners or not group.has_integer_kernels or len(set(sites)) < len(sites):
-            for x, site in zip(tensors, sites, strict=True):
-                self.write_(x, cast, site)
-            return
-        has_words = low_words.has_low_word(cast)
-        chosen: dict[str, Tensor] = {}
-        for x, site in zip(tensors, sites, strict=True):
-            if has_words and features_axis(site, x) is not None:
-                self.write_(x, cast, site)
-            else:
-                chosen[site] = x
-        indices = [self._begun(group, site) for site in chosen]
-        group.write_list_(list(chosen.values()), indices)
-        self._note_faults(group, zip(chosen, indices, strict=True))
-
-    def square_entry(self, x: Tensor, cast: Cast, site: str) -> SumEntry | None:
-        """Return the entry under which `squares.write_` may write x, in fp32; None, with nothing done, if it may not.
-
-        It may not where `write` has to see the root: as for `sum_entries`, `apart`, where a root may need a second
-        word, and where `squares` does not serve x.
+        The rest has to be written by `write`: elsewhere than on a CPU, at a second write of a step, for listeners, and
+        gradients that may need a second word. Of means of squares, at the places `squares`, the root is written: see
+        `FlexWeights`.
         """
-        if self._is_apart or max(x.shape, default=0) >= low_words.FEATURES:
-            return None
-        found = self.sum_entries(cast, [site])
-        return found[0] if found is not None and squares.serves(x, found[0].exponent) else None
+        table = self._table(cast, tensors[0].device) if tensors else None
+        if (
+            table is None
+            or self._listeners
+            or self._is_apart
+            or not (table.is_host and table.is_plain and table.is_near)
+        ):
+            return list(range(len(tensors)))
+        if len(set(sites)) < len(sites) or any(table.names.get(site) in table.written for site in sites):
+            return list(range(len(tensors)))
+        has_words, are_direct, given, rest = low_words.has_low_word(cast), is_direct(*tensors), [], []
+        for place, (x, site) in enumerate(zip(tensors, sites, strict=True)):
+            how: int | None = entries.ROOTS if place in squares else entries.VALUES
+            if max(x.shape, default=0) >= low_words.FEATURES and features_axis(site, x) is not None:
+                how = entries.TWO_WORDS if how == entries.VALUES and has_words and is_of_optimizer(site) else None
+            index = table.index(site)  # of the rest, too: entries are in the order of sites
+            if how is None or not (are_direct or is_direct(x)):
+                rest.append(place)
+            else:
+                given.append((x, index, how))
+        if given:
+            entries.write_in_place(table.block, cast, given)
+            table.written |= dict.fromkeys([index for _, index, _ in given], True)
+        return rest
 
-    def note(self, site: str, entry: SumEntry, seen: Seen) -> None:
-        """Note what was seen of a tensor that was written under an entry of a site."""
-        entry.table.note(entry.place, seen)
-        self._note_faults(entry.table, ((site, entry.place),))
-
-    def begin_steps(
-        self, weights: Sequence[Tensor], cast: Cast, sites: Sequence[tuple[str, str]]
-    ) -> WeightSteps | None:
-        """Return the steps to come of those weights that `end_steps` can write all at once; None if there are none.
+    def steps(self, weights: Sequence[Tensor], cast: Cast, sites: Sequence[tuple[str, str]]) -> entries.Steps | None:
+        """Return the steps to come of those weights that `end` can write all at once; None if there are none.
 
         `sites` are those of update and weight.
         """
-        group = None if self._listeners else self._groups.get(cast)
-        return None if group is None else WeightSteps.begin(group, weights, sites)
+        table = None if self._listeners else self._tables.get(cast)
+        if table is None or not (table.is_host and table.is_plain):
+            return None
+        if len({site for pair in sites for site in pair}) < 2 * len(sites):
+            return None
+        ready, places, are_direct = [], [], is_direct(*weights)
+        for weight, (update_site, site) in zip(weights, sites, strict=True):
+            update, own = table.names.get(update_site), table.names.get(site)
+            if update is None or own is None or update in table.written or own in table.written:
+                continue
+            if are_direct or is_direct(weight):
+                ready.append(weight)
+                places.append((update, own))
+        found = entries.Steps(table.block, ready, places) if ready else None
+        return found if found is not None and found.weights else None
 
-    def end_steps(self, steps: WeightSteps) -> bool:
-        """Write what a step has changed of weights, as `write_steps` does. False, with nothing done, if moved."""
-        bad = None if self._listeners else steps.write()
-        for index in bad or ():
-            site = next(name for name, place in steps.table.names.items() if place == index)
-            if site not in self._faults:
-                self._faults.append(site)
-        return bad is not None
+    def end(self, steps: entries.Steps, cast: Cast) -> bool:
+        """Write what a step has changed of weights, and each as the sum. False, with nothing done, if one has moved."""
+        table = self._tables[cast]
+        written = None if self._listeners else steps.write(table.block, cast)
+        table.written |= dict.fromkeys(written or (), True)
+        return written is not None
 
-    def write_steps(
-        self, weights: Sequence[Tensor], old: Sequence[Mantissas], cast: Cast, sites: Sequence[tuple[str, str]]
-    ) -> list[bool]:
-        """Write what a step has changed of weights since they had the mantissas `old`, and each as the sum, in place.
-
-        In one pass; `sites` are those of update and weight. Returns False, with nothing done, for each weight where
-        `write` has to see one after the other.
-        """
-        group = self._groups.get(cast)
-        if group is None or self._listeners or len({site for pair in sites for site in pair}) < 2 * len(sites):
-            return [False] * len(weights)
-        chosen: dict[int, tuple[int, int]] = {}
-        for number, (weight, one, (update, site)) in enumerate(zip(weights, old, sites, strict=True)):
-            places = group.names.get(update), group.names.get(site)
-            if places[0] is not None and places[1] is not None and group.may_step(weight, one, places[0], places[1]):
-                chosen[number] = places[0], places[1]
-        if chosen:
-            group.write_steps([weights[i] for i in chosen], [old[i] for i in chosen], list(chosen.values()))
-        for number, indices in chosen.items():
-            self._note_faults(group, zip(sites[number], indices, strict=True))
-        return [number in chosen for number in range(len(weights))]
-
-    def _note_faults(self, group: ExponentTable, written: Iterable[tuple[str, int]]) -> None:
-        for site, index in written:
-            if group.pending[index].nonfinite and site not in self._faults:
-                self._faults.append(site)
-
-    def mantissas(self, tensors: Sequence[Tensor], cast: Cast, sites: Sequence[str]) -> list[Mantissas | None]:
-        """Return the mantissas of the tensor at each site, bit for bit; None if a tensor is not in the format."""
-        group = self._groups.get(cast)
-        found: list[Mantissas | None] = [None] * len(tensors)
-        if group is None or not group.has_integer_kernels:
-            return found
-        hints = {
-            i: group.exponents[group.names[site]]
-            for i, (x, site) in enumerate(zip(tensors, sites, strict=True))
-            if site in group.names and is_direct(x)
-        }
-        if not hints:  # without the library there are none
-            return found
-        for i, one in zip(hints, exact_list([tensors[i] for i in hints], list(hints.values())), strict=True):
-            found[i] = exact_mantissas(tensors[i], cast, hints[i]) if one is None else one
-        return found
-
-    def _group(self, cast: Cast, device: torch.device) -> ExponentTable:
+    def _table(self, cast: Cast, device: torch.device) -> ExponentTable:
+        for table in self._tables.values():  # one or two
+            if table.cast is cast and table.device == device:
+                return table
         if not hardware.has_numbers(device):  # a model that is called for its shapes writes no numbers
-            return new_table(cast, device)
-        for group in self._groups.values():  # one or two
-            if group.cast is cast:
-                return group
-        found = self._groups.get(cast)
+            return ExponentTable(cast, device)
+        found = self._tables.get(cast)
         if found is None:
-            found = self._groups[cast] = new_table(cast, device)
+            found = self._tables[cast] = ExponentTable(cast, device)
         return found
 
-    def _begun(self, group: ExponentTable, site: str, when: Condition = True) -> int:
+    def _entry(self, table: ExponentTable, site: str, when: Condition = True) -> int:
         """Return the entry of a site, ready for a write of training, which counts if `when` holds."""
-        index = group.names.get(site)
+        index = table.names.get(site)
         if index is None:
-            return group.index(site)
-        if index in group.pending and not distributed.has_other_ranks():
-            # a second write at a site uses the result of the first
-            if isinstance(group, DeviceTable):
-                self._tell(group.flush_before(index, when, bool(self._watchers)))
-            else:  # a step that ends without `flush`, as in a region of its own
-                if not self.has_told_beyond and (cut_off := cut_off_sites([group])):
-                    self.has_told_beyond = True
-                    warn_of_cut_off(group.cast, cut_off[0])
-                self._flush(group)
+            return table.index(site)
+        if index in table.written and not distributed.has_other_ranks():
+            # a second write at a site uses the result of the first; a step may end without `flush`, in a region alone
+            if not self.has_told_beyond and (cut_off := table.cut_off()):
+                self.has_told_beyond = True
+                warnings.warn(
+                    f"numbers beyond the largest of {table.cast.format} are cut off, first in the {cut_off[0]}. If "
+                    "this continues, look at the learning rate and at the scale of inputs and loss",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            self._tell(table.flush_before(index, when, bool(self._watchers)))
         return index
 
     def has_begun(self, cast: Cast, site: str) -> bool:
         """Whether a site has an exponent: on a CPU that of numbers other than 0, on a device that of any write."""
-        group = self._groups.get(cast)
-        index = None if group is None else group.names.get(site)
-        return group is not None and index is not None and (isinstance(group, DeviceTable) or group.started[index])
+        table = self._tables.get(cast)
+        index = None if table is None else table.names.get(site)
+        return table is not None and index is not None and (not table.is_host or bool(table.state.started[index]))
 
     def begin(self, x: Tensor, cast: Cast, site: str) -> None:
         """Let a site begin, unless it has begun, with the exponent of a first write of x; nothing is written."""
-        self._group(cast, x.device).begin(x, self._begun(self._group(cast, x.device), site))
+        table = self._table(cast, x.device)
+        table.begin(x, self._entry(table, site))
 
-    def admit_all(self, standing: Sequence[Tensor], coming: Sequence[Tensor], cast: Cast, sites: list[str]) -> None:
-        """Do `admit` for sites of a device, before `coming` is written at them; nothing is read."""
-        group = self._groups.get(cast)
-        if isinstance(group, DeviceTable) and sites:
-            group.admit_all(standing, coming, sites, True if self._unless is None else ~self._unless)
-
-    def admit(self, x: Tensor, cast: Cast, site: str) -> None:
-        """Restart a site if x, which was set from outside, is larger than its exponent can hold.
+    def admit(self, tensors: Sequence[Tensor], cast: Cast, sites: list[str]) -> None:
+        """Restart sites that hold less than what stands there, which was set from outside; nothing is read.
 
         Weights that were loaded or scaled between two steps were not predicted, so they must not be cut off.
         """
-        group = self._groups.get(cast)
-        if group is not None and site in group.names:
-            group.admit(x.detach(), group.names[site])
+        table = self._tables.get(cast)
+        known = [place for place, site in enumerate(sites) if table is not None and site in table.names]
+        if table is not None and known:
+            when: Condition = True if self._unless is None or table.is_host else ~self._unless
+            table.admit([tensors[place].detach() for place in known], [sites[place] for place in known], when)
 
-    def write_again(self, x: Tensor, cast: Cast, site: str, exponent: int | Tensor, unless_exact: bool) -> Tensor:
+    def write_again(self, x: Tensor, cast: Cast, site: str, exponent: Tensor, unless_exact: bool) -> Tensor:
         """Return the earlier result of `write` under this exponent, and note nothing."""
-        x = x.detach() if x.requires_grad else x
-        if unless_exact and payloads.is_exact(x, cast):
+        x, table = x.detach() if x.requires_grad else x, self._table(cast, x.device)
+        if unless_exact and table.is_host and payloads.is_exact(x, cast):
             return x.float()
-        result = self._group(cast, x.device).write_at(x, exponent)
-        if unless_exact and isinstance(exponent, Tensor):
+        result = table.write_at(x, exponent)
+        if unless_exact and not table.is_host:
             return torch.where(payloads.exact_there(x, cast)[0], x.float(), result)
         return result
 
-    def latest_exponent(self, cast: Cast, site: str) -> Any:
-        """Return the exponent of the latest write at a site in this step (a tensor on an accelerator), or None."""
-        group = self._groups.get(cast)
-        index = None if group is None else group.names.get(site)
-        if group is None or index is None or index not in group.pending:
+    def latest_exponent(self, cast: Cast, site: str) -> Tensor | None:
+        """Return the exponent of the latest write at a site in this step, a 0-d tensor, or None."""
+        table = self._tables.get(cast)
+        index = None if table is None else table.names.get(site)
+        if table is None or index is None or index not in table.written:
             return None
-        return group.exponent_of(index)
+        return table.exponent(index)
 
     def spots(self) -> Spots:
         """Return the spots of a new entry of a region."""
@@ -391,18 +328,13 @@ class SharedExponents:
         self._passes.end_step()
         agreed: dict[Cast, Tensor] = {}
         if distributed.has_other_ranks():
-            agreed = self._agreed.agree(self._groups, self._group, distributed.world())
-        items = list(self._groups.items())
-        if len(items) > 1:
-            items.sort(key=lambda one: str(one[0]))  # the same order on every rank
-        for cast, group in items:
-            self._flush(group, agreed.get(cast))
-            if isinstance(group, DeviceTable):
-                group.end_step()
-        self._faults = []
-
-    def _flush(self, group: ExponentTable, agreed: Tensor | None = None) -> None:
-        self._tell(group.flush(agreed, tell=bool(self._watchers)))
+            agreed = self._agreed.agree(self._tables, self._table, distributed.world())
+        tables = list(self._tables.items())
+        if len(tables) > 1:
+            tables.sort(key=lambda one: str(one[0]))  # the same order on every rank
+        for cast, table in tables:
+            self._tell(table.flush(agreed.get(cast), tell=bool(self._watchers)))
+            table.end_step()
 
     def _tell(self, done: Flush | None) -> None:
         if done is not None:
@@ -422,30 +354,35 @@ class SharedExponents:
         Empty if only results, and no gradient, are not finite: a program may mask with infinities, or not use an
         overflowed result. Waits for an accelerator, once; a CPU knows the answer.
         """
-        return faulty_sites(self._faults, self.flags())
+        found: list[str] = []
+        for table in self._tables.values():
+            if table.names and (table.faults.any() if table.is_host else True):
+                found += [site for site, is_bad in zip(table.names, table.faults.tolist(), strict=True) if is_bad]
+        return [] if all(is_result(site) for site in found) else found
 
     def flags(self) -> dict[str, Tensor]:
         """Whether what was written in this step was not finite, by site, of the sites of devices: nothing is read."""
-        return nonfinite_flags(self._groups.values())
+        tables = [table for table in self._tables.values() if table.names and not table.is_host]
+        return {site: flag for table in tables for site, flag in zip(table.names, table.faults.unbind(), strict=True)}
 
     def beyond(self, most: bool = False) -> list[str]:
         """Return the sites where numbers were cut off in this step that no exponent of the format can hold.
 
-        With `most`, those where most numbers were, under whatever exponent. Only for writes on a CPU: an accelerator is
-        not waited for.
+        With `most`, results of which most numbers were, as exponents predicted from earlier steps hold less. Only for
+        writes on a CPU: an accelerator is not waited for.
         """
-        return cut_off_sites(self._groups.values(), most)
+        return [site for table in self._tables.values() for site in table.cut_off(most)]
 
     # -- what was seen --------------------------------------------------------------------------------------------
     def sites(self) -> list[str]:
         """Return the sites, in the order of their first writes."""
-        return [name for group in self._groups.values() for name in group.names]
+        return [name for table in self._tables.values() for name in table.names]
 
     def exponent(self, site: str) -> int:
         """Return the exponent of the next write at a site. Raises InvalidInput for a site that was never written."""
-        for group in self._groups.values():
-            if site in group.names:
-                return int(group.state.exponent[group.names[site]])
+        for table in self._tables.values():
+            if site in table.names:
+                return int(table.state.exponent[table.names[site]])
         raise InvalidInput(
             f"nothing has been recorded at the site {site!r}; sites have names such as {self.sites()[:3]}"
         )
@@ -455,20 +392,17 @@ class SharedExponents:
 
         Raises KeyError for a site that was never written.
         """
-        group = next(group for group in self._groups.values() if site in group.names)
-        index = group.names[site]
-        if not isinstance(group, DeviceTable) and abs(group.exponents[index]) <= LARGEST_NORMAL:
-            return torch.full((), 2.0 ** group.exponents[index], dtype=torch.float32, device=group.device)
-        exponent = group.state.exponent[index]
+        table = next(table for table in self._tables.values() if site in table.names)
+        exponent = table.state.exponent[table.names[site]]
         return times(torch.ones((), dtype=torch.float32, device=exponent.device), exponent)
 
     def summary(self) -> dict[str, Summary]:
         """Return a summary of all flushed writes, by class of tensors and as ``all``."""
-        return summarised(self._groups.values())
+        return summarised(self._tables.values())
 
     def counted(self) -> list[tuple[list[str], Tensor, Tensor]]:
         """Return sites, their writes, and those that were saturated, int64 [sites], on their devices; never waits."""
-        return counted_by_site(self._groups.values())
+        return [(list(one.names), one.state.writes, one.state.saturated) for one in self._tables.values() if one.names]
 
     def watch(self, callback: Callable[[Flush], object]) -> Callable[[], None]:
         """Call `callback` with the writes of each step when the step is flushed. Return a function that ends this."""
@@ -488,9 +422,9 @@ class SharedExponents:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values and tensors. Call it between steps: it flushes nothing."""
-        return saved.state_of(self._groups)
+        return saved.state_of(self._tables)
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Continue from `state_dict`. Raises InvalidInput, with nothing changed, for any other state."""
-        groups = saved.tables_of(state, lambda cast: new_table(cast, torch.device(device)))
-        self._groups, self._faults, self._agreed = groups, [], AgreedSites(groups)
+        self._tables = saved.tables_of(state, lambda cast: ExponentTable(cast, torch.device(device)))
+        self._agreed = AgreedSites(self._tables)

@@ -17,11 +17,11 @@ A site's name also determines the class of its tensors: weights, activations, gr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -31,15 +31,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowp.casts import Cast
 from lowp.kernels.int16 import low_words
 
-if TYPE_CHECKING:
-    from lowp.exponents.shared import SharedExponents
-    from lowp.exponents.table import SumEntry
-    from lowp.kernels.int16.mantissas import Mantissas
-
 __all__ = [
     "CLASSES",
     "Passes",
-    "SiteWriter",
     "Spots",
     "Tell",
     "Trail",
@@ -131,7 +125,7 @@ class Trail:
 
     def __init__(self, training: bool) -> None:
         self.training = training
-        self.exponents: dict[str, int | Tensor] = {}
+        self.exponents: dict[str, Tensor] = {}
         self.is_repeated = False
 
 
@@ -175,7 +169,8 @@ class Spots:
             count.step = self._passes.step
             count.met.clear()
             count.passes.clear()
-        root, training = self._passes.root(module), self.training
+        root = self._passes.root(module)
+        training = torch.is_grad_enabled() or (self.trail is not None and self.trail.training)
         if training and root not in count.passes:
             count.passes[root] = self._passes.begin(root)
         where = root + f"{path} {op}".strip()
@@ -184,16 +179,6 @@ class Spots:
         met = count.met[key] = count.met.get(key, 0) + 1
         number = count.passes.get(root, 1)
         return f"{where}{f' #{met}' if met > 1 else ''}{f', pass {number}' if number > 1 else ''}{mark}"
-
-    def writer(
-        self,
-        exponents: SharedExponents,
-        cast: Cast,
-        where: tuple[nn.Module | None, str, str],
-        tell: Tell | None = None,
-    ) -> SiteWriter:
-        """Return the writer of the op that runs. `where`: its outermost module, its module path and its name."""
-        return SiteWriter(exponents, cast, self.spot(*where), self.training, self.trail, tell)
 
     @property
     def training(self) -> bool:
@@ -209,82 +194,6 @@ def _requires_grad(values: Any) -> bool:
     elif not isinstance(values, (list, tuple)):
         return False
     return any(_requires_grad(one) for one in values)
-
-
-@dataclass(eq=False)
-class SiteWriter:
-    """One op at one spot of the step: writes each of its results under the site of the result's role.
-
-    `tell` is called with the tensor, its role and its cast, for observers.
-    """
-
-    exponents: SharedExponents
-    cast: Cast
-    where: str
-    training: bool
-    trail: Trail | None = None
-    tell: Tell | None = None
-    _parts: Iterator[int] = field(default_factory=count, init=False)
-
-    def write(self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False) -> Tensor:
-        """Return the values of `written`, which takes the same arguments."""
-        return self.written(x, role, unless_exact, in_place)[0]
-
-    def written(
-        self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False
-    ) -> tuple[Tensor, Mantissas | None]:
-        """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
-
-        `unless_exact`: a tensor that is already in the format stays unchanged. `in_place`: unless an observer has seen
-        x, its memory may be overwritten. See `SharedExponents.written`, which returns the mantissas, too.
-        """
-        if self.tell is not None:
-            self.tell(x, role, self.cast)
-        site = f"{role} of {self.where}"
-        trail = self._trail_of(role)
-        if trail is not None and trail.is_repeated and site in trail.exponents:
-            return self.exponents.write_again(x, self.cast, site, trail.exponents[site], unless_exact), None
-        in_place = in_place and self.tell is None
-        result = self.exponents.written(
-            x, self.cast, site, training=self.training, unless_exact=unless_exact, in_place=in_place
-        )
-        if trail is not None:
-            self._note(trail, site)
-        return result
-
-    def sum_entry(self, role: str) -> SumEntry | None:
-        """Return the entry for writing an exact sum of a role from its integers; None if `write` must see the sum."""
-        trail = self._trail_of(role)
-        if not self.training or (trail is not None and trail.is_repeated) or self.tell is not None:
-            return None
-        site = f"{role} of {self.where}"
-        entry = self.exponents.sum_entry(self.cast, site)
-        if trail is not None and entry is not None:
-            trail.exponents[site] = entry.exponent
-        return entry
-
-    def sum_entries(self, roles: Sequence[str]) -> list[SumEntry] | None:
-        """Return the entries for writing exact sums of gradients; None if `write` must see one after the other."""
-        if not self.training or self.tell is not None:
-            return None
-        return self.exponents.sum_entries(self.cast, [f"{role} of {self.where}" for role in roles])
-
-    def _trail_of(self, role: str) -> Trail | None:
-        """Return the trail for results. Gradients have none: they are written once, by the repeated run."""
-        return None if role.endswith("gradient") else self.trail
-
-    def _note(self, trail: Trail, site: str) -> None:
-        if not trail.is_repeated:
-            exponent = self.exponents.latest_exponent(self.cast, site)
-            if exponent is not None:
-                trail.exponents[site] = exponent
-
-    def part(self) -> SiteWriter:
-        """Return the writer of the op's first product, at the next call that of its second, and so on."""
-        number = next(self._parts)
-        if number == 0:
-            return self
-        return replace(self, where=f"{self.where}, product {number + 1}")
 
 
 # -- classes ------------------------------------------------------------------------------------------------------

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from lowp.exponents.sites import CLASSES, class_of
 from lowp.exponents.table import COUNTS, ExponentTable
 
-__all__ = ["Summary", "counted_by_site", "summarised"]
+__all__ = ["Summary", "summarised"]
 
 
 @dataclass
@@ -32,12 +30,6 @@ class Summary:
     def headroom_bits(self) -> float:
         """The mean of log2(32768 / Γ) over the writes that were not all zero."""
         return self.headroom_sum / self.measured if self.measured else math.nan
-
-
-def counted_by_site(groups: Iterable[ExponentTable]) -> list[tuple[list[str], Tensor, Tensor]]:
-    """Return sites, their writes and those of them that were saturated, by table, on its device: nothing is read."""
-    found = ((list(group.names), group.state) for group in groups)
-    return [(sites, state.writes[: len(sites)], state.saturated[: len(sites)]) for sites, state in found if sites]
 
 
 def summarised(groups: Iterable[ExponentTable]) -> dict[str, Summary]:

@@ -1,31 +1,50 @@
-"""The table of shared exponents: what one write does, and how the writes of a step update all entries at once."""
+"""The table of shared exponents: what one write does, and how the writes of a step update all entries at once.
+
+An exponent is a slot of a tensor on every device. A CPU's are read and begun by the C++ library, in the call that
+writes; those of other devices by Triton's kernels or by torch, and nobody reads them. There each thing that a CPU
+decides (a gradient that is in the format already stays as it is, a step with infinities is not taken, a weight that
+was put there from outside begins anew) is a flag, a 0-d tensor of bools, and a write that is not to happen is computed
+all the same and left out of everything that remembers writes. So the numbers are those of a CPU, and a captured graph
+makes the decisions anew at each replay.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.compat import widest_float
+from lowp.exponents.first import FirstExponents
 from lowp.exponents.scalings import current, scaling_of
 from lowp.exponents.sites import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels.choose.dispatch import has_integer_kernels
-from lowp.kernels.int16 import lists as int16_lists
-from lowp.kernels.int16 import low_words, payloads, predictions
-from lowp.kernels.int16.cpu_int16 import Seen, is_direct
+from lowp.kernels.choose.dispatch import by_triton, has_integer_kernels, runs_triton, uses_library
+from lowp.kernels.int16 import entries, payloads
+from lowp.kernels.int16.cpu_int16 import Seen
+from lowp.kernels.int16.device_mantissas import exponent_of_finite
 from lowp.kernels.int16.integer import Exact
-from lowp.kernels.int16.mantissas import Mantissas, current_exponent, int16_element, mantissas_and_values, values
-from lowp.kernels.int16.writes import write_, write_words_
-from lowp.kernels.int16.written import WrittenMantissas
+from lowp.kernels.int16.layer import LayerResult
+from lowp.kernels.int16.mantissas import (
+    Mantissas,
+    current_exponent,
+    int16_element,
+    laid_out,
+    mantissas_and_values,
+    values,
+)
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 from lowp.scaling.powers import times
 
-__all__ = ["COUNTS", "MOST_MANTISSA", "ExponentTable", "Flush", "SumEntry", "Written", "largest"]
+__all__ = ["COUNTS", "Condition", "ExponentTable", "Flush", "SumEntry", "Written", "both", "largest"]
+
+Condition: TypeAlias = Literal[True] | Tensor  # of a write: True, or a 0-d tensor of its device
+COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
+_LOWEST = -1000  # below every exponent
 
 
 class Flush(NamedTuple):
@@ -38,69 +57,79 @@ class Flush(NamedTuple):
     predicted: Tensor | None  # fp64[n], χ; None of scalings that predict no maximum
 
 
-# observations of a write, by the fields of `Seen`: the maximum, flags, and counts that only reactive exponents read
-_FLAGS = {"nonfinite": torch.bool, "vanished": torch.bool}
-_COUNTED = {"overflowed": torch.int64, "crowded": torch.int64, "elements": torch.int64}
-_SEEN = {"mantissa": torch.int32, **_FLAGS, **_COUNTED, "mask": torch.bool}  # in the order of `Seen`
-_LOWEST = -1000  # below every exponent
-MOST_MANTISSA = 1 << 29  # that is noted of a single number beyond the entry's exponent, in its units
-COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
-
-
 class Written(NamedTuple):
-    """A tensor that was written: its values in fp32, whether any is not finite, and its mantissas."""
+    """A tensor that was written: its values in fp32, their exponent, and on a CPU their mantissas."""
 
     values: Tensor
-    nonfinite: Any
-    mantissas: Mantissas | None = None  # None if any is not finite, and on an accelerator
-    exponent: Any = None  # of the values, on an accelerator
+    exponent: Any  # a number on a CPU
+    mantissas: Mantissas | None = None  # None if anything is not finite, and on other devices
 
 
 class SumEntry(NamedTuple):
-    """The entry of a table under which an exact sum is written from its mantissas."""
+    """An entry of a table under which an exact sum may be written from its integers."""
 
     table: ExponentTable
     place: int
-    exponent: int
 
-    def write(self, found: Exact) -> Tensor:
-        """Return the values of a sum given as mantissas, cache the mantissas with them, and note the observations."""
-        payload, saturated, largest, sums = found
-        payload = payload.contiguous()
-        seen = Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel())
-        return self.wrote(WrittenMantissas(values(payload, self.exponent), payload, self.exponent, seen))
+    def write(self, found: Exact, exponent: int) -> Tensor:
+        """Return the values of a sum given as mantissas, keep the mantissas with them, and note what was seen."""
+        payload, saturated, most, sums = found
+        seen = Seen(most, False, most == 0 and sums > 0, saturated, 0, payload.numel())
+        self.table.note(self.place, entries.record_of(seen))
+        made = values(payload, exponent)
+        payloads.keep(made, self.table.cast.format, exponent, payload)
+        return made
 
-    def wrote(self, found: WrittenMantissas) -> Tensor:
-        """Return the values of what was written under this entry, and do the same."""
-        self.table.note(self.place, found.seen)
-        payloads.keep(found.values, self.table.cast.format, self.exponent, found.payload)
-        return found.values
+    @property
+    def has_begun(self) -> bool:
+        """Whether the entry has begun."""
+        return bool(self.table.state.started[self.place])
+
+
+def both(one: Condition, other: Condition) -> Condition:
+    """Return whether both hold; no operation where one of them is True."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one & other
+    return one if isinstance(one, Tensor) else other
 
 
 class ExponentTable:
     """The entries of one cast.
 
-    `own` is the cast under the exponent of a tensor's own maximum. `is_plain`: writes on a CPU are rounded to nearest
-    even, and only their maximum is observed.
+    `is_host`: integer kernels run there, so that the host knows at once what a write has seen. `own` is the cast under
+    the exponent of a tensor's own maximum. `is_plain`: writes are rounded to nearest even, and only their maximum is
+    observed. `written` are the entries that were written since the last flush, and whether that counts.
     """
 
     def __init__(self, cast: Cast, device: torch.device) -> None:
         self.cast, self.scaling, self.device = cast, scaling_of(cast), device
-        self.has_integer_kernels = has_integer_kernels(device)
-        self.is_symmetric = int16_element(cast).symmetric
+        self.is_host = has_integer_kernels(device)
         is_fixed = cast.scaling is not None and cast.scaling.exponent is not None
         self.own = cast if is_fixed else current(cast)
-        is_nearest = cast.rounding is Rounding.NEAREST_EVEN
-        self.is_plain = self.has_integer_kernels and is_nearest and not isinstance(self.scaling, Reactive)
+        self.is_plain = cast.rounding is Rounding.NEAREST_EVEN and not isinstance(self.scaling, Reactive)
+        self.adapts = not isinstance(self.scaling, Autoflex) or self.scaling.adapt  # whether exponents change at all
+        guess = self.scaling.guess if isinstance(self.scaling, Reactive) else self.scaling
+        self.is_near = -100 <= guess.min_exponent and guess.max_exponent <= 100  # units are normal numbers of fp32
         self.names: dict[str, int] = {}
-        self.state: Any = self.scaling.init(device, 0)
-        self.counts = {name: torch.zeros(0, dtype=widest_float(device), device=device) for name in COUNTS}
-        self.before = torch.zeros(0, dtype=torch.int32, device=device)  # the exponent of the previous write
-        self.exponents: list[int] = []  # copy of `state.exponent`, for kernels that take numbers
-        self.started: list[bool] = []
-        self.pending: dict[int, Seen] = {}
-        self._ordered: list[str] = []
-        self._order = torch.zeros(0, dtype=torch.int64, device=device)
+        self.written: dict[int, Condition] = {}
+        self._ordered: tuple[list[str], Tensor] = [], torch.zeros(0, dtype=torch.int64, device=device)
+        self._scratch = torch.zeros(2, dtype=torch.int32, device=device)  # of Triton's kernel, which leaves zeros there
+        counts = {name: torch.zeros(0, dtype=widest_float(device), device=device) for name in COUNTS}
+        self.restore([], self.scaling.init(device, 0), counts, None)
+        self._looked_up = None if self.is_host else FirstExponents(self.scaling, device)
+
+    def restore(self, sites: Sequence[str], state: Any, counts: dict[str, Tensor], before: Tensor | None) -> None:
+        """Take over entries, as those of a checkpoint; without `before` they were never written."""
+        self.names, self.state = {name: index for index, name in enumerate(sites)}, state
+        self.counts = counts
+        self.before = state.exponent.clone() if before is None else before  # the exponent of the previous write
+        self.seen = self.before.new_zeros(len(sites), entries.WORDS, dtype=torch.int64)  # since the last flush
+        self.faulty = self.before.new_zeros(len(sites), dtype=torch.bool)  # whether not all was finite in this step
+        self._is_result = self.faulty.clone()
+        if sites:
+            self._is_result = torch.tensor([is_result(site) for site in sites], device=self.device)
+        self._places = torch.arange(len(sites), dtype=torch.int32, device=self.device)
+        self._block: tuple[Any, object] | None = None
 
     def index(self, site: str) -> int:
         """Return the entry of a site; a new site gets a new entry."""
@@ -110,193 +139,178 @@ class ExponentTable:
             self.state = self.scaling.extend(self.state, 1)
             self.counts = {name: torch.cat((value, value.new_zeros(1))) for name, value in self.counts.items()}
             self.before = torch.cat((self.before, self.state.exponent[-1:]))
-            self.exponents.append(self.scaling.first_exponent)
-            self.started.append(False)
+            self.seen = torch.cat((self.seen, self.seen.new_zeros(1, entries.WORDS)))
+            self.faulty = torch.cat((self.faulty, self.faulty.new_zeros(1)))
+            self._is_result = torch.cat((self._is_result, self.faulty.new_full((1,), is_result(site))))
+            self._places = torch.arange(len(self.names), dtype=torch.int32, device=self.device)
         return found
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state; a copy lies elsewhere in memory."""
+        return {**self.__dict__, "_block": None}
+
+    @property
+    def block(self) -> object:
+        """What the C++ library is given of a table on a CPU."""
+        if self._block is None or self._block[0] is not self.state:
+            state = self.state._asdict()
+            own = dict.fromkeys(("history", "seen", "writes", "saturated", "moved", "nonfinite", *COUNTS))
+            if isinstance(self.scaling, Autoflex):
+                own |= {name: state[name] for name in own if name in state} | self.counts
+            columns = [state["exponent"], state["started"], self.before, self.seen, self._is_result, self.faulty]
+            guess = self.scaling if isinstance(self.scaling, Autoflex) else self.scaling.guess
+            is_reactive = isinstance(self.scaling, Reactive)
+            self._block = self.state, entries.block_of(guess, is_reactive, [*columns, *own.values()])
+        return self._block[1]
+
+    def wrote(self, place: int, made: LayerResult) -> Tensor:
+        """Return the values of what a layer's call has written under an entry, and keep its mantissas with them."""
+        assert made.payload is not None
+        self.written[place] = True
+        payloads.keep_own(made.values, self.cast.format, made.exponent, made.payload)
+        return made.values
+
     # -- one write ------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, index: int, site: str = "", in_place: bool = False) -> Written:
-        """Return x as values of the format under the entry's exponent.
+    def write(
+        self, x: Tensor, index: int, in_place: bool = False, when: Condition = True, otherwise: Any = None
+    ) -> Written:
+        """Return x as values of the format under the entry's exponent; what was seen is noted where `when` holds.
 
-        Notes the observations. Non-finite values stay unchanged. In results, where infinities are ordinary values, the
-        entry uses the other values.
+        Non-finite values stay unchanged. Where `when` does not hold, the values are those of x, and the exponent is
+        `otherwise`, if given. `in_place`: on a CPU the values may take x's memory.
         """
-        self.begin(x, index)
-        predicted = self.exponents[index]
-        exponent = self._holding(x, predicted)
-        result, seen, found = self._rounded(x, exponent, in_place)
-        if exponent != predicted:
-            seen = seen._replace(mantissa=min(seen.mantissa << (exponent - predicted), MOST_MANTISSA))
-        nonfinite = seen.nonfinite
-        if nonfinite and is_result(site):
-            seen = seen._replace(nonfinite=bool(x.isnan().any()))
-        self.note(index, seen)
-        return Written(result, nonfinite, found)
-
-    def begin(self, x: Tensor, index: int) -> None:
-        """Let an entry begin, unless it has begun, with the exponent of a first write of x."""
-        if not self.started[index]:
-            self._start(x, index)
-
-    def exponent_of(self, index: int) -> Any:
-        """Return the exponent of an entry's next write: a number on a CPU, a 0-d tensor on an accelerator."""
-        return self.exponents[index]
-
-    def low_word(self, x: Tensor, high: Tensor, index: int, axis: int | None) -> Tensor | None:
-        """Return the value of the second word of x, just written as `high`; None if x needs none.
-
-        Without an axis x always needs one.
-        """
-        exponent = self.exponents[index]
-        return (
-            low_words.low_value(x, high, exponent, self.cast)
-            if axis is None or low_words.is_coarse(x, exponent, axis)
-            else None
-        )
-
-    def is_coarse(self, x: Tensor, index: int, axis: int) -> bool:
-        """Whether one word under the entry's exponent loses features of x."""
-        self.begin(x, index)
-        return bool(low_words.is_coarse(x, self.exponents[index], axis))
-
-    def write_(self, x: Tensor, index: int) -> None:
-        """Write x, an fp32 tensor, in place."""
-        self.begin(x, index)
-        if self.is_plain:
-            self.note(index, write_(x, self.cast, self.exponents[index]))
+        if not self.is_host:
+            return self._write_there(x, index, when, otherwise)
+        if uses_library():
+            x = laid_out(x, self.cast)
+            payload = torch.empty_like(x, dtype=torch.int16)
+            result = x if in_place and x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32)
+            exponent, nonfinite = entries.write(self.block, self.cast, index, x, payload, result)
+            self.written[index] = True
+            found = Mantissas(payload, exponent)
         else:
-            x.copy_(self.write(x, index)[0])
+            found, result, nonfinite = self._write_by_definition(x, index, in_place)
+        if nonfinite:
+            return Written(result, found.exponent)
+        payloads.keep(result, self.cast.format, found.exponent, found.payload)
+        return Written(result, found.exponent, found)
 
-    def write_list_(self, tensors: Sequence[Tensor], indices: Sequence[int]) -> None:
-        """Write fp32 tensors in place, each at its own entry; one call writes all tensors that it can."""
-        direct = [is_direct(x) and self.is_plain for x in tensors]
-        for x, index, at_once in zip(tensors, indices, direct, strict=True):
-            if not at_once:
-                self.write_(x, index)
-            else:
-                self.begin(x, index)
-        chosen = [(x, index) for x, index, at_once in zip(tensors, indices, direct, strict=True) if at_once]
-        exponents = [self.exponents[index] for _, index in chosen]
-        seen = int16_lists.write_([x for x, _ in chosen], self.cast, exponents) if chosen else []
-        for (_, index), one in zip(chosen, seen, strict=True):
-            self.note(index, one)
-
-    def write_words_(self, x: Tensor, index: int) -> bool:
-        """Write x, an fp32 tensor, in place as two words. Returns False, with nothing done, if `write` must do it."""
-        if not self.is_plain:
-            return False
+    def _write_by_definition(self, x: Tensor, index: int, in_place: bool) -> tuple[Mantissas, Tensor, bool]:
         self.begin(x, index)
-        seen = write_words_(x, self.cast, self.exponents[index], low_words.LOW_BITS)
-        if seen is not None:
-            self.note(index, seen)
-        return seen is not None
+        predicted = int(self.state.exponent[index])
+        exponent = int(self._holding(x, self.state.exponent[index]))
+        found, result = mantissas_and_values(x, self.cast, exponent, in_place)
+        seen = found.seen
+        assert seen is not None
+        half = int16_element(self.cast).maximum // 2  # not by abs: of -32768 int16 has none
+        crowded = ((found.payload > half) | (found.payload < -half)).sum() if isinstance(self.scaling, Reactive) else 0
+        mantissa = min(seen.mantissa << (exponent - predicted), entries.MOST_MANTISSA)
+        has_nan = bool(seen.nonfinite and x.isnan().any())
+        self.note(index, entries.record_of(seen._replace(mantissa=mantissa, crowded=int(crowded)), has_nan))
+        return found, result, bool(seen.nonfinite)
 
-    def may_step(self, weight: Tensor, old: Mantissas, update_index: int, index: int) -> bool:
-        """Whether update and weight can be written in one pass, so that neither must be examined first."""
-        assert old.seen is not None  # set when the mantissas were made from the weight
-        largest = math.ldexp(old.seen.mantissa, old.exponent)
-        held = self.scaling_adapts and largest > math.ldexp(self.scaling.limit, self.exponents[index])
-        if held or not (self.is_plain and self.started[update_index] and self.started[index]):
-            return False
-        return not (update_index in self.pending or index in self.pending) and is_direct(weight)
+    def _write_there(self, x: Tensor, index: int, when: Condition, otherwise: Any) -> Written:
+        self.begin(x, index, when)
+        how = when if isinstance(when, Tensor) else None, otherwise, None if index in self.written else self.seen[index]
+        if x.numel() == 1:
+            predicted = self.exponent(index)
+            held = self._holding(x, predicted)
+            found = entries.write_there(x, self.cast, held.reshape(1), 0, *how)
+            found.record[:1] = (found.record[:1] << (held - predicted).long()).clamp(max=entries.MOST_MANTISSA)
+        else:
+            found = entries.write_there(x, self.cast, self.state.exponent, index, *how)
+        if index in self.written:
+            self.note(index, found.record, when)
+        self.written.setdefault(index, when)
+        payloads.keep(found.values, self.cast.format, found.exponent)
+        return Written(found.values, found.exponent)
 
-    def write_steps(
-        self, weights: Sequence[Tensor], old: Sequence[Mantissas], indices: Sequence[tuple[int, int]]
-    ) -> None:
-        """Write what a step has changed of weights that `may_step`, and each as the sum, in place.
+    def exponent(self, index: int) -> Tensor:
+        """The exponent of an entry's next write: a copy, 0-d."""
+        exponent: Tensor = self.state.exponent[index].clone()
+        return exponent
 
-        `indices` are the entries of update and weight; `old` takes the mantissas.
-        """
-        exponents = [(self.exponents[update], self.exponents[weight]) for update, weight in indices]
-        for pair, seen in zip(indices, int16_lists.write_steps(weights, old, exponents, self.cast), strict=True):
-            for index, one in zip(pair, seen, strict=True):
-                self.note(index, one)
+    def begin(self, x: Tensor, index: int, when: Condition = True) -> None:
+        """Let an entry begin, unless it has begun, with the exponent of a first write of x; nothing is written."""
+        if self.is_host and bool(self.state.started[index]):
+            return
+        if by_triton(x):
+            from lowp.kernels.triton import mantissas
+
+            given = x, (self.state.exponent, self.before, self.state.started), index
+            flag = when if isinstance(when, Tensor) else None
+            mantissas.begin(
+                *given, flag, self._first.bounds, self._first.exponents, self._first.of_zeros, self._scratch
+            )
+            return
+        exponent, begins = self._first(largest(x, self.is_host).to(self.device))
+        anew = ~self.state.started[index] & when
+        for column, first in ((self.state.exponent, exponent), (self.before, exponent), (self.state.started, begins)):
+            column[index] = torch.where(
+                anew, first, column[index]
+            )  # in place: a captured graph reads where it has read
+
+    @property
+    def _first(self) -> FirstExponents:
+        if self._looked_up is None:  # the C++ library has no need of it
+            self._looked_up = FirstExponents(self.scaling, self.device)
+        return self._looked_up
+
+    def note(self, index: int, record: Tensor, when: Condition = True) -> None:
+        """Note what was seen of one write at an entry until the step is flushed: a row of `entries`."""
+        row, earlier = self.seen[index], self.written.get(index)
+        row.copy_(record if earlier is None else entries.joined(row, record))
+        if earlier is None or earlier is True or when is True:
+            self.written[index] = when if earlier is None else True
+        else:
+            self.written[index] = earlier | when
 
     def write_apart(self, x: Tensor, site: str) -> Tensor:
         """Return x as values of the format, and remember nothing."""
         spec = self.cast.scaling
         assert spec is not None
         if spec.kind != "autoflex" and site in self.names:
-            exponent: int | None = self.exponents[self.names[site]]
-        else:
-            exponent = current_exponent(x, self.own)
-            if exponent is None:
-                exponent = current_exponent(torch.where(x.isfinite(), x, 0.0), self.own)
-        assert exponent is not None
-        return self.write_at(x, exponent)
+            return self.write_at(x, self.exponent(self.names[site]))
+        own = current_exponent(x, self.own) if self.is_host else None
+        return self.write_at(x, exponent_of_finite(x, self.own) if own is None else own)
 
     def write_at(self, x: Tensor, exponent: Any) -> Tensor:
         """Return x as values of the format under an exponent, and remember nothing."""
-        return self._rounded(x, self._holding(x, exponent))[0]
+        held = exponent
+        if x.numel() == 1 or not self.is_host:
+            held = self._holding(x, torch.as_tensor(exponent, device=x.device))
+        if not self.is_host:
+            result = entries.write_there(x, self.cast, held.reshape(1), 0).values
+            payloads.keep(result, self.cast.format, held)
+            return result
+        found, result = mantissas_and_values(x, self.cast, int(held))
+        if found.seen is not None and not found.seen.nonfinite:
+            payloads.keep(result, self.cast.format, found.exponent, found.payload)
+        return result
 
-    def _holding(self, x: Tensor, exponent: Any) -> Any:
+    def _holding(self, x: Tensor, exponent: Tensor) -> Tensor:
         """Return the exponent for a write of x: of a single number, such as a loss, one that holds it.
 
         Nothing of a single number would be left if it were cut off: a loss that is another than the one before.
         """
-        if x.numel() != 1 or not self.scaling_adapts:
+        if x.numel() != 1 or not self.adapts:
             return exponent
-        if not math.ldexp(self.scaling.limit, exponent) < abs(float(x)) < math.inf:
-            return exponent
-        own = current_exponent(x, self.own)
-        return exponent if own is None else max(own, exponent)
+        size = x.detach().abs().reshape(())
+        is_beyond = size.isfinite() & (size > times(torch.full_like(size, self.scaling.limit), exponent))
+        return torch.where(is_beyond, torch.maximum(exponent_of_finite(x, self.own), exponent), exponent)
 
-    def _rounded(self, x: Tensor, exponent: Any, in_place: bool = False) -> tuple[Tensor, Seen, Mantissas | None]:
-        """Return x as values of the format, the observations, and the mantissas, which are kept, if x is finite."""
-        found, result = mantissas_and_values(x, self.cast, exponent, in_place)
-        payload, _, seen = found
-        assert seen is not None
-        if isinstance(self.scaling, Reactive):
-            half = int16_element(self.cast).maximum // 2  # not by abs: of -32768 int16 has none
-            seen = seen._replace(crowded=int(((payload > half) | (payload < -half)).sum()))
-        if seen.nonfinite:
-            return result, seen, None
-        payloads.keep(result, self.cast.format, exponent, payload)
-        return result, seen, found
-
-    def admit(self, x: Tensor, index: int) -> None:
-        """Forget the entry's past if x would saturate under its exponent."""
-        held = math.ldexp(self.scaling.limit, self.exponents[index])
-        if x.numel() and self.scaling_adapts and float(x.abs().amax()) > held:
-            self.started[index] = False
-            self.state.started[index] = False
-            if isinstance(self.state, AutoflexState):
-                self.state.seen[index] = 0
-                self.state.history[index] = 0.0
-
-    def cut_off(self) -> list[int]:
-        """Return the entries whose writes in this step saturated under the largest exponent; [] on an accelerator."""
-        format = self.cast.format
-        assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
-        if not (self.has_integer_kernels and self.scaling_adapts):
-            return []
-        highest = format.scale.max_exponent
-        return [i for i, seen in self.pending.items() if seen.overflowed > 0 and self.exponents[i] >= highest]
-
-    def cut_most(self) -> list[int]:
-        """Return the entries whose writes in this step lost most of their numbers; [] on an accelerator."""
-        if not (self.has_integer_kernels and self.scaling_adapts):
-            return []
-        return [i for i, seen in self.pending.items() if 2 * seen.overflowed > seen.elements]
-
-    @property
-    def scaling_adapts(self) -> bool:
-        """Whether exponents may change at all."""
-        return not isinstance(self.scaling, Autoflex) or self.scaling.adapt
-
-    def _start(self, x: Tensor, index: int) -> None:
-        maximum = largest(x, True)
-        one = type(self.state)(*(part[index : index + 1] for part in self.state))
-        begun = self.scaling.start(one, maximum.reshape(1).to(self.device))
-        for part, new in zip(self.state, begun, strict=True):
-            part[index : index + 1] = new
-        self.before[index : index + 1] = begun.exponent
-        self.exponents[index], self.started[index] = int(begun.exponent), bool(begun.started)
-
-    def note(self, index: int, seen: Seen) -> None:
-        """Note the observations of one write at an entry until the step is flushed."""
-        earlier = self.pending.get(index)
-        self.pending[index] = seen if earlier is None else earlier.merged(seen)
+    def admit(self, tensors: Sequence[Tensor], sites: list[str], when: Condition = True) -> None:
+        """Forget the past of the entries of which what stands there would saturate: the next write is the first."""
+        if not (self.adapts and tensors):
+            return
+        places = self.order_of(sites)
+        wide = self.counts["measured"]
+        maxima = torch.stack([x.abs().amax().to(wide) if x.numel() else wide.new_zeros(()) for x in tensors])
+        anew = (maxima > times(torch.full_like(maxima, self.scaling.limit), self.state.exponent[places])) & when
+        self.state.started[places] &= ~anew
+        if isinstance(self.state, AutoflexState):
+            self.state.seen[places] = torch.where(anew, 0, self.state.seen[places])
+            self.state.history[places] = torch.where(anew[:, None], 0.0, self.state.history[places])
 
     # -- the end of a step ----------------------------------------------------------------------------------------
     def flush(self, agreed: Tensor | None = None, tell: bool = True) -> Flush | None:
@@ -304,66 +318,118 @@ class ExponentTable:
 
         Returns the data for a watcher if `tell`, else None; None if nothing was written.
         """
-        if not self.names or (not self.pending and agreed is None):
+        if not self.names or (not self.written and agreed is None):
             return None
-        if agreed is None and not tell and self.has_integer_kernels and predictions.observes(self.scaling):
-            columns = (*self.state, self.before, *(self.counts[name] for name in COUNTS))
-            predictions.observe(self.scaling, columns, self.pending.items())
-            self.pending.clear()
-            self._learn()
-            return None
-        seen = self._observed() if agreed is None else self._adopted(agreed)
-        mask = seen.mask
-        assert mask is not None
-        self._count(seen, mask)
-        flush = self._told(seen, mask) if tell else None
-        before, state = torch.where(mask, self.state.exponent, self.before), self.scaling.observe(self.state, seen)
-        self._keep(before, state)
-        self.pending.clear()
-        self._learn()
-        return flush
+        told = None
+        if agreed is not None or tell or not self._observe_at_once():
+            seen = self._observed() if agreed is None else self._adopted(agreed)
+            self.faulty |= entries.nonfinite_of(self.seen)
+            told = self._told(seen) if tell else None
+            self._observe(seen)
+            self.seen.zero_()
+        self.written.clear()
+        return told
 
-    def _told(self, seen: WritesSeen, mask: Tensor) -> Flush:
+    def _observe(self, seen: WritesSeen) -> None:
+        """Take over what the writes of a step make of the entries, in place."""
+        assert seen.mask is not None
+        self._count(seen, seen.mask)
+        before, state = torch.where(seen.mask, self.state.exponent, self.before), self.scaling.observe(self.state, seen)
+        for kept, new in zip((self.before, *self.state), (before, *state), strict=True):
+            kept.copy_(new)
+
+    def _observe_at_once(self) -> bool:
+        """Do that by one call of the C++ library or one kernel of Triton; False, with nothing done, if neither can."""
+        scaling = self.scaling
+        if not isinstance(scaling, Autoflex) or scaling.window > entries.MOST_WINDOW:
+            return False
+        if self.is_host:
+            if uses_library():
+                entries.observe(self.block, self.written)
+            return uses_library()
+        if self.counts["measured"].dtype is not torch.float64 or not runs_triton(self.before):
+            return False
+        from lowp.kernels.triton import predictions as kernels
+
+        places, written = self._places, None
+        if list(self.written) != list(range(len(self.names))):
+            places = torch.stack([self._places[index] for index in self.written])
+        if any(when is not True for when in self.written.values()):
+            always = self.faulty.new_ones(())
+            written = torch.stack([always if when is True else when for when in self.written.values()])
+        state = (*self.state, self.before, *(self.counts[name] for name in COUNTS))
+        kernels.observe(scaling, state, kernels.Writes(places, written, self.seen, self._is_result, self.faulty))
+        return True
+
+    def _mask(self) -> Tensor:
+        """Return which entries were written, bool[n]; made on the device, as a copy is no part of a captured graph."""
+        yes, no = self.faulty.new_ones(()), self.faulty.new_zeros(())
+        conditions = (self.written.get(index) for index in range(len(self.names)))
+        return torch.stack([no if one is None else yes if one is True else one for one in conditions])
+
+    def _observed(self) -> WritesSeen:
+        return entries.observed(self.seen, self._is_result, self._mask())
+
+    def _told(self, seen: WritesSeen) -> Flush:
         predicted = None
         if isinstance(self.scaling, Autoflex):
             # κ in the prediction is that of the previous write
             predicted = self.scaling.predicted_maximum(self.state._replace(exponent=self.before))
             predicted = torch.where(self.state.seen > 0, predicted, math.nan)
-        return Flush(list(self.names), mask, seen.mantissa, self.state.exponent.clone(), predicted)
+        assert seen.mask is not None
+        return Flush(list(self.names), seen.mask, seen.mantissa, self.state.exponent.clone(), predicted)
 
-    def _observed(self, whole: bool = False) -> WritesSeen:
-        """Return the observations by entry; unless `whole`, without unset flags and counts that are not read."""
-        columns = dict(zip(_SEEN, zip(*self.pending.values(), strict=True), strict=True))
-        if not whole:
-            unread = {} if isinstance(self.scaling, Reactive) else _COUNTED
-            columns = {name: column for name, column in columns.items() if name not in unread}
-            columns = {name: column for name, column in columns.items() if name not in _FLAGS or self._is_set(column)}
-        vectors = {
-            name: self._vector(dict(zip(self.pending, column, strict=True)), _SEEN[name])
-            for name, column in columns.items()
-        }
-        return WritesSeen(**vectors)
+    def flush_before(self, index: int, when: Condition, tell: bool) -> Flush | None:
+        """Do `flush` before another write at an entry that was written, where both of them count."""
+        earlier = both(self.written[index], when)
+        if earlier is True:
+            return self.flush(tell=tell)
+        later, written = ~earlier, dict(self.written)
+        rows = self.seen * later
+        self.seen *= earlier
+        self.written = {place: both(counts, earlier) for place, counts in written.items()}
+        told = self.flush(tell=tell)
+        self.seen.copy_(rows)
+        self.written = {place: both(counts, later) for place, counts in written.items()}
+        return told
 
-    def _vector(self, numbers: dict[int, Any], dtype: torch.dtype) -> Tensor:
-        """Return observations of some entries as one vector."""
-        return torch.tensor([numbers.get(index, 0) for index in range(len(self.names))], dtype=dtype, device="cpu")
+    def end_step(self) -> None:
+        """Forget what was not finite in the step."""
+        self.faulty.zero_()
 
-    def _is_set(self, flags: Sequence[Any]) -> bool:
-        """Whether any of some flags may be set."""
-        return any(flags)
+    @property
+    def faults(self) -> Tensor:
+        """Whether something that is not finite was written in this step, by entry; bool[n], on the device."""
+        return self.faulty | entries.nonfinite_of(self.seen)
 
+    def cut_off(self, most: bool = False) -> list[str]:
+        """Return the sites of a CPU whose writes in this step saturated under the largest exponent.
+
+        With `most`, the results whose writes lost most of their numbers. [] on other devices, which are not waited for.
+        """
+        if not (self.is_host and self.adapts and self.names):
+            return []
+        overflowed, elements = entries.counts_of(self.seen)
+        if not overflowed.any():
+            return []
+        format = self.cast.format
+        assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
+        at_most = (overflowed > 0) & (self.state.exponent >= format.scale.max_exponent)
+        found = 2 * overflowed > elements if most else at_most
+        return [
+            site
+            for site, is_one in zip(self.names, found.tolist(), strict=True)
+            if is_one and (is_result(site) or not most)
+        ]
+
+    # -- ranks ------------------------------------------------------------------------------------------------------
     def columns(self, sites: list[str]) -> Tensor:
         """Return this rank's observations at some sites, fp64[9, n], for a maximum over ranks; zeros if it saw nothing.
 
         Rows: the maximum as a real value; the exponent, counted from `_LOWEST`; the flags written, not finite, not
         vanished and started; the numbers of elements that did not fit, that were crowded, and that were written.
         """
-        if self.pending:
-            own = self._observed(whole=True)
-        else:
-            zeros = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
-            flags = zeros.bool()
-            own = WritesSeen(zeros.int(), flags, flags, flags, zeros, zeros, zeros)
+        own = self._observed()
         exponent, started = self.state.exponent, self.state.started
         mask, nonfinite, vanished = own.mask, own.nonfinite, own.vanished
         assert mask is not None and nonfinite is not None and vanished is not None
@@ -378,16 +444,16 @@ class ExponentTable:
 
     def order_of(self, sites: list[str]) -> Tensor:
         """Return where the entries of sites are, int64[n] on the table's device; sent there anew for other sites."""
-        if self._ordered != sites:
-            self._ordered = list(sites)
-            self._order = torch.tensor([self.names[site] for site in sites], device=self.device)
-        return self._order
+        if self._ordered[0] != sites:
+            self._ordered = list(sites), torch.tensor([self.names[site] for site in sites], device=self.device)
+        return self._ordered[1]
 
     def _adopted(self, agreed: Tensor) -> WritesSeen:
         """Take over the largest exponent under which a rank has written. Return the observations of all ranks."""
         exponent = torch.where(agreed[1] > 0, (agreed[1] + _LOWEST).to(torch.int32), self.state.exponent)
-        mantissa = torch.ldexp(agreed[0], -exponent).round().clamp(max=MOST_MANTISSA).to(torch.int32)
-        self.state = self.state._replace(exponent=exponent, started=agreed[5] > 0)
+        mantissa = torch.ldexp(agreed[0], -exponent).round().clamp(max=entries.MOST_MANTISSA).to(torch.int32)
+        self.state.exponent.copy_(exponent)
+        self.state.started.copy_(agreed[5] > 0)
         written, nonfinite = agreed[2] > 0, agreed[3] > 0
         vanished = written & (agreed[4] == 0)
         return WritesSeen(mantissa, written, nonfinite, vanished, *(agreed[row].to(torch.int64) for row in (6, 7, 8)))
@@ -406,15 +472,6 @@ class ExponentTable:
         self.counts["measured"] += good
         self.counts["raises_needed"] += needed
         self.counts["raises_in_time"] += needed & ~saturated
-
-    def _keep(self, before: Tensor, state: Any) -> None:
-        """Take over what the writes of a step have made of the entries."""
-        self.before, self.state = before, state
-
-    def _learn(self) -> None:
-        """Copy the new exponents for kernels that take numbers."""
-        self.exponents = self.state.exponent.tolist()
-        self.started = self.state.started.tolist()
 
 
 def largest(x: Tensor, is_known: bool) -> Tensor:

@@ -22,8 +22,7 @@ from lowp.ops.coded import in_fp8, is_fp8
 from lowp.ops.direct import direct
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.generic import has_irregular, irregular
-from lowp.ops.int16 import linear as integer_linear
-from lowp.ops.int16 import written as written_linear
+from lowp.ops.int16 import layer
 from lowp.ops.observing import role_of
 from lowp.ops.products import contract, product
 from lowp.ops.signature import Empty, Mismatch, bound, check, into_out, plain, require, without_out
@@ -76,10 +75,19 @@ def linear(call: Call) -> Tensor:
     return multiply(Linear(tuple(x.shape), tuple(weight.shape)), call, x, weight, bias)
 
 
+Sizes = tuple[int, ...]
+
+
+def _linear_form(op: str, first: Sizes, second: Sizes, bias: Sizes | None, more: tuple[Any, ...]) -> Linear | None:
+    """Return the form of F.linear with x[..., k] and w[n, k], not empty, and an optional bias [n]; None for others."""
+    fits = len(first) > 1 and len(second) == 2 and first[-1] == second[-1] and 0 not in first + second
+    return Linear(tuple(first), tuple(second)) if fits and bias in (None, second[:1]) and not more else None
+
+
 def quick_linear(rule: Rule) -> Quick | None:
     """Return what runs F.linear under a rule from its arguments alone, see `Row.quick`; None for other rules."""
-    if integer_linear.sums_integers(rule):
-        return integer_linear.quick(rule) if rule.output is None else written_linear.quick(rule, linear)
+    if layer.sums_integers(rule):
+        return layer.quick(rule, _linear_form, linear)
     how = direct(rule)
     return None if how is None else how.linear
 

@@ -17,17 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.compat import remembered
-from lowp.kernels.int16 import convolution as int16_convolution
 from lowp.kernels.int16 import device_integers, integer
 from lowp.kernels.int16.integer import Bias, Exact
 from lowp.kernels.int16.mantissas import Mantissas
-from lowp.kernels.int16.written import WrittenMantissas
 from lowp.ops.call import Call, Quick, QuickRegion
 from lowp.ops.casting import is_jit_tracing
 from lowp.ops.contraction import multiply, runner
 from lowp.ops.direct import Direct, direct
-from lowp.ops.int16.linear import are_plain, contracted, sums_integers
-from lowp.ops.int16.written import of_form
+from lowp.ops.int16 import layer
+from lowp.ops.int16.layer import sums_integers
 from lowp.ops.signature import Empty, Mismatch, bound, check, require
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair, has_numbers
 from lowp.policy import Rule
@@ -107,16 +105,6 @@ class Convolution(Form):
             return super()._exact_sum(slot, left, right, **options)
         return integer.convolution_exact(*operands, **options)
 
-    def written(
-        self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool, bias: Tensor | None
-    ) -> WrittenMantissas | None:
-        product = self._products[slot]
-        if product is None or not self.fits(bias):
-            return None
-        is_swapped = slot != OUTPUT if self.transposed else slot == FIRST  # as in `_plain_operands`
-        a, b = (right, left) if is_swapped else (left, right)
-        return int16_convolution.written(product, a, b, exponent, symmetric, bias)
-
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
         return bias if self._is_plain and self.fits(bias) else None
 
@@ -130,21 +118,13 @@ class Convolution(Form):
 
     @cached_property
     def plain_shape(self) -> integer.ConvolutionShape | None:
-        return None if self.transposed or None in self._products else self._shape
+        return None if self.transposed else self._shape
 
     @cached_property
     def _shape(self) -> integer.ConvolutionShape:
         """The plain convolution: of a transposed one the one with output and input exchanged."""
         whole = self._transposed_output(self.first) if self.transposed else self.first
         return integer.ConvolutionShape.of(whole, self.second, self.stride, self.padding, self.dilation, self.groups)
-
-    @cached_property
-    def _products(self) -> list[int16_convolution.Product | None]:
-        """The products that fill the slots, as one call of the library takes them; None if it takes no such product."""
-        if not self._is_plain:
-            return [None] * 3
-        names = _TRANSPOSED if self.transposed else _PRODUCTS
-        return [int16_convolution.Product.of(names[slot], self._shape) for slot in (FIRST, SECOND, OUTPUT)]
 
     def _plain_operands(
         self, slot: int, left: Tensor, right: Tensor
@@ -289,20 +269,7 @@ def quick(rule: Rule) -> Quick | None:
     if not sums_integers(rule):
         how = direct(rule)
         return None if how is None else partial(_straight, how)
-    is_written = rule.output is not None
-    run_written = of_form(rule, _in_general) if is_written else None
-    run_contraction = contracted(rule)
-
-    def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
-        if kwargs or (form := _form_of(function.__name__, args)) is None:
-            return None
-        if run_written is None:
-            return run_contraction(form, function.__name__, args[:3], region)
-        if region.spots is None:
-            return None
-        return run_written(form, function.__name__, function, args, region)
-
-    return run
+    return layer.quick(rule, _form_of, _in_general)
 
 
 def _straight(
@@ -338,12 +305,12 @@ def _in_general(call: Call) -> Tensor:
     return result
 
 
-def _form_of(op: str, args: tuple[Any, ...]) -> Convolution | None:
+def _form_of(op: str, first: Sizes, second: Sizes, bias: Sizes | None, more: tuple[Any, ...]) -> Convolution | None:
     """Return the convolution of a call with all its arguments in order, as layers make it; None for any other call."""
-    if len(args) != (7 if op in _PLAIN else 8) or not are_plain(*(args[:2] if args[2] is None else args[:3])):
+    if len(more) != (4 if op in _PLAIN else 5):
         return None
-    form = _known_form((op, *args[3:]), tuple(args[0].shape), tuple(args[1].shape))
-    return form if form is not None and form.fits(args[2]) else None
+    form = _known_form((op, *more), tuple(first), tuple(second))
+    return form if form is not None and bias in (None, (form.channels,)) else None
 
 
 def _general(call: Call) -> Tensor:

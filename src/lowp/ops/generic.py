@@ -319,17 +319,20 @@ def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+_NUMBERS = (int, float, bool, str, type(None))  # what holds no tensor
+
+
 def changed(value: Any, change: _Change) -> Any:
     """Change the castable tensors in arguments or results, at any nesting."""
     if isinstance(value, Tensor):
         return change(value) if is_castable(value) else value
     if isinstance(value, dict):
-        return {key: changed(one, change) for key, one in value.items()}
+        return {key: one if type(one) in _NUMBERS else changed(one, change) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [changed(one, change) for one in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return items if isinstance(value, list) else _rebuilt(value, items)
+        items = [one if type(one) in _NUMBERS else changed(one, change) for one in value]
+        for new, old in zip(items, value, strict=True):  # a generator takes longer
+            if new is not old:
+                return items if isinstance(value, list) else _rebuilt(value, items)
     return value
 
 
@@ -340,14 +343,16 @@ def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors among arguments, at any nesting."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for one in value for tensor in tensors_of(one)]
-    return []
+    """Return the tensors among arguments, at any nesting, in order."""
+    found: list[Tensor] = []
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple, dict)):
+            left += reversed(list(one.values()) if isinstance(one, dict) else one)
+    return found
 
 
 def is_in_place(function: Callable[..., Any]) -> bool:

@@ -20,7 +20,6 @@ from torch import Tensor
 from lowp.kernels.int16 import device_integers, integer
 from lowp.kernels.int16.integer import Bias, Exact
 from lowp.kernels.int16.mantissas import Mantissas
-from lowp.kernels.int16.written import WrittenMantissas
 from lowp.kernels.products import sum_of_rows
 
 FIRST, SECOND, OUTPUT = 0, 1, 2
@@ -31,6 +30,8 @@ Finish = Callable[[Tensor], Tensor]
 class Form(ABC):
     """A trilinear form. `contracted[slot]` is the dimension along which each of the two operands is summed."""
 
+    first: tuple[int, ...]  # the shapes of both operands
+    second: tuple[int, ...]
     contracted: ClassVar[dict[int, Pair]] = {FIRST: (-1, -1), SECOND: (-1, -1), OUTPUT: (-1, -1)}
     are_matrices: ClassVar[bool] = True  # whether kernels multiply the `matrices` of a product in fp32
 
@@ -91,12 +92,6 @@ class Form(ABC):
             return self._exact_sum(slot, left.payload, right.payload, exponent=shift, symmetric=symmetric, bias=added)
         except integer.NotFinite:
             return None
-
-    def written(
-        self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool, bias: Tensor | None
-    ) -> WrittenMantissas | None:
-        """Return `mantissas` and their values from one call of the C++ library; None where there is no such call."""
-        return None
 
     def is_integer_sum(self, slot: int) -> bool:
         """Whether the product of a slot is a sum of products of the operands' integers, and nothing else."""

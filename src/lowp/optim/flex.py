@@ -20,11 +20,7 @@ from lowp.casts import Cast
 from lowp.compat import uncompiled, widest_float
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
-from lowp.exponents.squares import Squares
-from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.int16 import payloads
-from lowp.kernels.int16.lists import Compared
-from lowp.kernels.int16.mantissas import Mantissas
 from lowp.ops.observing import everywhere, step
 from lowp.optim.masters import Wrapper
 from lowp.optim.model_state import Attachment, StoredModel, attach, given_names, own
@@ -57,6 +53,11 @@ class _Site(NamedTuple):
 @lru_cache(_MOST_SITES)
 def _site(role: str, part: str, name: str) -> _Site:
     return _Site(role, part, name)
+
+
+@lru_cache(_MOST_SITES)
+def _text(role: str, part: str, name: str) -> str:
+    return str(_site(role, part, name))
 
 
 _weight, _gradient = partial(_site, "weight", "weight"), partial(_site, "weight gradient", "gradient")
@@ -111,7 +112,7 @@ class FlexWeights(Wrapper):
         self._buffers: dict[str, tuple[Callable[[], nn.Module | None], str]] = {}
         self._adopted: set[Tensor] = set()
         self._is_skipped: Tensor | None = None
-        self._compared: Compared | None = None  # the gradients, for the step that follows
+        self._compared: payloads.Compared | None = None  # the gradients, for the step that follows
         self._known: list[_Row] = []
         self._adopt(stored)
 
@@ -142,12 +143,13 @@ class FlexWeights(Wrapper):
             self._wholes.admit(self.exponents, self.cast, weights, [site for _, site in sites])
         steps = None
         if self._is_skipped is None and not everywhere:
-            steps = self.exponents.begin_steps(weights, self.cast, sites)
-        before = self._stored(weights if steps is None else _without(weights, steps.weights), names)
+            steps = self.exponents.steps(weights, self.cast, sites)
+        others = weights if steps is None else _without(weights, steps.weights)
+        before = {parameter: parameter.detach().clone() for parameter in others}
         result = self._step_inner(parameters)
         with self.exponents.unless(self._is_skipped):
-            if steps is not None and not self.exponents.end_steps(steps):
-                before.update(zip(steps.weights, steps.mantissas, strict=True))
+            if steps is not None and not self.exponents.end(steps, self.cast):
+                before.update(zip(steps.weights, steps.before, strict=True))
             if before:
                 self._write_steps(before, names)
             self._write_states(parameters)
@@ -202,18 +204,18 @@ class FlexWeights(Wrapper):
     def write_gradients(self) -> None:
         """Write the gradients as the step reads them: those that are not finite are then among the faults."""
         given = [
-            (local(gradient), row.gradient)
+            (gradient, row.gradient)
             for row in self._rows()
             if (gradient := row.parameter.grad) is not None and not gradient.is_sparse
         ]
         if self._wholes:
-            self._write_sharded_gradients(given)
+            self._write_sharded_gradients([(local(gradient), site) for gradient, site in given])
             return
         known, self._compared = self._compared, None
         if not everywhere:  # hooks may have run since the gradients were compared: their memory is, again
             gradients = [gradient for gradient, _ in given]
             is_same = known is not None and known.are_still(gradients)
-            self._compared = known if is_same else payloads.compared(gradients, self.cast.format)
+            self._compared = known if is_same else payloads.Compared.of(gradients, self.cast.format)
             if self._compared is not None:
                 return
         are_exact = payloads.are_exact([gradient for gradient, _ in given], self.cast)
@@ -240,81 +242,40 @@ class FlexWeights(Wrapper):
         """Release what `write_gradients` keeps for the step, which is not taken."""
         self._compared = None
 
-    def _stored(self, trained: Sequence[Tensor], names: Mapping[Tensor, str]) -> dict[Tensor, Tensor | Mantissas]:
-        """Return what parameters hold: mantissas, or a copy of one that is not in the format."""
-        if not trained:
-            return {}
-        known = self.exponents.mantissas(trained, self.cast, [str(_weight(names[one])) for one in trained])
-        return {
-            parameter: parameter.detach().clone() if found is None else found
-            for parameter, found in zip(trained, known, strict=True)
-        }
-
-    def _write_steps(self, before: Mapping[Tensor, Any], names: Mapping[Tensor, str]) -> None:
-        """Write what a step has changed of each parameter; all at once where no one looks on."""
-        there = {parameter: old for parameter, old in before.items() if not answers_at_once(parameter)}
-        if there:
-            self._write_steps_there(there, names)
-            before = {parameter: old for parameter, old in before.items() if parameter not in there}
-        stored = {} if everywhere else {one: old for one, old in before.items() if isinstance(old, Mantissas)}
-        sites = [(str(_update(names[one])), str(_weight(names[one]))) for one in stored]
-        are_done = self.exponents.write_steps(list(stored), list(stored.values()), self.cast, sites)
-        done = {parameter for parameter, is_done in zip(stored, are_done, strict=True) if is_done}
+    def _write_steps(self, before: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> None:
+        """Write what a step has changed of each parameter, and then each as the sum of what it was and its update."""
+        weights, coming = [_weight(names[parameter]) for parameter in before], list[Tensor]()
         for parameter, old in before.items():
-            if parameter not in done:
-                self._write_step(parameter, old, names[parameter])
+            wide, moved = widest_float(parameter.device), _update(names[parameter])
+            change = parameter.to(wide) - old.to(wide)
+            self._begin([change], [str(moved)])
+            coming.append(old.to(wide) + self._rounded(change, moved).to(wide))
+        self.exponents.admit(list(before.values()), self.cast, [str(one) for one in weights])
+        for parameter, new, weight in zip(before, coming, weights, strict=True):
+            self._begin([new], [str(weight)])
+            parameter.copy_(self._rounded(new, weight))
 
     def _write_states(self, trained: Iterable[Tensor]) -> None:
         """Write what the inner optimizer keeps of the parameters; all at once where that is possible."""
-        moments: dict[str, Tensor] = {}
-        squares = Squares(self.exponents, self._write_square_)
+        tensors, names, squares = list[Tensor](), list[tuple[str, str, str]](), set[int]()
         for parameter in trained:
+            name = self._names[parameter]
             for key, value in self.inner.state.get(parameter, {}).items():
-                if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0):
-                    continue
-                site, value = _site("optimizer state", key, self._names[parameter]), local(value)
-                if key in SQUARES:
-                    is_seen = self._is_skipped is not None or step(site.name) is not None
-                    if is_seen or not squares.take(value, self.cast, site):
-                        squares.write()  # sites are written in order
-                        self._write_square_(value, site)
-                elif value.dtype is not torch.float32 or str(site) in moments:
-                    squares.write()
-                    self._write_(value, site)
-                else:
-                    self._tell(value, site)
-                    moments[str(site)] = value
-        squares.write()
-        self._begin(list(moments.values()), list(moments))
-        self.exponents.write_list_(list(moments.values()), self.cast, list(moments))
-
-    def _write_step(self, parameter: Tensor, old: Tensor | Mantissas, name: str) -> None:
-        """Write the update of a parameter, and then the parameter as the sum of what it was and the update."""
-        weight, moved = _weight(name), _update(name)
-        old = old.values if isinstance(old, Mantissas) else old
-        self.exponents.admit(old, self.cast, str(weight))
-        wide = widest_float(parameter.device)
-        change = parameter.to(wide) - old.to(wide)
-        self._begin([change], [str(moved)])
-        new = old.to(wide) + self._rounded(change, moved).to(wide)
-        self._begin([new], [str(weight)])
-        parameter.copy_(self._rounded(new, weight))
-
-    def _write_steps_there(self, before: Mapping[Tensor, Tensor | Mantissas], names: Mapping[Tensor, str]) -> None:
-        """Do `_write_step` for parameters of a device: all their updates, then all of them."""
-        weights = [_weight(names[parameter]) for parameter in before]
-        standing, coming = list[Tensor](), list[Tensor]()
-        for parameter, one in before.items():
-            old = one.values if isinstance(one, Mantissas) else one
-            wide = widest_float(parameter.device)
-            change, moved = parameter.to(wide) - old.to(wide), _update(names[parameter])
-            self._begin([change], [str(moved)])
-            update = self._rounded(change, moved)
-            standing.append(old)
-            coming.append(old.to(wide) + update.to(wide))
-        self.exponents.admit_all(standing, coming, self.cast, [str(one) for one in weights])
-        for parameter, new, weight in zip(before, coming, weights, strict=True):
-            parameter.copy_(self._rounded(new, weight))
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
+                    if key in SQUARES:
+                        squares.add(len(tensors))
+                    tensors.append(value)
+                    names.append(("optimizer state", key, name))
+        rest = list(range(len(tensors)))
+        if self._is_skipped is None and not (self._wholes or everywhere):
+            rest = self.exponents.write_at_once(tensors, self.cast, [_text(*one) for one in names], squares)
+        for place in rest:  # sites are written in order
+            value, site = local(tensors[place]), _site(*names[place])
+            if place in squares:
+                value.copy_(self._rounded_square(value, site))
+            else:
+                self._begin([value], [str(site)])
+                self._write_(value, site)
 
     def attach(self, model: nn.Module) -> Attachment:
         """Write what is loaded into the model, and its running statistics after each step."""
@@ -338,7 +299,7 @@ class FlexWeights(Wrapper):
                     if self._wholes:
                         self._wholes.admit(self.exponents, self.cast, [here], [str(site)])
                         self._begin([here], [str(site)])
-                    self.exponents.admit(here, self.cast, str(site))
+                    self.exponents.admit([here], self.cast, [str(site)])
                     here.copy_(self._rounded(here, site, unless_exact=True))
 
     def holds(self, parameter: Tensor) -> bool:
@@ -370,17 +331,25 @@ class FlexWeights(Wrapper):
 
     def _rows(self) -> list[_Row]:
         """Return the parameters that are stored in the format, with their sites; a new one is converted first."""
-        parameters, known = self._parameters(), self._known
-        is_known = len(known) == len(parameters)
-        if not is_known or any(row.parameter is not one for row, one in zip(known, parameters, strict=True)):
-            if not self._adopted.issuperset(parameters):  # a group was added to the inner optimizer itself
-                self._adopt()
-            self._wholes = Wholes(parameters)
-            names = [self._names[one] for one in parameters]
-            self._known = [
-                _Row(one, name, _gradient(name), (str(_update(name)), str(_weight(name))))
-                for one, name in zip(parameters, names, strict=True)
-            ]
+        known, count = self._known, 0
+        for group in self.inner.param_groups:
+            for one in group["params"]:
+                if not one.is_complex():
+                    if count >= len(known) or known[count].parameter is not one:
+                        return self._renewed()
+                    count += 1
+        return known if count == len(known) else self._renewed()
+
+    def _renewed(self) -> list[_Row]:
+        parameters = self._parameters()
+        if not self._adopted.issuperset(parameters):  # a group was added to the inner optimizer itself
+            self._adopt()
+        self._wholes = Wholes(parameters)
+        names = [self._names[one] for one in parameters]
+        self._known = [
+            _Row(one, name, _gradient(name), (str(_update(name)), str(_weight(name))))
+            for one, name in zip(parameters, names, strict=True)
+        ]
         return self._known
 
     def _adopt(self, stored: Container[Tensor] = ()) -> None:
@@ -410,16 +379,9 @@ class FlexWeights(Wrapper):
 
     def _write_(self, x: Tensor, site: _Site, unless_exact: bool = False) -> None:
         """Write a tensor in place."""
-        if x.dtype is torch.float32 and not unless_exact:
-            self._tell(x, site)
-            self.exponents.write_(x, self.cast, str(site))
-            return
         result = self._rounded(x, site, unless_exact)
         if result is not x:
             x.copy_(result)
-
-    def _write_square_(self, x: Tensor, site: _Site) -> None:
-        x.copy_(self._rounded_square(x, site))
 
     def _rounded_square(self, x: Tensor, site: _Site) -> Tensor:
         """Return a non-negative x as squares of values of the format; nonzero elements stay nonzero.

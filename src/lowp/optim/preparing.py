@@ -17,8 +17,7 @@ from lowp import distributed
 from lowp.casts import Cast
 from lowp.compat import unwrapped
 from lowp.errors import InvalidInput
-from lowp.exponents import SharedExponents
-from lowp.ops.int16.flexpoint import is_flexpoint
+from lowp.exponents import SharedExponents, is_flexpoint
 from lowp.optim.blockwise import BlockwiseOptimizer
 from lowp.optim.flex import FlexWeights, refuse_shards
 from lowp.optim.masters import MasterWeights

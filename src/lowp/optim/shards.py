@@ -169,8 +169,7 @@ class Wholes:
 
     def admit(self, exponents: SharedExponents, cast: Cast, shards: Sequence[Tensor], sites: Sequence[str]) -> None:
         """Restart sites whose exponents do not hold what stands in wholes, as `SharedExponents.admit`."""
-        for maximum, site in zip(self._maxima(shards), sites, strict=True):
-            exponents.admit(maximum, cast, site)
+        exponents.admit(self._maxima(shards), cast, list(sites))
 
     def are_exact(self, shards: Sequence[Tensor], cast: Cast) -> list[bool]:
         """Return whether every element of each whole is in the format under one exponent.

@@ -277,7 +277,7 @@ class Engine(TorchFunctionMode):
         """Return the site writer of an op under a rule at the present position of the step."""
         assert self.exponents is not None and self.spots is not None and rule.output is not None
         where = self.path.outermost, self.path.current, op
-        return self.spots.writer(self.exponents, rule.output, where, tell)
+        return SiteWriter.of(self.spots, self.exponents, rule.output, where, tell)
 
     def rests(self) -> bool:
         """Whether an optimizer's step runs, to which no rule applies. A step that raised counts as ended."""

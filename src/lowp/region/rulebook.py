@@ -14,12 +14,12 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
+from lowp.exponents import is_flexpoint
 from lowp.formats import ScaledFormat
 from lowp.ops import table
 from lowp.ops.call import Call, Quick
 from lowp.ops.casting import result_dtype
 from lowp.ops.generic import sixteen_bit
-from lowp.ops.int16 import flexpoint
 from lowp.ops.int16.masks import has_integer_operands
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
@@ -155,7 +155,7 @@ class Rulebook:
         if row.runner == "generic:refused" and not self._refuses:
             row = replace(row, runner="generic:wide")
         quick = row.quickly(rule)
-        if rule is not None and rule.output is not None and flexpoint.is_flexpoint(rule.output):
+        if rule is not None and rule.output is not None and is_flexpoint(rule.output):
             # without sites, as under torch.compile and torch.func, each tensor's exponent comes from its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
             at_site = partial(table.runner(row.at_site), row)
@@ -243,7 +243,7 @@ class Rulebook:
     @property
     def is_flexpoint(self) -> bool:
         """Whether any rule writes results under exponents that belong to sites."""
-        return any(flexpoint.is_flexpoint(rule.output) for rule in self.policy.rules)
+        return any(is_flexpoint(rule.output) for rule in self.policy.rules)
 
     @property
     def has_run(self) -> bool:

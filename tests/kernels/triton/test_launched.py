@@ -20,7 +20,7 @@ import lowp
 from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.errors import LowpError
-from lowp.exponents.device_table import DeviceTable
+from lowp.exponents.table import ExponentTable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import triton as implementation
 from lowp.kernels.int16 import device_mantissas
@@ -144,7 +144,7 @@ def test_steps_and_checks_of_gradients(launched: list[str], make: Callable[..., 
 @pytest.mark.parametrize("count", [0, 1, 7, 64])
 def test_int16_under_exponents_of_a_device(launched: list[str], count: int) -> None:
     x, cast = torch.randn(count), parse("flex16+5:autoflex:stochastic" if count == 7 else "flex16+5:autoflex")
-    table, given = DeviceTable(cast, torch.device("cpu")), torch.zeros((), dtype=torch.int32)
+    table, given = ExponentTable(cast, torch.device("cpu")), torch.zeros((), dtype=torch.int32)
     for index in map(table.index, ("a", "b")):  # an argument of 1 among them
         table.write(x, index, when=torch.tensor(True) if index else True, otherwise=given)
     device_mantissas.rounded(x, parse("dfp16"), 1, given)

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from lowp import casts, kernels
 from lowp.casts import Rounding
-from lowp.exponents.device_table import DeviceTable
 from lowp.exponents.table import ExponentTable
 from lowp.kernels.choose import dispatch
-from lowp.kernels.int16 import device_exponents, device_mantissas, payloads, writes
+from lowp.kernels.int16 import device_exponents, device_mantissas, entries, payloads
 from lowp.kernels.int16.cpu_int16 import Seen
 from lowp.kernels.int16.mantissas import Mantissas, current_mantissas, exact_exponent, mantissas_and_values
 
@@ -54,9 +53,9 @@ def there(way: str, patch: pytest.MonkeyPatch) -> Any:
     return kernels.use("bitwise")
 
 
-def as_told(seen: Seen) -> list[Any]:
-    """Return what was seen, without what a CPU counts on demand alone."""
-    return [one.item() if isinstance(one, Tensor) else one for one in seen._replace(crowded=0)]
+def as_told(record: Tensor) -> list[int]:
+    """Return what was seen: the largest mantissa, the elements that did not fit, all, and flags."""
+    return [int(record[word]) for word in (entries.LARGEST, entries.OVERFLOWED, entries.ELEMENTS, entries.FLAGS)]
 
 
 @pytest.mark.parametrize(("cast", "dtype"), CASES)
@@ -68,13 +67,12 @@ def test_a_write_is_that_of_a_cpu(cast: str, dtype: torch.dtype) -> None:
         expected, seen = on_a_cpu(x, casts.parse(cast), exponent)
         exponents = torch.tensor([99, exponent], dtype=torch.int32)
         with kernels.use("triton"):
-            found = writes.write_there(x, casts.parse(cast), exponents, 1)
+            found = entries.write_there(x, casts.parse(cast), exponents, 1)
         same_bits(found.values, expected)
-        assert as_told(found.seen) == as_told(seen)
+        assert as_told(found.record) == as_told(entries.record_of(seen, bool(x.isnan().any())))
         payload = x.double() * 2.0**-exponent
         crowded = int((found.values.double() * 2.0**-exponent)[payload.isfinite()].abs().gt(16383).sum())
-        assert int(found.seen.crowded) == crowded
-        assert bool(found.has_nan) is bool(x.isnan().any()) and int(found.exponent) == exponent
+        assert int(found.record[entries.CROWDED]) == crowded and int(found.exponent) == exponent
 
 
 def on_a_cpu(x: Tensor, cast: casts.Cast, exponent: int) -> tuple[Tensor, Seen]:
@@ -99,20 +97,10 @@ def test_a_write_that_does_not_count_gives_the_tensor_back_and_has_seen_nothing(
     exponents, when = torch.tensor([3], dtype=torch.int32), torch.tensor(happens)
     expected, seen = on_a_cpu(x, cast, 3)
     with there(way, monkeypatch):
-        found = writes.write_there(x, cast, exponents, 0, when, torch.tensor(7, dtype=torch.int32))
+        found = entries.write_there(x, cast, exponents, 0, when, torch.tensor(7, dtype=torch.int32))
     same_bits(found.values, expected if happens else x.float())
-    assert as_told(found.seen) == (as_told(seen) if happens else [0, False, False, 0, 0, 0, False])
-    assert int(found.exponent) == (3 if happens else 7) and bool(found.has_nan) is happens
-
-
-def test_what_a_write_has_seen_has_the_types_in_which_a_table_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No operation turns one into the other then."""
-    for way in ("torch", "triton"):
-        with there(way, monkeypatch):
-            exponents = torch.zeros(1, dtype=torch.int32)
-            seen = writes.write_there(torch.randn(9), casts.parse("flex16+5"), exponents, 0).seen
-        flags, counts = [torch.bool] * 2, [torch.int64] * 3
-        assert [one.dtype for one in seen[:-1]] == [torch.int32, *flags, *counts], way
+    assert as_told(found.record) == (as_told(entries.record_of(seen, True)) if happens else [0] * 4)
+    assert int(found.exponent) == (3 if happens else 7)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +171,18 @@ def test_an_entry_begins_as_on_a_cpu_and_goes_on_unread(spec: str) -> None:
         first, second = plain.index("first"), plain.index("second")
         expected = plain.write(x, second).values
         with kernels.use("triton"):
-            table = DeviceTable(cast, device)
-            assert (table.index("first"), table.index("second")) == (first, second)
-            skipped, _, _, exponent = table.write(x, second, when=torch.tensor(False), otherwise=torch.tensor(9))
+            table = ExponentTable(cast, device)
+            assert (table.index("first"), table.index("second")) == (first, second) and not table.is_host
+            skipped, exponent, _ = table.write(x, second, when=torch.tensor(False), otherwise=torch.tensor(9))
             assert not table.state.started.any() and int(exponent) == 9
             same_bits(skipped, x.float())
-            found, _, _, exponent = table.write(x, second)
+            found, exponent, _ = table.write(x, second)
             same_bits(found, expected)
-            assert int(exponent) == plain.exponents[second] and table.state.exponent.tolist() == plain.exponents
-            assert table.state.started.tolist() == plain.started and table.before.tolist() == plain.exponents
-            assert not table._scratch.any()
-            table.pending.clear()
+            assert int(exponent) == plain.state.exponent[second] and not table._scratch.any()
+            assert torch.equal(table.state.exponent, plain.state.exponent) and torch.equal(table.before, plain.before)
+            assert torch.equal(table.state.started, plain.state.started)
+            table.written.clear()
+            table.seen.zero_()
             if table.state.started[second]:
                 assert int(table.write(x * 0 + 3.0**9, second).exponent) == int(exponent)
 
@@ -215,15 +204,15 @@ def ran(patch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[str]:
 
 def test_reactive_exponents_count_mantissas_of_32768_below_zero_as_crowded() -> None:
     cast, x = casts.parse("flex16+5:reactive"), torch.full((3,), -(2.0**20))
-    for make, way in ((ExponentTable, contextlib.nullcontext()), (DeviceTable, kernels.use("triton"))):
+    for way in (contextlib.nullcontext(), kernels.use("triton")):
         with way:
-            table = make(cast, torch.device("cpu"))
+            table = ExponentTable(cast, torch.device("cpu"))
             index = table.index("a")
             table.write(torch.ones(3), index)
-            table.pending.clear()
+            table.flush(tell=False)
             table.write(x, index)
-            seen = table.pending[index]
-            assert (int(seen.mantissa), int(seen.crowded), int(seen.overflowed)) == (32768, 3, 3)
+            words = entries.LARGEST, entries.CROWDED, entries.OVERFLOWED
+            assert table.seen[index, words].tolist() == [32768, 3, 3]
 
 
 def test_a_write_takes_three_launches_where_torchs_operations_are_seventy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,11 +220,11 @@ def test_a_write_takes_three_launches_where_torchs_operations_are_seventy(monkey
 
     def written(way: str) -> list[str]:
         with there(way, monkeypatch):
-            table = DeviceTable(cast, torch.device("cpu"))
+            table = ExponentTable(cast, torch.device("cpu"))
             index = table.index("a")
             return ran(monkeypatch, lambda: table.write(x, index))
 
-    assert written("triton") == ["begin", "write", "zeros"]
+    assert written("triton") == ["begin", "write", "clone"]
     assert len(written("torch")) > 70
 
 

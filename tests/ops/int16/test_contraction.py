@@ -18,28 +18,27 @@ from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum
 
 # Three small layers, each by one call forward and by one backward.
 DFP16 = {
-    "lowp_linear_int16": 3,
-    "lowp_linear_int16_gradients": 3,
+    "lowp_layer_forward": 3,
+    "lowp_layer_backward": 3,
     "lowp_pack_nonzero": 2,
     "lowp_pass_bits": 2,
 }
 # There every tensor is in the format when it is read: it is compared with its mantissas, or recognised, and what is
 # written is written once, statistics in the same pass; weights and their updates by one call.
 FLEX = {
-    "lowp_linear_written_int16": 3,
-    "lowp_linear_written_int16_gradients": 3,
+    "lowp_layer_forward": 3,
+    "lowp_layer_backward": 3,
     "lowp_grid": 2,
-    "lowp_write_int16": 2,
-    "lowp_write_int16_list": 1,
+    "lowp_write_entries": 2,
     "lowp_same_int16": 1,
     "lowp_same_int16_list": 2,
     "lowp_from_int16": 1,
     "lowp_exact_int16": 2,
-    "lowp_exact_int16_list": 1,
-    "lowp_step_int16_list": 1,
+    "lowp_hold_entries": 1,
+    "lowp_step_entries": 1,
     "lowp_relu_int16": 2,
     "lowp_pass_positive": 2,
-    "lowp_autoflex_observe": 1,
+    "lowp_observe_entries": 1,
 }
 
 
@@ -92,7 +91,7 @@ def test_a_gradient_from_outside_is_multiplied_as_it_was_written(monkeypatch: py
             y.backward(torch.randn(200, 200))
         numbers.step(optimizer)
     # the gradient is written, and not compared with its mantissas
-    assert calls["lowp_write_int16"] == 1 and not calls["lowp_same_int16"] and not calls["lowp_current_int16"]
+    assert calls["lowp_write_entries"] == 1 and not calls["lowp_same_int16"] and not calls["lowp_current_int16"]
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp.casts import parse
-from lowp.exponents import table
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
-from lowp.kernels.int16 import linear as int16_linear
-from lowp.kernels.int16 import payloads
+from lowp.kernels.int16 import entries, payloads
 from lowp.ops.int16 import flexpoint, pooling
+from lowp.ops.int16 import layer as layer_room
 from lowp.ops.int16 import saved as saved_room
 from lowp.ops.observing import observe
 
@@ -126,14 +125,13 @@ def test_the_loss_of_class_indices_needs_no_graph_of_its_own(kind: str, monkeypa
 @pytest.mark.skipif(not uses_library(), reason="the C++ library alone writes in place")
 def test_results_that_nobody_else_reads_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bool] = []
-    write = table.mantissas_and_values
+    write = entries.write
 
-    def spied(x: Tensor, *how: Any) -> Any:
-        found = write(x, *how)
-        written.append(found[1].data_ptr() == x.data_ptr())
-        return found
+    def spied(table: Any, cast: Any, index: int, x: Tensor, payload: Tensor, values: Tensor) -> Any:
+        written.append(values.data_ptr() == x.data_ptr())
+        return write(table, cast, index, x, payload, values)
 
-    monkeypatch.setattr(table, "mantissas_and_values", spied)
+    monkeypatch.setattr(entries, "write", spied)
     assert outcome(OPS["batch_norm"]) and not any(written)  # small ones are not looked at
     monkeypatch.setattr(saved_room, "LEAST_IN_PLACE", 0)
     kept = outcome(OPS["batch_norm"])
@@ -293,9 +291,7 @@ def test_a_tensor_with_the_lowest_mantissa_is_known_by_it() -> None:
 def test_what_two_contractions_read_is_rounded_once_for_both() -> None:
     saved: list[Tensor] = []
     w, v = (torch.randn(5, 7, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(2))
-    x = torch.randn(
-        int16_linear.MOST // 7 + 1, 7, generator=torch.Generator().manual_seed(2)
-    )  # small ones do not share
+    x = torch.randn(layer_room._MANY // 7 + 1, 7, generator=torch.Generator().manual_seed(2))  # small ones do not share
     with lowp.autocast("dfp16"):
         h = torch.tanh(x.clone().requires_grad_())
         with torch.autograd.graph.saved_tensors_hooks(lambda one: (saved.append(one), one)[1], lambda one: one):

@@ -107,7 +107,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def uses_library() -> bool:
     """Whether the C++ library computes here: it is present, and nothing else is forced."""
-    return forced() in (None, "cpu") and cpu.library() is not None
+    way = _asked if torch.compiler.is_compiling() else _forced.get()  # `forced`, without a call
+    return way in (None, "cpu") and cpu.library() is not None
 
 
 def by_triton(x: Tensor) -> bool:

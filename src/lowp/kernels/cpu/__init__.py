@@ -88,7 +88,7 @@ def _guarded(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
             elif isinstance(one, array):
                 passed[place] = one.buffer_info()[0]
             elif isinstance(one, list):
-                table = array("q", [x if type(x) is int else optional_address(x) or 0 for x in one])
+                table = _numbers(one)
                 passed[place] = table.buffer_info()[0]
                 given += (table,)  # it lives as long
             elif isinstance(one, int):
@@ -97,6 +97,19 @@ def _guarded(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
 
     call.unguarded = function  # type: ignore[attr-defined]  # for callers that have checked
     return skipped_by_compilers(call)
+
+
+def _numbers(given: Sequence[int | Tensor | None]) -> array[int]:
+    """Return numbers, and in the place of each tensor its `address`."""
+    numbers = array("q", bytes(8 * len(given)))
+    for place, one in enumerate(given):
+        if type(one) is int:
+            numbers[place] = one
+        elif one is not None:
+            assert isinstance(one, Tensor)
+            is_plain = type(one) in PLAIN and one.is_cpu and not one.storage_offset()
+            numbers[place] = (one.data_ptr() if is_plain else 0) or address(one)
+    return numbers
 
 
 def uses_own_threads() -> bool:

@@ -7,6 +7,8 @@ here.
 from __future__ import annotations
 
 import functools
+from array import array
+from collections.abc import Sequence
 from ctypes import Structure, addressof, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any
 
@@ -50,12 +52,34 @@ class SharingBlock(Structure):
 
 
 class AutoflexBlock(Structure):
-    """struct lowp_autoflex of cpu/predictions.cpp."""
+    """struct lowp_autoflex of cpu/exponents.hpp."""
 
     _fields_ = (
         *((name, c_double) for name in ("beta", "gamma")),
         *((name, c_int32) for name in ("bits", "window", "min_exponent", "max_exponent", "headroom", "warm_headroom")),
-        *((name, c_int32) for name in ("adapt", "unused")),
+        *((name, c_int32) for name in ("start_headroom", "adapt")),
+    )
+
+
+class TableBlock(Structure):
+    """struct lowp_table of cpu/exponents.hpp: pointers to columns, in the order in which `entries` gives them."""
+
+    _fields_ = (("rule", AutoflexBlock), ("crowds", c_int64), ("columns", c_void_p * 16))
+
+
+class ConversionBlock(Structure):
+    """struct lowp_conversion of cpu/layer.cpp."""
+
+    _fields_ = (("cast", c_void_p), *((name, c_int64) for name in ("offset", "lowest", "highest")))
+
+
+class LayerBlock(Structure):
+    """struct lowp_layer of cpu/layer.cpp."""
+
+    _fields_ = (
+        *((name, ConversionBlock) for name in ("x", "weight", "gradient")),
+        *((name, c_void_p) for name in ("output", "geometry")),
+        ("sizes", c_int64 * 3),
     )
 
 
@@ -158,17 +182,18 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_exact_int16": (c_int64, (c_void_p, c_int, c_void_p, c_int64, c_int)),
     "lowp_same_int16": (c_int64, (c_void_p, c_void_p, *(c_int64,) * 3, *(c_int,) * 4)),
     "lowp_same_int16_list": (None, (c_void_p, c_int64, c_int, c_void_p)),
-    "lowp_exact_int16_list": (None, (c_void_p, c_int64, c_int, c_void_p)),
-    "lowp_step_int16_list": (None, (c_void_p, c_int64, c_int, c_int, c_void_p)),
-    "lowp_write_int16_list": (None, (c_void_p, c_void_p, c_int64, c_int, c_void_p)),
     "lowp_are_rounded_list": (None, (c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p)),
     "lowp_store_rounded_list": (None, (c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p)),
     "lowp_pack_nonzero": (None, (c_void_p, c_void_p, c_int64, c_int)),
     "lowp_pass_bits": (None, (*(c_void_p,) * 3, c_int64, c_int)),
     "lowp_pass_positive": (None, (*(c_void_p,) * 3, c_int64, c_int)),
     "lowp_relu_int16": (c_int, (*(c_void_p,) * 2, c_int, *(c_void_p,) * 2, c_int64, c_int)),
-    "lowp_words_int16": (None, (c_void_p, *(c_int,) * 3, c_int64, c_int, c_void_p)),
-    "lowp_autoflex_observe": (None, (*(c_void_p,) * 3, c_int64)),
+    "lowp_write_entries": (None, (*(c_void_p,) * 3, c_int64, c_int, c_void_p)),
+    "lowp_hold_entries": (None, (*(c_void_p,) * 2, c_int64, c_int, c_void_p)),
+    "lowp_step_entries": (None, (*(c_void_p,) * 3, c_int64, c_void_p, c_int)),
+    "lowp_observe_entries": (None, (*(c_void_p,) * 2, c_int64)),
+    "lowp_layer_forward": (c_int, (c_char_p, *(c_void_p,) * 3, c_int, c_void_p)),
+    "lowp_layer_backward": (c_int, (c_char_p, *(c_void_p,) * 3, c_int, c_void_p)),
     "lowp_statistics": (c_int, (c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_spectrum": (c_int, (c_int, c_void_p, c_int64, c_double, c_int, c_void_p)),
     "lowp_largest": (c_float, (c_void_p, c_void_p, c_int64, c_int)),
@@ -203,16 +228,6 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int,
         (c_char_p, *(c_void_p,) * 5, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p),
     ),
-    "lowp_linear_int16": (c_int, (c_char_p, *(c_void_p,) * 7, c_int, c_void_p)),
-    "lowp_linear_int16_gradients": (c_int, (c_char_p, *(c_void_p,) * 4, c_int, *(c_void_p,) * 3)),
-    "lowp_linear_written_int16": (c_int, (c_char_p, *(c_void_p,) * 3, c_int, c_void_p)),
-    "lowp_linear_written_int16_gradients": (c_int, (c_char_p, *(c_void_p,) * 2, c_int, c_void_p)),
-    "lowp_written_convolution": (
-        c_int,
-        (c_char_p, c_int, *(c_void_p,) * 4, c_int64, *(c_void_p,) * 3, c_int, c_void_p),
-    ),
-    "lowp_convolution_written_int16": (c_int, (c_char_p, *(c_void_p,) * 4, c_int, c_void_p)),
-    "lowp_convolution_written_int16_gradients": (c_int, (c_char_p, *(c_void_p,) * 3, c_int, c_void_p)),
     "lowp_integer_convolution": (
         c_int,
         (c_char_p, c_int, *(c_void_p,) * 4, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p),
@@ -287,11 +302,30 @@ def _block(cast: Cast) -> CastBlock:
     return block
 
 
-@remembered_by_identity
-def autoflex_parameters(scaling: Autoflex) -> object:
-    """Return a pointer to a scaling's parameters for the library; the pointer keeps the block alive."""
-    names = [name for name, *_ in AutoflexBlock._fields_ if name != "unused"]
-    return byref(AutoflexBlock(**{name: getattr(scaling, name) for name in names}))
+def table_block(scaling: Autoflex, crowds: bool, addresses: Sequence[int | None], kept: object) -> object:
+    """Return a pointer to a table of shared exponents: the parameters of a scaling, and the addresses of columns.
+
+    `kept` lives as long as it does.
+    """
+    names = [name for name, *_ in AutoflexBlock._fields_]
+    rule = AutoflexBlock(**{name: getattr(scaling, name) for name in names})
+    block = TableBlock(rule, crowds, (c_void_p * 16)(*addresses))
+    block.kept = kept
+    return byref(block)
+
+
+def layer_block(
+    conversions: Sequence[tuple[object, int, int, int]],
+    output: object | None,
+    geometry: array[int] | None,
+    sizes: tuple[int, int, int],
+) -> object:
+    """Return a pointer to a layer: how x, weight and gradient are converted, how results are rounded, and its sizes."""
+    blocks = [ConversionBlock(addressof(to._obj), *bounds) for to, *bounds in conversions]  # type: ignore[attr-defined]
+    rounding = None if output is None else addressof(output._obj)  # type: ignore[attr-defined]
+    block = LayerBlock(*blocks, rounding, None if geometry is None else geometry.buffer_info()[0], sizes)
+    block.kept = conversions, output, geometry
+    return byref(block)
 
 
 def cast_address(cast: Cast | None) -> int | None:

@@ -23,6 +23,18 @@ inline bool streams(const void* in, const void* out, int64_t bytes) {
 
 inline int enough_threads(int64_t count, int threads) { return count < kSerial ? 1 : threads; }
 
+inline void merge(const Mantissas& part, Mantissas* all) {
+  if (part.maximum > all->maximum) all->maximum = part.maximum;
+  all->saturated += part.saturated;
+  all->non_finite += part.non_finite;
+  all->any |= part.any;
+}
+
+// counts: largest |mantissa|, saturated, not finite, whether anything was not zero.
+inline void tell(const Mantissas& seen, int64_t* counts) {
+  counts[0] = seen.maximum, counts[1] = seen.saturated, counts[2] = seen.non_finite, counts[3] = seen.any;
+}
+
 // Runs work(part, begin, end) in parts, and merges the results with the source's own merge(part, all).
 template <class Part, class Work>
 void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {

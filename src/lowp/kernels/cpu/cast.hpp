@@ -185,6 +185,7 @@ struct Kernels {
                      int64_t begin, int64_t end);
   void (*step_int16)(const Step&, Stepped*, int64_t begin, int64_t end);
   void (*words_int16)(float* x, int exponent, int low_bits, int lowest, Mantissas*, int64_t begin, int64_t end);
+  void (*roots_int16)(float* x, int exponent, const lowp_cast&, Mantissas*, int64_t begin, int64_t end);
   void (*pack_nonzero)(const float* in, uint8_t* bits, int64_t begin, int64_t end);
   void (*pass_bits)(const float* in, const uint8_t* bits, float* out, int64_t begin, int64_t end);
   void (*pass_positive)(const float* in, const int16_t* mantissas, float* out, int64_t begin, int64_t end);

@@ -20,7 +20,6 @@
 #include "convolution_windows.hpp"
 
 // mantissas.cpp
-LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* out, int64_t count, int threads);
 
 namespace lowp {
 namespace {
@@ -222,18 +221,4 @@ LOWP_EXPORT int lowp_integer_convolution(const char* forced, int product, const 
   } catch (const std::exception&) {
     return 2;
   }
-}
-
-// The same as int16, and in `values`, `count` fp32 numbers, what these stand for: each times 2^unit. given: exponent,
-// lowest, the exponent of the bias, unit.
-LOWP_EXPORT int lowp_written_convolution(const char* forced, int product, const int16_t* a, const int16_t* b,
-                                         int16_t* c, float* values, int64_t count, const int64_t* geometry,
-                                         const int64_t* given, const float* bias, int threads, int64_t* seen) {
-  double largest;
-  const int kind = static_cast<int>(lowp::Kind::int16), exponent = static_cast<int>(given[0]);
-  const int lowest = static_cast<int>(given[1]), bias_exponent = static_cast<int>(given[2]);
-  const int status = lowp_integer_convolution(forced, product, a, b, c, geometry, kind, exponent, lowest, bias,
-                                              bias_exponent, threads, seen, &largest);
-  if (status == 0) lowp_from_int16(c, static_cast<int>(given[3]), values, count, threads);
-  return status;
 }

@@ -7,13 +7,6 @@
 
 namespace lowp {
 
-static void merge(const Mantissas& part, Mantissas* all) {
-  if (part.maximum > all->maximum) all->maximum = part.maximum;
-  all->saturated += part.saturated;
-  all->non_finite += part.non_finite;
-  all->any |= part.any;
-}
-
 static void merge(const Grid& part, Grid* all) {
   if (part.maximum > all->maximum) all->maximum = part.maximum;
   if (part.lowest < all->lowest) all->lowest = part.lowest;
@@ -22,10 +15,6 @@ static void merge(const Grid& part, Grid* all) {
 static void merge(const Stepped& part, Stepped* all) {
   merge(part.update, &all->update);
   merge(part.weight, &all->weight);
-}
-
-static void tell(const Mantissas& seen, int64_t* counts) {
-  counts[0] = seen.maximum, counts[1] = seen.saturated, counts[2] = seen.non_finite, counts[3] = seen.any;
 }
 
 }  // namespace lowp
@@ -144,14 +133,11 @@ void lowp::write_step(float* weight, int16_t* mantissas, const int* exponents, i
   tell(all.weight, counts + 4);
 }
 
-// Writes x, fp32, in place as two words, the second `low_bits` lower. Exponents -100 to 100; counts: those of
-// lowp_write_int16, of the first word.
-LOWP_EXPORT void lowp_words_int16(float* x, int exponent, int low_bits, int lowest, int64_t count, int threads,
-                                  int64_t* counts) {
-  const Kernels& kernel = kernels();
-  Mantissas all{};
-  gather(count, kBlock, threads, &all, [&](Mantissas* part, int64_t begin, int64_t end) {
-    kernel.words_int16(x, exponent, low_bits, lowest, part, begin, end);
-  });
-  tell(all, counts);
+// The same, exactly, of many tensors. given: x, mantissas, rows, columns, stride, exponent. found: 0 if the mantissas are
+// exactly those of x, otherwise -1.
+LOWP_EXPORT void lowp_same_int16_list(const int64_t* given, int64_t count, int threads, int64_t* found) {
+  const auto at = [&](int place) { return static_cast<uintptr_t>(given[place]); };
+  for (int64_t i = 0; i < count; ++i, given += 6)
+    found[i] = lowp_same_int16(reinterpret_cast<float*>(at(0)), reinterpret_cast<int16_t*>(at(1)), given[2], given[3],
+                               given[4], static_cast<int>(given[5]), 0, 0, threads);
 }

@@ -201,6 +201,29 @@ static void words_int16(float* x, int exponent, int low_bits, int lowest, Mantis
   }
 }
 
+// Writes x in place as squares of values of the format: of its roots, rounded to nearest even, of which none but those of
+// zeros vanishes: less than half a unit becomes a unit. NaN, and what has no root, becomes the positive quiet NaN.
+static void roots_int16(float* x, int exponent, const lowp_cast& cast, Mantissas* seen, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  const double factor = power_of_two<F64>(-exponent);
+  const float unit = static_cast<float>(power_of_two<F64>(exponent));
+  alignas(64) uint64_t roots[kBlock], rounded[kBlock];
+  alignas(64) int16_t mantissas[kBlock];
+  alignas(64) float values[kBlock];
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    for (int64_t i = 0; i < count; ++i) roots[i] = bits_of(__builtin_sqrt(static_cast<double>(x[first + i])));
+    multiply_and_round<F64>(roots, rounded, count, factor);
+    write_mantissas<F64>(roots, rounded, cast, mantissas, count, seen);
+    read_mantissas(mantissas, exponent, values, count);
+    keep_nonfinite<F64>(roots, values, count);
+    for (int64_t i = 0; i < count; ++i) {
+      const float value = number(roots[i]) > 0 && values[i] == 0 ? unit : values[i];
+      x[first + i] = value != value ? number(Constants<F32>::kQuietNan) : value * value;
+    }
+  }
+}
+
 static void from_int16(const int16_t* in, int exponent, float* out, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
   read_mantissas(in + begin, exponent, out + begin, end - begin);

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,16 +29,6 @@ class Seen(NamedTuple):
     overflowed: Any  # finite elements that did not fit
     crowded: Any  # elements that would not fit under half the unit; 0 on a CPU where they were not asked for
     elements: Any
-    written: Any = True  # whether the write counts at all: on an accelerator perhaps a 0-d tensor, which is not asked
-
-    def merged(self, other: Seen) -> Seen:
-        """Return the observations of both writes, of one step under one exponent: the larger maximum counts."""
-        pairs = list(zip(self, other, strict=True))
-        most = [torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b) for a, b in pairs[:1]]
-        flags = [a | b for a, b in pairs[1:3]]
-        counts = [a + b for a, b in pairs[3:6]]
-        is_certain = self.written is True or other.written is True
-        return Seen(*[*most, *flags, *counts, True if is_certain else self.written | other.written])
 
 
 def is_direct(*tensors: Tensor) -> bool:
@@ -50,7 +41,7 @@ def is_direct(*tensors: Tensor) -> bool:
                 and x.is_cpu
                 and x.layout is torch.strided
                 and x.is_contiguous()
-                and not x.is_neg()
+                and not (x.is_neg() or x.is_nested)
                 and not x._is_zerotensor()
                 and x.data_ptr() % 4 == 0
             ):
@@ -149,6 +140,21 @@ def is_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows) -> bool:
     return _same_int16(x, mantissas, lie, exponent, False, 0) == 0
 
 
+Kept = tuple[
+    Tensor, Tensor, int, "Rows | tuple[int, int, int]"
+]  # a tensor, its mantissas, their exponent, and how both lie
+
+
+def are_int16(tensors: Sequence[Kept]) -> list[bool]:
+    """Return `is_int16` of each tensor, from one call."""
+    given: list[Any] = []
+    for x, payload, exponent, lie in tensors:
+        given += [x, payload, *lie, exponent]
+    found = array("q", bytes(8 * len(tensors)))
+    cpu.loaded().lowp_same_int16_list(given, len(tensors), torch.get_num_threads(), found)
+    return [one == 0 for one in found]
+
+
 def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows, symmetric: bool) -> float | None:
     """Return the largest |x| of an fp32 tensor if `to_int16` to nearest even would write these mantissas, or None.
 
@@ -185,18 +191,6 @@ def relu(x: Tensor, mantissas: Tensor, exponent: int) -> tuple[Tensor, Tensor] |
     given = x, mantissas, exponent, payload, result
     wrong = cpu.loaded().lowp_relu_int16(*given, x.numel(), torch.get_num_threads())
     return None if wrong else (payload, result)
-
-
-def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> Seen:
-    """Write x, of fp32, in place as the sum of two words to nearest even, the second `low_bits` lower.
-
-    What is not finite becomes NaN. Returns what was seen of the first words. Exponents from -100 to 100.
-    """
-    counts = array("q", (0,) * 4)
-    lowest = -32767 if symmetric else -32768
-    given = (exponent, low_bits, lowest, x.numel(), torch.get_num_threads(), counts)
-    cpu.loaded().lowp_words_int16(x, *given)
-    return seen_of(x.numel(), *counts)
 
 
 def seen_of(elements: int, largest: int, saturated: int, nonfinite: int, any_: int) -> Seen:

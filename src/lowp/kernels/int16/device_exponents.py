@@ -7,15 +7,13 @@ which products stop at once. In fp32 and int32 alone, but for `power`: Apple's G
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lowp.kernels.numbers.floats import two_to_the
 from lowp.scaling import powers
 
-__all__ = ["NOTHING", "NOT_FINITE", "apart", "power", "times", "together"]
+__all__ = ["NOTHING", "NOT_FINITE", "power", "times"]
 
 NOT_FINITE, NOTHING = 1 << 15, -(1 << 14)
 _BEYOND = 1 << 13
@@ -33,15 +31,3 @@ def power(exponent: Tensor) -> Tensor:
 
 def _told(scale: Tensor, exponent: Tensor) -> Tensor:
     return torch.where(exponent < -_BEYOND, 0.0, torch.where(exponent > _BEYOND, torch.nan, scale))
-
-
-def together(exponents: list[Any]) -> Tensor:
-    """Return exponents as one tensor for saving: on the host, or on their device."""
-    if isinstance(exponents[0], Tensor):
-        return torch.stack(exponents)
-    return torch.tensor(exponents, device="cpu")
-
-
-def apart(saved: Tensor) -> list[Any]:
-    """Return the exponents joined by `together`: host numbers are int64, those of a device int32."""
-    return list(saved.unbind()) if saved.dtype is torch.int32 else saved.tolist()

@@ -252,10 +252,10 @@ def _defined_values(payload: Tensor, exponent: int) -> Tensor:
 def mantissas_and_values(x: Tensor, cast: Cast, exponent: int, in_place: bool = False) -> tuple[Mantissas, Tensor]:
     """Return x as mantissas, and their values in fp32; infinities and NaNs stay unchanged.
 
-    `in_place`: x is no longer needed, and the values may overwrite it. Both are contiguous, or lie as x where
-    `_is_written_as_it_lies`.
+    `in_place`: x is no longer needed, and the values may overwrite it. Both lie as `laid_out`
+    has it.
     """
-    x = x.detach() if _is_written_as_it_lies(x, cast) else readable(x)
+    x = laid_out(x, cast)
     if not (x.is_cpu and uses_library()):
         payload, seen = _converted(x, cast, exponent, 0, False)
         result = _defined_values(payload, exponent)
@@ -266,16 +266,16 @@ def mantissas_and_values(x: Tensor, cast: Cast, exponent: int, in_place: bool = 
     return Mantissas(payload, exponent, cpu_int16.to_int16(x, cast, exponent, payload, result)), result
 
 
-def _is_written_as_it_lies(x: Tensor, cast: Cast) -> bool:
-    """Whether the elements of x are written in the order of its memory, into tensors of the same layout.
+def laid_out(x: Tensor, cast: Cast) -> Tensor:
+    """Return x outside the graph, as it is written: contiguous, or in the order of its memory, in the same layout.
 
-    They are where that is dense but not contiguous and the last dimension is, as in the heads of an attention: the ops
-    behind it often undo the transposition, and would have to copy a contiguous result. A stochastic cast draws by the
-    logical order of elements.
+    It is the latter where that is dense but not contiguous and the last dimension is, as in the heads of an attention:
+    the ops behind it often undo the transposition, and would have to copy a contiguous result. A stochastic cast draws
+    by the logical order of elements.
     """
-    if x.is_contiguous() or cast.is_stochastic or x.stride(-1) != 1 or x.is_neg():
-        return False
-    return _is_dense(x)
+    if x.is_contiguous() or cast.is_stochastic or x.stride(-1) != 1 or x.is_neg() or not _is_dense(x):
+        return readable(x)
+    return x.detach()
 
 
 @functools.cache

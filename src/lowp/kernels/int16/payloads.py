@@ -10,7 +10,6 @@ element differs the mantissas are computed again. An exponent without mantissas 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from typing import cast as cast_to
@@ -23,7 +22,6 @@ from lowp.formats import Format
 from lowp.kernels import tracing
 from lowp.kernels.choose.dispatch import answers_at_once, uses_library
 from lowp.kernels.int16 import cpu_int16, device_mantissas
-from lowp.kernels.int16 import lists as int16_lists
 from lowp.kernels.int16.mantissas import (
     Mantissas,
     as_it_lies,
@@ -39,14 +37,15 @@ from lowp.kernels.int16.mantissas import (
 )
 
 __all__ = [
+    "Compared",
     "are_exact",
-    "compared",
     "exact",
     "exact_there",
     "hint",
     "is_exact",
     "is_kept",
     "keep",
+    "keep_own",
     "kept",
     "relu",
     "rounded",
@@ -55,20 +54,16 @@ __all__ = [
 _LARGEST = 100  # outside these exponents units are not normal numbers of fp32
 
 
-class _Payload:
-    """The record beside a storage: an exponent, optional mantissas, and the elements they belong to.
+class _Record:
+    """What is kept of a storage, as an attribute of it: an exponent, optional mantissas, and where they begin.
 
     `of`: the format of the values, or the cast by which the mantissas were rounded.
     """
 
-    __slots__ = ("exponent", "of", "offset", "payload", "storage")
-    exponent: Any
+    __slots__ = ("exponent", "of", "offset", "payload")
 
-    def __init__(self, x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor | None) -> None:
-        storage = x.untyped_storage()
-        key = id(storage)
-        self.storage = weakref.ref(storage, lambda _: (_by_storage.pop(key, None), None)[1])
-        self.of, self.exponent, self.payload, self.offset = of, exponent, payload, x.storage_offset()
+    def __init__(self, of: Format | Cast, exponent: Any, payload: Tensor | None, offset: Any) -> None:
+        self.of, self.exponent, self.payload, self.offset = of, exponent, payload, offset
 
     def is_of(self, of: Format | Cast) -> bool:
         """Whether the record belongs to a format, or to a cast."""
@@ -87,19 +82,16 @@ class _Payload:
         return self.payload.as_strided(x.shape, x.stride(), offset)
 
 
-_by_storage: dict[int, _Payload] = {}  # by the identity of the storage object, which torch keeps as long as the memory
+def _storage(x: Tensor) -> Any:
+    """Return the storage beside which mantissas, or on a device an exponent, are kept: that of a plain fp32 tensor.
 
-
-def _is_served(x: Tensor) -> bool:
-    """Whether mantissas, or on a device an exponent, are kept for a tensor: a plain fp32 tensor."""
-    return (
-        type(x) is Tensor
-        and x.dtype is torch.float32
-        and x.layout is torch.strided
-        and not x.is_neg()
-        and not x._is_zerotensor()
-        and not tracing.is_wrapped(x)  # a tensor that outlived its torch.func transform has no storage
-    )
+    torch keeps the object, and what is set on it, as long as the memory. None of other tensors.
+    """
+    if type(x) is not Tensor or x.dtype is not torch.float32 or x.layout is not torch.strided:
+        return None
+    if x.is_neg() or x._is_zerotensor() or tracing.is_wrapped(x):  # what outlived its torch.func transform has none
+        return None
+    return x.untyped_storage()
 
 
 def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor | None = None) -> None:
@@ -107,16 +99,21 @@ def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor |
 
     Payloads must be dense with the memory layout of x. Nothing is kept for views and parameters.
     """
-    if _is_served(x) and x._base is None:
-        laid = payload is not None and payload.stride() == x.stride() and payload.storage_offset() == 0
-        entry = _Payload(x, of, exponent, payload if laid else None)
-        _by_storage[id(x.untyped_storage())] = entry
+    if x._base is None and (storage := _storage(x)) is not None:
+        if payload is not None and (payload.stride() != x.stride() or payload.storage_offset()):
+            payload = None
+        storage.lowp_record = _Record(of, exponent, payload, x.storage_offset())
+
+
+def keep_own(x: Tensor, of: Format, exponent: int, payload: Tensor) -> None:
+    """Do `keep` for a new tensor of a kernel, plain and contiguous as its mantissas."""
+    x.untyped_storage().lowp_record = _Record(of, exponent, payload, 0)  # type: ignore[attr-defined]
 
 
 def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int | Tensor] | None:
     """Return the format and the exponent of x's memory when it was last read, optionally only for one format."""
     found = _find(x, answers_at_once(x))
-    if found is None or isinstance(found.of, Cast) or (format is not None and found.of != format):
+    if found is None or isinstance(found.of, Cast) or (format is not None and not found.is_of(format)):
         return None
     return found.of, found.exponent
 
@@ -133,15 +130,10 @@ def kept(x: Tensor, format: Format) -> Mantissas | None:
     return None if payload is None else Mantissas(payload, found.exponent)
 
 
-def _find(x: Tensor, at_once: bool) -> _Payload | None:
+def _find(x: Tensor, at_once: bool) -> _Record | None:
     """Return what is kept of x if its exponent lies as `answers_at_once` says of x, on the host or on a device."""
-    if not _by_storage or not _is_served(x):
-        return None
-    storage = x.untyped_storage()
-    found = _by_storage.get(id(storage))
-    if found is None or found.storage() is not storage:
-        return None
-    return found if isinstance(found.exponent, Tensor) != at_once else None
+    found: _Record | None = getattr(_storage(x), "lowp_record", None)
+    return found if found is not None and isinstance(found.exponent, Tensor) != at_once else None
 
 
 # -- mantissas ----------------------------------------------------------------------------------------------------
@@ -155,7 +147,7 @@ def exact(x: Tensor, cast: Cast) -> Mantissas | None:
     return _exact(x, cast, _find(x, True)) if answers_at_once(x) else None
 
 
-def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
+def _exact(x: Tensor, cast: Cast, found: _Record | None) -> Mantissas | None:
     """Return the same, given the record beside x's memory."""
     if found is not None and not found.is_of(cast.format):
         found = None
@@ -208,15 +200,12 @@ def is_exact(x: Tensor, cast: Cast) -> bool:
 
 def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
     """Return `is_exact` of each tensor; one call compares all tensors with the layout of their records."""
-    kept: dict[int, tuple[Tensor, Mantissas, cpu_int16.Rows]] = {}
+    known: dict[int, cpu_int16.Kept] = {}
     for index, x in enumerate(tensors):
-        found = _find(x, True) if uses_library() and answers_at_once(x) else None
-        payload = None if found is None or not found.is_of(cast.format) else found.of_view(x)
-        if found is None or payload is None or abs(found.exponent) > _LARGEST:
-            continue
-        if (lie := _rows(x)) is not None:
-            kept[index] = x, Mantissas(payload, found.exponent), lie
-    same = dict(zip(kept, int16_lists.are_int16(list(kept.values())), strict=True)) if kept else {}
+        found = kept(x, cast.format) if uses_library() and answers_at_once(x) else None
+        if found is not None and (lie := _rows(x)) is not None:
+            known[index] = x, found.payload, found.exponent, lie
+    same = dict(zip(known, cpu_int16.are_int16(list(known.values())), strict=True)) if known else {}
     return [same.get(index, False) or is_exact(x, cast) for index, x in enumerate(tensors)]
 
 
@@ -236,18 +225,36 @@ def is_kept(x: Tensor, cast: Cast) -> bool:
     return int16_element(cast).symmetric or x.numel() == 0 or int(known.payload.amin()) > -32768
 
 
-def compared(tensors: Sequence[Tensor], format: Format) -> int16_lists.Compared | None:
-    """Return tensors with their kept mantissas, for which they stand; None if any is otherwise, or has none."""
-    if not uses_library():
-        return None
-    found: list[tuple[Tensor, Mantissas]] = []
-    for x in tensors:
-        known = kept(x, format) if x.is_cpu else None
-        if known is None or not x.is_contiguous() or x.data_ptr() % 4:
+class Compared:
+    """Tensors with their kept mantissas, contiguous and alike: one call compares them all, as often as asked."""
+
+    def __init__(self, kept: Sequence[cpu_int16.Kept]) -> None:
+        self._kept, self._addresses = kept, [x.data_ptr() for x, *_ in kept]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], format: Format) -> Compared | None:
+        """Return tensors that their kept mantissas stand for; None if any is otherwise, or has none."""
+        if not uses_library():
             return None
-        found.append((x, known))
-    result = int16_lists.Compared(found)
-    return result if result.are_same() else None
+        found: list[cpu_int16.Kept] = []
+        for x in tensors:
+            known = _find(x, True) if x.is_cpu and x.is_contiguous() else None
+            if known is None or not known.is_of(format) or abs(known.exponent) > _LARGEST or x.data_ptr() % 4:
+                return None
+            payload, count = known.of_view(x), x.numel()
+            if payload is None:
+                return None
+            found.append((x, payload, known.exponent, (1, count, count)))
+        return cls(found) if all(cpu_int16.are_int16(found)) else None
+
+    def are_still(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors, where they were, and their mantissas still stand for them."""
+        if len(tensors) != len(self._kept):
+            return False
+        for x, (known, *_), address in zip(tensors, self._kept, self._addresses, strict=True):
+            if x is not known or x.data_ptr() != address:
+                return False
+        return all(cpu_int16.are_int16(self._kept))
 
 
 def exact_there(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
@@ -287,7 +294,7 @@ def _hint_there(x: Tensor, cast: Cast) -> Tensor | None:
     return cast_to(Tensor, found[1])
 
 
-def _rounded_again(x: Tensor, cast: Cast, found: _Payload) -> Mantissas | None:
+def _rounded_again(x: Tensor, cast: Cast, found: _Record) -> Mantissas | None:
     """Return the mantissas of a cast of x from its record, after a comparison of every element."""
     scaling = cast.scaling
     if found.is_of(cast.format) and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None)):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels.int16.cpu_int16 import Seen
 from lowp.kernels.int16.mantissas import int16_element, readable
 from lowp.kernels.triton.calls import integers, key_of
 from lowp.kernels.triton.device import mantissas
@@ -110,16 +109,19 @@ def begin(
 
 
 def write(
-    x: Tensor, cast: Cast, exponents: Tensor, index: int, when: Tensor | None = None, otherwise: Tensor | None = None
-) -> tuple[Tensor, Seen, Tensor, Tensor]:
-    """Return the values of x in fp32 under `exponents[index]`, what was seen, whether there is a NaN, the exponent.
+    x: Tensor, cast: Cast, exponents: Tensor, index: int, when: Tensor | None = None, otherwise: Tensor | None = None,
+    row: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the values of x in fp32 under `exponents[index]`, what was seen, and the exponent.
+
+    What was seen is a row of `lowp.kernels.int16.entries`: `row`, of zeros, if it is given.
 
     All on the device. Where `when`, 0-d bool, does not hold, the values are those of x, nothing was seen, and the
     exponent is `otherwise`, if given.
     """
     x = readable(x)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    record = torch.zeros(WORDS, dtype=torch.int64, device=x.device)
+    record = torch.zeros(WORDS, dtype=torch.int64, device=x.device) if row is None else row
     flags, halves = record.view(torch.int8)[8 * _FLAGS :], record.view(torch.int32)
     form, numbers = rounding(cast)
     key, _ = key_of(x, 0, form.random_bits > 0)
@@ -129,9 +131,8 @@ def write(
         mantissas.write, x, integers(x), integers(out), exponents, key, flag, place, record, flags, x.numel(), index,
         numbers, int16_element(cast).minimum, when is not None, DTYPES[x.dtype], form,
     )  # fmt: skip
-    nonfinite, is_nan, vanished = flags.view(torch.bool)[:3].unbind()
-    seen = Seen(halves[0], nonfinite, vanished, record[1], record[2], record[5], True if when is None else when)
-    return out, seen, is_nan, halves[2 * _EXPONENT]
+    exponent = halves[2 * _EXPONENT]
+    return out, record, exponent if row is None else exponent.clone()  # a row is forgotten when a step ends
 
 
 def _over(kernel: Any, x: Tensor, *arguments: Any) -> None:

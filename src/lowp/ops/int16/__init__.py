@@ -1,8 +1,7 @@
 """Ops on tensors of int16 mantissas under one exponent (dfp16, flex16+5).
 
 * `contraction`: the three products of a contraction as products of integers, in both formats. Backward keeps payloads.
-* `linear`: linear layers in both formats, which run from their arguments without the description of a call.
-* `written`: linear layers of flex16+5, one call of the C++ library in each direction.
+* `layer`: linear layers and convolutions in both formats, from their arguments: one call of the C++ library each way.
 * `masks`: activations, dropout and max-pooling beside dfp16's contractions; backward keeps one bit per element.
 * `flexpoint`: the runners of flex16+5, in which every result is rounded under the shared exponent of its site.
 * `nodes`: the nodes of the graph that round results and gradients at sites, and contractions without integers.

@@ -23,8 +23,9 @@ from lowp.compat import remembered_by_identity, widest_float
 from lowp.exponents import SiteWriter
 from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.int16 import device_integers, device_mantissas, low_words, payloads
-from lowp.kernels.int16.device_exponents import apart, power, together
-from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, sums
+from lowp.kernels.int16.device_exponents import power
+from lowp.kernels.int16.layer import Known, LayerPlan
+from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, int16_element, sums
 from lowp.kernels.products import contract
 from lowp.kernels.tracing import is_sharded
 from lowp.ops.call import Call, RoleCasts
@@ -41,20 +42,7 @@ from lowp.ops.int16.nodes import (
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Accumulation, Rule
 
-__all__ = [
-    "Contraction",
-    "IntegerProduct",
-    "Results",
-    "bias_gradient",
-    "gradients_from",
-    "gradients_given",
-    "incoming_of",
-    "integer_contraction",
-    "reading",
-    "summed",
-    "summed_gradients",
-    "words_of",
-]
+__all__ = ["Contraction", "Done", "IntegerProduct", "Results", "integer_contraction", "kept_as", "summed"]
 
 Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
 
@@ -82,16 +70,28 @@ def integer_contraction(
         casts.tell(second, casts.roles[1])
     results = None if call.writer is None else Results.of(call.writer, first, second)
     apply: Callable[..., Tensor] = IntegerProduct.apply
-    return apply(end_of(first), end_of(second), bias, a, b, Contraction(form, casts, in_fp32, call.op), results)
+    product = Contraction(form, casts, in_fp32, call.op)
+    return apply(end_of(first), end_of(second), bias, (a, b), product, results)
 
 
 class Contraction(NamedTuple):
-    """The form, the casts and the fp32 gradients of a contraction of mantissas."""
+    """The form, the casts and the fp32 gradients of a contraction of mantissas.
+
+    `plan`: of a layer whose gradients one call of the C++ library computes.
+    """
 
     form: Form
     casts: RoleCasts
     in_fp32: Gradients
     op: str
+    plan: LayerPlan | None = None
+
+
+class Done(NamedTuple):
+    """The output of a contraction that was computed, and what backward reads: both payloads, and their exponents."""
+
+    result: Tensor
+    saved: list[Any]
 
 
 class Results(NamedTuple):
@@ -107,15 +107,11 @@ class Results(NamedTuple):
         return cls(writer.part(), (role_of(first), role_of(second)))
 
 
-def _mantissas(x: Tensor, to: Cast | None, casts: RoleCasts) -> Mantissas | None:
-    """Return a gradient as mantissas; None without a cast, or for an infinity or a NaN."""
-    if to is None or not has_mantissas(to):
-        return None
-    return payloads.rounded(x, to, casts.seed)
-
-
 class IntegerProduct(torch.autograd.Function):
-    """The output of a contraction of mantissas; saves int16 payloads, two bytes per element."""
+    """The output of a contraction of mantissas; saves int16 payloads, two bytes per element, and their exponents.
+
+    It is given the mantissas, or what is done with them already.
+    """
 
     @staticmethod
     def forward(
@@ -123,21 +119,28 @@ class IntegerProduct(torch.autograd.Function):
         first: Tensor,
         second: Tensor,
         bias: Tensor | None,
-        a: Mantissas,
-        b: Mantissas,
+        given: tuple[Mantissas, Mantissas] | Done,
         product: Contraction,
         results: Results | None,
     ) -> Tensor:
         needs_first, needs_second, *_ = ctx.needs_input_grad
         ctx.edges = first if needs_first else None, second if needs_second else None
         ctx.product, ctx.results, ctx.bias_dtype = product, results, None if bias is None else bias.dtype
+        if isinstance(given, Done):
+            ctx.is_there = False
+            ctx.save_for_backward(*given.saved)
+            return given.result
+        a, b = given
         # a checkpoint's recomputation may write under other exponents
-        ctx.save_for_backward(a.payload, b.payload, together([a.exponent, b.exponent]))
+        of_both, ctx.is_there = (a.exponent, b.exponent), isinstance(a.exponent, Tensor)
+        make = torch.stack if ctx.is_there else partial(torch.tensor, dtype=torch.int32, device="cpu")
+        exponents = make(of_both)
+        ctx.save_for_backward(a.payload, b.payload, exponents)
         return summed(product, a, b, bias, results)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *shielded(_gradients, gradient, ctx), None, None, None, None
+        return *shielded(_gradients, gradient, ctx), None, None, None
 
 
 def summed(product: Contraction, a: Mantissas, b: Mantissas, bias: Tensor | None, results: Results | None) -> Tensor:
@@ -150,35 +153,78 @@ def summed(product: Contraction, a: Mantissas, b: Mantissas, bias: Tensor | None
 
 
 def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
-    first, second, exponents = ctx.saved_tensors
-    saved = [Mantissas(*one) for one in zip((first, second), apart(exponents), strict=True)]
-    return gradients_from(gradient, ctx, saved)
-
-
-def gradients_from(gradient: Tensor, ctx: Any, saved: list[Mantissas]) -> Sequence[Tensor | None]:
-    """Return the gradients of both operands, whose mantissas are `saved`, and of the bias.
+    """Return the gradients of both operands, whose mantissas are saved, and of the bias.
 
     `ctx` has the product, its results, the edges of the operands and the dtype of the bias.
     """
-    gradient, incoming = incoming_of(gradient, ctx.product, ctx.results)
-    return gradients_given(gradient, incoming, ctx, saved)
-
-
-def gradients_given(
-    gradient: Tensor, incoming: Mantissas | None, ctx: Any, saved: list[Mantissas]
-) -> Sequence[Tensor | None]:
-    """Return the same, given what `incoming_of` returns."""
     product: Contraction = ctx.product
     results: Results | None = ctx.results
-    if incoming is None:
+    is_graph = torch.is_grad_enabled() or functorch_is_active()
+    has_plan = product.plan is not None and not is_graph
+    has_one_word = gradient.shape[-1:] < (low_words.FEATURES,) or not isinstance(product.form, Linear)
+    if has_plan and has_one_word:
+        kept = None if results is None else _kept(gradient, product.casts.rule)
+        if (results is None or kept is not None) and (found := _at_once(gradient, kept, ctx)) is not None:
+            return found
+    gradient, incoming = _incoming(gradient, product, results, is_graph)
+    words = [] if incoming is None else _words(gradient, incoming, product)
+    if has_plan and incoming is not None and len(words) == 1 and incoming.payload.is_contiguous():
+        if (found := _at_once(gradient, (incoming, False), ctx)) is not None:
+            return found
+    first, second, exponents = ctx.saved_tensors
+    of_both = exponents.unbind() if ctx.is_there else exponents.tolist()
+    saved = [Mantissas(*one) for one in zip((first, second), of_both, strict=True)]
+    return _given(gradient, words, ctx, saved)
+
+
+def _kept(gradient: Tensor, rule: Rule) -> Known | None:
+    """Return the mantissas that were kept of a gradient and that it may stay, not yet compared with it."""
+    may_stay, _ = _reading(rule)
+    kept = payloads.kept(gradient, cast(Cast, rule.output).format) if may_stay else None
+    return None if kept is None else (kept, True)
+
+
+def _at_once(gradient: Tensor, known: Known | None, ctx: Any) -> list[Tensor | None] | None:
+    """Return the gradients that are needed from one call; None, with nothing done, where the general path has to run.
+
+    `known`: the mantissas of the gradient; None to make them.
+    """
+    product, results, needs = ctx.product, ctx.results, list(ctx.needs_input_grad[:3])
+    if results is None:
+        made = product.plan.backward(gradient, known, ctx.saved_tensors, None, [0 if one else None for one in needs])
+        return None if made is None else [None if one is None else one.values for one in made]
+    is_long = needs[2] and product.form.second[0] >= low_words.FEATURES  # that gradient may need a second word
+    needs[2] = needs[2] and not is_long
+    roles = (*results.gradients, BIAS_GRADIENT)
+    wanted = [role for role, needed in zip(roles, needs, strict=True) if needed]
+    if (known_places := results.writer.places_of(wanted)) is None:
+        return None
+    table, found_places = known_places
+    of_wanted = iter(found_places)
+    places = [next(of_wanted) if needed else None for needed in needs]
+    made = product.plan.backward(gradient, known, ctx.saved_tensors, table.block, places)
+    if made is None:
+        return None
+    found: list[Tensor | None] = []
+    for place, one in zip(places, made, strict=True):
+        found.append(None if place is None or one is None else table.wrote(place, one))
+    if is_long and known is not None:
+        found[2] = results.writer.write(_bias_gradient(product.form, [known[0]]), BIAS_GRADIENT)
+    return found
+
+
+def _given(gradient: Tensor, words: list[Mantissas], ctx: Any, saved: list[Mantissas]) -> Sequence[Tensor | None]:
+    """Return the gradients, given that of the result and its words; none where no integers stand for it."""
+    product: Contraction = ctx.product
+    results: Results | None = ctx.results
+    if not words:
         casts = product.casts if results is None else product.casts.before_writer()
         saved_as = [one.values for one in saved], ctx.edges
         needs = ctx.needs_input_grad[:3]
         found = product.in_fp32(product.form, casts, needs, ctx.bias_dtype, gradient, saved_as)
         return _write_gradients(found, results)
-    words = words_of(gradient, incoming, product)
     if results is not None:
-        return summed_gradients(ctx, saved, words, results)
+        return _summed_gradients(ctx, saved, words, results)
     summed_up = _integer_gradients(ctx, saved, words)
     if product.casts.rule.output is not None or product.casts.watch is not None:
         roles = (*(f"{role} gradient" for role in product.casts.roles), BIAS_GRADIENT)
@@ -188,25 +234,26 @@ def gradients_given(
     return of_first, of_second, None if of_bias is None else of_bias.to(ctx.bias_dtype)
 
 
-def incoming_of(gradient: Tensor, product: Contraction, results: Results | None) -> tuple[Tensor, Mantissas | None]:
+def _incoming(
+    gradient: Tensor, product: Contraction, results: Results | None, is_graph: bool
+) -> tuple[Tensor, Mantissas | None]:
     """Return the written gradient and its mantissas; None if it is part of a graph or has no mantissas."""
-    casts, is_graph, is_told = product.casts, torch.is_grad_enabled() or functorch_is_active(), False
-    found = None
+    casts, is_told, found = product.casts, False, None
     if results is not None:
-        may_stay, is_read_as_written = reading(casts.rule)
+        may_stay, is_read_as_written = _reading(casts.rule)
         found = payloads.exact(gradient, cast(Cast, casts.rule.output)) if may_stay and not is_graph else None
         if found is None:
             unless_exact = is_graph or (may_stay and not answers_at_once(gradient))  # on a device the kernel decides
             gradient, written = written_gradient(gradient, results.writer, OUTPUT_GRADIENT, unless_exact)
             found, is_told = written if is_read_as_written and not is_graph else None, True
-    if found is None and not is_graph:
-        found = _mantissas(gradient, casts.rule.grad, casts)
+    if found is None and not is_graph and (to := casts.rule.grad) is not None and has_mantissas(to):
+        found = payloads.rounded(gradient, to, casts.seed)
     if found is not None and casts.watch is not None and not is_told:
         casts.tell(gradient, "grad")
     return gradient, found
 
 
-def words_of(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mantissas]:
+def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mantissas]:
     """Return the gradient as the word it was rounded to, or as two words if one would lose some of its columns."""
     cast = product.casts.rule.grad
     assert cast is not None
@@ -225,7 +272,7 @@ def words_of(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Ma
 
 
 @remembered_by_identity
-def reading(rule: Rule) -> tuple[bool, bool]:
+def _reading(rule: Rule) -> tuple[bool, bool]:
     """Whether a gradient that is already in the format of outputs is not written again, and how gradients are read.
 
     The latter is whether the mantissas that were written are those that the rule's cast makes of a gradient.
@@ -233,9 +280,14 @@ def reading(rule: Rule) -> tuple[bool, bool]:
     grad, output = rule.grad, rule.output
     if grad is None or output is None or grad.format != output.format or not has_mantissas(output):
         return False, False
-    scaling = grad.scaling
-    is_free = scaling is None or (scaling.headroom == 0 and scaling.exponent is None)
-    return True, is_free and not grad.is_stochastic
+    return True, kept_as(grad)
+
+
+@remembered_by_identity
+def kept_as(to: Cast) -> bool:
+    """Whether a cast leaves what is in its format under an exponent as it is, so that kept mantissas are its own."""
+    scaling = to.scaling
+    return not to.is_stochastic and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None))
 
 
 def _write_sum(
@@ -250,15 +302,12 @@ def _write_sum(
     """Return the product that fills a slot, and bias, written under a role; an exact sum straight from the integers."""
     is_exact = accumulate is not None and accumulate.format == "exact"
     is_known = is_exact and not isinstance(operands[0].exponent, Tensor)
-    entry = writer.sum_entry(role) if is_known else None
-    if entry is not None:
-        is_symmetric = entry.table.is_symmetric
-        written = form.written(slot, *operands, entry.exponent, is_symmetric, bias)
-        if written is not None:
-            return entry.wrote(written)
-        found = form.mantissas(slot, *operands, entry.exponent, is_symmetric, bias)
+    entry = writer.entry(role) if is_known else None
+    if entry is not None and entry.has_begun:
+        exponent = int(entry.table.exponent(entry.place))
+        found = form.mantissas(slot, *operands, exponent, int16_element(entry.table.cast).symmetric, bias)
         if found is not None:
-            return entry.write(found)
+            return entry.write(found, exponent)
     return writer.write(_sum(form, slot, accumulate, [operands], bias), role)
 
 
@@ -287,7 +336,7 @@ def _sum(
     return result.add_(added) if result.is_contiguous() else result + added
 
 
-def summed_gradients(
+def _summed_gradients(
     ctx: Any, saved: list[Mantissas], incoming: list[Mantissas], results: Results
 ) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each exact sum written under its role."""
@@ -302,7 +351,7 @@ def summed_gradients(
                 words = [(other, one) for one in incoming]
                 result[index] = results.writer.write(_sum(form, target, accumulate, words), role)
     if ctx.needs_input_grad[2]:
-        result[2] = results.writer.write(bias_gradient(form, incoming), BIAS_GRADIENT)
+        result[2] = results.writer.write(_bias_gradient(form, incoming), BIAS_GRADIENT)
     return result
 
 
@@ -315,11 +364,11 @@ def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissa
             parts = [contract(form, target, (saved[1 - index], one), accumulate) for one in incoming]
             result[index] = sum(parts[1:], parts[0])
     if ctx.needs_input_grad[2]:
-        result[2] = bias_gradient(form, incoming).float()
+        result[2] = _bias_gradient(form, incoming).float()
     return result
 
 
-def bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
+def _bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
     """Return the gradient of the bias: the sum of the mantissas in fp64, exact within its 53 bits.
 
     On a device without fp64 it is in fp32, rounded to odd.

@@ -19,9 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.casts import Cast
 from lowp.kernels.choose.dispatch import has_integer_kernels
-from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.ops.call import Call
 from lowp.ops.generic import changed, not_in_place, run_changed
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, rounded_by
@@ -36,19 +34,12 @@ from lowp.ops.int16.saved import (
 from lowp.ops.observing import role_of
 from lowp.ops.table import Row, runner
 
-__all__ = ["again", "by_itself", "divided", "dropped", "fused", "is_flexpoint", "multiplied", "norm"]
+__all__ = ["again", "by_itself", "divided", "dropped", "fused", "multiplied", "norm"]
 
 # the first arguments of F.embedding and F.embedding_bag; the third is padding_idx of one and offsets of the other
 _EMBEDDING = ("input", "weight", "", "max_norm", "norm_type")
 
 Keep = Callable[[Call], tuple[Fp32Function, list[Tensor]] | None]
-
-
-def is_flexpoint(cast: Cast | None) -> bool:
-    """Whether results of a cast are written under the exponents of sites: int16 and not ``current``."""
-    if cast is None or not has_mantissas(cast):
-        return False
-    return cast.scaling is not None and cast.scaling.kind != "current"
 
 
 # -- runners of a row and a call: `at_site` in the table's rows ------------------------------------------------------

@@ -14,14 +14,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.compat import gradients_of, private
+from lowp.compat import gradients_of, private, real_tensors
 from lowp.exponents import SiteWriter
 from lowp.kernels.choose.dispatch import has_integer_kernels
 from lowp.kernels.int16 import payloads
@@ -45,6 +45,8 @@ __all__ = [
 ]
 
 Tensors = Sequence[Tensor | None]
+with real_tensors():
+    _EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")  # in the place of a tensor; `changed` passes over fp64
 
 # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -187,12 +189,12 @@ class _Dropout(Fp32Function):
 
 def as_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
     """Return a call as a function of its tensors that saves mantissas; None if it saves nothing."""
+    if call.func is F.cross_entropy and (settings := _of_indices(call)) is not None:
+        x, target = call.args
+        return _CrossEntropy(call.func, (_EMPTY, target), call.kwargs, *settings), [x]
     found = _followed(call)
     if found is None:
         return None
-    if call.func is F.cross_entropy and (settings := _of_indices(call)) is not None:
-        tensors, args, kwargs = found
-        return _CrossEntropy(call.func, args, kwargs, *settings), tensors
     derivative = _DERIVATIVES.get(call.op)
     fused = _Again(call.func, *found[1:]) if derivative is None else _Derived(call.func, *found[1:], derivative)
     return fused, found[0]
@@ -206,13 +208,20 @@ def _of_indices(call: Call) -> tuple[Tensor, int, int] | None:
     if len(call.args) != 2:
         return None
     (x, target), given = call.args, call.kwargs
-    if any(given.get(name) is not None for name in ("weight", "size_average", "reduce")) or given.get(
-        "label_smoothing"
-    ):
-        return None
+    for name in ("weight", "size_average", "reduce", "label_smoothing"):
+        if (value := given.get(name)) is not None and not (name == "label_smoothing" and value == 0):
+            return None
     if type(x) is not Tensor or type(target) is not Tensor or target.dtype is not torch.int64:
         return None
-    if x.dim() != 2 or target.dim() != 1 or not has_integer_kernels(target) or len(x) != len(target) or x.numel() == 0:
+    if x.dtype is not torch.float32 or not (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    if (
+        x.dim() != 2
+        or target.dim() != 1
+        or not has_integer_kernels(x, target)
+        or len(x) != len(target)
+        or x.numel() == 0
+    ):
         return None
     reduction = _REDUCTIONS.get(given.get("reduction", "mean"))
     return None if reduction is None else (target, reduction, given.get("ignore_index", -100))
@@ -241,9 +250,8 @@ def _followed(call: Call) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]
 
     def collect(x: Tensor) -> Tensor:
         tensors.append(x)
-        return empty
+        return _EMPTY
 
-    empty = torch.empty(0, dtype=torch.float32, device="cpu")  # `changed` passes over fp64
     args, kwargs = changed(call.args, collect), changed(call.kwargs, collect)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors) or not is_out_of_place(call):
         return None
@@ -265,25 +273,18 @@ def dropout_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
 # -- saved tensors ------------------------------------------------------------------------------------------------
 
 
-class _Saved(NamedTuple):
-    """A saved tensor; for mantissas also their exponent and an edge to the graph of the original tensor.
+def _saved(x: Tensor | None, to: Cast) -> tuple[Tensor | None, int, Tensor | None]:
+    """Return x as it is saved; of mantissas also their exponent, and an edge to the graph of x.
 
-    Exponents are saved beside the mantissas because a checkpoint's recomputation may write under other exponents.
+    Parameters and data, which the caller holds, are saved unchanged. Exponents are saved beside the mantissas because a
+    checkpoint's recomputation may write under other exponents.
     """
-
-    saved: Tensor | None = None
-    exponent: int = 0
-    edge: Tensor | None = None
-
-    @classmethod
-    def of(cls, x: Tensor | None, to: Cast) -> _Saved:
-        """Return x as it is saved. Parameters and data, which the caller holds, are saved unchanged."""
-        if x is None or (x.is_leaf and payloads.hint(x, to.format) is None):
-            return cls(x)
-        found = payloads.exact(x, to)
-        if found is None:
-            return cls(x)
-        return cls(found.payload, found.exponent, edge(x, torch.float32) if x.requires_grad else None)
+    if x is None or (x.is_leaf and payloads.hint(x, to.format) is None):
+        return x, 0, None
+    found = payloads.exact(x, to)
+    if found is None:
+        return x, 0, None
+    return found.payload, found.exponent, edge(x, torch.float32) if x.requires_grad else None
 
 
 def _again(saved: Tensor | None, exponent: int, edge: Tensor | None) -> Tensor | None:
@@ -316,16 +317,19 @@ def computed_and_rounded(fused: Fp32Function, call: Call, tensors: Tensors) -> T
         for x in tensors:
             if x is not None:
                 call.watch(x, role_of(x), None)
-    gradient_role = gradient_roles()
-    roles = ["" if x is None else gradient_role(x) for x in tensors]
-    shapes = [None if x is None else x.shape for x in tensors]
-    wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors]
-    kept = [
-        _Saved.of(x, call.rule.output) if is_read and any(wanted) else _Saved()
-        for x, is_read in zip(tensors, fused.reads(wanted), strict=True)
-    ]
-    plan = _Plan(fused, call.writer, call.writer.part(), roles, shapes, [one.edge for one in kept])
-    saved = [one.saved for one in kept] + [torch.tensor([one.exponent for one in kept], device="cpu")]
+    gradient_role, follows = gradient_roles(), torch.is_grad_enabled()
+    plan = _Plan(fused, call.writer, call.writer.part(), [], [], [])
+    wanted, exponents, saved = list[bool](), list[int](), list[Tensor | None]()
+    for x in tensors:
+        plan.roles.append("" if x is None else gradient_role(x))
+        plan.shapes.append(None if x is None else x.shape)
+        wanted.append(follows and x is not None and x.requires_grad)
+    for x, is_read in zip(tensors, fused.reads(wanted), strict=True):
+        one, exponent, edge_of = _saved(x, call.rule.output) if is_read and any(wanted) else (None, 0, None)
+        saved.append(one)
+        exponents.append(exponent)
+        plan.edges.append(edge_of)
+    saved.append(torch.tensor(exponents, device="cpu"))
     return cast(Tensor, _Computed.apply(plan, saved, *tensors))  # type: ignore[no-untyped-call]
 
 

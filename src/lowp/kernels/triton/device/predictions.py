@@ -27,25 +27,33 @@ def _folded(rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "limit", "unit", "form"])
 def observe(
-    places, mantissas, nonfinites, vanisheds, writtens, exponents, histories, seens, starteds, writes, saturateds,
+    places, writtens, rows, results, faulty, exponents, histories, seens, starteds, writes, saturateds,
     moves, bads, befores, needed, in_time, headroom, measured, count, limit, unit, form, BETA: tl.constexpr,
     GAMMA: tl.constexpr, WRITTEN: tl.constexpr, ADAPT: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do `ExponentTable._count` and `Autoflex.observe` for entries that were written, in place.
 
-    places: int32 [count], the entries. mantissas: int32, nonfinites, vanisheds and writtens (read if WRITTEN): int8,
-    what was seen of each. limit: the largest mantissa. unit: bits - 2. form: headroom, warm headroom, the smallest
-    and the largest exponent. The others: the columns of the table.
+    places: int32 [count], the entries. writtens: int8 [count], whether each counts (read if WRITTEN). rows: int64, what
+    was seen, as `write` in `mantissas` records it, which is forgotten. results: int8, where infinities are ordinary
+    values. faulty: int8, raised where anything was not finite. limit: the largest mantissa. unit: bits - 2. form:
+    headroom, warm headroom, the smallest and the largest exponent. The others: the columns of the table.
     """
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = rows < count
-    place = tl.load(places + rows, mask=here, other=0)
-    mantissa = tl.load(mantissas + rows, mask=here, other=0)
+    numbers = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = numbers < count
+    place = tl.load(places + numbers, mask=here, other=0)
+    row = rows + place.to(tl.int64) * 8
+    mantissa = tl.load(row, mask=here, other=0).to(tl.int32)
+    flags = tl.load(row + 6, mask=here, other=0).to(tl.int32)
+    for word in tl.static_range(8):
+        tl.store(row + word, place.to(tl.int64) * 0, mask=here)
+    told = tl.load(faulty + place, mask=here, other=0)
+    tl.store(faulty + place, told | (flags & 1).to(tl.int8), mask=here)
+    is_result = tl.load(results + place, mask=here, other=0) != 0
     writes_now = here
     if WRITTEN:
-        writes_now = here & (tl.load(writtens + rows, mask=here, other=0) != 0)
-    bad = writes_now & (tl.load(nonfinites + rows, mask=here, other=0) != 0)
+        writes_now = here & (tl.load(writtens + numbers, mask=here, other=0) != 0)
+    bad = writes_now & (tl.where(is_result, flags >> 8, flags) & 1 != 0)
     good = writes_now & (bad == 0)
     saturated = good & (mantissa >= limit)
     remembered = good & (mantissa > 0)
@@ -86,7 +94,7 @@ def observe(
     predicted = tl.where(good & (known > 0), wanted, exponent) if ADAPT else exponent
     tl.store(exponents + place, predicted, mask=here)
     if ADAPT:
-        gone = good & (tl.load(vanisheds + rows, mask=here, other=0) != 0)
+        gone = good & (flags >> 16 & 1 != 0)
         begun = tl.load(starteds + place, mask=here, other=0)
         tl.store(starteds + place, tl.where(gone, 0, begun).to(tl.int8), mask=here)
     _add(writes + place, writes_now.to(tl.int64), here)

@@ -1,0 +1,106 @@
+"""The writer of an op at one spot of the step: it writes each result of the op under the site of the result's role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from lowp.casts import Cast
+from lowp.exponents.shared import SharedExponents
+from lowp.exponents.sites import Spots, Tell, Trail
+from lowp.exponents.table import ExponentTable, SumEntry
+from lowp.kernels.int16.mantissas import Mantissas
+
+__all__ = ["SiteWriter"]
+
+
+@dataclass(eq=False)
+class SiteWriter:
+    """One op at one spot of the step: writes each of its results under the site of the result's role.
+
+    `tell` is called with the tensor, its role and its cast, for observers.
+    """
+
+    exponents: SharedExponents
+    cast: Cast
+    where: str
+    training: bool
+    trail: Trail | None = None
+    tell: Tell | None = None
+    _parts: Iterator[int] = field(default_factory=count, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        spots: Spots,
+        exponents: SharedExponents,
+        cast: Cast,
+        where: tuple[nn.Module | None, str, str],
+        tell: Tell | None = None,
+    ) -> SiteWriter:
+        """Return the writer of the op that runs. `where`: its outermost module, its module path and its name."""
+        training = torch.is_grad_enabled() or (spots.trail is not None and spots.trail.training)  # without a call
+        return cls(exponents, cast, spots.spot(*where), training, spots.trail, tell)
+
+    def write(self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False) -> Tensor:
+        """Return the values of `written`, which takes the same arguments."""
+        return self.written(x, role, unless_exact, in_place)[0]
+
+    def written(
+        self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False
+    ) -> tuple[Tensor, Mantissas | None]:
+        """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
+
+        `unless_exact`: a tensor that is already in the format stays unchanged. `in_place`: unless an observer has seen
+        x, its memory may be overwritten. See `SharedExponents.written`, which returns the mantissas, too.
+        """
+        if self.tell is not None:
+            self.tell(x, role, self.cast)
+        site = f"{role} of {self.where}"
+        trail = self._trail_of(role)
+        if trail is not None and trail.is_repeated and site in trail.exponents:
+            return self.exponents.write_again(x, self.cast, site, trail.exponents[site], unless_exact), None
+        in_place = in_place and self.tell is None
+        result = self.exponents.written(
+            x, self.cast, site, training=self.training, unless_exact=unless_exact, in_place=in_place
+        )
+        if trail is not None:
+            self._note(trail, site)
+        return result
+
+    def entry(self, role: str) -> SumEntry | None:
+        """Return the entry for writing an exact sum of a role from its integers; None if `write` must see the sum."""
+        trail = self._trail_of(role)
+        if not self.training or (trail is not None and trail.is_repeated) or self.tell is not None:
+            return None
+        entry = self.exponents.entry(self.cast, site := f"{role} of {self.where}")
+        if trail is not None and entry is not None:
+            trail.exponents[site] = entry.table.exponent(entry.place)
+        return entry
+
+    def places_of(self, roles: Sequence[str]) -> tuple[ExponentTable, list[int]] | None:
+        """Return the table and its entries for exact sums of gradients; None if `write` must see one after another."""
+        if not self.training or self.tell is not None:
+            return None
+        return self.exponents.places_of(self.cast, [f"{role} of {self.where}" for role in roles])
+
+    def _trail_of(self, role: str) -> Trail | None:
+        """Return the trail for results. Gradients have none: they are written once, by the repeated run."""
+        return None if role.endswith("gradient") else self.trail
+
+    def _note(self, trail: Trail, site: str) -> None:
+        if not trail.is_repeated:
+            exponent = self.exponents.latest_exponent(self.cast, site)
+            if exponent is not None:
+                trail.exponents[site] = exponent
+
+    def part(self) -> SiteWriter:
+        """Return the writer of the op's first product, at the next call that of its second, and so on."""
+        number = next(self._parts)
+        if number == 0:
+            return self
+        return replace(self, where=f"{self.where}, product {number + 1}")

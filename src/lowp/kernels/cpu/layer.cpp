@@ -1,0 +1,210 @@
+// The C functions of a whole linear layer or convolution of int16 mantissas, called by lowp/kernels/int16/layer.py: forward,
+// and its gradients. Results are chains in fp32 (DFP-16), or exact sums, each rounded once under the exponent of its entry
+// in a table. A layer of a few thousand operations takes the time of its calls, not of its arithmetic.
+#include <cmath>
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include "calls.hpp"
+#include "exponents.hpp"
+
+LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
+                                   float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
+LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out,
+                                  float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
+LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* out, int64_t count, int threads);
+LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
+                                    int64_t stride, int exponent, int rounded, int lowest, int threads);
+LOWP_EXPORT void lowp_sum_int16(const int16_t* mantissas, int64_t outer, int64_t channels, int64_t inner, int64_t* out,
+                                int threads);
+LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const int16_t* b, void* c,
+                                    const int64_t* sizes, const int64_t* strides, int kind, int exponent, int lowest,
+                                    const float* bias, int bias_exponent, int threads, int64_t* seen, double* largest);
+LOWP_EXPORT int lowp_integer_convolution(const char* forced, int product, const int16_t* a, const int16_t* b, void* c,
+                                         const int64_t* geometry, int kind, int exponent, int lowest,
+                                         const float* bias, int bias_exponent, int threads, int64_t* seen,
+                                         double* largest);
+
+// What is the same for all calls of a layer; built by lowp/kernels/cpu/abi.py. A conversion is a cast with offset, lowest and
+// highest of the exponents that it gives a tensor by its maximum.
+struct lowp_conversion {
+  const lowp_cast* cast;
+  int64_t offset, lowest, highest;
+};
+
+struct lowp_layer {
+  lowp_conversion x, weight, gradient;
+  const lowp_cast* output;  // null: results are chains
+  const int64_t* geometry;  // of lowp_integer_convolution; null: linear
+  int64_t sizes[3];         // of linear layers m, n and k; else the elements of x, weight and result
+};
+
+namespace lowp {
+namespace {
+
+enum Code { kDone = 0, kUnfit = 4 };  // and those of lowp_integer_matmul
+enum Found : int64_t { kToConvert = 0, kToCompare = 1, kKnown = 2 };
+enum Product { kForward, kOfX, kOfWeight };  // as lowp_integer_convolution counts them
+
+template <class T>
+T* at(int64_t address) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+// Writes x as mantissas under its own exponent; false if it is not finite.
+bool convert(const lowp_conversion& to, const float* x, int64_t count, int threads, int16_t* out, int32_t* exponent) {
+  int64_t counts[4];
+  *exponent = lowp_current_int16(to.cast, x, static_cast<int>(to.offset), static_cast<int>(to.lowest),
+                                 static_cast<int>(to.highest), out, nullptr, count, 0, threads, counts);
+  return *exponent != 1 << 20;
+}
+
+bool is_same(const float* x, const int16_t* mantissas, int64_t count, int exponent, int threads) {
+  return lowp_same_int16(x, mantissas, 1, count, count, exponent, 0, 0, threads) == 0;
+}
+
+// Where a result goes: its entry, its mantissas (of chains none), and its values (0: it is not needed).
+struct Target {
+  int64_t entry;
+  int16_t* mantissas;
+  float* values;
+
+  explicit Target(const int64_t* given) : entry(given[0]), mantissas(at<int16_t>(given[1])), values(at<float>(given[2])) {}
+};
+
+class Layer {
+ public:
+  Layer(const char* forced, const lowp_layer& plan, const lowp_table* table, int threads)
+      : forced_(forced), plan_(plan), table_(table), threads_(threads) {}
+
+  int64_t of_x() const { return plan_.geometry ? plan_.sizes[0] : plan_.sizes[0] * plan_.sizes[2]; }
+  int64_t of_weight() const { return plan_.geometry ? plan_.sizes[1] : plan_.sizes[1] * plan_.sizes[2]; }
+  int64_t of_y() const { return plan_.geometry ? plan_.sizes[2] : plan_.sizes[0] * plan_.sizes[1]; }
+
+  bool has_begun(const Target& to) const { return !to.values || !plan_.output || table_->started[to.entry]; }
+
+  // One of the products of two operands, and a bias; `exponent` is the sum of those of the operands.
+  int multiply(Product product, const int16_t* a, const int16_t* b, int exponent, const float* bias, const Target& to,
+               int64_t count, int64_t* told) const {
+    int64_t seen[3];
+    double largest;
+    if (!plan_.output) return run(product, a, b, to.values, 0, exponent, 0, bias, 0, seen, &largest);
+    const int own = table_->exponent[to.entry], lowest = static_cast<int>(plan_.output->minimum);
+    const int status = run(product, a, b, to.mantissas, 1, exponent - own, lowest, bias, -own, seen, &largest);
+    if (status) return status;
+    lowp_from_int16(to.mantissas, own, to.values, count, threads_);
+    // a sum that was not zero counts as a number
+    const int64_t counts[] = {seen[1], seen[0], 0, seen[2] > 0};
+    note(*table_, to.entry, counts, 0, count, false, 0);
+    *told = own;
+    return kDone;
+  }
+
+  // The gradient of the bias: the exact sums of the mantissas of a gradient, rounded to fp64, and then once.
+  void sum(const int16_t* gradient, int exponent, const Target& to, int64_t* told) const {
+    const int64_t* shape = plan_.geometry;
+    const int64_t outer = shape ? shape[0] : plan_.sizes[0], channels = shape ? shape[2] : plan_.sizes[1];
+    std::vector<int64_t> sums(static_cast<size_t>(channels));
+    std::vector<double> numbers(sums.size());
+    lowp_sum_int16(gradient, outer, channels, of_y() / (outer * channels), sums.data(), threads_);
+    for (size_t i = 0; i < sums.size(); ++i) numbers[i] = std::ldexp(static_cast<double>(sums[i]), exponent);
+    if (!plan_.output) {
+      for (size_t i = 0; i < sums.size(); ++i) to.values[i] = static_cast<float>(numbers[i]);
+      return;
+    }
+    const int own = table_->exponent[to.entry];
+    int64_t counts[4];
+    lowp_write_int16(plan_.output, kFp64, numbers.data(), own, to.mantissas, to.values, channels, 0, threads_, counts);
+    note(*table_, to.entry, counts, 0, channels, false, 0);
+    *told = own;
+  }
+
+ private:
+  int run(Product product, const int16_t* a, const int16_t* b, void* c, int kind, int exponent, int lowest,
+          const float* bias, int bias_exponent, int64_t* seen, double* largest) const {
+    if (plan_.geometry)
+      return lowp_integer_convolution(forced_, product, a, b, c, plan_.geometry, kind, exponent, lowest, bias,
+                                      bias_exponent, threads_, seen, largest);
+    const int64_t m = plan_.sizes[0], n = plan_.sizes[1], k = plan_.sizes[2];
+    // matrices of operands, [rows, depth] and [columns, depth], by the strides of both dimensions; one of each is 1
+    const int64_t forward[][8] = {{1, m, n, k}, {0, k, 1, 0, k, 1, m * n, n}};
+    const int64_t of_x[][8] = {{1, m, k, n}, {0, n, 1, 0, 1, k, m * k, k}};
+    const int64_t of_weight[][8] = {{1, n, k, m}, {0, 1, n, 0, 1, k, n * k, k}};
+    const auto* form = product == kForward ? forward : product == kOfX ? of_x : of_weight;
+    if (product == kOfWeight) std::swap(a, b);  // a convolution takes x first
+    return lowp_integer_matmul(forced_, a, b, c, form[0], form[1], kind, exponent, lowest, bias, bias_exponent,
+                               threads_, seen, largest);
+  }
+
+  const char* forced_;
+  const lowp_layer& plan_;
+  const lowp_table* table_;
+  int threads_;
+};
+
+}  // namespace
+}  // namespace lowp
+
+using namespace lowp;
+
+// y = x by weight, and bias. given:
+//    0  entry, mantissas and values of y
+//    3  x; its mantissas; their exponent; and how they are found: 0 they are written, under the exponent of x's maximum,
+//       1 they are kept, and compared with x first, 2 they are known to be those of x
+//    7  weight; the destination of its mantissas, and of the exponents of x and weight, int32; bias (0: none)
+// told: the exponent of y. Returns the codes of lowp_integer_matmul; or 4, with nothing noted, if an operand is not finite or
+// not what its mantissas stand for, or if the entry has not begun.
+LOWP_EXPORT int lowp_layer_forward(const char* forced, const lowp_layer* plan, const lowp_table* table,
+                                   const int64_t* given, int threads, int64_t* told) {
+  const Layer layer(forced, *plan, table, threads);
+  const Target y(given);
+  const float *x = at<float>(given[3]), *weight = at<float>(given[7]);
+  int16_t *a = at<int16_t>(given[4]), *b = at<int16_t>(given[8]);
+  int32_t own[2], *exponents = given[9] ? at<int32_t>(given[9]) : own;
+  exponents[0] = static_cast<int32_t>(given[5]);
+  if (!layer.has_begun(y)) return kUnfit;
+  try {
+    std::vector<int16_t> memory(static_cast<size_t>((a ? 0 : layer.of_x()) + (b ? 0 : layer.of_weight())));
+    if (!a) a = memory.data();
+    if (!b) b = memory.data() + (given[4] ? 0 : layer.of_x());
+    if (given[6] == kToConvert && !convert(plan->x, x, layer.of_x(), threads, a, exponents)) return kUnfit;
+    if (given[6] == kToCompare && !is_same(x, a, layer.of_x(), exponents[0], threads)) return kUnfit;
+    if (!convert(plan->weight, weight, layer.of_weight(), threads, b, exponents + 1)) return kUnfit;
+    return layer.multiply(kForward, a, b, exponents[0] + exponents[1], at<float>(given[10]), y, layer.of_y(), told);
+  } catch (const std::exception&) {
+    return 2;
+  }
+}
+
+// The gradients of x, weight and bias. given:
+//    0  the gradient of y; its mantissas (0: none); their exponent; how they are found, as above
+//    4  the mantissas of x and of weight, and their exponents, int32, of lowp_layer_forward
+//    7  entry, mantissas and values of the gradients of x, weight and bias
+// told: the exponents of the three. Returns the same codes.
+LOWP_EXPORT int lowp_layer_backward(const char* forced, const lowp_layer* plan, const lowp_table* table,
+                                    const int64_t* given, int threads, int64_t* told) {
+  const Layer layer(forced, *plan, table, threads);
+  const Target of_x(given + 7), of_weight(given + 10), of_bias(given + 13);
+  const int16_t *a = at<int16_t>(given[4]), *b = at<int16_t>(given[5]);
+  const int32_t* exponents = at<int32_t>(given[6]);
+  int16_t* g = at<int16_t>(given[1]);
+  int32_t own = static_cast<int32_t>(given[2]);
+  if (!(layer.has_begun(of_x) && layer.has_begun(of_weight) && layer.has_begun(of_bias))) return kUnfit;
+  try {
+    std::vector<int16_t> memory(static_cast<size_t>(g ? 0 : layer.of_y()));
+    if (!g) g = memory.data();
+    const float* gradient = at<float>(given[0]);
+    if (given[3] == kToConvert && !convert(plan->gradient, gradient, layer.of_y(), threads, g, &own)) return kUnfit;
+    if (given[3] == kToCompare && !is_same(gradient, g, layer.of_y(), own, threads)) return kUnfit;
+    int status = kDone;
+    if (of_x.values)
+      status = layer.multiply(kOfX, g, b, own + exponents[1], nullptr, of_x, layer.of_x(), told);
+    if (!status && of_weight.values)
+      status = layer.multiply(kOfWeight, a, g, own + exponents[0], nullptr, of_weight, layer.of_weight(), told + 1);
+    if (!status && of_bias.values) layer.sum(g, own, of_bias, told + 2);
+    return status;
+  } catch (const std::exception&) {
+    return 2;
+  }
+}

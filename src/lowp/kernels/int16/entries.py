@@ -1,0 +1,237 @@
+"""Entries of a table of shared exponents: tensors written under them, and what was seen of each, on every device.
+
+A table is columns with one number an entry, tensors of a device, which the C++ library and Triton's kernels read by
+their pointers: the host is told what it asks for, and keeps no copy. What was seen of an entry since the last step is a
+row of `WORDS` int64: the largest |mantissa| of what is finite, 0 .. 32768; finite elements that did not fit; elements
+that would not fit under half the unit, where a scaling counts them; the elements; and flags, in bytes: whether anything
+is not finite, whether anything is NaN, and whether all nonzero values became zero. `lowp.exponents.table` owns tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, Rounding
+from lowp.kernels import cpu
+from lowp.kernels.choose.dispatch import by_triton
+from lowp.kernels.cpu.abi import TYPE_NUMBERS, table_block
+from lowp.kernels.int16.cpu_int16 import Seen, mantissa_block
+from lowp.kernels.int16.mantissas import int16_element, values, wide_cast
+from lowp.kernels.numbers import bitwise
+from lowp.scaling import Autoflex, WritesSeen
+from lowp.scaling.powers import times
+
+__all__ = [
+    "MOST_MANTISSA",
+    "MOST_WINDOW",
+    "OVERFLOWED",
+    "ROOTS",
+    "TWO_WORDS",
+    "VALUES",
+    "WORDS",
+    "Steps",
+    "There",
+    "block_of",
+    "counts_of",
+    "joined",
+    "nonfinite_of",
+    "observe",
+    "observed",
+    "record_of",
+    "write",
+    "write_in_place",
+    "write_there",
+]
+
+WORDS = 8  # of a row, int64; kWords in cpu/exponents.hpp, and in triton/mantissas
+LARGEST, OVERFLOWED, CROWDED, ELEMENTS, FLAGS = 0, 1, 2, 5, 6
+_NONFINITE, _NAN, _VANISHED = (8 * FLAGS + place for place in range(3))  # bytes
+MOST_MANTISSA = 1 << 29  # that is noted of a single number beyond the entry's exponent, in its units
+MOST_WINDOW = 256  # kMostWindow in cpu/exponents.cpp
+VALUES, TWO_WORDS, ROOTS = 0, 1, 2  # how a tensor is written: `How` in cpu/exponents.cpp
+_LOW_BITS = 14  # of a second word, as in `low_words`
+_APART = 32  # elements: each payload of a block begins at a multiple of 64 bytes
+
+
+# -- by the C++ library -----------------------------------------------------------------------------------------------
+
+
+def block_of(scaling: Autoflex, crowds: bool, columns: Sequence[Tensor | None]) -> object:
+    """Return a pointer to the description of a table on a CPU, to be made anew when its columns are others.
+
+    The columns are in the order of `lowp_table` in cpu/exponents.hpp. `crowds`: crowded elements are counted.
+    """
+    return table_block(scaling, crowds, [cpu.optional_address(one) for one in columns], columns)
+
+
+def write(table: object, cast: Cast, index: int, x: Tensor, payload: Tensor | None, values: Tensor) -> tuple[int, bool]:
+    """Write x under an entry, which begins with it if it has not: its mantissas and its values, which may overwrite it.
+
+    All lie alike, dense. What is not finite stays as it is. Returns the exponent, which of a single number is one that
+    holds it, and whether anything is not finite. Mantissas and values are those of `mantissas_and_values`.
+    """
+    told = array("q", (0, 0))
+    row = [index, VALUES, TYPE_NUMBERS[x.dtype], x, payload, values, x.numel(), 0]
+    cpu.loaded().lowp_write_entries(table, mantissa_block(cast), row, 1, torch.get_num_threads(), told)
+    return told[0], told[1] != 0
+
+
+def write_in_place(table: object, cast: Cast, given: Sequence[tuple[Tensor, int, int]]) -> None:
+    """Write fp32 tensors that `is_direct` accepts in place, each under its entry: all in one call.
+
+    `given`: each tensor, its entry and how it is written. VALUES: as values of the format. TWO_WORDS: as the sum of two
+    words, the second 14 places lower; what is not finite becomes NaN. ROOTS: as squares of values of the format, of
+    which none but those of zeros vanishes; NaN also stands for the root of a negative number.
+    """
+    rows = []
+    for x, index, how in given:
+        rows += [index, how, 0, x, None, x, x.numel(), _LOW_BITS]
+    told = array("q", bytes(16 * len(given)))
+    cpu.loaded().lowp_write_entries(table, mantissa_block(cast), rows, len(given), torch.get_num_threads(), told)
+    torch.autograd.graph.increment_version([x for x, *_ in given])
+
+
+def observe(table: object, entries: Iterable[int]) -> None:
+    """Observe what was seen of entries of Autoflex, predict their exponents and forget it: `Autoflex.observe`."""
+    numbers = array("q", entries)
+    cpu.loaded().lowp_observe_entries(table, numbers, len(numbers))
+
+
+class Steps:
+    """Weights in the format before an optimizer's step, as mantissas; after it update and weight are written at once.
+
+    `entries` are those of update and weight. Weights that have to be looked at first are left out: where an entry has
+    not begun, or a weight is not in the format under its exponent, or may not fit.
+    """
+
+    def __init__(self, table: object, weights: Sequence[Tensor], entries: Sequence[tuple[int, int]]) -> None:
+        begins = list(itertools.accumulate((-(-one.numel() // _APART) * _APART for one in weights), initial=0))
+        payload = torch.empty(begins[-1], dtype=torch.int16, device="cpu")
+        rows: list[list[Any]] = [
+            [*pair, one, payload[begin:], one.numel()]
+            for one, begin, pair in zip(weights, begins, entries, strict=False)
+        ]
+        told = array("q", bytes(16 * len(weights)))
+        given = [number for row in rows for number in row]
+        cpu.loaded().lowp_hold_entries(table, given, len(weights), torch.get_num_threads(), told)
+        if not all(told[1::2]):
+            kept = [at for at, fits in enumerate(told[1::2]) if fits]
+            rows = [rows[at] for at in kept]
+            told = array("q", [number for at in kept for number in told[2 * at : 2 * at + 2]])
+        self._rows, self._told = rows, told
+        self.weights: list[Tensor] = [row[2] for row in rows]
+        self._addresses = [one.data_ptr() for one in self.weights]
+
+    def write(self, table: object, cast: Cast) -> list[int] | None:
+        """Write updates and weights in place; return the entries. None, with nothing done, where a weight has moved."""
+        if [one.data_ptr() for one in self.weights] != self._addresses:
+            return None
+        given = [number for row in self._rows for number in row], len(self.weights), self._told
+        cpu.loaded().lowp_step_entries(table, mantissa_block(cast), *given, torch.get_num_threads())
+        torch.autograd.graph.increment_version(self.weights)
+        return [entry for row in self._rows for entry in row[:2]]
+
+    @property
+    def before(self) -> list[Tensor]:
+        """The values of each weight before the step."""
+        return [
+            values(payload[:count].view(weight.shape), exponent)
+            for (_, _, weight, payload, count), exponent in zip(self._rows, self._told[::2], strict=True)
+        ]
+
+
+# -- elsewhere --------------------------------------------------------------------------------------------------------
+
+
+class There(NamedTuple):
+    """A write of which the host knows nothing: values in fp32, what was seen, and the exponent of the values."""
+
+    values: Tensor
+    record: Tensor
+    exponent: Any
+
+
+def write_there(
+    x: Tensor, cast: Cast, exponents: Tensor, index: int, when: Tensor | None = None, otherwise: Any = None,
+    row: Tensor | None = None,
+) -> There:  # fmt: skip
+    """Return x as values of the format in fp32 under `exponents[index]`, int32, without waiting for the device.
+
+    Where `when`, 0-d bool, does not hold, the values are those of x, the exponent is `otherwise`, if one is given, and
+    what was seen is nothing. What is not finite stays as it is. `row`, zeros, takes what was seen. On a CPU `write`
+    does this.
+    """
+    if by_triton(x):
+        from lowp.kernels.triton import mantissas as kernels
+
+        return There(*kernels.write(x, cast, exponents, index, when, otherwise, row))
+    exponent = exponents[index].clone()
+    values, record = _written_there(x, cast, exponent)
+    if when is not None:
+        values = torch.where(when, values, x.float())
+        record = record * when
+        exponent = exponent if otherwise is None else torch.where(when, exponent, otherwise)
+    return There(values, record if row is None else row.copy_(record), exponent)
+
+
+def _written_there(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Tensor]:
+    limit = int(int16_element(cast).maximum)
+    x = x if x.dtype is torch.float64 else x.float()
+    scaled = times(x, -exponent)
+    finite = x.isfinite()
+    if cast.rounding is Rounding.NEAREST_EVEN:
+        rounded = scaled.round()
+    else:
+        rounded = bitwise.quantized(scaled, wide_cast(cast.rounding, cast.random_bits), 0)
+    bounded = rounded.clamp(int16_element(cast).minimum, limit) + 0.0  # no -0, as of integers
+    magnitude = torch.where(finite, bounded.abs(), 0.0)
+    largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
+    all_finite = finite.all()
+    vanished = (largest == 0) & (finite & (x != 0)).any() & all_finite
+    flags = ~all_finite + x.isnan().any() * (1 << 8) + vanished * (1 << 16)
+    counts = (finite & (bounded != rounded)).sum(), (magnitude > limit // 2).sum()
+    record = _row(largest, *counts, torch.full((), x.numel(), device=x.device), flags)
+    return torch.where(finite, times(bounded, exponent), x).float(), record
+
+
+def _row(largest: Tensor, overflowed: Tensor, crowded: Tensor, elements: Tensor, flags: Tensor) -> Tensor:
+    nothing = torch.zeros_like(flags, dtype=torch.int64)
+    parts = largest, overflowed, crowded, nothing, nothing, elements, flags, nothing
+    return torch.stack([one.to(torch.int64) for one in parts])
+
+
+def record_of(seen: Seen, has_nan: bool = False, crowded: int = 0) -> Tensor:
+    """Return what the host has seen of a write, as a row."""
+    flags = bool(seen.nonfinite) + (has_nan << 8) + (bool(seen.vanished) << 16)
+    row = [seen.mantissa, seen.overflowed, crowded or seen.crowded, 0, 0, seen.elements, flags, 0]
+    return torch.tensor(row, dtype=torch.int64, device="cpu")
+
+
+def joined(row: Tensor, more: Tensor) -> Tensor:
+    """Return the row of two writes of a step at one entry: the larger maximum counts."""
+    return torch.cat((torch.maximum(row[:1], more[:1]), row[1:FLAGS] + more[1:FLAGS], row[FLAGS:] | more[FLAGS:]))
+
+
+def nonfinite_of(rows: Tensor) -> Tensor:
+    """Whether anything that was written at each entry is not finite: bool[n]."""
+    return rows.view(torch.int8)[:, _NONFINITE] != 0
+
+
+def counts_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many elements of each entry did not fit, and how many there were: int64[n]."""
+    return rows[:, OVERFLOWED], rows[:, ELEMENTS]
+
+
+def observed(rows: Tensor, is_result: Tensor, written: Tensor | None) -> WritesSeen:
+    """Return what was seen, by entry; of results, where infinities are ordinary values, only NaN is not finite."""
+    flags = rows.view(torch.int8)
+    nonfinite = torch.where(is_result, flags[:, _NAN], flags[:, _NONFINITE]) != 0
+    mantissa = rows[:, LARGEST].to(torch.int32)
+    seen = rows[:, OVERFLOWED], rows[:, CROWDED], rows[:, ELEMENTS]
+    return WritesSeen(mantissa, written, nonfinite, flags[:, _VANISHED] != 0, *seen)

@@ -1,0 +1,211 @@
+"""A layer of int16 in one call of the library in each direction has the bits of its parts, one after the other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowp
+from lowp import kernels
+from lowp.casts import Cast, parse
+from lowp.exponents.table import ExponentTable
+from lowp.kernels import cpu
+from lowp.kernels.int16 import entries
+from lowp.kernels.int16.cpu_int16 import Seen
+from lowp.kernels.int16.integer import (
+    Bias,
+    ConvolutionShape,
+    convolution_chained,
+    convolution_exact,
+    matmul_chained,
+    matmul_exact,
+    observed,
+)
+from lowp.kernels.int16.layer import LayerPlan, Target, serves
+from lowp.kernels.int16.mantissas import Mantissas, current_mantissas, mantissas_and_values, sums, values
+
+HAS_LIBRARY = "cpu" in kernels.available()
+pytestmark = pytest.mark.skipif(not HAS_LIBRARY, reason="the C++ library was not built")
+DFP16, FLEX = parse("dfp16"), parse("flex16+5:autoflex")
+SETS = cpu.available() if HAS_LIBRARY else ()
+# x, weight, and of convolutions stride, padding, dilation and groups
+LAYERS: dict[str, tuple[Any, ...]] = {
+    "one number": ((1, 1), (1, 1)),
+    "a row": ((1, 3), (5, 3)),
+    "a column": ((7, 9), (1, 9)),
+    "no depth": ((4, 1), (6, 1)),
+    "small": ((32, 64), (128, 64)),
+    "deep": ((3, 1031), (17, 1031)),
+    "of sequences": ((2, 3, 8), (5, 8)),
+    "3x3": ((2, 5, 9, 7), (6, 5, 3, 3), 1, 1, 1, 1),
+    "strided": ((2, 6, 9, 8), (4, 3, 3, 2), (2, 3), (1, 0), (1, 2), 2),
+    "depthwise": ((2, 4, 8, 8), (4, 1, 3, 3), 1, 1, 1, 4),
+    "one dimension": ((3, 34, 30), (13, 34, 5), 1, 2, 1, 1),
+    "three dimensions": ((1, 3, 5, 4, 6), (4, 3, 2, 3, 1), (1, 2, 1), (1, 1, 0), 1, 1),
+}
+
+
+class Case:
+    """A layer's plan and drawn tensors, with magnitudes far apart."""
+
+    def __init__(self, name: str, cast: Cast = DFP16, output: Cast | None = None) -> None:
+        first, second, *settings = LAYERS[name]
+        self.shape = ConvolutionShape.of(first, second, *settings) if settings else None
+        self.plan = LayerPlan(first, second, self.shape, (cast, cast, cast), output)
+        draw = torch.Generator().manual_seed(0)
+        shapes = zip((first, second, second[:1], self.plan.result), (1.0, 1e-3, 1e-2, 1e-6), strict=True)
+        self.x, self.weight, self.bias, self.gradient = (torch.randn(*one, generator=draw) * by for one, by in shapes)
+
+    def forward(self, bias: Tensor | None, target: Target = (None, 0), keeps: bool = True) -> Any:
+        return self.plan.forward(self.x, self.weight, bias, None, target, keeps)
+
+    def product(self, slot: int, a: Mantissas, b: Mantissas, bias: Bias | None = None, **to: Any) -> Any:
+        """Return a product of two operands in the order of a convolution's: exact `to` an exponent, or in chains."""
+        exponent = a.exponent + b.exponent - to.pop("under", 0)
+        if self.shape is not None:
+            name = ("forward", "input_gradient", "weight_gradient")[slot]
+            multiply = convolution_exact if to else convolution_chained
+            return multiply(name, a.payload, b.payload, self.shape, exponent=exponent, bias=bias, **to)
+        left, right = (one.flatten(0, -2) for one in (a.payload, b.payload))
+        how = ((left, right.t()), (left, right), (right.t(), left))[slot]
+        return (matmul_exact if to else matmul_chained)(*how, exponent=exponent, bias=bias, **to)
+
+
+def words(x: Tensor, cast: Cast) -> Mantissas:
+    found = current_mantissas(x, cast)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("cast", ["dfp16", "dfp16:current(headroom=2)"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_call_gives_the_bits_of_chains(name: str, cast: str, has_bias: bool, instruction_set: str) -> None:
+    to, before = parse(cast), cpu.asked()
+    case = Case(name, to)
+    added = case.bias if has_bias else None
+    try:
+        cpu.select(instruction_set)
+        made, *saved = case.forward(added)
+        alone, *nothing = case.forward(added, keeps=False)
+        found = case.plan.backward(case.gradient, None, saved, None, [0] * 3)
+    finally:
+        cpu.select(before or None)
+    a, b, g = words(case.x, to), words(case.weight, to), words(case.gradient, to)
+    with kernels.use("reference"):
+        y = case.product(0, a, b, None if added is None else Bias(added)).values
+        of_x, of_weight = case.product(1, g, b).values, case.product(2, a, g).values
+    of_bias = (sums(g.payload, 1 if case.shape else -1).double() * 2.0**g.exponent).float()
+    assert torch.equal(made.values, y.view(made.values.shape)) and torch.equal(alone.values, made.values)
+    assert nothing == [None] * 3 and saved[2].tolist() == [a.exponent, b.exponent]
+    assert torch.equal(saved[0], a.payload) and torch.equal(saved[1], b.payload)
+    assert found is not None
+    for one, other in zip(found, (of_x, of_weight, of_bias), strict=True):
+        assert one is not None and torch.equal(one.values, other.view(one.values.shape))
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_call_writes_exact_sums_and_notes_what_was_seen(name: str, instruction_set: str) -> None:
+    case, before, table = Case(name, output=FLEX), cpu.asked(), ExponentTable(FLEX, torch.device("cpu"))
+    a, b, g = (words(x, DFP16) for x in (case.x, case.weight, case.gradient))
+    sites, tops = ("output of y", "input gradient", "weight gradient", "bias gradient"), (-14, -26, -22, -20)
+    for site, exponent in zip(sites, tops, strict=True):
+        index = table.index(site)
+        table.state.exponent[index], table.state.started[index] = exponent, True
+    try:
+        cpu.select(instruction_set)
+        made, *saved = case.forward(case.bias, (table.block, 0))
+        found = case.plan.backward(case.gradient, None, saved, table.block, [1, 2, 3])
+        summed = sums(g.payload, 1 if case.shape else -1).double() * 2.0**g.exponent
+        of_bias, _ = mantissas_and_values(summed, FLEX, tops[3])
+        given = ((0, a, b, Bias(case.bias, -tops[0])), (1, g, b), (2, a, g))
+        for slot, one, other, *bias in given:
+            exact = case.product(slot, one, other, *bias, under=tops[slot], dtype=torch.int16)
+            seen = Seen(exact.largest_mantissa, False, exact.largest_mantissa == 0 and exact.largest_sum > 0,
+                        exact.saturated, 0, exact.values.numel())  # fmt: skip
+            result = (made, *(found or ()))[slot]
+            assert torch.equal(result.payload, exact.values.view(result.payload.shape))
+            assert result.exponent == tops[slot] and torch.equal(result.values, values(result.payload, tops[slot]))
+            assert torch.equal(table.seen[slot], entries.record_of(seen))
+    finally:
+        cpu.select(before or None)
+    assert found is not None and found[2] is not None and of_bias.seen is not None
+    assert torch.equal(found[2].payload, of_bias.payload)
+    assert torch.equal(table.seen[3], entries.record_of(of_bias.seen))
+
+
+def test_nothing_is_written_at_an_entry_that_has_not_begun() -> None:
+    case, table = Case("small", output=FLEX), ExponentTable(FLEX, torch.device("cpu"))
+    index = table.index("output of y")
+    assert case.forward(case.bias, (table.block, index)) is None and not table.seen.any()
+
+
+def test_a_gradient_of_any_layout_is_read() -> None:
+    case = Case("small")
+    _, *saved = case.forward(case.bias)
+    needs = [0] * 3
+    for one in (case.gradient.t().contiguous().t(), case.gradient[:1, :1].expand(32, 128)):  # a sum's is expanded
+        made, expected = (case.plan.backward(x, None, saved, None, needs) for x in (one, one.contiguous()))
+        assert made is not None and expected is not None
+        assert all(torch.equal(a.values, b.values) for a, b in zip(made, expected, strict=True) if a and b)
+    assert case.plan.backward(case.gradient.double(), None, saved, None, needs) is None
+
+
+def test_gradients_that_are_not_needed_are_not_made() -> None:
+    case = Case("small")
+    _, *saved = case.forward(case.bias)
+    made = case.plan.backward(case.gradient, None, saved, None, [None, 0, None])
+    assert made is not None and made[0] is None and made[1] is not None and made[2] is None
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_no_integer_stands_for_is_left_to_others(bad: float) -> None:
+    for name in ("x", "weight", "gradient"):
+        case = Case("small")
+        kept = case.forward(case.bias)
+        getattr(case, name)[0, 0] = bad
+        if name == "gradient":
+            assert case.plan.backward(case.gradient, None, kept[1:], None, [0] * 3) is None
+        else:
+            assert case.forward(case.bias) is None
+
+
+def test_kept_mantissas_are_compared_with_their_tensor() -> None:
+    case = Case("small")
+    known = words(case.x, DFP16)
+    exact = values(known.payload, known.exponent)
+    found = case.plan.forward(exact, case.weight, None, (known, True), (None, 0), False)
+    whole = case.plan.forward(exact, case.weight, None, None, (None, 0), False)
+    assert found is not None and whole is not None and torch.equal(found[0].values, whole[0].values)
+    exact[0, 0] += 1
+    assert case.plan.forward(exact, case.weight, None, (known, True), (None, 0), False) is None
+
+
+def test_who_counts_operations_sees_them_one_by_one() -> None:
+    case = Case("small")
+    with observed(lambda operations: pytest.raises(ValueError)):
+        assert case.forward(case.bias) is None
+    assert not LayerPlan.is_possible((0, 4), (3, 4), None) and LayerPlan.is_possible((2, 4), (3, 4), None)
+
+
+@pytest.mark.parametrize(
+    ("cast", "is_served"),
+    [("dfp16", True), ("dfp16:stochastic", False), ("dfp16:static(-8)", False), ("int8", False), ("fp16", False)],
+)
+def test_casts_to_int16_under_their_own_exponent_are_served(cast: str, is_served: bool) -> None:
+    assert serves(parse(cast)) is is_served
+
+
+def test_a_region_without_gradients_gives_the_bits_of_one_with_them() -> None:
+    layer, x = nn.Linear(5, 4), torch.randn(3, 5)
+    with lowp.autocast("dfp16"):
+        followed = layer(x)
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(layer(x), followed)
