@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.plugins import event_priority
+from terms import linked
 
 # names of torch in signatures, by the page of torch's documentation that has them
 TORCH = {
@@ -36,9 +37,11 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Leave of a fence what is for readers, and put tables of the package where a page has their mark."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Leave of a fence what is for readers, link terms, and put tables of the package where a page has their mark."""
     markdown = re.sub(r"^```(\w+) [^\n]*$", r"```\1", markdown, flags=re.MULTILINE)
+    if page.file.src_uri.endswith(".md") and page.file.src_uri != "glossary.md":
+        markdown = linked(markdown)
     for written in (commands, findings, formats, recipes):
         mark = f"<!-- {written.__name__} -->"
         if mark in markdown:

@@ -37,13 +37,22 @@ def section(name: str) -> list[str]:
     return [page for page in leaves(found) if page.endswith(".md")]
 
 
-@pytest.fixture(scope="module")
-def words() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("words", DOCS / "words.py")
+def program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def words() -> ModuleType:
+    return program("words")
+
+
+@pytest.fixture(scope="module")
+def terms() -> ModuleType:
+    return program("terms")
 
 
 def test_every_page_and_notebook_has_its_place_in_the_order_of_a_reader() -> None:
@@ -82,6 +91,22 @@ def test_every_term_of_the_glossary_is_linked_from_a_page() -> None:
     linked = set(re.findall(r"glossary\.md#([\w-]+)", "".join(page.read_text() for page in DOCS.glob("*.md"))))
     inside = set(re.findall(r"\]\(#([\w-]+)\)", (DOCS / "glossary.md").read_text()))
     assert anchors(DOCS / "glossary.md") - {"glossary"} == (linked | inside) & anchors(DOCS / "glossary.md")
+
+
+def test_a_term_is_linked_where_a_page_first_uses_it_and_the_page_does_not(terms: ModuleType) -> None:
+    assert set(terms.TERMS.values()) <= anchors(DOCS / "glossary.md")
+    page = (
+        "# A region\n\n`region` [my region](a.md) Regions and regions.\n\n```text\na preset\n```\n\n::: lowp.policy\n"
+    )
+    made = terms.linked(page)
+    assert made == page.replace("Regions", "[Regions](glossary.md#region)")
+    assert terms.linked(made) == made
+    for path in DOCS.glob("*.md"):
+        assert without_links(terms.linked(path.read_text())) == without_links(path.read_text())
+
+
+def without_links(text: str) -> str:
+    return re.sub(r"\[([^\[\]]*)\]\(glossary\.md#[\w-]+\)", r"\1", text)
 
 
 @pytest.mark.slow
