@@ -1,4 +1,4 @@
-"""What MkDocs adds to the pages: output of commands, names of torch to link to, and llms.txt."""
+"""What MkDocs adds to the pages: output of commands, names of torch to link to, a report, and llms.txt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(r"^```(\w+) [^\n]*$", r"```\1", markdown, flags=re.MULTILINE)
     if page.file.src_uri.endswith(".md") and page.file.src_uri != "glossary.md":
         markdown = linked(markdown)
-    for written in (commands, findings, formats, recipes):
+    for written in (commands, findings, formats, recipes, report):
         mark = f"<!-- {written.__name__} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, written())
@@ -93,6 +93,12 @@ def recipes() -> str:
     return "\n".join(lines)
 
 
+def report() -> str:
+    """Return a sentence that leads to the report of a small transformer, which is made when the site is."""
+    return f'<a href="report.html">The report of {_REPORTED}</a> opens in the browser.'
+
+
+_REPORTED, _STEPS = "gpt", 9  # a recipe with blocks of layers
 _SEEN: dict[str, tuple[str, str]] = {}  # by address: title and first paragraph of a page
 
 
@@ -105,7 +111,15 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Write llms.txt: every page with its first paragraph (llmstxt.org)."""
+    """Write the report of a recipe, and llms.txt: every page with its first paragraph (llmstxt.org)."""
+    from lowp.numerics.advice import advise
+    from lowp.recipes.profiling import profiled
+    from lowp.recipes.training import Settings
+    from lowp.report.profile_html import page
+
+    record = profiled(Settings(_REPORTED), _STEPS, None)
+    text = page(record, advise(record), command=f"lowp compare {_REPORTED} --precision policy.toml")
+    (Path(config.site_dir) / "report.html").write_text(text, encoding="utf-8")
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", ""]
     lines += [f"- [{title}]({url}): {words}" for url, (title, words) in _SEEN.items()]
     (Path(config.site_dir) / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

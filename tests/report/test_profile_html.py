@@ -188,7 +188,8 @@ def test_each_format_has_a_colour_and_a_word(record: Record) -> None:
 def test_what_a_format_does_decides_on_its_word(record: Record) -> None:
     (fp16, bf16) = advise(record).verdicts[:2]
     assert (fp16.grade, bf16.grade) == ("safe", "safe")
-    assert dataclasses.replace(fp16, flushed=0.002).grade == "with care"
+    assert dataclasses.replace(fp16, flushed=0.009).grade == "safe"
+    assert dataclasses.replace(fp16, flushed=0.01).grade == "with care"
     assert dataclasses.replace(fp16, overflow=1).grade == "with care"
     assert dataclasses.replace(fp16, is_whole=False).grade == "with care"
     assert dataclasses.replace(fp16, usable=False).grade == "loses"

@@ -12,7 +12,7 @@ from lowp import presets
 from lowp.casts import DYNAMIC, LossScale
 from lowp.numerics.findings import Finding
 from lowp.numerics.part import failure
-from lowp.numerics.prediction import MOST_FLUSHED, Window, effect, lost_updates
+from lowp.numerics.prediction import Window, effect, lost_updates
 from lowp.numerics.record import Key, Record
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.windows import window_of
@@ -21,6 +21,7 @@ from lowp.policy import Policy, Rule
 __all__ = ["Advice", "FormatVerdict", "advise", "fits_fp8", "loss_scale_of", "modules_of_contractions"]
 
 MOST_FINDINGS = 5
+_HARMFUL = 0.01  # share of flushed gradients or lost updates from which a format is used with care
 _STALLS = 0.2  # share of lost updates from which a format is said to stall
 _LOST_WHOLLY = 0.99
 _LEAST_SIGNAL = 20.0  # dB that an operand keeps: an error of a tenth of its size
@@ -48,7 +49,7 @@ class FormatVerdict:
         """``safe``, ``with care`` for some layers alone or with losses that are mostly harmless, ``loses``, …"""
         if not self.usable:
             return "not judged" if self.verdict.startswith("not judged") else "loses"
-        harmed = self.overflow or max(self.flushed, self.stalled or 0.0) >= MOST_FLUSHED
+        harmed = self.overflow or max(self.flushed, self.stalled or 0.0) >= _HARMFUL
         return "with care" if harmed or not self.is_whole else "safe"
 
     def document(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@
     return one;
   };
   const power = (exponent) => "2" + String(exponent).replace(/./g, (sign) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(sign)]);
-  const size = (number) => (number >= 1e-3 && number < 1e6 ? Number(number.toPrecision(5)) : "about " + power(Math.round(Math.log2(number))));
+  const size = (number) => (number >= 1e-3 && number < 1e6 ? Number(number.toPrecision(number < 1 ? 4 : 5)) : "about " + power(Math.round(Math.log2(number))));
   const percent = (share) => (share < 1e-5 ? "< 0.001 %" : `${Number((100 * share).toPrecision(2))} %`);
   const at = (exponent) => (100 * (Math.min(Math.max(exponent, from), to) - from)) / (to - from); // of the width
   const add = (one, other) => {

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowp.monitoring.alarms import Alarm
+from lowp.report.palette import GRADES
 
 __all__ = ["Board", "sparkline"]
 
@@ -209,7 +210,7 @@ class Board:
                 _cell(curves.get(meaning), min(room, _WIDEST), logarithmic, bars)
                 for meaning, _, logarithmic in columns
             ]  # fmt: skip
-            table.add_row(Text(group, style="bold red" if group in alarmed else ""), *cells)
+            table.add_row(Text(group, style=f"bold {GRADES['loses'].terminal}" if group in alarmed else ""), *cells)
         if len(shown) < len(self.groups):
             table.add_row(Text(f"{len(self.groups) - len(shown)} more", style="dim"))
         return table
@@ -232,7 +233,7 @@ class Board:
 
     def _alarm_lines(self, is_whole: bool) -> list[Text]:
         shown = self.alarms if is_whole else self.alarms[-_ALARMS:]
-        lines = [Text.assemble((f"{alarm.id} ", "bold red"), str(alarm)) for alarm in shown]
+        lines = [Text.assemble((f"{alarm.id} ", f"bold {GRADES['loses'].terminal}"), str(alarm)) for alarm in shown]
         if len(shown) < len(self.alarms):
             lines.insert(0, Text(f"{len(self.alarms) - len(shown)} earlier alarms", style="dim"))
         return [Text(""), *lines] if lines else []
