@@ -203,12 +203,7 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
         raise InvalidInput(f"--random is for a stochastic cast, and {target} is none: give {target}:stochastic")
     source = arguments.source or _element_format(arguments.within or target)
     if parts:
-        left, operator, right = parts
-        first, second = (parse_number(part, source, arguments.bits) for part in (left, right))
-        if is_flex(parse_cast(arguments.within or target)):
-            return flex_arithmetic(operator, first, second, parse_cast(arguments.within or target), arguments.exponent)
-        result = arguments.to if arguments.within else None
-        return evaluate(operator, first, second, arguments.within or target, result, random)
+        return _expression(parts, source, random, arguments)
     # with --from, 0x3c7c means a bit pattern, not the number 15484
     bits = arguments.bits or (arguments.source is not None and re.fullmatch("0x[0-9a-f]+", text.lower()) is not None)
     if arguments.rescale is not None:
@@ -225,6 +220,17 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
         scale=None if arguments.scale is None else _fraction(arguments.scale, "--scale"),
         random=random,
     )
+
+
+def _expression(
+    parts: tuple[str, str, str], source: str, random: Fraction | None, arguments: argparse.Namespace
+) -> object:
+    left, operator, right = parts
+    first, second = (parse_number(part, source, arguments.bits) for part in (left, right))
+    within = arguments.within or arguments.to
+    if is_flex(parse_cast(within)):
+        return flex_arithmetic(operator, first, second, parse_cast(within), arguments.exponent)
+    return evaluate(operator, first, second, within, arguments.to if arguments.within else None, random)
 
 
 def _element_format(cast: str) -> str:

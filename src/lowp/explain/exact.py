@@ -174,7 +174,8 @@ def _finish(start: Rounded, result: Number, rule: RoundingRule, overflowed: bool
     return replace(start, result=result, code=code, rule=rule, overflowed=overflowed)
 
 
-def _round_float(number: Number, cast: Cast, format: FloatFormat, random: Fraction | None) -> Rounded:
+def _without_digits(number: Number, cast: Cast, format: FloatFormat) -> Rounded | None:
+    """Round what no digits decide: NaN, infinities, zeros, negative and flushed numbers; None for others."""
     magnitude = number.magnitude
     start = Rounded(number, cast, number, None, RoundingRule.EXACT)
     if number.special == "nan":
@@ -193,6 +194,14 @@ def _round_float(number: Number, cast: Cast, format: FloatFormat, random: Fracti
         if format.has_zero:
             return _finish(start, Number(Fraction(0), number.negative), RoundingRule.FLUSHED)
         return _finish(start, Number(Fraction(format.smallest_normal)), RoundingRule.TO_SMALLEST)
+    return None
+
+
+def _round_float(number: Number, cast: Cast, format: FloatFormat, random: Fraction | None) -> Rounded:
+    if (found := _without_digits(number, cast, format)) is not None:
+        return found
+    magnitude = number.magnitude
+    exponent = floor_log2(magnitude)
     quantum_exponent = max(exponent, format.min_exponent) - format.mantissa_bits
     # integers are several times faster than fractions, and the tests call this a million times
     divisor = magnitude.denominator << max(quantum_exponent, 0)

@@ -143,18 +143,16 @@ class Trace:
         if not bad or (operation in _ALIASES and all(_address(one) in self._bad for one, _ in bad)):
             return
         node = _current_node()
-        phase = "forward" if node is None else "backward"
-        place = self.current or Place(operation, self.paths.current, "")
+        phase, place = "forward", self.current or Place(operation, self.paths.current, "")
         if node is not None:
-            place = _marks(node).get(_MARK) or Place(_node_name(node), "", "")
+            phase, place = "backward", _marks(node).get(_MARK) or Place(_node_name(node), "", "")
         nan, inf = (sum(state[i] for _, state in bad) for i in (0, 1))
         event = self._add(operation, place, phase, (nan, inf), [one for one, _ in given])
-        for one, (nans, infinities) in given:
-            if nans or infinities:
-                event.finite_inputs, event.nan_inputs = False, event.nan_inputs or nans > 0
-                parent = self.event_of(one)
-                if parent is not None and parent is not event:
-                    event.parents.append(parent)
+        for one, (nans, _) in ((one, state) for one, state in given if any(state)):
+            event.finite_inputs, event.nan_inputs = False, event.nan_inputs or nans > 0
+            parent = self.event_of(one)
+            if parent is not None and parent is not event:
+                event.parents.append(parent)
         event.fills = not nan and operation in _FILLS and (event.finite_inputs or _all_fill(event.parents))
         for one, _ in bad:
             self._bad[_address(one)] = (event, one)

@@ -202,6 +202,11 @@ class Linear(Form):
         return sum_of_rows(gradient)
 
 
+def _common(letters: str, *terms: str, without: str = "") -> str:
+    """Return the letters that all terms have, in order, but for some."""
+    return "".join(one for one in letters if all(one in term for term in terms) and one not in without)
+
+
 @dataclass(frozen=True)
 class Einsum(Form):
     """A product of two tensors given by letters; `call` is the torch function of the output, if it is another one.
@@ -269,10 +274,9 @@ class Einsum(Form):
                 tensors[index] = _summed(tensors[index], [term.index(letter) for letter in alone])
                 terms[index] = "".join(letter for letter in term if letter not in alone)
         left, right = tensors
-        batch = "".join(letter for letter in target if letter in terms[0] and letter in terms[1])
-        rows = "".join(letter for letter in target if letter in terms[0] and letter not in batch)
-        columns = "".join(letter for letter in target if letter in terms[1] and letter not in batch)
-        summed = "".join(letter for letter in terms[0] if letter in terms[1] and letter not in target)
+        batch = _common(target, terms[0], terms[1])
+        rows, columns = (_common(target, term, without=batch) for term in terms)
+        summed = _common(terms[0], terms[1], without=target)
         sizes = {**dict(zip(terms[0], left.shape, strict=True)), **dict(zip(terms[1], right.shape, strict=True))}
 
         def flat(x: Tensor, term: str, *groups: str) -> Tensor:

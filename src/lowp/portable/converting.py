@@ -246,17 +246,16 @@ def _why_unconverted(name: str, x: Tensor, job: _Job, errors: Errors) -> str:
 
 def _unfit(x: Tensor, cast: Cast, errors: Errors) -> str:
     """Return which numbers of a tensor the format cannot represent; '' if it represents all."""
-    element, shared = cast.element, isinstance(cast.format, ScaledFormat)
-    floating = isinstance(element, FloatFormat) and not shared
+    element = cast.element
     low, high = (float(one) for one in torch.aminmax(x))  # NaN if there is one
     nonfinite = 0 if math.isfinite(low) and math.isfinite(high) else int(x.numel() - x.isfinite().sum())
     nans = int(x.isnan().sum()) if nonfinite else 0
-    has_nan = isinstance(element, FloatFormat) and element.has_nan
-    has_infinity = isinstance(element, FloatFormat) and element.has_infinity
-    if nonfinite and not (floating and (has_nan or not nans) and (has_infinity or nonfinite == nans)):
+    floating = element if isinstance(element, FloatFormat) and not isinstance(cast.format, ScaledFormat) else None
+    has_all = floating is not None and (floating.has_nan or not nans) and (floating.has_infinity or nonfinite == nans)
+    if nonfinite and not has_all:
         return f"holds {nans} NaN and {nonfinite - nans} infinite numbers, which {cast.format} has not"
     limit = overflow_limit(element)
-    if floating and cast.overflow != "saturate" and (nonfinite or max(-low, high) >= limit):
+    if floating is not None and cast.overflow != "saturate" and (nonfinite or max(-low, high) >= limit):
         beyond = int((x.isfinite() & (x.double().abs() >= limit)).sum())
         if beyond:
             errors.overflowed = beyond

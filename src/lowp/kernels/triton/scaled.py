@@ -81,14 +81,26 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
         return None
     if dtype is torch.float64 or not _is_small(format.element) or format.scope.kind in ("tensor", "tile"):
         return None
-    element = format.element
-    top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
-    maximum = float(element.maximum) / 2.0**scaling.headroom
-    inverse = float(np.float32(1.0 / maximum))
-    carry = carry_of(cast, 23)
-    shared = Shared(top - scaling.headroom, carry, 0, 0, maximum, inverse, 1.0 / maximum - inverse)
     form, numbers = plan(cast.element_cast, torch.float32)
-    shape, places = layout(element, False)
+    shape, places = layout(format.element, False)
+    shared = _shared(cast)
+    sharing, shape = _sharing(cast, dtype, codes, form, shape)
+    found = ScaledCastPlan(form, numbers, shape, places, sharing, shared, numbers, places)
+    return _of_powers(found, cast) if sharing.power else _of_ratios(found, cast)
+
+
+def _shared(cast: Cast) -> Shared:
+    """Return the numbers of a shared scale, but for the limits of its exponent."""
+    element, headroom = cast.element, 0 if cast.scaling is None else cast.scaling.headroom
+    top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
+    maximum = float(element.maximum) / 2.0**headroom
+    inverse = float(np.float32(1.0 / maximum))
+    return Shared(top - headroom, carry_of(cast, 23), 0, 0, maximum, inverse, 1.0 / maximum - inverse)
+
+
+def _sharing(cast: Cast, dtype: torch.dtype, codes: bool, form: CastTraits, shape: Layout) -> tuple[Sharing, Layout]:
+    """Return what determines the instructions of a scale, and the layout of codes under it."""
+    format, element = definition.scaled_format(cast), cast.element
     is_power = isinstance(format.scale, PowerOfTwo) or format.scale == _E8M0
     marks = format.scale == _E8M0 or format.outer is not None
     loses = not marks and shape.nan == "none" if codes else is_power and dtype is not torch.float32
@@ -97,51 +109,56 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
         shape = shape._replace(nan="none")
     precision = element.mantissa_bits + 1 if isinstance(element, FloatFormat) else element.bits - 1
     is_nearest = form.by_addition and form.rounding == "nearest-even" and form.signed and not form.flush
-    is_near = not is_power and is_nearest and not scaling.headroom and _is_near(form, shape, format)
-    is_summed = (
-        is_power and not codes and is_nearest and shape.summed and form.minus_zero and form.overflow == "saturate"
-    )
+    has_headroom = cast.scaling is not None and cast.scaling.headroom > 0
+    is_near = not is_power and is_nearest and not has_headroom and _is_near(form, shape, format)
+    is_summed = is_power and not codes and is_nearest and shape.summed
     sharing = Sharing(
-        is_power,
-        False,
-        format.outer is not None,
-        marks,
-        codes,
-        loses,
-        is_direct,
-        23 - precision,
-        is_near,
-        is_summed,
-        0,
+        power=is_power,
+        low=False,
+        outer=format.outer is not None,
+        marks=marks,
+        codes=codes,
+        loses=loses,
+        direct=is_direct,
+        low_bits=23 - precision,
+        near=is_near,
+        summed=is_summed and form.minus_zero and form.overflow == "saturate",
+        tolerance=0,
     )
-    if is_power:
-        lowest, highest = definition.exponent_range(format.scale)
-        is_held = _LOWEST_POWER <= lowest and highest <= _HIGHEST_POWER and highest - lowest < 256
-        is_low = lowest < -127
-        # below 2**-126 numbers count as 2**-127, whose scale is the smallest also where it is doubled
-        is_doubled = carry > 0
-        if not is_held or shared.top < is_doubled or (is_low and (highest > 121 or shared.top < 6 + is_doubled)):
-            return None
-        if cast.rounding not in _NEAREST and not cast.is_stochastic:
-            return None
-        shared = shared._replace(lowest=lowest, highest=highest)
-        return ScaledCastPlan(form, numbers, shape, places, sharing._replace(low=is_low), shared, numbers, places)
-    if form.flush or cast.rounding not in _NEAREST:
+    return sharing, shape
+
+
+def _of_powers(found: ScaledCastPlan, cast: Cast) -> ScaledCastPlan | None:
+    """Return the plan of a cast whose scales are powers of two; None if no kernel supports it."""
+    lowest, highest = definition.exponent_range(definition.scaled_format(cast).scale)
+    is_held = _LOWEST_POWER <= lowest and highest <= _HIGHEST_POWER and highest - lowest < 256
+    is_low, top = lowest < -127, found.shared.top
+    # below 2**-126 numbers count as 2**-127, whose scale is the smallest also where it is doubled
+    is_doubled = found.shared.carry > 0
+    if not is_held or top < is_doubled or (is_low and (highest > 121 or top < 6 + is_doubled)):
+        return None
+    if cast.rounding not in _NEAREST and not cast.is_stochastic:
+        return None
+    shared = found.shared._replace(lowest=lowest, highest=highest)
+    return found._replace(sharing=found.sharing._replace(low=is_low), shared=shared)
+
+
+def _of_ratios(found: ScaledCastPlan, cast: Cast) -> ScaledCastPlan | None:
+    """Return the plan of a cast whose scales are ratios of maxima; None if no kernel supports it."""
+    format = definition.scaled_format(cast)
+    scale = format.scale
+    if found.form.flush or cast.rounding not in _NEAREST:
         return None
     if format.outer is None:
-        return (
-            ScaledCastPlan(form, numbers, shape, places, sharing, shared, numbers, places)
-            if format.scale == _FP32
-            else None
-        )
-    if format.outer != _FP32 or not isinstance(format.scale, FloatFormat) or not _is_small(format.scale):
+        return found if scale == _FP32 else None
+    if format.outer != _FP32 or not isinstance(scale, FloatFormat) or not _is_small(scale):
         return None
-    if not format.scale.has_nan or not _is_small_product(element, format.scale):
+    if not scale.has_nan or not _is_small_product(format.element, scale):
         return None
-    scale_form, scale_numbers = plan(Cast(format.scale, overflow=Overflow.SATURATE), torch.float32)
-    scale_layout, scale_codes = layout(format.scale, False)
-    sharing = sharing._replace(tolerance=4, form=scale_form, layout=scale_layout)
-    return ScaledCastPlan(form, numbers, shape, places, sharing, shared, scale_numbers, scale_codes)
+    scale_form, scale_numbers = plan(Cast(scale, overflow=Overflow.SATURATE), torch.float32)
+    scale_layout, scale_codes = layout(scale, False)
+    sharing = found.sharing._replace(tolerance=4, form=scale_form, layout=scale_layout)
+    return found._replace(sharing=sharing, scale_numbers=scale_numbers, scale_codes=scale_codes)
 
 
 def _is_near(form: CastTraits, shape: Layout, format: ScaledFormat) -> bool:
