@@ -278,3 +278,30 @@ def test_what_is_no_model_or_optimizer_is_refused(run: planted.Run) -> None:
         lowp.Monitor(run.model, [1e-3])  # type: ignore[list-item]
     with pytest.raises(InvalidInput, match="rollout: shapes"):
         run.watch().compare("rollout", torch.ones(2), torch.ones(3))
+
+
+# -- what is not finite -----------------------------------------------------------------------------------------------
+def test_the_origin_of_a_nan_is_known_where_its_step_was_not_looked_at(run: planted.Run) -> None:
+    monitor = run.watch(max_overhead=1e-9)
+    monitor.budget.allowance = 0.0
+    planted.nan_in_a_layer(run)
+    for step in range(14):
+        if step == 12:  # the next one is looked at, when the NaN has spread to all weights
+            monitor._look_at, monitor.budget.share = 0, None
+        run.step(step)
+    monitor.close()
+    (alarm,) = [one for one in run.alarms if one.id == "N401"]
+    assert alarm.layer == "blocks.1.up.weight" and "the first that the loss comes from" in alarm.text
+
+
+def test_a_nan_that_has_spread_before_it_was_seen_is_not_ascribed_to_a_layer(run: planted.Run) -> None:
+    monitor = run.watch(max_overhead=1e-9)
+    monitor.budget.allowance = 0.0
+    run.before = lambda step: setattr(run, "scale_of_inputs", math.inf if step == 10 else 1.0)
+    for step in range(14):
+        if step == 12:
+            monitor._look_at, monitor.budget.share = 0, None
+        run.step(step)
+    monitor.close()
+    (alarm,) = [one for one in run.alarms if one.id == "N401"]
+    assert alarm.layer == "the loss" and "has spread it to most weights" in alarm.text

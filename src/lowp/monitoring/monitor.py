@@ -19,11 +19,11 @@ from lowp import distributed
 from lowp.compat import adds_up, is_compiled, norms, unwrapped
 from lowp.errors import InvalidInput
 from lowp.hooks import Uncopied
-from lowp.kernels.int16.late import at_once
 from lowp.monitoring import places
 from lowp.monitoring.alarms import Alarm, Alarms, TrainingAlarm
 from lowp.monitoring.log import JsonLines
 from lowp.monitoring.look import Look
+from lowp.monitoring.losses import Losses
 from lowp.monitoring.ranks import RankCheck
 from lowp.monitoring.seen import Sight
 from lowp.monitoring.sinks import Sink, record_of, sinks_of
@@ -37,8 +37,7 @@ __all__ = ["Monitor"]
 
 _SHARE, _ALLOWANCE = 0.02, 0.5  # of the time, and seconds, of which the first steps are looked at
 _BEGINNING, _FIRST, _EACH = 64, 4, 3  # steps that the allowance is for: the first four, and each third
-_IDLE = 3e-6  # seconds that a step takes which is not looked at
-_MOST_LOSSES = 256  # between two looks
+_IDLE = 5e-6  # seconds that a step takes which is not looked at
 _MOST_PASSES = 32  # backward passes after which no step is waited for if the loss scale falls
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -120,7 +119,7 @@ class Monitor:
         self._looked = -1
         self._handles: list[Any] = []
         self._waiting: deque[tuple[Look, Sight]] = deque()
-        self._losses: deque[tuple[int, float | Tensor, float | Tensor | None]] = deque(maxlen=_MOST_LOSSES)
+        self._losses = Losses(self.models)
         self._compared: list[tuple[str, Tensor]] = []
         self._passes, self._added = 0, True  # backward passes since the last step
         self._probe: tuple[str, nn.Parameter] | None = None  # a parameter that tells of the gradients between passes
@@ -237,28 +236,32 @@ class Monitor:
 
     @_harmless
     def _saw_backward(self, loss: Tensor, ended: bool) -> None:
-        if ended and self._probe is None:
-            named = ((name, one) for name, one in self.models.named_parameters() if one.grad is not None)
-            self._probe = next(named, None)
-        probe = self._probe
+        """Take a backward pass into account; nearly all that the monitor costs in a step that is not looked at."""
         if ended:
-            self._had = probe is not None and probe[1].grad is not None
+            if self._probe is None:
+                named = ((name, one) for name, one in self.models.named_parameters() if one.grad is not None)
+                self._probe = next(named, None)
+            self._had = self._probe is not None and self._probe[1].grad is not None
             if self._look is not None and self._passes > 1:
                 self._add_probe("latest")
             return
-        if probe is not None and self._had and self._is_alone and probe[1].grad is None:
+        if self._had and self._is_alone and self._probe is not None and self._probe[1].grad is None:
             self._end_step()  # the loss scaler has skipped the optimizer's
-        elif self._passes:
+        elif self._passes and self._look is not None:
             self._add_probe("carried")
-        look, self._passes = self._look, self._passes + 1
-        scale = self._state.scale
-        if loss.numel() == 1:
-            scaled = scale is not None and self.losses_are_scaled()
-            if look is not None:
-                self._added = self._added and adds_up(loss, scaled)
-            self._losses.append((self.step, *_unscaled(loss.detach(), scale, scaled)))
-        if self._passes % _MOST_PASSES == 0 and scale is not None and look is not None:
+        self._passes += 1
+        if not loss.dim() or loss.numel() == 1:
+            self._saw_loss(loss)
+        look = self._look
+        if look is not None and self._passes % _MOST_PASSES == 0 and self._state.scale is not None:
             self._end_look(look)
+
+    def _saw_loss(self, loss: Tensor) -> None:
+        scale = None if self._state.scaler is None else self._state.scale
+        scaled = scale is not None and self.losses_are_scaled()
+        if self._look is not None:
+            self._added = self._added and adds_up(loss, scaled)
+        self._losses.add(self.step, loss, scale, scaled)
 
     def _add_probe(self, kind: str) -> None:
         """Note a gradient between passes: whether they add up, and whether the script divides them before the step."""
@@ -284,7 +287,8 @@ class Monitor:
                 return
             if self._state.searches:
                 self._state.find(*places.owners_of_step())
-                self._unscale_the_first()
+                if (scale := self._state.scale) is not None and self.losses_are_scaled():
+                    self._losses.unscale(scale)
             if look is not None:
                 look.after_step(parameters)
                 self._state.saw(optimizer, parameters)
@@ -296,18 +300,6 @@ class Monitor:
                 return
         self._ranks.step(self.step)
         self._end_step()
-
-    def _unscale_the_first(self) -> None:
-        """Divide the losses by the scale that were seen before the scaler was found."""
-        scale = self._state.scale
-        if scale is not None and self.losses_are_scaled():
-            self._losses = deque(
-                (
-                    (step, *_unscaled(torch.as_tensor(loss), scale, True)) if known is None else (step, loss, known)
-                    for step, loss, known in self._losses
-                ),
-                _MOST_LOSSES,
-            )
 
     def _end_step(self) -> None:
         """Begin the next step."""
@@ -347,14 +339,10 @@ class Monitor:
         for name, value in self._compared:
             look.add("compared", [name], value)
         self._compared.clear()
-        for place, (_, loss, scale) in enumerate(self._losses):
-            look.note("loss", f"{place}", loss)
-            if scale is not None:
-                look.note("scales", f"{place}", scale)
-        steps = [step for step, _, _ in self._losses]
-        self._losses.clear()
+        steps = self._losses.move_to(look)
         look.send()
         seen = state.described(look, steps, self._passes, self._added)
+        seen.suspects = self._losses.suspects or []
         self._waiting.append((look, seen))
         self._spent(started)
         self._cost = max(self._seconds, 0.5 * self._cost)
@@ -397,16 +385,3 @@ class Monitor:
             rank = f" (rank {distributed.rank()})" if distributed.rank() else ""
             print(f"lowp monitor{rank}: {alarm}", file=sys.stderr, flush=True)
         self._is_telling = False
-
-
-def _unscaled(loss: Tensor, scale: Tensor | None, scaled: bool) -> tuple[float | Tensor, float | Tensor | None]:
-    """Return a loss without the scale that it may carry, and the scale; nothing waits for tensors of a device."""
-    found = at_once(loss.reshape(()))
-    if scale is None:
-        return found, None
-    factor = at_once(scale.reshape(()))
-    if not scaled:
-        return found, factor
-    if isinstance(factor, Tensor):
-        return found / factor.to(loss.device, non_blocking=True), factor
-    return found / (factor or 1.0), factor

@@ -199,13 +199,16 @@ def _not_finite(history: History, seen: Sight) -> Iterator[Symptom]:
         yield Symptom(history.origin, 1.0, "")
         return
     since = f", and in step {history.saw_finite} all was finite" if history.saw_finite >= 0 else ""
-    where = results or buffers or weights or gradients
+    where = seen.suspects or results or buffers or weights or gradients
+    if not seen.suspects and bad and bad[0] < seen.step and 2 * len(weights) > len(seen.numbers.get("weight", ())):
+        where = []  # a step has spread it to all
+        since += f", and by step {seen.step} a step has spread it to most weights" if since else ""
     history.origin = where[0] if where else "the loss"
-    if buffers and not (results or bad):
+    if buffers and not (results or bad or seen.suspects):
         yield Symptom(buffers[0], 1.0, f"this buffer is infinite or NaN{since}")
         return
     what = "the loss" if bad else "a weight" if weights else "a gradient"
-    first = f"its {'result' if results else 'values'} {'was' if results else 'were'} the first that {what} comes from"
+    first = f"its {'values were' if seen.suspects or not results else 'result was'} the first that {what} comes from"
     text = f"{what} is infinite or NaN{since}"
     yield Symptom(history.origin, 1.0, f"{text}; {first}" if where else text)
 

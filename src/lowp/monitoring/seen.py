@@ -27,6 +27,7 @@ class Sight:
     steps: int = 1  # steps since the look before, the skipped ones included
     backwards: int = 1  # backward passes of this step
     adds_up: bool = False  # whether their losses were means that nothing divides
+    suspects: list[str] = field(default_factory=list)  # weights that were not finite when the loss became so
     half: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     kept: set[str] = field(default_factory=set)
