@@ -87,7 +87,7 @@ def draw(picture: Path) -> None:
 
 
 def _draw(document: Mapping[str, Any], picture: Path) -> None:
-    figure = style.figure(8.2, result_words())
+    figure = style.figure(6.7, result_words())
     above, below = figure.subplots(2, 1, height_ratios=[1.55, 1])
     _draw_times(above)
     _draw_gaps(below)

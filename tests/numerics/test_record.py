@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 
 from lowp.errors import InvalidInput
 from lowp.numerics.identity import fingerprint_of
-from lowp.numerics.record import Key, Record
+from lowp.numerics.record import Key, Octaves, Part, Record
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,35 @@ def test_two_records_of_one_model_merge(record: Record) -> None:
     key = Key("0", "linear", "input", "forward")
     assert np.array_equal(both.tensors[key].bins, 2 * record.tensors[key].bins)
     assert both.header["ranks"] == 2 and both.sampled == record.sampled
+    output = key._replace(role="output")
+    once, twice = (run.part.octaves[0][output] for run in (record, both))
+    assert twice.first == once.first and twice.counts == tuple(2 * count for count in once.counts)
+
+
+def test_the_octaves_of_steps_add_up_to_those_of_the_run(record: Record) -> None:
+    assert list(record.part.octaves) == record.sampled
+    for key, seen in record.tensors.items():
+        if key.role == "input" or not seen.nonzero:
+            continue
+        steps = [one[key] for one in record.part.octaves.values() if key in one]
+        assert reduce(lambda one, other: one + other, steps) == Octaves.of(seen)
+
+
+def test_octaves_of_different_places_are_added_where_they_are() -> None:
+    assert Octaves(-3, (1, 2)) + Octaves(0, (5,)) == Octaves(-3, (1, 2, 0, 5))
+
+
+def test_octaves_of_a_tensor_that_is_not_there_are_refused(record: Record, tmp_path: Path) -> None:
+    document = record.document()
+    document["octaves"]["0"] = [[10_000, 0, 1]]
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    with pytest.raises(InvalidInput, match="an entry of it is missing or is not what a profile has there"):
+        Record.load(tmp_path / "run.json")
+
+
+def test_a_second_model_renames_the_octaves_too(record: Record) -> None:
+    part = Part.read(record.part.document()).renamed("first")
+    assert {key.module.split(".")[0] for one in part.octaves.values() for key in one} == {"first"}
 
 
 def test_records_of_different_models_do_not_merge(record: Record) -> None:
