@@ -249,3 +249,13 @@ def test_a_transform_sums_integers_too() -> None:
     assert torch.equal(found[0], expected[1]) and torch.equal(found[1], expected[2])
     (_, _), (codes, scales) = coded(x), coded(weight)
     torch.testing.assert_close(along, (codes * scales).float().sum(1).expand(6, 24), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_gradients_of_every_sample_are_those_of_one() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(4, 8), torch.randn(3, 2, 8)
+    loss = lambda weight, x: torch.nn.functional.linear(x, weight).square().sum()  # noqa: E731
+    with lowp.autocast(Policy((NEAREST,))):
+        each = torch.vmap(torch.func.grad(loss), (None, 0))(weight, x)
+        assert torch.equal(each, torch.stack([torch.func.grad(loss)(weight, one) for one in x]))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import kernels
-from lowp.ops.direct import Direct
+from lowp.ops.direct import Direct, one_dtype
 from lowp.policy import Policy, Rule
 from lowp.region import handover
 from lowp.region.engine import Engine
@@ -390,3 +390,24 @@ def test_products_that_torch_refuses_raise_its_own_error(function: Callable[...,
             except RuntimeError as error:
                 found = str(error)
         assert found == expected
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_a_product_of_vectors_along_any_dimension_has_rounded_operands(dim: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 5), torch.randn(5, 5)
+    with by_rule(input="e2m1", weight="e2m1")():
+        found = torch.linalg.vecdot(x, y, dim=dim)
+    wide = [kernels.quantize(one, "e2m1").double() for one in (x, y)]
+    torch.testing.assert_close(found, torch.linalg.vecdot(*wide, dim=dim).float())
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_layer_of_too_few_or_too_many_arguments_is_refused_in_torchs_words(count: int) -> None:
+    with lowp.autocast("fp8"), pytest.raises(TypeError, match=r"linear\(\)"):
+        F.linear(*[torch.ones(3, 3)] * count)
+
+
+def test_sums_in_blocks_are_left_to_no_product_of_one_dtype() -> None:
+    assert one_dtype(Rule.of("contraction", **HALF)) is torch.float16
+    assert one_dtype(Rule.of("contraction", **HALF, accumulate="fp16/2")) is None
