@@ -411,3 +411,13 @@ def test_a_layer_of_too_few_or_too_many_arguments_is_refused_in_torchs_words(cou
 def test_sums_in_blocks_are_left_to_no_product_of_one_dtype() -> None:
     assert one_dtype(Rule.of("contraction", **HALF)) is torch.float16
     assert one_dtype(Rule.of("contraction", **HALF, accumulate="fp16/2")) is None
+
+
+def test_a_chain_is_multiplied_in_the_order_of_fewest_multiplications() -> None:
+    """The example of Cormen, Leiserson, Rivest and Stein, Introduction to Algorithms, section 15.2."""
+    sizes, shapes = [30, 35, 15, 5, 10, 20, 25], []
+    region = lowp.autocast("fp8")
+    region.observe(lambda seen: shapes.append(tuple(seen.tensor.shape)) if seen.role == "output" else None)
+    with region:
+        torch.linalg.multi_dot([torch.ones(pair) for pair in zip(sizes, sizes[1:], strict=False)])
+    assert shapes == [(35, 5), (30, 5), (5, 20), (5, 25), (30, 25)]

@@ -73,17 +73,25 @@ class Convolution(Form):
         return fits and grouped and min(self.second[2:]) >= 1
 
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-        settings = (self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups)
         if slot == OUTPUT:
-            return torch.convolution(left, right, bias, *settings)
+            return torch.convolution(left, right, bias, *self._settings)
         if slot == FIRST:  # only the shape of the requested operand is read
             x, weight = right.new_empty(self.first), left
         else:
             x, weight = left, right.new_empty(self.second)
         wanted = [slot == FIRST, slot == SECOND, False]
-        result = torch.ops.aten.convolution_backward(right, x, weight, None, *settings, wanted)
+        result = torch.ops.aten.convolution_backward(right, x, weight, None, *self._settings, wanted)
         gradient: Tensor = result[slot]
         return gradient
+
+    def gradients(self, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        wanted = [True, True, False]
+        found = torch.ops.aten.convolution_backward(gradient, x, weight, None, *self._settings, wanted)
+        return found[0], found[1]
+
+    @property
+    def _settings(self) -> tuple[Any, ...]:
+        return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
     def _integer_product(
         self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None

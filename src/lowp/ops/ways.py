@@ -153,12 +153,14 @@ def _turned(matrix: Memory) -> Memory:
 class ByTorch(Prepared):
     """Contractions that torch multiplies in fp32, between programs that round their operands and their result."""
 
-    __slots__ = ("written",)
+    __slots__ = ("is_contiguous", "written")
     is_whole = False
 
     def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, about: tuple[Any, ...]) -> None:
         super().__init__(rule, form, x, weight, Made(((), (), result_dtype(rule.output))), about)
         self.can_read = False
+        # in another layout torch gives the gradients, one by one, other strides than both at once
+        self.is_contiguous = all(one.empty[1] == strides_of(one.empty[0]) for one in (x, weight))
         self.written: dict[Hashable, Program] = {}
 
     def _products(self, x: Memory, weight: Memory) -> list[Step]:
@@ -211,10 +213,16 @@ class ByTorch(Prepared):
         found: Found = [None] * 3
         with Scratch() as scratch:
             wide = {place: scratch.wide(tensors[place]) for place in incoming if place is not None}  # type: ignore[arg-type]
-            for slot, other in ((FIRST, SECOND_VALUE), (SECOND, FIRST_VALUE)):
-                if (place := incoming[slot]) is not None:
-                    value = scratch.wide(tensors[other])  # type: ignore[arg-type]
-                    found[slot] = self.finished(self.form.product(slot, value, wide[place]), self.shapes[slot][1])
+            values = [None if one is None else scratch.wide(one) for one in tensors[FIRST_VALUE : SECOND_VALUE + 1]]
+            if self.is_contiguous and (place := incoming[FIRST]) is not None and place == incoming[SECOND]:
+                found[:2] = self.form.gradients(values[0], values[1], wide[place])  # type: ignore[arg-type]
+            else:
+                for slot in (FIRST, SECOND):
+                    if (place := incoming[slot]) is not None:
+                        found[slot] = self.form.product(slot, values[1 - slot], wide[place])  # type: ignore[arg-type]
+            for slot in (FIRST, SECOND):
+                if (result := found[slot]) is not None:
+                    found[slot] = self.finished(result, self.shapes[slot][1])
             if (place := incoming[2]) is not None and bias_dtype is not None:
                 found[2] = self.finished(self.form.bias_gradient(wide[place]), bias_dtype)
         return found
