@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -419,5 +420,5 @@ def test_a_chain_is_multiplied_in_the_order_of_fewest_multiplications() -> None:
     region = lowp.autocast("fp8")
     region.observe(lambda seen: shapes.append(tuple(seen.tensor.shape)) if seen.role == "output" else None)
     with region:
-        torch.linalg.multi_dot([torch.ones(pair) for pair in zip(sizes, sizes[1:], strict=False)])
+        torch.linalg.multi_dot([torch.ones(pair) for pair in itertools.pairwise(sizes)])
     assert shapes == [(35, 5), (30, 5), (5, 20), (5, 25), (30, 25)]
