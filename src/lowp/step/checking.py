@@ -102,6 +102,7 @@ class Checks(ScalerState):
         stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
         return cast("dict[str, Any]", stage["found_inf_per_device"])
 
+    @torch.no_grad()
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, torch.Tensor]:

@@ -89,9 +89,9 @@ class UnscaledSteps:
     def skips(self, optimizers: Optimizers, number: int) -> bool | Tensor:
         """Return whether to skip step `number`, on any rank; a skip that the host knows is reported and settled.
 
-        Gradients of parameters that are stored under shared exponents are written as the step reads them.
-        A 0-d tensor that nobody has to read if a device can skip by itself: not under shared exponents with several
-        ranks, and not for an optimizer whose step cannot be undone. Raises NonFiniteGradients after `patience` skipped
+        It is a 0-d tensor that nobody has to read if a device can skip by itself: not under shared exponents with
+        several ranks, and not for an optimizer whose step cannot be undone. Gradients of parameters that are stored
+        under shared exponents are written as the step reads them. Raises NonFiniteGradients after `patience` skipped
         steps in a row.
         """
         stored = [one for one in optimizers if isinstance(one, FlexWeights)]
@@ -99,16 +99,17 @@ class UnscaledSteps:
             one.write_gradients()
         reads = [] if self.is_plain else [*self._gradients(optimizers), *self._state(optimizers)]
         sites, flags = [site for site, _ in reads], _nonfinite([value for _, value in reads])
-        is_bad = _on_any_rank(flags, optimizers)
+        is_bad = False if self.is_plain else _on_any_rank(flags, optimizers)
         there = self._flags_there(optimizers)
         if there is not None and (isinstance(is_bad, Tensor) or (there and not is_bad)):
             if isinstance(flags, Tensor):
                 return self._skip_there([*there, *sites], [*there.values(), flags], is_bad)
             return self._skip_there([*there], [*there.values()], is_bad)
         faults = [] if self.exponents is None else self.exponents.faults()
-        bad = flags if isinstance(flags, list) else flags.tolist()
-        faults += [_name(site, self.names) for site, one in zip(sites, bad, strict=True) if one]
-        is_skipped = bool(is_bad) or bool(faults)
+        is_skipped = bool(is_bad)
+        if is_skipped:
+            faults += self._named(sites, flags)
+        is_skipped = is_skipped or bool(faults)
         if self.exponents is not None:
             is_skipped = self.exponents.any_rank(is_skipped)
         if is_skipped:
@@ -116,6 +117,11 @@ class UnscaledSteps:
             for one in stored:
                 one.forget_gradients()
         return is_skipped
+
+    def _named(self, sites: list[_Read], flags: list[bool] | Tensor) -> list[str]:
+        """Return the words for the sites whose flags are set. Waits for a device."""
+        bad = flags if isinstance(flags, list) else flags.tolist()
+        return [_name(site, self.names) for site, is_bad in zip(sites, bad, strict=True) if is_bad]
 
     def _skip_there(self, sites: list[str | _Read], flags: list[Tensor], is_bad: bool | Tensor) -> Tensor:
         """Return whether a device skips the step: for a flag of these sites, which it keeps, or for a rank."""
