@@ -403,6 +403,22 @@ def test_blocks_and_tables_open_by_keyboard_and_nothing_that_has_the_focus_is_hi
 
 
 @browser
+def test_the_policy_is_copied_or_selected_by_keyboard(deep: Path) -> None:
+    with Page(deep) as page:
+        while page.value("document.activeElement.dataset.copy") != "toml":
+            page.press("Tab")
+        page.press("Enter")
+        for _ in range(100):  # the clipboard answers a moment later
+            told = page.value("document.activeElement.textContent")
+            if told != "Copy the policy":
+                break
+        assert told in ("Copied", "Selected: press Ctrl-C")
+        if told != "Copied":
+            selected = page.value("String(getSelection())")
+            assert selected.split() == page.value("document.getElementById('toml').textContent").split()
+
+
+@browser
 def test_the_second_of_two_runs_is_drawn_below_the_first(record: Record, tmp_path: Path) -> None:
     with Page(report(record, tmp_path, recorded(2))) as page:
         assert page.value("document.querySelectorAll('.both .strip').length") >= 20

@@ -82,7 +82,7 @@
     }
     let drawn = -1;
     const draw = () => { // only what can be seen: a block's layers when it is opened
-      if (drawn === step.value || !line.checkVisibility()) return;
+      if (drawn === step.value || line.checkVisibility?.() === false) return;
       drawn = step.value;
       first.style.setProperty("--bits", bits(shown(row, isRatio), "first"));
     };
