@@ -54,6 +54,29 @@ def functions_of_lowp(run: Callable[[], object]) -> int:
     return count
 
 
+# functions of a whole step of two linear layers: forward, loss, backward, the optimizer's update and its roundings
+STEPS = {"flex16+5": 615, "dfp16": 215}
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+@pytest.mark.parametrize("precision", STEPS)
+def test_a_step_of_int16_runs_few_functions(precision: str) -> None:
+    torch.manual_seed(0)
+    numbers, model = lowp.Precision(precision), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
+    model, optimizer = numbers.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    x, y = torch.randn(32, 64), torch.randint(10, (32,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with numbers.autocast():
+            loss = nn.functional.cross_entropy(model(x), y)
+        numbers.backward(loss)
+        numbers.step(optimizer)
+
+    found = [functions_of_lowp(step) for _ in range(5)]  # the first begins the exponents, another may begin one anew
+    assert min(found) <= STEPS[precision], found
+
+
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 @pytest.mark.parametrize("layer", LAYERS)

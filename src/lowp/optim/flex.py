@@ -203,11 +203,10 @@ class FlexWeights(Wrapper):
     @torch.no_grad()
     def write_gradients(self) -> None:
         """Write the gradients as the step reads them: those that are not finite are then among the faults."""
-        given = [
-            (gradient, row.gradient)
-            for row in self._rows()
-            if (gradient := row.parameter.grad) is not None and not gradient.is_sparse
-        ]
+        given = list[tuple[Tensor, _Site]]()
+        for row in self._rows():
+            if (gradient := row.parameter.grad) is not None and not gradient.is_sparse:
+                given.append((gradient, row.gradient))
         if self._wholes:
             self._write_sharded_gradients([(local(gradient), site) for gradient, site in given])
             return

@@ -107,8 +107,8 @@ def _numbers(given: Sequence[int | Tensor | None]) -> array[int]:
             numbers[place] = one
         elif one is not None:
             assert isinstance(one, Tensor)
-            is_plain = type(one) in PLAIN and one.is_cpu and not one.storage_offset()
-            numbers[place] = (one.data_ptr() if is_plain else 0) or address(one)
+            pointer = one.data_ptr() if type(one) in PLAIN and one.is_cpu else 0
+            numbers[place] = pointer if pointer != one.storage_offset() * one.element_size() else address(one)
     return numbers
 
 

@@ -9,7 +9,6 @@ is not finite, whether anything is NaN, and whether all nonzero values became ze
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -111,14 +110,15 @@ class Steps:
     """
 
     def __init__(self, table: object, weights: Sequence[Tensor], entries: Sequence[tuple[int, int]]) -> None:
-        begins = list(itertools.accumulate((-(-one.numel() // _APART) * _APART for one in weights), initial=0))
+        begins = [0]
+        for one in weights:
+            begins.append(begins[-1] + -(-one.numel() // _APART) * _APART)
         payload = torch.empty(begins[-1], dtype=torch.int16, device="cpu")
-        rows: list[list[Any]] = [
-            [*pair, one, payload[begin:], one.numel()]
-            for one, begin, pair in zip(weights, begins, entries, strict=False)
-        ]
+        rows, given = list[list[Any]](), list[Any]()
+        for one, begin, pair in zip(weights, begins, entries, strict=False):
+            rows.append([*pair, one, payload[begin:], one.numel()])
+            given += rows[-1]
         told = array("q", bytes(16 * len(weights)))
-        given = [number for row in rows for number in row]
         cpu.loaded().lowp_hold_entries(table, given, len(weights), torch.get_num_threads(), told)
         if not all(told[1::2]):
             kept = [at for at, fits in enumerate(told[1::2]) if fits]

@@ -127,7 +127,7 @@ class LayerPlan:
             if known is not None or is_observed() or not is_direct(gradient := readable(gradient)):
                 return None
         own, exponent, found_by = _found(known)
-        first, second, exponents = (one.contiguous() for one in saved)  # hooks may have laid them out otherwise
+        first, second, exponents = map(Tensor.contiguous, saved)  # hooks may have laid them out otherwise
         given = [gradient if is_read else None, own, exponent, found_by, first, second, exponents]
         made: list[tuple[Tensor, Tensor | None] | None] = []
         for entry, shape in zip(entries, self.shapes, strict=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from typing import cast as cast_to
 
 import torch
@@ -54,44 +54,16 @@ __all__ = [
 _LARGEST = 100  # outside these exponents units are not normal numbers of fp32
 
 
-class _Record:
-    """What is kept of a storage, as an attribute of it: an exponent, optional mantissas, and where they begin.
+class _Record(NamedTuple):
+    """What is kept of a storage, as an attribute of it: torch keeps the object, and what is set on it, with the memory.
 
-    `of`: the format of the values, or the cast by which the mantissas were rounded.
+    `of`: the format of the values, or the cast by which the mantissas were rounded. `first`: where those begin.
     """
 
-    __slots__ = ("exponent", "of", "offset", "payload")
-
-    def __init__(self, of: Format | Cast, exponent: Any, payload: Tensor | None, offset: Any) -> None:
-        self.of, self.exponent, self.payload, self.offset = of, exponent, payload, offset
-
-    def is_of(self, of: Format | Cast) -> bool:
-        """Whether the record belongs to a format, or to a cast."""
-        return self.of is of or self.of == of
-
-    def of_view(self, x: Tensor) -> Tensor | None:
-        """Return the mantissas of x's elements with x's layout; None if some elements have none."""
-        if self.payload is None:
-            return None
-        offset = x.storage_offset() - self.offset
-        if offset == 0 and x.shape == self.payload.shape and x.stride() == self.payload.stride():
-            return self.payload
-        reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-        if offset < 0 or x.numel() == 0 or offset + reach >= self.payload.numel():
-            return None
-        return self.payload.as_strided(x.shape, x.stride(), offset)
-
-
-def _storage(x: Tensor) -> Any:
-    """Return the storage beside which mantissas, or on a device an exponent, are kept: that of a plain fp32 tensor.
-
-    torch keeps the object, and what is set on it, as long as the memory. None of other tensors.
-    """
-    if type(x) is not Tensor or x.dtype is not torch.float32 or x.layout is not torch.strided:
-        return None
-    if x.is_neg() or x._is_zerotensor() or tracing.is_wrapped(x):  # what outlived its torch.func transform has none
-        return None
-    return x.untyped_storage()
+    of: Format | Cast
+    exponent: Any
+    payload: Tensor | None
+    first: Any
 
 
 def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor | None = None) -> None:
@@ -99,10 +71,10 @@ def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor |
 
     Payloads must be dense with the memory layout of x. Nothing is kept for views and parameters.
     """
-    if x._base is None and (storage := _storage(x)) is not None:
+    if x._base is None and _is_served(x):
         if payload is not None and (payload.stride() != x.stride() or payload.storage_offset()):
             payload = None
-        storage.lowp_record = _Record(of, exponent, payload, x.storage_offset())
+        x.untyped_storage().lowp_record = _Record(of, exponent, payload, x.storage_offset())  # type: ignore[attr-defined]
 
 
 def keep_own(x: Tensor, of: Format, exponent: int, payload: Tensor) -> None:
@@ -110,12 +82,18 @@ def keep_own(x: Tensor, of: Format, exponent: int, payload: Tensor) -> None:
     x.untyped_storage().lowp_record = _Record(of, exponent, payload, 0)  # type: ignore[attr-defined]
 
 
+def _is_served(x: Tensor) -> bool:
+    """Whether mantissas, or on a device an exponent, are kept for a tensor: a plain fp32 tensor."""
+    if type(x) is not Tensor or x.dtype is not torch.float32 or x.layout is not torch.strided:
+        return False
+    # what outlived its torch.func transform has no storage
+    return not (x.is_neg() or x._is_zerotensor() or tracing.is_wrapped(x))
+
+
 def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int | Tensor] | None:
     """Return the format and the exponent of x's memory when it was last read, optionally only for one format."""
-    found = _find(x, answers_at_once(x))
-    if found is None or isinstance(found.of, Cast) or (format is not None and not found.is_of(format)):
-        return None
-    return found.of, found.exponent
+    found = _find(x, answers_at_once(x), format)
+    return None if found is None or isinstance(found.of, Cast) else (found.of, found.exponent)
 
 
 def kept(x: Tensor, format: Format) -> Mantissas | None:
@@ -123,17 +101,34 @@ def kept(x: Tensor, format: Format) -> Mantissas | None:
 
     They lie as x. Exponents -100 to 100.
     """
-    found = _find(x, True)
-    if found is None or not found.is_of(format) or abs(found.exponent) > _LARGEST:
+    found = _find(x, True, format)
+    payload = None if found is None or abs(found.exponent) > _LARGEST else _of_view(found, x)
+    return None if found is None or payload is None else Mantissas(payload, found.exponent)
+
+
+def _find(x: Tensor, at_once: bool, of: Format | Cast | None = None) -> _Record | None:
+    """Return what is kept of x if its exponent lies as `answers_at_once` says of x, on the host or on a device.
+
+    Optionally only of one format, or of one cast.
+    """
+    found: _Record | None = getattr(x.untyped_storage(), "lowp_record", None) if _is_served(x) else None
+    if found is None or isinstance(found.exponent, Tensor) == at_once:
         return None
-    payload = found.of_view(x)
-    return None if payload is None else Mantissas(payload, found.exponent)
+    return found if of is None or found.of is of or found.of == of else None
 
 
-def _find(x: Tensor, at_once: bool) -> _Record | None:
-    """Return what is kept of x if its exponent lies as `answers_at_once` says of x, on the host or on a device."""
-    found: _Record | None = getattr(_storage(x), "lowp_record", None)
-    return found if found is not None and isinstance(found.exponent, Tensor) != at_once else None
+def _of_view(found: _Record, x: Tensor) -> Tensor | None:
+    """Return the mantissas of x's elements with x's layout; None if some elements have none."""
+    payload = found.payload
+    if payload is None:
+        return None
+    offset = x.storage_offset() - found.first
+    if offset == 0 and x.shape == payload.shape and x.stride() == payload.stride():
+        return payload
+    reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    if offset < 0 or x.numel() == 0 or offset + reach >= payload.numel():
+        return None
+    return payload.as_strided(x.shape, x.stride(), offset)
 
 
 # -- mantissas ----------------------------------------------------------------------------------------------------
@@ -149,10 +144,10 @@ def exact(x: Tensor, cast: Cast) -> Mantissas | None:
 
 def _exact(x: Tensor, cast: Cast, found: _Record | None) -> Mantissas | None:
     """Return the same, given the record beside x's memory."""
-    if found is not None and not found.is_of(cast.format):
+    if found is not None and found.of is not cast.format and found.of != cast.format:
         found = None
     if found is not None:
-        payload = found.of_view(x)
+        payload = _of_view(found, x)
         if payload is not None and _stands_for(x, payload, found.exponent):
             return Mantissas(payload, found.exponent)
     laid, back = as_it_lies(x)
@@ -169,8 +164,8 @@ def relu(x: Tensor, cast: Cast, with_values: bool = True) -> tuple[Mantissas, Te
 
     The pass compares every element with its kept mantissa.
     """
-    found = _find(x, answers_at_once(x)) if with_values and x.is_contiguous() else None
-    payload = None if found is None or found.of != cast.format else found.of_view(x)
+    found = _find(x, answers_at_once(x), cast.format) if with_values and x.is_contiguous() else None
+    payload = None if found is None else _of_view(found, x)
     if found is not None and payload is not None and abs(found.exponent) <= _LARGEST:
         both = cpu_int16.relu(x.detach(), payload, found.exponent)
         if both is not None:
@@ -183,11 +178,9 @@ def is_exact(x: Tensor, cast: Cast) -> bool:
     """Whether every element of x is in the cast's format under one exponent; False on an accelerator."""
     if not answers_at_once(x):
         return False
-    found = _find(x, True)
-    if found is not None and not found.is_of(cast.format):
-        found = None
+    found = _find(x, True, cast.format)
     if found is not None:
-        payload = found.of_view(x)
+        payload = _of_view(found, x)
         if payload is not None and _stands_for(x, payload, found.exponent):
             return True
     exponent = exact_exponent(x, cast)
@@ -238,10 +231,10 @@ class Compared:
             return None
         found: list[cpu_int16.Kept] = []
         for x in tensors:
-            known = _find(x, True) if x.is_cpu and x.is_contiguous() else None
-            if known is None or not known.is_of(format) or abs(known.exponent) > _LARGEST or x.data_ptr() % 4:
+            known = _find(x, True, format) if x.is_cpu and x.is_contiguous() else None
+            if known is None or abs(known.exponent) > _LARGEST or x.data_ptr() % 4:
                 return None
-            payload, count = known.of_view(x), x.numel()
+            payload, count = _of_view(known, x), x.numel()
             if payload is None:
                 return None
             found.append((x, payload, known.exponent, (1, count, count)))
@@ -297,10 +290,10 @@ def _hint_there(x: Tensor, cast: Cast) -> Tensor | None:
 def _rounded_again(x: Tensor, cast: Cast, found: _Record) -> Mantissas | None:
     """Return the mantissas of a cast of x from its record, after a comparison of every element."""
     scaling = cast.scaling
-    if found.is_of(cast.format) and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None)):
+    if found.of == cast.format and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None)):
         return _exact(x, cast, found)
-    payload = found.of_view(x)
-    if payload is None or not found.is_of(cast) or cast.rounding is not Rounding.NEAREST_EVEN:
+    payload = _of_view(found, x)
+    if payload is None or found.of != cast or cast.rounding is not Rounding.NEAREST_EVEN:
         return None
     lie = _rows(x)
     if lie is None or abs(found.exponent) > _LARGEST or not uses_library():
