@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,11 @@ import yaml
 
 from lowp.kernels import cpu
 from lowp.kernels.cpu.abi import SIGNATURES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 def test_every_action_is_pinned_by_commit(repository: Path) -> None:
@@ -42,6 +48,14 @@ def test_every_target_that_ci_makes_is_in_the_makefile(repository: Path) -> None
     assert {"sanitize", "slow", "test-portable", "test-nightly", "test-integrations", "test-arm"} <= set(targets)
     makefile = (repository / "Makefile").read_text()
     assert all(f"\n{target}:" in makefile for target in targets)
+
+
+def test_the_oldest_versions_of_other_libraries_are_those_that_are_declared(repository: Path) -> None:
+    with (repository / "pyproject.toml").open("rb") as file:
+        declared = tomllib.load(file)["project"]["optional-dependencies"]["integrations"]
+    makefile = (repository / "Makefile").read_text()
+    for name, version in (one.split(">=") for one in declared):
+        assert re.search(rf" {name}=={re.escape(version)}(\.\d+)?\b", makefile), name
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")

@@ -153,6 +153,8 @@ def test_optimizers_that_share_a_loss_step_by_the_same_scale() -> None:
 
 
 def test_a_prepared_model_returns_fp32_its_copies_are_their_own_and_it_can_be_unwrapped() -> None:
+    from accelerate.utils import AutocastKwargs
+
     used = accelerator("bf16")
     model, _ = parts()
     own = model.forward
@@ -161,6 +163,8 @@ def test_a_prepared_model_returns_fp32_its_copies_are_their_own_and_it_can_be_un
     assert prepared(x).dtype == torch.float32
     with used.autocast():
         assert nn.functional.linear(x, x).dtype == torch.bfloat16
+        with used.autocast(AutocastKwargs(enabled=False)):
+            assert nn.functional.linear(x, x).dtype == torch.float32
     average = copy.deepcopy(prepared).eval()
     prepared.eval()
     with torch.no_grad():

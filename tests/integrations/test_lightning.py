@@ -7,6 +7,7 @@ import logging
 import math
 import pickle
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,16 @@ def test_a_module_may_have_a_backward_of_its_own_and_batches_without_a_loss() ->
     assert used.steps == 4 and used.skipped_steps == 0
 
 
+def test_a_fused_optimizer_trains_as_torch_s_other_one() -> None:
+    def adam(self: Any, fused: bool) -> Any:
+        assert self.trainer.scaler.get_scale() > 1
+        return torch.optim.Adam(self.parameters(), lr=1e-2, fused=fused)
+
+    runs = [partialmethod(adam, fused=fused) for fused in (True, False)]
+    losses = [fit("fp16", module(configure_optimizers=one), gradient_clip_val=0.5)[0].losses for one in runs]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
 def test_an_epoch_without_backward_passes_steps_nothing() -> None:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
@@ -293,6 +304,8 @@ def test_what_cannot_be_meant_is_refused_in_words(tmp_path: Path) -> None:
         plugin("fp17")
     with pytest.raises(lowp.InvalidInput, match="'bf16-true' trains parameters in 16 bits without masters, so that"):
         plugin("bf16-true")
+    with pytest.raises(lowp.InvalidInput, match="loss_scale, seed given beside a Precision, which has its own"):
+        plugin(lowp.Precision("fp16"), loss_scale=8, seed=1)
     with pytest.raises(ValueError, match=r"Received both .precision=16-mixed. and .plugins=LowpPrecision\('fp16'\)."):
         trainer("fp16", precision="16-mixed")
     fit("fp16", folder=tmp_path, epochs=1)

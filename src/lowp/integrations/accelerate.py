@@ -7,7 +7,7 @@ The rest of the script stays as it is. Tested with accelerate 1.10 to 1.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -70,8 +70,12 @@ class LowpAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Return the region of the precision, for what is computed outside of prepared models."""
-        with self.lowp.autocast():
+        """Return the region of the precision, for what is computed outside of prepared models.
+
+        With ``AutocastKwargs(enabled=False)`` it leaves what it contains in the dtypes that it has.
+        """
+        is_off = autocast_handler is not None and not autocast_handler.enabled
+        with torch.autocast(self.device.type, enabled=False) if is_off else self.lowp.autocast():
             yield
 
     def _serve(self, model: nn.Module) -> None:
@@ -117,11 +121,10 @@ class _Scaler:
     """A precision in the place of Accelerate's GradScaler, which Accelerate steps, saves and loads."""
 
     def __init__(self, accelerator: Accelerator, turns: Turns) -> None:
-        self.turns = turns
-        self._optimizers: Sequence[Any] = accelerator._optimizers
+        self.turns, self._accelerator = turns, accelerator
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
-        return self.turns.step(optimizer, self._optimizers, closure)
+        return self.turns.step(optimizer, self._accelerator._optimizers, closure)
 
     def update(self) -> None:
         """Do nothing: `step` includes it."""
@@ -134,6 +137,8 @@ class _Scaler:
         self.turns.precision.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "turns" or name.startswith("__"):  # a copy that is not filled yet
+            raise AttributeError(name)
         return getattr(self.turns.precision.scaler, name)
 
 

@@ -46,7 +46,9 @@ def serve(model: Any, precision: Any = "bf16") -> lowp.Precision:
     call, apply = used.autocast()(model.call), optimizer.apply
     model.call = lambda *given, **named: widened(call(*given, **named))
     optimizer.scale_loss = lambda loss: _Loss(used, model, loss)
-    optimizer.apply = lambda gradients, variables=None: _step(used, apply, gradients, variables)
+    optimizer.apply = lambda gradients, trainable_variables=None: _step(
+        used, apply, gradients, trainable_variables or model.trainable_variables
+    )
     return used
 
 

@@ -57,8 +57,12 @@ class LowpPrecision:
                 f"{precision!r} trains parameters in 16 bits without masters, so that most updates are rounded away: "
                 f"give {_TRUE[precision]!r}, which keeps masters, or {precision.replace('true', 'mixed')!r}"
             )
-        made = isinstance(precision, lowp.Precision)
-        self.lowp = precision if made else lowp.Precision(_NAMES.get(precision, precision), **options)
+        is_made = isinstance(precision, lowp.Precision)
+        if is_made and options:
+            raise lowp.InvalidInput(
+                f"{', '.join(options)} given beside a Precision, which has its own: give the options to lowp.Precision"
+            )
+        self.lowp = precision if is_made else lowp.Precision(_NAMES.get(precision, precision), **options)
         self.precision = self.lowp.preset.name  # what `trainer.precision` says
         self.monitor: lowp.Monitor | None = None
         self._watches = {} if monitor is True else monitor
@@ -69,6 +73,11 @@ class LowpPrecision:
 
     def __repr__(self) -> str:
         return f"LowpPrecision({self.precision!r})"
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler, which Lightning shows as `trainer.scaler`; None without one."""
+        return self.lowp.scaler if self._turns.has_scale else None
 
     @property
     def _base(self) -> Any:
@@ -109,8 +118,7 @@ class LowpPrecision:
     # -- a step -------------------------------------------------------------------------------------------------------
     def backward(self, tensor: torch.Tensor, model: Any, *arguments: Any, **keywords: Any) -> None:
         """Run the backward pass of a loss, by the LightningModule's own `backward` if it has one."""
-        own = getattr(type(model), "backward", None)
-        if own is not None and own.__qualname__ != "LightningModule.backward":
+        if self._has_trainer and type(model).backward.__qualname__ != "LightningModule.backward":
             self._turns.end()
             model.backward(self.lowp.scaler.scale(tensor), *arguments[1:], **keywords)
         else:
