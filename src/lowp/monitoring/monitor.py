@@ -37,7 +37,7 @@ __all__ = ["Monitor"]
 
 _SHARE, _ALLOWANCE = 0.02, 0.5  # of the time, and seconds, of which the first steps are looked at
 _BEGINNING, _FIRST, _EACH = 64, 4, 3  # steps that the allowance is for: the first four, and each third
-_IDLE = 5e-6  # seconds that a step takes which is not looked at
+_IDLE = 7e-6  # seconds that a step takes which is not looked at
 _MOST_PASSES = 32  # backward passes after which no step is waited for if the loss scale falls
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])

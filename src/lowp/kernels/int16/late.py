@@ -17,7 +17,7 @@ def _is_capturing(event: torch.Event) -> bool:
 
 def at_once(value: Tensor) -> float | Tensor:
     """Return a number if it can be read without waiting, else a copy on its device. `value`: 0-d."""
-    return value.item() if value.device.type == "cpu" else value.detach().clone()
+    return value.item() if value.is_cpu else value.detach().clone()
 
 
 class LateNumber:
