@@ -75,7 +75,7 @@ class LowpAccelerator(Accelerator):  # type: ignore[misc]
         With ``AutocastKwargs(enabled=False)`` it leaves what it contains in the dtypes that it has.
         """
         is_off = autocast_handler is not None and not autocast_handler.enabled
-        with torch.autocast(self.device.type, enabled=False) if is_off else self.lowp.autocast():
+        with lowp.autocast("fp32") if is_off else self.lowp.autocast():
             yield
 
     def _serve(self, model: nn.Module) -> None:
