@@ -58,8 +58,8 @@ def has_codes(form: Form, rule: Rule) -> bool:
 
 def with_scales(operand: Operand, x: Tensor) -> Operand:
     """Return the operand that x is cast to, with the scales of its rows as format int8 has them."""
-    rows = x.detach().float().reshape(-1, x.shape[-1])
-    return operand._replace(scale=_scales(rows))
+    x = x if torch.is_inference_mode_enabled() else x.detach()  # there a DTensor cannot be detached
+    return operand._replace(scale=_scales(x.float().reshape(-1, x.shape[-1])))
 
 
 def _scales(rows: Tensor) -> Tensor:
