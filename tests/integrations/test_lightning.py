@@ -6,6 +6,8 @@ import importlib.util
 import logging
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
@@ -313,10 +315,44 @@ def test_what_cannot_be_meant_is_refused_in_words(tmp_path: Path) -> None:
         fit("bf16", folder=tmp_path, path=tmp_path / "epoch=0.ckpt")
 
 
-def test_without_lightning_the_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowp.integrations.lightning._PACKAGES", ("lightning_that_is_not_there",))
-    with pytest.raises(lowp.Unavailable, match="needs Lightning, which is not installed: pip install lightning"):
-        plugin("bf16")
+_BOTH = """
+import lightning, logging, torch
+from lowp.integrations.lightning import LowpPrecision
+import pytorch_lightning
+from torch import nn
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+norms = []
+class Net(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+    def on_before_zero_grad(self, optimizer):
+        norms.extend(one.grad.norm().item() for one in self.parameters() if one.grad is not None)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+plugin = LowpPrecision("fp16")
+trainer = pytorch_lightning.Trainer(
+    plugins=[plugin], accelerator="cpu", max_epochs=1, gradient_clip_val=1e-3, **quiet)
+trainer.fit(Net(), torch.ones(4, 2, 4))
+print(plugin.lowp.steps, max(norms) < 1.1e-3, isinstance(plugin, LowpPrecision), type(plugin).__qualname__)
+"""
+
+
+@pytest.mark.slow
+def test_either_package_of_lightning_s_is_served_where_both_are_imported() -> None:
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", _BOTH], capture_output=True, text=True)
+    assert ran.stdout == "4 True True LowpPrecision\n", ran.stderr
+
+
+def test_the_class_of_the_plugin_is_one_of_lightning_s_for_its_command_line() -> None:
+    from lightning.pytorch.plugins import Precision
+
+    from lowp.integrations.lightning import LowpPrecision
+
+    assert issubclass(LowpPrecision, Precision)
 
 
 def test_a_plugin_can_be_pickled_and_is_one_of_lightning_s_and_of_lowp_s() -> None:

@@ -3,8 +3,8 @@
     trainer = Trainer(plugins=[LowpPrecision("flex16+5")])
     fabric = Fabric(plugins=LowpPrecision("fp16"))
 
-Of the packages lightning and pytorch-lightning those are served that a script has imported when it makes the plugin;
-lightning-fabric, too. Tested with Lightning 2.5 and 2.6.
+It serves those of the packages lightning and pytorch-lightning that a script has imported when it makes the plugin, or
+else the one that is installed; lightning-fabric, too. Tested with Lightning 2.5 and 2.6.
 """
 
 from __future__ import annotations
@@ -33,7 +33,20 @@ _NAMES |= {16: "fp16", "16": "fp16", 32: "fp32", "32": "fp32"}
 _TRUE = {"16-true": "fp16-storage", "bf16-true": "bf16-storage"}
 
 
-class LowpPrecision:
+def _lightnings() -> list[type]:
+    """Return Lightning's own plugins: of the packages that are imported, or of the first that is installed."""
+    names = [name for name in _PACKAGES if name in sys.modules]
+    if not names:
+        names = [name for name in _PACKAGES if find_spec(name.partition(".")[0])][:1] or [_PACKAGES[0]]
+    if len(names) > 1 and names[-1] == "lightning_fabric":  # a part of pytorch_lightning
+        names.pop()
+    return [import_module(f"{name}.plugins.precision").Precision for name in names]
+
+
+_Base: Any = type("_Base", tuple(_lightnings()), {})
+
+
+class LowpPrecision(_Base):  # type: ignore[misc]
     """A plugin by which Lightning trains in a precision: a `lowp.Precision`, what that takes, or ``16-mixed``.
 
     Steps, validation, tests and predictions run in the precision; gradients are unscaled before Lightning clips them,
@@ -47,8 +60,10 @@ class LowpPrecision:
     """
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> LowpPrecision:
-        """Return a plugin that is also one of the Lightning that the script uses."""
-        made: LowpPrecision = object.__new__(_plugin(cls))
+        """Return a plugin that is also one of the packages that were imported since this module was."""
+        mine: Any = cls
+        others = tuple(one for one in _lightnings() if not issubclass(mine, one))
+        made: LowpPrecision = object.__new__(_joined(mine, others) if others else mine)
         return made
 
     def __init__(self, precision: Any = "bf16", *, monitor: bool | Mapping[str, Any] = False, **options: Any) -> None:
@@ -78,11 +93,6 @@ class LowpPrecision:
     def scaler(self) -> Any:
         """The loss scaler, which Lightning shows as `trainer.scaler`; None without one."""
         return self.lowp.scaler if self._turns.has_scale else None
-
-    @property
-    def _base(self) -> Any:
-        """The methods of Lightning's own plugin."""
-        return super()
 
     # -- models and optimizers ----------------------------------------------------------------------------------------
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -126,11 +136,11 @@ class LowpPrecision:
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
         """Call the hooks of a Trainer."""
-        return self._base.pre_backward(tensor, module) if self._has_trainer else tensor
+        return super().pre_backward(tensor, module) if self._has_trainer else tensor
 
     def post_backward(self, tensor: torch.Tensor, module: Any) -> Any:
         """Call the hooks of a Trainer."""
-        return self._base.post_backward(tensor, module) if self._has_trainer else tensor
+        return super().post_backward(tensor, module) if self._has_trainer else tensor
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Divide gradients by the loss scale before Fabric clips them."""
@@ -140,7 +150,14 @@ class LowpPrecision:
         """Clip gradients, in manual optimization too, after they are divided by the loss scale."""
         if self.lowp.scaler.has_scaled:
             self.unscale_gradients(optimizer)
-        self._base.clip_gradients(optimizer, *arguments, **keywords)
+        super().clip_gradients(optimizer, *arguments, **keywords)
+
+    def _clip_gradients(self, model: Any, *arguments: Any, **keywords: Any) -> None:
+        """Clip as the package of the LightningModule does; that of another would find no LightningModule in it."""
+        package = next(one.__module__ for one in type(model).__mro__ if one.__name__ == "LightningModule")
+        root = package.partition(".core.")[0]
+        own: Any = next(one for one in type(self).__mro__ if one.__module__.startswith(f"{root}.plugins."))
+        own._clip_gradients(self, model, *arguments, **keywords)
 
     def optimizer_step(
         self,
@@ -154,15 +171,15 @@ class LowpPrecision:
             return self._turns.step(optimizer, (optimizer,), closure)
         assert closure is not None
         if isinstance(getattr(optimizer, "inner", optimizer), torch.optim.LBFGS):  # computes them again and again
-            closure = partial(self._base._wrap_closure, model, optimizer, closure)
+            closure = partial(super()._wrap_closure, model, optimizer, closure)
             return self._turns.step(optimizer, (optimizer,), closure)
         result = closure()
         is_without = result is None or (self._turns.has_scale and not self.lowp.scaler.has_scaled)
         if is_without and model.automatic_optimization:  # of gradients: training_step has returned None, or is averaged
-            self._base._after_closure(model, optimizer)
+            super()._after_closure(model, optimizer)
             return result
         self._turns.unscale_(optimizer)
-        self._base._after_closure(model, optimizer)
+        super()._after_closure(model, optimizer)
         self._turns.step(optimizer, model.trainer.optimizers)
         self._tell(model.trainer)
         return result
@@ -204,30 +221,19 @@ class LowpPrecision:
             self.lowp.load_state_dict({**state, "random": self.lowp.state_dict()["random"]})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _new, (type(self).__mro__[1],), {**self.__dict__, "monitor": None, "_loggers": []}
-
-
-# -- the class of the Lightning that is there -------------------------------------------------------------------------
-def _plugin(cls: type) -> type:
-    names = [name for name in _PACKAGES if name in sys.modules] or [next(filter(_is_there, _PACKAGES), "")]
-    if names == [""]:
-        raise lowp.Unavailable("LowpPrecision needs Lightning, which is not installed: pip install lightning")
-    return _derived(cls, tuple(name for name in names if name != "lightning_fabric" or len(names) == 1))
-
-
-def _is_there(name: str) -> bool:
-    return find_spec(name.partition(".")[0]) is not None
+        cls = type(self)
+        plain = cls.__mro__[1] if cls.__qualname__ == cls.__mro__[1].__qualname__ else cls
+        return _new, (plain,), {**self.__dict__, "monitor": None, "_loggers": []}
 
 
 @cache
-def _derived(cls: type, packages: tuple[str, ...]) -> type:
-    """Return a class with Lightning's own as bases, and the name of `cls`, by which checkpoints know a plugin."""
-    bases = [import_module(f"{name}.plugins.precision").Precision for name in packages]
-    return type(cls.__name__, (cls, *bases), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+def _joined(cls: Any, others: tuple[type, ...]) -> type:
+    """Return a class with further bases, and the name of `cls`, by which checkpoints know a plugin."""
+    return type(cls.__name__, (cls, *others), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _new(cls: type) -> Any:
-    return object.__new__(_plugin(cls))
+def _new(cls: Any) -> Any:
+    return cls.__new__(cls)
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
