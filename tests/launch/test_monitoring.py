@@ -90,6 +90,14 @@ def test_a_script_without_an_optimizer_of_torch_is_told(tmp_path: Path) -> None:
     assert said == ["lowp monitor: no optimizer of torch.optim has stepped: nothing was watched"]
 
 
+def test_runs_in_several_precisions_are_each_watched(tmp_path: Path) -> None:
+    script = (str(SCRIPTS / "watched.py"), "bf16")
+    ran = forked.run("-m", "lowp", "run", "--compare", "fp32", "--monitor", "--json", *script, cwd=tmp_path)
+    (one,) = json.loads(ran.stdout)["runs"]
+    assert one["last_line"].startswith("loss ")
+    assert [note for note in one["notes"] if note.startswith("alarm: step 2: 1.weight: 100% of the updates")]
+
+
 def test_a_file_that_stands_without_its_sign_or_is_anothers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine\n")
     script = str(SCRIPTS / "watched.py")

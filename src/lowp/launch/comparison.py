@@ -16,6 +16,7 @@ from typing import Any
 
 from lowp.launch.folders import NAME, Workplace, from_above, new_folder
 from lowp.launch.settings import RUN
+from lowp.monitoring.alarms import alarm_of
 
 __all__ = ["RunOutcome", "Runs", "difference", "waited"]
 
@@ -28,7 +29,10 @@ _GRACE = 0.5  # seconds to exit after Ctrl-C, and again after SIGTERM
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How one run of the script ended. `notes` are lowp's sentences on the parts that did not run in the precision."""
+    """How one run of the script ended.
+
+    `notes` are lowp's sentences on the parts that did not run in the precision, and the alarms of a monitor.
+    """
 
     precision: str
     code: int
@@ -99,7 +103,9 @@ def _once(
             workplace.leave()
     seconds = time.monotonic() - started
     summary = _summary(directory, precision)
-    lines = [line for line in out.read_text(errors="replace").splitlines() if line.strip()]
+    printed = out.read_text(errors="replace").splitlines()
+    lines = [line for line in printed if line.strip() and not line.startswith("lowp monitor")]
+    alarms = (f"alarm: {alarm_of(one)}" for one in summary.get("alarms", ()))
     return RunOutcome(
         precision,
         code,
@@ -109,7 +115,7 @@ def _once(
         summary.get("skipped", 0),
         summary.get("writes", 0),
         summary.get("saturated", 0),
-        tuple(filter(None, [*summary.get("notes", ()), summary.get("stood_down", "")])),
+        tuple(filter(None, [*summary.get("notes", ()), summary.get("stood_down", ""), *alarms])),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from lowp.monitoring.rules import RULES, Check, Symptom
 from lowp.monitoring.seen import History, Sight
 from lowp.numerics.findings import FINDINGS
 
-__all__ = ["Alarm", "Alarms", "TrainingAlarm"]
+__all__ = ["Alarm", "Alarms", "TrainingAlarm", "alarm_of"]
 
 _WORSE = 10.0  # times the number that was told
 _MORE = 2.0  # times the layers
@@ -37,6 +38,11 @@ class Alarm:
     def document(self) -> dict[str, Any]:
         """Plain data."""
         return {**asdict(self), "others": list(self.others)}
+
+
+def alarm_of(document: Mapping[str, Any]) -> Alarm:
+    """Return the alarm that `Alarm.document` gave."""
+    return Alarm(**{**document, "others": tuple(document["others"])})
 
 
 class TrainingAlarm(LowpError, RuntimeError):

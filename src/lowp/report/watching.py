@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lowp.monitoring.alarms import Alarm
+from lowp.monitoring.alarms import Alarm, alarm_of
 from lowp.report.palette import GRADES
 
 __all__ = ["Board", "sparkline"]
@@ -119,7 +119,7 @@ class Board:
             for meaning, value in meanings.items():
                 curves.setdefault(meaning, Curve()).add(value)
         for alarm in record.get("alarms", ()):
-            self.alarms.append(Alarm(**{**alarm, "others": tuple(alarm["others"])}))
+            self.alarms.append(alarm_of(alarm))
 
     @property
     def is_gone(self) -> bool:
