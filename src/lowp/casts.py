@@ -259,7 +259,7 @@ class Cast:
             raise InvalidInput(f"{self.format} has no shared scale: omit the scaling {self.scaling}")
         self._check_random_bits()
         # Computed here: until Python 3.12 a cached property takes a lock, which torch.compile cannot trace.
-        _ = self.element, self.is_stochastic
+        _ = self.element, self.is_stochastic, self.text
 
     def _check_random_bits(self) -> None:
         if self.random_bits is None:
@@ -295,6 +295,11 @@ class Cast:
         return replace(self, rounding=Rounding(rounding), random_bits=random_bits)
 
     def __str__(self) -> str:
+        return self.text
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The words that `parse` reads."""
         parts = [str(self.format)]
         if self.rounding is not Rounding.NEAREST_EVEN:
             parts.append(str(self.rounding) + (f"-{self.random_bits}" if self.random_bits else ""))

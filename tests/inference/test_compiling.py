@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,16 @@ def test_examples_of_vmap_are_served_as_if_each_were_alone() -> None:
 def test_int8_compiles_with_torch_s_own_compiler_without_a_warning() -> None:
     model, indices = served("int8", True)
     assert torch.equal(torch.compile(model, fullgraph=True)(indices), model(indices))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
+def test_a_served_model_compiled_ahead_of_time_gives_the_same_bits(tmp_path: Path) -> None:
+    model, indices = served("int8", True)
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(model, (indices,)), package_path=str(tmp_path / "model.pt2")
+    )
+    assert torch.equal(torch._inductor.aoti_load_package(package)(indices), model(indices))
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")

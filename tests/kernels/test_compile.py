@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp.casts import Cast, parse
 from lowp.compat import COMPILES_REGIONS
-from lowp.kernels import decode, encode, quantize, statistics, use
+from lowp.kernels import decode, dequantize, encode, quantize, statistics, use
+from lowp.kernels.casts.functions import quantize_operand
 from lowp.kernels.numbers import bitwise
 from lowp.quantized import Quantized
 
@@ -157,6 +158,24 @@ def test_codes_under_a_shared_scale_compile_and_batch(text: str, packed: bool) -
 def test_the_arithmetic_itself_compiles_to_the_same_bits(inductors: tuple[Tensor, list[Tensor]]) -> None:
     x, (*_, found) = inductors
     assert torch.equal(bits(found), bits(bitwise.quantized(x, parse(DELETED[0]))))
+
+
+@pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "int8-affine", "flex16+5"])
+def test_values_of_codes_under_a_shared_scale_compile_and_batch(text: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        return dequantize(encode(x, text, packed=True)) * 2
+
+    x = torch.randn(4, 21)
+    assert torch.equal(compiled(function, "aot_eager")(x), function(x))  # type: ignore[arg-type]
+    assert torch.equal(torch.func.vmap(function)(x), torch.stack([function(one) for one in x]))
+    given = encode(x, text)
+    assert torch.equal(compiled(dequantize, "aot_eager")(given), dequantize(given))  # type: ignore[arg-type]
+
+
+def test_a_cast_under_scales_of_a_leading_dimension_keeps_the_strides_that_a_compiler_expects() -> None:
+    x = torch.randn(2, 32, 3)
+    for given in (x, x.transpose(1, 2)):
+        assert quantize_operand(given, parse("mxfp8"), 0, True, axis=1).stride() == given.stride()
 
 
 @pytest.mark.slow
@@ -358,6 +377,10 @@ def test_a_dispatch_mode_sees_the_operator() -> None:
     assert "lowp.quantize.default" in seen
 
 
+def _of(q: Quantized) -> tuple[Tensor | None, ...]:
+    return q.payload, q.scale, q.outer, q.zero_point
+
+
 def test_operators_keep_the_rules_of_torch() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     arguments = (x, str(Cast(parse("e4m3fn").format)), None, None, 0, None, 0)
@@ -371,6 +394,7 @@ def test_operators_keep_the_rules_of_torch() -> None:
         (torch.ops.lowp.statistics.default, (x.detach(),)),
         (torch.ops.lowp.encode_scaled.default, (x.detach(), "nvfp4", None, None, 0, None, 0, True)),
         (torch.ops.lowp.encode_scaled.default, (x.detach(), "int8-affine", None, None, 0, None, 0, False)),
+        (torch.ops.lowp.decode_scaled.default, (*_of(encode(x.detach(), "nvfp4")), "nvfp4", torch.float32, None)),
     ):
         assert set(torch.library.opcheck(operator, call).values()) == {"SUCCESS"}, operator
 

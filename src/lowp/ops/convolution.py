@@ -343,7 +343,8 @@ def _convolve(
     single = x.dim() == weight.dim() - 1
     x = x.unsqueeze(0) if single else x
     key = tuple(x.shape), tuple(weight.shape), *settings
-    form, is_possible = _new_form(key) if is_jit_tracing() else _form(key)
+    is_traced = torch.compiler.is_compiling() or is_jit_tracing()
+    form, is_possible = _new_form(key) if is_traced else _form(key)
     require(is_possible and (bias is None or tuple(bias.shape) == (form.channels,)))
     result = multiply(form, call, x, weight, bias)
     return result.squeeze(0) if single else result

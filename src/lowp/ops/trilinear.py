@@ -285,7 +285,7 @@ class Einsum(Form):
 
         def flat(x: Tensor, term: str, *groups: str) -> Tensor:
             x = x.permute([term.index(letter) for group in groups for letter in group])
-            return x.reshape([math.prod(sizes[letter] for letter in group) for group in groups])
+            return x.reshape([math.prod([sizes[letter] for letter in group]) for group in groups])
 
         def finish(y: Tensor) -> Tensor:
             order = batch + rows + columns

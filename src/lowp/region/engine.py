@@ -226,6 +226,8 @@ class Engine(TorchFunctionMode):
         if not is_compiling():
             plan = self.rulebook.find(func, self.path.current)
             return func(*args, **kwargs) if plan is None else self._run(plan, func, args, kwargs)
+        if func is torch.Tensor.backward:  # which torch.compile follows where it is called as a method
+            return args[0].backward(*args[1:], **kwargs)
         planned: Plan | None = getattr(self.traced.compiled, _name_compiled(self.traced, func, self.path.current))
         if func is _checkpoint_operator:
             raise Unavailable(

@@ -91,6 +91,13 @@ def decode(
     return result
 
 
+def dequantize(q: Quantized) -> Tensor:
+    """`lowp.dequantize` as an operator."""
+    tensors = [None if one is None else one.detach() for one in (q.payload, q.scale, q.outer, q.zero_point)]
+    result: Tensor = torch.ops.lowp.decode_scaled(*tensors, q.cast.text, q.dtype, q.length)
+    return result
+
+
 def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three tensors of `Statistics` by an operator."""
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.lowp.statistics(shards.whole(x).detach())
@@ -356,6 +363,31 @@ def _(codes: Tensor, format: str, dtype: torch.dtype, packed: bool, length: int 
         return codes.new_empty(codes.shape, dtype=dtype)
     length = packing.length_of(codes, element, length)
     return codes.new_empty((*codes.shape[:-1], length) if codes.ndim else (), dtype=dtype)
+
+
+@torch.library.custom_op("lowp::decode_scaled", mutates_args=())
+def _decode_scaled(
+    payload: Tensor,
+    scale: Tensor,
+    outer: Tensor | None,
+    zero_point: Tensor | None,
+    cast: str,
+    dtype: torch.dtype,
+    length: int | None,
+) -> Tensor:
+    encoded = Quantized(payload, scale, checks.as_cast(cast), outer, zero_point, dtype, length)
+    return run.dequantize(dispatch.implementation(payload.device, "decode"), encoded)
+
+
+@_decode_scaled.register_fake
+def _(payload: Tensor, *others: Any) -> Tensor:
+    *_, dtype, length = others
+    return payload.new_empty(payload.shape if length is None else (*payload.shape[:-1], length), dtype=dtype)
+
+
+@_decode_scaled.register_vmap
+def _(info: Any, dimensions: Any, *arguments: Any) -> tuple[Tensor, int]:
+    return torch.stack(list(_examples(_decode_scaled, info.batch_size, dimensions, arguments))), 0
 
 
 @torch.library.custom_op("lowp::statistics", mutates_args=())

@@ -118,7 +118,9 @@ def quantize_operand(
         if run.quantize_finite(x, cast, seed, out := torch.empty_like(x), axis):
             return out if dtype is None else out.to(dtype)
     if axis != -1:
-        return quantize_operand(x.movedim(axis, -1).contiguous(), cast, seed, is_traced, dtype).movedim(-1, axis)
+        moved = quantize_operand(x.movedim(axis, -1).contiguous(), cast, seed, is_traced, dtype).movedim(-1, axis)
+        # in x's strides, by which torch chooses its kernels (torch.compile cannot follow a test of them in a Function)
+        return torch.empty_like(x, dtype=moved.dtype).copy_(moved)
     rounded: Tensor = quantize(x, cast, seed=seed)
     rounded = rounded if dtype is None else rounded.to(dtype)
     if keeps_infinities(cast):
@@ -217,6 +219,8 @@ def dequantize(q: Quantized) -> Tensor:
     """Return the values of a `Quantized` from `lowp.encode`, in the dtype of the encoded tensor."""
     if not isinstance(q, Quantized):
         raise TypeError(f"dequantize takes a Quantized, not {type(q).__name__}: plain codes go to lowp.decode")
+    if is_compiling() or not is_eager(q.payload):
+        return custom_ops.dequantize(q)
     return run.dequantize(implementation(q.device, "decode"), q.detach())
 
 
