@@ -4,7 +4,9 @@
 
 The tests run here, with a library that forwards every call to two processes: one has this machine's library, the other
 AArch64's (arm/forward.cpp, arm/serve.cpp). Both compute; what they return and every byte that they write is compared,
-and the tests go on with what AArch64 has written. A table tells the calls and the differences of every function.
+and the tests go on with what AArch64 has written. A table tells the calls and the differences of every function; one
+that is never called fails the run. Then small trainings under `lowp.reproducible` must have the hashes that are stored
+(reproducing/hashes.json), with every call of the library computed by AArch64's.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ PART = (
     "--dist",
     "worksteal",
     *(f"tests/kernels/test_{one}.py" for one in f"{FILES} fp32_products spectra".split()),
+    "tests/optim/test_stored.py",
+    "tests/ops/test_bytes.py",
 )
 # tests of the file itself, and of the threads of this machine's library
 OWN = (
@@ -91,8 +95,11 @@ def build() -> None:
         subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
 
 
-def run(options: Sequence[str]) -> int:
-    """Run pytest on the library that forwards; print the counts; return the number of what failed."""
+def run(options: Sequence[str], is_whole: bool) -> int:
+    """Run pytest on the library that forwards; print the counts; return the number of what failed.
+
+    `is_whole`: train for the stored hashes, too, and every function must have been called.
+    """
     counts, log = BUILT / "counts", BUILT / "log"
     log.write_text("")
     counts.write_bytes(bytes(24 * len(SIGNATURES)))
@@ -102,13 +109,28 @@ def run(options: Sequence[str]) -> int:
         "LOWP_CPU_LIBRARY": str(BUILT / "forward.so"),
     }
     ended = subprocess.run([sys.executable, "-m", "pytest", "-q", *options], cwd=ROOT, env=environment).returncode
+    failed = int(ended != 0) + (other_hashes(environment) if is_whole else 0)
     numbers = array("q", counts.read_bytes())
     print(f"{'function':44}{'calls':>10}{'bytes written':>16}{'differing calls':>17}")
     for at, name in enumerate(SIGNATURES):
         called, written, differing = numbers[3 * at : 3 * at + 3]
         print(f"{name:44}{called:>10,}{written:>16,}{differing:>17,}")
     print(log.read_text(), end="")
-    return int(ended != 0) + sum(numbers[2::3])
+    never = [name for at, name in enumerate(SIGNATURES) if is_whole and not numbers[3 * at]]
+    if never:
+        print(f"never called: {', '.join(never)}")
+    return failed + len(never) + sum(numbers[2::3])
+
+
+def other_hashes(environment: dict[str, str]) -> int:
+    """Train small networks; print which end with another hash than is stored; return their number."""
+    stored = json.loads((ROOT / "tests" / "reproducing" / "hashes.json").read_text())["hashes"]
+    command = [sys.executable, str(ROOT / "tests" / "reproducing" / "training.py"), *(f"{name}/1" for name in stored)]
+    printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
+    found = json.loads(printed)["hashes"]
+    other = [name for name, value in stored.items() if found[f"{name}/1"] != value]
+    print(f"trainings with the stored hash: {len(stored) - len(other)} of {len(stored)}", *other)
+    return len(other)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -119,7 +141,8 @@ def main(arguments: Sequence[str]) -> int:
     if cpu.library() is None:
         return 2
     build()
-    return int(run(arguments or [*PART, *(f"--deselect=tests/kernels/test_cpu.py::{one}" for one in OWN)]) != 0)
+    whole = [*PART, *(f"--deselect=tests/kernels/test_cpu.py::{one}" for one in OWN)]
+    return int(run(arguments or whole, is_whole=not arguments) != 0)
 
 
 if __name__ == "__main__":

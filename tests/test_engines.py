@@ -329,6 +329,22 @@ def test_all_ranks_skip_the_step_in_which_one_overflows(result: Any) -> None:
             assert all(map(torch.equal, weights, other[name][3])), name
 
 
+def table() -> str:
+    """Return the rows of docs/ranks.md: precisions that agree alike, and how they do in each engine."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in PRECISIONS:
+        cells = [AGREES[engine].get(name, "bits") for engine in AGREES]
+        alike.setdefault(tuple(one if isinstance(one, str) else f"{one:g}" for one in cells), []).append(f"`{name}`")
+    head = ["precision", *AGREES]
+    rows = [head, ["---"] * len(head), *([", ".join(names), *cells] for cells, names in alike.items())]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def test_the_page_on_ranks_shows_how_each_precision_agrees_in_each_engine(repository: Path) -> None:
+    page = (repository / "docs" / "ranks.md").read_text()
+    assert table() in page, f"docs/ranks.md must have this table:\n{table()}"
+
+
 @pytest.mark.slow
 def test_engines_train_as_one_process_does_in_every_precision(tmp_path: Path) -> None:
     for one in _run((agreement_of_all,), tmp_path):

@@ -23,6 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowp
 
+
+def _drawing(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Return an optimizer that rounds weights and moments stochastically."""
+    return lowp.optim.AdamW(parameters, lr=lr, split=False, masters="stochastic", moments="bf16")
+
+
 # by name, a precision, its options and an optimizer: everything that stores parameters or masters
 STORAGES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "fp16, torch": ("fp16", {"loss_scale": "dynamic(1024)"}, torch.optim.AdamW),
@@ -30,11 +36,12 @@ STORAGES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "fp16-storage, fp32 masters": ("fp16-storage", {"loss_scale": "dynamic(1024)"}, torch.optim.AdamW),
     "bf16-storage, split": ("bf16-storage", {"masters": "split"}, lowp.optim.AdamW),
     "bf16-storage, none": ("bf16-storage", {"masters": "none"}, torch.optim.AdamW),
+    "bf16-storage, drawn": ("bf16-storage", {"masters": "stochastic"}, _drawing),
     "lowp.optim, fp32": ("bf16", {}, lambda parameters, lr: lowp.optim.AdamW(parameters, lr=lr, storage=None)),
     "flex16+5": ("flex16+5", {}, torch.optim.AdamW),
 }
 WORLDS = (4, 2, 1, 4)
-SAMPLE = ["bf16-storage, fp32 masters", "flex16+5"]
+SAMPLE = ["bf16-storage, fp32 masters", "bf16-storage, drawn", "flex16+5"]
 SURVIVORS, STEPS = ("fp16-storage", "flex16+5"), 6
 
 

@@ -12,7 +12,7 @@ from lowp import kernels
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu
 from lowp.kernels.packed import byte_products, byte_rows, few_bits
-from lowp.kernels.packed.byte_rows import Bytes, Range
+from lowp.kernels.packed.byte_rows import Activations, Bytes, Range
 
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 LEVELS = (0, 1, -1)  # portable, AVX2, the best; as far as the processor has them
@@ -45,6 +45,18 @@ def test_sums_of_bytes_never_saturate(m: int, n: int, k: int, kind: str, highest
             assert torch.equal(byte_products.multiply(a, panels, bias, level), wanted)
         with kernels.use("reference"):
             assert torch.equal(byte_products.multiply(a, panels, bias), wanted)
+
+
+@needs_library
+@pytest.mark.parametrize("over", [127, 255, Range(0.02, 60, 127)])
+def test_activations_become_bytes_and_are_multiplied_in_one_call_as_in_two(over: int | Range) -> None:
+    torch.manual_seed(2)
+    panels = byte_products.pack(_weights("normal", 33, 70), torch.rand(33), 255)
+    x, bias = torch.randn(9, 70), torch.randn(33)
+    for level in LEVELS:
+        given = byte_rows.own_range(x, over, level) if isinstance(over, int) else over
+        wanted = byte_products.multiply(byte_rows.to_bytes(x, *given, level), panels, bias, level)
+        assert torch.equal(byte_products.multiply(Activations(x, over), panels, bias, level), wanted)
 
 
 @needs_library

@@ -1,4 +1,4 @@
-"""Every format compiled as people compile: a model, a function with the region in it, a whole step, an exported model."""
+"""Every format compiled as people compile: a model, a function with its region, a whole step, an exported program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ pytestmark = [
 NAMES = [*PRESETS, *(name for name in FORMATS if name not in PRESETS), "e5m7"]
 # what is not the same to the bit with backend="aot_eager": a bound of the difference of gradients, relative to all
 APART = {
-    **dict.fromkeys(["fp16", "fp16-storage", "fp16-naive", "bf16", "bf16-storage", "bf16-trunc"], 1e-2),  # sums in another order
+    **dict.fromkeys(
+        ["fp16", "fp16-storage", "fp16-naive", "bf16", "bf16-storage", "bf16-trunc"], 1e-2
+    ),  # sums in another order
     "dfp16": 1e-6,
     "flex16+5": 1e-3,  # compiled, each tensor has the exponent of its own maximum
     "int8": 5e-2,  # gradients are rounded stochastically, by other draws

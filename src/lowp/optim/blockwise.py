@@ -17,7 +17,7 @@ from lowp.errors import InvalidInput
 from lowp.kernels.steps import updates
 from lowp.ops.observing import everywhere
 from lowp.optim.model_state import MasterKeeper, ParameterNames, own
-from lowp.optim.shards import is_sharded, local, refuse_to_convert, shard_of
+from lowp.optim.shards import first_of, is_sharded, local, refuse_to_convert, shard_of
 from lowp.optim.state_dicts import (
     check_shape,
     entries_by_parameter,
@@ -199,15 +199,14 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         gradient = local(gradient).reshape(-1)
         parts = {name: local(value).view(-1) for name, value in state.items() if name != "step"}
         seen = None if watch is None else torch.empty_like(stored, dtype=torch.float32)
-        for number, start in enumerate(range(0, stored.numel(), BLOCK)):
-            block = slice(start, start + BLOCK)
+        for number, offset, block in _blocks(first_of(parameter), stored.numel()):
             self._step_block(
                 stored[block],
                 gradient[block],
                 {name: value[block] for name, value in parts.items()},
                 before.clone(),
                 group,
-                seed_of(self.seed, before, index, number),
+                (seed_of(self.seed, before, index, number), offset),
                 None if seen is None else seen[block],
             )
         if watch is not None and seen is not None:
@@ -223,11 +222,12 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         state: dict[str, Tensor],
         step: Tensor,
         group: dict[str, Any],
-        seed: int | Tensor,
+        draw: tuple[int | Tensor, int],
         seen: Tensor | None,
     ) -> None:
         """Step one block: load it as fp32, `update_block`, store it. Nothing changes if any gradient was non-finite.
 
+        `draw` is the seed of stochastic rounding, and the index of the block's first number among those that share it.
         `seen` receives the fp32 weights before they are stored, for observers.
         """
         self.storage.follow_([(stored, state)])
@@ -246,10 +246,11 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
                 value.copy_(torch.where(skip, old[1][name], value))
         if seen is not None:
             seen.copy_(weight)
-        self.storage.save(stored, state, weight, seed)
+        self.storage.save(stored, state, weight, *draw)
         for slot, (name, value) in enumerate(moments.items(), 1):
             if state[name].dtype != torch.float32:
-                state[name].copy_(kernels.quantize(value, _STOCHASTIC_BF16, seed=seed_of(0, seed, slot)))
+                drawn = kernels.quantize(value, _STOCHASTIC_BF16, seed=seed_of(0, draw[0], slot), offset=draw[1])
+                state[name].copy_(drawn)
 
     def _start(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Create the step counter and the moments for the first step."""
@@ -340,3 +341,17 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         super().__setstate__(state)
         self._step_supports_amp_scaling = True
         own(self, parameters_of(self))
+
+
+def _blocks(first: int, count: int) -> Iterator[tuple[int, int, slice]]:
+    """Yield the blocks of a rank's part, which are those of the whole tensor or pieces of them.
+
+    A part has `count` numbers from `first` on. Yields the number of the block in the whole, where the piece begins
+    within it, and the piece's place in the part.
+    """
+    at = 0
+    while at < count:
+        number, offset = divmod(first + at, BLOCK)
+        end = min(at + BLOCK - offset, count)
+        yield number, offset, slice(at, end)
+        at = end

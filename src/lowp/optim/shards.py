@@ -23,6 +23,7 @@ from lowp.kernels.tracing import is_sharded
 
 __all__ = [
     "Wholes",
+    "first_of",
     "holder_of",
     "is_fully_sharded",
     "is_sharded",
@@ -87,6 +88,21 @@ def is_split_twice(parameter: Tensor) -> bool:
     """Whether a sharded parameter is a shard of a shard: FSDP2's of a layer that tensor parallelism has split."""
     placements: Any = getattr(parameter, "placements", ())
     return len([one for one in placements if one.is_shard()]) > 1
+
+
+def first_of(tensor: Tensor) -> int:
+    """Return the index, in the whole, of the first number of this rank's part; 0 where parts are no ranges of it.
+
+    They are where FSDP2 splits the first dimension, into equal numbers of rows of which the last ranks have fewer.
+    """
+    if not is_sharded(tensor):
+        return 0
+    mesh, placements = cast(Any, tensor).device_mesh, cast(Any, tensor).placements
+    split = [axis for axis, one in enumerate(placements) if not one.is_replicate()]
+    if len(split) != 1 or not placements[split[0]].is_shard(0) or not tensor.numel():
+        return 0
+    rows = -(-tensor.shape[0] // mesh.size(split[0]))
+    return min(mesh.get_local_rank(split[0]) * rows, tensor.shape[0]) * (tensor.numel() // tensor.shape[0])
 
 
 def local(tensor: Tensor) -> Tensor:

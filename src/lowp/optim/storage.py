@@ -158,8 +158,13 @@ class Storage:
             is_own = rounded == parameter
         return torch.where(is_own, master, parameter.to(torch.float32))
 
-    def save(self, parameter: Tensor, state: dict[str, Tensor], master: Tensor, seed: int | Tensor | None) -> None:
-        """Write an fp32 `master` into the stored parameter and its state. `seed` is for stochastic rounding."""
+    def save(
+        self, parameter: Tensor, state: dict[str, Tensor], master: Tensor, seed: int | Tensor | None, first: int = 0
+    ) -> None:
+        """Write an fp32 `master` into the stored parameter and its state.
+
+        `seed` is for stochastic rounding, `first` the index of the first number among those that share the seed.
+        """
         if self.cast is None:
             if master.data_ptr() != parameter.data_ptr():
                 parameter.detach().copy_(master)
@@ -168,7 +173,7 @@ class Storage:
             parameter.detach().copy_(half)
             _put(state, "remainder", remainder)
         else:
-            parameter.detach().copy_(self.rounded(master, seed))
+            parameter.detach().copy_(self.rounded(master, seed, first))
             if self.kind == "fp32":
                 _put(state, MASTER_WEIGHT, master)
 
@@ -183,16 +188,16 @@ class Storage:
             elif self.kind == "fp32":
                 _put(state, MASTER_WEIGHT, master)
 
-    def rounded(self, master: Tensor, seed: int | Tensor | None) -> Tensor:
+    def rounded(self, master: Tensor, seed: int | Tensor | None, first: int = 0) -> Tensor:
         """Return `master` rounded to the format: stochastically if that is the kind and a seed is given."""
         assert self.cast is not None
         if self.kind == "stochastic" and seed is not None:
-            drawn: Tensor = kernels.quantize(master, self.cast.with_rounding("stochastic"), seed=seed)
+            drawn: Tensor = kernels.quantize(master, self.cast.with_rounding("stochastic"), seed=seed, offset=first)
             return drawn
         if str(self.cast) in ("fp16", "bf16"):
             return master.to(self.dtype)
         # a cast that is itself stochastic also gets a new seed each step
-        result: Tensor = kernels.quantize(master, self.cast, seed=0 if seed is None else seed)
+        result: Tensor = kernels.quantize(master, self.cast, seed=0 if seed is None else seed, offset=first)
         return result
 
 
