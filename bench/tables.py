@@ -153,7 +153,18 @@ def served() -> Iterator[tuple[bool, list[str]]]:
             yield False, [instructions, str(row["batch"]), *own, *peers]
 
 
+def compressed() -> Rows:
+    """Return loss and bytes of recipes whose gradients travel between ranks in few bits."""
+    return [
+        [f"{recipe}, {ranks}", way, told(row["loss"], 4), told(row["sent"] / 1e3, 0), told(row["share"], 2)]
+        for recipe, worlds in result("compression")["results"].items()
+        for ranks, ways in worlds.items()
+        for way, row in ways.items()
+    ]
+
+
 TABLES = (
+    Table("docs/ranks.md", "recipe, ranks | gradients", compressed),
     Table("bench/results/README.md", "network, AVX2 | format", lambda: steps("step-avx2")),
     Table("bench/results/README.md", "network, AVX-512 | format", lambda: steps("step")),
     Table("bench/results/README.md", "network, AMX | format", lambda: steps("step-1-amx")),

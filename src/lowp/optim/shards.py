@@ -102,7 +102,8 @@ def first_of(tensor: Tensor) -> int:
     if len(split) != 1 or not placements[split[0]].is_shard(0) or not tensor.numel():
         return 0
     rows = -(-tensor.shape[0] // mesh.size(split[0]))
-    return min(mesh.get_local_rank(split[0]) * rows, tensor.shape[0]) * (tensor.numel() // tensor.shape[0])
+    row: int = min(mesh.get_local_rank(split[0]) * rows, tensor.shape[0])
+    return row * (tensor.numel() // tensor.shape[0])
 
 
 def local(tensor: Tensor) -> Tensor:
