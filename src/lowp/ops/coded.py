@@ -58,7 +58,8 @@ def has_codes(form: Form, rule: Rule) -> bool:
 
 def with_scales(operand: Operand, x: Tensor) -> Operand:
     """Return the operand that x is cast to, with the scales of its rows as format int8 has them."""
-    x = x if torch.is_inference_mode_enabled() else x.detach()  # there a DTensor cannot be detached
+    is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    x = x if is_inference else x.detach()  # there a DTensor cannot be detached
     return operand._replace(scale=_scales(x.float().reshape(-1, x.shape[-1])))
 
 
