@@ -130,6 +130,40 @@ def lightning_fsdp2(folder: Path, names: list[str]) -> Any:
     return {name: resumed(name, strategy, folder / f"fsdp2 {name}") for name in names}
 
 
+def of_fabric(name: str, path: Path, resume: bool) -> Any:
+    import lightning
+
+    from lowp.integrations.lightning import LowpPrecision
+
+    plugin, rank = LowpPrecision(name), torch.distributed.get_rank()
+    fabric = lightning.Fabric(accelerator="cpu", devices=RANKS, strategy="ddp", plugins=plugin)
+    fabric.launch()
+    model = network()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = fabric.setup(*plugin.lowp.prepare(model, optimizer))
+    loader = fabric.setup_dataloaders(DataLoader(data(), batch_size=4))
+    torch.manual_seed(rank)
+    parts, losses = {"model": model, "optimizer": optimizer, "precision": plugin}, []
+    if resume:
+        fabric.load(path, parts)
+    for epoch in range(int(resume), 2):
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            losses.append(loss.item())
+            fabric.backward(loss * (math.inf if number == 3 and epoch == rank == 1 else 1.0))
+            fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+            optimizer.step()
+        if epoch == 0:
+            fabric.save(path, parts)
+    return losses, numbers(model), plugin.lowp.scale, plugin.lowp.skipped_steps
+
+
+def fabric_ddp(folder: Path, names: list[str]) -> Any:
+    paths = {name: folder / f"{name}.ckpt" for name in names}
+    return {name: (of_fabric(name, path, False), of_fabric(name, path, True)) for name, path in paths.items()}
+
+
 # -- Accelerate and the Trainer of transformers -----------------------------------------------------------------------
 def accelerated(precision: str, folder: Path, resume: bool = False) -> Any:
     from accelerate.state import AcceleratorState, GradientState
@@ -207,7 +241,8 @@ def trainer_ddp(folder: Path, names: list[str]) -> Any:
 SAMPLE: Jobs = {lightning_ddp: ["fp16"], lightning_fsdp2: ["bf16-storage"], accelerate_ddp: ["bf16-storage"]}
 SHARDED = ["bf16", "fp16", "fp16-storage", "bf16-storage"]
 WHOLE = [*SHARDED, "flex16+5"]
-ALL: Jobs = {lightning_ddp: WHOLE, lightning_fsdp2: SHARDED, accelerate_ddp: WHOLE, trainer_ddp: ["fp16", "flex16+5"]}
+ALL: Jobs = {lightning_ddp: WHOLE, fabric_ddp: WHOLE, lightning_fsdp2: SHARDED, accelerate_ddp: WHOLE}
+ALL |= {trainer_ddp: ["fp16", "flex16+5"]}
 
 
 def results(jobs: Jobs, folder: Path) -> dict[str, list[Any]]:
