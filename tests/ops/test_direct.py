@@ -422,3 +422,28 @@ def test_a_chain_is_multiplied_in_the_order_of_fewest_multiplications() -> None:
     with region:
         torch.linalg.multi_dot([torch.ones(pair) for pair in itertools.pairwise(sizes)])
     assert shapes == [(35, 5), (30, 5), (5, 20), (5, 25), (30, 25)]
+
+
+OTHERS = {
+    "a stochastic result": {"input": "e4m3fn", "weight": "e4m3fn", "grad": "e5m2", "output": "e5m7:stochastic"},
+    "bytes that only layers sum": {"input": "int8", "weight": "int8", "grad": "int8", "accumulate": "int32"},
+}
+
+
+@pytest.mark.parametrize("casts", OTHERS)
+@pytest.mark.parametrize("call", ["linear", "matmul", "conv2d"])
+def test_other_casts_have_the_bits_of_their_definition(call: str, casts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    shapes = ((2, 3, 5, 5), (4, 3, 2, 2)) if call == "conv2d" else ((6, 5), (5, 5))
+    operands = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    function = torch.matmul if call == "matmul" else getattr(F, call)
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(7)
+        with by_rule(**OTHERS[casts])():
+            y = function(*operands)
+        return [y, *torch.autograd.grad(y, operands, y.detach() + 1)]
+
+    fast = run()
+    take_the_long_way(monkeypatch)
+    assert all(torch.equal(one, other) for one, other in zip(fast, run(), strict=True))

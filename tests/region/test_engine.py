@@ -31,8 +31,8 @@ CASTS = [
 ]
 # functions of a layer with its gradient, and of its backward, in which torch's own call passes five of the region's
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
-    "linear": (lambda: nn.Linear(8, 8), (4, 8), 15, 23),
-    "wide linear": (lambda: nn.Linear(64, 64), (4, 64), 15, 23),
+    "linear": (lambda: nn.Linear(8, 8), (4, 8), 15, 24),
+    "wide linear": (lambda: nn.Linear(64, 64), (4, 64), 15, 24),
     "convolution": (lambda: nn.Conv2d(3, 8, 3), (2, 3, 8, 8), 24, 48),
     "transposed convolution": (lambda: nn.ConvTranspose2d(3, 8, 3), (2, 3, 8, 8), 24, 48),
 }

@@ -26,6 +26,7 @@ from lowp.kernels.products.programs import (
     is_reached,
     strides_of,
 )
+from lowp.kernels.products.scratch import Scratch
 from lowp.ops.casting import carrier_dtype, depends_on_axis, native_dtype, own_dtype
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form
 from lowp.policy import Rule
@@ -174,28 +175,37 @@ class Back(NamedTuple):
     program: Program
     copies: bool
     made: Sequence[Made | int]
-    results: Sequence[tuple[int | None, Finish | None]] | Callable[[Found], Found]
+    results: Sequence[tuple[int | None, Finish | None]] | Callable[[Found, Scratch], Found]
 
     def run(self, gradient: Tensor, values: Sequence[Tensor | None]) -> Found | None:
         """Return the gradients of both operands and of the bias; None where the definition has to say what they are."""
-        if self.copies:
-            gradient = gradient.contiguous()
-        tensors: Found = [gradient, ones(), *values, None, None][:_MADE]
-        for one in self.made:
-            if isinstance(one, int):
-                tensors.append(gradient.movedim(one, -1).contiguous())
-            else:
-                shape, strides, dtype = one.empty
-                tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device="cpu"))
+        if callable(self.results):  # none of the tensors that are made is returned
+            with Scratch() as scratch:
+                tensors = self._tensors(gradient, values, scratch.strided)
+                return self.results(tensors, scratch) if self.program(tensors) else None
+        tensors = self._tensors(gradient, values, torch.empty_strided)
         if not self.program(tensors):
             return None
-        if callable(self.results):
-            return self.results(tensors)
         found: Found = []
         for place, finish in self.results:
             result = None if place is None else tensors[place]
             found.append(result if result is None or finish is None else finish(result))
         return found
+
+    def _tensors(self, gradient: Tensor, values: Sequence[Tensor | None], empty: Callable[..., Tensor]) -> Found:
+        """Return the tensors of the program: the gradient, what was saved, and those that it makes."""
+        if self.copies:
+            gradient = gradient.contiguous()
+        tensors: Found = [gradient, ones(), *values, None, None][:_MADE]
+        for one in self.made:
+            if isinstance(one, int):
+                moved = gradient.movedim(one, -1)
+                made = empty(moved.shape, strides_of(tuple(moved.shape)), dtype=moved.dtype, device="cpu")
+                tensors.append(made.copy_(moved))
+            else:
+                shape, strides, dtype = one.empty
+                tensors.append(empty(shape, strides, dtype=dtype, device="cpu"))
+        return tensors
 
 
 class Builder:
@@ -232,7 +242,7 @@ class Builder:
                 continue
             value = Memory(place, *read.empty)
             found = matrices(prepared.form, slot, value, self.cast_along(prepared.form.contracted[slot][1]))
-            if found is None:
+            if found is None or found.is_redrawn(prepared.rule.output):
                 return None
             results[slot] = self._product(found, prepared.shapes[slot][1])
         if needs[2]:
@@ -289,13 +299,17 @@ class Matrices(NamedTuple):
     shape: tuple[int, ...]
     finish: Finish | None
 
+    def is_redrawn(self, output: Cast | None) -> bool:
+        """Whether a stochastic cast of the result would draw by other places than those of its final shape."""
+        return self.finish is not None and output is not None and output.is_stochastic
+
 
 def matrices(form: Form, slot: int, left: Memory, right: Memory) -> Matrices | None:
     """Return the product for a slot of a form; None if an operand would have to be copied."""
     bases = [torch.empty_strided(one.shape, one.strides, device="meta") for one in (left, right)]
     rows, columns, finish = form.matrices(slot, bases[0], bases[1], batches=2)
     first, second = (_seen((left, right), bases, view) for view in (rows, columns))  # in any order
-    if first is None or second is None or sum(size != 1 for size in rows.shape[:-2]) > 2:
+    if first is None or second is None:
         return None
     written = torch.empty(*rows.shape[:-1], columns.shape[-1], device="meta")
     shaped = finish(written)

@@ -208,23 +208,24 @@ class ByTorch(Prepared):
         ]
         return Back(Program(builder.steps), copies, builder.made, partial(self._multiplied, incoming, bias_dtype))
 
-    def _multiplied(self, incoming: list[int | None], bias_dtype: torch.dtype | None, tensors: Found) -> Found:
+    def _multiplied(
+        self, incoming: list[int | None], bias_dtype: torch.dtype | None, tensors: Found, scratch: Scratch
+    ) -> Found:
         """Return the gradients of x, the weight and the bias from that of the result, at places of its own for each."""
         found: Found = [None] * 3
-        with Scratch() as scratch:
-            wide = {place: scratch.wide(tensors[place]) for place in incoming if place is not None}  # type: ignore[arg-type]
-            values = [None if one is None else scratch.wide(one) for one in tensors[FIRST_VALUE : SECOND_VALUE + 1]]
-            if self.is_contiguous and (place := incoming[FIRST]) is not None and place == incoming[SECOND]:
-                found[:2] = self.form.gradients(values[0], values[1], wide[place])  # type: ignore[arg-type]
-            else:
-                for slot in (FIRST, SECOND):
-                    if (place := incoming[slot]) is not None:
-                        found[slot] = self.form.product(slot, values[1 - slot], wide[place])  # type: ignore[arg-type]
+        wide = {place: scratch.wide(tensors[place]) for place in incoming if place is not None}  # type: ignore[arg-type]
+        values = [None if one is None else scratch.wide(one) for one in tensors[FIRST_VALUE : SECOND_VALUE + 1]]
+        if self.is_contiguous and (place := incoming[FIRST]) is not None and place == incoming[SECOND]:
+            found[:2] = self.form.gradients(values[0], values[1], wide[place])  # type: ignore[arg-type]
+        else:
             for slot in (FIRST, SECOND):
-                if (result := found[slot]) is not None:
-                    found[slot] = self.finished(result, self.shapes[slot][1])
-            if (place := incoming[2]) is not None and bias_dtype is not None:
-                found[2] = self.finished(self.form.bias_gradient(wide[place]), bias_dtype)
+                if (place := incoming[slot]) is not None:
+                    found[slot] = self.form.product(slot, values[1 - slot], wide[place])  # type: ignore[arg-type]
+        for slot in (FIRST, SECOND):
+            if (result := found[slot]) is not None:
+                found[slot] = self.finished(result, self.shapes[slot][1])
+        if (place := incoming[2]) is not None and bias_dtype is not None:
+            found[2] = self.finished(self.form.bias_gradient(wide[place]), bias_dtype)
         return found
 
 
@@ -251,7 +252,9 @@ def prepare(
     if not form.are_matrices:
         return None if x.copies or weight.copies else ByTorch(rule, form, x, weight, about)
     found = matrices(form, OUTPUT, Memory(X, *x.empty), Memory(WEIGHT, *weight.empty))
-    return None if found is None else Prepared(rule, form, x, weight, Made.of(found, result_dtype(rule.output)), about)
+    if found is None or found.is_redrawn(rule.output):
+        return None
+    return Prepared(rule, form, x, weight, Made.of(found, result_dtype(rule.output)), about)
 
 
 def _read(to: Cast | None, about: tuple[Any, ...], axis: int) -> Read | None:

@@ -13,6 +13,7 @@ Such tensors must not be used after the end of the context: not returned, not sa
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 from contextlib import suppress
@@ -96,6 +97,14 @@ class Scratch:
             return x.float()
         self.lent.append(_blocks.take(elements))
         return self.lent[-1][1].as_strided(x.shape, x.stride()).copy_(x)
+
+    def strided(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+        """Return a dense tensor of unknown values, as torch.empty_strided does."""
+        elements = math.prod(shape)
+        if not LEAST <= elements <= MOST or dtype is not torch.float32 or not self.lends:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        self.lent.append(_blocks.take(elements))
+        return self.lent[-1][1].as_strided(shape, strides)
 
     def _serves(self, x: Tensor) -> bool:
         if not self.lends or type(x) is not Tensor or not x.is_cpu:
