@@ -20,8 +20,6 @@ from lowp.hashing import hashed_once
 if TYPE_CHECKING:
     from fractions import Fraction
 
-__all__ = ["Cast", "Overflow", "Rounding", "ScalingSpec", "carry_of", "doubles", "has_powers_of_two", "parse"]
-
 
 class Rounding(TextEnum):
     """Which neighbour a number between two values of the format becomes.

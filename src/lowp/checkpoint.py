@@ -25,18 +25,6 @@ from lowp.errors import InvalidInput, LowpError, brief
 from lowp.optim.state_dicts import check_saved, kind_of
 from lowp.rng_state import check_rng_states, restore_rng_states, rng_states
 
-__all__ = [
-    "InvalidCheckpoint",
-    "Stateful",
-    "check_archive",
-    "check_replaceable",
-    "load",
-    "read",
-    "save",
-    "unpickling_error",
-    "unreadable",
-]
-
 VERSION = 1
 KEY = "lowp_checkpoint"
 _OWN = (KEY, "kinds", "random", "extra")  # entries that are not the caller's

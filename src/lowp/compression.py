@@ -31,8 +31,6 @@ from lowp.optim.shards import is_fully_sharded
 from lowp.optim.storage import check_seed, seed_of
 from lowp.quantized import Quantized
 
-__all__ = ["GradientCompression"]
-
 ProcessGroup: TypeAlias = "torch.distributed.ProcessGroup"
 GradBucket: TypeAlias = Any  # torch.distributed.GradBucket, which builds without ranks lack
 ROW = 1024  # numbers, at most, that share the scale of a row

@@ -18,8 +18,6 @@ from typing import IO, Any
 
 from lowp.errors import InvalidInput, LowpError, NotWritten, Unavailable, brief
 
-__all__ = ["check_target", "json_text", "remove_own", "replacing", "same_file", "sole_writer", "target_of"]
-
 try:
     _fcntl: Any = importlib.import_module("fcntl")
 except ImportError:  # not a POSIX system: files are replaced completely, but not locked

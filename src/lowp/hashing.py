@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, TypeVar
 
-__all__ = ["hashed_once"]
-
 _Class = TypeVar("_Class", bound=type)
 
 

@@ -20,8 +20,6 @@ from lowp.casts import Cast, LossScale
 from lowp.errors import InvalidInput, UnknownName, brief, unknown
 from lowp.formats import FORMATS, FloatFormat
 
-__all__ = ["OP_CLASSES", "Accumulation", "Policy", "Rule"]
-
 # the classes of ops that a rule can name, with the casts that a table itself adds
 OP_CLASSES = {
     "contraction": "products that are summed: linear, matmul, convolution, attention, recurrent cells",

@@ -34,8 +34,6 @@ from lowp.step import (
     step_comes,
 )
 
-__all__ = ["Precision"]
-
 _NOTHING = nullcontext()
 Optimizer = TypeVar("Optimizer", bound="torch.optim.Optimizer | None")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)

@@ -10,8 +10,6 @@ from lowp.policy import Policy
 from lowp.presets import Preset
 from lowp.rng_state import check_rng_states
 
-__all__ = ["VERSION", "check", "lines_of"]
-
 VERSION = 1
 _ENTRIES = ("name", "policy", "loss_scale", "masters", "scaler", "steps", "skipped_steps", "seed", "random")
 

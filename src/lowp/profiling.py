@@ -8,8 +8,6 @@ from lowp import files
 from lowp.numerics.profiler import Profiler
 from lowp.numerics.recording import merged_over_ranks
 
-__all__ = ["profile"]
-
 
 class profile(Profiler):
     """Record the numbers of a training: ``with lowp.profile(model, optimizer) as profile: ...`` around the loop.

@@ -21,8 +21,6 @@ from lowp.kernels.choose.choices import choices
 from lowp.recipes import get, results
 from lowp.recipes.training import Settings, load_data, threads_of
 
-__all__ = ["KIND", "Benchmark", "BenchmarkPlan", "Subject"]
-
 KIND = "benchmark"
 Stop = Callable[[], bool]
 _PATIENCE = 20.0  # limit in seconds for the measurement of one batch in the search for the largest

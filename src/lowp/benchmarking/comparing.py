@@ -17,8 +17,6 @@ from lowp.recipes.comparison import Study, Variant
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import threads_of
 
-__all__ = ["measure", "others_busy", "peak_memory"]
-
 
 def measure(study: Study, seconds: float = 1.5, stop: Callable[[], bool] = lambda: False) -> None:
     """Time steps of every row for about `seconds` each, and measure their peak memory, until `stop()` is true."""

@@ -19,20 +19,6 @@ from lowp.precision import Precision
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import STOPS, Settings, Training
 
-__all__ = [
-    "BASELINE",
-    "STOPPED_BY",
-    "Contender",
-    "TorchAmp",
-    "begin",
-    "contenders_of",
-    "products_of",
-    "products_under",
-    "step_of",
-    "tf32_allowed",
-    "tf32_of",
-]
-
 BASELINE = "fp32"
 # torch raises RuntimeError if it has no 16-bit kernel for an op on this device
 STOPPED_BY = (*STOPS, RuntimeError)

@@ -15,8 +15,6 @@ from lowp.benchmarking.operations import Operations
 from lowp.cost import Estimate
 from lowp.formats import FORMATS, Format, IntFormat
 
-__all__ = ["METHOD", "estimate"]
-
 METHOD = (
     f"energy and area are ESTIMATES, not measurements, from {cost.SOURCE}: multiply-adds of a step, each a "
     "multiplication in the format and an addition in fp32 (of integers in int32), in picojoules; and each byte of "

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from lowp.errors import InvalidInput
 
-__all__ = ["METHOD", "LargestBatch", "bytes_from", "largest_batch"]
-
 METHOD = (
     "largest batch: the peak of a step is measured at two batches and extended along a line to the memory given; the "
     "batch found is then measured, and again until one fits and one of at most {tolerance:.0%} more does not"

@@ -34,8 +34,6 @@ from lowp.recipes.recipe import Data
 from lowp.recipes.training import Training, moved
 from lowp.region import autocast
 
-__all__ = ["METHODS", "PARTS", "Split", "batch_of", "memory_of", "peak_of", "peaks_of", "warm_up"]
-
 # One row per part: its name in tables and its content, in the order of the bars of a picture from the bottom.
 PARTS: dict[str, str] = {
     "weights": "parameters and buffers of the model",

@@ -26,8 +26,6 @@ from lowp.compat import private
 from lowp.formats import ScaledFormat
 from lowp.kernels.int16 import integer
 
-__all__ = ["METHOD", "Operations", "counted", "fits_16_bits"]
-
 METHOD = (
     "operations: multiplications and additions of the contractions of one step, forward and backward (2 m n k of a "
     "matrix product, formulas of torch.utils.flop_counter), counted as they ran; in 16 bits where every operand is, by "

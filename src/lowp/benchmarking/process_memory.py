@@ -25,8 +25,6 @@ from lowp.benchmarking.memory import batch_of, warm_up
 from lowp.recipes.recipe import Data
 from lowp.recipes.runs import interrupts_left_to_us
 
-__all__ = ["METHOD", "growth", "is_known", "process_growth"]
-
 METHOD = (
     "reserved: growth of a fresh process's resident memory from before the model was created to its peak (VmHWM of "
     "/proc/self/status) after two steps"

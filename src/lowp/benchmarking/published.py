@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["SOURCE", "published"]
-
 SOURCE = (
     "A. Bilogur's guide to mixed precision training, June 2020 (PyTorch 1.6 nightly; whole trainings, fp32 and "
     "torch.amp fp16; memory as reserved)"

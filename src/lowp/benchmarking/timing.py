@@ -19,8 +19,6 @@ from lowp.benchmarking.operations import Operations, counted
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import Training, moved
 
-__all__ = ["STEP_METHOD", "WALL_METHOD", "StepTimer", "slow_limit", "time_steps"]
-
 STEP_METHOD = (
     "time per step: forward, loss, backward and update of one prepared batch, steps timed one by one; median and "
     "quartiles. The rows take turns, after at least two steps that are not timed; `relative` is the median over the "

@@ -14,8 +14,6 @@ from typing import Any
 
 from lowp import files
 
-__all__ = ["PATIENCE", "Interrupts"]
-
 PATIENCE = 1.5  # seconds after which work that has not ended is ended
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor
 

@@ -6,8 +6,6 @@ import re
 
 from lowp.errors import InvalidInput
 
-__all__ = ["split_list"]
-
 
 def split_list(text: str | None, option: str = "") -> list[str]:
     """Split text at commas that are not in parentheses: ``fp32,dfp16:current(headroom=2,words=1)`` has two items.

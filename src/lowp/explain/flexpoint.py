@@ -20,20 +20,6 @@ from lowp.explain.numbers import Number
 from lowp.explain.text import binary, decimal_text, line
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 
-__all__ = [
-    "FlexArithmetic",
-    "FlexNumber",
-    "Rescaled",
-    "flex_arithmetic",
-    "flex_number",
-    "flex_product",
-    "flex_sum",
-    "is_flex",
-    "render_flex",
-    "render_rescaled",
-    "rescale",
-]
-
 Operand = Number | Fraction | float | int | str
 
 

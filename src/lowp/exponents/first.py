@@ -15,8 +15,6 @@ from lowp.compat import widest_float
 from lowp.scaling import Autoflex, Reactive
 from lowp.scaling.powers import fp32_power, times
 
-__all__ = ["FirstExponents"]
-
 
 class FirstExponents:
     """What `scaling.start` gives an entry of which nothing was seen, for every maximum of a first write.

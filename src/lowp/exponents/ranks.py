@@ -19,8 +19,6 @@ from lowp.casts import Cast
 from lowp.errors import Misuse
 from lowp.exponents.table import ExponentTable
 
-__all__ = ["AgreedSites"]
-
 Groups = Mapping[Cast, ExponentTable]
 Make = Callable[[Cast, torch.device], ExponentTable]
 

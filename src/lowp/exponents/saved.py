@@ -13,8 +13,6 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents.table import COUNTS, ExponentTable
 
-__all__ = ["state_of", "tables_of"]
-
 _VERSION = 2
 
 

@@ -8,8 +8,6 @@ from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.scaling import Autoflex, Reactive
 
-__all__ = ["current", "is_flexpoint", "scaling_of"]
-
 
 def scaling_of(cast: Cast) -> Autoflex | Reactive:
     """Return the scaling that a cast describes. Raises InvalidInput if shared exponents of int16 do not support it."""

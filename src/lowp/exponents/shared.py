@@ -35,8 +35,6 @@ from lowp.kernels.int16.mantissas import Mantissas
 from lowp.kernels.tracing import is_sharded
 from lowp.scaling.powers import times
 
-__all__ = ["SharedExponents"]
-
 
 class SharedExponents:
     """The exponents of all sites of a training run: `write` uses them, `flush` updates them, `summary` sums them up."""

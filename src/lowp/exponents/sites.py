@@ -31,18 +31,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowp.casts import Cast
 from lowp.kernels.int16 import low_words
 
-__all__ = [
-    "CLASSES",
-    "Passes",
-    "Spots",
-    "Tell",
-    "Trail",
-    "class_of",
-    "features_axis",
-    "is_of_optimizer",
-    "is_result",
-]
-
 LAST_PASS = 4
 Tell = Callable[[Tensor, str, Cast], None]
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from lowp.exponents.sites import CLASSES, class_of
 from lowp.exponents.table import COUNTS, ExponentTable
 
-__all__ = ["Summary", "summarised"]
-
 
 @dataclass
 class Summary:

@@ -40,8 +40,6 @@ from lowp.kernels.int16.mantissas import (
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 from lowp.scaling.powers import times
 
-__all__ = ["COUNTS", "Condition", "ExponentTable", "Flush", "SumEntry", "Written", "both", "largest"]
-
 Condition: TypeAlias = Literal[True] | Tensor  # of a write: True, or a 0-d tensor of its device
 COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 _LOWEST = -1000  # below every exponent

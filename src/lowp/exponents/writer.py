@@ -15,8 +15,6 @@ from lowp.exponents.sites import Spots, Tell, Trail
 from lowp.exponents.table import ExponentTable, SumEntry
 from lowp.kernels.int16.mantissas import Mantissas
 
-__all__ = ["SiteWriter"]
-
 
 @dataclass(eq=False)
 class SiteWriter:

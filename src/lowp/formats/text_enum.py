@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["TextEnum"]
-
 
 class TextEnum(str, Enum):
     """A member equals its text and prints as its text."""

@@ -17,8 +17,6 @@ from lowp.kernels.packed.byte_rows import Activations
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 
-__all__ = ["ServedAttention", "attention", "projections"]
-
 
 def attention(
     query: Tensor,

@@ -10,8 +10,6 @@ from torch import Tensor
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.kernels.packed.byte_rows import Range, range_of
 
-__all__ = ["BITS", "METHODS", "ActivationRange", "check_bits"]
-
 METHODS = ("maximum", "percentile", "error")
 # With 7 bits the sum of two products of an activation and an int8 weight always fits 16 bits (2 * 127 * 127 < 2**15):
 # AVX2's byte product then saturates nowhere, here and in onnxruntime.

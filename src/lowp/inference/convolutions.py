@@ -16,8 +16,6 @@ from lowp.kernels.packed.byte_products import PANEL
 from lowp.kernels.packed.byte_rows import Bytes
 from lowp.kernels.products import contract_packed
 
-__all__ = ["Geometry", "ServedConvolution", "matrix_of"]
-
 Pair = tuple[int, int]
 Convolution = nn.Conv1d | nn.Conv2d
 

@@ -21,8 +21,6 @@ from lowp.inference.calibration import check_bits
 from lowp.inference.convolutions import ServedConvolution
 from lowp.inference.modules import Int8, Served, ServedEmbedding, ServedLinear
 
-__all__ = ["export_onnx"]
-
 OPSET = 18
 
 

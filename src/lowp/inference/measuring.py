@@ -15,8 +15,6 @@ from lowp.cost import READ_ENERGY, cost
 from lowp.formats import FORMATS, Format
 from lowp.inference.modules import Int8, Nibble, Served, ServedEmbedding, Sign
 
-__all__ = ["Footprint", "footprint"]
-
 
 @dataclass(frozen=True)
 class Footprint:

@@ -17,8 +17,6 @@ from lowp.formats import FloatFormat
 from lowp.inference.quantizing import quantize_model, run_batch, unquantized
 from lowp.precision import Precision
 
-__all__ = ["FORMATS", "LayerMismatch", "ServedFormat", "ServingMismatch", "mismatch", "served_format"]
-
 FORMATS = ("bf16", "fp16", "int8", "fp8")
 _CALIBRATED_ON = 8  # batches
 _LIKELY = 0.01  # times the most probable class: the probability from which on a class counts among the largest

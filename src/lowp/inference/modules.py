@@ -22,8 +22,6 @@ from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 from lowp.portable.stored import Errors, Packed, store, stored_dtype, unpack
 
-__all__ = ["Int8", "Nibble", "Served", "ServedEmbedding", "ServedLinear", "Sign", "Stored", "packed"]
-
 
 class Weight(nn.Module, ABC):
     """A weight matrix [n, k] in few bits, and the product of activations with it."""

@@ -21,8 +21,6 @@ from lowp.inference.convolutions import ServedConvolution, matrix_of
 from lowp.inference.modules import ServedEmbedding, ServedLinear, packed
 from lowp.kernels.packed.byte_rows import Range
 
-__all__ = ["quantize_model", "run_batch", "unquantized"]
-
 _UNQUANTIZED = "_lowp_unquantized"
 _ROLES = ("query", "key", "value", "out")
 

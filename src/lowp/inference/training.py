@@ -7,8 +7,6 @@ from lowp.casts import Cast
 from lowp.formats import Format
 from lowp.policy import Policy, Rule
 
-__all__ = ["training_policy"]
-
 
 def training_policy(format: str | Cast | Format) -> Policy:
     """The policy under which `lowp.autocast` and `lowp.Precision` train for `quantize_model` in this format.

@@ -21,8 +21,6 @@ from torch import nn
 import lowp
 from lowp.integrations.turns import Turns
 
-__all__ = ["LowpAccelerator", "lend"]
-
 
 class LowpAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator in a precision of lowp, a `lowp.Precision` or what that takes; `options` are Accelerator's.

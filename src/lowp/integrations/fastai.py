@@ -16,8 +16,6 @@ from fastai.learner import Callback, CancelBackwardException, CancelStepExceptio
 import lowp
 from lowp.integrations.others import Other, made, widened
 
-__all__ = ["LowpMixedPrecision"]
-
 
 class LowpMixedPrecision(Callback):  # type: ignore[misc]
     """Trains a Learner in a precision with fp32 parameters: a `lowp.Precision`, or what that takes.

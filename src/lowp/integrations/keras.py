@@ -17,8 +17,6 @@ import torch
 import lowp
 from lowp.integrations.others import Other, made, widened
 
-__all__ = ["serve"]
-
 
 def serve(model: Any, precision: Any = "bf16") -> lowp.Precision:
     """Let a compiled Keras model train, evaluate and predict in a precision with fp32 parameters; return the Precision.

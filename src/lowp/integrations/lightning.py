@@ -24,8 +24,6 @@ import lowp
 from lowp.integrations.others import widened
 from lowp.integrations.turns import Turns
 
-__all__ = ["LowpPrecision"]
-
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning_fabric")
 # Lightning's names; on a CPU it makes bf16 of 16-mixed by itself, and here fp16 is fp16
 _NAMES: dict[Any, str] = {"16-mixed": "fp16", "bf16-mixed": "bf16", "32-true": "fp32"}

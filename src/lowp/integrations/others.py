@@ -9,8 +9,6 @@ import torch
 
 import lowp
 
-__all__ = ["Other", "made", "widened"]
-
 
 class Other(torch.optim.Optimizer):
     """Parameters that another optimizer trains; a precision that steps this one calls `take` unless it skips."""

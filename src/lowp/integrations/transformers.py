@@ -14,8 +14,6 @@ from transformers import Trainer, TrainerCallback
 import lowp
 from lowp.integrations.accelerate import lend
 
-__all__ = ["LowpCallback", "LowpMixin", "LowpTrainer"]
-
 _HALF = ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval")
 
 

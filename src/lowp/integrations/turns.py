@@ -9,8 +9,6 @@ import torch
 
 import lowp
 
-__all__ = ["Turns"]
-
 
 class Turns:
     """The backward passes and steps of a precision, one optimizer a call; the scale moves after the last of them.

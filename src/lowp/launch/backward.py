@@ -21,8 +21,6 @@ from lowp.policy import Policy
 from lowp.presets import clipped_gradients
 from lowp.step import first_scale
 
-__all__ = ["install", "largest_grad_scale"]
-
 _tracing = cast(Callable[[], object], private("torch._guards.TracingContext.try_get"))
 _task = cast(Callable[[], int], private("torch._C._current_graph_task_id"))
 _NO_TASK = -1  # outside of any backward pass, also on the threads that run the passes of a device

@@ -15,8 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-__all__ = ["start", "when_imported"]
-
 _started = False
 
 

@@ -18,8 +18,6 @@ from lowp.launch.folders import NAME, Workplace, from_above, new_folder
 from lowp.launch.settings import RUN
 from lowp.monitoring.alarms import alarm_of
 
-__all__ = ["RunOutcome", "Runs", "difference", "waited"]
-
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\bnan\b|[-+]?\binf\b")
 
 _SHOWN = 160  # characters of a last line

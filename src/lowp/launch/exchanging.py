@@ -10,9 +10,6 @@ from torch import Tensor
 
 from lowp.launch.session import Session
 
-__all__ = ["install"]
-
-
 # Python's views of the hooks; torch leaves these dictionaries with the objects and moves only what calls them
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 

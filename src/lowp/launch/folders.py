@@ -9,8 +9,6 @@ from pathlib import Path
 
 from lowp.errors import InvalidInput
 
-__all__ = ["NAME", "Workplace", "from_above", "new_folder"]
-
 NAME = "lowp-compare"  # the folder with those of all runs
 _COPIED = 256 << 20  # bytes of files that a run may overwrite in its folder; larger ones are links
 _COPIED_FILES = 10_000

@@ -17,8 +17,6 @@ from lowp.launch.gradients import SIXTEEN_BIT
 from lowp.launch.session import Session
 from lowp.ops.casting import functorch_is_active, is_jit_tracing
 
-__all__ = ["Forward", "install", "to_fp32"]
-
 _tree_map = cast(Callable[[Callable[[Any], Any], Any], Any], private("torch.utils._pytree.tree_map"))
 _leaves = cast(Callable[[Any], list[Any]], private("torch.utils._pytree.tree_leaves"))
 _Loss = cast(type, private("torch.nn.modules.loss._Loss"))

@@ -21,8 +21,6 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from lowp.compat import private
 from lowp.launch.session import Session
 
-__all__ = ["SIXTEEN_BIT", "Gradients", "install", "leaves_of"]
-
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _MODULE = "torch.nn.Module"
 

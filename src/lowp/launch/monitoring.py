@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from lowp.launch.session import Session
     from lowp.monitoring import Monitor
 
-__all__ = ["MonitorSearch", "install"]
-
 
 def install(session: Session) -> None:
     """Watch from the first call of a model that is trained, if the settings say so."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from lowp.numerics.profiler import Profiler
 
-__all__ = ["PROFILE", "profile_script", "start"]
-
 PROFILE = "LOWP_PROFILE"
 _GRACE = 2.0  # seconds for an ended script to write its record; the data is in its file anyway
 

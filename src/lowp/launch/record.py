@@ -15,8 +15,6 @@ from lowp import files
 from lowp.errors import InvalidInput, LowpError
 from lowp.launch.settings import RunSettings
 
-__all__ = ["ProcessRecord", "check_report", "gathered", "line", "tell_of_run"]
-
 VERSION = 1
 _KIND = "lowp run"
 

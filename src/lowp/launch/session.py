@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from lowp.launch.monitoring import MonitorSearch
     from lowp.precision import Precision
 
-__all__ = ["Session", "nothing", "start"]
-
 _EXIT_REFUSED = 2
 
 

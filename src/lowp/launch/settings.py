@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field
 
 from lowp.errors import InvalidInput
 
-__all__ = ["PRECISION", "RUN", "RunSettings"]
-
 PRECISION = "LOWP_PRECISION"
 RUN = "LOWP_RUN"
 

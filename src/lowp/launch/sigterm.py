@@ -16,8 +16,6 @@ from functools import partial, wraps
 from types import FrameType
 from typing import Any, cast
 
-__all__ = ["tell_first"]
-
 
 def tell_first(tell: Callable[[], None]) -> None:
     """Call `tell` before a SIGTERM that the script does not handle ends this process; not in its children.

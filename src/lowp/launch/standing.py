@@ -10,8 +10,6 @@ import torch
 
 from lowp.launch.session import Session
 
-__all__ = ["install"]
-
 
 def install(session: Session) -> None:
     """Detect an enabled torch.autocast that is entered and an enabled GradScaler that is made."""

@@ -18,8 +18,6 @@ from lowp.launch.boot import when_imported
 from lowp.launch.gradients import Gradients
 from lowp.launch.session import Session, nothing
 
-__all__ = ["install"]
-
 Step = Callable[..., Any]
 Parameters = Callable[[Any], list[Tensor]]
 _WITHOUT_MODEL = (

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from lowp.numerics.models import Models
 
-__all__ = ["MOST_MODELS", "SEARCHED", "Search", "Watcher"]
-
 SEARCHED = 64  # steps during which models are searched
 MOST_MODELS = 16
 

@@ -11,8 +11,6 @@ from lowp.monitoring.rules import RULES, Check, Symptom
 from lowp.monitoring.seen import History, Sight
 from lowp.numerics.findings import FINDINGS
 
-__all__ = ["Alarm", "Alarms", "TrainingAlarm", "alarm_of"]
-
 _WORSE = 10.0  # times the number that was told
 _MORE = 2.0  # times the layers
 

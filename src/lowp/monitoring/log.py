@@ -12,8 +12,6 @@ from typing import Any
 from lowp import files
 from lowp.errors import InvalidInput
 
-__all__ = ["JsonLines", "Tail", "check_log"]
-
 KIND, VERSION = "lowp monitor", 1
 
 

@@ -15,8 +15,6 @@ from lowp.kernels.int16.late import LateNumber
 from lowp.numerics.modes import numbers_of, tensors_in
 from lowp.optim.model_state import owner_of
 
-__all__ = ["Look", "some"]
-
 NUMBERS = 512  # of a parameter, at places that depend only on its shape
 _SMALL = 2.0**-14  # the smallest normal number of fp16
 _MOST_FLUSHED = 8  # outputs in fp16 whose gradients are counted

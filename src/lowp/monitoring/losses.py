@@ -13,8 +13,6 @@ from lowp.monitoring.look import Look
 from lowp.numerics.models import Models
 from lowp.numerics.modes import numbers_of
 
-__all__ = ["Losses"]
-
 _MOST = 256  # between two looks
 
 

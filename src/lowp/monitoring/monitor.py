@@ -33,8 +33,6 @@ from lowp.numerics.models import Models
 from lowp.numerics.modes import numbers_of
 from lowp.numerics.sampling import Budget
 
-__all__ = ["Monitor"]
-
 _SHARE, _ALLOWANCE = 0.02, 0.5  # of the time, and seconds, of which the first steps are looked at
 _BEGINNING, _FIRST, _EACH = 64, 4, 3  # steps that the allowance is for: the first four, and each third
 _IDLE = 7e-6  # seconds that a step takes which is not looked at

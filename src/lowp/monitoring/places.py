@@ -19,8 +19,6 @@ from lowp.numerics.modes import in_backward
 from lowp.numerics.tape import random_state, set_random_state
 from lowp.precision import Precision
 
-__all__ = ["aside", "follow", "listen", "owners_of_step", "visible", "within"]
-
 _CALLERS = 10  # frames between an optimizer's hook and the scaler that steps it
 Told = Callable[[Tensor, bool], None]
 _listeners: list[Told] = []

@@ -14,8 +14,6 @@ from lowp.monitoring.look import Look
 from lowp.numerics.models import Models
 from lowp.numerics.sampling import is_sampled
 
-__all__ = ["RankCheck"]
-
 _monitors = itertools.count()  # every rank makes its monitors in the same order
 
 

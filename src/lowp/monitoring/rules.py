@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from lowp.monitoring.seen import History, Sight
 
-__all__ = ["RULES", "Check", "Symptom"]
-
 _LOST = 0.95  # of the numbers of a weight
 _TOO_LARGE = 0.35  # an update beside its weight
 _SHRUNK = 1 / 16

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["History", "Sight", "group_of"]
-
 _LOSSES = 64
 _FIRST = 3  # looks that say what a run was like at its beginning
 

@@ -13,8 +13,6 @@ from lowp.monitoring.log import JsonLines
 from lowp.monitoring.seen import Sight, group_of
 from lowp.numerics.models import Models
 
-__all__ = ["Sink", "record_of", "scalars", "sinks_of"]
-
 _MEANINGS = {"activation": "activation", "gradient": "gradient", "ratio": "update_to_weight", "lost": "lost"}
 
 # a path, a function of one record, or an object with `add_scalar` or `log`

@@ -22,8 +22,6 @@ from lowp.numerics.models import Models
 from lowp.optim.shards import is_sharded
 from lowp.region import entries
 
-__all__ = ["RunState"]
-
 _SEARCHED = 16  # steps in which the scaler is looked for
 _INITIAL = 2.0**16  # the scale at which GradScalers begin
 _JUMP = 8.0  # times the scale of the pass before

@@ -18,8 +18,6 @@ from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.windows import window_of
 from lowp.policy import Policy, Rule
 
-__all__ = ["Advice", "FormatVerdict", "advise", "fits_fp8", "loss_scale_of", "modules_of_contractions"]
-
 MOST_FINDINGS = 5
 _HARMFUL = 0.01  # share of flushed gradients or lost updates from which a format is used with care
 _STALLS = 0.2  # share of lost updates from which a format is said to stall

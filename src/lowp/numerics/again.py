@@ -16,8 +16,6 @@ from lowp.numerics.models import Models
 from lowp.numerics.modes import tensors_in
 from lowp.numerics.tape import Slot, Tape, mapped, random_state, set_random_state
 
-__all__ = ["beside", "calls_again"]
-
 
 @contextmanager
 def beside(tape: Tape, models: Models) -> Iterator[None]:

@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from lowp.compat import real_tensors
 from lowp.numerics.sampling import Budget
 
-__all__ = ["CallCosts", "Clock", "call_costs"]
-
 _TYPICAL = 20  # number of steps whose time is typical of a step
 _CACHE = 1 << 19  # numbers
 _MOST_HIDDEN = 3.0  # times what is measured of guarding; of half-millisecond steps it is two to three

@@ -11,8 +11,6 @@ from lowp.numerics.modes import numbers_of, untransformed
 from lowp.numerics.part import Key, Print
 from lowp.numerics.spectrum import Spectrum
 
-__all__ = ["CountedTensor", "looked_at", "parameter_key"]
-
 _PROBES = 4  # numbers of a print
 
 

@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 from lowp.compat import unwrapped
 from lowp.numerics.models import Models
 
-__all__ = ["Cycle"]
-
 _FORGOTTEN = 64  # steps of others after which an optimizer is no longer expected
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from lowp.errors import InvalidInput
 from lowp.numerics.record import Key, Print, Record
 
-__all__ = ["Difference", "difference", "ulps"]
-
 
 @dataclass(frozen=True)
 class Difference:

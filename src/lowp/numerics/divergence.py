@@ -15,8 +15,6 @@ from lowp.numerics.record import StepSeen
 from lowp.numerics.replay import Event, Trace, state_of, tracing
 from lowp.numerics.tape import Tape
 
-__all__ = ["Diagnosis", "Fault"]
-
 _EXPLODED = 1e3  # growth of weights over their first size that counts as exploding
 
 

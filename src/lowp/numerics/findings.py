@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from lowp.errors import UnknownName, unknown
 
-__all__ = ["FINDINGS", "Finding", "Kind", "explained"]
-
 
 @dataclass(frozen=True)
 class Kind:

@@ -21,8 +21,6 @@ from lowp.numerics.modes import numbers_of
 from lowp.numerics.record import StepSeen
 from lowp.numerics.tape import Tape
 
-__all__ = ["Guard"]
-
 _REMEMBERED = 20  # number of steps before a fault that are reported
 
 

@@ -11,8 +11,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowp.hooks import Uncopied
 from lowp.numerics.models import Models
 
-__all__ = ["StepHooks"]
-
 
 class StepHooks:
     """Hooks around each call of the models, and before each step of the optimizer, or if it is None of any."""

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["fingerprint_of", "header_of"]
-
 
 def fingerprint_of(*models: nn.Module) -> str:
     """Return a hash of the names and shapes of the models' parameters."""

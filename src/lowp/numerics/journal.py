@@ -10,8 +10,6 @@ from typing import Any
 from lowp import files
 from lowp.numerics.record import KIND, VERSION, Part
 
-__all__ = ["Journal"]
-
 
 class Journal:
     """A file that gets one line per step, so that the steps of a killed run are kept."""

@@ -11,8 +11,6 @@ from lowp.compat import is_compiled_in_place, unwrapped
 from lowp.errors import InvalidInput
 from lowp.numerics.identity import header_of
 
-__all__ = ["Models"]
-
 
 class Models:
     """Models by name. With more than one model, paths of modules and parameters begin with the model's name.

@@ -20,21 +20,6 @@ from lowp.numerics.models import Models
 from lowp.ops import table
 from lowp.ops.table import Row
 
-__all__ = [
-    "CompilerStance",
-    "Paths",
-    "depth",
-    "in_backward",
-    "is_on",
-    "numbers_of",
-    "op_of",
-    "put_on",
-    "source_line",
-    "take_off",
-    "tensors_in",
-    "untransformed",
-]
-
 _modes = cast(Callable[[], list[Any]], private("torch.overrides._get_current_function_mode_stack"))
 _push = cast(Callable[[Any], None], private("torch.overrides._push_mode"))
 _pop = cast(Callable[[], Any], private("torch.overrides._pop_mode"))

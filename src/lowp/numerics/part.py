@@ -15,8 +15,6 @@ from lowp.kernels.steps.spectra import ROWS
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
 
-__all__ = ["PHASES", "ROLES", "Key", "Octaves", "OpSeen", "Part", "Print", "StepSeen", "failure"]
-
 ROLES = ("input", "weight", "output", "grad", "weight_grad", "update")
 PHASES = ("forward", "backward", "step")
 

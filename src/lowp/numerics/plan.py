@@ -16,8 +16,6 @@ from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, tensors_in
 from lowp.numerics.sampling import Rounds
 
-__all__ = ["RecordingPlan"]
-
 _REST = 8  # steps without any recording once the time budget is used up
 _GUARD, _GUARD_AGAIN = 0.5, 0.8  # of the budget, what guarding may take; and of that, where it begins again
 _MOST_FAILURES = 3

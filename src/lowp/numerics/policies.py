@@ -10,8 +10,6 @@ from lowp.numerics.prediction import Effect, effect, sensitivity
 from lowp.numerics.record import Key, OpSeen, Record
 from lowp.policy import Policy, Rule
 
-__all__ = ["effects", "sensitivities", "worst"]
-
 
 def effects(record: Record, policy: Policy, loss_scale: float = 1.0) -> dict[Key, Effect]:
     """Return the effect of the policy by tensor; tensors that no rule rounds are left out.

@@ -21,8 +21,6 @@ from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledForma
 from lowp.numerics.spectrum import PARTS, Spectrum
 from lowp.numerics.updates import LOWEST_UPDATE, LOWEST_WEIGHT, Updates
 
-__all__ = ["Effect", "Window", "effect", "lost_updates", "scale_window", "sensitivity"]
-
 _BIAS = 127
 _EXPONENTS = np.arange(256) - _BIAS
 # where each bin begins, as a multiple of 2^exponent, and the mean square of numbers spread evenly over it

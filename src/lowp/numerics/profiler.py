@@ -34,8 +34,6 @@ from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 from lowp.step import GradScaler
 
-__all__ = ["Profiler"]
-
 
 class Profiler:
     """Record the training of a model, or of several by name: see `lowp.profile`; the result is `record`.

@@ -11,8 +11,6 @@ from lowp.numerics.journal import Journal
 from lowp.numerics.part import Part, StepSeen
 from lowp.numerics.record import Record
 
-__all__ = ["Recording", "merged_over_ranks"]
-
 
 class Recording:
     """The header and the parts of a record that grows; with `out` each part is also written to that file at once."""

@@ -18,8 +18,6 @@ from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, numbers_of, source_line, tensors_in
 from lowp.ops.table import name_of
 
-__all__ = ["Event", "Place", "Trace", "ranges_of", "state_of", "tracing"]
-
 _DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMode"))
 _current_node = cast(Callable[[], Any], private("torch._C._current_autograd_node"))
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from lowp.errors import InvalidInput
 
-__all__ = ["Budget", "Rounds", "is_sampled"]
-
 _SHARE, _ALLOWANCE = 0.03, 0.25  # of the time, and seconds: the default
 _EVERY = 50
 _A_LOOK = 3e-4  # seconds, where nothing is known of a module

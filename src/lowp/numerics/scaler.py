@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["WatchedScale"]
-
 
 class WatchedScale:
     """The loss scale of a run. `scaler` is an object with `is_enabled` and `get_scale`; None if nothing scales."""

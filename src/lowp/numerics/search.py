@@ -13,8 +13,6 @@ from lowp.numerics.prediction import effect
 from lowp.numerics.record import Record
 from lowp.policy import Policy, Rule
 
-__all__ = ["CANDIDATES", "CheapestPolicy", "cheapest"]
-
 CANDIDATES = ("e2m1", "e3m2", "e2m3", "e4m3fn", "e5m2", "e3m4", "i4s", "i8s", "e4m6", "e5m7", "e5m10", "e8m7")
 _OF_GRADIENTS = 8.0  # dB by which gradients may keep less: they are averaged over the batch
 

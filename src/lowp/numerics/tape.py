@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from lowp.numerics.modes import put_on, source_line, take_off, tensors_in
 from lowp.region import entries
 
-__all__ = ["Slot", "Tape", "TapedCall", "mapped", "random_state", "set_random_state"]
-
 _MOST_CALLS = 16  # of models in one step; more are no training step, but for example a rollout
 
 

@@ -44,8 +44,6 @@ from lowp.ops.casting import functorch_is_active
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 
-__all__ = ["WatchMode"]
-
 _READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs are looked at
 _SENSITIVE = ("contraction", "norm", "softmax")  # classes whose activations policies round
 _SAMPLED = 2048  # numbers of an activation that are kept until its gradient arrives

@@ -10,8 +10,6 @@ from lowp.numerics.prediction import Window, scale_window
 from lowp.numerics.record import Key, OpSeen, Record
 from lowp.numerics.spectrum import Spectrum
 
-__all__ = ["initial_scale", "window_of"]
-
 _MOST_FLUSHED = 0.05  # of a gradient, beyond which a layer is kept out of fp16
 _ROUNDING = 2.0**-12  # half the unit roundoff of fp16: the relative error of a rounded number is of that size
 

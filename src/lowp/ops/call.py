@@ -18,18 +18,6 @@ from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, ro
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Rule
 
-__all__ = [
-    "Call",
-    "KeptCasts",
-    "Quick",
-    "QuickRegion",
-    "RoleCasts",
-    "WeightCast",
-    "accumulation",
-    "cast_weight",
-    "sums_bytes",
-]
-
 WeightCast = Callable[[Tensor, Cast], Tensor]
 # Runs a common call of a function, given its arguments and its region: eager, without observers or transforms. Returns
 # None, with nothing done, for a call that a runner must handle.

@@ -21,8 +21,6 @@ from lowp.ops.casting import Operand, edge
 from lowp.ops.trilinear import FIRST, SECOND, Einsum, Form, Linear
 from lowp.policy import Rule
 
-__all__ = ["Coded", "gradients", "has_codes", "in_fp8", "instead", "is_fp8", "multiply", "with_scales"]
-
 _HIGHEST = 127.0  # of format int8
 
 

@@ -28,8 +28,6 @@ from lowp.ops.trilinear import Form, Linear
 from lowp.ops.ways import prepare
 from lowp.policy import Rule
 
-__all__ = ["Direct", "direct", "one_dtype"]
-
 SMALL = 1024  # elements of a weight that is rounded anew at each use, in less time than a look for a kept cast
 FormOf = Callable[[tuple[int, ...], tuple[int, ...]], "Form | None"]
 LEAST_ROWS = 256

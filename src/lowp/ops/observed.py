@@ -14,8 +14,6 @@ from lowp.ops.generic import changed, is_out_of_place, run_changed, tensors_of
 from lowp.ops.observing import Watch, role_of
 from lowp.ops.table import Row
 
-__all__ = ["observed", "told"]
-
 
 def observed(row: Row, call: Call) -> Any:
     """Run a function unchanged, and pass its tensors to the call's observers; for products also all gradients."""

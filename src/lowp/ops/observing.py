@@ -17,8 +17,6 @@ from lowp.casts import Cast
 from lowp.hooks import listed
 from lowp.ops.casting import shield
 
-__all__ = ["Observation", "Observer", "Watch", "everywhere", "observe", "phase_of", "role_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Observation:

@@ -31,8 +31,6 @@ from lowp.ops.casting import carrier_dtype, depends_on_axis, native_dtype, own_d
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form
 from lowp.policy import Rule
 
-__all__ = ["UNKNOWN", "Back", "Builder", "Made", "Prepared", "Read", "is_read", "matrices"]
-
 # places in a forward program
 X, WEIGHT, BIAS, OUT, VALUE, FACTOR, VALUE_SCALES, FACTOR_SCALES = range(8)
 # in a backward program, whose own tensors begin at _MADE: what was saved of x and of the weight, and scales of codes

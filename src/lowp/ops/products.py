@@ -45,8 +45,6 @@ from lowp.ops.int16.nodes import fp64_contraction
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Form, Linear
 from lowp.policy import Rule
 
-__all__ = ["contract", "gradients", "integer_gradients", "product"]
-
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 Saved = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 

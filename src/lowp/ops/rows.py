@@ -15,8 +15,6 @@ from lowp.compat import remembered
 from lowp.ops.call import Call, Quick
 from lowp.policy import Rule
 
-__all__ = ["MADE_OF_PRODUCTS", "OPS", "Row", "runner"]
-
 # How results are written under the exponents of sites (`Row.at_site`). The first two are for one runner each.
 BY_ITSELF = "int16.flexpoint:by_itself"  # its products, from their exact sums
 OF_NORM = "int16.flexpoint:norm"

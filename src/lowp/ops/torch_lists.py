@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 
-__all__ = ["LISTS", "devices_that_agree"]
-
 # list -> what it does: lower_precision_fp casts to the region's dtype; fp32 casts to fp32; fp32_set_opt_dtype and
 # fp32_append_dtype ask the op for an fp32 result; promote casts to the widest dtype among the inputs; banned raises
 LISTS: dict[str, dict[str, tuple[str, ...]]] = {

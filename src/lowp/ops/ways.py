@@ -61,8 +61,6 @@ from lowp.ops.prepared import (
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form, Linear
 from lowp.policy import Rule
 
-__all__ = ["prepare"]
-
 # -- codes of int8 ------------------------------------------------------------------------------------------------
 
 

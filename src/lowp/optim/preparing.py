@@ -27,8 +27,6 @@ from lowp.optim.state_dicts import parameters_of
 from lowp.optim.storage import Storage
 from lowp.presets import PRESETS, Preset
 
-__all__ = ["FlexStorage", "MasterStorage", "Preparation", "agree_on_masters", "check_masters"]
-
 Optimizer: TypeAlias = torch.optim.Optimizer
 _MODULUS = (1 << 61) - 1
 

@@ -12,8 +12,6 @@ from torch.optim import SGD, Optimizer
 
 from lowp.optim.shards import local
 
-__all__ = ["begin_momentum", "skipping", "skips_on_device", "starts_momentum", "steps_by_itself"]
-
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step takes `found_inf`, a tensor of its device, and changes nothing where that is set."""

@@ -24,8 +24,6 @@ from lowp.portable.safetensors_file import Spool
 from lowp.portable.sources import KEY, METADATA, ShardedSource, Source, open_source
 from lowp.portable.stored import Errors, Packed, is_narrow, overflow_limit, store, stored_dtype
 
-__all__ = ["Converted", "TensorReport", "convert"]
-
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 

@@ -14,8 +14,6 @@ from lowp.errors import InvalidInput, brief
 from lowp.kernels.numbers.floats import CARRIERS
 from lowp.portable.sources import open_source, read_torch
 
-__all__ = ["load"]
-
 
 def load(
     path: str | Path,

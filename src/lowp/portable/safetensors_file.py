@@ -24,8 +24,6 @@ from lowp.checkpoint import InvalidCheckpoint
 from lowp.errors import InvalidInput, brief
 from lowp.portable.stored import is_shape
 
-__all__ = ["DTYPES", "Spool", "TensorEntry", "read_header", "read_tensor"]
-
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},

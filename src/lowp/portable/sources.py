@@ -21,8 +21,6 @@ from lowp.errors import InvalidInput, LowpError, brief
 from lowp.portable import safetensors_file
 from lowp.portable.stored import SUFFIXES, Packed, unpack
 
-__all__ = ["INDEX", "METADATA", "Source", "open_source", "read_torch"]
-
 INDEX = ".index.json"  # the index of a sharded checkpoint: {"metadata": {...}, "weight_map": {tensor: file}}
 METADATA = "__metadata__"  # the key of text in a torch file: in the `_metadata` of its state_dict, beside the modules'
 KEY = "lowp.tensors"  # the key of packed tensors in the metadata

@@ -18,8 +18,6 @@ from lowp.kernels.numbers import scaled
 from lowp.kernels.numbers.floats import CARRIERS
 from lowp.quantized import Quantized
 
-__all__ = ["Errors", "Packed", "is_narrow", "is_shape", "pieces_of", "store", "stored_dtype", "unpack"]
-
 _DTYPES: dict[Format, torch.dtype] = {
     FORMATS["fp64"]: torch.float64,
     FORMATS["fp32"]: torch.float32,

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from lowp.recipes.recipe import Metric, Recipe, linear_decay, sgd_with_momentum
 
-__all__ = ["classifier", "evaluate", "loss", "perceptron_layers", "score_metrics"]
-
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
     """Compute the cross-entropy, averaged over the batch."""

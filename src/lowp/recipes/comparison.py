@@ -17,8 +17,6 @@ from lowp.recipes.runs import Job, OnEpoch, Stop, processes_for, run_jobs
 from lowp.recipes.training import Settings, load_data
 from lowp.recipes.verdict import BASELINE, RULE, deviation, judge, mean
 
-__all__ = ["Study", "Variant", "result_line", "variants_of"]
-
 FLUSHED_METHOD = (
     "flushed gradients: elements that are zero in this precision and not zero in an fp32 backward on the same weights "
     "and batch, of those not zero in fp32; lost updates: weights (masters where there are some) that the step left as "

@@ -6,8 +6,6 @@ from functools import partial
 
 from lowp.recipes.recipe import Metric, Recipe, adam, step_decay
 
-__all__ = ["VARIANCES", "detector"]
-
 VARIANCES = (0.1, 0.2)  # divisors of box offsets, as in SSD's program and in the second stage of Fast R-CNN
 
 # The papers use SGD from pre-trained weights; without these it needs many times the epochs of Adam.

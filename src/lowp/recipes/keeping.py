@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowp.recipes.training import Training
 
-__all__ = ["RunKeeper"]
-
 _SECONDS = 30.0  # between two checkpoints within an epoch
 _LONG = 0.5  # seconds of an evaluation that is worth a checkpoint before it
 

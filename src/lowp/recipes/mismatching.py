@@ -17,8 +17,6 @@ from lowp.recipes import RECIPES, get
 from lowp.recipes.recipe import Data, Recipe
 from lowp.recipes.training import Settings, load_data, moved, read_extra
 
-__all__ = ["check", "compared", "read_model", "settings_of"]
-
 _BATCHES = 8
 State = Mapping[str, Tensor]
 

@@ -22,8 +22,6 @@ from lowp.precision import Precision
 from lowp.recipes.sensitivity import Confirmed, confirmed
 from lowp.recipes.training import Settings, Training, load_data, threads_of
 
-__all__ = ["Verified", "profiled", "verified"]
-
 _STEPS, _LOOKS, _SECONDS = 100, 4, 60.0  # of a profile without a given number of steps: see `profiled`
 _CAST_ALONE = "bf16"
 _TOLERANCE = 0.1  # of the decrease of the loss in fp32, by which the loss of a policy may be larger

@@ -13,24 +13,6 @@ from torch import Tensor, nn
 
 from lowp.errors import UnknownName, unknown
 
-__all__ = [
-    "Data",
-    "Examples",
-    "Metric",
-    "Recipe",
-    "Size",
-    "TensorExamples",
-    "adam",
-    "constant",
-    "examples_of",
-    "first_tensor",
-    "linear_decay",
-    "one_cycle",
-    "sgd_with_momentum",
-    "step_decay",
-    "tokens_of",
-]
-
 
 class Examples(Protocol):
     """A set of examples that returns any selection of them as a batch."""

@@ -19,8 +19,6 @@ from lowp import __version__, files
 from lowp.errors import InvalidInput, LowpError
 from lowp.recipes.recipe import Data, Recipe
 
-__all__ = ["VERSION", "check_writable", "header", "machine", "read", "reading", "recipe_head", "write"]
-
 VERSION = 1
 PICTURES = {".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}  # by suffix, bytes near the beginning of such a file
 _MARK = "lowp_results"

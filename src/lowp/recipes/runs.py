@@ -28,8 +28,6 @@ from lowp.recipes.recipe import Data
 from lowp.recipes.sampling import Sampler
 from lowp.recipes.training import STOPS, Settings, Training, load_data, read_extra, threads_of
 
-__all__ = ["Job", "Stop", "interrupts_left_to_us", "processes_for", "run_jobs", "train_once"]
-
 # Fewer steps than this are done before a second process has imported torch.
 _STEPS_WORTH_A_PROCESS = 4000
 _PACE = 0.1  # seconds between two calls for the progress display

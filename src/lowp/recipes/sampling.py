@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from lowp.recipes.recipe import Recipe, Size
 from lowp.rng_state import restore_rng_states, rng_states
 
-__all__ = ["ExactUpdates", "Observer", "Reference", "Sampler"]
-
 SMALLEST_FP16 = 2.0**-24  # the smallest subnormal number of fp16
 
 

@@ -15,8 +15,6 @@ from lowp.numerics.prediction import sensitivity
 from lowp.numerics.updates import Updates
 from lowp.recipes.training import Training
 
-__all__ = ["Confirmed", "confirmed"]
-
 
 @dataclass(frozen=True)
 class Confirmed:

@@ -21,8 +21,6 @@ from lowp.precision import Precision
 from lowp.recipes import results
 from lowp.recipes.training import STOPS, Settings, Training, moved
 
-__all__ = ["Serving"]
-
 _CALIBRATED_ON = 8  # batches
 METHODS = {
     "bytes": "bytes of all parameters and buffers of the served model",

@@ -13,8 +13,6 @@ from lowp.recipes.comparison import Study, Variant
 from lowp.recipes.training import Settings
 from lowp.recipes.verdict import mean
 
-__all__ = ["Grid", "Sweep"]
-
 _EXAMPLE = "exponent=3..8,mantissa=2..10"
 
 

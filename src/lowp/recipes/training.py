@@ -24,8 +24,6 @@ from lowp.recipes.keeping import RunKeeper
 from lowp.recipes.recipe import Data, Recipe, Size
 from lowp.recipes.sampling import Observer
 
-__all__ = ["STOPS", "Settings", "Training", "load_data", "moved", "threads_of"]
-
 # Errors of numbers or of memory: they end one run of a comparison, not the others.
 STOPS = (LowpError, ArithmeticError, torch.OutOfMemoryError)
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from lowp.recipes.recipe import Metric
 
-__all__ = ["AS_FP32", "BASELINE", "FAILS", "LOSES", "RULE", "UNDECIDED", "GapVerdict", "deviation", "judge", "mean"]
-
 AS_FP32 = "converges as fp32"
 LOSES = "loses"
 FAILS = "fails"

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-__all__ = ["WIDTHS", "initialise", "stage"]
-
 WIDTHS = (64, 128, 256, 512, 512)
 
 

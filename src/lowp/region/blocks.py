@@ -21,8 +21,6 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Leaving", "decorated", "exit_of"]
-
 _Entered = TypeVar("_Entered")
 _Exit = Callable[[Any, Any, Any], None]
 

@@ -29,8 +29,6 @@ from lowp.region.following import follow_modules, install, unfollow_modules
 from lowp.region.rulebook import Report, Rulebook
 from lowp.region.weights import WeightCasts, forget_all
 
-__all__ = ["autocast"]
-
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "mtia", "maia", "hpu", "ipu", "xla", "privateuseone")
 _TORCH_ATTRIBUTES = ("prev", "prev_fastdtype", "prev_cache_enabled")
 _warned: set[Policy] = set()

@@ -34,8 +34,6 @@ from lowp.region.handover import ELSEWHERE, device_of
 from lowp.region.rulebook import Plan, Rulebook
 from lowp.region.weights import WRITES_UNSEEN, WeightCasts
 
-__all__ = ["Audit", "Engine", "ModulePath"]
-
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _of_thread = cast(Any, private("torch._guards._TLS"))  # holds a tracing context while a compiler's backend runs
 _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")

@@ -19,24 +19,6 @@ from lowp.compat import accelerator, constant_when_compiled, private
 from lowp.errors import Misuse
 from lowp.region.engine import Engine
 
-__all__ = [
-    "Entry",
-    "abandoned",
-    "autocast_state",
-    "current",
-    "current_engine",
-    "dispatch_modes",
-    "find",
-    "following",
-    "is_in",
-    "look",
-    "push",
-    "remove",
-    "set_autocast_state",
-    "suspendable",
-    "take_off",
-]
-
 State = tuple[str, bool, torch.dtype]
 
 # torch's original functions: `_answer_for_who_asks` replaces some of them in torch

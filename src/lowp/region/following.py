@@ -40,8 +40,6 @@ from lowp.region.entries import Entry, current, current_engine, following
 _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-__all__ = ["at_rest", "follow_modules", "install", "unfollow_modules"]
-
 _pre_hooks = cast(dict[int, Any], private("torch.nn.modules.module._global_forward_pre_hooks"))
 _hooks = cast(dict[int, Any], private("torch.nn.modules.module._global_forward_hooks"))
 _hooks_always_called = cast(dict[int, bool], private("torch.nn.modules.module._global_forward_hooks_always_called"))

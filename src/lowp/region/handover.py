@@ -32,8 +32,6 @@ from lowp.ops.table import Row
 from lowp.ops.torch_lists import devices_that_agree
 from lowp.policy import Rule
 
-__all__ = ["ELSEWHERE", "HandOver", "Way", "as_it_is", "device_of", "hand_over", "handed_over", "on_host", "quickly"]
-
 ELSEWHERE = object()
 # A way of a call, given the engine, the plan, the function and its arguments: eager, and without observers.
 Way = Callable[[Any, Any, Callable[..., Any], "tuple[Any, ...]", "dict[str, Any]"], Any]

@@ -26,8 +26,6 @@ from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
 from lowp.region.handover import HandOver, Way, as_it_is, hand_over, handed_over, on_host, quickly
 
-__all__ = ["Plan", "Plans", "Report", "Rulebook", "traced"]
-
 _NO_RULE = Rule()
 _LEFT_ALONE = frozenset((torch.float64, torch.complex32, torch.complex64, torch.complex128))
 _BACKWARD = ("backward", "grad")

@@ -33,8 +33,6 @@ from lowp.compat import applied_at_once, private, real_tensors
 from lowp.kernels.products import has_launches
 from lowp.ops.casting import carried, functorch_is_active, is_irregular, is_jit_tracing, native_dtype, shield
 
-__all__ = ["WRITES_UNSEEN", "WeightCasts", "forget_all"]
-
 _storage_holders = cast(Callable[[int], int], private("torch._C._storage_Use_Count"))
 _foreach_copy = cast(Callable[[list[Tensor], list[Tensor]], None], private("torch._foreach_copy_"))
 _tensor_holders = cast(Callable[[Tensor], int], private("torch.Tensor._use_count"))

@@ -12,8 +12,6 @@ from rich.table import Table
 from lowp.report.tables import bytes_of, seconds
 from lowp.report.terminal import WIDTH, plain_table
 
-__all__ = ["benchmark_notes", "benchmark_tables"]
-
 _NOTHING = "-"
 _COLUMNS = 8
 

@@ -9,8 +9,6 @@ from rich.table import Table
 
 from lowp.report.terminal import plain_table
 
-__all__ = ["exponent_table"]
-
 _COLUMNS = (
     "precision",
     "tensors",

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["GRADES", "GREY", "PARTS", "SERIES", "Grade", "css", "series"]
-
 
 class Grade(NamedTuple):
     """How a judgement looks: a mark, a colour on a light and on a dark ground, and a style of rich for the terminal."""

@@ -9,8 +9,6 @@ from typing import Any
 from lowp import files
 from lowp.errors import InvalidInput, unknown
 
-__all__ = ["NO_MATPLOTLIB", "SUFFIXES", "can_plot", "check_suffix", "new_figure", "save"]
-
 SUFFIXES = (".png", ".svg", ".pdf")
 NO_MATPLOTLIB = "matplotlib is not installed: pip install 'lowp[plot]'"
 

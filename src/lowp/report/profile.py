@@ -18,18 +18,6 @@ from lowp.numerics.record import Record
 from lowp.report.palette import GRADES
 from lowp.report.terminal import plain_table, show
 
-__all__ = [
-    "findings",
-    "headline",
-    "overhead_words",
-    "part_seen",
-    "print_profile",
-    "recommendation",
-    "scale_line",
-    "unseen",
-    "verdict_table",
-]
-
 _MARKS = {"error": GRADES["loses"], "warning": GRADES["with care"]}
 
 

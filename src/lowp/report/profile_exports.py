@@ -14,8 +14,6 @@ from lowp.errors import Unavailable
 from lowp.numerics.prediction import effect
 from lowp.numerics.record import Record
 
-__all__ = ["to_csv", "to_tensorboard"]
-
 _COLUMNS = (
     "module",
     "op",

@@ -22,8 +22,6 @@ from lowp.report import palette
 from lowp.report.profile import headline, overhead_words, part_seen, recommendation
 from lowp.report.profile_strips import FORMATS_SHOWN, MAPS, raised, scale_words, strips
 
-__all__ = ["page"]
-
 _COMMAND = "lowp run --policy policy.toml train.py"
 _LONG = 60  # letters of a title that is a whole command
 _SEVERITIES = {"error": "loses", "warning": "with care"}

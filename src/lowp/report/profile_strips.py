@@ -16,8 +16,6 @@ import numpy as np
 from lowp.formats import FORMATS, FloatFormat
 from lowp.numerics.record import Key, Octaves, Record
 
-__all__ = ["FORMATS_SHOWN", "MAPS", "raised", "scale_words", "strips"]
-
 MAPS = {
     "gradients": ("Gradients of activations", "grad"),
     "weight_gradients": ("Gradients of weights", "weight_grad"),

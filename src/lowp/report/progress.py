@@ -10,8 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lowp.report.terminal import console
 
-__all__ = ["Bar"]
-
 
 class Bar:
     """``with Bar("comparing", total=60, unit="epochs") as bar``: `advance` moves the bar, `line` prints a line."""

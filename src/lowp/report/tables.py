@@ -15,8 +15,6 @@ from lowp.report.exponents import exponent_table
 from lowp.report.palette import GRADES
 from lowp.report.terminal import WIDTH, plain_table
 
-__all__ = ["comparison_tables", "heat_map", "notes", "number", "sweep_words"]
-
 _NOTHING = "-"
 _GRADES = {"converges as fp32": "safe", "loses": "with care", "fails": "loses", "undecided": "not judged"}
 _STYLES = {verdict: GRADES[grade].terminal for verdict, grade in _GRADES.items()}

@@ -11,8 +11,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["WIDTH", "console", "plain_table", "show"]
-
 WIDTH = 110  # of what is no terminal
 _LEAST_WIDTH = 40
 _LEAST_WORDS = 24  # characters to which a column of words may be wrapped before it moves below

@@ -17,8 +17,6 @@ from rich.text import Text
 from lowp.monitoring.alarms import Alarm, alarm_of
 from lowp.report.palette import GRADES
 
-__all__ = ["Board", "sparkline"]
-
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 _KEPT = 240  # points of a curve
 _NUMBER = 9  # characters of a number and the space before it

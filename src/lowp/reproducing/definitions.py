@@ -19,8 +19,6 @@ from lowp.reproducing import functions as f
 from lowp.reproducing import norms
 from lowp.reproducing.functions import wide as _wide
 
-__all__ = ["DEFINED"]
-
 Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 

@@ -25,8 +25,6 @@ from lowp.reproducing.definitions import DEFINED
 
 _DispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
-__all__ = ["SAME", "Reproducible", "reproducible"]
-
 # One IEEE operation a number, selections, windows summed in order, and the bits of the generator.
 SAME = frozenset(
     """

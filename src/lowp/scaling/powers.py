@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST_NORMAL", "floor_log2", "fp32_power", "times"]
-
 LARGEST_NORMAL = (
     126  # powers of two up to it, and their inverses, are normal fp32 numbers; two factors reach every result
 )

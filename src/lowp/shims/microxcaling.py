@@ -32,18 +32,6 @@ from lowp.kernels.numbers.floats import floor_log2, widen
 from lowp.policy import Policy, Rule
 from lowp.shims.straight_through import drawn_seed, straight_through, whole_number
 
-__all__ = [
-    "MxSpecs",
-    "apply_mx_specs",
-    "finalize_mx_specs",
-    "get_backwards_mx_specs",
-    "get_default_mx_specs",
-    "policy_from_mx_specs",
-    "quantize_bfloat",
-    "quantize_elemwise_op",
-    "quantize_mx_op",
-]
-
 ELEMENTS = {
     "fp8_e5m2": "e5m2",
     "fp8_e4m3": "e4m3fn",

@@ -35,18 +35,6 @@ from lowp.formats import FloatFormat, Specials
 from lowp.kernels.numbers.floats import narrow, widen
 from lowp.shims.straight_through import drawn_seed, straight_through, whole_number
 
-__all__ = [
-    "BlockFloatingPoint",
-    "FixedPoint",
-    "FloatingPoint",
-    "Number",
-    "Quantizer",
-    "block_quantize",
-    "fixed_point_quantize",
-    "float_quantize",
-    "quantizer",
-]
-
 ROUNDINGS = {"nearest": "nearest-even", **{str(mode): str(mode) for mode in Rounding}}
 Seed = int | Tensor | None
 

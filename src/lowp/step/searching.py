@@ -13,8 +13,6 @@ from lowp import distributed
 from lowp.optim.shards import local
 from lowp.rng_state import restore_rng_states, rng_states
 
-__all__ = ["first_scale"]
-
 HEADROOM = 5  # powers of two of room: gradients of later batches may be 32 times as large
 _STRIDE = 4  # powers of two between two tries, downwards
 

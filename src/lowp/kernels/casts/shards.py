@@ -21,8 +21,6 @@ from lowp.formats import Scope
 from lowp.kernels.numbers import scaled
 from lowp.kernels.tracing import is_sharded
 
-__all__ = ["extremes", "in_whole", "placed", "whole"]
-
 _taught: list[Any] = []
 
 

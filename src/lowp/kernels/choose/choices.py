@@ -9,8 +9,6 @@ from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import forced, uses_library
 from lowp.kernels.choose.hardware import multiplies, products_of_bf16, why_fp16_is_emulated
 
-__all__ = ["choices"]
-
 _OTHER_SET = "LOWP_CPU_ISA={} in the environment, or lowp.kernels.cpu.select({!r})"
 _OTHER_WAY = "with lowp.kernels.use({!r})"
 

@@ -27,8 +27,6 @@ import torch
 
 from lowp.compat import constant_when_compiled
 
-__all__ = ["has_numbers", "is_on_host", "multiplies", "products_of_bf16", "why_fp16_is_emulated"]
-
 _INSTRUCTIONS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16", "bf16": "Arm BF16"}
 # The values of ONEDNN_MAX_CPU_ISA that leave oneDNN without products of bf16
 _WITHOUT = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")

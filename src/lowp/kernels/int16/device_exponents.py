@@ -13,8 +13,6 @@ from torch import Tensor
 from lowp.kernels.numbers.floats import two_to_the
 from lowp.scaling import powers
 
-__all__ = ["NOTHING", "NOT_FINITE", "power", "times"]
-
 NOT_FINITE, NOTHING = 1 << 15, -(1 << 14)
 _BEYOND = 1 << 13
 

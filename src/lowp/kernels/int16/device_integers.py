@@ -24,8 +24,6 @@ from lowp.kernels.int16.integer_reference import BLOCK, ConvolutionShape
 from lowp.kernels.int16.integer_run import as_batches, sums_by_triton, told
 from lowp.kernels.int16.low_words import LOW_BITS
 
-__all__ = ["convolution", "digit_sums", "matmul", "summed_to_odd"]
-
 _DEPTH = 1024  # the longest sum of products of digits that fp32 holds
 
 

@@ -19,8 +19,6 @@ from lowp.kernels.int16.mantissas import Mantissas, int16_element, readable, wid
 from lowp.kernels.numbers import bitwise
 from lowp.kernels.numbers.philox import Draw, Seed
 
-__all__ = ["exact", "exponent_of_finite", "low_word", "own_exponent", "rounded"]
-
 _INFINITY = 0x7F800000  # in the bits of fp32; NaN is above it
 _HIDDEN = 1 << 23
 

@@ -26,28 +26,6 @@ from lowp.kernels.numbers import bitwise
 from lowp.scaling import Autoflex, WritesSeen
 from lowp.scaling.powers import times
 
-__all__ = [
-    "MOST_MANTISSA",
-    "MOST_WINDOW",
-    "OVERFLOWED",
-    "ROOTS",
-    "TWO_WORDS",
-    "VALUES",
-    "WORDS",
-    "Steps",
-    "There",
-    "block_of",
-    "counts_of",
-    "joined",
-    "nonfinite_of",
-    "observe",
-    "observed",
-    "record_of",
-    "write",
-    "write_in_place",
-    "write_there",
-]
-
 WORDS = 8  # of a row, int64; kWords in cpu/exponents.hpp, and in triton/mantissas
 LARGEST, OVERFLOWED, CROWDED, ELEMENTS, FLAGS = 0, 1, 2, 5, 6
 _NONFINITE, _NAN, _VANISHED = (8 * FLAGS + place for place in range(3))  # bytes

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LateNumber", "at_once"]
-
 
 def _is_capturing(event: torch.Event) -> bool:
     """Whether a graph is captured on the event's device, during which no event may be queried."""

@@ -25,8 +25,6 @@ from lowp.kernels.int16.integer_reference import ConvolutionShape
 from lowp.kernels.int16.integer_run import PRODUCTS, check_status, is_observed
 from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, readable
 
-__all__ = ["Known", "LayerPlan", "LayerResult", "Target", "serves"]
-
 _NOT_FINITE, _UNFIT = (
     3,
     4,

@@ -22,19 +22,6 @@ from lowp.kernels.int16.device_exponents import times
 from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, mantissas_and_values, to_mantissas
 from lowp.scaling import powers
 
-__all__ = [
-    "FEATURES",
-    "LOW_BITS",
-    "UNITS",
-    "has_low_word",
-    "is_coarse",
-    "low_value",
-    "low_value_there",
-    "low_word",
-    "warn_of_loss",
-    "with_low_word",
-]
-
 FEATURES = 1024  # with fewer, the smallest of equal shares still has several bits
 UNITS = 4
 LOW_BITS = 14  # two products of low words never exceed those of high ones, so that sums of them are chained as long

@@ -12,8 +12,6 @@ from lowp.compat import real_tensors
 from lowp.kernels import cpu, tracing
 from lowp.kernels.choose.dispatch import uses_library
 
-__all__ = ["Mask", "nonzero", "packed", "passed", "passed_where_positive", "unpacked"]
-
 _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1 it has byte i at bit i of the last byte
 with real_tensors():
     _BYTES = torch.tensor([[byte >> i & 1 for i in range(8)] for byte in range(256)], dtype=torch.int8, device="cpu")

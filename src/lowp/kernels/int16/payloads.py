@@ -36,21 +36,6 @@ from lowp.kernels.int16.mantissas import (
     values,
 )
 
-__all__ = [
-    "Compared",
-    "are_exact",
-    "exact",
-    "exact_there",
-    "hint",
-    "is_exact",
-    "is_kept",
-    "keep",
-    "keep_own",
-    "kept",
-    "relu",
-    "rounded",
-]
-
 _LARGEST = 100  # outside these exponents units are not normal numbers of fp32
 
 

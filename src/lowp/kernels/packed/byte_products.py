@@ -30,15 +30,6 @@ from lowp.kernels.packed.byte_rows import (
 )
 from lowp.kernels.tracing import is_eager
 
-__all__ = [
-    "Panels",
-    "multiply",
-    "multiply_codes",
-    "pack",
-    "repacked",
-    "unpacked",
-]
-
 _int_mm: Any = private("torch._int_mm")
 
 PANEL, CHUNK = 16, 32  # as in cpu/bytes.hpp

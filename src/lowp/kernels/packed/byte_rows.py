@@ -16,16 +16,6 @@ from lowp.errors import Unavailable
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 
-__all__ = [
-    "Activations",
-    "Bytes",
-    "Range",
-    "own_range",
-    "range_of",
-    "to_bytes",
-    "windows",
-]
-
 EIGHT = 8  # the depth of rows of bytes is a multiple of this, as in cpu/bytes.hpp
 
 

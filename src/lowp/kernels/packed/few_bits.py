@@ -19,17 +19,6 @@ from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.packed.byte_products import PANEL
 from lowp.kernels.packed.byte_rows import EIGHT, Bytes, matrix, numbered, on_cpu, up
 
-__all__ = [
-    "PackedCodes",
-    "Signs",
-    "code_values",
-    "multiply_codes",
-    "multiply_signs",
-    "pack_codes",
-    "signs",
-    "whole_levels",
-]
-
 BLOCK, FEW = 64, 8  # depth is filled up to it; rows that are streamed past packed weights
 TOP_BITS, LEAST_EXPONENT = 18, -100  # of the whole numbers that fp32 activations become, as in cpu/bytes_lanes.hpp
 

@@ -19,8 +19,6 @@ from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.packed.byte_rows import up
 
-__all__ = ["multiply"]
-
 SUMS = 16  # partial ones, as in cpu/rows.hpp
 FEW = 24  # with more rows the weights are converted to fp32, once, for a product of torch's
 

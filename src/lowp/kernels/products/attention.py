@@ -21,8 +21,6 @@ from lowp.kernels.choose.dispatch import forced
 from lowp.kernels.products.scratch import Scratch
 from lowp.kernels.tracing import is_compiling
 
-__all__ = ["Attended", "attended", "gradients", "joined", "split", "widened"]
-
 _NARROW = (torch.float16, torch.bfloat16)
 _choice = cast(Callable[..., int], private("torch._fused_sdp_choice"))
 _kernel = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"

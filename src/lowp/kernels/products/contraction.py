@@ -43,18 +43,6 @@ from lowp.kernels.products import fp32_products
 from lowp.kernels.products.scratch import Scratch
 from lowp.policy import Accumulation
 
-__all__ = [
-    "ProductForm",
-    "contract",
-    "contract_packed",
-    "has_launches",
-    "is_native",
-    "is_torchs_own",
-    "ready_operand",
-    "sum_of_rows",
-    "torchs_own_device",
-]
-
 # Casts to the dtypes that devices multiply; created here, since torch.compile does not trace the construction of a cast
 _TO_NEAREST = {torch.float16: Cast(FORMATS["fp16"]), torch.bfloat16: Cast(FORMATS["bf16"])}
 NARROW = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}  # equals `Tensor.to`, with less overhead

@@ -20,8 +20,6 @@ from lowp.kernels.choose.dispatch import forced
 from lowp.kernels.products import programs
 from lowp.kernels.products.programs import Memory, ProductStep, Program, is_reached, strides_of
 
-__all__ = ["DEPTH", "defined", "multiply", "multiply_traced", "ones", "serves", "serves_compiled", "sum_of_rows"]
-
 DEPTH = 192  # kDepth of cpu/product.hpp
 _Casts = tuple[Cast | None, Cast | None, Cast | None]
 _NO_CASTS: _Casts = (None, None, None)

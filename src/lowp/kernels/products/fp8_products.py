@@ -14,8 +14,6 @@ from lowp.formats import FORMATS, ScaledFormat
 from lowp.kernels.casts.run import encode_scaled
 from lowp.kernels.choose.dispatch import capability, forced, implementation
 
-__all__ = ["Fp8Matrix", "encoded", "is_eight_bits", "multiplied", "multiplies_fp8"]
-
 _scaled_mm = cast(Callable[..., Tensor], private("torch._scaled_mm"))
 _DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7E}

@@ -28,24 +28,6 @@ from lowp.kernels.numbers.philox import draw_seeds
 from lowp.kernels.packed.byte_products import MOST_DEPTH
 from lowp.kernels.tracing import is_quiet, is_wrapped
 
-__all__ = [
-    "NOWHERE",
-    "WAYS",
-    "BytesStep",
-    "CastStep",
-    "CodesStep",
-    "Memory",
-    "ProductStep",
-    "Program",
-    "are_ordinary",
-    "follows",
-    "is_here",
-    "is_reached",
-    "rounds",
-    "serves",
-    "strides_of",
-]
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WAYS = (None, "cpu")  # what `chosen` answers where programs run
 NOWHERE = -1  # the place of a tensor that is not there: the last of the addresses is a null pointer

@@ -24,8 +24,6 @@ from torch import Tensor
 from lowp.compat import real_tensors
 from lowp.kernels.tracing import is_quiet
 
-__all__ = ["Scratch"]
-
 LEAST = 1 << 15  # elements: the C library keeps smaller blocks for its next use
 MOST = 1 << 24
 HUGE_PAGE = 1 << 21  # bytes, on x86-64 and on most AArch64 systems

@@ -20,21 +20,6 @@ from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.cpu.abi import TYPE_NUMBERS
 
-__all__ = [
-    "LONGEST",
-    "LOWEST_UPDATE",
-    "LOWEST_WEIGHT",
-    "PARTS",
-    "ROWS",
-    "TensorCounts",
-    "count_tensor",
-    "count_updates",
-    "largest_of",
-    "numbers_at",
-    "sampled",
-    "slope_of",
-]
-
 PARTS = 32  # bins of an octave: one for each value of the five bits after the leading one
 LONGEST = 24  # bits of a significand of fp32
 ROWS = 96  # exponents of weights, and of updates

@@ -18,8 +18,6 @@ from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, parameters
 from lowp.kernels.tracing import is_quiet, is_real
 
-__all__ = ["Weight", "are_rounded", "serves", "store_rounded"]
-
 Weight = tuple[Tensor, Tensor]  # stored, and its fp32 master
 _STORED = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -17,22 +17,6 @@ from lowp.kernels.choose import dispatch
 from lowp.kernels.tracing import is_eager
 from lowp.scaling.loss_scale import inverse_of
 
-__all__ = [
-    "GRADIENTS",
-    "AdamWNumbers",
-    "CheckedGradients",
-    "Columns",
-    "SgdNumbers",
-    "adamw",
-    "adamw_block",
-    "can_check",
-    "check",
-    "has_kernels",
-    "rates",
-    "sgd",
-    "sgd_block",
-]
-
 GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes of gradients that the kernels take
 
 

@@ -42,8 +42,6 @@ from lowp.ops.int16.nodes import (
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["Contraction", "Done", "IntegerProduct", "Results", "integer_contraction", "kept_as", "summed"]
-
 Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
 
 

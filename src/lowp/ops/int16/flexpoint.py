@@ -34,8 +34,6 @@ from lowp.ops.int16.saved import (
 from lowp.ops.observing import role_of
 from lowp.ops.table import Row, runner
 
-__all__ = ["again", "by_itself", "divided", "dropped", "fused", "multiplied", "norm"]
-
 # the first arguments of F.embedding and F.embedding_bag; the third is padding_idx of one and offsets of the other
 _EMBEDDING = ("input", "weight", "", "max_norm", "norm_type")
 

@@ -29,8 +29,6 @@ from lowp.ops.products import integer_gradients
 from lowp.ops.trilinear import Form, Linear
 from lowp.policy import Rule
 
-__all__ = ["quick", "sums_integers"]
-
 _apply = applied_at_once(IntegerProduct)
 _FEW = 1 << 12  # elements of an input that the graph may keep alive: an edge in its place takes longer than the product
 _MANY = 1 << 15  # elements of an operand from which its readers share what it is rounded to, which is memory

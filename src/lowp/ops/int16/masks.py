@@ -32,17 +32,6 @@ from lowp.ops.observing import role_of
 from lowp.ops.signature import Mismatch, bound, plain, require
 from lowp.policy import Policy, Rule
 
-__all__ = [
-    "dropout",
-    "hardtanh",
-    "has_integer_operands",
-    "leaky_relu",
-    "max_pool2d",
-    "max_pool3d",
-    "relu",
-    "relu6",
-]
-
 
 def has_integer_operands(policy: Policy) -> bool:
     """Whether a policy's contractions keep integers for backward: scaled integers as operands, fp32 results."""

@@ -25,8 +25,6 @@ from lowp.ops.observing import role_of
 from lowp.ops.signature import Mismatch, bound, plain, require
 from lowp.ops.table import Row
 
-__all__ = ["max_pool2d", "max_pool3d", "pool", "relu", "selecting"]
-
 
 def selecting(row: Row, call: Call) -> Any:
     """Run an op that selects elements by torch's own function."""

@@ -33,17 +33,6 @@ from lowp.ops.generic import changed, is_out_of_place, tensors_of
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, rounded_gradient
 from lowp.ops.observing import role_of
 
-__all__ = [
-    "Fp32Function",
-    "Tensors",
-    "as_dropout",
-    "as_function",
-    "as_product",
-    "as_quotient",
-    "computed_and_rounded",
-    "dropout_function",
-]
-
 Tensors = Sequence[Tensor | None]
 with real_tensors():
     _EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")  # in the place of a tensor; `changed` passes over fp64

@@ -14,19 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Detections",
-    "Truth",
-    "box_iou",
-    "decode_boxes",
-    "encode_boxes",
-    "match_anchors",
-    "mean_average_precision",
-    "nms",
-    "no_autocast_no_grad",
-    "select_detections",
-]
-
 
 class Truth(NamedTuple):
     """The objects in an image: boxes [M, 4], class indices int64 [M], and bool [M], True for a difficult object."""

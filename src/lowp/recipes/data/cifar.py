@@ -20,8 +20,6 @@ import torch
 from lowp.recipes.data.files import Published, read_bytes
 from lowp.recipes.data.images import LabelledImages
 
-__all__ = ["CLASSES", "read_cifar10"]
-
 CIFAR10 = Published("CIFAR-10", "https://www.cs.toronto.edu/~kriz/cifar.html")
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 

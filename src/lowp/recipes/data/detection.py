@@ -20,8 +20,6 @@ from lowp.recipes.data.folders import open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
 from lowp.recipes.recipe import Data
 
-__all__ = ["VOC_CLASSES", "BoxExamples", "boxes_from", "draw_boxes", "evaluate_detector", "read_voc", "truths_of"]
-
 VOC = Published("Pascal VOC", "http://host.robots.ox.ac.uk/pascal/VOC/voc2007 (or BCCD, in the same layout)")
 VOC_CLASSES = (
     "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant sheep "

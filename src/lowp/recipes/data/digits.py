@@ -7,8 +7,6 @@ from torch import Tensor
 
 from lowp.errors import Unavailable
 
-__all__ = ["HELD_BACK", "TRAINING", "read_digits"]
-
 TRAINING = 1257  # 70 %
 HELD_BACK = 540
 

@@ -12,8 +12,6 @@ from typing import BinaryIO
 
 from lowp.errors import InvalidInput
 
-__all__ = ["Published", "listing", "opened", "read_bytes", "read_text"]
-
 
 @dataclass(frozen=True)
 class Published:

@@ -15,8 +15,6 @@ from lowp.errors import InvalidInput, Unavailable
 from lowp.recipes.data.files import Published
 from lowp.recipes.recipe import Data
 
-__all__ = ["FolderExamples", "open_picture", "picture_tensor", "read_folders"]
-
 IMAGENET = Published("images in a folder a class (ImageNet)", "https://www.image-net.org/download.php")
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lowp.recipes.recipe import Data
 
-__all__ = ["ImageExamples", "LabelledImages", "image_data"]
-
 
 class LabelledImages(NamedTuple):
     """A classification set: uint8 images [N, channels, height, width] and int64 labels [N], training and validation.

@@ -17,8 +17,6 @@ from lowp.recipes.data.digits import HELD_BACK, TRAINING, read_digits
 from lowp.recipes.data.files import Published, read_bytes
 from lowp.recipes.data.images import LabelledImages
 
-__all__ = ["enlarged_digits", "read_idx", "read_mnist"]
-
 MNIST = Published("MNIST", "https://yann.lecun.com/exdb/mnist or https://ossci-datasets.s3.amazonaws.com/mnist")
 CLASSES = tuple("0123456789")
 _BYTES = 8

@@ -13,8 +13,6 @@ import torch
 from lowp.recipes.data.files import Published, read_text
 from lowp.recipes.recipe import Data, TensorExamples
 
-__all__ = ["BEGIN", "END", "PADDING", "SYMBOLS", "drawn_dates", "pair_data", "read_pairs"]
-
 PARALLEL = Published(
     "parallel text", "https://www.manythings.org/anki (a pair a line, parted by a tab), or write such a file"
 )

@@ -11,8 +11,6 @@ from torch import Tensor
 from lowp.compat import real_tensors
 from lowp.errors import Unavailable
 
-__all__ = ["photographs"]
-
 
 @functools.lru_cache(maxsize=1)
 def photographs() -> tuple[Tensor, Tensor]:

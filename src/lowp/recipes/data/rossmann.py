@@ -21,8 +21,6 @@ import torch
 from lowp.recipes.data.files import Published, read_text
 from lowp.recipes.recipe import Data, TensorExamples
 
-__all__ = ["CATEGORIES", "NUMBERS", "Tables", "drawn_tables", "read_tables", "sales_data"]
-
 ROSSMANN = Published(
     "Rossmann store sales", "https://www.kaggle.com/c/rossmann-store-sales/data (train.csv, store.csv)"
 )

@@ -16,8 +16,6 @@ from lowp.recipes.data.folders import SUFFIXES, open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
 from lowp.recipes.recipe import Data
 
-__all__ = ["MaskedExamples", "drawn_masks", "read_masked"]
-
 MASKED = Published(
     "pictures with masks",
     "https://www.kaggle.com/datasets/residentmario/segmented-bob-ross-images, or make two folders of your own: "

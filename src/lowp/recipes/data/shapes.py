@@ -17,8 +17,6 @@ import torch
 from lowp.recipes.data.images import LabelledImages
 from lowp.recipes.data.photographs import photographs
 
-__all__ = ["SHAPES", "Scene", "draw_scene", "in_words", "shape_images"]
-
 Mask = npt.NDArray[np.bool_]
 Grid = npt.NDArray[np.float64]
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from lowp.recipes.data.files import Published, read_bytes
 from lowp.recipes.recipe import Data
 
-__all__ = ["Passages", "pythons_text", "read_passages", "text_data"]
-
 TEXT = Published(
     "a text file",
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt (tiny Shakespeare), or "

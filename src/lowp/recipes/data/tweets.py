@@ -16,8 +16,6 @@ from lowp.recipes.data.files import Published, read_text
 from lowp.recipes.data.wordpiece import WordPiece
 from lowp.recipes.recipe import Data
 
-__all__ = ["SpanExamples", "Tweet", "drawn_tweets", "read_tweets", "span_data"]
-
 TWEETS = Published(
     "tweets with sentiment", "https://www.kaggle.com/c/tweet-sentiment-extraction/data (train.csv), CC BY 4.0"
 )

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from lowp.errors import Unavailable
 from lowp.recipes.data.files import Published, read_text
 
-__all__ = ["Piece", "WordPiece"]
-
 VOCABULARY = Published("a WordPiece vocabulary", "https://huggingface.co/google-bert/bert-base-uncased (vocab.txt)")
 PADDING, UNKNOWN, START, SEPARATOR = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 

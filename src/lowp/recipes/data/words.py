@@ -13,8 +13,6 @@ from lowp.recipes.data.files import read_bytes
 from lowp.recipes.data.text import TEXT
 from lowp.recipes.recipe import Data
 
-__all__ = ["Contexts", "drawn_words", "read_words"]
-
 _HELD_SHARE = 0.1
 _WORD = re.compile(r"\w+|[^\w\s]")
 

@@ -18,8 +18,6 @@ from lowp.recipes.recording.runs import OnProgress, Stop, head, moments_of, trai
 from lowp.recipes.sampling import Reference
 from lowp.recipes.training import Settings, Training
 
-__all__ = ["GradientHooks", "record_activation_gradients", "record_loss_scaling"]
-
 _STEPS_OF_A_RUN = 16
 
 

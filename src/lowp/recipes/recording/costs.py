@@ -11,8 +11,6 @@ from lowp.errors import InvalidInput
 from lowp.formats import IntFormat, ScaledFormat, parse
 from lowp.recipes import results
 
-__all__ = ["record_cost"]
-
 
 def record_cost(
     formats: Sequence[str],

@@ -10,8 +10,6 @@ from lowp.recipes.comparison import Study, variants_of
 from lowp.recipes.recording.runs import OnProgress, Stop
 from lowp.recipes.training import Settings
 
-__all__ = ["record_curves"]
-
 
 def record_curves(
     settings: Settings,

@@ -14,8 +14,6 @@ from lowp.recipes import results
 from lowp.recipes.recording.runs import OnProgress, Stop
 from lowp.recipes.training import Settings, Training, moved, threads_of
 
-__all__ = ["record_series", "record_windows"]
-
 CLASSES = ("weights", "activations", "updates")
 _LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; others are counted in the first or the last bin
 

@@ -13,8 +13,6 @@ from lowp.recipes.recording.runs import OnProgress, Stop, head, moments_of, trai
 from lowp.recipes.sampling import ExactUpdates, Reference
 from lowp.recipes.training import Settings, Training
 
-__all__ = ["record_gradients", "record_updates"]
-
 # An update smaller than 2**limit times its weight can be lost in rounding to nearest: with p bits of significand, half
 # an ulp is 2**-p times the weight's power of two, hence between 2**-(p + 1) and 2**-p times the weight.
 LIMITS = {"bf16": -8, "fp16": -11}

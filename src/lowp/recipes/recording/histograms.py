@@ -9,8 +9,6 @@ from torch import Tensor
 from lowp import kernels
 from lowp.kernels import Statistics
 
-__all__ = ["Fp16Counts", "Histogram", "LostUpdates", "ratios"]
-
 _BIAS = 127  # bin e + 127 of `Statistics` counts floor(log2 |x|) = e
 _SMALLEST, _SMALLEST_NORMAL = -24, -14  # fp16's, as powers of two
 

@@ -11,8 +11,6 @@ from lowp.recipes import results
 from lowp.recipes.sampling import Observer
 from lowp.recipes.training import Training, threads_of
 
-__all__ = ["OnProgress", "Stop", "head", "moments_of", "train", "weights_of"]
-
 Stop = Callable[[], bool]
 OnProgress = Callable[[str, float], None]  # a name, and how much of it is done
 

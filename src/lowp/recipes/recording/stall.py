@@ -14,8 +14,6 @@ from lowp.precision import Precision
 from lowp.recipes.recording.runs import OnProgress, Stop, head, moments_of, train, weights_of
 from lowp.recipes.training import Settings, Training, load_data
 
-__all__ = ["record_stall"]
-
 # The label and the masters of each run; None for fp32.
 VARIANTS = {
     "fp32": None,

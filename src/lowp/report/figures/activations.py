@@ -10,8 +10,6 @@ from lowp.report.figures import style
 from lowp.report.palette import BLUE, GREEN, GREY
 from lowp.report.plots import save
 
-__all__ = ["activation_gradients", "activation_gradients_words", "loss_scaling", "loss_scaling_words"]
-
 _WINDOW = [
     (style.FP16_SMALLEST, "too small for fp16"),
     (style.FP16_SMALLEST_NORMAL, "subnormal in fp16"),

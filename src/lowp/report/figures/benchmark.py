@@ -12,8 +12,6 @@ from lowp.report.palette import GREY, PARTS, series
 from lowp.report.plots import new_figure, save
 from lowp.report.tables import bytes_of, seconds
 
-__all__ = ["chart"]
-
 _ROW, _SPACE = 0.27, 0.75  # inches of a bar, and of the words around a panel
 _LEAST_NAMED = 0.01  # of the memory of fp32: a narrower part has no name above its bar
 

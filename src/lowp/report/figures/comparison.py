@@ -10,8 +10,6 @@ from typing import Any
 from lowp.report.figures import style
 from lowp.report.plots import new_figure, save
 
-__all__ = ["grid"]
-
 
 @style.styled
 def grid(document: Mapping[str, Any], path: Path) -> None:

@@ -10,8 +10,6 @@ from lowp.report.figures import style
 from lowp.report.palette import BLUE, GREEN
 from lowp.report.plots import save
 
-__all__ = ["cost", "cost_words"]
-
 # The panels: an entry of a format's costs, and the title.
 _PANELS = (("energy", "energy, pJ"), ("read", "energy of a read, pJ"), ("area", "area, µm²"))
 _COLORS = (BLUE, GREEN)

@@ -12,8 +12,6 @@ from lowp.report.figures import style
 from lowp.report.palette import GREY, series
 from lowp.report.plots import save
 
-__all__ = ["curves", "curves_words"]
-
 _DASHES = ("-", "--", "-.", ":")
 _TOP_FIVE = "top5"
 

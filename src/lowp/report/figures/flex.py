@@ -11,8 +11,6 @@ from lowp.report.figures import style
 from lowp.report.palette import AMBER, BLUE, GREEN
 from lowp.report.plots import save
 
-__all__ = ["autoflex", "flex_window"]
-
 _WRITTEN, _PREDICTED, _LIMIT = BLUE, AMBER, GREEN
 _MANTISSA_BITS = 16
 _LARGEST = 2 ** (_MANTISSA_BITS - 1) - 1

@@ -10,8 +10,6 @@ from lowp.report.figures import style
 from lowp.report.palette import BLUE, GREEN, PURPLE
 from lowp.report.plots import save
 
-__all__ = ["gradients", "gradients_words", "updates", "updates_words"]
-
 
 @style.styled
 def updates(document: Mapping[str, Any], path: Path) -> None:

@@ -11,8 +11,6 @@ from lowp.report.figures import style
 from lowp.report.palette import BLUE, GREEN, GREY, PURPLE, RED
 from lowp.report.plots import save
 
-__all__ = ["stall", "stall_words"]
-
 # fp32's line is broad, so that lines on it are visible
 _LINES = (
     {"color": GREY, "linewidth": 4.5, "alpha": 0.35},
