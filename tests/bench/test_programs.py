@@ -13,6 +13,7 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 SMALLEST = {  # by program, the options of its smallest form, and what it then prints
     "call": ("--rounds 1 --calls 5", "digits, flex16"),
+    "compression": ("--model", "MODEL"),
     "convert": ("--gibibytes 0.001 --tensor 1 --shards 1 --formats bf16", "bf16 +peak"),
     "debuggers": ("--tool lowp.profile --fault log", '"operation": true'),
     "exactness": ("--keep", "lowp: 0 wrong"),

@@ -194,6 +194,7 @@ def accelerated(precision: str, folder: Path, resume: bool = False) -> Any:
             optimizer.step()
         if epoch == 0:
             accelerator.save_state(str(folder))
+            accelerator.wait_for_everyone()  # the first rank writes what all of them read
     used = accelerator.lowp
     return losses, numbers(accelerator.unwrap_model(model)), used.scale, used.skipped_steps
 
