@@ -156,7 +156,7 @@ def products_under(precision: str, device: torch.device) -> str:
     if rule is None or rule.is_empty:
         return "fp32"
     if rule.accumulate is not None and rule.accumulate.format in ("int32", "exact"):
-        return "int16"
+        return "int16" if rule.weight is None else f"int{significand_bits(rule.weight.format)}"
     dtype = one_dtype(rule)
     is_own = dtype is not None and torchs_own_device(torch.empty(0, device=device), dtype) is not None
     return f"torch's {precision}" if is_own else "fp32 of rounded operands"

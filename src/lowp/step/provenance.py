@@ -88,8 +88,8 @@ class Names:
         """Yield the number and the parameter of every name that still has one."""
         for place, (reference, name, _) in self._places.items():
             module = reference()
-            parameter = None if module is None else dict(module.named_parameters(recurse=False)).get(name)
-            if parameter is not None:
+            own = {} if module is None else module._parameters  # of a scripted module without `get`
+            if (parameter := own[name] if name in own else None) is not None:
                 yield place, parameter
 
     def learned(self) -> None:
