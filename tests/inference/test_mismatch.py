@@ -107,7 +107,11 @@ class Tied(nn.Module):
 def test_an_embedding_whose_weight_the_model_reads_stays_as_it_was() -> None:
     torch.manual_seed(0)
     (row,) = lowp.mismatch(Tied(), [torch.arange(12).reshape(2, 6)], ["int8"]).rows
-    assert row.kept == {"table": "asked for (keep)"} and row.kl > 0 and row.layers[0].layer == "inner"
+    assert (
+        row.kept["table"].startswith("the model's own code reads its weight")
+        and row.kl > 0
+        and row.layers[0].layer == "inner"
+    )
 
 
 def test_what_overflows_is_infinitely_far_away(model: Any, data: list[Tensor]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowp
@@ -304,3 +305,23 @@ def test_int8_is_within_half_a_point_on_digits(
     accuracy, before = ((one(images).argmax(1) == labels).float().mean() for one in (served, model))
     assert before > 0.9
     assert accuracy >= before - 0.005
+
+
+class Tied(nn.Module):
+    """An embedding whose weight the model's code multiplies by, and one that a layer shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.shared, self.head = nn.Embedding(16, 8), nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.embed(x), self.embed.weight) + self.head(self.shared(x))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "e4m3fn"])
+def test_a_weight_that_the_models_own_code_reads_is_kept(format: str) -> None:
+    model, x = Tied().eval(), torch.arange(16)
+    served = lowp.quantize_model(model, format, [x])
+    assert dict(unquantized(served)) == {"embed": "the model's own code reads its weight, as of tied embeddings"}
+    assert isinstance(served(x), Tensor) and type(served.head) is not nn.Linear

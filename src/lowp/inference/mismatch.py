@@ -178,7 +178,7 @@ def _row(
     served, region = model, training
     try:
         if _is_packed(format):
-            served = _packed(model, format, batches, call, training)
+            served = quantize_model(model, format, batches[:_CALIBRATED_ON], forward=call.forward)
             kept = unquantized(served)
         else:
             region = _region(format)
@@ -191,20 +191,6 @@ def _row(
         return row
     except (ArithmeticError, torch.OutOfMemoryError) as error:
         return ServedFormat(format, failure=f"{type(error).__name__}: {error}")
-
-
-def _packed(model: nn.Module, format: str, batches: Sequence[Any], call: _Call, training: Region) -> nn.Module:
-    """Return the model served in a format; embeddings stay as they are if the model's code reads their weights."""
-    few = batches[:_CALIBRATED_ON]
-    served = quantize_model(model, format, few, forward=call.forward)
-    try:
-        call(served, batches[0], training)
-    except TypeError:
-        tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-        if not tables:
-            raise
-        served = quantize_model(model, format, few, forward=call.forward, keep=tables)
-    return served
 
 
 class _Sums:

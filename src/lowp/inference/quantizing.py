@@ -9,7 +9,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lowp import casts
 from lowp.casts import Cast
@@ -73,7 +75,9 @@ def quantize_model(
     chosen = {name: module for name, module in names.items() if name not in reasons}
     ranges: dict[str, Range] = {}
     if calibration_data is not None:
-        ranges = _calibrated(served, chosen, calibration_data, (calibration, highest), forward)
+        ranges, read = _calibrated(served, chosen, calibration_data, (calibration, highest), forward)
+        reasons |= dict.fromkeys(read, "the model's own code reads its weight, as of tied embeddings")
+        chosen = {name: module for name, module in chosen.items() if name not in read}
     places = _places(chosen)
     for name, module in chosen.items():
         reason = _unfit(module)
@@ -157,8 +161,11 @@ def _calibrated(
     data: Iterable[Any],
     how: tuple[str, int],
     forward: Callable[[nn.Module, Any], Any] | None,
-) -> dict[str, Range]:
-    """The range of every place whose input was seen: a layer's name, of attention with query, key, value and out."""
+) -> tuple[dict[str, Range], set[str]]:
+    """The range of every place whose input was seen, and the layers whose weight is read by others' code.
+
+    A place is a layer's name, of attention with query, key, value and out.
+    """
     method, highest = how
     seen: dict[str, ActivationRange] = {}
 
@@ -166,8 +173,8 @@ def _calibrated(
         if isinstance(x, Tensor) and x.is_floating_point():
             seen.setdefault(name, ActivationRange(method)).add(x)
 
-    batches = 0
-    with ExitStack() as stack, torch.no_grad():
+    batches, readers = 0, _Readers(chosen)
+    with ExitStack() as stack, torch.no_grad(), readers:
         for name, module in chosen.items():
             if isinstance(module, nn.MultiheadAttention) and not _unfit(module):
                 model, watched = _opened(model, name, module, stack)
@@ -183,7 +190,31 @@ def _calibrated(
         raise InvalidInput("calibration_data has no batch: give one, or omit it for dynamic ranges")
     if not seen and any(isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) for module in chosen.values()):
         raise InvalidInput("no layer was called during calibration: give batches, or forward=, that run the model")
-    return {name: one.range(highest) for name, one in seen.items() if one.anything}
+    return {name: one.range(highest) for name, one in seen.items() if one.anything}, readers.found
+
+
+class _Readers(TorchFunctionMode):
+    """Finds the layers whose weight is an operand of another function than theirs: a packed weight is none."""
+
+    _OWN: Mapping[type, Any] = {nn.Embedding: F.embedding, nn.Linear: F.linear}
+
+    def __init__(self, chosen: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self._layers: dict[int, dict[str, Any]] = {}  # by weight, which several may share: a layer's own function
+        for name, module in chosen.items():
+            if type(module) in self._OWN:
+                self._layers.setdefault(id(module.weight), {})[name] = self._OWN[type(module)]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for one in (*args, *kwargs.values()):
+            layers = self._layers.get(id(one))
+            if layers is not None and func not in layers.values():
+                self.found.update(layers)
+        return func(*args, **kwargs)
 
 
 def _opened(
