@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -52,18 +55,26 @@ class Once:
         return profile.record, training
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_fp16_overflows_at_the_loss_scale_where_that_was_predicted(recipe: str) -> None:
+def steps_in_fp16(rank: int, recipe: str, path: str) -> None:
+    """Write how many steps are skipped at a loss scale below what is predicted to fit, and above it."""
     once = Once(recipe)
     record, _ = once.profiled()
     largest = max(seen.maximum for _, seen in _gradients(record))
     highest = math.floor(math.log2(65504 / largest))
-    overflown = {}
+    skipped = {}
     for power in (highest - 1, highest + 2):
         training = once.training("fp16", str(2.0**power))
         once.step(training)
-        overflown[power - highest] = training.precision.skipped_steps
-    assert overflown == {-1: 0, 2: 1}, highest
+        skipped[power - highest] = training.precision.skipped_steps
+    Path(path).write_text(json.dumps([skipped, highest]))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp16_overflows_at_the_loss_scale_where_that_was_predicted(recipe: str, tmp_path: Path) -> None:
+    # in a process of its own: what other tests leave behind has made the lower scale overflow, once in some runs
+    forked.ranks(steps_in_fp16, (recipe, str(tmp_path / "found.json")), 1)
+    skipped, highest = json.loads((tmp_path / "found.json").read_text())
+    assert skipped == {"-1": 0, "2": 1}, highest
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
