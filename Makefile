@@ -16,7 +16,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 EXTRAS := recipes,plot
-BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt src/lowp/__init__.py $(wildcard src/lowp/kernels/cpu/*.[chi]*)
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt src/lowp/__init__.py $(wildcard src/lowp/kernels/cpu/*.[chi]*) \
+  $(VENV)/modules
 # pip reads the constraints for lowp's own dependencies and for the packages that build it.
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -e
 
@@ -110,6 +111,12 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "lowp needs Python 3.10 or later, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "pip>=22"
+
+# The installation maps every module to its file: it is made anew when one has come, gone or moved.
+$(VENV)/modules: FORCE | $(BIN)/python
+	@find src -name '*.py' | LC_ALL=C sort | cmp -s - $@ || find src -name '*.py' | LC_ALL=C sort > $@
+
+FORCE:
 
 $(VENV)/installed: $(BUILD_INPUTS) | $(BIN)/python
 	$(INSTALL) ".[$(EXTRAS)]"
