@@ -94,6 +94,27 @@ def test_weights_with_a_nan_are_left_to_torch_operations() -> None:
     assert stored.are_rounded(weights, casts.parse("fp16")) == [False, True]
 
 
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn"])
+def test_what_is_written_beside_a_nan_depends_on_neither_processor_nor_threads(name: str) -> None:
+    bits = torch.tensor([0x7FC00000, 0x7F800001, -1, -0x3FFFFF]).int()  # NaNs with other signs and payloads
+    master = torch.randn(40_000)
+    master[3000:3004] = bits.view(torch.float32)
+    cast, found, before = casts.parse(name), [], torch.get_num_threads()
+    dtype = Storage.parse(name, "fp32").dtype
+    for level in cpu.available():
+        for threads in (1, 2):
+            written = torch.zeros(master.shape, dtype=dtype)
+            cpu.select(level)
+            torch.set_num_threads(threads)
+            try:
+                assert stored.store_rounded([(written, master)], cast) == [False]
+            finally:
+                cpu.select(None)
+                torch.set_num_threads(before)
+            found.append(_bits(written))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 def test_what_the_library_cannot_read_is_left_to_torch_operations() -> None:
     x, half = torch.randn(4, 6), torch.zeros(4, 6, dtype=torch.bfloat16)
     with torch.inference_mode():

@@ -16,6 +16,7 @@ static inline uint32_t fp16_bits(uint32_t bits) {
   const uint32_t subnormal = bits_of(number(magnitude < 0x38800000 ? magnitude : 0) + 0.5f) - 0x3f000000;
   uint32_t result = magnitude < 0x38800000 ? subnormal : normal;
   result = magnitude >= 0x477ff000 ? 0x7c00 : result;  // from half an ulp above the largest number on
+  result = magnitude > 0x7f800000 ? 0x7e00 | (magnitude >> 13 & 0x3ff) : result;  // a NaN, as F16C writes it
   return result | (bits >> 16 & 0x8000);
 }
 
@@ -48,7 +49,8 @@ static bool narrow_to_fp16(const float* in, uint16_t* out, int64_t count) {
   return narrow_by(in + i, out + i, count - i, fp16_bits) && ordered;
 }
 
-// Writes numbers of `type`, kFp16 or kBf16. Returns false, with some number in the place of a NaN, if there is one.
+// Writes numbers of `type`, kFp16 or kBf16. Returns false if there is a NaN, which
+// becomes the same bits on every processor, in bf16 not always a NaN.
 [[maybe_unused]] static bool narrow(const float* in, int type, uint16_t* out, int64_t count) {
   const ExactArithmetic exact;
   return type == kFp16 ? narrow_to_fp16(in, out, count) : narrow_by(in, out, count, bf16_bits);

@@ -71,6 +71,7 @@ void multiply_int16(const lowp_bytes& step, const int8_t* left, const int8_t* ri
     throw std::bad_alloc();
 }
 
+#if defined(__x86_64__)
 // By unsigned bytes, each of which is 128 above its code.
 void multiply_bytes(const lowp_bytes& step, const int8_t* left, const int8_t* right, const float* left_scales,
                     const float* right_scales, const float* bias, float* out, int threads) {
@@ -99,6 +100,7 @@ void multiply_bytes(const lowp_bytes& step, const int8_t* left, const int8_t* ri
   lowp_bytes_multiply(kAvx512, bytes, step.rows, depth, packed, &ways, step.columns, 1.0f, kZero, by, of_columns, left_scales,
                       bias == nullptr ? nullptr : added, out, threads);
 }
+#endif
 
 }  // namespace
 

@@ -98,7 +98,7 @@ static inline float widened_once(const char* p) {
 #if !defined(__AVX2__)
 static inline void store_fp16(char* p, Vector v) {
   for (int i = 0; i < kLanes; ++i) {
-    const uint16_t bits = static_cast<uint16_t>(v[i] != v[i] ? 0x7e00 : fp16_bits(bits_of(v[i])));
+    const uint16_t bits = static_cast<uint16_t>(fp16_bits(bits_of(v[i])));
     std::memcpy(p + 2 * i, &bits, sizeof bits);
   }
 }

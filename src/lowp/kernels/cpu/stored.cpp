@@ -77,15 +77,19 @@ LOWP_EXPORT void lowp_are_rounded_list(const lowp_cast* cast, int type, const in
   }
 }
 
-// Stores every rounded master. found: 1 for weights with a NaN, of which not all is stored; otherwise 0.
+// Stores every rounded master. found: 1 for weights with a NaN, whose block is not stored, or with other bits in place of the
+// NaN; otherwise 0. What is stored does not depend on the threads.
 LOWP_EXPORT void lowp_store_rounded_list(const lowp_cast* cast, int type, const int64_t* given, int64_t number,
                                          int threads, int64_t* found) {
   const Rounder round_to(cast, type);
   const int64_t bytes = bytes_of(type);
   for (int64_t i = 0; i < number; ++i, given += 3) {
     const Weight weight(given);
-    found[i] = !all_blocks(weight.count, threads, [&](int64_t begin, int64_t end) {
-      return round_to(weight.master + begin, weight.stored + begin * bytes, end - begin);
+    std::atomic<int64_t> has_nan{0};
+    all_blocks(weight.count, threads, [&](int64_t begin, int64_t end) {
+      if (!round_to(weight.master + begin, weight.stored + begin * bytes, end - begin)) has_nan = 1;
+      return true;
     });
+    found[i] = has_nan;
   }
 }
