@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import lowp
 from lowp.errors import InvalidInput
+from lowp.optim.shards import local, places_of, shard_of
 
 RANKS, STEPS = 4, 2
 FLOATS = ["fp32", "fp16", "bf16", "fp16-storage", "bf16-storage", "fp16-naive"]
@@ -217,6 +218,18 @@ def overflows(folder: str) -> dict[str, Any]:
     return found
 
 
+def places(folder: str) -> list[str]:
+    """Return the parameters whose parts do not lie where numbers that count the whole do, cut alike."""
+    made, other = meshes(), []
+    for engine in [one for one in AGREES if one != "pipeline"]:
+        for name, one in wrapped(network(), engine, *made).named_parameters():
+            wanted = local(shard_of(torch.arange(one.numel()).view(one.shape), one)).reshape(-1)
+            found = places_of(one)
+            found = torch.arange(found, found + wanted.numel()) if isinstance(found, int) else found
+            other += [] if torch.equal(found, wanted) else [f"{engine}, {name}"]
+    return other
+
+
 # -- a pipeline -------------------------------------------------------------------------------------------------------
 class Stage(nn.Module):
     """The layers of one rank, by the names that they have in the whole."""
@@ -286,7 +299,7 @@ def _run(jobs: tuple[Callable[..., Any], ...], folder: Path, count: int = RANKS)
     return found
 
 
-JOBS = (agreement_of_a_sample, batches_of_their_own, overflows)
+JOBS = (agreement_of_a_sample, batches_of_their_own, overflows, places)
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +330,10 @@ def test_ranks_with_batches_of_their_own_train_as_one_process_that_accumulates_t
     for found in result(batches_of_their_own):
         for name, apart in found.items():
             assert apart < (1e-5 if name == "e5m7" else 1e-2), (name, apart)
+
+
+def test_parts_are_found_in_the_whole_however_engines_cut_it(result: Any) -> None:
+    assert result(places) == [[]] * RANKS
 
 
 def test_all_ranks_skip_the_step_in_which_one_overflows(result: Any) -> None:

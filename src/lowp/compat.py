@@ -286,6 +286,13 @@ def gathered_parameters(module: Any) -> Iterator[tuple[torch.nn.Parameter, torch
                 yield whole, one.sharded_param
 
 
+def part_of(tensor: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """Return where this rank's part of a DTensor begins in the whole, along each dimension, and its sizes."""
+    given = tensor.shape, tensor.device_mesh, tensor.placements
+    sizes, begins = cast(Any, private("torch.distributed.tensor._utils.compute_local_shape_and_global_offset"))(*given)
+    return begins, sizes
+
+
 def rendezvous_store() -> Any:
     """Return the store by which the ranks of the default group have found each other; None if it has none (MPI)."""
     return cast(Any, private("torch.distributed.distributed_c10d._get_default_store"))()

@@ -18,10 +18,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lowp
 from lowp.errors import InvalidInput, Misuse
+from lowp.optim import blockwise
+from lowp.optim.shards import shard_of
 
 RANKS = 2
 
@@ -215,7 +219,63 @@ def redundancy(rank: int, folder: str) -> Any:
     return said, losses, [one.detach().flatten().tolist() for one in model.parameters()]
 
 
+DRAWING: dict[str, Callable[..., Any]] = {
+    "AdamW": lambda one: lowp.optim.AdamW(one, 1e-2, storage="bf16", split=False, masters="stochastic", moments="bf16"),
+    "SGD": lambda one: lowp.optim.SGD(one, 1e-2, storage="e5m7:stochastic", split=False, masters="none"),
+    "MasterWeights": lambda one: lowp.MasterWeights(torch.optim.SGD(one, 1e-2), "e5m7:stochastic"),
+}
+PLACEMENTS = ((Shard(0),), (Shard(1),), (Shard(2),), (Replicate(),), (Replicate(), Shard(1)), (Shard(0), Shard(2)))
+
+
+def drawn_in_parts(rank: int, folder: str) -> list[str]:
+    """Step a parameter of 5 x 6 x 7, in blocks of 32, whole and in parts; return where these differ."""
+    other = []
+    generator = torch.Generator().manual_seed(0)
+    drawn, gradient = (torch.randn(5, 6, 7, generator=generator).bfloat16() for _ in range(2))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(blockwise, "BLOCK", 32)
+        for kind, make in DRAWING.items():
+            start = drawn if kind == "AdamW" else drawn.float()
+            whole = nn.Parameter(start.clone())
+            parts = {}
+            for placements in PLACEMENTS:
+                mesh = init_device_mesh("cpu", (RANKS, 1)[: len(placements)])
+                parts[placements] = nn.Parameter(distribute_tensor(start.clone(), mesh, placements))
+            for one in (whole, *parts.values()):
+                optimizer = make([one])
+                for _ in range(3):
+                    one.grad = shard_of(gradient.to(one.dtype), one)
+                    optimizer.step()
+            other += [f"{kind}, {at}" for at, part in parts.items() if not torch.equal(part.full_tensor(), whole)]
+            other += [kind] if torch.equal(whole[0], whole[1]) or torch.equal(whole, start) else []
+    return other
+
+
+def parallel_and_drawn(rank: int, folder: str) -> dict[str, float]:
+    """Train in tensor parallelism, with weights that are rounded stochastically, and whole; return how far apart."""
+    found = {}
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for kind in ("SGD", "MasterWeights"):
+        trained = []
+        for is_parallel in (False, True):
+            model = _model(0)
+            if is_parallel:
+                parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            optimizer = DRAWING[kind](model.parameters())
+            for step in range(3):
+                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            values = [value.full_tensor() if is_parallel else value for value in model.state_dict().values()]
+            trained.append(torch.cat([value.flatten() for value in values]))
+        found[kind] = float((trained[0] - trained[1]).norm() / trained[0].norm())
+    return found
+
+
 JOBS = (
+    drawn_in_parts,
+    parallel_and_drawn,
     data_parallel,
     wrapped_too_early,
     wrapped_before_and_unwrapped,
@@ -295,3 +355,12 @@ def test_zero_redundancy_takes_a_converted_model_and_refuses_another(result: Any
     assert "convert the whole model on every rank first" in said[0]
     assert "optimizer_class=lowp.optim.AdamW), which keeps masters for its share" in said[1]
     assert losses[-1] < losses[0] and weights == other[2]
+
+
+def test_a_part_of_any_cut_draws_the_random_numbers_of_its_places_in_the_whole(result: Any) -> None:
+    assert result(drawn_in_parts) == [[]] * RANKS
+
+
+def test_tensor_parallelism_rounds_weights_stochastically_as_one_process_does(result: Any) -> None:
+    for found in result(parallel_and_drawn):
+        assert all(apart < 5e-4 for apart in found.values()), found  # of one number that a sum's order rounds otherwise

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from lowp import casts, kernels
+from lowp import casts
 from lowp.casts import Cast
 from lowp.compat import private, uncompiled
 from lowp.errors import InvalidInput
 from lowp.kernels.steps import updates
 from lowp.ops.observing import everywhere
 from lowp.optim.model_state import MasterKeeper, ParameterNames, own
-from lowp.optim.shards import first_of, is_sharded, local, refuse_to_convert, shard_of
+from lowp.optim.shards import is_sharded, local, places_of, quantize_at, refuse_to_convert, shard_of
 from lowp.optim.state_dicts import (
     check_shape,
     entries_by_parameter,
@@ -199,14 +199,15 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         gradient = local(gradient).reshape(-1)
         parts = {name: local(value).view(-1) for name, value in state.items() if name != "step"}
         seen = None if watch is None else torch.empty_like(stored, dtype=torch.float32)
-        for number, offset, block in _blocks(first_of(parameter), stored.numel()):
+        draws = self.storage.draws or str(self.moment_cast) != "fp32"
+        for number, places, block in _blocks(places_of(parameter) if draws else 0, stored.numel()):
             self._step_block(
                 stored[block],
                 gradient[block],
                 {name: value[block] for name, value in parts.items()},
                 before.clone(),
                 group,
-                (seed_of(self.seed, before, index, number), offset),
+                (seed_of(self.seed, before, index, number), places),
                 None if seen is None else seen[block],
             )
         if watch is not None and seen is not None:
@@ -222,12 +223,12 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         state: dict[str, Tensor],
         step: Tensor,
         group: dict[str, Any],
-        draw: tuple[int | Tensor, int],
+        draw: tuple[int | Tensor, int | Tensor],
         seen: Tensor | None,
     ) -> None:
         """Step one block: load it as fp32, `update_block`, store it. Nothing changes if any gradient was non-finite.
 
-        `draw` is the seed of stochastic rounding, and the index of the block's first number among those that share it.
+        `draw` is the seed of stochastic rounding, and the places of the numbers among those that share it.
         `seen` receives the fp32 weights before they are stored, for observers.
         """
         self.storage.follow_([(stored, state)])
@@ -249,8 +250,7 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         self.storage.save(stored, state, weight, *draw)
         for slot, (name, value) in enumerate(moments.items(), 1):
             if state[name].dtype != torch.float32:
-                drawn = kernels.quantize(value, _STOCHASTIC_BF16, seed=seed_of(0, draw[0], slot), offset=draw[1])
-                state[name].copy_(drawn)
+                state[name].copy_(quantize_at(value, _STOCHASTIC_BF16, seed_of(0, draw[0], slot), draw[1]))
 
     def _start(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Create the step counter and the moments for the first step."""
@@ -343,15 +343,20 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         own(self, parameters_of(self))
 
 
-def _blocks(first: int, count: int) -> Iterator[tuple[int, int, slice]]:
+def _blocks(places: int | Tensor, count: int) -> Iterator[tuple[int, int | Tensor, slice]]:
     """Yield the blocks of a rank's part, which are those of the whole tensor or pieces of them.
 
-    A part has `count` numbers from `first` on. Yields the number of the block in the whole, where the piece begins
-    within it, and the piece's place in the part.
+    A part has `count` numbers at these places, as `places_of` has them. Yields the number of the block in the whole,
+    the places of the piece within it, and the piece's place in the part.
     """
     at = 0
     while at < count:
-        number, offset = divmod(first + at, BLOCK)
-        end = min(at + BLOCK - offset, count)
-        yield number, offset, slice(at, end)
+        if isinstance(places, int):
+            number, within = divmod(places + at, BLOCK)
+            end = min(at + BLOCK - within, count)
+            yield number, within, slice(at, end)
+        else:
+            number = int(places[at]) // BLOCK
+            end = int(torch.searchsorted(places, (number + 1) * BLOCK))
+            yield number, places[at:end] - number * BLOCK, slice(at, end)
         at = end

@@ -16,7 +16,7 @@ from lowp.compat import uncompiled
 from lowp.errors import InvalidInput
 from lowp.ops.observing import Watch
 from lowp.optim.model_state import MasterKeeper, ParameterNames, own
-from lowp.optim.shards import is_sharded, is_zero, local, local_parts
+from lowp.optim.shards import is_sharded, is_zero, local, local_parts, places_of
 from lowp.optim.skipping import begin_momentum
 from lowp.optim.state_dicts import (
     entries_by_parameter,
@@ -255,7 +255,8 @@ class MasterWeights(MasterKeeper, Wrapper):
                 here = local(master.detach())
                 if parameter in told:
                     told[parameter](here, "weight", self.storage.cast, "step")
-                weights.append((local(parameter), local_parts(self._master_state[parameter]), here, seed))
+                places = places_of(parameter) if draws else 0
+                weights.append((local(parameter), local_parts(self._master_state[parameter]), here, seed, places))
             self.storage.save_all(weights)
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowp import distributed
+from lowp import distributed, kernels
 from lowp.casts import Cast
+from lowp.compat import part_of
 from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents, largest
 from lowp.formats import PowerOfTwo, ScaledFormat
@@ -23,13 +24,14 @@ from lowp.kernels.tracing import is_sharded
 
 __all__ = [
     "Wholes",
-    "first_of",
     "holder_of",
     "is_fully_sharded",
     "is_sharded",
     "is_split_twice",
     "local",
     "local_parts",
+    "places_of",
+    "quantize_at",
     "shard_like",
     "shard_of",
 ]
@@ -90,20 +92,39 @@ def is_split_twice(parameter: Tensor) -> bool:
     return len([one for one in placements if one.is_shard()]) > 1
 
 
-def first_of(tensor: Tensor) -> int:
-    """Return the index, in the whole, of the first number of this rank's part; 0 where parts are no ranges of it.
+def places_of(tensor: Tensor) -> int | Tensor:
+    """Return where this rank's numbers stand in the whole, in row-major order.
 
-    They are where FSDP2 splits the first dimension, into equal numbers of rows of which the last ranks have fewer.
+    That is the place of the first where they are a range of it, as where FSDP2 splits the first dimension; otherwise,
+    as in the layers of `RowwiseParallel`, the place of each, in a sorted tensor on the host.
     """
     if not is_sharded(tensor):
         return 0
-    mesh, placements = cast(Any, tensor).device_mesh, cast(Any, tensor).placements
-    split = [axis for axis, one in enumerate(placements) if not one.is_replicate()]
-    if len(split) != 1 or not placements[split[0]].is_shard(0) or not tensor.numel():
+    begins, sizes = part_of(tensor)
+    if 0 in sizes:
         return 0
-    rows = -(-tensor.shape[0] // mesh.size(split[0]))
-    row: int = min(mesh.get_local_rank(split[0]) * rows, tensor.shape[0])
-    return row * (tensor.numel() // tensor.shape[0])
+    steps = [math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.ndim)]
+    first = sum(begin * step for begin, step in zip(begins, steps, strict=True))
+    own_steps = (math.prod(sizes[axis + 1 :]) for axis in range(tensor.ndim))
+    if all(size == 1 or own == step for size, own, step in zip(sizes, own_steps, steps, strict=True)):
+        return first
+    places = torch.tensor([first], device="cpu")
+    for size, step in zip(sizes, steps, strict=True):
+        places = (places[:, None] + torch.arange(size, device="cpu") * step).reshape(-1)
+    return places
+
+
+def quantize_at(x: Tensor, cast: str | Cast, seed: int | Tensor, places: int | Tensor) -> Tensor:
+    """Cast a rank's numbers, which stand at `places` of what shares a seed; as the whole, they take part in its draws.
+
+    Numbers that are no range are cast among zeros that stand for those between.
+    """
+    if isinstance(places, int):
+        return kernels.quantize(x, cast, seed=seed, offset=places)  # type: ignore[no-any-return]
+    first, last = int(places[0]), int(places[-1])
+    among, at = x.new_zeros(last + 1 - first), (places - first).to(x.device)
+    among[at] = x.reshape(-1)
+    return kernels.quantize(among, cast, seed=seed, offset=first)[at].view(x.shape)  # type: ignore[no-any-return]
 
 
 def local(tensor: Tensor) -> Tensor:

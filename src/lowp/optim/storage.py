@@ -16,7 +16,7 @@ from lowp.formats import FloatFormat
 from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.steps import stored
 from lowp.kernels.steps.stored import Weight
-from lowp.optim.shards import holder_of, is_sharded, local, shard_like, sharing
+from lowp.optim.shards import holder_of, is_sharded, local, places_of, quantize_at, shard_like, sharing
 
 KINDS = ("fp32", "split", "stochastic", "none")
 MASTER_WEIGHT = "master_weight"  # the entry of a parameter's state that holds its fp32 value
@@ -105,7 +105,7 @@ class Storage:
             parameter.data = torch.empty_like(parameter, dtype=self.dtype)
             here = parameter
         unsharded: dict[str, Tensor] = {}
-        self.save(here, unsharded, master, None)
+        self.save(here, unsharded, master, None, places_of(parameter) if self.draws else 0)
         state.update({name: shard_like(value, parameter) for name, value in unsharded.items()})
 
     def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
@@ -159,11 +159,16 @@ class Storage:
         return torch.where(is_own, master, parameter.to(torch.float32))
 
     def save(
-        self, parameter: Tensor, state: dict[str, Tensor], master: Tensor, seed: int | Tensor | None, first: int = 0
+        self,
+        parameter: Tensor,
+        state: dict[str, Tensor],
+        master: Tensor,
+        seed: int | Tensor | None,
+        places: int | Tensor = 0,
     ) -> None:
         """Write an fp32 `master` into the stored parameter and its state.
 
-        `seed` is for stochastic rounding, `first` the index of the first number among those that share the seed.
+        `seed` is for stochastic rounding, `places` those of the numbers among all that share it: see `places_of`.
         """
         if self.cast is None:
             if master.data_ptr() != parameter.data_ptr():
@@ -173,32 +178,30 @@ class Storage:
             parameter.detach().copy_(half)
             _put(state, "remainder", remainder)
         else:
-            parameter.detach().copy_(self.rounded(master, seed, first))
+            parameter.detach().copy_(self.rounded(master, seed, places))
             if self.kind == "fp32":
                 _put(state, MASTER_WEIGHT, master)
 
-    def save_all(self, weights: Sequence[tuple[Tensor, dict[str, Tensor], Tensor, int | Tensor | None]]) -> None:
-        """Do `save` for parameters with their states, masters and seeds; as one call where there is one."""
-        pairs = [(parameter.detach(), master) for parameter, _, master, _ in weights]
-        for (parameter, state, master, seed), is_written in zip(
-            weights, self._at_once(pairs, stored.store_rounded), strict=True
-        ):
+    def save_all(
+        self, weights: Sequence[tuple[Tensor, dict[str, Tensor], Tensor, int | Tensor | None, int | Tensor]]
+    ) -> None:
+        """Do `save` with each of these arguments; as one call where there is one."""
+        pairs = [(parameter.detach(), master) for parameter, _, master, *_ in weights]
+        for weight, is_written in zip(weights, self._at_once(pairs, stored.store_rounded), strict=True):
             if not is_written:
-                self.save(parameter, state, master, seed)
+                self.save(*weight)
             elif self.kind == "fp32":
-                _put(state, MASTER_WEIGHT, master)
+                _put(weight[1], MASTER_WEIGHT, weight[2])
 
-    def rounded(self, master: Tensor, seed: int | Tensor | None, first: int = 0) -> Tensor:
+    def rounded(self, master: Tensor, seed: int | Tensor | None, places: int | Tensor = 0) -> Tensor:
         """Return `master` rounded to the format: stochastically if that is the kind and a seed is given."""
         assert self.cast is not None
         if self.kind == "stochastic" and seed is not None:
-            drawn: Tensor = kernels.quantize(master, self.cast.with_rounding("stochastic"), seed=seed, offset=first)
-            return drawn
+            return quantize_at(master, self.cast.with_rounding("stochastic"), seed, places)
         if str(self.cast) in ("fp16", "bf16"):
             return master.to(self.dtype)
         # a cast that is itself stochastic also gets a new seed each step
-        result: Tensor = kernels.quantize(master, self.cast, seed=0 if seed is None else seed, offset=first)
-        return result
+        return quantize_at(master, self.cast, 0 if seed is None else seed, places)
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
