@@ -18,9 +18,12 @@ from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import (
     accelerator,
+    applied_at_once,
     constant_when_compiled,
     is_transformed,
     private,
+    real_tensors,
+    remembered,
     remembered_by_identity,
     with_tangents,
 )
@@ -318,11 +321,32 @@ def edge(x: Tensor, dtype: torch.dtype) -> Tensor:
         return cast(Tensor, _edge(x, dtype, functorch_is_active()))
 
 
+class _End(torch.autograd.Function):
+    """An `_Edge` in fp32 outside transforms, in fewer functions; torch converts its gradient to the dtype of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _zero(x.device).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+_end = applied_at_once(_End)
+
+
+@remembered
+def _zero(device: torch.device) -> Tensor:
+    with real_tensors():
+        return torch.zeros((), device=device)
+
+
 def end_of(x: Tensor) -> Tensor:
     """Return the destination of an operand's fp32 gradient: the operand, or an edge if the operand would stay alive."""
     if not (x.requires_grad and torch.is_grad_enabled()) or (x.is_leaf and x.dtype is torch.float32):
         return x
-    return cast(Tensor, _edge(x, torch.float32, functorch_is_active()))
+    return cast(Tensor, _edge(x, torch.float32, True) if functorch_is_active() else _end(x))
 
 
 def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:

@@ -22,13 +22,12 @@ from lowp.kernels.int16.integer import NotFinite
 from lowp.kernels.products.programs import WAYS, are_ordinary, is_here, rounds, serves
 from lowp.ops.call import KeptCasts, QuickRegion, RoleCasts, accumulation, sums_bytes
 from lowp.ops.casting import clips, end_of, native_dtype, own_dtype, shielded
-from lowp.ops.prepared import FACTOR, FACTOR_SCALES, UNKNOWN, VALUE, VALUE_SCALES, Prepared
+from lowp.ops.prepared import FACTOR, FACTOR_SCALES, UNKNOWN, VALUE, VALUE_SCALES, Found, Prepared
 from lowp.ops.products import gradients
 from lowp.ops.trilinear import Form, Linear
 from lowp.ops.ways import prepare
 from lowp.policy import Rule
 
-SMALL = 1024  # elements of a weight that is rounded anew at each use, in less time than a look for a kept cast
 FormOf = Callable[[tuple[int, ...], tuple[int, ...]], "Form | None"]
 LEAST_ROWS = 256
 _MOST = 4096  # calls that are known under a rule
@@ -69,56 +68,64 @@ class Direct:
 
         `key` tells the forms of these shapes apart, which `form_of` makes of the shapes. `kept`: the region's casts.
         """
-        narrow, way = self.narrow, chosen()
+        way = chosen()
         if (way is None and self.is_torchs) or way not in WAYS or not (is_here() and are_ordinary(x, weight, bias)):
             return None
         is_recorded = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if is_recorded and narrow is not None:  # by torch's own nodes, which cost less than the ends of others
-            x = x if x.dtype is narrow else x.to(narrow)
-            if weight.dtype is not narrow:  # one for all uses, in which their gradients meet, as under torch.autocast
-                is_kept = kept is not None and weight.requires_grad and weight.is_leaf
-                weight = kept.narrowed(weight, self.to_weight, narrow) if is_kept else weight.to(narrow)  # type: ignore[union-attr]
-        about = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype
-        in_bytes = self.sums_bytes or (self.bytes_of_rows and not is_recorded and _has_rows(x))
-        whole = key, in_bytes, *about, bias if bias is None else (bias.shape, bias.dtype, bias.is_contiguous())
-        prepared = self.prepared.get(whole, UNKNOWN)
-        if prepared is UNKNOWN:
-            with real_tensors():
-                form = form_of(tuple(x.shape), tuple(weight.shape))
-                prepared = self._remember(whole, prepare(self.rule, form, about, bias, in_bytes))
+        if is_recorded and self.narrow is not None:
+            x, weight = self._narrowed(x, weight, kept, self.narrow)
+        prepared = self._prepared(key, form_of, x, weight, bias, is_recorded)
         if prepared is None:
             return None
-        to, factor = prepared.weight.cast, None
-        is_small = weight.numel() <= SMALL
-        reads = is_small and not is_recorded and prepared.can_read
-        keeps, sign = False, None
-        if kept is not None and to is not None and prepared.keeps_weight and not (is_small and prepared.can_read):
-            if weight.requires_grad and weight.is_leaf:
-                factor, sign = kept.look(weight, to)
-                keeps = factor is None
+        to, factor, sign = prepared.weight.cast, None, None
+        keeps = kept is not None and prepared.keeps_weight and weight.requires_grad and weight.is_leaf
+        if keeps:
+            factor, sign = kept.look(weight, to)  # type: ignore[union-attr, arg-type]
+            keeps = factor is None
         given = [x, weight, bias, None, None, factor, None, None]
         try:
             if is_recorded:
-                ends = [x, weight]
-                if prepared.x.cast is not None and x.requires_grad and not (x.is_leaf and x.dtype is torch.float32):
-                    ends[0] = end_of(x)
-                if to is not None and weight.requires_grad and not (weight.is_leaf and weight.dtype is torch.float32):
-                    ends[1] = end_of(weight)
-                found = _apply(*ends, bias, prepared, given)
+                ends = None if prepared.x.cast is None else end_of(x), None if to is None else end_of(weight)
+                found = _apply(x, weight, bias, prepared, given, ends, keeps)
             else:
-                found = prepared.run(given, reads)
+                found = prepared.run(given, False, keeps)
         except NotFinite:
             return None
         if keeps:
             kept.keep(weight, to, sign, given[FACTOR])  # type: ignore[union-attr, arg-type]
         return found  # type: ignore[no-any-return]
 
-    def _remember(self, key: Hashable, prepared: Prepared | None) -> Prepared | None:
-        if len(self.prepared) >= _MOST:
-            self.prepared.clear()
-        self.prepared[key] = prepared
+    def _narrowed(
+        self, x: Tensor, weight: Tensor, kept: KeptCasts | None, narrow: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the operands in the one dtype of a rule, by torch's own nodes, which cost less than others.
+
+        A weight is cast once for all uses, in which their gradients meet, as under torch.autocast.
+        """
+        x = x if x.dtype is narrow else x.to(narrow)
+        if weight.dtype is narrow:
+            return x, weight
+        if kept is None or not (weight.requires_grad and weight.is_leaf):
+            return x, weight.to(narrow)
+        return x, kept.narrowed(weight, self.to_weight, narrow)
+
+    def _prepared(
+        self, key: Hashable, form_of: FormOf, x: Tensor, weight: Tensor, bias: Tensor | None, is_recorded: bool
+    ) -> Prepared | None:
+        """Return what is known of a call; None for one that the definition runs."""
+        about = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype
+        in_bytes = self.sums_bytes or (self.bytes_of_rows and not is_recorded and _has_rows(x))
+        whole = key, in_bytes, *about, bias if bias is None else (bias.shape, bias.dtype, bias.is_contiguous())
+        prepared: Prepared | None = self.prepared.get(whole, UNKNOWN)
+        if prepared is UNKNOWN:
+            with real_tensors():
+                form = form_of(tuple(x.shape), tuple(weight.shape))
+                prepared = prepare(self.rule, form, about, bias, in_bytes)
+            if len(self.prepared) >= _MOST:
+                self.prepared.clear()
+            self.prepared[whole] = prepared
         return prepared
 
 
@@ -158,24 +165,25 @@ def one_dtype(rule: Rule) -> torch.dtype | None:
 class _Direct(torch.autograd.Function):
     """A contraction; saves the values that the gradients asked for need.
 
-    `x` and `weight` are the operands themselves where these are multiplied as they are, and otherwise the ends to which
-    their gradients go.
+    `ends`: where the gradients of gradients go of operands that are rounded. `keeps`: the weight's values are wanted.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, prepared: Prepared, given: list[Any]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, prepared: Prepared, given: list[Any], ends: Any, keeps: bool
     ) -> Tensor:
-        out = prepared.run(given)
         first, second, *_ = ctx.needs_input_grad
-        value = x if prepared.x.cast is None else given[VALUE]
-        factor = weight if prepared.weight.cast is None else given[FACTOR]
-        values = [value if second else None, factor if first else None]
+        out = prepared.run(given, second, first or keeps)
+        values: Found = [None, None]
+        if second:
+            values[0] = x if ends[0] is None else given[VALUE]
+        if first:
+            values[1] = weight if ends[1] is None else given[FACTOR]
         if prepared.has_scales:
             values += [given[VALUE_SCALES] if second else None, given[FACTOR_SCALES] if first else None]
         ctx.save_for_backward(*values)
         ctx.prepared, ctx.bias_dtype = prepared, None if bias is None else bias.dtype
-        ctx.edges = x if second and value is not x else None, weight if first and factor is not weight else None
+        ctx.edges = ends
         return out
 
     @staticmethod
@@ -192,6 +200,6 @@ def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
         are_these = prepared.x.has(values[0]) and prepared.weight.has(values[1])
         back = prepared.back(gradient, needs, ctx.bias_dtype) if are_these else None
         if back is not None and (found := back.run(gradient, values)) is not None:
-            return *found, None, None
+            return *found, None, None, None, None
     casts = RoleCasts(prepared.rule, accumulation(prepared.rule))
-    return *gradients(prepared.form, casts, needs, ctx.bias_dtype, gradient, values, ctx.edges), None, None
+    return *gradients(prepared.form, casts, needs, ctx.bias_dtype, gradient, values, ctx.edges), None, None, None, None

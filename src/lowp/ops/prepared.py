@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from lowp.kernels.products.programs import (
     Step,
     follows,
     is_reached,
+    own,
     strides_of,
 )
 from lowp.kernels.products.scratch import Scratch
@@ -33,9 +35,11 @@ from lowp.policy import Rule
 
 # places in a forward program
 X, WEIGHT, BIAS, OUT, VALUE, FACTOR, VALUE_SCALES, FACTOR_SCALES = range(8)
-# in a backward program, whose own tensors begin at _MADE: what was saved of x and of the weight, and scales of codes
-GRADIENT, ONES, FIRST_VALUE, SECOND_VALUE, FIRST_SCALES, SECOND_SCALES, _MADE = range(7)
+# in a backward program, whose own tensors follow: what was saved of x and of the weight, and scales of codes
+GRADIENT, ONES, FIRST_VALUE, SECOND_VALUE, FIRST_SCALES, SECOND_SCALES = range(6)
+SMALL = 1024  # elements of a weight that is rounded anew at each use, in less time than a look for a kept cast
 
+_CPU = torch.device("cpu")
 _Empty = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what torch.empty_strided makes a tensor of
 Found = list[Tensor | None]
 
@@ -71,79 +75,101 @@ class Made(NamedTuple):
         return cls((found.shape, strides_of(found.shape), dtype), found.finish)
 
 
+class Forward(NamedTuple):
+    """A forward program, and the tensors made for it, at their places. `copies`: as in `Read`, and of a bias."""
+
+    program: Program
+    made: Sequence[tuple[int, _Empty]]
+    copies: Sequence[int]
+
+
 class Prepared:
     """Contractions of given shapes, strides and dtypes under a rule: operands, result, programs of matrices."""
 
-    __slots__ = ("backs", "can_read", "form", "keeps_weight", "out", "programs", "rule", "shapes", "weight", "x")
+    __slots__ = (
+        "backs",
+        "form",
+        "forwards",
+        "is_small",
+        "keeps_weight",
+        "out",
+        "rule",
+        "shapes",
+        "weight",
+        "x",
+    )
     has_scales = False  # whether values are codes, under scales
-    is_whole = True  # whether a program computes the result
 
     def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, out: Made, about: tuple[Any, ...]) -> None:
         self.rule, self.form, self.x, self.weight, self.out = rule, form, x, weight, out
         self.shapes = (tuple(about[0]), about[2]), (tuple(about[3]), about[5])
-        self.keeps_weight = weight.axis == -1 or not depends_on_axis(weight.cast)
-        self.can_read = all(one.cast is None or is_read(one.cast) for one in (x, weight))
-        self.programs: dict[tuple[bool, bool], Program] = {}
+        self.is_small = math.prod(about[3]) <= SMALL
+        to = weight.cast
+        self.keeps_weight = to is not None and (weight.axis == -1 or not depends_on_axis(to))
+        if self.is_small and to is not None and not to.is_stochastic:
+            self.keeps_weight = False
+        self.forwards: dict[tuple[bool, bool, bool], Forward] = {}
         self.backs: dict[Hashable, Back | None] = {}
 
-    def run(self, given: Found, reads: bool = False) -> Tensor:
-        """Return the result of x, weight and bias; the values of casts that are not there are left in their places.
+    def run(self, given: Found, saves_value: bool, saves_factor: bool) -> Tensor:
+        """Return the result of x, weight and bias; the values of casts that are saved are left in their places.
 
-        `reads`: the products round what they read, and no values are kept. Raises NotFinite.
+        Raises NotFinite.
         """
-        x, weight, bias, _, _, factor, *_ = given
-        program = self.programs.get((factor is None, reads))
-        if program is None:
-            with real_tensors():
-                program = self.programs[factor is None, reads] = self._program(factor is not None, reads)
-        if self.x.copies:
-            given[X] = x.contiguous()  # type: ignore[union-attr]
-        if self.weight.copies:
-            given[WEIGHT] = weight.contiguous()  # type: ignore[union-attr]
-        if not reads:
-            if self.x.cast is not None:
-                shape, strides, dtype = self.x.empty
-                given[VALUE] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-            if self.weight.cast is not None and factor is None:
-                shape, strides, dtype = self.weight.empty
-                given[FACTOR] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-        if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
-            given[BIAS] = bias.float().contiguous()
-        if not self.is_whole:
-            return self._computed(program, given)
-        shape, strides, dtype = self.out.empty
-        given[OUT] = out = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-        if not program(given):
+        forward = self._forward(given, saves_value, saves_factor)
+        for place, (shape, strides, dtype) in forward.made:
+            given[place] = torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
+        if not forward.program(given):
             raise NotFinite
-        return out if self.out.finish is None else self.out.finish(out)
+        out, finish = given[OUT], self.out.finish
+        return out if finish is None else finish(out)  # type: ignore[return-value, arg-type]
 
-    def _computed(self, program: Program, given: Found) -> Tensor:
-        raise NotImplementedError
+    def _forward(self, given: Found, saves_value: bool, saves_factor: bool) -> Forward:
+        """Return the program of a call, with operands copied that no program reads as they lie."""
+        key = saves_value, saves_factor, given[FACTOR] is None
+        forward = self.forwards.get(key)
+        if forward is None:
+            with real_tensors():
+                copies = [place for place, one in ((X, self.x), (WEIGHT, self.weight)) if one.copies]
+                bias = given[BIAS]
+                if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
+                    copies.append(BIAS)
+                forward = self.forwards[key] = self._programmed(*key)._replace(copies=copies)
+        for place in forward.copies:
+            one = given[place]
+            assert one is not None
+            given[place] = one.contiguous() if place != BIAS else one.float().contiguous()
+        return forward
 
-    def _program(self, has_factor: bool, reads: bool) -> Program:
-        steps: list[Step] = []
-        operands = []
-        places = ((X, VALUE), (WEIGHT, FACTOR))
-        for (shape, dtype), read, (place, to) in zip(self.shapes, (self.x, self.weight), places, strict=True):
+    def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> Forward:
+        steps, made, owned, operands = list[Step](), [(OUT, self.out.empty)], list[int](), []
+        for (shape, dtype), read, place, to, is_saved in (
+            (self.shapes[0], self.x, X, VALUE, saves_value),
+            (self.shapes[1], self.weight, WEIGHT, FACTOR, saves_factor),
+        ):
             memory = Memory(place, shape, read.empty[1], dtype)
-            if reads:
-                memory = memory._replace(cast=read.cast, keeps=True)
+            if read.cast is not None and to == FACTOR and not makes_factor:
+                memory = memory._replace(place=to, dtype=read.empty[2])
+            elif read.cast is not None and self.is_small and not is_saved and is_read(read.cast):
+                memory = memory._replace(cast=read.cast, keeps=True)  # rounded again in each panel
             elif read.cast is not None:
-                if to == VALUE or not has_factor:
-                    steps.append(CastStep(memory, to, read.cast, read.empty[2], read.axis))
+                if is_saved:
+                    made.append((to, read.empty))
+                else:
+                    to = own(len(owned))
+                    owned.append(math.prod(shape) * read.empty[2].itemsize)
+                steps.append(CastStep(memory, to, read.cast, read.empty[2], read.axis))
                 memory = memory._replace(place=to, dtype=read.empty[2])
             operands.append(memory)
-        return Program([*steps, *self._products(operands[0], operands[1])])
-
-    def _products(self, x: Memory, weight: Memory) -> list[Step]:
-        found = matrices(self.form, OUTPUT, x, weight)
+        found = matrices(self.form, OUTPUT, *operands)
         assert found is not None  # as `prepare` has seen
         dtype = self.out.empty[2]
-        return [ProductStep(found.left, found.right, BIAS, OUT, dtype, _of_result(self.rule.output, dtype))]
+        steps.append(ProductStep(found.left, found.right, BIAS, OUT, dtype, _of_result(self.rule.output, dtype)))
+        return Forward(Program(steps, owned), made, ())
 
     def back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
         """Return how the gradients asked for follow from that of the result; None for what the definition runs."""
-        key = gradient.stride(), gradient.dtype, needs, bias_dtype
+        key = gradient.stride(), gradient.dtype, needs
         found: Back | None = self.backs.get(key, UNKNOWN)
         if found is UNKNOWN:
             with real_tensors():
@@ -172,7 +198,7 @@ class Back(NamedTuple):
 
     program: Program
     copies: bool
-    made: Sequence[Made | int]
+    made: Sequence[_Empty | int]
     results: Sequence[tuple[int | None, Finish | None]] | Callable[[Found, Scratch], Found]
 
     def run(self, gradient: Tensor, values: Sequence[Tensor | None]) -> Found | None:
@@ -194,15 +220,15 @@ class Back(NamedTuple):
         """Return the tensors of the program: the gradient, what was saved, and those that it makes."""
         if self.copies:
             gradient = gradient.contiguous()
-        tensors: Found = [gradient, ones(), *values, None, None][:_MADE]
+        tensors: Found = [gradient, ones(), *values]
         for one in self.made:
             if isinstance(one, int):
                 moved = gradient.movedim(one, -1)
-                made = empty(moved.shape, strides_of(tuple(moved.shape)), dtype=moved.dtype, device="cpu")
+                made = empty(moved.shape, strides_of(tuple(moved.shape)), dtype=moved.dtype, device=_CPU)
                 tensors.append(made.copy_(moved))
             else:
-                shape, strides, dtype = one.empty
-                tensors.append(empty(shape, strides, dtype=dtype, device="cpu"))
+                shape, strides, dtype = one
+                tensors.append(empty(shape, strides, dtype=dtype, device=_CPU))
         return tensors
 
 
@@ -218,7 +244,8 @@ class Builder:
         self.copies = strides != whole and (self.cast is not None or len(shape) != 2 or not is_reached(shape, strides))
         self.gradient = Memory(GRADIENT, shape, whole if self.copies else strides, dtype)
         self.steps: list[Step] = []
-        self.made: list[Made | int] = []
+        self.made: list[_Empty | int] = []
+        self.owned: list[int] = []
         self.incoming: dict[int, Memory] = {}
 
     @property
@@ -248,10 +275,13 @@ class Builder:
             if found is None or self.bias_dtype is None:
                 return None
             results[2] = self._product(found, self.bias_dtype)
-        return Back(Program(self.steps), self.copies, self.made, results)
+        return self.finished(self.copies, results)
 
-    def cast_along(self, axis: int, dtype: torch.dtype | None = None) -> Memory:
-        """Return the gradient as an operand; scales of rows and blocks follow the contracted dimension."""
+    def cast_along(self, axis: int, dtype: torch.dtype | None = None, keeps: bool = False) -> Memory:
+        """Return the gradient as an operand; scales of rows and blocks follow the contracted dimension.
+
+        `keeps`: its values are a tensor that outlives the program.
+        """
         if self.cast is None:
             return self.gradient
         axis = axis if depends_on_axis(self.cast) else -1
@@ -264,18 +294,27 @@ class Builder:
                 source = Memory(self.make(axis), turned, strides_of(turned), self.gradient.dtype)
                 lying = dict(zip(order, source.strides, strict=True))
                 strides, along = tuple(lying[index] for index in range(len(shape))), -1
-            to = self.make(Made((shape, strides, dtype)))
+            to = self.make((shape, strides, dtype)) if keeps else self.own(shape, dtype)
             self.steps.append(CastStep(source, to, self.cast, dtype, along))
             self.incoming[axis] = Memory(to, shape, strides, dtype)
         return self.incoming[axis]
 
-    def make(self, one: Made | int) -> int:
+    def make(self, one: _Empty | int) -> int:
         """Return the place of one more tensor."""
         self.made.append(one)
-        return _MADE + len(self.made) - 1
+        return FIRST_VALUE + (4 if self.prepared.has_scales else 2) + len(self.made) - 1
+
+    def own(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Return the place of numbers that only the program reads."""
+        self.owned.append(math.prod(shape) * dtype.itemsize)
+        return own(len(self.owned) - 1)
+
+    def finished(self, copies: bool, results: Any) -> Back:
+        """Return the program."""
+        return Back(Program(self.steps, self.owned), copies, self.made, results)
 
     def _product(self, found: Matrices, dtype: torch.dtype) -> tuple[int, Finish | None]:
-        to = self.make(Made.of(found, dtype))
+        to = self.make((found.shape, strides_of(found.shape), dtype))
         written = _of_result(self.prepared.rule.output, dtype)
         self.steps.append(ProductStep(found.left, found.right, NOWHERE, to, dtype, written))
         return to, found.finish

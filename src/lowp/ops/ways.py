@@ -30,6 +30,7 @@ from lowp.kernels.products.programs import (
     Program,
     Step,
     follows,
+    own,
     strides_of,
 )
 from lowp.kernels.products.scratch import Scratch
@@ -50,6 +51,7 @@ from lowp.ops.prepared import (
     WEIGHT,
     Back,
     Builder,
+    Forward,
     Found,
     Made,
     Prepared,
@@ -72,35 +74,36 @@ class InBytes(Prepared):
     """
 
     __slots__ = ("rows",)
-    has_scales, is_whole = True, False
+    has_scales = True
 
     def __init__(self, rule: Rule, form: Linear, about: tuple[Any, ...]) -> None:
         whole = strides_of(form.first), strides_of(form.second)
         x = Read(rule.input, (form.first, whole[0], torch.int8), about[1] != whole[0])
         weight = Read(rule.weight, (form.second, whole[1], torch.int8), about[4] != whole[1])
         shape = (*form.first[:-1], form.second[0])
-        super().__init__(rule, form, x, weight, Made((shape, strides_of(shape), torch.float32)), about)
+        finish = None if rule.output is None else partial(rounded, to=rule.output)
+        super().__init__(rule, form, x, weight, Made((shape, strides_of(shape), torch.float32), finish), about)
         self.rows = math.prod(form.first[:-1])
-        self.keeps_weight = self.can_read = False
+        self.keeps_weight = False
 
-    def _computed(self, program: Program, given: Found) -> Tensor:
-        given[VALUE_SCALES] = torch.empty(self.rows, dtype=torch.float32, device="cpu")
-        given[FACTOR_SCALES] = torch.empty(self.shapes[1][0][0], dtype=torch.float32, device="cpu")
-        given[OUT] = out = torch.empty(self.out.empty[0], dtype=torch.float32, device="cpu")
-        if not program(given):
-            raise NotFinite
-        return rounded(out, self.rule.output)
-
-    def _program(self, has_factor: bool, reads: bool) -> Program:
-        (n, k), rule = self.shapes[1][0], self.rule
-        assert rule.input is not None and rule.weight is not None
-        values, factors = (_codes(place, rows, k) for place, rows in ((VALUE, self.rows), (FACTOR, n)))
-        steps: list[Step] = [
-            CodesStep(_matrix(X, self.rows, k), NOWHERE, VALUE, VALUE_SCALES, rule.input),
-            CodesStep(_matrix(WEIGHT, n, k), NOWHERE, FACTOR, FACTOR_SCALES, rule.weight),
-            BytesStep(values, factors, BIAS, OUT, VALUE_SCALES, FACTOR_SCALES),
-        ]
-        return Program(steps)
+    def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> Forward:
+        steps, made, owned, operands = list[Step](), [(OUT, self.out.empty)], list[int](), []
+        depth = self.shapes[1][0][1]
+        for place, rows, read, to, scales, is_saved in (
+            (X, self.rows, self.x, VALUE, VALUE_SCALES, saves_value),
+            (WEIGHT, self.shapes[1][0][0], self.weight, FACTOR, FACTOR_SCALES, saves_factor),
+        ):
+            if is_saved:
+                made += [(to, read.empty), (scales, ((rows,), (1,), torch.float32))]
+            else:
+                to, scales = own(len(owned)), own(len(owned) + 1)
+                owned += [rows * depth, rows * torch.float32.itemsize]
+            assert read.cast is not None
+            steps.append(CodesStep(_matrix(place, rows, depth), NOWHERE, to, scales, read.cast))
+            operands.append((_codes(to, rows, depth), scales))
+        (values, of_values), (factors, of_factors) = operands
+        steps.append(BytesStep(values, factors, BIAS, OUT, of_values, of_factors))
+        return Forward(Program(steps, owned), made, ())
 
     def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
         builder, to = Builder(self, gradient, bias_dtype), self.rule.grad
@@ -114,10 +117,9 @@ class InBytes(Prepared):
             if not needs[slot]:
                 continue
             rows = matrix.shape[0]
-            codes = builder.make(Made(((rows, depth), (depth, 1), torch.int8)))
-            scales = builder.make(Made(((rows,), (1,), torch.float32)))
+            codes, scales = builder.own((rows, depth), torch.int8), builder.own((rows,), torch.float32)
             shape = self.shapes[slot][0]
-            out = builder.make(Made((shape, strides_of(shape), torch.float32)))
+            out = builder.make((shape, strides_of(shape), torch.float32))
             scale = SECOND_SCALES if place == SECOND_VALUE else FIRST_SCALES
             builder.steps.append(CodesStep(matrix, scale, codes, scales, to))
             other = _turned(_codes(place, depth, k))
@@ -126,11 +128,11 @@ class InBytes(Prepared):
         if needs[2]:
             assert bias_dtype is not None
             ones_of = Memory(ONES, (1, m), (0, 0), torch.float32)
-            out = builder.make(Made(((n,), (1,), bias_dtype)))
+            out = builder.make(((n,), (1,), bias_dtype))
             builder.steps.append(ProductStep(ones_of, incoming, NOWHERE, out, bias_dtype))
             results[2] = out, None
         copies = gradient.stride() != strides_of(tuple(gradient.shape))
-        return Back(Program(builder.steps), copies, builder.made, results)
+        return builder.finished(copies, results)
 
 
 def _matrix(place: int, rows: int, columns: int) -> Memory:
@@ -152,20 +154,31 @@ class ByTorch(Prepared):
     """Contractions that torch multiplies in fp32, between programs that round their operands and their result."""
 
     __slots__ = ("is_contiguous", "written")
-    is_whole = False
 
     def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, about: tuple[Any, ...]) -> None:
         super().__init__(rule, form, x, weight, Made(((), (), result_dtype(rule.output))), about)
-        self.can_read = False
         # in another layout torch gives the gradients, one by one, other strides than both at once
         self.is_contiguous = all(one.empty[1] == strides_of(one.empty[0]) for one in (x, weight))
         self.written: dict[Hashable, Program] = {}
 
-    def _products(self, x: Memory, weight: Memory) -> list[Step]:
-        return []
+    def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> Forward:
+        steps, made = list[Step](), list[tuple[int, Any]]()
+        for (shape, dtype), read, place, to in (
+            (self.shapes[0], self.x, X, VALUE),
+            (self.shapes[1], self.weight, WEIGHT, FACTOR),
+        ):
+            if read.cast is not None and (to == VALUE or makes_factor):
+                made.append((to, read.empty))
+                steps.append(
+                    CastStep(Memory(place, shape, read.empty[1], dtype), to, read.cast, read.empty[2], read.axis)
+                )
+        return Forward(Program(steps), made, ())
 
-    def _computed(self, program: Program, given: Found) -> Tensor:
-        if program.size and not program(given):
+    def run(self, given: Found, saves_value: bool, saves_factor: bool) -> Tensor:
+        forward = self._forward(given, saves_value, saves_factor)
+        for place, (shape, strides, dtype) in forward.made:
+            given[place] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        if forward.made and not forward.program(given):
             raise NotFinite
         x = given[X] if self.x.cast is None else given[VALUE]
         weight = given[WEIGHT] if self.weight.cast is None else given[FACTOR]
@@ -201,10 +214,10 @@ class ByTorch(Prepared):
             return None  # whose values have the strides of the gradient
         axes = [self.form.contracted[slot][1] for slot in (FIRST, SECOND)]
         incoming = [
-            builder.cast_along(axis, torch.float32).place if needed else None
+            builder.cast_along(axis, torch.float32, keeps=True).place if needed else None
             for axis, needed in zip((*axes, -1), needs, strict=True)
         ]
-        return Back(Program(builder.steps), copies, builder.made, partial(self._multiplied, incoming, bias_dtype))
+        return builder.finished(copies, partial(self._multiplied, incoming, bias_dtype))
 
     def _multiplied(
         self, incoming: list[int | None], bias_dtype: torch.dtype | None, tensors: Found, scratch: Scratch

@@ -132,11 +132,19 @@ class StepBlock(Structure):
 
     _fields_ = (
         ("kind", c_int64),
+        ("places", c_int64 * 6),
+        ("seeds", c_int64 * 3),
         ("product", PlanBlock),
         ("rounding", RoundingBlock),
         ("codes", CodesBlock),
         ("bytes", BytesBlock),
     )
+
+
+class StepsBlock(Structure):
+    """struct lowp_steps of cpu/product.hpp."""
+
+    _fields_ = (("steps", c_void_p), ("count", c_int64), ("own", c_int64))
 
 
 # one row per function: its return type and its arguments
@@ -200,7 +208,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_updates": (None, (*(c_void_p,) * 3, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
     "lowp_random_block": (None, (c_uint64, c_void_p, c_void_p)),
-    "lowp_program": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_int)),
+    "lowp_program": (c_int, (c_void_p, c_void_p, c_void_p, c_int)),
     "lowp_bytes_pack": (None, (c_void_p, *(c_int64,) * 4, c_int, *(c_void_p,) * 3, c_int)),
     "lowp_bytes_extremes": (None, (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
     "lowp_bytes_quantize": (
@@ -342,3 +350,10 @@ def sharing_address(cast: Cast) -> int | None:
 def step_blocks(count: int) -> Any:
     """Return the blocks of a program of `count` steps."""
     return (StepBlock * count)()
+
+
+def steps_block(blocks: Any, own: int) -> tuple[object, int]:
+    """Return a program of steps with as many bytes of its own, and its address, while the program lives."""
+    block = StepsBlock(addressof(blocks), len(blocks), own)
+    block.kept = blocks
+    return block, addressof(block)

@@ -18,19 +18,23 @@ namespace {
 
 constexpr int64_t kUnitSide = 512;          // rows and columns of a unit at most
 constexpr int64_t kSerialProducts = 1 << 16;  // fewer multiplications run on one thread
+constexpr int64_t kKept = int64_t{64} << 20;  // bytes of a program's own memory that a thread keeps at most
 
 // Memory for packed panels, which a thread keeps: fresh memory costs more than the packing. Huge pages, where there are
 // any: the panels of a unit take more pages of 4 KiB than a core caches addresses of.
 class Memory {
  public:
-  ~Memory() { free_aligned(data_); }
+  ~Memory() { free(); }
+  void free() {
+    free_aligned(data_);
+    data_ = nullptr;
+    size_ = 0;
+  }
   float* get(int64_t floats) {
     constexpr size_t kPage = size_t{2} << 20;
     const size_t bytes = static_cast<size_t>(floats) * sizeof(float);
     if (bytes <= size_) return data_;
-    free_aligned(data_);
-    data_ = nullptr;
-    size_ = 0;
+    free();
     const size_t whole = bytes <= kPage / 8 ? (bytes + 4095) & ~size_t{4095} : (bytes + kPage - 1) / kPage * kPage;
     data_ = static_cast<float*>(allocate_aligned(whole < kPage ? 4096 : kPage, whole));
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -126,32 +130,44 @@ Ended round(const lowp_rounding& step, const void* x, void* out, uint64_t seed, 
 }  // namespace
 }  // namespace lowp
 
-// Runs `count` steps, see product.hpp, one after the other. `memory`, six addresses a step: of a product its left and right
-// operand, its bias (fp32, or null) and its result; of a cast what it reads, and fourth what it writes; of codes the matrix,
-// the factors of its columns or null, and fourth and fifth codes and scales; of a product of codes left, right, bias, result,
-// and the scales of both, the latter or null. `seeds`, three a step, are those of stochastic casts: of left, right and
-// result, or of the one cast. Returns 0; 1 if the program ended at an infinity or a NaN; 2 if memory ran out.
-LOWP_EXPORT int lowp_program(const lowp_step* steps, int count, const int64_t* memory, const uint64_t* seeds, int threads) {
+// Runs steps, see product.hpp, one after the other. The places of a step are: of a product its left and right operand, its
+// bias (fp32, or none) and its result; of a cast what it reads, and fourth what it writes; of codes the matrix, the factors
+// of its columns or none, and fourth and fifth codes and scales; of a product of codes left, right, bias, result, and the
+// scales of both, the latter or none. Its seeds are those of left, right and result, or of the one cast. Returns 0; 1 if the
+// program ended at an infinity or a NaN; 2 if memory ran out.
+LOWP_EXPORT int lowp_program(const lowp_steps* program, const int64_t* addresses, const uint64_t* seeds, int threads) {
   using namespace lowp;
+  static thread_local Memory memory;
   Ended ended = kWhole;
-  for (int i = 0; i < count && ended == kWhole; ++i, memory += 6, seeds += 3) {
-    const auto at = [&](int place) { return reinterpret_cast<void*>(memory[place]); };
-    const auto numbers = [&](int place) { return static_cast<float*>(at(place)); };
-    const auto codes = [&](int place) { return static_cast<int8_t*>(at(place)); };
-    switch (steps[i].kind) {
-      case kRounding:
-        ended = round(steps[i].rounding, at(0), at(3), seeds[0], threads);
-        break;
-      case kProduct:
-        ended = run({steps[i].product, at(0), at(1), numbers(2), at(3), seeds[0], seeds[1], seeds[2], kernels().read_lines}, threads);
-        break;
-      case kCodes:
-        ended = encode(steps[i].codes, numbers(0), numbers(1), codes(3), numbers(4), seeds[0], threads);
-        break;
-      case kBytes:
-        ended = multiply(steps[i].bytes, codes(0), codes(1), numbers(4), numbers(5), numbers(2), numbers(3), threads);
-        break;
+  try {
+    char* const own = program->own == 0 ? nullptr : reinterpret_cast<char*>(memory.get((program->own + 3) / 4));
+    for (int64_t i = 0; i < program->count && ended == kWhole; ++i) {
+      const lowp_step& step = program->steps[i];
+      const auto at = [&](int which) -> void* {
+        const int64_t place = step.places[which];
+        return place >= 0 ? reinterpret_cast<void*>(addresses[place]) : place == -1 ? nullptr : own + (-2 - place);
+      };
+      const auto seed = [&](int which) { return step.seeds[which] < 0 ? 0 : seeds[step.seeds[which]]; };
+      const auto numbers = [&](int which) { return static_cast<float*>(at(which)); };
+      const auto codes = [&](int which) { return static_cast<int8_t*>(at(which)); };
+      switch (step.kind) {
+        case kRounding:
+          ended = round(step.rounding, at(0), at(3), seed(0), threads);
+          break;
+        case kProduct:
+          ended = run({step.product, at(0), at(1), numbers(2), at(3), seed(0), seed(1), seed(2), kernels().read_lines}, threads);
+          break;
+        case kCodes:
+          ended = encode(step.codes, numbers(0), numbers(1), codes(3), numbers(4), seed(0), threads);
+          break;
+        case kBytes:
+          ended = multiply(step.bytes, codes(0), codes(1), numbers(4), numbers(5), numbers(2), numbers(3), threads);
+          break;
+      }
     }
+  } catch (const std::bad_alloc&) {
+    ended = kNoMemory;
   }
+  if (program->own > kKept) memory.free();
   return ended;
 }

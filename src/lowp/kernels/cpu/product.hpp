@@ -55,10 +55,18 @@ enum StepKind : int64_t { kRounding = 0, kProduct = 1, kCodes = 2, kBytes = 3 };
 // A step of a program: a product, or a cast of what later steps multiply.
 struct lowp_step {
   int64_t kind;
+  int64_t places[6];  // of its tensors among the addresses; -1: none; below: of byte -2 - place of the program's own memory
+  int64_t seeds[3];   // of stochastic casts, their places among the seeds
   lowp_plan product;
   lowp_rounding rounding;
   lowp_codes codes;
   lowp_bytes bytes;
+};
+
+// `own`: bytes of memory for what only later steps read.
+struct lowp_steps {
+  const lowp_step* steps;
+  int64_t count, own;
 };
 
 namespace lowp {

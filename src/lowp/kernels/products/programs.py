@@ -10,6 +10,7 @@ import functools
 import math
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from lowp.formats import FloatFormat, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.casts.cpu_groups import groups_along
 from lowp.kernels.choose.dispatch import chosen
-from lowp.kernels.cpu.abi import TYPE_NUMBERS, cast_address, sharing_address, step_blocks
+from lowp.kernels.cpu.abi import TYPE_NUMBERS, cast_address, sharing_address, step_blocks, steps_block
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.numbers import scaled
 from lowp.kernels.numbers.philox import draw_seeds
@@ -47,6 +48,9 @@ class Memory(NamedTuple):
     keeps: bool = False
 
 
+Places = tuple[int, int, int, int, int, int]
+
+
 class CastStep(NamedTuple):
     """A step that writes the values of a cast of contiguous `source` to the place `to`, in `dtype`.
 
@@ -59,6 +63,21 @@ class CastStep(NamedTuple):
     cast: Cast
     dtype: torch.dtype
     axis: int = -1
+
+    def describe(self, block: Any) -> tuple[Places, tuple[Cast | None, ...]]:
+        """Fill a step's block; return the places of its tensors, and the casts that may draw."""
+        source, cast = self.source, self.cast
+        block.kind, rounding = _ROUNDING, block.rounding
+        rounding.type, rounding.out_type = TYPE_NUMBERS[source.dtype], TYPE_NUMBERS[self.dtype]
+        rounding.count = math.prod(source.shape)
+        if isinstance(cast.format, ScaledFormat):
+            layout = groups_along(torch.Size(source.shape), cast, self.axis)
+            assert layout is not None and source.dtype is self.dtype is torch.float32
+            rounding.sharing = sharing_address(cast)
+            _, rounding.row, rounding.group, rounding.inner = layout
+        else:
+            rounding.cast = cast_address(cast)
+        return (source.place, NOWHERE, NOWHERE, self.to, NOWHERE, NOWHERE), (cast,)
 
 
 class ProductStep(NamedTuple):
@@ -74,6 +93,23 @@ class ProductStep(NamedTuple):
     dtype: torch.dtype
     cast: Cast | None = None
 
+    def describe(self, block: Any) -> tuple[Places, tuple[Cast | None, ...]]:
+        """As `CastStep.describe`. At most two leading dimensions may have more than one matrix."""
+        block.kind, plan = _PRODUCT, block.product
+        rows, columns = self.left.shape, self.right.shape
+        plan.rows, plan.columns, plan.depth = rows[-2], columns[-1], rows[-1]
+        leading = [index for index, size in enumerate(rows[:-2]) if size != 1]
+        if rows[:-2] != columns[:-2] or rows[-1] != columns[-2] or len(leading) > 2:
+            raise ValueError(f"no product of {rows} and {columns}")
+        plan.batch[:] = _pair([rows[index] for index in leading], 1)
+        _describe_operand(plan.left, self.left, leading, -2, -1)
+        _describe_operand(plan.right, self.right, leading, -1, -2)
+        out = strides_of((*rows[:-1], columns[-1]))
+        plan.out_batch[:], plan.out_line = _pair([out[index] for index in leading], 0), out[-2]
+        plan.cast, plan.type = cast_address(self.cast), TYPE_NUMBERS[self.dtype]
+        places = self.left.place, self.right.place, self.bias, self.to, NOWHERE, NOWHERE
+        return places, (self.left.cast, self.right.cast, self.cast)
+
 
 class CodesStep(NamedTuple):
     """A step that writes the rows of a matrix in fp32 as int8, contiguous, and their scales.
@@ -87,6 +123,13 @@ class CodesStep(NamedTuple):
     codes: int
     scales: int
     cast: Cast
+
+    def describe(self, block: Any) -> tuple[Places, tuple[Cast | None, ...]]:
+        """As `CastStep.describe`."""
+        block.kind, codes = _CODES, block.codes
+        codes.sharing = sharing_address(self.cast)
+        codes.rows, codes.columns, codes.line, codes.step = *self.source.shape, *self.source.strides
+        return (self.source.place, self.factor, NOWHERE, self.codes, self.scales, NOWHERE), (self.cast,)
 
 
 class BytesStep(NamedTuple):
@@ -103,49 +146,44 @@ class BytesStep(NamedTuple):
     left_scales: int
     right_scales: int = NOWHERE
 
+    def describe(self, block: Any) -> tuple[Places, tuple[Cast | None, ...]]:
+        """As `CastStep.describe`."""
+        block.kind, plan, depth = _BYTES, block.bytes, self.left.shape[1]
+        if self.right.shape[1] != depth or depth > MOST_DEPTH:
+            raise ValueError(f"no product of codes {self.left.shape} and {self.right.shape}")
+        plan.rows, plan.columns, plan.depth = self.left.shape[0], self.right.shape[0], depth
+        plan.line, plan.step = self.right.strides
+        return (self.left.place, self.right.place, self.bias, self.to, self.left_scales, self.right_scales), ()
+
 
 Step = CastStep | ProductStep | CodesStep | BytesStep
 _ROUNDING, _PRODUCT, _CODES, _BYTES = range(4)  # StepKind of cpu/product.hpp
 
 
 class Program:
-    """Steps that one call of the library runs, one after the other."""
+    """Steps that one call of the library runs, one after the other.
 
-    __slots__ = ("_blocks", "_draws", "_places", "size")
+    Places from zero on are those of tensors, `own(0)` and so on those of the program's own memory, for what only its
+    steps read: `owned` numbers of bytes.
+    """
 
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self._blocks = step_blocks(len(steps))
+    __slots__ = ("_address", "_blocks", "_draws", "size")
+
+    def __init__(self, steps: Sequence[Step], owned: Sequence[int] = ()) -> None:
         self.size = len(steps)
-        places: list[int] = []
-        draws: list[int] = []
-        for index, (block, step) in enumerate(zip(self._blocks, steps, strict=True)):
-            casts: tuple[Cast | None, ...]
-            if isinstance(step, ProductStep):
-                block.kind = _PRODUCT
-                _describe_product(block.product, step)
-                places += (step.left.place, step.right.place, step.bias, step.to, NOWHERE, NOWHERE)
-                casts = step.left.cast, step.right.cast, step.cast
-            elif isinstance(step, BytesStep):
-                block.kind = _BYTES
-                _describe_bytes(block.bytes, step)
-                places += (step.left.place, step.right.place, step.bias, step.to, step.left_scales, step.right_scales)
-                casts = ()
-            elif isinstance(step, CodesStep):
-                block.kind = _CODES
-                shape, strides = step.source.shape, step.source.strides
-                block.codes.sharing = sharing_address(step.cast)
-                block.codes.rows, block.codes.columns, block.codes.line, block.codes.step = *shape, *strides
-                places += (step.source.place, step.factor, NOWHERE, step.codes, step.scales, NOWHERE)
-                casts = (step.cast,)
-            else:
-                block.kind = _ROUNDING
-                _describe_rounding(block.rounding, step)
-                places += (step.source.place, NOWHERE, NOWHERE, step.to, NOWHERE, NOWHERE)
-                casts = (step.cast,)
-            draws += [3 * index + at for at, one in enumerate(casts) if one is not None and one.is_stochastic]
-        self._places, self._draws = tuple(places), tuple(draws)  # `_draws`: places of seeds, in the order of steps
+        starts = [0, *accumulate(-(-size // _LINE) * _LINE for size in owned)]
+        blocks, draws = step_blocks(len(steps)), list[int]()
+        for index, (block, step) in enumerate(zip(blocks, steps, strict=True)):
+            places, casts = step.describe(block)
+            block.places[:] = [at if at >= NOWHERE else own(starts[own(at)]) for at in places]
+            for at, cast in enumerate(casts):
+                is_drawn = cast is not None and cast.is_stochastic
+                block.seeds[at] = len(draws) if is_drawn else NOWHERE
+                draws += [3 * index + at] if is_drawn else []
+        self._draws = tuple(draws)  # places of seeds, in the order of steps
+        self._blocks, self._address = steps_block(blocks, starts[-1])
 
-    def __call__(self, tensors: Sequence[Tensor | None], seeds: array[int] | None = None) -> bool:
+    def __call__(self, tensors: Sequence[Tensor | None], seeds: Sequence[int] | None = None) -> bool:
         """Run the steps on the tensors at their places; return whether they came to their end.
 
         They do not after an infinity or a NaN among numbers that share scales. `seeds`: three a step, unsigned; by
@@ -154,24 +192,25 @@ class Program:
         addresses = []
         for one in tensors:  # a comprehension would be a function
             addresses.append(0 if one is None else one.data_ptr())
-        addresses.append(0)
-        memory = array("q", map(addresses.__getitem__, self._places))
-        if seeds is None:
-            seeds = _NO_SEEDS
-            if self._draws:
-                seeds = array("Q", bytes(24 * self.size))
-                for place, seed in zip(self._draws, draw_seeds(len(self._draws)), strict=True):
-                    seeds[place] = seed
+        memory, words = array("q", addresses), None
+        if self._draws:
+            drawn = array("Q", [seeds[at] for at in self._draws] if seeds else draw_seeds(len(self._draws)))
+            words = drawn.buffer_info()[0]
         run: Any = cpu.loaded().lowp_program
         status = run.unguarded(  # `serves` has looked at the memory
-            self._blocks, self.size, memory.buffer_info()[0], seeds.buffer_info()[0], torch.get_num_threads()
+            self._address, memory.buffer_info()[0], words, torch.get_num_threads()
         )
         if status > 1:
             raise MemoryError(f"no memory for the panels of a product on {torch.get_num_threads()} threads")
         return not status
 
 
-_NO_SEEDS = array("Q", [0] * 3 * 8)
+_LINE = 64  # bytes: the program's own tensors begin at lines of the cache
+
+
+def own(index: int) -> int:
+    """Return the place of a part of a program's own memory, or which part a place is."""
+    return NOWHERE - 1 - index
 
 
 def serves(*tensors: Tensor | None) -> bool:
@@ -216,44 +255,6 @@ def rounds(cast: Cast) -> bool:
 def follows(shape: tuple[int, ...], cast: Cast, axis: int) -> bool:
     """Whether a step casts a tensor along an axis as it lies."""
     return not isinstance(cast.format, ScaledFormat) or groups_along(torch.Size(shape), cast, axis) is not None
-
-
-def _describe_rounding(block: Any, step: CastStep) -> None:
-    source, cast = step.source, step.cast
-    block.type, block.out_type, block.count = (
-        TYPE_NUMBERS[source.dtype],
-        TYPE_NUMBERS[step.dtype],
-        math.prod(source.shape),
-    )
-    if not isinstance(cast.format, ScaledFormat):
-        block.cast = cast_address(cast)
-        return
-    layout = groups_along(torch.Size(source.shape), cast, step.axis)
-    assert layout is not None and source.dtype is step.dtype is torch.float32
-    block.sharing = sharing_address(cast)
-    _, block.row, block.group, block.inner = layout
-
-
-def _describe_product(block: Any, step: ProductStep) -> None:
-    """Describe a product. At most two leading dimensions may have more than one matrix."""
-    rows, columns = step.left.shape, step.right.shape
-    block.rows, block.columns, block.depth = rows[-2], columns[-1], rows[-1]
-    leading = [index for index, size in enumerate(rows[:-2]) if size != 1]
-    if rows[:-2] != columns[:-2] or rows[-1] != columns[-2] or len(leading) > 2:
-        raise ValueError(f"no product of {rows} and {columns}")
-    block.batch[:] = _pair([rows[index] for index in leading], 1)
-    _describe_operand(block.left, step.left, leading, -2, -1)
-    _describe_operand(block.right, step.right, leading, -1, -2)
-    out = strides_of((*rows[:-1], columns[-1]))
-    block.out_batch[:], block.out_line = _pair([out[index] for index in leading], 0), out[-2]
-    block.cast, block.type = cast_address(step.cast), TYPE_NUMBERS[step.dtype]
-
-
-def _describe_bytes(block: Any, step: BytesStep) -> None:
-    block.rows, block.depth = step.left.shape
-    block.columns, (block.line, block.step) = step.right.shape[0], step.right.strides
-    if step.right.shape[1] != block.depth or block.depth > MOST_DEPTH:
-        raise ValueError(f"no product of codes {step.left.shape} and {step.right.shape}")
 
 
 def _describe_operand(block: Any, about: Memory, leading: list[int], line: int, step: int) -> None:
