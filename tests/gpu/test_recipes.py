@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import lowp
 from lowp.recipes import RECIPES, get
 
-PICTURES = {"resnet-20": 32, "resnet-110": 32, "resnet-50": 64, "resnet-101": 64, "alexnet": 64}
+PICTURES = {"resnet-20": 32, "vit": 32, "resnet-110": 32, "resnet-50": 64, "resnet-101": 64, "alexnet": 64}
 OF_PIXELS = {"digits": (64,), "digits-hard": (64,), "mnist": (784,), "cifar10-mlp": (3, 32, 32)}
 DETECTORS = {"ssd", "faster-rcnn"}  # their losses choose boxes by what the numbers are
 RECURRENT = {"seq2seq"}  # its GRU has kernels in CUDA builds alone
-NARROW = {"bert", "gpt", "rossmann"}  # norms write 16 bits: what follows them is of 16 bits, too
+NARROW = {"bert", "gpt", "rossmann", "vit"}  # norms write 16 bits: what follows them is of 16 bits, too
 WIDE = {"alexnet"}  # its local response norm squares in fp32, where torch.autocast squares in 16 bits
 SUMS = {"mm", "addmm", "bmm", "convolution", "nll_loss_forward", "_log_softmax"}
 _PLUMBING = {"_to_copy", "_foreach_copy_", "copy_"}

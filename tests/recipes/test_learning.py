@@ -30,6 +30,7 @@ LEARNING: dict[str, tuple[dict[str, Any], int, float, int, float]] = {
     "ssd": ({"images": (4, 2)}, 4, 0.001, 20, 0.7),
     "faster-rcnn": ({"images": (4, 2)}, 4, 0.001, 8, 0.7),
     "resnet-20": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
+    "vit": ({"layers": 2, "width": 32, "images": (16, 8)}, 16, 0.003, 20, 0.8),
     "resnet-110": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-50": ({"images": (8, 8), "width": 8}, 8, 0.02, 12, 0.5),
     "resnet-101": ({"images": (8, 8), "width": 8}, 8, 0.02, 12, 0.5),

@@ -24,6 +24,7 @@ RECIPES: dict[str, str] = {
     "resnet-50": "lowp.recipes.resnet:RESNET_50",
     "resnet-101": "lowp.recipes.resnet:RESNET_101",
     "alexnet": "lowp.recipes.alexnet:ALEXNET",
+    "vit": "lowp.recipes.vit:VIT",
     "unet": "lowp.recipes.unet:UNET",
     "rossmann": "lowp.recipes.rossmann:ROSSMANN",
     "gpt": "lowp.recipes.gpt:GPT_RECIPE",

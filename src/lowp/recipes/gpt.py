@@ -34,7 +34,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(BYTES, width)
         self.position = nn.Embedding(length, width)
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(_Block(heads, width, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(heads, width, dropout) for _ in range(layers))
         self.normalise = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # the more layers, the smaller the initial weights of residual branches
@@ -48,12 +48,15 @@ class GPT(nn.Module):
         return nn.functional.linear(self.normalise(x), self.embed.weight)
 
 
-class _Block(nn.Module):
-    """A transformer block: causal attention and an MLP of four times the width, both with residual connections."""
+class Block(nn.Module):
+    """A transformer block: attention and an MLP of four times the width, both with residual connections.
 
-    def __init__(self, heads: int, width: int, dropout: float) -> None:
+    `is_causal`: a position attends to those before it and to itself.
+    """
+
+    def __init__(self, heads: int, width: int, dropout: float, is_causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.is_causal = heads, is_causal
         self.before_attention, self.before_perceptron = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.add_attention = nn.Linear(width, width)
@@ -71,7 +74,7 @@ class _Block(nn.Module):
         count, length, width = x.shape
         parts = self.query_key_value(x).view(count, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         return attended.transpose(1, 2).reshape(count, length, width)
 
 
@@ -102,7 +105,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     return {"bits_per_byte": metrics["loss"] / math.log(2), **metrics}
 
 
-def _decays(name: str, parameter: nn.Parameter) -> bool:
+def decays(name: str, parameter: nn.Parameter) -> bool:
     """Return whether weight decay applies: to matrices, not to biases and normalisations."""
     return parameter.dim() > 1
 
@@ -133,7 +136,7 @@ GPT_RECIPE = Recipe(
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,
-    make_optimizer=partial(adamw_where, _decays, weight_decay=0.1, betas=(0.9, 0.95)),
+    make_optimizer=partial(adamw_where, decays, weight_decay=0.1, betas=(0.9, 0.95)),
     schedule=one_cycle,
     clip=1.0,
     unit="tokens",

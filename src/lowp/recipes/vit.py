@@ -1,0 +1,77 @@
+"""A vision transformer: a picture is a sequence of patches.
+
+The network is that of Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, arXiv 2010.11929, for images of 32x32;
+the mean over the patches is classified, as in Beyer, Zhai, Kolesnikov 2022, arXiv 2205.01580. Its blocks are the GPT's,
+without the causal mask.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lowp.recipes.classification import classifier
+from lowp.recipes.gpt import Block, decays
+from lowp.recipes.recipe import Size, adamw_where, one_cycle
+from lowp.recipes.resnet import load_small
+
+SIDE = 32
+
+
+class VisionTransformer(nn.Module):
+    """A vision transformer, from float images [N, 3, 32, 32] to scores [N, classes]; `patch` pixels a side."""
+
+    def __init__(self, layers: int, heads: int, width: int, patch: int, dropout: float, classes: int = 10) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, width, patch, stride=patch)
+        self.position = nn.Parameter(torch.empty((SIDE // patch) ** 2, width))
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(heads, width, dropout, is_causal=False) for _ in range(layers)))
+        self.normalise = nn.LayerNorm(width)
+        self.classify = nn.Linear(width, classes)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:  # the more layers, the smaller the initial weights of residual branches
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ".add" in name else 0.02)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return scores [N, classes]."""
+        patches = self.embed(images).flatten(2).transpose(1, 2)
+        x = self.normalise(self.blocks(self.drop(patches + self.position)))
+        scores: Tensor = self.classify(x.mean(1))
+        return scores
+
+
+def make_model(size: Size) -> nn.Module:
+    """Return a vision transformer of this size."""
+    return VisionTransformer(*(size.options[name] for name in ("layers", "heads", "width", "patch", "dropout")))
+
+
+VIT = classifier(
+    name="vit",
+    summary="vision transformer for images of 32x32",
+    source="Dosovitskiy et al. 2020, arXiv 2010.11929; the mean of the patches as in Beyer et al. 2022, arXiv 2205.01580",
+    data="generated: ten figures drawn on scikit-learn's photographs, 32x32; --data DIR: CIFAR-10 (batches or npz)",
+    sizes={
+        "cpu": Size(
+            20,
+            50,
+            2e-3,
+            157_962,
+            {"layers": 3, "heads": 4, "width": 64, "patch": 4, "dropout": 0.0, "images": (2000, 500)},
+        ),
+        "full": Size(
+            100,
+            128,
+            1e-3,
+            2_693_194,
+            {"layers": 6, "heads": 6, "width": 192, "patch": 4, "dropout": 0.1, "images": (10_000, 2000)},
+        ),
+    },
+    load=load_small,
+    make_model=make_model,
+    make_optimizer=partial(adamw_where, decays, weight_decay=0.05),
+    schedule=one_cycle,
+    clip=1.0,
+)
