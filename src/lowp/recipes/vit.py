@@ -51,7 +51,7 @@ def make_model(size: Size) -> nn.Module:
 VIT = classifier(
     name="vit",
     summary="vision transformer for images of 32x32",
-    source="Dosovitskiy et al. 2020, arXiv 2010.11929; the mean of the patches as in Beyer et al. 2022, arXiv 2205.01580",
+    source="Dosovitskiy et al. 2020, arXiv 2010.11929; classified as in Beyer et al. 2022, arXiv 2205.01580",
     data="generated: ten figures drawn on scikit-learn's photographs, 32x32; --data DIR: CIFAR-10 (batches or npz)",
     sizes={
         "cpu": Size(
