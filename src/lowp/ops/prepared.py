@@ -75,7 +75,7 @@ class Made(NamedTuple):
         return cls((found.shape, strides_of(found.shape), dtype), found.finish)
 
 
-class Forward(NamedTuple):
+class ForwardProgram(NamedTuple):
     """A forward program, and the tensors made for it, at their places. `copies`: as in `Read`, and of a bias."""
 
     program: Program
@@ -108,7 +108,7 @@ class Prepared:
         self.keeps_weight = to is not None and (weight.axis == -1 or not depends_on_axis(to))
         if self.is_small and to is not None and not to.is_stochastic:
             self.keeps_weight = False
-        self.forwards: dict[tuple[bool, bool, bool], Forward] = {}
+        self.forwards: dict[tuple[bool, bool, bool], ForwardProgram] = {}
         self.backs: dict[Hashable, Back | None] = {}
 
     def run(self, given: Found, saves_value: bool, saves_factor: bool) -> Tensor:
@@ -124,7 +124,7 @@ class Prepared:
         out, finish = given[OUT], self.out.finish
         return out if finish is None else finish(out)  # type: ignore[return-value, arg-type]
 
-    def _forward(self, given: Found, saves_value: bool, saves_factor: bool) -> Forward:
+    def _forward(self, given: Found, saves_value: bool, saves_factor: bool) -> ForwardProgram:
         """Return the program of a call, with operands copied that no program reads as they lie."""
         key = saves_value, saves_factor, given[FACTOR] is None
         forward = self.forwards.get(key)
@@ -141,7 +141,7 @@ class Prepared:
             given[place] = one.contiguous() if place != BIAS else one.float().contiguous()
         return forward
 
-    def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> Forward:
+    def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> ForwardProgram:
         steps, made, owned, operands = list[Step](), [(OUT, self.out.empty)], list[int](), []
         for (shape, dtype), read, place, to, is_saved in (
             (self.shapes[0], self.x, X, VALUE, saves_value),
@@ -165,7 +165,7 @@ class Prepared:
         assert found is not None  # as `prepare` has seen
         dtype = self.out.empty[2]
         steps.append(ProductStep(found.left, found.right, BIAS, OUT, dtype, _of_result(self.rule.output, dtype)))
-        return Forward(Program(steps, owned), made, ())
+        return ForwardProgram(Program(steps, owned), made, ())
 
     def back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
         """Return how the gradients asked for follow from that of the result; None for what the definition runs."""

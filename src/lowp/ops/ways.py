@@ -51,7 +51,7 @@ from lowp.ops.prepared import (
     WEIGHT,
     Back,
     Builder,
-    Forward,
+    ForwardProgram,
     Found,
     Made,
     Prepared,
@@ -86,7 +86,7 @@ class InBytes(Prepared):
         self.rows = math.prod(form.first[:-1])
         self.keeps_weight = False
 
-    def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> Forward:
+    def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> ForwardProgram:
         steps, made, owned, operands = list[Step](), [(OUT, self.out.empty)], list[int](), []
         depth = self.shapes[1][0][1]
         for place, rows, read, to, scales, is_saved in (
@@ -103,7 +103,7 @@ class InBytes(Prepared):
             operands.append((_codes(to, rows, depth), scales))
         (values, of_values), (factors, of_factors) = operands
         steps.append(BytesStep(values, factors, BIAS, OUT, of_values, of_factors))
-        return Forward(Program(steps, owned), made, ())
+        return ForwardProgram(Program(steps, owned), made, ())
 
     def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
         builder, to = Builder(self, gradient, bias_dtype), self.rule.grad
@@ -161,7 +161,7 @@ class ByTorch(Prepared):
         self.is_contiguous = all(one.empty[1] == strides_of(one.empty[0]) for one in (x, weight))
         self.written: dict[Hashable, Program] = {}
 
-    def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> Forward:
+    def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> ForwardProgram:
         steps, made = list[Step](), list[tuple[int, Any]]()
         for (shape, dtype), read, place, to in (
             (self.shapes[0], self.x, X, VALUE),
@@ -172,7 +172,7 @@ class ByTorch(Prepared):
                 steps.append(
                     CastStep(Memory(place, shape, read.empty[1], dtype), to, read.cast, read.empty[2], read.axis)
                 )
-        return Forward(Program(steps), made, ())
+        return ForwardProgram(Program(steps), made, ())
 
     def run(self, given: Found, saves_value: bool, saves_factor: bool) -> Tensor:
         forward = self._forward(given, saves_value, saves_factor)
