@@ -97,7 +97,7 @@ def test_weights_with_a_nan_are_left_to_torch_operations() -> None:
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn"])
 def test_what_is_written_beside_a_nan_depends_on_neither_processor_nor_threads(name: str) -> None:
     bits = torch.tensor([0x7FC00000, 0x7F800001, -1, -0x3FFFFF]).int()  # NaNs with other signs and payloads
-    master = torch.randn(40_000)
+    master = torch.randn(90_000)  # enough for two threads
     master[3000:3004] = bits.view(torch.float32)
     cast, found, before = casts.parse(name), [], torch.get_num_threads()
     dtype = Storage.parse(name, "fp32").dtype
