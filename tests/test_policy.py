@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,14 +17,28 @@ from lowp.presets import PRESETS
 
 CASTS = st.none() | st.sampled_from(["fp16", "bf16:toward-zero", "e4m3fn:saturate", "flex16+5", "mxfp8", "bf16-tpu"])
 ACCUMULATIONS = st.none() | st.sampled_from(["fp32", "fp16/16", "bf16/128", "int32", "exact"])
+
+
+def _rule(ops: list[str], where: str, casts: tuple[str, ...], accumulate: str | None, products: dict[str, str]) -> Rule:
+    roles = dict(zip(("input", "weight", "grad", "output"), casts, strict=True))
+    sums_integers = accumulate in ("int32", "exact")
+    return Rule.of(*ops, where=where, accumulate=accumulate, **roles, **({} if sums_integers else products))
+
+
+PRODUCTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "input_gradient": st.sampled_from(["weight=mxfp8", "grad=bf16", "weight=e4m3fn grad=e5m2 hadamard=16"]),
+        "weight_gradient": st.sampled_from(["input=nvfp4:stochastic hadamard=128", {"grad": "bf16"}, ""]),
+    },
+)
 RULES = st.builds(
-    lambda ops, where, casts, accumulate: Rule.of(
-        *ops, where=where, accumulate=accumulate, **dict(zip(("input", "weight", "grad", "output"), casts, strict=True))
-    ),
+    _rule,
     st.lists(st.sampled_from(["linear", "conv*", "contraction", "norm", 'a"b\\c\nd\x7f']), max_size=2),
     st.sampled_from(["*", "layer4.*", "*.head"]) | st.text(st.characters(exclude_categories=["Cs"])),
     st.tuples(CASTS, CASTS, CASTS, CASTS),
     ACCUMULATIONS,
+    PRODUCTS,
 )
 POLICIES = st.builds(
     Policy,
@@ -96,6 +111,55 @@ def test_a_policy_prints_its_rules() -> None:
     ]
 
 
+def test_a_rule_with_casts_by_product_prints_and_is_a_sub_table() -> None:
+    rule = Rule.of(
+        "linear", input="mxfp8", weight_gradient="input=bf16 grad=bf16 hadamard=16", input_gradient={"weight": "fp16"}
+    )
+    assert str(rule) == (
+        "linear: input=mxfp8 input_gradient=(weight=fp16) weight_gradient=(input=bf16 grad=bf16 hadamard=16)"
+    )
+    text = Policy((rule,)).to_toml()
+    assert '[rule.weight_gradient]\ninput = "bf16"\ngrad = "bf16"\nhadamard = 16\n' in text
+    inline = '[[rule]]\nops = ["linear"]\ninput = "mxfp8"\ninput_gradient = "weight=fp16"\n'
+    assert Policy.from_toml(inline + 'weight_gradient = "grad=bf16 input=bf16 hadamard=16"').rules == (rule,)
+    assert rule != Rule.of("linear", input="mxfp8") and not Rule.of(weight_gradient="grad=bf16").is_empty
+    assert Rule.of(weight_gradient="") == Rule() and [str(one) for one in rule.grads] == ["bf16"]
+    assert [str(one) for one in rule.casts] == ["mxfp8", "bf16", "fp16", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"weight_gradient": "wieght=bf16"},
+            "a product of the backward pass: unknown key 'wieght'; did you mean weight",
+        ),
+        ({"weight_gradient": "weight=bf16"}, "weight_gradient: its product reads grad and input: omit weight"),
+        ({"input_gradient": "input=bf16 grad=bf16"}, "input_gradient: its product reads grad and weight: omit input"),
+        ({"input_gradient": "grad=bf16 hadamard=16"}, "hadamard=16 rotates both operands before their casts: name wei"),
+        (
+            {"weight_gradient": "input=bf16 hadamard=12"},
+            "hadamard=12: give a power of two from 2 to 256, or 0 for none",
+        ),
+        ({"weight_gradient": {"hadamard": True}}, "hadamard=True: give a power of two"),
+        ({"weight_gradient": "input=bf61"}, "unknown format 'bf61'; did you mean bf16"),
+        ({"weight_gradient": "grad=bf16 grad=fp16"}, "grad=bf16 grad=fp16: a key is given twice"),
+        ({"weight_gradient": 16}, '16 is not the casts of a product: give text, as "grad=bf16 input=bf16"'),
+        (
+            {"weight_gradient": "grad=bf16", "accumulate": "int32"},
+            "accumulate=int32 sums the integers that forward has rounded, in all products: omit input_gradient and",
+        ),
+        (
+            {"weight_gradient": "grad=bf16", "output": "flex16+5:autoflex"},
+            "output=flex16\\+5:autoflex is written at sites, whose products read what forward has rounded: omit",
+        ),
+    ],
+)
+def test_wrong_casts_by_product_are_explained(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(InvalidInput, match=expected):
+        Rule.of("linear", **given)
+
+
 @pytest.mark.parametrize("text", ["fp32", "fp16/16", "bf16/128", "int32", "exact"])
 def test_an_accumulation_prints_as_it_is_read(text: str) -> None:
     assert str(Accumulation.parse(text)) == text
@@ -113,6 +177,8 @@ def test_an_accumulation_prints_as_it_is_read(text: str) -> None:
         ("[[rule]]\ninput = 16\n", 'input must be text, as in input = "fp16"'),
         ("table = 'lowp-2'\n", "unknown op table 'lowp-2'; did you mean lowp-1"),
         ("tabel = 'lowp-1'\n", "unknown key 'tabel'; did you mean table"),
+        ("[[rule]]\nweight_gradient = 3\n", "rule 1: 3 is not the casts of a product"),
+        ("[[rule]]\n[rule.weight_gradient]\nimput = 'bf16'\n", "unknown key 'imput'; did you mean input"),
         ("rule = 3\n", r"rules must be \[\[rule\]\] tables"),
         ("rule = [", "is not TOML"),
         ("loss_scale = true\n", "loss scale 'True' is not valid: give none, a number"),

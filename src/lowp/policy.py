@@ -33,6 +33,9 @@ _LONGEST_TEXT = 1 << 18  # bytes of a policy: thousands of rules
 _MOST_DOTS = 8
 _STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
 _CAST_ROLES = ("input", "weight", "grad", "output")
+# the products of the backward pass, and the operands that each of them reads
+_PRODUCTS = {"input_gradient": ("grad", "weight"), "weight_gradient": ("grad", "input")}
+HADAMARD_SIZES = tuple(2**power for power in range(1, 9))
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,60 @@ class Accumulation:
 
 
 @dataclass(frozen=True)
+class Operands:
+    """The casts of the operands of one product of the backward pass, where they differ from those of its rule.
+
+    None reads what the rule says: of `input` and `weight` the values that forward rounded, `grad` by the rule's `grad`.
+    `hadamard` rotates both operands before their casts, in blocks of so many numbers along the sum.
+    """
+
+    input: Cast | None = None
+    weight: Cast | None = None
+    grad: Cast | None = None
+    hadamard: int = 0
+
+    def __post_init__(self) -> None:
+        for role in ("input", "weight", "grad"):
+            if (value := getattr(self, role)) is not None:
+                object.__setattr__(self, role, _carried(role, casts.parse(value)))
+        size = self.hadamard
+        if type(size) is not int or (size and size not in HADAMARD_SIZES):
+            raise InvalidInput(f"hadamard={size!r}: give a power of two from 2 to 256, or 0 for none")
+
+    @classmethod
+    def parse(cls, given: str | Mapping[str, object] | Operands) -> Operands:
+        """``input=mxfp8 grad=mxfp8:stochastic hadamard=16`` as text, or the same as a mapping."""
+        if isinstance(given, Operands):
+            return given
+        if isinstance(given, str):
+            pairs = [word.partition("=")[::2] for word in given.split()]
+            given = dict(pairs)
+            if len(given) < len(pairs):
+                raise InvalidInput(f"{' '.join(map('='.join, pairs))}: a key is given twice")
+        if not isinstance(given, Mapping):
+            raise InvalidInput(f'{brief(given)} is not the casts of a product: give text, as "grad=bf16 input=bf16"')
+        _known_keys(given, [one.name for one in fields(cls)], "a product of the backward pass")
+        size = given.get("hadamard", 0)
+        size = int(size) if isinstance(size, str) and size.isdecimal() else size
+        texts = {key: value for key, value in given.items() if key != "hadamard"}
+        return cls(**{key: casts.parse(value) for key, value in texts.items()}, hadamard=size)  # type: ignore[arg-type]
+
+    @property
+    def other(self) -> Cast | None:
+        """The cast of the operand of the forward product, of which each of these products reads one."""
+        return self.input if self.weight is None else self.weight
+
+    def values(self) -> dict[str, Any]:
+        """The entries that are given, by the keys of a policy file."""
+        roles = (role for role in ("input", "weight", "grad") if getattr(self, role) is not None)
+        found: dict[str, Any] = {role: str(getattr(self, role)) for role in roles}
+        return found | ({"hadamard": self.hadamard} if self.hadamard else {})
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.values().items())
+
+
+@dataclass(frozen=True)
 class Rule:
     """The casts for ops named `ops` in modules whose path matches `where`.
 
@@ -86,6 +143,11 @@ class Rule:
     Roles: `input` and `weight` are the operands of the forward product, `grad` the incoming gradient as an operand of
     the two backward products, `output` the result of each of the three products, or of any other op. None leaves a
     tensor unchanged. Casts may be given as text.
+
+    `input_gradient` and `weight_gradient` are casts of one backward product alone: ``grad`` and ``weight`` of the
+    former, ``grad`` and ``input`` of the latter. An operand of forward that is named there is kept as it came and
+    rounded along the sum of that product. They hold for products of an input and a weight: attention and the steps of
+    recurrent layers read operands that are rounded once.
     """
 
     ops: tuple[str, ...] = ()
@@ -95,6 +157,8 @@ class Rule:
     grad: Cast | None = None
     output: Cast | None = None
     accumulate: Accumulation | None = None
+    input_gradient: Operands | None = None
+    weight_gradient: Operands | None = None
 
     def __post_init__(self) -> None:
         ops = (self.ops,) if isinstance(self.ops, str) else tuple(self.ops)
@@ -107,6 +171,12 @@ class Rule:
                 object.__setattr__(self, role, _carried(role, casts.parse(value)))
         if self.accumulate is not None:
             object.__setattr__(self, "accumulate", Accumulation.parse(self.accumulate))
+        for product in _PRODUCTS:
+            if (value := getattr(self, product)) is not None:
+                operands = Operands.parse(value)
+                object.__setattr__(self, product, None if operands == Operands() else operands)
+        if self.has_products:
+            _check_products(self)
 
     @classmethod
     def of(
@@ -118,10 +188,13 @@ class Rule:
         grad: str | Cast | None = None,
         output: str | Cast | None = None,
         accumulate: str | Accumulation | None = None,
+        input_gradient: str | Mapping[str, object] | Operands | None = None,
+        weight_gradient: str | Mapping[str, object] | Operands | None = None,
     ) -> Rule:
         """A rule with its casts given as text: ``Rule.of("conv*", where="stem.*", input="bf16", weight="bf16")``."""
         accumulation = None if accumulate is None else Accumulation.parse(accumulate)
-        return cls(ops, where, _cast(input), _cast(weight), _cast(grad), _cast(output), accumulation)
+        products = (None if one is None else Operands.parse(one) for one in (input_gradient, weight_gradient))
+        return cls(ops, where, _cast(input), _cast(weight), _cast(grad), _cast(output), accumulation, *products)
 
     def matches(self, op: str, op_class: str, path: str) -> bool:
         """Whether the rule speaks of this op at this module path ('' outside any module)."""
@@ -131,10 +204,32 @@ class Rule:
     @property
     def is_empty(self) -> bool:
         """Whether the rule changes nothing: such a rule protects ops from the rules after it."""
-        return self.accumulate is None and all(getattr(self, role) is None for role in _CAST_ROLES)
+        return self.accumulate is None and not self.has_products and not self.casts
+
+    @property
+    def has_products(self) -> bool:
+        """Whether a product of the backward pass has casts of its own."""
+        return self.input_gradient is not None or self.weight_gradient is not None
+
+    @property
+    def _products(self) -> tuple[Operands, ...]:
+        return tuple(one for one in (self.input_gradient, self.weight_gradient) if one is not None)
+
+    @property
+    def grads(self) -> tuple[Cast, ...]:
+        """The casts of the incoming gradient as an operand, of both products."""
+        given = (self.grad, *(one.grad for one in self._products))
+        return tuple(one for one in given if one is not None)
+
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        """Every cast that the rule names."""
+        given = (self.input, self.weight, *self.grads, self.output, *(one.other for one in self._products))
+        return tuple(one for one in given if one is not None)
 
     def __str__(self) -> str:
         given = [f"{role}={getattr(self, role)}" for role in (*_CAST_ROLES, "accumulate") if getattr(self, role)]
+        given += [f"{product}=({getattr(self, product)})" for product in _PRODUCTS if getattr(self, product)]
         place = "" if self.where == "*" else f" in {self.where}"
         return f"{' '.join(self.ops) or 'every op'}{place}: {' '.join(given) or 'as it is'}"
 
@@ -289,6 +384,32 @@ def _carried(role: str, cast: Cast) -> Cast:
     return cast
 
 
+def _check_products(rule: Rule) -> None:
+    """Raise InvalidInput for casts of products that no product has, or that its sums cannot read."""
+    for product, read in _PRODUCTS.items():
+        operands: Operands | None = getattr(rule, product)
+        if operands is None:
+            continue
+        given = operands.values()
+        if unread := [role for role in given if role not in (*read, "hadamard")]:
+            raise InvalidInput(f"{product}: its product reads {read[0]} and {read[1]}: omit {unread[0]}")
+        if operands.hadamard and operands.other is None:
+            raise InvalidInput(
+                f"{product}: hadamard={operands.hadamard} rotates both operands before their casts: name {read[1]}, too"
+            )
+    sums, output = rule.accumulate, rule.output
+    if sums is not None and sums.format in ("int32", "exact"):
+        raise InvalidInput(
+            f"accumulate={sums} sums the integers that forward has rounded, in all products: omit input_gradient and "
+            "weight_gradient, or accumulate in fp32, fp16/n or bf16/n"
+        )
+    if output is not None and output.scaling is not None and output.scaling.kind != "current":
+        raise InvalidInput(
+            f"output={output} is written at sites, whose products read what forward has rounded: omit input_gradient "
+            "and weight_gradient, or write the output in another format"
+        )
+
+
 def _check_text(value: object, what: str) -> None:
     """Raise InvalidInput for a text that a file cannot hold: a policy is saved in every checkpoint."""
     if not isinstance(value, str):
@@ -303,7 +424,8 @@ def _rule_values(rule: Rule) -> dict[str, Any]:
     if rule.where != "*":
         values["where"] = rule.where
     roles = (*_CAST_ROLES, "accumulate")
-    return values | {role: str(getattr(rule, role)) for role in roles if getattr(rule, role) is not None}
+    values |= {role: str(getattr(rule, role)) for role in roles if getattr(rule, role) is not None}
+    return values | {product: getattr(rule, product).values() for product in _PRODUCTS if getattr(rule, product)}
 
 
 def _rule(data: Mapping[str, object], index: int) -> Rule:
@@ -315,7 +437,8 @@ def _rule(data: Mapping[str, object], index: int) -> Rule:
     if not isinstance(ops, (list, tuple)) or not all(isinstance(op, str) for op in ops):
         raise InvalidInput(f'{place}: ops must be a list of names, as in ["linear", "conv*"], not {ops!r}')
     try:
-        return Rule.of(*ops, **_strings({key: value for key, value in data.items() if key != "ops"}))
+        products: dict[str, Any] = {key: data[key] for key in _PRODUCTS if key in data}
+        return Rule.of(*ops, **_strings({key: data[key] for key in data if key not in ("ops", *_PRODUCTS)}), **products)
     except ValueError as error:
         raise InvalidInput(f"{place}: {error}") from None
 

@@ -250,8 +250,8 @@ def clipped_gradients(preset: Preset) -> str | None:
     """Return a sentence if gradients are clipped where the dynamic loss scale of a preset waits for an overflow."""
     if preset.loss_scale.kind != "dynamic":
         return None
-    for cast in (rule.grad for rule in preset.policy.rules):
-        if cast is not None and isinstance(cast.format, FloatFormat) and cast.overflow is Overflow.SATURATE:
+    for cast in (cast for rule in preset.policy.rules for cast in rule.grads):
+        if isinstance(cast.format, FloatFormat) and cast.overflow is Overflow.SATURATE:
             return (
                 f"gradients in {cast} are clipped at {cast.format.maximum:g} and never overflow, so the dynamic loss "
                 "scale is not lowered for them: give a constant loss scale, such as 64, or a format with a shared "
@@ -266,7 +266,7 @@ def _of_policy(policy: Policy) -> Preset:
     The loss scale is the policy's own, else dynamic if a gradient is rounded to a narrow exponent. Masters are fp32 if
     the policy stores parameters in a format without predicted exponents.
     """
-    narrow = any(_is_narrow(rule.grad) for rule in policy.rules)
+    narrow = any(_is_narrow(cast) for rule in policy.rules for cast in rule.grads)
     scale = DYNAMIC if narrow else LossScale()
     return Preset(
         policy.name or "policy",

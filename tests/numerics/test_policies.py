@@ -25,6 +25,18 @@ def test_each_tensor_is_judged_under_the_cast_of_its_role(record: Record) -> Non
     assert Key("2", "layer_norm", "input", "forward") not in found, "fp8 rounds operands of products alone"
 
 
+def test_of_the_casts_of_products_the_one_that_leaves_least_counts(record: Record) -> None:
+    casts = {"input": "bf16", "weight": "bf16", "grad": "bf16"}
+    rule = lowp.Rule.of("linear", **casts, input_gradient="weight=e2m1", weight_gradient="input=e4m3fn grad=e5m2")
+    found = effects(record, lowp.Policy((rule,)))
+    for key, cast in (
+        (Key("0", "linear", "input", "forward"), "e4m3fn"),
+        (Key("0", "linear", "grad", "backward"), "e5m2"),
+        (Key("0", "weight", "weight", "step"), "e2m1"),
+    ):
+        assert found[key] == effect(record.tensors[key], cast)
+
+
 def test_the_loss_scale_moves_what_backward_writes(record: Record) -> None:
     policy = presets.PRESETS["fp16"].policy
     key = Key("0", "weight", "weight_grad", "backward")

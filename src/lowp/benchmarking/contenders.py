@@ -171,4 +171,4 @@ def significand_bits(format: Format) -> int:
 def _operand_casts(precision: str) -> Iterator[Cast]:
     for rule in presets.parse(precision).policy.rules:
         if rule.weight is not None:
-            yield from (cast for cast in (rule.input, rule.weight, rule.grad) if cast is not None)
+            yield from (cast for cast in (rule.input, rule.weight, *rule.grads) if cast is not None)

@@ -36,7 +36,7 @@ def largest_grad_scale(policy: Policy) -> float:
     Times 2**6 it is at most the power of two above the maximum of each format of gradients that has no shared scale:
     1024 for fp16, 8 for e4m3fn (maximum 448), and 1 where the format has no room for more, as e3m4 and e2m1.
     """
-    casts = [rule.grad for rule in policy.rules if rule.grad is not None]
+    casts = [cast for rule in policy.rules for cast in rule.grads]
     maxima = [cast.format.maximum for cast in casts if isinstance(cast.format, FloatFormat)]
     # frexp: maximum < 2**exponent
     scales = (math.ldexp(1.0, math.frexp(maximum)[1] - _GRAD_ROOM) for maximum in maxima)

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from lowp.casts import Cast
 from lowp.numerics.prediction import Effect, effect, sensitivity
 from lowp.numerics.record import Key, OpSeen, Record
-from lowp.policy import Policy, Rule
+from lowp.policy import Operands, Policy, Rule
 
 
 def effects(record: Record, policy: Policy, loss_scale: float = 1.0) -> dict[Key, Effect]:
     """Return the effect of the policy by tensor; tensors that no rule rounds are left out.
 
-    A gradient of a weight is an output of its product. Raises InvalidInput for an empty record.
+    Of several casts by which products read one tensor, the one that leaves least of its signal counts. A gradient of a
+    weight is an output of its product. Raises InvalidInput for an empty record.
     """
     record.require_content()
     found: dict[Key, Effect] = {}
@@ -23,18 +24,25 @@ def effects(record: Record, policy: Policy, loss_scale: float = 1.0) -> dict[Key
         for key, cast in () if rule is None else _casts(module, op, seen, rule):
             if key in record.tensors and cast is not None:
                 scale = loss_scale if key.phase == "backward" else 1.0
-                found[key] = effect(record.tensors[key], cast, scale)
+                one = effect(record.tensors[key], cast, scale)
+                found[key] = min(found.get(key, one), one, key=lambda one: one.signal_to_noise)
     return found
 
 
 def _casts(module: str, op: str, seen: OpSeen, rule: Rule) -> Iterator[tuple[Key, Cast | None]]:
-    for role, cast in (("input", rule.input), ("weight", rule.weight), ("output", rule.output)):
-        yield Key(module, op, role, "forward"), cast
-    yield Key(module, op, "grad", "backward"), rule.grad or rule.output
+    products = [one or Operands() for one in (rule.input_gradient, rule.weight_gradient)]
+    inputs = rule.input, *(one.input for one in products)
+    weights = rule.weight, *(one.weight for one in products)
+    for role, casts in (("input", inputs), ("weight", weights), ("output", (rule.output,))):
+        for cast in casts:
+            yield Key(module, op, role, "forward"), cast
+    for product in products:
+        yield Key(module, op, "grad", "backward"), product.grad or rule.grad or rule.output
     for role, name in seen.parameters.items():
         path, _, own = name.rpartition(".")
         if role.partition(" ")[0] == "weight":
-            yield Key(path, own, "weight", "step"), rule.weight
+            for cast in weights:
+                yield Key(path, own, "weight", "step"), cast
         if seen.op_class == "contraction":
             yield Key(path, own, "weight_grad", "backward"), rule.output
 

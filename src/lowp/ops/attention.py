@@ -100,7 +100,7 @@ def _of_bias(bias: CausalBias, causal: bool, device: torch.device) -> tuple[Tens
 def _attention(
     call: Call, settings: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    rule, casts, tensors = call.rule, call.casts, (query, key, value)
+    rule, casts, tensors = call.rule, call.casts.once, (query, key, value)
     if functorch_is_active():
         # gradients are rounded by the conversions of the graph, unless the rule leaves them wide
         dtype = _plain_carrier(rule)

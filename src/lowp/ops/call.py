@@ -16,7 +16,7 @@ from lowp.exponents import SiteWriter, Spots
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, rounded
 from lowp.ops.observing import Watch, role_of
-from lowp.policy import Accumulation, Rule
+from lowp.policy import Accumulation, Operands, Rule
 
 WeightCast = Callable[[Tensor, Cast], Tensor]
 # Runs a common call of a function, given its arguments and its region: eager, without observers or transforms. Returns
@@ -77,6 +77,17 @@ class RoleCasts:
         cast: Cast | None = getattr(self.rule, "output" if role.endswith("gradient") else role)
         return cast
 
+    def of_product(self, target: int) -> Operands:
+        """Return the casts of the product of the backward pass that makes the gradient of an operand, 0 or 1."""
+        rule = self.rule
+        own = rule.weight_gradient if self.roles[target] == "weight" else rule.input_gradient
+        return _AS_FORWARD if own is None else own
+
+    @property
+    def once(self) -> RoleCasts:
+        """The same for products whose operands are rounded once, by the rule's own casts."""
+        return replace(self, rule=rounding_once(self.rule)) if self.rule.has_products else self
+
     @property
     def sums_integers(self) -> bool:
         """Whether products are sums of integers.
@@ -129,6 +140,21 @@ class RoleCasts:
         """Pass a tensor to observers that is cast in another way."""
         if self.watch is not None:
             self.watch(x, role, self.of(role))
+
+    def tell_as(self, x: Tensor, role: str, to: Cast | None) -> None:
+        """Pass to observers an operand of the backward pass, before a cast."""
+        if self.watch is not None:
+            self.watch(x, role, to, "backward")
+
+
+_AS_FORWARD = Operands()
+
+
+@constant_when_compiled
+@remembered_by_identity
+def rounding_once(rule: Rule) -> Rule:
+    """Return a rule without the casts of single products."""
+    return replace(rule, input_gradient=None, weight_gradient=None)
 
 
 @remembered_by_identity

@@ -137,10 +137,9 @@ class _StraightThrough(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
         x, to, dtype, seed, axis = arguments
         x = x.movedim(in_dims[0], 0)
-        axis = axis if axis < 0 else axis + 1
         if isinstance(to.format, ScaledFormat):  # each example has its own scale
             return torch.stack([_straight_through(one, to, dtype, seed, axis) for one in x]), 0
-        return _straight_through(x, to, dtype, seed, axis), 0
+        return _straight_through(x, to, dtype, seed, axis if axis < 0 else axis + 1), 0
 
 
 def _inside(ctx: Any, gradient: Tensor) -> Tensor:
@@ -271,11 +270,14 @@ class Operand(NamedTuple):
     `edge` alone: the tensor itself. With `value`: the rounded tensor in its carrier, detached from the graph, while
     `edge` is a tensor of the same shape without memory, through which the gradient passes in fp32. Otherwise autograd
     would round the gradient to the carrier's dtype, which no rule requests.
+
+    `raw`: the tensor before its cast, detached, which backward reads in place of the value.
     """
 
     edge: Tensor
     value: Tensor | None = None
     scale: Tensor | None = None  # of the rows, where products sum integers of 8 bits
+    raw: Tensor | None = None
 
     @property
     def plain(self) -> Tensor:

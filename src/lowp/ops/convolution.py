@@ -55,6 +55,12 @@ class Convolution(Form):
         into, out_of = (0, 1) if self.transposed else (1, 0)
         return {OUTPUT: (1, into), FIRST: (out_of, 1), SECOND: (-1, -1)}
 
+    def rotated(self, slot: int, size: int) -> Pair | None:
+        if slot == SECOND:  # operands meet at places that are shifted against each other
+            return None
+        summed = (self.channels if slot == FIRST else self.first[1]) // self.groups
+        return self.contracted[slot] if self.groups == 1 or summed % size == 0 else None
+
     @property
     def channels(self) -> int:
         """The number of channels of the result."""

@@ -143,7 +143,7 @@ def linear_form(first: tuple[int, ...], second: tuple[int, ...]) -> Linear | Non
 def direct(rule: Rule) -> Direct | None:
     """Return how contractions run straight under a rule; None for rules whose casts or sums no program has."""
     sums = accumulation(rule)
-    if rule.is_empty or not (sums is None or sums.format == "fp32"):
+    if rule.is_empty or rule.has_products or not (sums is None or sums.format == "fp32"):
         return None
     casts = [one for one in (rule.input, rule.weight, rule.grad, rule.output) if one is not None]
     if not all(rounds(one) and not clips(one) and own_dtype(one) is not torch.float64 for one in casts):
@@ -155,6 +155,8 @@ def direct(rule: Rule) -> Direct | None:
 
 def one_dtype(rule: Rule) -> torch.dtype | None:
     """Return the one 16-bit dtype to which a rule rounds a product; None for other rules."""
+    if rule.has_products:
+        return None
     casts = [rule.input, rule.weight, rule.output, rule.output if rule.grad is None else rule.grad]
     dtypes = {None if one is None else native_dtype(one) for one in casts}
     sums_in_fp32 = rule.accumulate is None or rule.accumulate.format == "fp32"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.ops.attention import contracted, scaled_dot_product_attention
-from lowp.ops.call import Call
+from lowp.ops.call import Call, rounding_once
 from lowp.ops.contraction import added, linear, runner
 from lowp.ops.fp32 import computed_in_fp32
 from lowp.ops.signature import Mismatch, bound, check, require
@@ -212,7 +212,7 @@ def _visible(
     call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
     """Return the attention and its probabilities, (batch, heads, time, source)."""
-    rule = Rule(**{**vars(call.rule), "weight": call.rule.input})
+    rule = Rule(**{**vars(rounding_once(call.rule)), "weight": call.rule.input})
     batch, heads, length, size = query.shape
     flat = [x.reshape(batch * heads, x.shape[2], size) for x in (query, key, value)]
     scaled = flat[0] * math.sqrt(1 / size)

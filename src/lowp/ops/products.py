@@ -7,10 +7,18 @@ all, and double backward is the same Function again.
 Numerics (the definition for every path): the operands are rounded by their roles, their product is summed in fp32
 (products of significands of up to 12 bits are exact there), the bias is added in fp32, and the result is rounded ONCE
 by the rule's `output`. The incoming gradient is rounded by `grad` and is an operand like the others.
+
+The gradients read the values that forward has rounded, also where scales of blocks ran along another dimension. Where
+a rule names a cast for the operand of one of these products (`input_gradient`, `weight_gradient`), that operand is kept
+as it came, in its own dtype, and is rounded in backward along the dimension that this product sums; of the rows of a
+linear layer, however many dimensions they have. With `hadamard` both operands are rotated there before their casts, by
+the same signs. The bias sums the gradient as `grad` rounds it. Gradients of gradients are those of the products of what
+was rounded; their own incoming gradients are rounded by `grad`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,8 +30,11 @@ from torch import Tensor
 from lowp import kernels
 from lowp.casts import Cast
 from lowp.compat import with_tangents
+from lowp.errors import Unavailable
 from lowp.formats import ScaledFormat
 from lowp.kernels.int16.low_words import has_low_word, warn_of_loss, with_low_word
+from lowp.kernels.numbers import hadamard
+from lowp.kernels.numbers.philox import draw_seed
 from lowp.kernels.products import ready_operand
 from lowp.kernels.products.scratch import Scratch
 from lowp.ops import coded
@@ -68,18 +79,37 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
         casts = summed(casts if call.writer is None else casts.before_writer())
     elif call.writer is not None:
         return fp64_contraction(form, call, first, second, bias)
-    axes = form.contracted[OUTPUT]
-    left = _operand(call, casts, first, casts.roles[0], axes[0])
-    right = _operand(call, casts, second, casts.roles[1], axes[1])
+    if casts.rule.has_products:
+        _check_rotations(form, casts)
+    left, right = _operand(call, casts, first, form, FIRST), _operand(call, casts, second, form, SECOND)
     if has_codes(form, call.rule):
         left, right = with_scales(left, first), with_scales(right, second)
     return product(form, OUTPUT, casts, left, right, bias)
 
 
-def _operand(call: Call, casts: RoleCasts, x: Tensor, role: str, axis: int) -> Operand:
+def _check_rotations(form: Form, casts: RoleCasts) -> None:
+    """Raise Unavailable where a rule rotates the operands of a product that no rotation leaves as it is."""
+    for target in (FIRST, SECOND):
+        size = casts.of_product(target).hadamard
+        if size and form.rotated(target, size) is None:
+            raise Unavailable(
+                f"hadamard={size} of the {casts.roles[target]} gradient: {type(form).__name__.lower()} of "
+                f"{list(form.first)} and {list(form.second)} sums along no dimension in which both operands can be "
+                "rotated: give a rule without hadamard to this op"
+            )
+
+
+def _operand(call: Call, casts: RoleCasts, x: Tensor, form: Form, slot: int) -> Operand:
     """Return x, rounded by its role, as operand of a product."""
+    role, axis = casts.roles[slot], form.contracted[OUTPUT][slot]
     to, dtype = casts.of(role), casts.gradient_dtype
     is_followed = x.requires_grad and torch.is_grad_enabled() and not functorch_is_active()
+    if casts.rule.has_products and casts.of_product(SECOND if slot == FIRST else FIRST).other is not None:
+        is_transformed = functorch_is_active()
+        with nullcontext() if is_transformed else torch.no_grad():
+            value = cast_operand(call, casts, x, role, axis).detach()
+        is_followed = is_followed or is_transformed
+        return Operand(edge(x, dtype), value, raw=x.detach()) if is_followed else Operand(value, raw=x)
     if not is_followed or to is None or carrier_dtype(to) in (x.dtype, dtype):
         return operand(x, cast_operand(call, casts, x, role, axis), dtype)
     with torch.no_grad():  # the gradient uses the edge: the cast needs no node
@@ -102,7 +132,7 @@ def product(
     """Return the product that fills a slot of the form, rounded by its role; part of the autograd graph."""
     if torch.is_grad_enabled() or functorch_is_active():
         operands = first.edge, second.edge, bias, first.value, second.value, first.scale, second.scale
-        return _product(form, slot, casts, *operands)  # type: ignore[no-any-return]
+        return _product(form, slot, casts, *operands, first.raw, second.raw)  # type: ignore[no-any-return]
     if first.scale is not None and second.scale is not None:  # no graph, no node
         left, right = Coded(first.plain, first.scale), Coded(second.plain, second.scale)
         return coded.multiply(cast(Linear, form), casts, left, right, bias)
@@ -110,7 +140,7 @@ def product(
 
 
 class _Product(torch.autograd.Function):
-    """One product; saves its rounded operands."""
+    """One product; saves its rounded operands, or those as they came that backward rounds anew."""
 
     generate_vmap_rule = True
 
@@ -126,6 +156,8 @@ class _Product(torch.autograd.Function):
         second_value: Tensor | None,
         first_scale: Tensor | None,
         second_scale: Tensor | None,
+        first_raw: Tensor | None,
+        second_raw: Tensor | None,
     ) -> Tensor:
         left = first if first_value is None else first_value
         right = second if second_value is None else second_value
@@ -136,31 +168,32 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.form, ctx.slot, ctx.casts, first, second, bias, first_value, second_value, *scales = inputs
+        ctx.form, ctx.slot, ctx.casts, first, second, bias, first_value, second_value, *rest = inputs
         ctx.bias_dtype = None if bias is None else bias.dtype
         operands = first, second, first_value, second_value
         if functorch_is_active():
             # torch.func.vmap keeps one list of batched dimensions: both directions save the same.
             ctx.edges = None
-            ctx.save_for_backward(*operands, *scales)
+            ctx.save_for_backward(*operands, *rest)
         else:
-            values, ctx.edges = _for_backward(operands, ctx.needs_input_grad[3:5])
+            scales = rest[:2]
+            values, ctx.edges = _for_backward(operands, ctx.needs_input_grad[3:5], rest[2:])
             # An edge has no storage; saved, it would be counted by saved-tensor hooks as a tensor of its shape.
             ctx.save_for_backward(*values, *(scales if scales[0] is not None else ()))
-        ctx.save_for_forward(*operands, *scales)
+        ctx.save_for_forward(*operands, *rest)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             values, edges = ctx.saved_tensors, ctx.edges
             if edges is None:
-                scales = values[4:]
-                values, edges = _for_backward(values[:4], ctx.needs_input_grad[3:5])
+                scales, raw = values[4:6], values[6:]
+                values, edges = _for_backward(values[:4], ctx.needs_input_grad[3:5], raw)
                 values += scales
             first, second, bias = ctx.needs_input_grad[3:6]
             wanted = _Wanted((first, second), bias, ctx.bias_dtype)
             found = _gradients(ctx.form, ctx.slot, ctx.casts, wanted, gradient, (values, edges))
-            return None, None, None, *found, None, None, None, None
+            return None, None, None, *found, None, None, None, None, None, None
 
     @staticmethod
     def tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
@@ -182,15 +215,17 @@ _product = with_tangents(_Product)
 
 
 def _for_backward(
-    operands: tuple[Tensor | None, ...], needs: tuple[bool, ...]
+    operands: tuple[Tensor | None, ...], needs: tuple[bool, ...], raw: Sequence[Tensor | None]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the operands' values that the gradients asked for need, and the edges of the graph apart from values."""
+    """Return the operands' values that the gradients asked for need, and the edges of the graph apart from values.
+
+    `raw`: the operands that backward rounds anew, which stand for their values.
+    """
     pairs = list(zip(operands[:2], operands[2:], strict=True))
-    values = [
-        (edge if value is None else value) if needed else None
-        for (edge, value), needed in zip(pairs, reversed(needs), strict=True)
-    ]
-    return values, [None if value is None else edge for edge, value in pairs]
+    read = [edge if value is None else value for edge, value in pairs]
+    values = [one if anew is None else anew for one, anew in zip(read, raw, strict=True)]
+    kept = [value if needed else None for value, needed in zip(values, reversed(needs), strict=True)]
+    return kept, [None if value is None else edge for edge, value in pairs]
 
 
 class _Wanted(NamedTuple):
@@ -215,44 +250,109 @@ def _gradients(
     """
     if any(one is not None for one in saved[0][2:]):
         return _gradients_of_codes(cast(Linear, form), casts, wanted, gradient, saved)
+    values, edges, shapes = saved[0][:2], saved[1], (form.first, form.second)
+    is_apart = casts.rule.has_products and slot == OUTPUT  # whether products have casts of their own
+    if is_apart and isinstance(form, Linear) and len(form.second) == 2:
+        form, gradient, values, edges = _of_rows(form, gradient, values, edges)
     graph = torch.is_grad_enabled() or functorch_is_active()  # they are part of it, and nothing of them may be lent
-    values, edges = saved[0][:2], saved[1]
+    result: list[Tensor | None] = [None, None]
     with nullcontext() if graph else Scratch() as scratch:
-        rounded_gradient: dict[int, Operand] = {}
-        to = casts.rule.grad
-
-        def incoming(axis: int) -> Operand:
-            """The gradient as operand; scales of rows and blocks follow the contracted dimension."""
-            axis = axis if depends_on_axis(to) else -1
-            if axis not in rounded_gradient:
-                is_told = bool(rounded_gradient)  # observers get a gradient once
-                value = carried(gradient, to, casts.seed, axis) if is_told else casts.carry(gradient, "grad", axis)
-                if not graph and to is not None and isinstance(form, Linear):
-                    value = _whole(gradient, value, to)
-                if not graph:  # once for all the products and the bias, which of an einsum may be this tensor itself
-                    value = ready_operand(value, None if wanted.bias and isinstance(form, Einsum) else scratch)
-                rounded_gradient[axis] = operand(gradient, value, casts.gradient_dtype) if graph else Operand(value)
-            return rounded_gradient[axis]
-
-        result: list[Tensor | None] = [None, None]
+        keeps = wanted.bias and isinstance(form, Einsum)  # the sum for its bias may be the gradient itself
+        incoming = _Incoming(form, casts, gradient, scratch, keeps, {}, [])
         for index, target in enumerate(_OTHERS[slot]):
             if not wanted.operands[index]:
                 continue
-            other_slot = _OTHERS[slot][1 - index]
-            edge = edges[1 - index]
+            other_slot, edge = _OTHERS[slot][1 - index], edges[1 - index]
             value = cast(Tensor, values[1 - index])  # kept, since this gradient was going to be needed
             other = Operand(value) if edge is None else Operand(edge, value)
-            pair = {slot: incoming(form.contracted[target][_OTHERS[target].index(slot)]), other_slot: other}
+            if is_apart:
+                pair = _operands_of(form, casts, target, other, incoming)
+            else:
+                axis = form.contracted[target][_OTHERS[target].index(slot)]
+                pair = {slot: incoming.along(axis, casts.rule.grad), other_slot: other}
             left, right = (pair[one] for one in _OTHERS[target])
             if graph:
-                result[index] = product(form, target, casts, left, right)
+                found = product(form, target, casts.once if is_apart else casts, left, right)
             else:
-                result[index] = computed(form, target, casts, left.plain, right.plain)
+                found = computed(form, target, casts, left.plain, right.plain)
+            result[index] = found.reshape(shapes[index]) if is_apart else found
         bias = None
         if wanted.bias:
-            wide = incoming(-1).connected
+            wide = incoming.along(-1, casts.rule.grad).connected
             bias = casts.cast(form.bias_gradient(wide), "bias gradient").to(wanted.bias_dtype)
         return result[0], result[1], bias
+
+
+class _Incoming(NamedTuple):
+    """The gradient of a result as operand of the products of the backward pass, once for each way of rounding it."""
+
+    form: Form
+    casts: RoleCasts
+    gradient: Tensor
+    scratch: Scratch | None
+    keeps: bool
+    found: dict[tuple[int, Cast | None], Operand]
+    told: list[Cast | None]
+
+    def along(self, axis: int, to: Cast | None) -> Operand:
+        """The gradient rounded by a cast; scales of rows and blocks follow the dimension that is summed."""
+        key = axis if depends_on_axis(to) else -1, to
+        if key not in self.found:
+            value = carried(self._tell(self.gradient, to), to, self.casts.seed, key[0])
+            if self.scratch is None:
+                self.found[key] = operand(self.gradient, value, self.casts.gradient_dtype)
+            else:  # once for all the products and the bias
+                if to is not None and isinstance(self.form, Linear):
+                    value = _whole(self.gradient, value, to)
+                self.found[key] = Operand(ready_operand(value, None if self.keeps else self.scratch))
+        return self.found[key]
+
+    def rotated(self, signs: Tensor, axis: int, to: Cast | None) -> Operand:
+        """The gradient rotated along a dimension, and rounded by a cast."""
+        rotated = hadamard.rotate(self.gradient, signs, axis)
+        self.told.append(to)
+        self.casts.tell_as(rotated, "grad" if len(self.told) == 1 else "grad 2", to)
+        return Operand(rounded(rotated, to, self.casts.seed, axis, torch.float32))
+
+    def _tell(self, gradient: Tensor, to: Cast | None) -> Tensor:
+        """Tell observers of the gradient once for each cast."""
+        if to not in self.told:
+            self.told.append(to)
+            self.casts.tell_as(gradient, "grad" if len(self.told) == 1 else "grad 2", to)
+        return gradient
+
+
+def _operands_of(form: Form, casts: RoleCasts, target: int, other: Operand, incoming: _Incoming) -> dict[int, Operand]:
+    """Return the two operands of a product of the backward pass, under a rule whose products have their own casts."""
+    own, other_slot = casts.of_product(target), _OTHERS[target][0]
+    to, (axis, gradient_axis) = own.grad or casts.rule.grad, form.contracted[target]
+    if own.other is None:
+        return {other_slot: other, OUTPUT: incoming.along(gradient_axis, to)}
+    x, signs = other.connected if incoming.scratch is None else other.plain, None
+    if own.hadamard:
+        axis, gradient_axis = cast("tuple[int, int]", form.rotated(target, own.hadamard))
+        seed = draw_seed(x.device) if casts.seed is draw_seed else casts.seed()
+        signs = hadamard.signs(own.hadamard, seed, x.device)
+        x = hadamard.rotate(x, signs, axis)
+    casts.tell_as(x, casts.roles[other_slot], own.other)
+    dtype = torch.float32 if incoming.scratch is None else carrier_dtype(own.other)
+    again = Operand(rounded(x, own.other, casts.seed, axis, dtype))
+    if signs is None:
+        return {other_slot: again, OUTPUT: incoming.along(gradient_axis, to)}
+    return {other_slot: again, OUTPUT: incoming.rotated(signs, gradient_axis, to)}
+
+
+def _of_rows(
+    form: Linear, gradient: Tensor, values: Sequence[Tensor | None], edges: Sequence[Tensor | None]
+) -> tuple[Linear, Tensor, Sequence[Tensor | None], Sequence[Tensor | None]]:
+    """Return a linear layer of the rows of a matrix, the gradient of its result, and its operands."""
+    rows = Linear((math.prod(form.first[:-1]), form.first[-1]), form.second)
+    shapes = rows.first, rows.second
+    values, edges = (
+        [None if one is None else one.reshape(shape) for one, shape in zip(pair, shapes, strict=True)]
+        for pair in (values, edges)
+    )
+    return rows, gradient.reshape(rows.first[0], form.second[0]), values, edges
 
 
 def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:

@@ -39,6 +39,10 @@ class Form(ABC):
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product of the other two slots' operands."""
 
+    def rotated(self, slot: int, size: int) -> Pair | None:
+        """Return the dimension of each operand along which blocks of both may be rotated alike; None where none is."""
+        return self.contracted[slot]
+
     def gradients(self, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return the products for FIRST and SECOND, of which torch may compute both in less time than each alone."""
         return self.product(FIRST, weight, gradient), self.product(SECOND, x, gradient)
@@ -172,6 +176,9 @@ class Linear(Form):
             return (gradient @ weight).reshape(self.first)
         return (gradient.t() @ weight).reshape(self.second)
 
+    def rotated(self, slot: int, size: int) -> Pair | None:
+        return self.contracted[slot] if len(self.second) == 2 else None
+
     def _matrix(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the operand that is not the gradient, and the gradient, as matrices."""
         outputs = self.second[0] if len(self.second) == 2 else 1
@@ -230,9 +237,17 @@ class Einsum(Form):
     def contracted(self) -> dict[int, Pair]:  # type: ignore[override]
         return {slot: self._axes(slot) for slot in (FIRST, SECOND, OUTPUT)}
 
+    def rotated(self, slot: int, size: int) -> Pair | None:
+        return self._axes(slot) if self._summed(slot) else None
+
+    def _summed(self, slot: int) -> str:
+        """Return the letters that both operands of a product have, and that it sums, in order."""
+        left, right = (term for index, term in enumerate(self.terms) if index != slot)
+        return _common(left, right, without=self.terms[slot])
+
     def _axes(self, slot: int) -> Pair:
         left, right = (term for index, term in enumerate(self.terms) if index != slot)
-        summed = [letter for letter in left if letter in right and letter not in self.terms[slot]]
+        summed = self._summed(slot)
         if not summed:
             return -1, -1
         left_axis, right_axis = left.index(summed[-1]), right.index(summed[-1])

@@ -296,5 +296,4 @@ def _leaves_wide(row: Row, rule: Rule | None) -> bool:
 
 
 def _looks(rule: Rule) -> bool:
-    casts = (rule.input, rule.weight, rule.grad, rule.output)
-    return any(to is not None and (to.is_stochastic or isinstance(to.format, ScaledFormat)) for to in casts)
+    return any(to.is_stochastic or isinstance(to.format, ScaledFormat) for to in rule.casts)
