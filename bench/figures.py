@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,9 +74,7 @@ def _function(file: Path) -> Callable[[object, Path], None]:
     from lowp.cli.figure import FIGURES
 
     kind = json.loads(file.read_text(encoding="utf-8"))["kind"]
-    module, _, name = next(figure.draw for figure in FIGURES.values() if figure.kind == kind).partition(":")
-    found: Callable[[object, Path], None] = getattr(import_module(module), name)
-    return found
+    return next(figure.draw for figure in FIGURES.values() if figure.kind == kind)
 
 
 def shown(picture: Path) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowp.cli import COMMANDS
+from lowp.cli.options import add_options
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "src" / "lowp" / "kernels" / "README.md"])
@@ -58,7 +59,7 @@ def _wrong_of_lowp(words: list[str]) -> list[str]:
     if name not in COMMANDS:
         return [] if name.isupper() else [name]
     module, parser = import_module(f"lowp.cli.{name}"), argparse.ArgumentParser()
-    module.add_arguments(parser)
+    add_options(parser, module.OPTIONS)
     own, script = module.split(rest) if hasattr(module, "split") else (rest, [])
     known = set(_options(parser))
     return [word for word in [*own, *script[:1]] if word.startswith("--") and word.partition("=")[0] not in known]

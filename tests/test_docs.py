@@ -53,11 +53,12 @@ def test_the_presets_that_a_page_advises_exist() -> None:
 
 
 def test_the_sets_that_recipes_look_for_have_the_addresses_that_the_errors_name() -> None:
-    from lowp.recipes.data import cifar, detection, folders, mnist, parallel, rossmann, segmentation, text, tweets
+    from lowp.recipes import bert, gpt, rossmann, seq2seq, unet
+    from lowp.recipes.data import cifar, detection, digits, images
 
     sets = (
-        *(cifar.CIFAR10, detection.VOC, folders.IMAGENET, mnist.MNIST, parallel.PARALLEL),
-        *(rossmann.ROSSMANN, segmentation.MASKED, text.TEXT, tweets.TWEETS),
+        *(cifar.CIFAR10, detection.VOC, images.IMAGENET, digits.MNIST, seq2seq.PARALLEL),
+        *(rossmann.SALES, unet.MASKED, gpt.TEXT, bert.TWEETS),
     )
     for one in sets:
         for address in re.findall(r"https?://[^\s,)]+", one.where):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lowp import files
 from lowp.numerics.profiler import Profiler
-from lowp.numerics.recording import merged_over_ranks
+from lowp.numerics.record import merged_over_ranks
 
 
 class profile(Profiler):

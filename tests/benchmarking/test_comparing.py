@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from lowp.benchmarking.comparing import measure, others_busy, peak_memory
 from lowp.benchmarking.contenders import contenders_of
+from lowp.benchmarking.timing import measure, others_busy, peak_memory
 from lowp.recipes.comparison import Study, Variant, variants_of
 from lowp.recipes.training import Settings, load_data
 

@@ -101,7 +101,7 @@ TINY = {
 
 
 def test_every_figure_of_words_is_tried_here() -> None:
-    assert set(TINY) == {name for name, figure in FIGURES.items() if figure.words is not None}
+    assert set(TINY) == {name for name, figure in FIGURES.items() if figure.has_words}
 
 
 RECORDED: dict[str, tuple[Path, str]] = {}

@@ -119,7 +119,7 @@ def test_layouts_without_names_draw_the_common_formats(lowp: Callable[..., Any])
 
 
 def test_a_terminal_without_box_characters_gets_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowp.cli.layouts import draw
+    from lowp.cli.formats import draw
 
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     drawn = draw([FORMATS["fp16"]], 80)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lowp import __version__, cli
-from lowp.cli.lists import split_list
+from lowp.cli.options import Option, split_list
 from lowp.errors import InvalidInput, Misuse
 from lowp.kernels.cpu import asked, available, library, select
 
@@ -28,7 +28,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Nam
 
     def install(run: Callable[[argparse.Namespace], int]) -> None:
         module: Any = types.ModuleType("lowp.cli.sample", "What the sample does.")
-        module.add_arguments = lambda parser: parser.add_argument("--count", type=int, default=1)
+        module.OPTIONS = (Option("--count", kind=int, default=1),)
         module.run = run
         monkeypatch.setitem(sys.modules, "lowp.cli.sample", module)
         monkeypatch.setitem(cli.COMMANDS, "sample", "a sample")

@@ -76,7 +76,7 @@ def test_what_cannot_be_compared_is_named(
     trained: Training,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lowp.recipes.mismatching.RECIPES", {name: RECIPES[name] for name in ("digits", "rossmann")})
+    monkeypatch.setattr("lowp.recipes.serving.RECIPES", {name: RECIPES[name] for name in ("digits", "rossmann")})
     torch.save({"mine": torch.ones(3)}, "other.pt")
     found = lowp("compare", *arguments)
     assert found.code == 2 and error in found.err and found.err.count("\n") == 1

@@ -19,8 +19,8 @@ import pytest
 from launch.test_scripts import python
 
 from lowp.errors import InvalidInput
-from lowp.launch import comparison, folders
-from lowp.launch.settings import RUN
+from lowp.launch import comparison
+from lowp.launch.record import RUN
 
 
 def lowp_run(
@@ -206,12 +206,12 @@ def test_a_last_line_is_compared_by_its_numbers(line: str, other: str, said: str
 
 
 def test_large_files_and_hidden_folders_of_a_run_are_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "_COPIED", 10)
+    monkeypatch.setattr(comparison, "_COPIED", 10)
     here = tmp_path / "here"
     (here / ".hidden").mkdir(parents=True)
     for name, size in (("small", 4), ("large", 11), (".hidden/one", 1)):
         (here / name).write_bytes(b"x" * size)
-    place = folders.Workplace(folders.new_folder(tmp_path, "run"), here)
+    place = comparison.Workplace(comparison.new_folder(tmp_path, "run"), here)
     assert {path.name: path.is_symlink() for path in place.folder.iterdir()} == {
         "small": False,
         "large": True,
@@ -220,7 +220,7 @@ def test_large_files_and_hidden_folders_of_a_run_are_links(tmp_path: Path, monke
     place.leave()
     assert not place.folder.exists() and len(list(here.rglob("*"))) == 4
     with pytest.raises(InvalidInput, match="which cannot be made: Not a directory"):
-        folders.new_folder(here / "small", "run")
+        comparison.new_folder(here / "small", "run")
 
 
 def test_a_comparison_that_is_stopped_ends_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,8 @@ from lowp.casts import LossScale
 from lowp.errors import InvalidInput, UnknownName
 from lowp.numerics.advice import Advice, advise, modules_of_contractions
 from lowp.numerics.findings import FINDINGS, explained
-from lowp.numerics.policies import effects, sensitivities
+from lowp.numerics.policies import cheapest, effects, sensitivities
 from lowp.numerics.record import Key, Part, Record
-from lowp.numerics.search import cheapest
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.windows import initial_scale, window_of
 from lowp.presets import PRESETS

@@ -13,8 +13,7 @@ from lowp.casts import LossScale
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat
 from lowp.numerics.prediction import Window, effect, lost_updates, scale_window, sensitivity
-from lowp.numerics.spectrum import Spectrum
-from lowp.numerics.updates import Updates
+from lowp.numerics.spectrum import Spectrum, Updates
 
 FORMATS = ["fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fnuz", "tf32", "e5m7", "e6m9", "e3m4"]
 

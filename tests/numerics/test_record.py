@@ -12,7 +12,7 @@ from numerics.small import network, recorded
 from torch import nn
 
 from lowp.errors import InvalidInput
-from lowp.numerics.identity import fingerprint_of
+from lowp.numerics.models import fingerprint_of
 from lowp.numerics.record import Key, Octaves, Part, Record
 
 

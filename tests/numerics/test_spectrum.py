@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput
-from lowp.numerics.spectrum import PARTS, Spectrum
-from lowp.numerics.updates import Updates
+from lowp.numerics.spectrum import PARTS, Spectrum, Updates
 
 NUMBERS = [0.0, -0.0, 1.0, 1.25, -2.0, 3e-5, 1e-42, 65504.0]
 

@@ -11,8 +11,8 @@ from functools import cache
 import pytest
 
 from lowp.recipes.data.detection import boxes_from
-from lowp.recipes.data.parallel import drawn_dates, pair_data
 from lowp.recipes.recipe import Data
+from lowp.recipes.seq2seq import drawn_dates, pair_data
 from lowp.recipes.training import Settings, Training, threads_of
 
 # Recipe: few examples, epochs and batch.

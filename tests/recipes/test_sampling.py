@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowp.recipes.data.parallel import drawn_dates, pair_data
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, TensorExamples, constant
 from lowp.recipes.sampling import Sampler
+from lowp.recipes.seq2seq import drawn_dates, pair_data
 from lowp.recipes.training import Settings, Training, load_data
 
 SLOPES = torch.tensor([1.0, 2.0**-14, 2.0**-26, 0.0])  # the gradients; the third is nothing in fp16, the fourth in any

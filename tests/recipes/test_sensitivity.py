@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowp.recipes.sensitivity import confirmed
+from lowp.recipes.profiling import confirmed
 from lowp.recipes.training import Settings, Training
 
 

@@ -13,7 +13,7 @@ import torch
 import lowp
 from lowp.checkpoint import InvalidCheckpoint
 from lowp.errors import InvalidInput, Unavailable
-from lowp.recipes import get, keeping
+from lowp.recipes import get, runs
 from lowp.recipes.training import Settings, Training, load_data, moved, read_extra
 
 DATA = load_data(Settings("digits"))
@@ -259,10 +259,10 @@ def test_a_run_is_kept_wherever_it_is_stopped(
     precision: str, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five questions in the evaluation before training, nine steps, five in the evaluation after the first epoch."""
-    monkeypatch.setattr(keeping, "_LONG", 0.0)  # every evaluation is long enough to be stopped
+    monkeypatch.setattr(runs, "_LONG", 0.0)  # every evaluation is long enough to be stopped
     whole, part = begin(precision), begin(precision)
     assert whole.run()
-    keeper = keeping.RunKeeper(tmp_path / "run.pt")
+    keeper = runs.RunKeeper(tmp_path / "run.pt")
     assert not part.run(stop=StopAfter(asked), keeper=keeper)
     steps = min(max(asked - 5, 0), 9)
     assert keeper.at == f"step {steps} of epoch 1" and len(part.history) == (asked >= 5)
@@ -273,9 +273,9 @@ def test_a_run_is_kept_wherever_it_is_stopped(
 
 
 def test_a_long_epoch_is_kept_between_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "_SECONDS", 0.0)
     kept: list[int] = []
-    keeper = keeping.RunKeeper(tmp_path / "run.pt")
+    keeper = runs.RunKeeper(tmp_path / "run.pt")
     begin(epochs=1).run(
         keeper=keeper, on_step=lambda training, loss: kept.append(read_extra(keeper.path)["step_of_epoch"])
     )

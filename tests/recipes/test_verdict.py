@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from lowp.recipes.comparison import AS_FP32, FAILS, LOSES, UNDECIDED, chance, deviation, judge, mean, student_tail
 from lowp.recipes.recipe import Metric
-from lowp.recipes.verdict import AS_FP32, FAILS, LOSES, UNDECIDED, chance, deviation, judge, mean, student_tail
 
 ACCURACY = Metric("accuracy")
 FP32 = [0.975, 0.980, 0.985]  # a deviation of 0.005

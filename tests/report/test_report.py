@@ -11,9 +11,8 @@ import pytest
 from lowp.errors import InvalidInput
 from lowp.report import plots
 from lowp.report.figures import comparison
-from lowp.report.progress import Bar
 from lowp.report.tables import bytes_of, heat_map, number, points, seconds, sweep_words
-from lowp.report.terminal import console
+from lowp.report.terminal import Bar, console
 
 
 @pytest.mark.parametrize(("value", "shown"), [(2.5, "2.5 s"), (0.00425, "4.25 ms"), (4.2e-7, "0.42 µs")])

@@ -12,10 +12,9 @@ from lowp import presets
 from lowp.benchmarking import largest_batch, memory, operations, process_memory, timing
 from lowp.benchmarking.contenders import STOPPED_BY, Contender, contenders_of, products_of
 from lowp.benchmarking.estimates import METHOD as ESTIMATES
-from lowp.benchmarking.estimates import estimate
+from lowp.benchmarking.estimates import estimate, published
 from lowp.benchmarking.largest_batch import LargestBatch
 from lowp.benchmarking.memory import PARTS, Split, memory_of
-from lowp.benchmarking.published import published
 from lowp.benchmarking.timing import StepTimer, slow_limit, time_steps
 from lowp.kernels.choose.choices import choices
 from lowp.recipes import get, results

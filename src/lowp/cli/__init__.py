@@ -1,9 +1,9 @@
 """The command `lowp`: one file per command, imported only when the command is called.
 
-A command module `lowp/cli/NAME.py` has a docstring (shown by `lowp NAME --help`) and the functions
-`add_arguments(parser: argparse.ArgumentParser) -> None` and `run(arguments: argparse.Namespace) -> int`, whose result
-is the exit code. A command whose command line ends in that of another program also has
-`split(arguments: list[str])`, which returns its own part and the other part; the latter becomes `arguments.script`.
+A command module `lowp/cli/NAME.py` has a docstring (shown by `lowp NAME --help`), OPTIONS, a row of `options` each, and
+`run(arguments: argparse.Namespace) -> int`, whose result is the exit code. A command whose command line ends in that of
+another program also has USAGE and `split(arguments: list[str])`, which returns its own part and the other part; the
+latter becomes `arguments.script`.
 """
 
 from __future__ import annotations
@@ -147,8 +147,11 @@ def _dispatch(arguments: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         raise UnknownName(unknown(kind, name, [*COMMANDS, "--help", "--version"]))
     module = import_module(f"lowp.cli.{name}")
-    parser = Parser(prog=f"lowp {name}", description=module.__doc__, formatter_class=_Help)
-    module.add_arguments(parser)
+    usage = getattr(module, "USAGE", None)
+    parser = Parser(prog=f"lowp {name}", usage=usage, description=module.__doc__, formatter_class=_Help)
+    from lowp.cli.options import add_options, check_least
+
+    add_options(parser, module.OPTIONS)
     split = getattr(module, "split", None)
     own, script = (rest, None) if split is None else split(rest)
     parser.check_options(own)
@@ -156,6 +159,7 @@ def _dispatch(arguments: list[str]) -> int:
         parsed = parser.parse_args(own, None if script is None else argparse.Namespace(script=script))
     except SystemExit:  # argparse has printed its help
         return 0
+    check_least(module.OPTIONS, parsed)
     from lowp.cli.output import colours
 
     with colours(getattr(parsed, "plain", False)):

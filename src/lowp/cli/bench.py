@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
-from lowp.cli.lists import split_list
-from lowp.cli.output import add_output_arguments, print_json, say
-from lowp.cli.pictures import add_plot, picture_path, written_line
+from lowp.cli.options import BATCH, DATA, DEVICE, OUTPUT, PLOT, SIZE, Option, check_json_name, given, split_list
+from lowp.cli.output import picture_path, print_json, say, written_line
+from lowp.errors import InvalidInput
+from lowp.recipes import get
+from lowp.report import plots
 
 if TYPE_CHECKING:
     from lowp.benchmarking.benchmark import Benchmark, BenchmarkPlan
@@ -29,44 +31,28 @@ DEFAULT = "fp16,bf16,flex16+5,dfp16"
 _SECONDS = 3.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="one or more; `lowp recipes` lists them")
-    parser.add_argument(
-        "--precision", default=DEFAULT, metavar="LIST", help=f"presets, formats, policy files (default: {DEFAULT})"
-    )
-    parser.add_argument("--no-torch-amp", action="store_true", help="omit torch.autocast and its GradScaler")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=_SECONDS,
-        metavar="S",
-        help=f"seconds of timed steps for each row (default: {_SECONDS:g})",
-    )
-    parser.add_argument("--memory", metavar="SIZE", help="find the largest batch that fits: 2GB, 512MiB ...")
-    parser.add_argument("--size", help="size of the recipe: cpu (default) or full")
-    parser.add_argument("--batch", type=int, help="batch size (default: the recipe's)")
-    parser.add_argument("--device", help="cpu (default), cuda, cuda:1 ...")
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="number of CPU threads (default: chosen by the recipe)"
-    )
-    parser.add_argument("--data", metavar="DIR", help="folder or file of the real data set")
-    parser.add_argument(
-        "--out",
-        metavar="FILE.json",
-        type=Path,
-        help="output file (default: bench-RECIPE.json, or bench.json for several recipes)",
-    )
-    add_plot(parser)
-    add_output_arguments(parser)
-    parser.add_argument("--notes", action="store_true", help="also print how each number was measured")
+OPTIONS = (
+    Option("recipes", "one or more; `lowp recipes` lists them", "RECIPE", more={"nargs": "+"}),
+    Option("--precision", f"presets, formats, policy files (default: {DEFAULT})", "LIST", default=DEFAULT),
+    Option("--no-torch-amp", "omit torch.autocast and its GradScaler", kind=bool),
+    Option("--seconds", f"seconds of timed steps for each row (default: {_SECONDS:g})", "S", float, default=_SECONDS),
+    Option("--memory", "find the largest batch that fits: 2GB, 512MiB ...", "SIZE"),
+    SIZE,
+    BATCH,
+    DEVICE,
+    Option("--threads", "number of CPU threads (default: chosen by the recipe)", "N", int, least=1),
+    DATA,
+    Option("--out", "output file (default: bench-RECIPE.json, or bench.json for several recipes)", "FILE.json", Path),
+    PLOT,
+    *OUTPUT,
+    Option("--notes", "also print how each number was measured", kind=bool),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and write the results; return 130 after Ctrl-C, with the finished measurements written."""
     from lowp.benchmarking.benchmark import Benchmark
     from lowp.recipes import results
-    from lowp.report import plots
 
     names = list(dict.fromkeys(arguments.recipes))
     settings, plan = _settings(arguments, names), _plan(arguments)
@@ -96,8 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace, names: list[str]) -> list[Settings]:
-    from lowp.errors import InvalidInput
-    from lowp.recipes import get
     from lowp.recipes.training import Settings
 
     for name in names:
@@ -106,14 +90,12 @@ def _settings(arguments: argparse.Namespace, names: list[str]) -> list[Settings]
         raise InvalidInput(
             f"--data {arguments.data} is for one recipe, not for {', '.join(names)}: run them one at a time"
         )
-    if arguments.out is not None and arguments.out.suffix != ".json":
-        raise InvalidInput(f"--out {arguments.out}: the numbers are written as JSON: give a name that ends in .json")
+    check_json_name(arguments.out)
     if arguments.device is not None and arguments.device.partition(":")[0] in ("mps", "xpu", "meta"):
         raise InvalidInput(
             f"--device {arguments.device}: memory can be measured on cpu and cuda only: give one of these"
         )
-    given = {"size": arguments.size, "batch": arguments.batch, "device": arguments.device, "data": arguments.data}
-    named = {name: value for name, value in given.items() if value is not None}
+    named = given(OPTIONS, arguments)
     return [Settings(name, **named).filled() for name in names]
 
 
@@ -121,12 +103,9 @@ def _plan(arguments: argparse.Namespace) -> BenchmarkPlan:
     from lowp import presets
     from lowp.benchmarking.benchmark import BenchmarkPlan
     from lowp.benchmarking.largest_batch import bytes_from
-    from lowp.errors import InvalidInput
 
     if not 0 < arguments.seconds < 3600:
         raise InvalidInput(f"--seconds {arguments.seconds:g}: give seconds above 0, such as {_SECONDS:g}")
-    if arguments.threads is not None and arguments.threads < 1:
-        raise InvalidInput(f"--threads {arguments.threads}: give 1 or more")
     precisions = split_list(arguments.precision, "--precision")
     for precision in precisions:
         presets.parse(precision)
@@ -142,7 +121,7 @@ def _plan(arguments: argparse.Namespace) -> BenchmarkPlan:
 def _measure(benchmark: Benchmark, out: Path, stop: Interrupts) -> None:
     """Measure with a progress bar, and write the file after each measurement."""
     from lowp.recipes import results
-    from lowp.report.progress import Bar
+    from lowp.report.terminal import Bar
 
     with Bar("benchmark", benchmark.stages, "measured") as bar:
         for words in benchmark.run(stop):

@@ -20,11 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowp.cli import run_options
+from lowp.cli import serving
 from lowp.cli.interrupts import Interrupts
-from lowp.cli.lists import split_list
-from lowp.cli.output import add_output_arguments, counted, print_json, say
-from lowp.cli.pictures import add_plot, picture_path, written_line
+from lowp.cli.options import OUTPUT, PLOT, TRAINING, Option, check_json_name, filled, given, split_list
+from lowp.cli.output import counted, picture_path, print_json, say, written_line
+from lowp.errors import InvalidInput
+from lowp.recipes import get
+from lowp.report import plots
 
 if TYPE_CHECKING:
     from lowp.recipes.comparison import Study
@@ -33,73 +35,41 @@ DEFAULT = "fp32,fp16,bf16,bf16-tpu,e4m3fn"
 _SEEDS, _SEEDS_OF_A_SWEEP = 3, 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    run_options.add_run_arguments(parser)
-    parser.add_argument("--precision", metavar="LIST", help=f"presets, formats, policy files (default: {DEFAULT})")
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        metavar="N",
-        help=f"runs of each precision (default: {_SEEDS}; {_SEEDS_OF_A_SWEEP} in a sweep)",
-    )
-    parser.add_argument(
-        "--loss-scale", metavar="LIST", help="list of none, numbers, dynamic: a row for each, in fp16 by default"
-    )
-    parser.add_argument(
-        "--sweep",
-        metavar="GRID",
-        help="exponent=3..8,mantissa=2..10[,subnormals=no]: train every eXmY with half the epochs",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE.json", type=Path, help="output file (default: compare-RECIPE.json or sweep-RECIPE.json)"
-    )
-    parser.add_argument(
-        "--inference", metavar="LIST", help="train in fp32 and evaluate in these formats: int8,int4,binary"
-    )
-    parser.add_argument("--recover", action="store_true", help="with --inference: also train for each format")
-    parser.add_argument(
-        "--mismatch",
-        metavar="LIST",
-        help="compare log-probabilities of a model (a file, or a recipe) when served in these",
-    )
-    parser.add_argument(
+OPTIONS = (
+    *TRAINING,
+    Option("--precision", f"presets, formats, policy files (default: {DEFAULT})", "LIST"),
+    Option("--seeds", f"runs of each precision (default: {_SEEDS}; {_SEEDS_OF_A_SWEEP} in a sweep)", "N", int, least=1),
+    Option("--loss-scale", "list of none, numbers, dynamic: a row for each, in fp16 by default", "LIST"),
+    Option("--sweep", "exponent=3..8,mantissa=2..10[,subnormals=no]: train every eXmY with half the epochs", "GRID"),
+    Option("--out", "output file (default: compare-RECIPE.json or sweep-RECIPE.json)", "FILE.json", Path),
+    Option("--inference", "train in fp32 and evaluate in these formats: int8,int4,binary", "LIST"),
+    Option("--recover", "with --inference: also train for each format", kind=bool),
+    Option("--mismatch", "compare log-probabilities of a model (a file, or a recipe) when served in these", "LIST"),
+    Option(
         "--recipe",
-        dest="of_recipe",
-        metavar="NAME",
-        help="with --mismatch FILE: the recipe of the model (default: found)",
-    )
-    add_plot(parser)
-    add_output_arguments(parser)
-    parser.add_argument("--resume", action="store_true", help="continue with the runs in the JSON file")
-    parser.add_argument(
-        "--jobs", type=int, metavar="N", help="number of processes (default: chosen by the size of the work)"
-    )
-    parser.add_argument(
-        "--timing",
-        type=float,
-        default=1.5,
-        metavar="SECONDS",
-        help="seconds to time steps of each precision; 0: measure no time and memory",
-    )
+        "with --mismatch FILE: the recipe of the model (default: found)",
+        "NAME",
+        more={"dest": "of_recipe"},
+    ),
+    PLOT,
+    *OUTPUT,
+    Option("--resume", "continue with the runs in the JSON file", kind=bool),
+    Option("--jobs", "number of processes (default: chosen by the size of the work)", "N", int, least=1),
+    Option("--timing", "seconds to time steps of each precision; 0: measure no time and memory", "SECONDS", float, 1.5),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare; return 0 for any verdicts, 130 after Ctrl-C, with the finished runs written."""
-    from lowp.benchmarking.comparing import measure
-    from lowp.recipes import get, results
-    from lowp.report import plots
+    from lowp.benchmarking.timing import measure
+    from lowp.recipes import results
     from lowp.report.figures.comparison import grid
     from lowp.report.figures.curves import curves
 
     _check(arguments)
     if arguments.mismatch is not None:
-        from lowp.cli import mismatch
-
-        return mismatch.run(arguments)
+        return serving.run_mismatch(arguments)
     if arguments.inference is not None:
-        from lowp.cli import serving
-
         return serving.run(arguments)
     kind = "compare" if arguments.sweep is None else "sweep"
     out = arguments.out or Path(f"{kind}-{get(arguments.recipe).name}.json")
@@ -142,9 +112,6 @@ def _interrupted(study: Study, out: Path) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from lowp.errors import InvalidInput
-    from lowp.recipes import get
-
     if arguments.recipe.endswith(".py"):
         raise InvalidInput(
             f"{arguments.recipe} is a script, and lowp compare trains recipes: compare whole runs of a script by "
@@ -158,9 +125,6 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.of_recipe is not None:
         raise InvalidInput("--recipe names the recipe of a file for --mismatch: give the recipe itself first")
     get(arguments.recipe)
-    for option, value, minimum in (("--seeds", arguments.seeds, 1), ("--jobs", arguments.jobs, 1)):
-        if value is not None and value < minimum:
-            raise InvalidInput(f"{option} {value}: give {minimum} or more")
     if not 0 <= arguments.timing < 3600:
         raise InvalidInput(f"--timing {arguments.timing:g}: give seconds, 0 or more")
     if arguments.sweep is not None and arguments.precision is not None:
@@ -169,37 +133,34 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInput("--recover trains for the formats of --inference: give --inference too")
     if arguments.inference is not None and (arguments.precision or arguments.sweep or arguments.loss_scale):
         raise InvalidInput("--inference trains in fp32 and serves in its formats: omit --precision and --sweep")
-    if arguments.out is not None and arguments.out.suffix != ".json":
-        raise InvalidInput(f"--out {arguments.out}: the numbers are written as JSON: give a name that ends in .json")
+    check_json_name(arguments.out)
 
 
 def _study(arguments: argparse.Namespace) -> Study:
-    from lowp.errors import InvalidInput
     from lowp.recipes.comparison import Study, variants_of
     from lowp.recipes.sweep import Grid, Sweep
 
     scales = split_list(arguments.loss_scale, "--loss-scale")
-    named = run_options.given(arguments)
+    named = given(OPTIONS, arguments)
     if arguments.sweep is not None:
         if len(scales) > 1:
             raise InvalidInput(
                 f"--loss-scale {arguments.loss_scale}: a sweep takes a single loss scale, or none without this option"
             )
         grid = Grid.parse(arguments.sweep)
-        settings = run_options.filled({**named, "loss_scale": scales[0] if scales else None})
+        settings = filled({**named, "loss_scale": scales[0] if scales else None})
         if arguments.epochs is None:
             settings = replace(settings, epochs=max(1, (settings.epochs or 1) // 2))
         return Sweep(settings, grid, range(arguments.seeds or _SEEDS_OF_A_SWEEP))
     precisions = split_list(arguments.precision, "--precision") or split_list("fp16" if scales else DEFAULT)
     if "fp32" not in precisions:
         say("fp32 is trained too, as what the others are compared with")
-    variants = variants_of(run_options.filled(named), precisions, scales)
+    variants = variants_of(filled(named), precisions, scales)
     return Study(variants, range(arguments.seeds or _SEEDS))
 
 
 def _take_over(study: Study, out: Path, resume: bool) -> None:
     """Continue with the runs of an interrupted comparison, or refuse to overwrite them."""
-    from lowp.errors import InvalidInput
     from lowp.recipes import results
 
     if resume:
@@ -223,7 +184,7 @@ def _train(study: Study, out: Path, processes: int | None, stop: Interrupts) -> 
     """Train the remaining runs with a progress bar, and write the file after each run."""
     from lowp.recipes import results
     from lowp.recipes.comparison import result_line
-    from lowp.report.progress import Bar
+    from lowp.report.terminal import Bar
 
     jobs = study.jobs()
     epochs = study.settings.epochs or 1

@@ -17,18 +17,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lowp.cli import COMMANDS
+from lowp.cli.figure import FIGURES
+from lowp.cli.options import Option, add_options
+from lowp.cli.policy import ACTIONS
+from lowp.errors import Unavailable
+from lowp.formats import FORMATS
+from lowp.presets import PRESETS
+from lowp.recipes import RECIPES
+
 SHELLS = ("bash", "zsh", "fish")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS), help="the shell")
+OPTIONS = (Option("shell", "the shell", "|".join(SHELLS), more={"choices": SHELLS}),)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
-    from lowp.errors import Unavailable
-
     try:
         import shtab
     except ImportError:
@@ -39,8 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def whole_parser(file: Any) -> argparse.ArgumentParser:
     """Return one parser of all commands; `choices` are the names to offer, and `complete` is `file` for a path."""
-    from lowp.cli import COMMANDS
-
     parser = argparse.ArgumentParser(prog="lowp")
     parser.add_argument("--version", action="store_true", help="the version")
     commands = parser.add_subparsers()
@@ -48,7 +51,7 @@ def whole_parser(file: Any) -> argparse.ArgumentParser:
     for command, summary in COMMANDS.items():
         one = commands.add_parser(command, help=summary)
         module = import_module(f"lowp.cli.{command}")
-        module.add_arguments(one)
+        add_options(one, module.OPTIONS)
         one.description = summary
         if hasattr(module, "split"):
             one.add_argument("script", type=Path, help="a script, and its arguments")
@@ -63,12 +66,6 @@ def whole_parser(file: Any) -> argparse.ArgumentParser:
 
 def _names() -> Mapping[str, Iterable[str]]:
     """Return the names that an argument takes, by its name or that of its command and its own."""
-    from lowp.cli.figure import FIGURES
-    from lowp.cli.policy import ACTIONS
-    from lowp.formats import FORMATS
-    from lowp.presets import PRESETS
-    from lowp.recipes import RECIPES
-
     return {
         **dict.fromkeys(("recipe", "recipes"), RECIPES),
         **dict.fromkeys(("to", "within", "source", "via", "formats name"), FORMATS),

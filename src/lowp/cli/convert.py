@@ -17,30 +17,32 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowp.cli.output import add_output_arguments, print_json
+from lowp import files
+from lowp.cli.options import OUTPUT, Option
+from lowp.cli.output import print_json
 
 if TYPE_CHECKING:
     from lowp.portable import Converted
-    from lowp.report.progress import Bar
+    from lowp.report.terminal import Bar
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("source", metavar="IN", type=Path, help="a checkpoint: file, index of shards, or folder")
-    parser.add_argument("target", metavar="OUT", type=Path, help="a file, or a folder for shards")
-    parser.add_argument("--to", metavar="FORMAT", required=True, help="a format or a cast: bf16, int8, e4m3fn:saturate")
-    parser.add_argument("--keep", metavar="PATTERN", action="append", default=[], help="do not convert these tensors")
-    parser.add_argument("--entry", metavar="NAME", help="the entry of a torch file that is the state_dict")
-    parser.add_argument("--seed", type=int, default=0, help="seed of stochastic rounding (default: 0)")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    add_output_arguments(parser)
-    parser.add_argument("--report", metavar="FILE.json", type=Path, help="also write the table to this file")
+OPTIONS = (
+    Option("source", "a checkpoint: file, index of shards, or folder", "IN", Path),
+    Option("target", "a file, or a folder for shards", "OUT", Path),
+    Option("--to", "a format or a cast: bf16, int8, e4m3fn:saturate", "FORMAT", more={"required": True}),
+    Option("--keep", "do not convert these tensors", "PATTERN", default=[], more={"action": "append"}),
+    Option("--entry", "the entry of a torch file that is the state_dict", "NAME"),
+    Option("--seed", "seed of stochastic rounding (default: 0)", kind=int, default=0),
+    Option("--overwrite", "replace OUT if it exists", kind=bool),
+    *OUTPUT,
+    Option("--report", "also write the table to this file", "FILE.json", Path),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert, and print one line per tensor."""
-    from lowp import files, portable
-    from lowp.report.progress import Bar
+    from lowp import portable
+    from lowp.report.terminal import Bar
 
     if arguments.report is not None:
         files.check_target(arguments.report)

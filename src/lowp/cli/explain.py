@@ -29,7 +29,8 @@ from fractions import Fraction
 
 from lowp.casts import parse as parse_cast
 from lowp.cli import Parser
-from lowp.cli.output import add_output_arguments, print_json, show
+from lowp.cli.options import OUTPUT, Option, add_options
+from lowp.cli.output import print_json, show
 from lowp.errors import InvalidInput
 from lowp.explain import (
     WORKED_CASES,
@@ -49,43 +50,41 @@ from lowp.explain import (
 )
 from lowp.explain.multiply_add import ORDERS
 
+_UPDATE, _FMA = "a weight update", "the tensor core's D = A B + C"
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("number", nargs="*", help="a number, or two with an operator between them")
-    parser.add_argument("--to", metavar="CAST", help="the format to convert to: fp16, e4m3fn:toward-zero:saturate")
-    parser.add_argument(
+
+OPTIONS = (
+    Option("number", "a number, or two with an operator between them", more={"nargs": "*"}),
+    Option("--to", "the format to convert to: fp16, e4m3fn:toward-zero:saturate", "CAST"),
+    Option(
         "--in",
-        dest="within",
-        metavar="CAST",
-        help="the format of an operation or a weight update; of a number before --to",
-    )
-    parser.add_argument("--from", dest="source", metavar="FORMAT", help="the format of a bit pattern")
-    parser.add_argument("--bits", action="store_true", help="read numbers as bit patterns, such as 0x3c7c")
-    parser.add_argument("--via", metavar="CAST", help="a cast before --to, to show double rounding")
-    parser.add_argument("--exponent", type=int, metavar="E", help="the shared scale 2^E of flex16+5, dfp16, mxfp8 ...")
-    parser.add_argument("--rescale", type=int, metavar="E", help="move a flex16+5 number to the shared scale 2^E")
-    parser.add_argument("--scale", metavar="NUMBER", help="the shared scale of int8, nvfp4 ...")
-    parser.add_argument("--random", metavar="U", help="the random number in [0, 1) of a stochastic cast")
-    update = parser.add_argument_group("a weight update")
-    update.add_argument("--weight", metavar="NUMBER")
-    update.add_argument("--gradient", metavar="NUMBER")
-    update.add_argument("--steps", type=int, default=1, metavar="N", help="number of updates (default: 1)")
-    update.add_argument("--learning-rate", metavar="R", help="the update is - R x gradient")
-    update.add_argument("--minus", action="store_true", help="the update is - gradient")
-    fma = parser.add_argument_group("the tensor core's D = A B + C")
-    fma.add_argument("--fma", action="store_true", help="explain D = A B + C on matrices of up to 4 x 4")
-    for name in ("a", "b", "c"):
-        fma.add_argument(
-            f"--{name}", metavar="ROWS", help="rows of the matrix, such as '1 2; 3 4' (default: an example)"
-        )
-    fma.add_argument("--accumulate", default="fp32", metavar="FORMAT", help="the accumulator: fp32 (default) or fp16")
-    fma.add_argument(
-        "--order", default="tensor-core", metavar="ORDER", help=f"{' or '.join(ORDERS)} (default: tensor-core)"
-    )
-    fma.add_argument("--element", metavar="I,J", help="the element of D to show in full, counted from 1,1")
-    parser.add_argument("--worked", action="store_true", help="print all worked cases")
-    add_output_arguments(parser)
+        "the format of an operation or a weight update; of a number before --to",
+        "CAST",
+        more={"dest": "within"},
+    ),
+    Option("--from", "the format of a bit pattern", "FORMAT", more={"dest": "source"}),
+    Option("--bits", "read numbers as bit patterns, such as 0x3c7c", kind=bool),
+    Option("--via", "a cast before --to, to show double rounding", "CAST"),
+    Option("--exponent", "the shared scale 2^E of flex16+5, dfp16, mxfp8 ...", "E", int),
+    Option("--rescale", "move a flex16+5 number to the shared scale 2^E", "E", int),
+    Option("--scale", "the shared scale of int8, nvfp4 ...", "NUMBER"),
+    Option("--random", "the random number in [0, 1) of a stochastic cast", "U"),
+    Option("--weight", None, "NUMBER", group=_UPDATE),
+    Option("--gradient", None, "NUMBER", group=_UPDATE),
+    Option("--steps", "number of updates (default: 1)", "N", int, 1, group=_UPDATE),
+    Option("--learning-rate", "the update is - R x gradient", "R", group=_UPDATE),
+    Option("--minus", "the update is - gradient", kind=bool, group=_UPDATE),
+    Option("--fma", "explain D = A B + C on matrices of up to 4 x 4", kind=bool, group=_FMA),
+    *(
+        Option(f"--{name}", "rows of the matrix, such as '1 2; 3 4' (default: an example)", "ROWS", group=_FMA)
+        for name in "abc"
+    ),
+    Option("--accumulate", "the accumulator: fp32 (default) or fp16", "FORMAT", default="fp32", group=_FMA),
+    Option("--order", f"{' or '.join(ORDERS)} (default: tensor-core)", "ORDER", default="tensor-core", group=_FMA),
+    Option("--element", "the element of D to show in full, counted from 1,1", "I,J", group=_FMA),
+    Option("--worked", "print all worked cases", kind=bool),
+    *OUTPUT,
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -136,7 +135,6 @@ def _explanation(arguments: argparse.Namespace) -> object:
     return _update(arguments) if is_update else _number(text, arguments)
 
 
-_UNASKED = {"steps": 1, "accumulate": "fp32", "order": "tensor-core"}  # the values of options that were not given
 _TAKES = {
     "a finding": (),
     "--worked": ("worked", "plain"),
@@ -159,14 +157,11 @@ def _check_options(request: str, text: str, arguments: argparse.Namespace) -> No
     takes = set(_TAKES[request])
     if arguments.within and request in ("--weight", "--rescale", "an operation in a flex format"):
         takes.discard("to")  # these have one format
-    for name, value in vars(arguments).items():
-        if name not in takes and name != "number" and value not in (None, False, _UNASKED.get(name)):
-            allowed = ", ".join(_spelled(one) for one in _TAKES[request] if one in takes) or "no options"
-            raise InvalidInput(f"{_spelled(name)} says nothing about {request}: omit it; allowed: {allowed}")
-
-
-def _spelled(name: str) -> str:
-    return "--" + {"within": "in", "source": "from"}.get(name, name).replace("_", "-")
+    spelled = {one.dest: one.name for one in OPTIONS}
+    for one in OPTIONS[1:]:
+        if one.dest not in takes and getattr(arguments, one.dest) not in (None, False, one.default):
+            allowed = ", ".join(spelled[name] for name in _TAKES[request] if name in takes) or "no options"
+            raise InvalidInput(f"{one.name} says nothing about {request}: omit it; allowed: {allowed}")
 
 
 def _update(arguments: argparse.Namespace) -> object:
@@ -256,7 +251,7 @@ def _element(text: str | None) -> tuple[int, int] | None:
 
 def _worked() -> str:
     parser = Parser(prog="lowp explain")
-    add_arguments(parser)
+    add_options(parser, OPTIONS)
     parts = []
     for index, case in enumerate(WORKED_CASES, 1):
         arguments = parser.parse_args(case.arguments)

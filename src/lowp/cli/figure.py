@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
-from lowp.cli.lists import split_list
-from lowp.cli.output import add_output_arguments, print_json
+from lowp.cli.options import DATA, EPOCHS, OUTPUT, SIZE, Option, split_list
+from lowp.cli.output import print_json
+from lowp.errors import InvalidInput, Unavailable, UnknownName, unknown
+from lowp.report import plots
 
 if TYPE_CHECKING:
     from lowp.recipes.training import Settings
@@ -26,146 +29,164 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure: the functions that record it, draw it and describe its numbers in words, as ``module:function``.
+    """A figure, whose functions are named after it: `record_NAME` of a module of `lowp.recipes.recording` records it,
+    `NAME` of the module of that name in `lowp.report.figures` draws it, and `NAME_words` says its numbers in words.
 
-    `kind` is the kind of its document. `run` holds the options for the settings of its training with the figure's
-    defaults, empty for a figure without a training; `options` holds the keyword arguments of its recorder. `trainings`
-    is the number of runs for each precision and seed.
+    `run` holds the options for the settings of its training with the figure's defaults, empty for a figure without a
+    training; `options` holds the keyword arguments of its recorder. `trainings` is the number of runs for each
+    precision and seed. `document`: the kind of its document, if it is not its own.
     """
 
+    name: str
     summary: str
-    kind: str
-    record: str
-    draw: str
-    words: str | None
+    module: str
     run: Mapping[str, Any]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
     trainings: int = 1
+    has_words: bool = True
+    document: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The kind of its document."""
+        return self.document or f"figure-{self.name}"
+
+    @property
+    def record(self) -> Callable[..., Any]:
+        """The function that returns its document."""
+        return _function(f"recipes.recording.{self.module}", f"record_{self._function}")
+
+    @property
+    def draw(self) -> Callable[..., Any]:
+        """The function that draws a document to a path."""
+        return _function(f"report.figures.{self.module}", self._function)
+
+    def words(self, document: Mapping[str, Any]) -> list[str]:
+        """Return the numbers of a document in words."""
+        words = _function(f"report.figures.{self.module}", f"{self._function}_words") if self.has_words else None
+        return [] if words is None else list(words(document))
+
+    @property
+    def _function(self) -> str:
+        return self.name.replace("-", "_")
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(import_module(f"lowp.{module}"), name)
+    return function
 
 
 _RUN = {"size": None, "seed": 0, "data": None}
-
-
-def _figure(summary: str, name: str, module: str, run: Mapping[str, Any], **options: Any) -> Figure:
-    """Return a row whose functions are named after the figure: record_NAME, NAME and NAME_words."""
-    function = name.replace("-", "_")
-    places = f"lowp.recipes.recording.{module}:record_{function}", f"lowp.report.figures.{module}:{function}"
-    return Figure(summary, f"figure-{name}", *places, f"{places[1]}_words", run, options)
-
-
-FIGURES = {
-    "autoflex": Figure(
+_FLEX = {**_RUN, "recipe": "digits", "precision": "flex16+5"}
+_ROWS = (
+    Figure(
+        "autoflex",
         "Γ, κ and the predicted maximum of weights, activations and updates, step by step (Flexpoint, figure 3)",
-        "figure-autoflex",
-        "lowp.recipes.recording.flex:record_series",
-        "lowp.report.figures.flex:autoflex",
-        None,
-        {**_RUN, "recipe": "digits", "precision": "flex16+5"},
+        "flex",
+        _FLEX,
         {"steps": 400, "layer": None},
+        has_words=False,
     ),
-    "flex-window": Figure(
+    Figure(
+        "flex-window",
         "log2 histograms of weights, activations and updates with the 16-bit window (Flexpoint, figure 2)",
-        "figure-flex-window",
-        "lowp.recipes.recording.flex:record_windows",
-        "lowp.report.figures.flex:flex_window",
-        None,
-        {**_RUN, "recipe": "digits", "precision": "flex16+5"},
+        "flex",
+        _FLEX,
         {"steps": 400, "layer": None},
+        has_words=False,
     ),
-    "updates": _figure(
-        "weight gradients and update:weight ratios early and late, and what bf16 and fp16 lose of the updates",
+    Figure(
         "updates",
+        "weight gradients and update:weight ratios early and late, and what bf16 and fp16 lose of the updates",
         "gradients",
         {**_RUN, "recipe": "resnet-20", "precision": "fp32", "epochs": None},
     ),
-    "gradients": Figure(
+    Figure(
+        "gradients",
         "weight gradients and updates of a naive fp16 run, and what fp16 loses (Micikevicius et al., figure 2b)",
-        "figure-gradients",
-        "lowp.recipes.recording.gradients:record_gradients",
-        "lowp.report.figures.gradients:gradients",
-        "lowp.report.figures.gradients:gradients_words",
+        "gradients",
         {**_RUN, "recipe": "digits-hard", "precision": "fp16-naive", "epochs": None},
-        {},
         trainings=2,
     ),
-    "activation-gradients": _figure(
-        "gradients of activations in fp16's window, and their medians beside those of weights (figure 3)",
+    Figure(
         "activation-gradients",
+        "gradients of activations in fp16's window, and their medians beside those of weights (figure 3)",
         "activations",
         {**_RUN, "recipe": "ssd", "precision": "fp32", "epochs": None},
     ),
-    "loss-scaling": _figure(
-        "the same gradients without and with a loss scale: what falls out of fp16 before and after",
+    Figure(
         "loss-scaling",
+        "the same gradients without and with a loss scale: what falls out of fp16 before and after",
         "activations",
         {**_RUN, "recipe": "ssd", "precision": "fp16", "epochs": 6, "loss_scale": "256"},
     ),
-    "stall": Figure(
+    Figure(
+        "stall",
         "weights that stop moving in bf16, beside fp32 masters and stochastic rounding, which go on",
-        "figure-stall",
-        "lowp.recipes.recording.stall:record_stall",
-        "lowp.report.figures.stall:stall",
-        "lowp.report.figures.stall:stall_words",
+        "stall",
         {**_RUN, "recipe": "digits-hard", "precision": "bf16-storage", "epochs": None},
         {"layer": None},
         trainings=4,
     ),
-    "curves": Figure(
+    Figure(
+        "curves",
         "error by epoch, top-1 and top-5, in several precisions; also from a file of lowp compare",
-        "comparison",
-        "lowp.recipes.recording.curves:record_curves",
-        "lowp.report.figures.curves:curves",
-        "lowp.report.figures.curves:curves_words",
+        "curves",
         {"recipe": "digits", "size": None, "data": None, "epochs": None},
         {"precisions": "fp16,flex16+5", "seeds": 3},
+        document="comparison",
     ),
-    "cost": _figure(
-        "energy and silicon area of numbers, from a published table and estimates between its rows",
+    Figure(
         "cost",
+        "energy and silicon area of numbers, from a published table and estimates between its rows",
         "costs",
         {},
-        formats="fp32,tf32,fp16,bf16,e4m3fn,e5m2,flex16+5,int8",
+        {"formats": "fp32,tf32,fp16,bf16,e4m3fn,e5m2,flex16+5,int8"},
     ),
-}
+)
+FIGURES = {one.name: one for one in _ROWS}
 # The spelling of options that differs from the name of the setting.
 _SPELLED = {"loss_scale": "scale", "precisions": "precision"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("name", nargs="?", help=f"name of the figure: {', '.join(FIGURES)}")
-    parser.add_argument("--list", action="store_true", help="list the figures")
-    parser.add_argument(
-        "--from", dest="source", metavar="FILE.json", type=Path, help="draw a recorded file without training"
-    )
-    parser.add_argument("--recipe", help="the recipe to train (default: the figure's)")
-    parser.add_argument("--size", help="size of the recipe: cpu (default) or full")
-    parser.add_argument(
-        "--precision", help="the precision (default: the figure's); for curves a list of precisions besides fp32"
-    )
-    parser.add_argument("--epochs", type=int, metavar="N", help="number of epochs (default: the recipe's)")
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="for autoflex and flex-window: number of training steps (default: 400)"
-    )
-    parser.add_argument(
-        "--layer", metavar="PATH", help="path of the module whose tensors are drawn (default: the first)"
-    )
-    parser.add_argument(
-        "--scale", metavar="SCALE", help="for loss-scaling: a number, dynamic or dynamic(1024) (default: 256)"
-    )
-    parser.add_argument("--formats", metavar="LIST", help="for cost: list of formats, such as fp16,e5m7")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of the weights and batches (default: 0)")
-    parser.add_argument("--seeds", type=int, metavar="N", help="for curves: runs of each precision (default: 3)")
-    parser.add_argument("--data", metavar="DIR", help="folder or file of the real data set")
-    add_output_arguments(parser)
-    parser.add_argument("--out", metavar="FILE", type=Path, help=".png, .svg or .pdf file (default: figure-NAME.png)")
+# `setting` marks what is for recording
+OPTIONS = (
+    Option("name", f"name of the figure: {', '.join(FIGURES)}", more={"nargs": "?"}),
+    Option("--list", "list the figures", kind=bool),
+    Option("--from", "draw a recorded file without training", "FILE.json", Path, more={"dest": "source"}),
+    Option("--recipe", "the recipe to train (default: the figure's)", setting="recipe"),
+    SIZE,
+    Option(
+        "--precision",
+        "the precision (default: the figure's); for curves a list of precisions besides fp32",
+        setting="precision",
+    ),
+    replace(EPOCHS, metavar="N"),
+    Option(
+        "--steps",
+        "for autoflex and flex-window: number of training steps (default: 400)",
+        "N",
+        int,
+        setting="steps",
+        least=1,
+    ),
+    Option("--layer", "path of the module whose tensors are drawn (default: the first)", "PATH", setting="layer"),
+    Option(
+        "--scale",
+        "for loss-scaling: a number, dynamic or dynamic(1024) (default: 256)",
+        "SCALE",
+        setting="loss_scale",
+    ),
+    Option("--formats", "for cost: list of formats, such as fp16,e5m7", "LIST", setting="formats"),
+    Option("--seed", "seed of the weights and batches (default: 0)", "N", int, setting="seed"),
+    Option("--seeds", "for curves: runs of each precision (default: 3)", "N", int, setting="seeds", least=1),
+    DATA,
+    *OUTPUT,
+    Option("--out", ".png, .svg or .pdf file (default: figure-NAME.png)", "FILE", Path),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Record and draw a figure, or draw a recorded file; return 130 after Ctrl-C, with nothing written."""
-    from lowp.errors import InvalidInput, UnknownName, unknown
     from lowp.recipes import results
-    from lowp.report import plots
 
     if arguments.list:
         _list(arguments.json)
@@ -192,7 +213,7 @@ def run(arguments: argparse.Namespace) -> int:
     results.write(numbers, document)
     document = results.read(numbers, figure.kind)  # as --from reads it
     if plots.can_plot():
-        _import(figure.draw)(document, out)
+        figure.draw(document, out)
         written = f"written: {numbers}, {out}"
     else:
         written = f"written: {numbers}; no picture: {plots.NO_MATPLOTLIB}"
@@ -204,34 +225,23 @@ def _print(figure: Figure, document: Mapping[str, Any], written: str, as_json: b
     if as_json:
         print_json(document)
     else:
-        print("\n".join([*_words(figure, document), written]))
+        print("\n".join([*figure.words(document), written]))
 
 
 def _given(arguments: argparse.Namespace, figure: Figure) -> dict[str, Any]:
     """Return the given options by the name of the setting; raise InvalidInput for one the figure does not take."""
-    from lowp.errors import InvalidInput
-
-    allowed_names = {**figure.run, **figure.options}
-    every = {name for one in FIGURES.values() for name in {**one.run, **one.options}}
-    options = {name: _SPELLED.get(name, name) for name in sorted(every)}
-    values = {name: getattr(arguments, option) for name, option in options.items() if name in allowed_names}
-    refused = [
-        option
-        for option in dict.fromkeys(options.values())
-        if getattr(arguments, option) is not None and option not in {options[name] for name in allowed_names}
-    ]
-    if refused:
-        allowed = ", ".join(f"--{options[name]}" for name in allowed_names)
-        raise InvalidInput(f"{arguments.name} does not take --{refused[0]}; allowed: {allowed}, --from, --out")
-    for name in ("steps", "seeds"):
-        if values.get(name) is not None and values[name] < 1:
-            raise InvalidInput(f"--{name} {values[name]}: give 1 or more")
+    takes = {_SPELLED.get(name, name): name for name in {**figure.run, **figure.options}}
+    for one in OPTIONS:
+        if one.setting and one.dest not in takes and getattr(arguments, one.dest) is not None:
+            allowed = ", ".join(f"--{option}" for option in takes)
+            raise InvalidInput(f"{arguments.name} does not take {one.name}; allowed: {allowed}, --from, --out")
+    values = {name: getattr(arguments, option) for option, name in takes.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) -> dict[str, Any]:
     """Return the figure's document, recorded with a progress bar."""
-    from lowp.report.progress import Bar
+    from lowp.report.terminal import Bar
 
     options: dict[str, Any] = {name: given.get(name, value) for name, value in figure.options.items()}
     for name in ("precisions", "formats"):
@@ -250,7 +260,7 @@ def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) ->
             done_by_name[name] = done
             bar.move(sum(done_by_name.values()), name)
 
-        return dict(_import(figure.record)(**options, stop=interrupts, on_progress=on_progress))
+        return dict(figure.record(**options, stop=interrupts, on_progress=on_progress))
 
 
 def _settings(figure: Figure, given: Mapping[str, Any]) -> Settings:
@@ -264,9 +274,7 @@ def _settings(figure: Figure, given: Mapping[str, Any]) -> Settings:
 
 def _redraw(arguments: argparse.Namespace, figure: Figure, given: Mapping[str, Any], out: Path) -> int:
     """Draw a recorded file, and print its numbers in words."""
-    from lowp.errors import InvalidInput, Unavailable
     from lowp.recipes import results
-    from lowp.report import plots
 
     if given:
         option = next(iter(_SPELLED.get(name, name) for name in given))
@@ -278,14 +286,13 @@ def _redraw(arguments: argparse.Namespace, figure: Figure, given: Mapping[str, A
     if not plots.can_plot():
         raise Unavailable(plots.NO_MATPLOTLIB)
     with results.reading(arguments.source):
-        _import(figure.draw)(document, out)
+        figure.draw(document, out)
         _print(figure, document, f"written: {out}", arguments.json)
     return 0
 
 
 def _other_command(path: Path) -> str:
     """Return the command that draws a file of another figure, as an addition to an error message."""
-    from lowp.errors import InvalidInput
     from lowp.recipes import results
 
     for name, figure in FIGURES.items():
@@ -295,10 +302,6 @@ def _other_command(path: Path) -> str:
             continue
         return f": lowp figure {name} --from {path} draws it"
     return ""
-
-
-def _words(figure: Figure, document: Mapping[str, Any]) -> list[str]:
-    return [] if figure.words is None else list(_import(figure.words)(document))
 
 
 def _list(as_json: bool) -> None:
@@ -317,11 +320,3 @@ def _list(as_json: bool) -> None:
     for row in rows:
         table.add_row(*row)
     terminal.show(terminal.console(), table)
-
-
-def _import(reference: str) -> Callable[..., Any]:
-    from importlib import import_module
-
-    module, _, name = reference.partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from lowp.casts import NAMED, Cast, parse
-from lowp.cli import format_facts, layouts
-from lowp.cli.output import add_output_arguments, print_json, show
+from lowp.cli import format_facts
+from lowp.cli.format_facts import scope_words
+from lowp.cli.options import OUTPUT, Option
+from lowp.cli.output import can_show, print_json, show
 from lowp.errors import InvalidInput
 from lowp.explain import as_json
-from lowp.formats import FORMATS, Format, ScaledFormat
+from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
 
 HEADS = ("format", "bits", "layout", "smallest", "normal", "maximum", "ulp at 1", "max error", "digits")
 COST_HEADS = ("bytes", "multiplier", "energy")
@@ -32,12 +36,12 @@ NOTES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("name", nargs="*", help="formats to show in full, or to draw with --layout")
-    parser.add_argument("--layout", action="store_true", help="draw the bits of the formats side by side")
-    parser.add_argument("--markdown", action="store_true", help="print the list as a table in Markdown")
-    add_output_arguments(parser)
+OPTIONS = (
+    Option("name", "formats to show in full, or to draw with --layout", more={"nargs": "*"}),
+    Option("--layout", "draw the bits of the formats side by side", kind=bool),
+    Option("--markdown", "print the list as a table in Markdown", kind=bool),
+    *OUTPUT,
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.layout:
         if arguments.json or arguments.markdown:
             raise InvalidInput("--layout cannot be combined with --json or --markdown: give one of them")
-        show(layouts.draw(given or [FORMATS[name] for name in layouts.DEFAULT], _width()))
+        show(draw(given or [FORMATS[name] for name in DEFAULT], _width()))
     elif arguments.json:
         print_json(as_json([format_facts.facts(format) for format in given or FORMATS.values()]))
     elif arguments.markdown:
@@ -114,4 +118,146 @@ def markdown(formats: list[Format]) -> str:
 def _in_full(cast: Cast) -> str:
     format = cast.format
     heading = f"{format}" if str(cast) == str(format) else f"{format}, cast as {cast}"
-    return "\n".join([heading, *format_facts.in_full(cast), "", layouts.draw([format], _width())])
+    return "\n".join([heading, *format_facts.in_full(cast), "", draw([format], _width())])
+
+
+DEFAULT = ("fp32", "tf32", "fp16", "bf16", "e5m2", "e4m3fn", "flex16+5")
+_BOX = "┌─┬┐│└┴┘░█▒"
+
+
+class Pens(NamedTuple):
+    """The characters of a drawing: box corners and lines, and the shades of a range."""
+
+    top_left: str
+    horizontal: str
+    top: str
+    top_right: str
+    vertical: str
+    bottom_left: str
+    bottom: str
+    bottom_right: str
+    subnormal: str
+    normal: str
+    shared: str
+
+
+def _pens() -> Pens:
+    return Pens(*_BOX) if can_show(_BOX) else Pens(*"+-++|+++.#:")
+
+
+def draw(formats: Sequence[Format], width: int) -> str:
+    """Draw boxes with one column per bit, aligned where exponents end and mantissas begin; then the ranges."""
+    pens = _pens()
+    names = max(len(str(format)) for format in formats) + 2
+    left = max(sum(size for _, size in _left(_element(format))) + len(_left(_element(format))) for format in formats)
+    lines = ["bits: s sign, e exponent, m mantissa, i integer; one column per bit"]
+    for format in formats:
+        lines += _boxes(format, names, left, pens)
+    lines += ["", *_ranges(formats, names, width, pens)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _element(format: Format) -> FloatFormat | IntFormat:
+    return format.element if isinstance(format, ScaledFormat) else format
+
+
+def _left(element: FloatFormat | IntFormat) -> list[tuple[str, int]]:
+    """Return the fields left of the common edge: sign and exponent."""
+    if isinstance(element, IntFormat):
+        return [("s", 1)]
+    return [("s", 1)] * element.signed + [(f"e{element.exponent_bits}", element.exponent_bits)]
+
+
+def _right(element: FloatFormat | IntFormat) -> list[tuple[str, int]]:
+    """Return the fields right of the common edge: mantissa, or the integer."""
+    if isinstance(element, IntFormat):
+        return [(f"i{element.bits - 1}", element.bits - 1)] if element.bits > 1 else []
+    return [(f"m{element.mantissa_bits}", element.mantissa_bits)] if element.mantissa_bits else []
+
+
+def _boxes(format: Format, names: int, left: int, pens: Pens) -> list[str]:
+    element = _element(format)
+    left_fields = _left(element)
+    fields = left_fields + _right(element)
+    indent = names + left - sum(size for _, size in left_fields) - len(left_fields)
+    top, middle, bottom = _box(fields, pens)
+    middle = f"{format!s:<{names}}{' ' * (indent - names)}{middle}"
+    top, bottom = " " * indent + top, " " * indent + bottom
+    if not isinstance(format, ScaledFormat):
+        return [top, f"{middle} = {format.bits}", bottom]
+    scale_box = _box(_scale_fields(format), pens)
+    words = f"2^e, shared by {scope_words(format.scope)}"
+    if isinstance(format.scale, FloatFormat) and format.scale.mantissa_bits:
+        words = f"{format.scale}, shared by {scope_words(format.scope)}"
+    words += f", and {format.outer} for the tensor" if format.outer else ""
+    return [
+        f"{top}   {scale_box[0]}",
+        f"{middle} x {scale_box[1]}",
+        f"{bottom}   {scale_box[2]}",
+        f"{' ' * names}{'':4}x {words}",
+    ]
+
+
+def _scale_fields(format: ScaledFormat) -> list[tuple[str, int]]:
+    if isinstance(format.scale, PowerOfTwo):
+        return [(f"e{format.scale.bits}", format.scale.bits)]
+    return _left(format.scale) + _right(format.scale)
+
+
+def _box(fields: list[tuple[str, int]], pens: Pens) -> tuple[str, str, str]:
+    """Return the top, middle and bottom line; a label that does not fit loses its letter."""
+    labels = [label if len(label) <= size else label[1:][:size] for label, size in fields]
+    middle = pens.vertical + pens.vertical.join(
+        label.center(size) for label, (_, size) in zip(labels, fields, strict=True)
+    )
+    lines = [pens.horizontal * size for _, size in fields]
+    top = pens.top_left + pens.top.join(lines) + pens.top_right
+    bottom = pens.bottom_left + pens.bottom.join(lines) + pens.bottom_right
+    return top, middle + pens.vertical, bottom
+
+
+class Reach(NamedTuple):
+    """log2 of the smallest positive number, of the smallest normal number, and of the first power above the largest."""
+
+    smallest: int
+    normal: int
+    end: int
+
+
+def reach(format: Format) -> Reach:
+    """Return the binades of a format, over all values of a shared scale."""
+    if isinstance(format, IntFormat):
+        return Reach(0, 0, format.maximum.bit_length())
+    if isinstance(format, FloatFormat):
+        smallest = format.min_exponent - (format.mantissa_bits if format.subnormals else 0)
+        return Reach(smallest, format.min_exponent, format.max_exponent + 1)
+    element = reach(format.element)
+    scale = format.scale
+    if isinstance(scale, PowerOfTwo):
+        low, high = scale.min_exponent, scale.max_exponent
+    else:
+        low, high = reach(scale).smallest, scale.max_exponent
+        if format.outer:
+            low, high = low + reach(format.outer).smallest, high + format.outer.max_exponent
+    return Reach(element.smallest + low, element.normal + low, element.end + high)
+
+
+def _ranges(formats: Sequence[Format], names: int, width: int, pens: Pens) -> list[str]:
+    ranges = [reach(format) for format in formats]
+    low, high = min(r.smallest for r in ranges), max(r.end for r in ranges)
+    room = max(width - names - 24, 20)
+
+    def column(exponent: int) -> int:
+        return round((exponent - low) * room / max(high - low, 1))
+
+    shades = f"{pens.subnormal} subnormal, {pens.normal} normal"
+    if any(isinstance(format, ScaledFormat) for format in formats):
+        shades += f", {pens.shared} wherever the shared scale puts the window"
+    lines = [f"range, log2 from {low} to {high}", shades]
+    for format, r in zip(formats, ranges, strict=True):
+        start, normal, end = column(r.smallest), column(r.normal), max(column(r.end), column(r.normal) + 1)
+        shade = pens.shared if isinstance(format, ScaledFormat) else pens.normal
+        bar = " " * start + (pens.subnormal * (normal - start) if shade == pens.normal else shade * (normal - start))
+        bar += shade * (end - max(normal, start))
+        lines.append(f"{format!s:<{names}}{bar:<{room}}  2^{r.smallest} .. 2^{r.end}")
+    return lines

@@ -1,16 +1,18 @@
-"""Standard output: text with colours on a terminal, JSON, and the options that every command has for them.
+"""Output: text with colours on a terminal, JSON, lines about the work, and where pictures and numbers are written.
 
 rich is loaded on a terminal only.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from lowp.report import plots
 
 # Coloured parts, the first match wins: patterns with named groups, which STYLES maps to rich styles.
 _HIGHLIGHTS = (
@@ -29,12 +31,6 @@ STYLES = {
     "bad": "bold red",
     "good": "bold green",
 }
-
-
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --json and --plain, which every command has that prints a table."""
-    parser.add_argument("--json", action="store_true", help="print the same facts as JSON, and nothing else")
-    parser.add_argument("--plain", action="store_true", help="print without colours, as with NO_COLOR=1")
 
 
 @contextmanager
@@ -96,3 +92,24 @@ def show(text: str) -> None:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: 1 seed, 2 seeds."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def picture_path(plot: Path | None, out: Path) -> Path:
+    """Return the picture's path, after a check that it and the JSON file can be written.
+
+    Prints to stderr if there will be no picture. Raises InvalidInput for other suffixes.
+    """
+    from lowp.recipes import results
+
+    plot = plot or out.with_suffix(".png")
+    plots.check_suffix(plot)
+    results.check_writable(out)
+    results.check_writable(plot)
+    if not plots.can_plot():
+        say(f"there will be no picture: {plots.NO_MATPLOTLIB}")
+    return plot
+
+
+def written_line(out: Path, plot: Path) -> str:
+    """Return the last line of a command: the files written."""
+    return f"written: {out}, {plot}" if plots.can_plot() else f"written: {out}; no picture: {plots.NO_MATPLOTLIB}"

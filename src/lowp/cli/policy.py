@@ -17,7 +17,8 @@ import argparse
 import textwrap
 
 from lowp import presets
-from lowp.cli.output import add_output_arguments, print_json
+from lowp.cli.options import OUTPUT, Option
+from lowp.cli.output import print_json
 from lowp.errors import InvalidInput, UnknownName, near, unknown
 from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import PRESETS, Preset
@@ -25,13 +26,13 @@ from lowp.presets import PRESETS, Preset
 ACTIONS = ("list", "show", "check")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("action", metavar="list|show|check", help="what to do")
-    parser.add_argument("name", nargs="?", help="a preset, a format, torch-2.13-cpu, torch-2.13-cuda or a file (.toml)")
-    parser.add_argument("--toml", action="store_true", help="print it as a policy file for autocast")
-    parser.add_argument("--ops", action="store_true", help="also print the class of each op")
-    add_output_arguments(parser)
+OPTIONS = (
+    Option("action", "what to do", "list|show|check"),
+    Option("name", "a preset, a format, torch-2.13-cpu, torch-2.13-cuda or a file (.toml)", more={"nargs": "?"}),
+    Option("--toml", "print it as a policy file for autocast", kind=bool),
+    Option("--ops", "also print the class of each op", kind=bool),
+    *OUTPUT,
+)
 
 
 def run(arguments: argparse.Namespace) -> int:

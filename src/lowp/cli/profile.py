@@ -17,105 +17,86 @@ import argparse
 import math
 import shlex
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowp.cli.output import add_output_arguments, print_json
+from lowp import files, presets
+from lowp.cli.interrupts import Interrupts
+from lowp.cli.options import DATA, OUTPUT, Option, given, words_of
+from lowp.cli.output import print_json
+from lowp.errors import InvalidInput
 
 if TYPE_CHECKING:
     from lowp.numerics.prediction import Window
     from lowp.numerics.record import Record
 
-_VALUED = {
-    "--out", "--html", "--policy", "--csv", "--tensorboard", "--max-overhead", "--steps", "--size", "--epochs",
-    "--batch", "--lr", "--seed", "--data", "--bits", "--cost", "--least-signal", "--device", "--precision",
-    "--verify-steps",
-}  # fmt: skip
-_FLAGS = {"--diff", "--verify", "--json", "--plain", "--help", "-h"}
 _VERIFIED = 40  # steps
+USAGE = (
+    "lowp profile [arguments] RECIPE | run.json | script.py [its arguments]\n       lowp profile --diff A.json B.json"
+)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.usage = (
-        "lowp profile [arguments] RECIPE | run.json | script.py [its arguments]\n"
-        "       lowp profile --diff A.json B.json"
-    )
-    parser.add_argument(
+def _of_recipe(name: str, kind: type, setting: str) -> Option:
+    return Option(name, "option of the recipe, as for `lowp train`", kind=kind, setting=setting)
+
+
+OPTIONS = (
+    Option(
         "--diff",
-        nargs=2,
-        metavar=("A.json", "B.json"),
-        type=Path,
-        help="print the first tensor in which two recorded runs differ; --html shows both",
-    )
-    parser.add_argument(
+        "print the first tensor in which two recorded runs differ; --html shows both",
+        ("A.json", "B.json"),
+        Path,
+        more={"nargs": 2},
+    ),
+    Option(
         "--max-overhead",
-        metavar="SHARE",
+        "largest share of time that recording may add, such as 3%%; none: no limit; auto (default): 3%%, or 0.25 s if "
+        "that is more",
+        "SHARE",
         default="auto",
-        help="largest share of time that recording may add, such as 3%%; none: no limit; "
-        "auto (default): 3%%, or 0.25 s if that is more",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FILE.json",
-        type=Path,
-        help="record file; while the run lasts, one line for each recorded step",
-    )
-    _add_outputs(parser)
-    add_output_arguments(parser)
-    _add_training(parser)
-    _add_verification(parser)
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Add the options for files that are computed from a record."""
-    parser.add_argument("--html", metavar="FILE.html", type=Path, help="report as a single HTML file")
-    parser.add_argument("--policy", metavar="FILE.toml", type=Path, help="recommended policy, as a policy file")
-    parser.add_argument("--csv", metavar="FILE.csv", type=Path, help="statistics of every tensor, as a CSV file")
-    parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="directory for TensorBoard histograms")
-
-
-def _add_verification(parser: argparse.ArgumentParser) -> None:
-    """Add the options of further predictions and their verification by training."""
-    parser.add_argument("--precision", metavar="NAME", help="also predict the effect of this precision or policy file")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="train with the recommended policy and with fp32, and print the difference",
-    )
-    parser.add_argument(
-        "--verify-steps",
-        metavar="N",
-        help=f"number of steps that --verify and --bits compare; all: the whole recipe (default: {_VERIFIED}, or "
-        "--steps if that is fewer). Implies --verify",
-    )
-    parser.add_argument(
-        "--bits", type=int, metavar="N", help="search for the cheapest policy whose operands have at most N bits"
-    )
-    parser.add_argument(
-        "--cost", default="area", choices=("area", "bytes"), help="what --bits minimizes (default: area)"
-    )
-    parser.add_argument(
-        "--least-signal",
-        type=float,
-        default=20.0,
-        metavar="DB",
-        help="lowest signal-to-noise ratio that --bits accepts (default: 20 dB)",
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a recipe's training."""
-    parser.add_argument(
+    ),
+    Option("--out", "record file; while the run lasts, one line for each recorded step", "FILE.json", Path),
+    # files that are computed from a record
+    Option("--html", "report as a single HTML file", "FILE.html", Path),
+    Option("--policy", "recommended policy, as a policy file", "FILE.toml", Path),
+    Option("--csv", "statistics of every tensor, as a CSV file", "FILE.csv", Path),
+    Option("--tensorboard", "directory for TensorBoard histograms", "DIR", Path),
+    *OUTPUT,
+    # a recipe's training
+    Option(
         "--steps",
-        type=int,
-        metavar="N",
-        help="number of steps of a recipe (default: 100, and up to a minute more until 4 are recorded)",
-    )
-    for name, kind in (("--size", str), ("--epochs", int), ("--batch", int), ("--lr", float), ("--device", str)):
-        parser.add_argument(name, type=kind, help="option of the recipe, as for `lowp train`")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the recipe's weights and batches (default: 0)")
-    parser.add_argument("--data", metavar="DIR", help="folder or file of the recipe's data set")
+        "number of steps of a recipe (default: 100, and up to a minute more until 4 are recorded)",
+        "N",
+        int,
+        least=1,
+    ),
+    _of_recipe("--size", str, "size"),
+    _of_recipe("--epochs", int, "epochs"),
+    _of_recipe("--batch", int, "batch"),
+    _of_recipe("--lr", float, "learning_rate"),
+    _of_recipe("--device", str, "device"),
+    Option("--seed", "seed of the recipe's weights and batches (default: 0)", kind=int, default=0, setting="seed"),
+    replace(DATA, help="folder or file of the recipe's data set"),
+    # further predictions, and their verification by training
+    Option("--precision", "also predict the effect of this precision or policy file", "NAME"),
+    Option("--verify", "train with the recommended policy and with fp32, and print the difference", kind=bool),
+    Option(
+        "--verify-steps",
+        f"number of steps that --verify and --bits compare; all: the whole recipe (default: {_VERIFIED}, or --steps "
+        "if that is fewer). Implies --verify",
+        "N",
+    ),
+    Option("--bits", "search for the cheapest policy whose operands have at most N bits", "N", int),
+    Option("--cost", "what --bits minimizes (default: area)", default="area", more={"choices": ("area", "bytes")}),
+    Option(
+        "--least-signal",
+        "lowest signal-to-noise ratio that --bits accepts (default: 20 dB)",
+        "DB",
+        float,
+        20.0,
+    ),
+)
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -126,10 +107,8 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     own: list[str] = []
     rest = list(arguments)
     while rest and (rest[0].startswith("-") and rest[0] != "-m"):
-        name, equals, _ = rest[0].partition("=")
-        if name not in _VALUED and name not in _FLAGS:
+        if not (count := words_of(rest[0], OPTIONS)):
             return [rest[0]], []  # refused by name, not with what follows it
-        count = 3 if name == "--diff" else 2 if name in _VALUED and not equals else 1
         own, rest = own + rest[:count], rest[count:]
     if rest and not _is_script(rest[0]):
         return own + rest[1:], rest[:1]
@@ -142,8 +121,6 @@ def _is_script(name: str) -> bool:
 
 def run(arguments: argparse.Namespace) -> int:
     """Profile, or read a profile; print it, and write the requested files."""
-    from lowp.errors import InvalidInput
-
     if arguments.diff is not None:
         return _difference(arguments)
     if not arguments.script:
@@ -167,8 +144,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise, before any work is done, for a file that cannot be written or an invalid number."""
-    from lowp import files, presets
-    from lowp.errors import InvalidInput
     from lowp.numerics.sampling import Budget
 
     Budget.parse(arguments.max_overhead)
@@ -181,8 +156,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInput(
             f"--tensorboard {arguments.tensorboard} is a file: give a folder, which is created if necessary"
         )
-    if arguments.steps is not None and arguments.steps < 1:
-        raise InvalidInput(f"--steps {arguments.steps}: give 1 or more")
     if arguments.bits is not None and not 2 <= arguments.bits <= 16:
         raise InvalidInput(f"--bits {arguments.bits}: give 2 to 16, the bits of an operand")
     if not arguments.least_signal > 0.0 or math.isinf(arguments.least_signal):
@@ -192,8 +165,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _require_recipe(arguments: argparse.Namespace) -> None:
     """Raise for options that need a recipe, which can be trained again from the same weights."""
-    from lowp.errors import InvalidInput
-
     name = arguments.script[0]
     for option in ("verify", "verify_steps", "bits"):
         if getattr(arguments, option):
@@ -203,30 +174,25 @@ def _require_recipe(arguments: argparse.Namespace) -> None:
                 instead = f", or compare whole runs of the script: lowp run --compare fp32,policy.toml {script}"
             spelled = option.replace("_", "-")
             raise InvalidInput(f"--{spelled} trains a recipe: give a recipe instead of {name}{instead}")
-    unheeded = [
-        one for one in ("steps", "size", "epochs", "batch", "lr", "device", "seed", "data") if getattr(arguments, one)
-    ]
-    if unheeded:
+    of_recipes = [one for one in OPTIONS if one.setting or one.name == "--steps"]
+    if unheeded := [one.name for one in of_recipes if getattr(arguments, one.dest)]:
         after = ": options of the script come after its name" if _is_script(name) else ""
-        raise InvalidInput(f"--{unheeded[0]} is for recipes, and {name} is none{after}")
+        raise InvalidInput(f"{unheeded[0]} is for recipes, and {name} is none{after}")
 
 
 def _steps_to_verify(arguments: argparse.Namespace) -> int | None:
     """Return the number of steps to compare, None for the whole recipe; raise InvalidInput for an invalid number."""
-    from lowp.errors import InvalidInput
-
-    given = arguments.verify_steps
-    if given is None:
+    steps = arguments.verify_steps
+    if steps is None:
         return min(arguments.steps or _VERIFIED, _VERIFIED)
-    if given == "all":
+    if steps == "all":
         return None
-    if not given.isdecimal() or not int(given):
-        raise InvalidInput(f"--verify-steps {given}: give 1 or more, or all for the whole recipe")
-    return int(given)
+    if not steps.isdecimal() or not int(steps):
+        raise InvalidInput(f"--verify-steps {steps}: give 1 or more, or all for the whole recipe")
+    return int(steps)
 
 
 def _difference(arguments: argparse.Namespace) -> int:
-    from lowp import files
     from lowp.numerics.advice import advise
     from lowp.numerics.difference import difference
     from lowp.numerics.record import Record
@@ -249,21 +215,12 @@ def _difference(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _settings(name: str, arguments: argparse.Namespace, precision: str = "fp32") -> Any:
-    from lowp.recipes.training import Settings
-
-    given = {"size": arguments.size, "epochs": arguments.epochs, "batch": arguments.batch, "data": arguments.data}
-    given |= {"learning_rate": arguments.lr, "device": arguments.device}
-    options = {key: value for key, value in given.items() if value is not None}
-    return Settings(name, precision, seed=arguments.seed, **options)
-
-
 def _recipe(name: str, arguments: argparse.Namespace) -> int:
-    from lowp.cli.interrupts import Interrupts
     from lowp.recipes.profiling import profiled
-    from lowp.report.progress import Bar
+    from lowp.recipes.training import Settings
+    from lowp.report.terminal import Bar
 
-    settings = _settings(name, arguments)
+    settings = Settings(name, **given(OPTIONS, arguments))
     with (
         Interrupts(lambda: _left(arguments.out), "the step is being ended") as interrupts,
         Bar(f"profiling {name}", arguments.steps or 0, "steps") as bar,
@@ -290,11 +247,8 @@ def _left(out: Path | None) -> str:
 
 
 def _verified(settings: Any, record: Record, arguments: argparse.Namespace, document: dict[str, Any]) -> int:
-    from dataclasses import asdict
-
-    from lowp import files
     from lowp.numerics.advice import advise
-    from lowp.numerics.search import cheapest
+    from lowp.numerics.policies import cheapest
     from lowp.recipes.profiling import verified
 
     policy = advise(record).policy
@@ -315,7 +269,6 @@ def _verified(settings: Any, record: Record, arguments: argparse.Namespace, docu
 
 
 def _script(arguments: argparse.Namespace) -> int:
-    from lowp.cli.interrupts import Interrupts
     from lowp.launch.profiling import profile_script
     from lowp.numerics.record import Record
 
@@ -341,7 +294,6 @@ def _script(arguments: argparse.Namespace) -> int:
 
 def _report(record: Record, arguments: argparse.Namespace, next_command: str) -> dict[str, Any]:
     """Write the requested files; print a profile, but for --json, and return it as plain data."""
-    from lowp import files
     from lowp.numerics.advice import advise
     from lowp.report.profile import print_profile
     from lowp.report.profile_html import page
@@ -373,8 +325,6 @@ def _report(record: Record, arguments: argparse.Namespace, next_command: str) ->
 
 
 def _write_page(path: Path, text: str, as_json: bool) -> None:
-    from lowp import files
-
     with files.replacing(path) as file:
         file.write(text.encode())
     print(f"report: {path}", file=sys.stderr if as_json else sys.stdout)
@@ -382,9 +332,6 @@ def _write_page(path: Path, text: str, as_json: bool) -> None:
 
 def _precision(record: Record, name: str, window: Window, as_json: bool) -> dict[str, Any]:
     """Return the predicted effect of a precision with the tensors of the largest errors; print it, but for --json."""
-    from dataclasses import asdict
-
-    from lowp import presets
     from lowp.numerics.policies import effects, sensitivities, worst
 
     preset = presets.parse(name)

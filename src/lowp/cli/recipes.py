@@ -11,21 +11,19 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from lowp.cli.output import add_output_arguments, print_json
+from lowp.cli.options import OUTPUT, Option
+from lowp.cli.output import print_json
+from lowp.recipes import RECIPES, get
 
 if TYPE_CHECKING:
     from lowp.recipes.recipe import Recipe
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("recipe", nargs="?", help="the recipe to show in full")
-    add_output_arguments(parser)
+OPTIONS = (Option("recipe", "the recipe to show in full", more={"nargs": "?"}), *OUTPUT)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or one recipe."""
-    from lowp.recipes import RECIPES, get
     from lowp.report.terminal import console, plain_table, show
 
     if arguments.json:

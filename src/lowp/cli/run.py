@@ -23,56 +23,44 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowp import presets
 from lowp.cli.interrupts import Interrupts
-from lowp.cli.lists import split_list
-from lowp.cli.output import add_output_arguments, print_json, say
+from lowp.cli.options import OUTPUT, Option, split_list, words_of
+from lowp.cli.output import print_json, say
+from lowp.errors import InvalidInput, LowpError, near
 
 if TYPE_CHECKING:
     from lowp.launch.comparison import Runs
 
-_VALUED = ("--precision", "--policy", "--compare", "--loss-scale", "--report")
-_FLAGS = ("--strict", "--override", "--monitor", "--json", "--plain", "--help", "-h")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--precision", help="a preset or a format such as e5m7 (default: bf16; with --monitor fp32)")
-    group.add_argument("--policy", metavar="FILE.toml", help="a policy file")
-    group.add_argument("--compare", metavar="LIST", help="run the script once in each of these precisions and compare")
-    parser.add_argument("--loss-scale", metavar="SCALE", help="none, a number, or dynamic (default: the precision's)")
-    parser.add_argument("--strict", action="store_true", help="end the script if something cannot run in the precision")
-    parser.add_argument("--override", action="store_true", help="replace the script's own autocast and GradScaler")
-    parser.add_argument("--report", metavar="FILE.json", type=Path, help="write a report of the run to this file")
-    parser.add_argument(
+USAGE = "lowp run [arguments] script.py | -m module [arguments of the script]"
+OPTIONS = (
+    Option("--precision", "a preset or a format such as e5m7 (default: bf16; with --monitor fp32)", excludes=True),
+    Option("--policy", "a policy file", "FILE.toml", excludes=True),
+    Option("--compare", "run the script once in each of these precisions and compare", "LIST", excludes=True),
+    Option("--loss-scale", "none, a number, or dynamic (default: the precision's)", "SCALE"),
+    Option("--strict", "end the script if something cannot run in the precision", kind=bool),
+    Option("--override", "replace the script's own autocast and GradScaler", kind=bool),
+    Option("--report", "write a report of the run to this file", "FILE.json", Path),
+    Option(
         "--monitor",
-        metavar="FILE.jsonl",
-        nargs="?",
-        const="",
-        help="warn of what spoils the training; --monitor=FILE.jsonl writes its numbers for lowp watch",
-    )
-    add_output_arguments(parser)
-    parser.usage = "lowp run [arguments] script.py | -m module [arguments of the script]"
+        "warn of what spoils the training; --monitor=FILE.jsonl writes its numbers for lowp watch",
+        "FILE.jsonl",
+        more={"nargs": "?", "const": ""},  # the file stands behind "="
+    ),
+    *OUTPUT,
+)
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Return lowp's own arguments, and the script with its arguments, which starts at the first unknown one."""
     index = 0
-    while index < len(arguments):
-        name, given, _ = arguments[index].partition("=")
-        if name in _VALUED:
-            index += 1 if given else 2
-        elif name in _FLAGS:  # the file of --monitor stands behind "="
-            index += 1
-        else:
-            break
+    while index < len(arguments) and (count := words_of(arguments[index], OPTIONS)):
+        index += count
     return arguments[:index], arguments[index:]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Replace this process by the script's Python process; with --compare, run the script several times."""
-    from lowp.errors import InvalidInput
-
     command = _command(arguments.script)
     if arguments.compare is not None:
         if arguments.report is not None:
@@ -94,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _compare(command: list[str], arguments: argparse.Namespace) -> int:
     """Run the script once in each precision, and print the runs; return 1 if one has failed."""
     from lowp.launch import comparison
-    from lowp.report.progress import Bar
+    from lowp.report.terminal import Bar
 
     environments = [(name, _environment(name, arguments)) for name in split_list(arguments.compare, "--compare")]
     with (
@@ -137,8 +125,6 @@ def _print(runs: Runs) -> None:
 
 def _command(script: list[str]) -> list[str]:
     """Return the command that runs the script as Python would; raise InvalidInput if there is no script."""
-    from lowp.errors import InvalidInput, near
-
     script = script[1:] if script[:1] == ["--"] else script
     if not script:
         raise InvalidInput("the script is missing. For example: lowp run --precision bf16 train.py --lr 0.1")
@@ -147,7 +133,7 @@ def _command(script: list[str]) -> list[str]:
             raise InvalidInput("-m needs the name of a module: lowp run --precision bf16 -m package.train")
     elif script[0].startswith("-"):
         name = script[0].partition("=")[0]
-        meant = "".join(f"; did you mean {one}?" for one in near(name, (*_VALUED, *_FLAGS), 1))
+        meant = "".join(f"; did you mean {one}?" for one in near(name, [one.name for one in OPTIONS], 1))
         raise InvalidInput(f"{name!r} is not an option of lowp run: give options of the script after its name{meant}")
     elif not os.path.exists(script[0]) and (also := _precisions(script)):
         raise InvalidInput(
@@ -163,9 +149,6 @@ def _command(script: list[str]) -> list[str]:
 
 def _precisions(words: list[str]) -> list[str]:
     """Return the words at the beginning that are precisions."""
-    from lowp import presets
-    from lowp.errors import LowpError
-
     for count, word in enumerate(words):
         try:
             presets.parse(word)
@@ -176,10 +159,7 @@ def _precisions(words: list[str]) -> list[str]:
 
 def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str]:
     """Return the environment of a run in a precision; raise InvalidInput for one that cannot run a script."""
-    from lowp import presets
-    from lowp.errors import InvalidInput
-    from lowp.launch.record import check_report
-    from lowp.launch.settings import RunSettings
+    from lowp.launch.record import RunSettings, check_report
     from lowp.monitoring.log import check_log
 
     if precision.endswith(".toml"):

@@ -15,59 +15,51 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowp.cli import EXIT_ERROR, print_error, run_options
+from lowp import files
+from lowp.cli import EXIT_ERROR, print_error
 from lowp.cli.interrupts import Interrupts
-from lowp.cli.output import add_output_arguments, print_json, say
+from lowp.cli.options import OUTPUT, TRAINING, Option, filled, given
+from lowp.cli.output import print_json, say
+from lowp.errors import InvalidInput
+from lowp.recipes import get
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lowp.monitoring import Alarm
-    from lowp.recipes.keeping import RunKeeper
+    from lowp.recipes.runs import RunKeeper
     from lowp.recipes.training import Training
-    from lowp.report.progress import Bar
+    from lowp.report.terminal import Bar
 
 _SHOWN, _TOLD = 0.1, 30.0  # seconds between two signs of progress, on a terminal and elsewhere
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    run_options.add_run_arguments(parser)
-    parser.add_argument("--precision", help="a preset, a format such as e5m7, or a policy file (default: fp32)")
-    parser.add_argument("--loss-scale", metavar="SCALE", help="none, a number, or dynamic (default: the precision's)")
-    parser.add_argument("--seed", type=int, help="seed of the initial weights and batches (default: 0)")
-    parser.add_argument(
-        "--checkpoint", metavar="FILE", type=Path, help="checkpoint file (default: RECIPE-PRECISION-seedN.pt)"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue the run in the checkpoint")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="start a new run and replace the one in the checkpoint"
-    )
-    add_output_arguments(parser)
-    parser.add_argument("--out", metavar="FILE.json", type=Path, help="write all numbers of the run to this file")
-    parser.add_argument(
-        "--monitor",
-        metavar="FILE.jsonl",
-        type=Path,
-        help="write the numbers of the monitor to this file: see lowp watch",
-    )
+OPTIONS = (
+    *TRAINING,
+    Option("--precision", "a preset, a format such as e5m7, or a policy file (default: fp32)", setting="precision"),
+    Option("--loss-scale", "none, a number, or dynamic (default: the precision's)", "SCALE", setting="loss_scale"),
+    Option("--seed", "seed of the initial weights and batches (default: 0)", kind=int, setting="seed"),
+    Option("--checkpoint", "checkpoint file (default: RECIPE-PRECISION-seedN.pt)", "FILE", Path),
+    Option("--resume", "continue the run in the checkpoint", kind=bool),
+    Option("--overwrite", "start a new run and replace the one in the checkpoint", kind=bool),
+    *OUTPUT,
+    Option("--out", "write all numbers of the run to this file", "FILE.json", Path),
+    Option("--monitor", "write the numbers of the monitor to this file: see lowp watch", "FILE.jsonl", Path),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train or resume; return 0 at the end, 130 after Ctrl-C, with the checkpoint written."""
-    from lowp import checkpoint, files
-    from lowp.errors import InvalidInput
+    from lowp import checkpoint
     from lowp.monitoring.log import check_log
-    from lowp.recipes import get, results
-    from lowp.recipes.keeping import RunKeeper
+    from lowp.recipes import results
+    from lowp.recipes.runs import RunKeeper
     from lowp.recipes.training import threads_of
 
     if arguments.resume and arguments.overwrite:
         raise InvalidInput("--resume continues a checkpoint and --overwrite replaces it: give one of them")
     recipe = get(arguments.recipe)
-    named = run_options.given(arguments)
-    own = {"precision": arguments.precision, "loss_scale": arguments.loss_scale, "seed": arguments.seed}
-    named.update({name: value for name, value in own.items() if value is not None})
+    named = given(OPTIONS, arguments)
     path = arguments.checkpoint or _default_path(recipe.name, named)
     checkpoint.check_replaceable(path)
     if arguments.out is not None:
@@ -113,14 +105,13 @@ def _interrupts(recipe: str, keeper: RunKeeper) -> Interrupts:
 
 def _begin(named: dict[str, Any], path: Path, arguments: argparse.Namespace) -> Training:
     """Return a new run, or the one in the checkpoint."""
-    from lowp.errors import InvalidInput
     from lowp.recipes.training import Training, read_extra
 
     if arguments.resume:
         training = Training.resume(path, named)
         say(f"continuing {path} after {training.epoch} of {training.epochs} epochs")
         return training
-    settings = run_options.filled(named)
+    settings = filled(named)
     if path.exists() and path.stat().st_size:
         extra = read_extra(path)
         if not arguments.overwrite:
@@ -142,7 +133,7 @@ def _holds(path: Path, extra: dict[str, Any]) -> str:
 def _train(training: Training, keeper: RunKeeper, interrupts: Interrupts, log: Path | None) -> tuple[bool, list[Alarm]]:
     """Train with a progress bar and a monitor, and keep checkpoints; return whether it has ended, and the alarms."""
     from lowp.monitoring import Monitor
-    from lowp.report.progress import Bar
+    from lowp.report.terminal import Bar
 
     title = f"{training.recipe.name}, {training.precision}"
     with Bar(training.recipe.name, training.epochs, "epochs") as bar:

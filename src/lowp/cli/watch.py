@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowp.cli import EXIT_INTERRUPTED
-from lowp.cli.output import add_output_arguments, print_json
+from lowp.cli.options import OUTPUT, Option
+from lowp.cli.output import print_json
+from lowp.errors import InvalidInput
 
 if TYPE_CHECKING:
     from lowp.monitoring.log import Tail
@@ -26,18 +28,15 @@ if TYPE_CHECKING:
 _SECONDS = 0.5
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("file", metavar="FILE.jsonl", type=Path, help="the file that a monitor writes")
-    parser.add_argument(
-        "--every", type=float, default=_SECONDS, metavar="SECONDS", help=f"pause between looks (default: {_SECONDS})"
-    )
-    add_output_arguments(parser)
+OPTIONS = (
+    Option("file", "the file that a monitor writes", "FILE.jsonl", Path),
+    Option("--every", f"pause between looks (default: {_SECONDS})", "SECONDS", float, _SECONDS),
+    *OUTPUT,
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the file until its run ends; return 0, or 130 after Ctrl-C."""
-    from lowp.errors import InvalidInput
     from lowp.monitoring.log import Tail
     from lowp.report.watching import Board
 

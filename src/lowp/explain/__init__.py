@@ -29,11 +29,9 @@ from lowp.explain.flexpoint import (
     is_flex,
     rescale,
 )
-from lowp.explain.multiply_add import Accumulated, Addend, MultiplyAdd, fused_multiply_add
+from lowp.explain.multiply_add import Accumulated, Addend, MultiplyAdd, fused_multiply_add, render_multiply_add
 from lowp.explain.numbers import Number, parse_number
-from lowp.explain.plain_data import as_json
-from lowp.explain.render import render
-from lowp.explain.render_multiply_add import render_multiply_add
+from lowp.explain.render import as_json, render
 from lowp.explain.update import Threshold, Trajectory, Verdict, WeightUpdate, weight_update
 from lowp.explain.worked import WORKED_CASES, WorkedCase
 

@@ -37,8 +37,7 @@ def _lead() -> None:
     run = os.environ.get("LOWP_RUN", "")
     if f'"leader": {os.getpid()},' not in run:
         return
-    from lowp.launch.record import gathered, tell_of_run
-    from lowp.launch.settings import RunSettings
+    from lowp.launch.record import RunSettings, gathered, tell_of_run
 
     settings = RunSettings.from_environment()
     if settings is None:

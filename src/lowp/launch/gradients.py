@@ -208,6 +208,7 @@ def install(session: Session) -> None:
         _install_leaves(gradients)
     _install_tensor_hooks(session, gradients)
     _install_module_hooks(session, gradients)
+    _install_exchange(session)
 
 
 def _install_leaves(gradients: Gradients) -> None:
@@ -296,3 +297,31 @@ def _install_module_hooks(session: Session, gradients: Gradients) -> None:
         return [*map(showing, before(self))]
 
     module._get_backward_hooks, module._get_backward_pre_hooks = _get_backward_hooks, _get_backward_pre_hooks
+
+
+# Python's views of the hooks; torch leaves these dictionaries with the objects and moves only what calls them
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _install_exchange(session: Session) -> None:
+    """Let tensors that the session refers to be exchanged as in plain torch."""
+    utils = cast(Any, torch.utils)
+    original = utils.swap_tensors
+
+    @wraps(original)
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        with session.exchanging(t1, t2):
+            original(t1, t2)
+            if session.is_scaling:  # else the hooks are the script's
+                _exchange_hooks(t1, t2)
+
+    utils.swap_tensors = swap_tensors
+
+
+def _exchange_hooks(one: Any, other: Any) -> None:
+    """Let each tensor have the hooks of its content: torch does not call what is registered later on another's."""
+    for name in _HOOKS:
+        hooks, others = getattr(one, name, None), getattr(other, name, None)
+        if hooks is not None or others is not None:
+            setattr(one, name, others)
+            setattr(other, name, hooks)

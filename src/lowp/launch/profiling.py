@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowp.errors import InvalidInput
 from lowp.launch.comparison import waited
-from lowp.launch.settings import PRECISION
+from lowp.launch.record import PRECISION
 from lowp.launch.waiting import Search
 
 if TYPE_CHECKING:

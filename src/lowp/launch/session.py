@@ -17,8 +17,7 @@ from lowp import presets
 from lowp.errors import LowpError
 from lowp.launch import record as records
 from lowp.launch import sigterm
-from lowp.launch.record import ProcessRecord
-from lowp.launch.settings import RunSettings
+from lowp.launch.record import ProcessRecord, RunSettings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from lowp.launch.forward import Forward
     from lowp.launch.gradients import Gradients
-    from lowp.launch.monitoring import MonitorSearch
+    from lowp.launch.waiting import MonitorSearch
     from lowp.precision import Precision
 
 _EXIT_REFUSED = 2
@@ -219,10 +218,10 @@ def start() -> None:
     except (LowpError, OSError) as error:
         print(f"lowp run: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(_EXIT_REFUSED) from None
-    from lowp.launch import backward, exchanging, forward, gradients, monitoring, standing, stepping
+    from lowp.launch import backward, forward, gradients, standing, stepping, waiting
 
     # each uses objects of the previous ones
-    for place in (gradients, forward, backward, stepping, standing, exchanging, monitoring):
+    for place in (gradients, forward, backward, stepping, standing, waiting):
         place.install(session)
     _hide_frames()
     _close_at_the_end(session)

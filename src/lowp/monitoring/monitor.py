@@ -28,8 +28,7 @@ from lowp.monitoring.ranks import RankCheck
 from lowp.monitoring.seen import Sight
 from lowp.monitoring.sinks import Sink, record_of, sinks_of
 from lowp.monitoring.state import RunState
-from lowp.numerics.cycle import Cycle
-from lowp.numerics.models import Models
+from lowp.numerics.models import Cycle, Models
 from lowp.numerics.modes import numbers_of
 from lowp.numerics.sampling import Budget
 

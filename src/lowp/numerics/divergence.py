@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.numerics.again import beside, calls_again
 from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, numbers_of, tensors_in
 from lowp.numerics.record import StepSeen
 from lowp.numerics.replay import Event, Trace, state_of, tracing
-from lowp.numerics.tape import Tape
+from lowp.numerics.tape import Tape, beside, calls_again
 
 _EXPLODED = 1e3  # growth of weights over their first size that counts as exploding
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from lowp.errors import InvalidInput
 from lowp.kernels.steps.spectra import ROWS
-from lowp.numerics.spectrum import Spectrum
-from lowp.numerics.updates import Updates
+from lowp.numerics.spectrum import Spectrum, Updates
 
 ROLES = ("input", "weight", "output", "grad", "weight_grad", "update")
 PHASES = ("forward", "backward", "step")

@@ -18,8 +18,7 @@ from lowp import casts, formats
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
-from lowp.numerics.spectrum import PARTS, Spectrum
-from lowp.numerics.updates import LOWEST_UPDATE, LOWEST_WEIGHT, Updates
+from lowp.numerics.spectrum import LOWEST_UPDATE, LOWEST_WEIGHT, PARTS, Spectrum, Updates
 
 _BIAS = 127
 _EXPONENTS = np.arange(256) - _BIAS

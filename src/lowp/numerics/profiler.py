@@ -15,20 +15,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.errors import Misuse
-from lowp.numerics.again import beside, calls_again
 from lowp.numerics.clock import Clock
-from lowp.numerics.cycle import Cycle
-from lowp.numerics.guard import Guard
-from lowp.numerics.hooks import StepHooks
-from lowp.numerics.models import Models
+from lowp.numerics.guard import Guard, StepHooks
+from lowp.numerics.models import Cycle, Models
 from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
 from lowp.numerics.plan import RecordingPlan
-from lowp.numerics.record import Part, Record, StepSeen
-from lowp.numerics.recording import Recording, merged_over_ranks
+from lowp.numerics.record import Part, Record, Recording, StepSeen, merged_over_ranks
 from lowp.numerics.sampling import Budget
-from lowp.numerics.scaler import WatchedScale
+from lowp.numerics.tape import beside, calls_again
 from lowp.numerics.watching import WatchMode
-from lowp.numerics.windows import initial_scale
+from lowp.numerics.windows import WatchedScale, initial_scale
 from lowp.ops.casting import functorch_is_active, is_jit_tracing
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowp.kernels.steps.spectra import sampled, slope_of
-from lowp.numerics.again import calls_again
 from lowp.numerics.clock import call_costs
 from lowp.numerics.counting import CountedTensor, looked_at, parameter_key
 from lowp.numerics.models import Models
@@ -37,9 +36,8 @@ from lowp.numerics.modes import (
     tensors_in,
 )
 from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print
-from lowp.numerics.spectrum import Spectrum
-from lowp.numerics.tape import Tape
-from lowp.numerics.updates import Updates
+from lowp.numerics.spectrum import Spectrum, Updates
+from lowp.numerics.tape import Tape, calls_again
 from lowp.ops.casting import functorch_is_active
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries

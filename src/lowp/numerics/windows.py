@@ -1,9 +1,14 @@
-"""The loss scales that bring the gradients of a profiled model into fp16."""
+"""The loss scale: that of a watched training, and those that bring the gradients of a profiled model into fp16."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from lowp.errors import InvalidInput
 from lowp.numerics.prediction import Window, scale_window
@@ -95,3 +100,49 @@ def initial_scale(record: Record) -> float:
     if window.is_empty:
         raise InvalidInput(f"no loss scale fits fp16 here: {outside}")
     return float(2.0 ** (min(window.recommended, 16) if record.is_partial else window.recommended))
+
+
+class WatchedScale:
+    """The loss scale of a run. `scaler` is an object with `is_enabled` and `get_scale`; None if nothing scales."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._before: float | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything scales the loss."""
+        return self._scaler is not None
+
+    def value(self) -> float:
+        """The present scale; 1 if there is none."""
+        scaler = self._scaler
+        return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
+
+    def begin_backward(self) -> float:
+        """Note the scale at the start of a backward pass, and return it."""
+        value = self.value()
+        self._before = value if self.is_used else None
+        return value
+
+    def stepped(self) -> None:
+        """Note that the step of that backward pass was taken."""
+        self._before = None
+
+    def has_skipped(self) -> bool:
+        """Whether the step of the last backward pass was skipped: it was not taken, and the scale is lower now."""
+        before, self._before = self._before, None
+        return before is not None and self.value() < before
+
+    def feed(self, counts: NDArray[np.int64]) -> None:
+        """Pass counts of activation gradients, int64 [256] by octave without the scale, to a scaler of lowp's.
+
+        They underflow like those of weights, which the scaler sees itself.
+        """
+        feed = getattr(self._scaler, "add_exponents", None)
+        if feed is not None:
+            power = round(math.log2(self.value()))
+            scaled = np.zeros(256, np.int64)
+            places = np.flatnonzero(counts)
+            np.add.at(scaled, np.clip(places + power, 0, 254), counts[places])
+            feed(torch.from_numpy(scaled))

@@ -9,15 +9,11 @@ Sutskever, Hinton, "ImageNet Classification with Deep Convolutional Neural Netwo
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor, nn
 
-from lowp.recipes.classification import classifier
-from lowp.recipes.data.folders import read_folders
-from lowp.recipes.data.images import image_data
-from lowp.recipes.data.shapes import shape_images
-from lowp.recipes.recipe import Data, Size, one_cycle, sgd_with_momentum, step_decay
+from lowp.recipes.classification import DRAWN_LARGE, classifier, load_large
+from lowp.recipes.recipe import Size, one_cycle, sgd_with_momentum, step_decay
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -82,14 +78,6 @@ def _response_norm() -> nn.Module:
 
 
 # -- the recipe --------------------------------------------------------------------------------------------------------
-def load(size: Size, path: Path | None) -> Data:
-    """Return images in one folder per class if a path is given, otherwise drawn images with ten kinds of figures."""
-    side = size.options["side"]
-    if path is not None:
-        return read_folders(path, side, size.options["classes"])
-    return image_data(shape_images(side, *size.options["images"]), padding=side // 8)
-
-
 def make_model(size: Size) -> nn.Module:
     """Return an AlexNet with the size's share of the published widths."""
     return AlexNet(size.options["side"], size.options["share"], size.options["classes"], size.options["dropout"])
@@ -103,12 +91,12 @@ ALEXNET = classifier(
     name="alexnet",
     summary="five convolutions and three linear layers, as in the Flexpoint paper",
     source="Krizhevsky, Sutskever, Hinton 2012; Köster et al. 2017, arXiv 1711.02213",
-    data="generated: ten figures drawn on scikit-learn's photographs; --data DIR: train/CLASS and val/CLASS (ImageNet)",
+    data=DRAWN_LARGE,
     sizes={
         "cpu": Size(30, 50, 0.02, 325_114, _SMALL, one_cycle),
         "full": Size(90, 128, 0.01, 60_965_224, _FULL),
     },
-    load=load,
+    load=load_large,
     make_model=make_model,
     make_optimizer=partial(sgd_with_momentum, weight_decay=5e-4),  # as in the paper
     schedule=step_decay,

@@ -1,16 +1,40 @@
-"""Shared parts of the classification recipes: the loss, the metrics, the optimizer, and the layers of a perceptron."""
+"""Shared parts of the classification recipes: data, loss, metrics, optimizer, and the layers of a perceptron."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.recipe import Metric, Recipe, linear_decay, sgd_with_momentum
+from lowp.recipes.data.cifar import read_cifar10
+from lowp.recipes.data.images import image_data, read_folders
+from lowp.recipes.data.shapes import shape_images
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, linear_decay, sgd_with_momentum
+
+_DRAWN = "generated: ten figures drawn on scikit-learn's photographs"
+DRAWN_SMALL = f"{_DRAWN}, 32x32; --data DIR: CIFAR-10 (batches or npz)"
+DRAWN_LARGE = f"{_DRAWN}; --data DIR: train/CLASS and val/CLASS (ImageNet)"
+
+
+def load_small(size: Size, path: Path | None, padding: int = 0) -> Data:
+    """Return CIFAR-10 if a path is given, otherwise drawn images of 32x32 with ten kinds of figures.
+
+    With a `padding`, training images are padded, cropped at random and flipped at random.
+    """
+    return image_data(shape_images(32, *size.options["images"]) if path is None else read_cifar10(path), padding)
+
+
+def load_large(size: Size, path: Path | None) -> Data:
+    """Return images in one folder per class if a path is given, otherwise drawn images with ten kinds of figures."""
+    side = size.options["side"]
+    if path is not None:
+        return read_folders(path, side, size.options["classes"])
+    return image_data(shape_images(side, *size.options["images"]), padding=side // 8)
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:

@@ -1,8 +1,15 @@
-"""Shared parts of the detection recipes: the data's layout, the variances of offsets, the optimizer, the schedule."""
+"""Shared parts of the detection recipes: the data's layout, the variances of offsets, optimizer, schedule and backbone.
+
+The backbone are the convolutions of VGG-16; without normalisation, gradients differ widely in size. Simonyan and
+Zisserman, "Very Deep Convolutional Networks", 2015, arXiv 1409.1556, table 1, column D.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+
+from torch import nn
 
 from lowp.recipes.recipe import Metric, Recipe, adam, step_decay
 
@@ -19,3 +26,23 @@ detector = partial(
     clip=5.0,
     unit="images",
 )
+
+
+WIDTHS = (64, 128, 256, 512, 512)
+
+
+def stage(in_channels: int, out_channels: int, layers: int) -> nn.Sequential:
+    """Return `layers` 3x3 convolutions with ReLU that keep the size of the feature map."""
+    parts: list[nn.Module] = []
+    for index in range(layers):
+        parts += [nn.Conv2d(out_channels if index else in_channels, out_channels, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*parts)
+
+
+def initialise(modules: Sequence[nn.Module]) -> None:
+    """Initialise weights to preserve the variance of activations through ReLUs (arXiv 1502.01852), and biases to 0."""
+    for module in modules:
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

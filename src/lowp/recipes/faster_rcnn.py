@@ -30,9 +30,8 @@ from lowp.recipes.data.boxes import (
     select_detections,
 )
 from lowp.recipes.data.detection import boxes_from, evaluate_detector, truths_of
-from lowp.recipes.detection import VARIANCES, detector
+from lowp.recipes.detection import VARIANCES, WIDTHS, detector, initialise, stage
 from lowp.recipes.recipe import Data, Size
-from lowp.recipes.vgg import WIDTHS, initialise, stage
 
 # -- the network -------------------------------------------------------------------------------------------------------
 POOLED = 7  # side of a region's pooled map

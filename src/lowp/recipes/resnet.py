@@ -13,16 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor, nn
 
-from lowp.recipes.classification import classifier
-from lowp.recipes.data.cifar import read_cifar10
-from lowp.recipes.data.folders import read_folders
-from lowp.recipes.data.images import image_data
-from lowp.recipes.data.shapes import shape_images
-from lowp.recipes.recipe import Data, Size, one_cycle, sgd_with_momentum, step_decay
+from lowp.recipes.classification import DRAWN_LARGE, DRAWN_SMALL, classifier, load_large, load_small
+from lowp.recipes.recipe import Size, one_cycle, sgd_with_momentum, step_decay
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -137,25 +132,6 @@ def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int =
 FIFTY, HUNDRED_AND_ONE = (3, 4, 6, 3), (3, 4, 23, 3)
 
 
-# -- data -------------------------------------------------------------------------------------------------------------
-def load_small(size: Size, path: Path | None) -> Data:
-    """Return CIFAR-10 if a path is given, otherwise drawn images with ten kinds of figures.
-
-    Training images are padded by 4, cropped at random and flipped at random.
-    """
-    if path is not None:
-        return image_data(read_cifar10(path), padding=4)
-    return image_data(shape_images(32, *size.options["images"]), padding=4)
-
-
-def load_large(size: Size, path: Path | None) -> Data:
-    """Return images in one folder per class if a path is given, otherwise drawn images with ten kinds of figures."""
-    side = size.options["side"]
-    if path is not None:
-        return read_folders(path, side, size.options["classes"])
-    return image_data(shape_images(side, *size.options["images"]), padding=side // 8)
-
-
 # -- networks ---------------------------------------------------------------------------------------------------------
 def make_small(size: Size) -> nn.Module:
     """Return a network for images of 32x32, with three stages."""
@@ -175,13 +151,13 @@ _residual = partial(
 )
 _small = partial(
     _residual,
-    data="generated: ten figures drawn on scikit-learn's photographs, 32x32; --data DIR: CIFAR-10 (batches or npz)",
-    load=load_small,
+    data=DRAWN_SMALL,
+    load=partial(load_small, padding=4),
     make_model=make_small,
 )
 _large = partial(
     _residual,
-    data="generated: ten figures drawn on scikit-learn's photographs; --data DIR: train/CLASS and val/CLASS (ImageNet)",
+    data=DRAWN_LARGE,
     load=load_large,
     make_model=make_large,
 )

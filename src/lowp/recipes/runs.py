@@ -1,8 +1,9 @@
-"""Many training runs, one after another or in parallel processes; an interruption loses only unfinished runs."""
+"""Many training runs, one after another or in parallel processes; an interruption loses less than a minute."""
 
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
 import os
 import queue
@@ -23,7 +24,6 @@ import torch
 from lowp.errors import LowpError
 from lowp.exponents import SharedExponents
 from lowp.recipes import get
-from lowp.recipes.keeping import RunKeeper
 from lowp.recipes.recipe import Data
 from lowp.recipes.sampling import Sampler
 from lowp.recipes.training import STOPS, Settings, Training, load_data, read_extra, threads_of
@@ -250,3 +250,45 @@ def _data_of(settings: Settings) -> Data:
 def _work(job: Job) -> dict[str, Any] | None:
     data_settings = Settings(job.settings.recipe, size=job.settings.size, data=job.settings.data)
     return train_once(job, _data_of(data_settings), lambda name, epoch: _epochs.put((name, epoch)), _stopping.is_set)
+
+
+_SECONDS = 30.0  # between two checkpoints within an epoch
+_LONG = 0.5  # seconds of an evaluation that is worth a checkpoint before it
+
+
+class RunKeeper:
+    """Writes the checkpoint of one training.
+
+    It is written before the first evaluation (if `keeps_beginning`), within an epoch every 30 seconds, before an
+    evaluation that will take long, and where the training is stopped. `extra` gives what is saved beside. `at` says in
+    words what the file holds.
+    """
+
+    def __init__(self, path: Path, extra: Callable[[], dict[str, Any]] = dict, keeps_beginning: bool = True) -> None:
+        self.path, self.at = path, ""
+        self._extra = extra
+        self._saved = time.monotonic()
+        self._evaluation = math.inf if keeps_beginning else 0.0  # seconds of the latest one
+
+    def save(self, training: Training) -> None:
+        """Write the checkpoint."""
+        self.path.parent.mkdir(exist_ok=True)
+        training.save(self.path, **self._extra())
+        self._saved = time.monotonic()
+        self.at = f"step {training.step_of_epoch} of epoch {min(training.epoch + 1, training.epochs)}"
+
+    def after_step(self, training: Training) -> None:
+        """Write the checkpoint if the last one is old."""
+        if time.monotonic() - self._saved > _SECONDS:
+            self.save(training)
+
+    def before_evaluation(self, training: Training) -> bool:
+        """Return whether the evaluation may be stopped, because the state before it is kept."""
+        if self._evaluation < _LONG:
+            return False
+        self.save(training)
+        return True
+
+    def evaluated(self, seconds: float) -> None:
+        """Note how long an evaluation took."""
+        self._evaluation = seconds

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from lowp import formats
 from lowp.errors import InvalidInput
-from lowp.recipes.comparison import Study, Variant
+from lowp.recipes.comparison import Study, Variant, mean
 from lowp.recipes.training import Settings
-from lowp.recipes.verdict import mean
 
 _EXAMPLE = "exponent=3..8,mantissa=2..10"
 

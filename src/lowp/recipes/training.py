@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ from lowp import checkpoint, presets
 from lowp.errors import InvalidInput, LowpError, Unavailable
 from lowp.precision import Precision
 from lowp.recipes import RECIPES, get
-from lowp.recipes.keeping import RunKeeper
 from lowp.recipes.recipe import Data, Recipe, Size
 from lowp.recipes.sampling import Observer
+
+if TYPE_CHECKING:
+    from lowp.recipes.runs import RunKeeper
 
 # Errors of numbers or of memory: they end one run of a comparison, not the others.
 STOPS = (LowpError, ArithmeticError, torch.OutOfMemoryError)

@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 
 from lowp.errors import InvalidInput
-from lowp.recipes.data.folders import read_folders
-from lowp.recipes.data.images import ImageExamples, LabelledImages, image_data
+from lowp.recipes.data.images import ImageExamples, LabelledImages, image_data, read_folders
 from lowp.recipes.data.shapes import SHAPES, draw_scene, shape_images
 
 

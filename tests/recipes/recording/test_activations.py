@@ -11,7 +11,7 @@ from torch import nn
 
 from lowp.errors import InvalidInput
 from lowp.recipes.recording.activations import GradientHooks, record_activation_gradients, record_loss_scaling
-from lowp.recipes.recording.histograms import Fp16Counts
+from lowp.recipes.recording.runs import Fp16Counts
 from lowp.recipes.training import Settings
 
 

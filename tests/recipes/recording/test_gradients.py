@@ -7,7 +7,7 @@ import torch
 from recipes.recording import toy
 
 from lowp.recipes.recording.gradients import record_gradients, record_updates
-from lowp.recipes.recording.histograms import Histogram
+from lowp.recipes.recording.runs import Histogram
 from lowp.recipes.training import Settings, Training
 
 

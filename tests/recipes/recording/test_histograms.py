@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowp.recipes.recording.histograms import Fp16Counts, Histogram, LostUpdates, ratios
+from lowp.recipes.recording.runs import Fp16Counts, Histogram, LostUpdates, ratios
 
 
 def make_numbers() -> Tensor:

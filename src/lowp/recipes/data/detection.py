@@ -16,7 +16,7 @@ from torch import Tensor
 from lowp.compat import real_tensors
 from lowp.recipes.data.boxes import Detections, Truth, mean_average_precision, no_autocast_no_grad
 from lowp.recipes.data.files import Published
-from lowp.recipes.data.folders import open_picture, picture_tensor
+from lowp.recipes.data.images import open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
 from lowp.recipes.recipe import Data
 

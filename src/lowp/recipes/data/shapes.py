@@ -1,21 +1,45 @@
 """Drawn scenes: figures of ten kinds on crops of real photographs, with known kinds, boxes and masks.
 
-They replace a data set if none is given: a network has to recognise a figure of any colour, size and position on any
-background. The backgrounds of training and validation scenes are from different parts of the photographs. The scenes
-are determined by a seed.
+They and the two photographs, included in scikit-learn, replace a data set if none is given: a network has to recognise
+a figure of any colour, size and position on any background. The backgrounds of training and validation scenes are from
+different parts of the photographs. The scenes are determined by a seed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from lowp.compat import real_tensors
+from lowp.errors import Unavailable
 from lowp.recipes.data.images import LabelledImages
-from lowp.recipes.data.photographs import photographs
+
+
+@functools.lru_cache(maxsize=1)
+def photographs() -> tuple[Tensor, Tensor]:
+    """Return a Chinese temple and a flower, uint8 [3, 427, 640] each.
+
+    They are china.jpg and flower.jpg of sklearn.datasets (CC BY). Raises Unavailable without scikit-learn or Pillow.
+    """
+    try:
+        from sklearn.datasets import load_sample_images
+
+        images = load_sample_images().images
+    except ImportError:
+        raise Unavailable(
+            "the photographs are embedded in scikit-learn and read by Pillow, and one of them is not installed: "
+            "pip install 'lowp[recipes]'"
+        ) from None
+    with real_tensors():
+        temple, flower = (torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in images)
+    return temple, flower
+
 
 Mask = npt.NDArray[np.bool_]
 Grid = npt.NDArray[np.float64]

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat
 from lowp.presets import LossScale
-from lowp.recipes.recording.histograms import Fp16Counts, Histogram
-from lowp.recipes.recording.runs import OnProgress, Stop, head, moments_of, train, weights_of
+from lowp.recipes.recording.runs import Fp16Counts, Histogram, OnProgress, Stop, head, moments_of, train, weights_of
 from lowp.recipes.sampling import Reference
 from lowp.recipes.training import Settings, Training
 

@@ -18,7 +18,7 @@ CLASSES = ("weights", "activations", "updates")
 _LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; others are counted in the first or the last bin
 
 
-def record_series(
+def record_autoflex(
     settings: Settings,
     steps: int,
     layer: str | None = None,
@@ -56,7 +56,7 @@ def record_series(
     return {**_head("figure-autoflex", training, layer), "steps": len(flushes), "series": series}
 
 
-def record_windows(
+def record_flex_window(
     settings: Settings,
     steps: int,
     layer: str | None = None,
@@ -67,7 +67,7 @@ def record_windows(
     """Train for some steps; return histograms of log2|x| of three tensors, from the first and last tenth of the steps.
 
     The values are counted before rounding, with the exponents under which they were written. Raises the errors of
-    `record_series`.
+    `record_autoflex`.
     """
     training, exponents = _start(settings)
     tenth = max(1, steps // 10)

@@ -8,8 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.recording.histograms import Fp16Counts, Histogram, LostUpdates, ratios
-from lowp.recipes.recording.runs import OnProgress, Stop, head, moments_of, train, weights_of
+from lowp.recipes.recording.runs import (
+    Fp16Counts,
+    Histogram,
+    LostUpdates,
+    OnProgress,
+    Stop,
+    head,
+    moments_of,
+    ratios,
+    train,
+    weights_of,
+)
 from lowp.recipes.sampling import ExactUpdates, Reference
 from lowp.recipes.training import Settings, Training
 

@@ -1,4 +1,4 @@
-"""Common parts of the recorders: training with an observer, the sampled steps, and the header of a document."""
+"""Common parts of the recorders: training with an observer, sampled steps, the header of a document, histograms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lowp import kernels
+from lowp.kernels import Statistics
 from lowp.recipes import results
 from lowp.recipes.sampling import Observer
 from lowp.recipes.training import Training, threads_of
@@ -51,3 +53,119 @@ def head(kind: str, training: Training) -> dict[str, Any]:
         "metric": {"name": metric.name, "is_share": metric.share, "value": last.get(metric.name)},
         "failure": training.failure,
     }
+
+
+_BIAS = 127  # bin e + 127 of `Statistics` counts floor(log2 |x|) = e
+_SMALLEST, _SMALLEST_NORMAL = -24, -14  # fp16's, as powers of two
+
+
+class Histogram:
+    """Counts of elements by binary exponent floor(log2 |x|), over all added tensors."""
+
+    def __init__(self) -> None:
+        self._statistics: Statistics | None = None
+
+    def add(self, x: Tensor) -> None:
+        """Count a tensor of any floating-point dtype."""
+        statistics = kernels.statistics(x.detach())
+        self._statistics = statistics if self._statistics is None else self._statistics + statistics
+
+    @property
+    def present(self) -> int:
+        """The number of finite nonzero elements."""
+        total = self._statistics
+        return 0 if total is None else total.count - total.zeros - total.nonfinite
+
+    def below(self, exponent: int) -> float:
+        """Return the share of the finite nonzero elements below 2**exponent; 0 without such elements."""
+        return sum(self._counts()[: exponent + _BIAS]) / max(1, self.present)
+
+    def median(self) -> float | None:
+        """Return log2 of the median magnitude of nonzero elements, interpolated in its bin; None without any."""
+        remaining = self.present / 2
+        for index, count in enumerate(self._counts()):
+            if count and count >= remaining:
+                return index - _BIAS + remaining / count
+            remaining -= count
+        return None
+
+    def document(self) -> dict[str, Any]:
+        """Return plain values: `counts` by exponent from `lowest` on, and the numbers of zeros and nonfinite elements.
+
+        The bin -127 has all elements below 2**-126. `largest`: the largest magnitude. `median`: see the method.
+        """
+        counts = self._counts()
+        filled = [index for index, count in enumerate(counts) if count] or [_BIAS]
+        total = self._statistics
+        return {
+            "lowest": filled[0] - _BIAS,
+            "counts": counts[filled[0] : filled[-1] + 1],
+            "elements": 0 if total is None else total.count,
+            "zeros": 0 if total is None else total.zeros,
+            "nonfinite": 0 if total is None else total.nonfinite,
+            "largest": 0.0 if total is None else total.maximum,
+            "median": self.median(),
+        }
+
+    def _counts(self) -> list[int]:
+        """Return counts by exponent from -127 to 127; the first bin excludes the zeros that `Statistics` includes."""
+        if self._statistics is None:
+            return [0]
+        counts: list[int] = self._statistics.exponent_histogram.tolist()[:255]
+        counts[0] -= self._statistics.zeros
+        return counts
+
+
+class Fp16Counts:
+    """Counts of the effects of rounding numbers to fp16, to nearest even."""
+
+    def __init__(self) -> None:
+        self.histogram = Histogram()
+        self._zero = self._infinite = 0
+
+    def add(self, x: Tensor) -> None:
+        """Count a tensor; elements that are infinite or NaN before rounding are counted only by the histogram."""
+        x = x.detach()
+        self.histogram.add(x)
+        stored = x.half()
+        self._zero += int(((stored == 0) & (x != 0)).sum())
+        self._infinite += int((stored.isinf() & x.isfinite()).sum())
+
+    def document(self) -> dict[str, Any]:
+        """Return the histogram, and shares of nonzero elements: below 2^-24; zero, subnormal or infinite in fp16."""
+        present = max(1, self.histogram.present)
+        below = self.histogram.below(_SMALLEST)
+        return {
+            "histogram": self.histogram.document(),
+            "below": below,
+            "zero": self._zero / present,
+            "subnormal": self.histogram.below(_SMALLEST_NORMAL) - below,
+            "infinite": self._infinite / present,
+        }
+
+
+class LostUpdates:
+    """Counts updates that do not change a weight stored in a format."""
+
+    def __init__(self, format: str) -> None:
+        self.format = format
+        self._lost = self._nonzero = 0
+
+    def add(self, weight: Tensor, update: Tensor) -> None:
+        """Count the nonzero fp64 updates of fp64 weights."""
+        stored = kernels.quantize(weight, self.format)
+        unchanged = kernels.quantize(stored + update, self.format) == stored
+        nonzero = update != 0
+        self._lost += int((unchanged & nonzero).sum())
+        self._nonzero += int(nonzero.sum())
+
+    @property
+    def share(self) -> float:
+        """The share of lost updates among the nonzero ones; 0 without any."""
+        return self._lost / max(1, self._nonzero)
+
+
+def ratios(weight: Tensor, update: Tensor) -> Tensor:
+    """Return |update| / |weight| of the nonzero weights, for fp64 tensors."""
+    nonzero = weight != 0
+    return update[nonzero].abs() / weight[nonzero].abs()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput
-from lowp.recipes.data.mnist import enlarged_digits, read_mnist
+from lowp.recipes.data.digits import enlarged_digits, read_mnist
 
 RANDOM = np.random.default_rng(0)
 FILES = {

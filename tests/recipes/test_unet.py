@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from lowp.errors import InvalidInput
-from lowp.recipes.data.segmentation import MaskedExamples, drawn_masks, read_masked
+from lowp.recipes.unet import MaskedExamples, drawn_masks, read_masked
 
 
 def write(folder: Path, values: tuple[int, ...] = (0, 40, 200), masks: str = "masks") -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput
-from lowp.recipes.data.rossmann import CATEGORIES, NUMBERS, drawn_tables, read_tables, sales_data
 from lowp.recipes.recipe import TensorExamples
+from lowp.recipes.rossmann import CATEGORIES, NUMBERS, drawn_tables, read_tables, sales_data
 
 DAYS = np.arange(np.datetime64("2015-04-01"), np.datetime64("2015-06-10"))
 STORE_CSV = """"Store","StoreType","Assortment","CompetitionDistance","CompetitionOpenSinceMonth",\

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput
-from lowp.recipes.data.text import Passages, pythons_text, read_passages
+from lowp.recipes.gpt import Passages, pythons_text, read_passages
 
 
 def test_passages_follow_each_other_and_targets_are_the_next_bytes() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput
-from lowp.recipes.data.parallel import drawn_dates, pair_data, read_pairs
+from lowp.recipes.seq2seq import drawn_dates, pair_data, read_pairs
 
 
 @pytest.mark.parametrize("name", ["fra.txt", "pairs.tsv"])

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput
-from lowp.recipes.data.tweets import drawn_tweets, read_tweets, span_data
-from lowp.recipes.data.wordpiece import WordPiece, words_of
+from lowp.recipes.bert import WordPiece, drawn_tweets, read_tweets, span_data, words_of
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 PIECES = [
