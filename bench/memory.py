@@ -26,8 +26,8 @@ from step import networks, stepper
 from torch import Tensor, nn
 
 import lowp
+from lowp.benchmarking.largest_batch import growth
 from lowp.benchmarking.memory import peak_of
-from lowp.benchmarking.process_memory import growth
 from lowp.recipes import results
 
 # way -> the precision of the step, and the argument of lowp.kernels.use

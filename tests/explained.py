@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowp.explain.text import bits_text
+from lowp.explain.numbers import bits_text
 
 
 def bits(value: object) -> str:

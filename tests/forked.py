@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "torch.multiprocessing", "lowp", "lowp.cli"]
-_PRELOADED += ["lowp.recipes.comparison", "lowp.benchmarking.process_memory", "sklearn.datasets"]
+_PRELOADED += ["lowp.recipes.comparison", "lowp.benchmarking.largest_batch", "sklearn.datasets"]
 
 PATIENCE = 300.0  # seconds after which a process that hangs is killed, and its test fails
 

@@ -28,7 +28,7 @@ QUICK = BenchmarkPlan(precisions=["fp16"], torch_amp=False, seconds=0.02)
 
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch, never_slow: None) -> None:
-    monkeypatch.setattr("lowp.benchmarking.process_memory.process_growth", lambda *_: 1_000_000)
+    monkeypatch.setattr("lowp.benchmarking.largest_batch.process_growth", lambda *_: 1_000_000)
 
 
 def stopping_after(count: int) -> Any:

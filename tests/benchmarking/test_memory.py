@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowp import Precision
-from lowp.benchmarking import process_memory
+from lowp.benchmarking import largest_batch as process_memory
 from lowp.benchmarking.contenders import begin, contenders_of
 from lowp.benchmarking.largest_batch import LargestBatch, bytes_from, largest_batch
 from lowp.benchmarking.memory import PARTS, batch_of, memory_of
@@ -257,9 +257,9 @@ def test_a_process_whose_parent_waits_no_more_ends_without_a_word(monkeypatch: p
     def stopped(*given: Any) -> None:
         raise RuntimeError("stopped")
 
-    monkeypatch.setattr(process_memory, "begin", stopped)
+    monkeypatch.setattr(largest_batch, "begin", stopped)
     before = signal.getsignal(signal.SIGINT)
     try:
-        process_memory._measure(sending, None, [], torch.get_num_threads())  # type: ignore[arg-type]
+        largest_batch._measure(sending, None, [], torch.get_num_threads())  # type: ignore[arg-type]
     finally:
         signal.signal(signal.SIGINT, before)

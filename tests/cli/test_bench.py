@@ -23,7 +23,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowp.benchmarking.process_memory.process_growth", lambda *_: None)
+    monkeypatch.setattr("lowp.benchmarking.largest_batch.process_growth", lambda *_: None)
 
 
 @pytest.mark.usefixtures("without_processes")

@@ -48,7 +48,7 @@ WORDS = {"cut", "module"}  # keys of text that looks like a number: the bits cut
 def in_a_folder_of_its_own(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repository / "src"), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr("lowp.benchmarking.process_memory.process_growth", lambda *_: None)
+    monkeypatch.setattr("lowp.benchmarking.largest_batch.process_growth", lambda *_: None)
     save_file({"weight": torch.randn(8, 32)}, "model.safetensors")
     Path("train.py").write_text("")
 

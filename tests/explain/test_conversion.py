@@ -21,7 +21,7 @@ from lowp.explain import (
     render,
     weight_update,
 )
-from lowp.explain.text import brief, decimal_text, power_text
+from lowp.explain.numbers import brief, decimal_text, power_text
 
 
 def test_rounding_twice_is_shown() -> None:

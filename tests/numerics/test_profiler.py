@@ -18,9 +18,9 @@ from torch_versions import compiles_regions
 
 import lowp
 from lowp.errors import InvalidInput, Misuse
-from lowp.numerics import clock as clock_of_profiler
+from lowp.numerics import plan as clock_of_profiler
 from lowp.numerics import watching
-from lowp.numerics.clock import CallCosts, Clock
+from lowp.numerics.plan import CallCosts, Clock
 from lowp.numerics.profiler import Profiler
 from lowp.numerics.record import Key, Record
 from lowp.numerics.sampling import Budget, Rounds, is_sampled

@@ -7,8 +7,8 @@ import torch
 
 import lowp
 from lowp.recipes import faster_rcnn, ssd
-from lowp.recipes.data import boxes as boxes_module
-from lowp.recipes.data.boxes import Truth, box_iou, encode_boxes, mean_average_precision, select_detections
+from lowp.recipes.data import detection as boxes_module
+from lowp.recipes.data.detection import Truth, box_iou, encode_boxes, mean_average_precision, select_detections
 from lowp.recipes.faster_rcnn import FasterRCNN, region_anchors, region_features
 from lowp.recipes.recipe import Recipe
 from lowp.recipes.ssd import SSD, SSD300, default_boxes

@@ -10,7 +10,7 @@ import pytest
 
 from lowp.errors import InvalidInput
 from lowp.report import plots
-from lowp.report.figures import comparison
+from lowp.report.figures import curves
 from lowp.report.tables import bytes_of, heat_map, number, points, seconds, sweep_words
 from lowp.report.terminal import Bar, console
 
@@ -56,7 +56,7 @@ def test_the_conclusion_follows_the_numbers() -> None:
 
 
 def test_a_picture_of_a_grid_is_made_and_unknown_kinds_are_named(tmp_path: Path) -> None:
-    comparison.grid(grid_document([[0.1, 0.5], [0.9, None]]), tmp_path / "grid.png")
+    curves.grid(grid_document([[0.1, 0.5], [0.9, None]]), tmp_path / "grid.png")
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(
         InvalidInput, match=r"unknown kind of picture '\.jpeg'; did you mean \.png\? Also allowed: \.svg, \.pdf"

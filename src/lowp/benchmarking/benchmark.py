@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowp import presets
-from lowp.benchmarking import largest_batch, memory, operations, process_memory, timing
+from lowp.benchmarking import largest_batch, memory, operations, timing
 from lowp.benchmarking.contenders import STOPPED_BY, Contender, contenders_of, products_of
 from lowp.benchmarking.estimates import METHOD as ESTIMATES
 from lowp.benchmarking.estimates import estimate, published
@@ -101,7 +101,7 @@ class Subject:
         if split.reserved is not None:
             self.reserved[contender.label] = split.reserved
         elif not timer.slow:
-            growth = process_memory.process_growth(contender, self.data, self.batch, self.threads, stop)
+            growth = largest_batch.process_growth(contender, self.data, self.batch, self.threads, stop)
             self.reserved[contender.label] = growth
 
     def _limit(self) -> int:
@@ -222,7 +222,7 @@ class Benchmark:
                 "wall": timing.WALL_METHOD,
                 "memory": memory.METHODS[device],
                 "parts": "; ".join(f"{name}: {text}" for name, text in PARTS.items()),
-                **({"reserved": process_memory.METHOD} if device == "cpu" else {}),
+                **({"reserved": largest_batch.RESERVED_METHOD} if device == "cpu" else {}),
                 "slack": _SLACK,
                 "operations": operations.METHOD,
                 "largest_batch": largest_batch.METHOD.format(tolerance=largest_batch.TOLERANCE),

@@ -63,8 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare; return 0 for any verdicts, 130 after Ctrl-C, with the finished runs written."""
     from lowp.benchmarking.timing import measure
     from lowp.recipes import results
-    from lowp.report.figures.comparison import grid
-    from lowp.report.figures.curves import curves
+    from lowp.report.figures.curves import curves, grid
 
     _check(arguments)
     if arguments.mismatch is not None:

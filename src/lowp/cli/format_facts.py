@@ -8,9 +8,8 @@ from fractions import Fraction
 
 from lowp.casts import Cast, possible_overflows
 from lowp.cost import SOURCE, Cost, cost
-from lowp.explain.numbers import Number, code_of_value
-from lowp.explain.text import bits_text, decimal_text, line, maximum_text, power_text
-from lowp.explain.text import brief as brief_text
+from lowp.explain.numbers import Number, bits_text, code_of_value, decimal_text, line, maximum_text, power_text
+from lowp.explain.numbers import brief as brief_text
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
 
 SOURCES = {

@@ -295,7 +295,7 @@ def _script(arguments: argparse.Namespace) -> int:
 def _report(record: Record, arguments: argparse.Namespace, next_command: str) -> dict[str, Any]:
     """Write the requested files; print a profile, but for --json, and return it as plain data."""
     from lowp.numerics.advice import advise
-    from lowp.report.profile import print_profile
+    from lowp.report.profile import print_profile, to_csv, to_tensorboard
     from lowp.report.profile_html import page
     from lowp.report.terminal import console
 
@@ -315,12 +315,10 @@ def _report(record: Record, arguments: argparse.Namespace, next_command: str) ->
     if arguments.html is not None:
         _write_page(arguments.html, page(record, advice, command=command), arguments.json)
     if arguments.csv is not None or arguments.tensorboard is not None:
-        from lowp.report import profile_exports as exports
-
         if arguments.csv is not None:
-            exports.to_csv(record, arguments.csv)
+            to_csv(record, arguments.csv)
         if arguments.tensorboard is not None:
-            exports.to_tensorboard(record, arguments.tensorboard)
+            to_tensorboard(record, arguments.tensorboard)
     return document
 
 

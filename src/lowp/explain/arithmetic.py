@@ -11,8 +11,7 @@ from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.explain.exact import AnyCast, Rounded, round_exact
-from lowp.explain.numbers import LENGTH_LIMIT, NAN, NUMBER, ZERO, Number, parse_number
-from lowp.explain.text import binary
+from lowp.explain.numbers import LENGTH_LIMIT, NAN, NUMBER, ZERO, Number, binary, parse_number
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 
 OPERATORS = {"+": "sum", "-": "difference", "*": "product", "/": "quotient"}

@@ -9,8 +9,7 @@ from math import floor
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
-from lowp.explain.numbers import Number, code_of_value
-from lowp.explain.text import floor_log2, times_power
+from lowp.explain.numbers import Number, code_of_value, floor_log2, times_power
 from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
 from lowp.formats.text_enum import TextEnum
 

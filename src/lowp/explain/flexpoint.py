@@ -16,8 +16,7 @@ from fractions import Fraction
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.explain.conversion import convert
-from lowp.explain.numbers import Number
-from lowp.explain.text import binary, decimal_text, line
+from lowp.explain.numbers import Number, binary, decimal_text, line
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 
 Operand = Number | Fraction | float | int | str

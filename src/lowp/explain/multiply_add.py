@@ -18,9 +18,8 @@ from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.explain.arithmetic import exact_result
 from lowp.explain.exact import AnyCast, Rounded, round_exact
-from lowp.explain.numbers import ZERO, Number, parse_number
+from lowp.explain.numbers import ZERO, Number, bits_text, brief, decimal_text, floor_log2, line, parse_number
 from lowp.explain.phrases import rule_words
-from lowp.explain.text import bits_text, brief, decimal_text, floor_log2, line
 from lowp.formats import FloatFormat, Format
 
 SIZE = 4

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from lowp.explain.exact import Rounded, RoundingRule
-from lowp.explain.numbers import Number
-from lowp.explain.text import binary, bits_text, brief, decimal_text, fraction_bits, line, point
+from lowp.explain.numbers import Number, binary, bits_text, brief, decimal_text, fraction_bits, line, point
 from lowp.formats import FloatFormat
 
 

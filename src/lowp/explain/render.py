@@ -14,14 +14,13 @@ from lowp.explain.conversion import Conversion
 from lowp.explain.exact import Rounded, RoundingRule
 from lowp.explain.flexpoint import FlexArithmetic, FlexNumber, Rescaled, render_flex, render_rescaled
 from lowp.explain.multiply_add import MultiplyAdd, render_multiply_add
-from lowp.explain.numbers import Number, code_of_value
-from lowp.explain.phrases import code_words, cut_lines, error_words, format_words, rule_words
-from lowp.explain.render_update import render_update
-from lowp.explain.text import (
+from lowp.explain.numbers import (
     BITS_SHOWN,
+    Number,
     binary,
     bits_text,
     brief,
+    code_of_value,
     decimal_text,
     floor_log2,
     fraction_bits,
@@ -29,6 +28,8 @@ from lowp.explain.text import (
     point,
     power_text,
 )
+from lowp.explain.phrases import code_words, cut_lines, error_words, format_words, rule_words
+from lowp.explain.render_update import render_update
 from lowp.explain.update import WeightUpdate
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 

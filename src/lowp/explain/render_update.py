@@ -7,8 +7,7 @@ from fractions import Fraction
 
 from lowp.casts import Cast, Rounding
 from lowp.explain.exact import Rounded
-from lowp.explain.numbers import Number
-from lowp.explain.text import bits_text, brief, decimal_text, floor_log2, line, power_text
+from lowp.explain.numbers import Number, bits_text, brief, decimal_text, floor_log2, line, power_text
 from lowp.explain.update import Threshold, Trajectory, Verdict, WeightUpdate
 
 _VERDICTS = {

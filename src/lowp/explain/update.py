@@ -9,8 +9,7 @@ from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
 from lowp.explain.exact import AnyCast, Outcome, Rounded, outcomes, round_exact, share_away
-from lowp.explain.numbers import Number, parse_number
-from lowp.explain.text import floor_log2
+from lowp.explain.numbers import Number, floor_log2, parse_number
 from lowp.formats import FloatFormat
 from lowp.formats.text_enum import TextEnum
 

@@ -10,8 +10,10 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from lowp import presets
 from lowp.errors import LowpError
@@ -218,11 +220,13 @@ def start() -> None:
     except (LowpError, OSError) as error:
         print(f"lowp run: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(_EXIT_REFUSED) from None
-    from lowp.launch import backward, forward, gradients, standing, stepping, waiting
+    from lowp.launch import backward, forward, gradients, stepping, waiting
 
     # each uses objects of the previous ones
-    for place in (gradients, forward, backward, stepping, standing, waiting):
+    for place in (gradients, forward, backward, stepping):
         place.install(session)
+    _install_standing(session)
+    waiting.install(session)
     _hide_frames()
     _close_at_the_end(session)
 
@@ -276,3 +280,50 @@ def without_own(traceback: types.TracebackType | None) -> types.TracebackType | 
     for one in reversed(frames):
         kept = types.TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return kept if frames else traceback
+
+
+def _install_standing(session: Session) -> None:
+    """Detect an enabled torch.autocast that is entered and an enabled GradScaler that is made."""
+    if session.is_plain:
+        return
+    _watch_scalers(session)
+    _watch_autocast(session)
+
+
+def _is_own() -> bool:
+    """Whether the caller is lowp itself, which also uses torch.autocast."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0] == "lowp"
+
+
+def _watch_scalers(session: Session) -> None:
+    scaler = cast(Any, torch.amp.GradScaler)
+    original: Callable[..., None] = scaler.__init__
+
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not self._enabled or session.rests or type(self).__module__.partition(".")[0] == "lowp":
+            return
+        if session.settings.override:
+            self._enabled = False
+        else:
+            session.stand_down("the script has a GradScaler of its own")
+
+    scaler.__init__ = __init__
+
+
+def _watch_autocast(session: Session) -> None:
+    autocast = cast(Any, torch.autocast)
+    original: Callable[..., Any] = autocast.__enter__
+
+    @wraps(original)
+    def __enter__(self: Any) -> Any:
+        ours = session.rests or session.local.calls or session.local.backward or not self._enabled
+        if not ours and not torch.compiler.is_compiling() and not _is_own():
+            if session.settings.override:
+                self._enabled = False
+            else:
+                session.stand_down("the script has a torch.autocast of its own")
+        return original(self)
+
+    autocast.__enter__ = __enter__

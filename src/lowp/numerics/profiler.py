@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.errors import Misuse
-from lowp.numerics.clock import Clock
 from lowp.numerics.guard import Guard, StepHooks
 from lowp.numerics.models import Cycle, Models
 from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
-from lowp.numerics.plan import RecordingPlan
+from lowp.numerics.plan import Clock, RecordingPlan
 from lowp.numerics.record import Part, Record, Recording, StepSeen, merged_over_ranks
 from lowp.numerics.sampling import Budget
 from lowp.numerics.tape import beside, calls_again

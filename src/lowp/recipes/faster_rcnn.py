@@ -18,18 +18,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.data.boxes import (
+from lowp.recipes.data.detection import (
     Detections,
     Truth,
     box_iou,
+    boxes_from,
     decode_boxes,
     encode_boxes,
+    evaluate_detector,
     match_anchors,
     nms,
     no_autocast_no_grad,
     select_detections,
+    truths_of,
 )
-from lowp.recipes.data.detection import boxes_from, evaluate_detector, truths_of
 from lowp.recipes.detection import VARIANCES, WIDTHS, detector, initialise, stage
 from lowp.recipes.recipe import Data, Size
 

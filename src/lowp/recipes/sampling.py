@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from lowp.rng_state import restore_rng_states, rng_states
 SMALLEST_FP16 = 2.0**-24  # the smallest subnormal number of fp16
 
 
-class Observer(Protocol):
-    """An observer of some training steps. `Training` calls the four methods in this order."""
+class Observer:
+    """An observer of some training steps, which does nothing. `Training` calls the four methods in this order."""
 
     def wants(self, progress: float) -> bool:
         """Return whether to observe the step at this share of the run; the other methods are called only if so."""
+        raise NotImplementedError
 
     def before_forward(self) -> None:
         """Called before the forward pass, after gradients were set to None."""
@@ -80,7 +81,7 @@ class ExactUpdates:
             return {name: parameter - weights[name].double() for name, parameter in self._double.named_parameters()}
 
 
-class Sampler:
+class Sampler(Observer):
     """Counts flushed gradients, lost updates and small updates at `count` steps spread evenly over a run.
 
     * flushed gradients: elements that are zero in this precision and nonzero in an fp32 backward pass on the same

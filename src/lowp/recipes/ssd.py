@@ -21,16 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import real_tensors
-from lowp.recipes.data.boxes import (
+from lowp.recipes.data.detection import (
     Detections,
     Truth,
+    boxes_from,
     decode_boxes,
     encode_boxes,
+    evaluate_detector,
     match_anchors,
     no_autocast_no_grad,
     select_detections,
+    truths_of,
 )
-from lowp.recipes.data.detection import boxes_from, evaluate_detector, truths_of
 from lowp.recipes.detection import VARIANCES, WIDTHS, detector, initialise, stage
 from lowp.recipes.recipe import Data, Size
 

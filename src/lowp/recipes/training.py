@@ -166,9 +166,14 @@ class Training:
     @property
     def progress(self) -> float:
         """The completed share of the training, 0 to 1."""
-        done = self.epoch * self.steps_per_epoch + self.step_of_epoch
-        share: float = done / (self.epochs * self.steps_per_epoch)
+        share: float = self.done / (self.epochs * self.steps_per_epoch)
         return share
+
+    @property
+    def done(self) -> int:
+        """The number of steps taken."""
+        steps: int = self.epoch * self.steps_per_epoch + self.step_of_epoch
+        return steps
 
     @property
     def finished(self) -> bool:

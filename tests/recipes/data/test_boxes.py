@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowp.recipes.data.boxes import Detections, Truth, box_iou, decode_boxes, encode_boxes, mean_average_precision, nms
+from lowp.recipes.data.detection import (
+    Detections,
+    Truth,
+    box_iou,
+    decode_boxes,
+    encode_boxes,
+    mean_average_precision,
+    nms,
+)
 
 SQUARE = torch.tensor([[0.0, 0.0, 2.0, 2.0]])
 

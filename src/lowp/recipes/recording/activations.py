@@ -13,16 +13,14 @@ from torch import Tensor, nn
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat
 from lowp.presets import LossScale
-from lowp.recipes.recording.runs import Fp16Counts, Histogram, OnProgress, Stop, head, moments_of, train, weights_of
-from lowp.recipes.sampling import Reference
+from lowp.recipes.recording.runs import NOBODY, Fp16Counts, Histogram, Watch, head, moments_of, train, weights_of
+from lowp.recipes.sampling import Observer, Reference
 from lowp.recipes.training import Settings, Training
 
 _STEPS_OF_A_RUN = 16
 
 
-def record_activation_gradients(
-    settings: Settings, *, stop: Stop = lambda: False, on_progress: OnProgress = lambda name, epoch: None
-) -> dict[str, Any]:
+def record_activation_gradients(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
     """Train; return histograms of the gradients of activations and of weights, and the medians of both by layer.
 
     They are sampled at 16 steps of the run, each in an fp32 backward pass of the unscaled loss on the run's weights and
@@ -30,7 +28,7 @@ def record_activation_gradients(
     """
     training = Training(settings)
     observer = _ActivationObserver(training)
-    train(training, observer, stop, on_progress)
+    train(training, observer, watch)
     return {
         **head("figure-activation-gradients", training),
         "steps_sampled": observer.steps,
@@ -40,9 +38,7 @@ def record_activation_gradients(
     }
 
 
-def record_loss_scaling(
-    settings: Settings, *, stop: Stop = lambda: False, on_progress: OnProgress = lambda name, epoch: None
-) -> dict[str, Any]:
+def record_loss_scaling(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
     """Train with a loss scale; return histograms of the gradients of activations without it and with it.
 
     Both are sampled in an fp32 backward pass at 16 steps of the run; the second are multiplied by the run's loss scale.
@@ -56,7 +52,7 @@ def record_loss_scaling(
         raise InvalidInput(f"--scale {settings.loss_scale} has no effect: give a number such as 256, or dynamic")
     training = Training(settings)
     observer = _ActivationObserver(training, scaled=True)
-    train(training, observer, stop, on_progress)
+    train(training, observer, watch)
     before, after = observer.activations.document(), observer.scaled.document()
     format = FORMATS["fp16"]
     assert isinstance(format, FloatFormat)
@@ -94,7 +90,7 @@ class GradientHooks:
                 tensor.register_hook(partial(self._listen, name))  # type: ignore[no-untyped-call]
 
 
-class _ActivationObserver:
+class _ActivationObserver(Observer):
     """Counts the gradients of activations, unscaled and scaled, and of weights at some steps."""
 
     def __init__(self, training: Training, scaled: bool = False) -> None:
@@ -114,7 +110,7 @@ class _ActivationObserver:
 
     def wants(self, progress: float) -> bool:
         """Return whether to sample the step, 16 in all; record the loss scale before every step."""
-        step = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
+        step = self._training.done
         precision = self._training.precision
         if step == 1 and precision.skipped_steps == 0:
             self.scales = [(0, precision.scale)]  # it was set in the first backward pass
@@ -138,9 +134,6 @@ class _ActivationObserver:
             layer = name.rpartition(".")[0]
             if layer in self._of_layer:
                 self._of_layer[layer][1].add(gradient)
-
-    def after_step(self, model: nn.Module) -> None:
-        """Do nothing."""
 
     def _add(self, name: str, gradient: Tensor) -> None:
         self.activations.add(gradient)

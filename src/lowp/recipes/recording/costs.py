@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,13 +10,12 @@ from lowp.cost import SOURCE, cost
 from lowp.errors import InvalidInput
 from lowp.formats import IntFormat, ScaledFormat, parse
 from lowp.recipes import results
+from lowp.recipes.recording.runs import NOBODY, Watch
 
 
 def record_cost(
     formats: Sequence[str],
-    *,
-    stop: Callable[[], bool] = lambda: False,
-    on_progress: Callable[[str, int], None] = lambda name, epoch: None,
+    watch: Watch = NOBODY,
 ) -> dict[str, Any]:
     """Return energy and area of multiplication and addition, and the energy of a read, of each format.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lowp.recipes import results
 from lowp.recipes.comparison import Study, variants_of
-from lowp.recipes.recording.runs import OnProgress, Stop
+from lowp.recipes.recording.runs import NOBODY, Watch
 from lowp.recipes.training import Settings
 
 
@@ -15,9 +15,7 @@ def record_curves(
     settings: Settings,
     precisions: Sequence[str],
     seeds: int,
-    *,
-    stop: Stop = lambda: False,
-    on_progress: OnProgress = lambda name, epoch: None,
+    watch: Watch = NOBODY,
 ) -> dict[str, Any]:
     """Train in fp32 and in each precision with seeds from 0 to `seeds` - 1; return the document of a comparison.
 
@@ -25,6 +23,6 @@ def record_curves(
     """
     study = Study(variants_of(settings, precisions), range(seeds), samples=0)
     study.command = results.command_line()
-    for _ in study.run(on_progress, stop=stop):
+    for _ in study.run(watch.on_progress, stop=watch.stop):
         pass
     return study.document()

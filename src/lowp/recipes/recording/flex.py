@@ -11,7 +11,7 @@ from torch import Tensor
 from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
 from lowp.recipes import results
-from lowp.recipes.recording.runs import OnProgress, Stop
+from lowp.recipes.recording.runs import NOBODY, Watch
 from lowp.recipes.training import Settings, Training, moved, threads_of
 
 CLASSES = ("weights", "activations", "updates")
@@ -22,9 +22,7 @@ def record_autoflex(
     settings: Settings,
     steps: int,
     layer: str | None = None,
-    *,
-    stop: Stop = lambda: False,
-    on_progress: OnProgress = lambda name, step: None,
+    watch: Watch = NOBODY,
 ) -> dict[str, Any]:
     """Train for some steps; return Γ, κ and the predicted maximum of every step, for one layer's three tensors.
 
@@ -34,11 +32,11 @@ def record_autoflex(
     training, exponents = _start(settings)
     flushes: list[tuple[Flush, dict[str, int]]] = []
 
-    def watch(flush: Flush) -> None:
+    def keep(flush: Flush) -> None:
         flushes.append((flush, {site: index for index, site in enumerate(flush.sites)}))
 
-    exponents.watch(watch)
-    _train(training, steps, stop, on_progress)
+    exponents.watch(keep)
+    _train(training, steps, watch)
     layer, sites = _sites(exponents, layer)
     series = {}
     for name, site in zip(CLASSES, sites, strict=True):
@@ -60,9 +58,7 @@ def record_flex_window(
     settings: Settings,
     steps: int,
     layer: str | None = None,
-    *,
-    stop: Stop = lambda: False,
-    on_progress: OnProgress = lambda name, step: None,
+    watch: Watch = NOBODY,
 ) -> dict[str, Any]:
     """Train for some steps; return histograms of log2|x| of three tensors, from the first and last tenth of the steps.
 
@@ -86,7 +82,7 @@ def record_flex_window(
         nonlocal step
         step += 1
 
-    _train(training, steps, stop, on_progress, count)
+    _train(training, steps, watch, count)
     remove_listener()
     layer, sites = _sites(exponents, layer)
     windows = {
@@ -150,26 +146,24 @@ def _start(settings: Settings) -> tuple[Training, SharedExponents]:
     return training, exponents
 
 
-def _train(
-    training: Training, steps: int, stop: Stop, on_progress: OnProgress, after: Callable[[], None] = lambda: None
-) -> None:
+def _train(training: Training, steps: int, watch: Watch, after: Callable[[], None] = lambda: None) -> None:
     """Take `steps` steps, over as many epochs as needed; the recipe's schedule is scaled to these epochs."""
     training.epochs = -(-steps // training.steps_per_epoch)
     training.model.train()
     done = 0
     with threads_of(training.recipe.threads):
-        while done < steps and not stop():
+        while done < steps and not watch.stop():
             generator = torch.Generator().manual_seed(training.settings.seed * 1_000_003 + done)
             order = torch.randperm(len(training.data.training), generator=generator)
             for index in range(training.steps_per_epoch):
-                if done >= steps or stop():
+                if done >= steps or watch.stop():
                     break
                 training.epoch, training.step_of_epoch = divmod(done, training.steps_per_epoch)
                 examples = order[index * training.batch : (index + 1) * training.batch]
                 training.step(moved(training.data.training.batch(examples, generator), training.device))
                 after()
                 done += 1
-                on_progress(training.settings.recipe, done)
+                watch.on_progress(training.settings.recipe, done)
 
 
 def _sites(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from lowp.recipes.recording.runs import (
+    NOBODY,
     Fp16Counts,
     Histogram,
     LostUpdates,
-    OnProgress,
-    Stop,
+    Watch,
     head,
     moments_of,
     ratios,
     train,
     weights_of,
 )
-from lowp.recipes.sampling import ExactUpdates, Reference
+from lowp.recipes.sampling import ExactUpdates, Observer, Reference
 from lowp.recipes.training import Settings, Training
 
 # An update smaller than 2**limit times its weight can be lost in rounding to nearest: with p bits of significand, half
@@ -30,9 +30,7 @@ _STEPS_OF_AN_EPOCH = 8
 _STEPS_OF_A_RUN = 24
 
 
-def record_updates(
-    settings: Settings, *, stop: Stop = lambda: False, on_progress: OnProgress = lambda name, epoch: None
-) -> dict[str, Any]:
+def record_updates(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
     """Train; return histograms of weight gradients and of |update| / |weight| in the first, middle and last epoch.
 
     They are those of matrices and kernels at eight steps of each epoch. Updates are computed by the recipe's optimizer
@@ -44,7 +42,7 @@ def record_updates(
     moment_of = {epoch: moment for moment, epoch in reversed(epochs.items())}  # fewer than three for a short run
     moments = {moment_of[epoch]: epoch for epoch in sorted(moment_of)}
     observer = _UpdateObserver(training, moments)
-    train(training, observer, stop, on_progress)
+    train(training, observer, watch)
     return {
         **head("figure-updates", training),
         "limits": LIMITS,
@@ -53,9 +51,7 @@ def record_updates(
     }
 
 
-def record_gradients(
-    settings: Settings, *, stop: Stop = lambda: False, on_progress: OnProgress = lambda name, epoch: None
-) -> dict[str, Any]:
+def record_gradients(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
     """Train in a naive precision and in fp32; return histograms of gradients, updates and update:weight ratios.
 
     They are sampled at 24 steps of the run. Gradients are those of an fp32 backward pass on the same weights and batch;
@@ -64,8 +60,8 @@ def record_gradients(
     """
     training, baseline = Training(settings), Training(replace(settings, precision="fp32", loss_scale=None))
     observer = _NaiveObserver(training)
-    train(training, observer, stop, on_progress)
-    train(baseline, None, stop, on_progress)
+    train(training, observer, watch)
+    train(baseline, None, watch)
     last = baseline.history[-1] if baseline.history else {}
     numbers = {"limits": LIMITS, "fp32": last.get(training.recipe.metric.name), **observer.document()}
     return {**head("figure-gradients", training), **numbers}
@@ -94,7 +90,7 @@ class _Moment:
         }
 
 
-class _UpdateObserver:
+class _UpdateObserver(Observer):
     """Counts weight gradients and fp64 updates at eight steps of each given epoch."""
 
     def __init__(self, training: Training, moments: dict[str, int]) -> None:
@@ -108,14 +104,11 @@ class _UpdateObserver:
         is_sampled_epoch = any(moment.epoch == self._training.epoch for moment in self.moments.values())
         return is_sampled_epoch and self._training.step_of_epoch in self._steps
 
-    def before_forward(self) -> None:
-        """Do nothing."""
-
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Count the gradients and the fp64 updates."""
         weights, parameters = model.state_dict(), dict(model.named_parameters())
         updates = weights_of(self._exact.of(weights, parameters, optimizer))
-        step = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
+        step = self._training.done
         for moment in self.moments.values():
             if moment.epoch != self._training.epoch:
                 continue
@@ -129,11 +122,8 @@ class _UpdateObserver:
                     for lost in moment.lost:
                         lost.add(weight, update)
 
-    def after_step(self, model: nn.Module) -> None:
-        """Do nothing: the fp64 updates are counted before the step."""
 
-
-class _NaiveObserver:
+class _NaiveObserver(Observer):
     """Counts gradients and updates of a naive 16-bit run, compared with fp32 and fp64, at 24 steps."""
 
     def __init__(self, training: Training) -> None:
@@ -149,8 +139,7 @@ class _NaiveObserver:
 
     def wants(self, progress: float) -> bool:
         """Return whether to sample the step: 24 steps of the run."""
-        step = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
-        return step in self._steps
+        return self._training.done in self._steps
 
     def before_forward(self) -> None:
         """Save the random states for the reference."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,17 +13,22 @@ from lowp.recipes import results
 from lowp.recipes.sampling import Observer
 from lowp.recipes.training import Training, threads_of
 
-Stop = Callable[[], bool]
-OnProgress = Callable[[str, float], None]  # a name, and how much of it is done
+
+class Watch(NamedTuple):
+    """Who waits for a recorder: asked before each step whether to stop, and told a name, and how much of it is done."""
+
+    stop: Callable[[], bool] = lambda: False
+    on_progress: Callable[[str, float], None] = lambda name, done: None
 
 
-def train(
-    training: Training, observer: Observer | None, stop: Stop, on_progress: OnProgress, name: str | None = None
-) -> bool:
+NOBODY = Watch()
+
+
+def train(training: Training, observer: Observer | None, watch: Watch, name: str | None = None) -> bool:
     """Train to the end with the recipe's schedule and number of threads; return False if it was stopped before."""
     title = name or f"{training.recipe.name} in {training.precision.preset.name}"
     with threads_of(training.recipe.threads):
-        return training.run(lambda training: on_progress(title, training.epoch), stop, observer)
+        return training.run(lambda training: watch.on_progress(title, training.epoch), watch.stop, observer)
 
 
 def moments_of(steps: range, count: int) -> list[int]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lowp import presets
 from lowp.errors import InvalidInput, unknown
 from lowp.precision import Precision
-from lowp.recipes.recording.runs import OnProgress, Stop, head, moments_of, train, weights_of
+from lowp.recipes.recording.runs import NOBODY, Watch, head, moments_of, train, weights_of
+from lowp.recipes.sampling import Observer
 from lowp.recipes.training import Settings, Training, load_data
 
 # The label and the masters of each run; None for fp32.
@@ -28,9 +29,7 @@ _RECORDED = 4096  # about the number of the layer's weights whose values are rec
 def record_stall(
     settings: Settings,
     layer: str | None = None,
-    *,
-    stop: Stop = lambda: False,
-    on_progress: OnProgress = lambda name, epoch: None,
+    watch: Watch = NOBODY,
 ) -> dict[str, Any]:
     """Train in fp32 and with 16-bit weights in three ways; return shares of changed weights, one weight, and the loss.
 
@@ -56,7 +55,7 @@ def record_stall(
             replace(settings, loss_scale=None), data, Precision(precision, masters=masters, seed=settings.seed)
         )
         observer = _WeightObserver(training, _layer(training.model, layer))
-        if not train(training, observer, stop, on_progress, name):
+        if not train(training, observer, watch, name):
             break
         runs.append((name, observer, training))
     assert training is not None
@@ -106,7 +105,7 @@ def _weight(observers: list[_WeightObserver]) -> dict[str, Any]:
     }
 
 
-class _WeightObserver:
+class _WeightObserver(Observer):
     """Counts the weights that change at 200 steps, and records the values of some weights of a layer."""
 
     def __init__(self, training: Training, parameter: str) -> None:
@@ -125,14 +124,11 @@ class _WeightObserver:
 
     def wants(self, progress: float) -> bool:
         """Return whether to sample the step: 200 steps of the run."""
-        return self._step() in self._moments
+        return self._training.done in self._moments
 
     def before_forward(self) -> None:
         """Copy the weights for comparison."""
         self._before = {name: weight.detach().clone() for name, weight in self._weights(self._training.model).items()}
-
-    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """Do nothing: gradients are read after the step."""
 
     def after_step(self, model: nn.Module) -> None:
         """Count the weights with a nonzero gradient that have changed."""
@@ -142,7 +138,7 @@ class _WeightObserver:
                 nonzero = parameter.grad != 0
                 count += int(nonzero.sum())
                 changed += int((nonzero & (weights[name] != self._before[name])).sum())
-        self.steps.append(self._step())
+        self.steps.append(self._training.done)
         self.moving.append(changed / max(1, count))
         self.ways.append(weights[self._parameter].detach().flatten()[self._recorded].clone())
 
@@ -155,10 +151,6 @@ class _WeightObserver:
     def _changed(self) -> dict[str, Tensor]:
         """Return, by name, masks of the weights that differ from the initial ones."""
         return {name: weight != self._first[name] for name, weight in self._weights(self._training.model).items()}
-
-    def _step(self) -> int:
-        step: int = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
-        return step
 
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the weights, or their masters if there are any."""
