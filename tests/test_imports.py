@@ -24,7 +24,7 @@ else:
 LIGHT = {  # a statement, and the modules of lowp that it may load
     "import lowp.formats": ("import lowp.formats", {"lowp", "lowp.errors", "lowp.formats"}),
     "import lowp.casts": ("import lowp.casts", {"lowp", "lowp.casts", "lowp.errors", "lowp.formats", "lowp.hashing"}),
-    "lowp --help": ("import lowp.cli; lowp.cli.main(['--help'])", {"lowp", "lowp.cli"}),
+    "lowp --help": ("import lowp.cli; lowp.cli.main(['--help'])", {"lowp", "lowp.cli", "lowp.errors"}),
 }
 CHILD = """
 import sys

@@ -10,15 +10,15 @@ from functools import cache
 
 import pytest
 
-from lowp.recipes.data.detection import boxes_from
+from lowp.recipes.data.detection import draw_boxes
 from lowp.recipes.recipe import Data
 from lowp.recipes.seq2seq import drawn_dates, pair_data
 from lowp.recipes.training import Settings, Training, threads_of
 
 # Recipe: few examples, epochs and batch.
 FEW: dict[str, tuple[Callable[[], Data], int, int]] = {
-    "ssd": (lambda: boxes_from(None, 96, 20, (8, 2)), 12, 4),
-    "faster-rcnn": (lambda: boxes_from(None, 96, 20, (8, 2)), 4, 4),
+    "ssd": (lambda: draw_boxes(96, 10, 8, 2), 12, 4),
+    "faster-rcnn": (lambda: draw_boxes(96, 10, 8, 2), 4, 4),
     "seq2seq": (lambda: pair_data(drawn_dates(60), 32, "drawn dates"), 8, 18),
 }
 # the detectors take long; test_learning.py tries a few of their steps

@@ -248,10 +248,7 @@ _SLACK = (
     "slack: reserved minus allocated; negative if memory was allocated and not written to; kept for backward: all "
     "activations at the end of the forward pass, which need not be the peak"
 )
-_TORCH = {
-    "fp32": "plain torch",
-    "torch.amp": "torch.autocast, and torch.amp.GradScaler for fp16, in the same loop",
-}
+_TORCH = {"fp32": "plain torch", "torch.amp": "torch.autocast, and torch.amp.GradScaler for fp16, in the same loop"}
 _TF32 = {
     "cpu": "TF32: there is none on a CPU",
     "cuda": "TF32: fp32 is measured with it off and on, everything else with it off",

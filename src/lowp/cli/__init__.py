@@ -19,6 +19,8 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
+from lowp.errors import InvalidInput, LowpError, UnknownName, unknown
+
 # By name, which is that of the command's module in this package, the line in `lowp --help`.
 COMMANDS: dict[str, str] = {
     "formats": "list the number formats, show one in full, draw their bits",
@@ -51,13 +53,7 @@ Then your own script, unchanged:
 
 All commands: lowp --help. One command with its options: lowp help COMMAND.
 """
-_HELP_HEAD = (
-    "usage: lowp COMMAND [arguments]",
-    "",
-    "Train neural networks in low precision.",
-    "",
-    "commands:",
-)
+_HELP_HEAD = ("usage: lowp COMMAND [arguments]", "", "Train neural networks in low precision.", "", "commands:")
 _HELP_TAIL = (
     "",
     "options:",
@@ -142,8 +138,6 @@ def _dispatch(arguments: list[str]) -> int:
         return _version(arguments[1:])
     name, *rest = arguments
     if name not in COMMANDS:
-        from lowp.errors import UnknownName, unknown
-
         kind = "option" if name.startswith("-") else "command"
         raise UnknownName(unknown(kind, name, [*COMMANDS, "--help", "--version"]))
     module = import_module(f"lowp.cli.{name}")
@@ -189,22 +183,16 @@ class Parser(argparse.ArgumentParser):
         for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
             name = argument.partition("=")[0]
             if name.startswith("-") and not self._is_value(argument) and not self._is_option(name):
-                from lowp.errors import UnknownName, unknown
-
                 options = [option for option in self._option_string_actions if option.startswith("--")]
                 raise UnknownName(unknown(f"option of {self.prog}", name, options))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Raise UnknownName for a value that is not one of an argument's choices."""
         if action.choices is not None and value not in action.choices:
-            from lowp.errors import UnknownName, unknown
-
             raise UnknownName(unknown("/".join(action.option_strings) or action.dest, value, action.choices))
 
     def error(self, message: str) -> NoReturn:
         """Raise InvalidInput."""
-        from lowp.errors import InvalidInput
-
         raise InvalidInput(f"{self.prog}: {message} (`{self.prog} --help` says what is allowed)")
 
     def _is_value(self, argument: str) -> bool:
@@ -219,7 +207,6 @@ class Parser(argparse.ArgumentParser):
 
 def _version(arguments: Sequence[str]) -> int:
     from lowp import __version__
-    from lowp.errors import UnknownName, unknown
 
     options = ("--verbose", "--json")
     if unexpected := [one for one in arguments if one not in options]:
@@ -267,8 +254,6 @@ def print_error(text: str) -> None:
 
 def _is_about_input(error: Exception) -> bool:
     """Return whether to print an error in one line: a LowpError, an OSError, or a ValueError raised by lowp's code."""
-    from lowp.errors import LowpError
-
     if isinstance(error, (LowpError, OSError)):
         return True
     innermost = error.__traceback__

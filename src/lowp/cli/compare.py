@@ -46,10 +46,7 @@ OPTIONS = (
     Option("--recover", "with --inference: also train for each format", kind=bool),
     Option("--mismatch", "compare log-probabilities of a model (a file, or a recipe) when served in these", "LIST"),
     Option(
-        "--recipe",
-        "with --mismatch FILE: the recipe of the model (default: found)",
-        "NAME",
-        more={"dest": "of_recipe"},
+        "--recipe", "with --mismatch FILE: the recipe of the model (default: found)", "NAME", more={"dest": "of_recipe"}
     ),
     PLOT,
     *OUTPUT,

@@ -170,10 +170,7 @@ OPTIONS = (
     ),
     Option("--layer", "path of the module whose tensors are drawn (default: the first)", "PATH", setting="layer"),
     Option(
-        "--scale",
-        "for loss-scaling: a number, dynamic or dynamic(1024) (default: 256)",
-        "SCALE",
-        setting="loss_scale",
+        "--scale", "for loss-scaling: a number, dynamic or dynamic(1024) (default: 256)", "SCALE", setting="loss_scale"
     ),
     Option("--formats", "for cost: list of formats, such as fp16,e5m7", "LIST", setting="formats"),
     Option("--seed", "seed of the weights and batches (default: 0)", "N", int, setting="seed"),

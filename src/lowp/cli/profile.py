@@ -89,13 +89,7 @@ OPTIONS = (
     ),
     Option("--bits", "search for the cheapest policy whose operands have at most N bits", "N", int),
     Option("--cost", "what --bits minimizes (default: area)", default="area", more={"choices": ("area", "bytes")}),
-    Option(
-        "--least-signal",
-        "lowest signal-to-noise ratio that --bits accepts (default: 20 dB)",
-        "DB",
-        float,
-        20.0,
-    ),
+    Option("--least-signal", "lowest signal-to-noise ratio that --bits accepts (default: 20 dB)", "DB", float, 20.0),
 )
 
 

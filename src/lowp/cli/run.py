@@ -186,8 +186,4 @@ def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str
         leader=os.getpid() if os.name == "posix" else 0,
     )
     paths = [str(Path(__file__).resolve().parent.parent / "launch" / "site"), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        **settings.to_environment(),
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
+    return {**os.environ, **settings.to_environment(), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}

@@ -6,16 +6,7 @@ to text, and `as_json` to plain data. `round_exact` is the definition of roundin
 
 from __future__ import annotations
 
-from lowp.explain.arithmetic import (
-    Alignment,
-    Arithmetic,
-    add,
-    divide,
-    evaluate,
-    multiply,
-    split_expression,
-    subtract,
-)
+from lowp.explain.arithmetic import Alignment, Arithmetic, add, divide, evaluate, multiply, split_expression, subtract
 from lowp.explain.conversion import Conversion, SharedScale, convert
 from lowp.explain.exact import Outcome, Rounded, RoundingRule, outcomes, round_exact
 from lowp.explain.flexpoint import (

@@ -31,8 +31,7 @@ WORKED_CASES = (
         ("--weight", "1.125", "--gradient", "0.00041999", "--steps", "101", "--in", "fp16"),
     ),
     WorkedCase(
-        "The same update in bf16",
-        ("--weight", "1.125", "--gradient", "0.00041999", "--steps", "101", "--in", "bf16"),
+        "The same update in bf16", ("--weight", "1.125", "--gradient", "0.00041999", "--steps", "101", "--in", "bf16")
     ),
     WorkedCase("A product", ("1.5 * 2.25", "--in", "bf16")),
     WorkedCase("Rounded twice is not rounded once", ("1.00048828125000001", "--to", "fp16", "--via", "fp32")),

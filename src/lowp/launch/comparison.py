@@ -87,12 +87,7 @@ def _once(
         # the leader is the script's process, whose number is not known before it runs
         given = {**environment, RUN: json.dumps({**settings, "leader": 0, "started": time.time()})}
         process = subprocess.Popen(
-            command,
-            cwd=workplace.folder,
-            env=given,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
+            command, cwd=workplace.folder, env=given, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )
         try:
             code = waited(process, stop)

@@ -89,23 +89,19 @@ class Session:
         region: AbstractContextManager[object] = autocast("fp32")
         return region
 
-    @contextmanager
-    def in_pass(self) -> Iterator[None]:
+    def in_pass(self) -> AbstractContextManager[None]:
         """Run a backward pass: modules and passes that it calls belong to it."""
-        local = self.local
-        before = local.backward, local.hooks
-        local.backward, local.hooks = local.backward + 1, 0
-        try:
-            yield
-        finally:
-            local.backward, local.hooks = before
+        return self._at(self.local.backward + 1, 0)
+
+    def in_hook(self) -> AbstractContextManager[None]:
+        """Run a hook of the script within a backward pass: modules and passes that it calls are the script's."""
+        return self._at(0, 1)
 
     @contextmanager
-    def in_hook(self) -> Iterator[None]:
-        """Run a hook of the script within a backward pass: modules and passes that it calls are the script's."""
+    def _at(self, backward: int, hooks: int) -> Iterator[None]:
         local = self.local
         before = local.backward, local.hooks
-        local.backward, local.hooks = 0, 1
+        local.backward, local.hooks = backward, hooks
         try:
             yield
         finally:

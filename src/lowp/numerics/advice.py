@@ -25,6 +25,7 @@ _LOST_WHOLLY = 0.99
 _LEAST_SIGNAL = 20.0  # dB that an operand keeps: an error of a tenth of its size
 _LEAST_SIGNAL_OF_GRADIENTS = 12.0
 _MANY_SKIPPED = 0.1
+_FITS = "no gradient overflows or is flushed there; other layers fit under one scale, if there are any"
 _HALF = {"float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -92,8 +93,8 @@ def advise(record: Record) -> Advice:
     found = [
         *_faults(record),
         *_lost(record),
-        *_no_window(record, outside),
-        *_large(record, large),
+        *_kept_in_bf16("N204", outside, "no fp16 loss scale fits", _FITS),
+        *_kept_in_bf16("N205", large, "too large for fp16, or nearly", "no overflow in the forward pass"),
         *_half_losses(record),
         *_skipped(record, window),
     ]
@@ -262,38 +263,13 @@ def _lost(record: Record) -> list[Finding]:
     ]
 
 
-def _no_window(record: Record, outside: dict[str, str]) -> list[Finding]:
-    if not outside:
+def _kept_in_bf16(id: str, found: dict[str, str], what: str, effect: str) -> list[Finding]:
+    """Return a finding for the modules that fp16 does not take, if there are any; `found` says why by module."""
+    if not found:
         return []
-    first = next(iter(outside))
-    return [
-        Finding(
-            "N204",
-            "error",
-            f"{_some(outside)}: no fp16 loss scale fits",
-            f"{first or 'the model'}: {outside[first]}",
-            "keep in bf16",
-            "no gradient overflows or is flushed there; other layers fit under one scale, if there are any",
-            tuple(outside),
-        )
-    ]
-
-
-def _large(record: Record, large: dict[str, str]) -> list[Finding]:
-    if not large:
-        return []
-    first = next(iter(large))
-    return [
-        Finding(
-            "N205",
-            "error",
-            f"{_some(large)}: too large for fp16, or nearly",
-            f"{first or 'the model'}: {large[first]}",
-            "keep in bf16",
-            "no overflow in the forward pass",
-            tuple(large),
-        )
-    ]
+    first = next(iter(found))
+    evidence = f"{first or 'the model'}: {found[first]}"
+    return [Finding(id, "error", f"{_some(found)}: {what}", evidence, "keep in bf16", effect, tuple(found))]
 
 
 def _half_losses(record: Record) -> list[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -65,34 +65,14 @@ class Spectrum:
     @classmethod
     def from_counts(cls, seen: TensorCounts, count: int) -> Spectrum:
         """The spectrum of a tensor of `count` numbers that has been counted."""
-        return cls(
-            seen.bins,
-            seen.significant,
-            seen.powers,
-            count,
-            seen.zeros,
-            seen.nan,
-            seen.inf,
-            seen.maximum,
-            seen.sum_squares,
-            1,
-        )
+        numbers = (seen.zeros, seen.nan, seen.inf, seen.maximum, seen.sum_squares)
+        return cls(seen.bins, seen.significant, seen.powers, count, *numbers, 1)
 
     def __add__(self, other: Spectrum) -> Spectrum:
         if not isinstance(other, Spectrum):
             return NotImplemented
-        return Spectrum(
-            self.bins + other.bins,
-            self.significant + other.significant,
-            self.powers + other.powers,
-            self.count + other.count,
-            self.zeros + other.zeros,
-            self.nan + other.nan,
-            self.inf + other.inf,
-            max(self.maximum, other.maximum),
-            self.sum_squares + other.sum_squares,
-            self.tensors + other.tensors,
-        )
+        sums = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        return Spectrum(**{**sums, "maximum": max(self.maximum, other.maximum)})
 
     # -- what can be asked ------------------------------------------------------------------------------------------
     @cached_property
@@ -216,12 +196,7 @@ class Updates:
     def __add__(self, other: Updates) -> Updates:
         if not isinstance(other, Updates):
             return NotImplemented
-        return Updates(
-            self.joint + other.joint,
-            self.gradient_energy + other.gradient_energy,
-            self.none + other.none,
-            self.count + other.count,
-        )
+        return Updates(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     @property
     def present(self) -> int:

@@ -92,10 +92,7 @@ ALEXNET = classifier(
     summary="five convolutions and three linear layers, as in the Flexpoint paper",
     source="Krizhevsky, Sutskever, Hinton 2012; Köster et al. 2017, arXiv 1711.02213",
     data=DRAWN_LARGE,
-    sizes={
-        "cpu": Size(30, 50, 0.02, 325_114, _SMALL, one_cycle),
-        "full": Size(90, 128, 0.01, 60_965_224, _FULL),
-    },
+    sizes={"cpu": Size(30, 50, 0.02, 325_114, _SMALL, one_cycle), "full": Size(90, 128, 0.01, 60_965_224, _FULL)},
     load=load_large,
     make_model=make_model,
     make_optimizer=partial(sgd_with_momentum, weight_decay=5e-4),  # as in the paper

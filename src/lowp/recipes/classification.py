@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowp.recipes.data.cifar import read_cifar10
@@ -43,32 +42,28 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(images), labels)
 
 
-def score_metrics(batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return ``accuracy`` and ``loss``, the mean cross-entropy, of batches of scores [N, classes] and classes [N]."""
-    loss_sum, correct, count = 0.0, 0, 0
+def score_metrics(batches: Iterable[tuple[Tensor, Tensor]], *names: str) -> dict[str, float]:
+    """Return ``accuracy``, ``loss``, the mean cross-entropy, and if named ``top5`` of scores [N, classes] and classes.
+
+    ``top5``: the share of examples whose class is among the five with the highest scores.
+    """
+    loss_sum, top1, top5, count = 0.0, 0, 0, 0
     for scores, classes in batches:
         scores = scores.float()
         loss_sum += float(nn.functional.cross_entropy(scores, classes, reduction="sum"))
-        correct += int((scores.argmax(1) == classes).sum())
+        if "top5" in names:
+            predictions = scores.topk(5, dim=1).indices
+            top1 += int((predictions[:, 0] == classes).sum())
+            top5 += int((predictions == classes[:, None]).sum())
+        else:
+            top1 += int((scores.argmax(1) == classes).sum())
         count += len(classes)
-    return {"accuracy": correct / count, "loss": loss_sum / count}
+    return {"accuracy": top1 / count, **{name: top5 / count for name in names}, "loss": loss_sum / count}
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """Return ``accuracy``, ``top5`` and ``loss``, the mean cross-entropy, over all batches.
-
-    ``top5``: the share of images whose label is among the five classes with the highest scores.
-    """
-    top1 = top5 = count = 0
-    loss_sum = 0.0
-    for images, labels in batches:
-        scores = model(images).float()
-        predictions = scores.topk(5, dim=1).indices
-        top1 += int((predictions[:, 0] == labels).sum())
-        top5 += int((predictions == labels[:, None]).sum())
-        loss_sum += float(torch.nn.functional.cross_entropy(scores, labels, reduction="sum"))
-        count += len(labels)
-    return {"accuracy": top1 / count, "top5": top5 / count, "loss": loss_sum / count}
+    """Return ``accuracy``, ``top5`` and ``loss``, the mean cross-entropy, over all batches."""
+    return score_metrics(((model(images), labels) for images, labels in batches), "top5")
 
 
 def perceptron_layers(values: int, hidden: Sequence[int], classes: int) -> list[nn.Module]:

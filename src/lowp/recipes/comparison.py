@@ -162,11 +162,7 @@ class Study:
             "seeds": self.seeds,
             "samples": self.samples,
             "baseline": self.variants[0].label,
-            "methods": {
-                "verdict": RULE,
-                **self.cost_methods,
-                "losses": FLUSHED_METHOD.format(samples=self.samples),
-            },
+            "methods": {"verdict": RULE, **self.cost_methods, "losses": FLUSHED_METHOD.format(samples=self.samples)},
             "variants": [self._row(variant) for variant in self.variants],
         }
 

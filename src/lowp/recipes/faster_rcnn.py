@@ -12,7 +12,7 @@ R-CNN", 2015, arXiv 1506.01497, on VGG-16. Regions are resampled to 7x7 by bilin
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,10 @@ from lowp.recipes.data.detection import (
     Detections,
     Truth,
     box_iou,
-    boxes_from,
     decode_boxes,
     encode_boxes,
     evaluate_detector,
+    load,
     match_anchors,
     nms,
     no_autocast_no_grad,
@@ -33,7 +33,7 @@ from lowp.recipes.data.detection import (
     truths_of,
 )
 from lowp.recipes.detection import VARIANCES, WIDTHS, detector, initialise, stage
-from lowp.recipes.recipe import Data, Size
+from lowp.recipes.recipe import Size
 
 # -- the network -------------------------------------------------------------------------------------------------------
 POOLED = 7  # side of a region's pooled map
@@ -146,11 +146,6 @@ PROPOSED = 100  # regions per image in evaluation
 
 VGG_16 = Shape(layers=(2, 2, 3, 3, 3), share=1.0, sizes=(0.2, 0.4, 0.8), classes=20)
 SMALL = Shape(layers=(1, 1, 2, 2, 1), share=0.125, sizes=(0.2, 0.35, 0.55), classes=20)
-
-
-def load(size: Size, path: Path | None) -> Data:
-    """Return a data set in Pascal VOC's layout if a path is given, otherwise drawn scenes with ten kinds of figures."""
-    return boxes_from(path, size.options["side"], size.options["shape"].classes, size.options["images"])
 
 
 def make_model(size: Size) -> nn.Module:
@@ -306,7 +301,7 @@ FASTER_RCNN = detector(
         "cpu": Size(12, 8, 1e-3, 2_070_735, {"shape": SMALL, "side": 96, "images": (400, 80)}),
         "full": Size(30, 2, 1e-4, 137_078_239, {"shape": VGG_16, "side": 600, "images": (200, 40)}),
     },
-    load=load,
+    load=partial(load, "shape"),
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,

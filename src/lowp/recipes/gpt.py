@@ -208,11 +208,7 @@ GPT_RECIPE = Recipe(
     data="embedded: the documentation in Python's own library; --data DIR or FILE: a text (tiny Shakespeare, WikiText)",
     sizes={
         "cpu": Size(
-            4,
-            32,
-            3e-3,
-            366_432,
-            {"layers": 3, "heads": 4, "width": 96, "length": 64, "dropout": 0.0, "bytes": 300_000},
+            4, 32, 3e-3, 366_432, {"layers": 3, "heads": 4, "width": 96, "length": 64, "dropout": 0.0, "bytes": 300_000}
         ),
         "full": Size(
             20,

@@ -33,10 +33,7 @@ MNIST = classifier(
     summary="two-layer perceptron on handwritten digits of 28x28",
     source="LeCun et al. 1998, Gradient-Based Learning Applied to Document Recognition, section III",
     data="embedded: scikit-learn's digits enlarged (real, 1797 images); --data DIR: MNIST (idx files, packed or not)",
-    sizes={
-        "cpu": Size(10, 50, 0.05, 101_770, {"hidden": 128}),
-        "full": Size(20, 100, 0.05, 795_010, {"hidden": 1000}),
-    },
+    sizes={"cpu": Size(10, 50, 0.05, 101_770, {"hidden": 128}), "full": Size(20, 100, 0.05, 795_010, {"hidden": 1000})},
     load=load_digits,
     make_model=partial(make_model, 28 * 28),
     threads=1,

@@ -49,9 +49,7 @@ class _Basic(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            _convolution(in_channels, out_channels, 3, stride),
-            nn.ReLU(),
-            _convolution(out_channels, out_channels, 3),
+            _convolution(in_channels, out_channels, 3, stride), nn.ReLU(), _convolution(out_channels, out_channels, 3)
         )
         self.stride, self.zero_channels = stride, out_channels - in_channels
         self.activation = nn.ReLU()
@@ -149,18 +147,8 @@ _residual = partial(
     make_optimizer=partial(sgd_with_momentum, weight_decay=1e-4),  # as in the paper
     schedule=step_decay,
 )
-_small = partial(
-    _residual,
-    data=DRAWN_SMALL,
-    load=partial(load_small, padding=4),
-    make_model=make_small,
-)
-_large = partial(
-    _residual,
-    data=DRAWN_LARGE,
-    load=load_large,
-    make_model=make_large,
-)
+_small = partial(_residual, data=DRAWN_SMALL, load=partial(load_small, padding=4), make_model=make_small)
+_large = partial(_residual, data=DRAWN_LARGE, load=load_large, make_model=make_large)
 
 RESNET_20 = _small(
     name="resnet-20",

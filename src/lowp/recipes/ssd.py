@@ -13,8 +13,7 @@ The network predicts boxes and classes at every position of feature maps of seve
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,17 +23,17 @@ from lowp.compat import real_tensors
 from lowp.recipes.data.detection import (
     Detections,
     Truth,
-    boxes_from,
     decode_boxes,
     encode_boxes,
     evaluate_detector,
+    load,
     match_anchors,
     no_autocast_no_grad,
     select_detections,
     truths_of,
 )
 from lowp.recipes.detection import VARIANCES, WIDTHS, detector, initialise, stage
-from lowp.recipes.recipe import Data, Size
+from lowp.recipes.recipe import Size
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -181,11 +180,6 @@ def anchors_of(count: int, device: torch.device) -> Tensor:
         return next(boxes for boxes in both if len(boxes) == count).to(device)
 
 
-def load(size: Size, path: Path | None) -> Data:
-    """Return a data set in Pascal VOC's layout if a path is given, otherwise drawn scenes with ten kinds of figures."""
-    return boxes_from(path, size.options["side"], size.options["layout"].classes, size.options["images"])
-
-
 def make_model(size: Size) -> nn.Module:
     """Return an SSD with the size's layout."""
     return SSD(size.options["layout"])
@@ -272,7 +266,7 @@ SSD_RECIPE = detector(
         "cpu": Size(14, 8, 1e-3, 509_038, {"layout": SMALL, "side": 96, "images": (400, 80)}),
         "full": Size(120, 32, 1e-4, 26_285_486, {"layout": SSD300, "side": 300, "images": (400, 80)}),
     },
-    load=load,
+    load=partial(load, "layout"),
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,

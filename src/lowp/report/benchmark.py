@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lowp.report.tables import bytes_of, seconds
+from lowp.report.tables import bytes_of, seconds, with_unit
 from lowp.report.terminal import WIDTH, plain_table
 
 _NOTHING = "-"
@@ -184,12 +184,7 @@ def _share(value: float | None) -> str:
 
 
 def _joules(value: float | None) -> str:
-    if value is None:
-        return _NOTHING
-    for unit, factor in (("J", 1.0), ("mJ", 1e3), ("µJ", 1e6), ("nJ", 1e9)):
-        if value * factor >= 1 or unit == "nJ":
-            return f"{value * factor:.3g} {unit}"
-    raise AssertionError(value)
+    return _NOTHING if value is None else with_unit(value, ("J", "mJ", "µJ", "nJ"))
 
 
 def _ratio(value: float | None, base: float | None) -> str:

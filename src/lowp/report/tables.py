@@ -63,10 +63,7 @@ def _costs(document: Mapping[str, Any]) -> Table:
         time, memory = row.get("step_seconds"), row.get("peak_memory_bytes")
         ratio = row.get("step_relative") or (time / base if time and base else None)
         relative = f" ({ratio:.2f}x)" if ratio else ""
-        cost = [
-            _NOTHING if not time else f"{seconds(time)}{relative}",
-            _NOTHING if not memory else bytes_of(memory),
-        ]
+        cost = [_NOTHING if not time else f"{seconds(time)}{relative}", _NOTHING if not memory else bytes_of(memory)]
         table.add_row(
             row["label"],
             *cost * measured,
@@ -163,10 +160,13 @@ def points(difference: float, share: bool) -> str:
 
 def seconds(value: float) -> str:
     """Return a time with three digits and its unit."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if value * factor >= 1 or unit == "µs":
-            return f"{value * factor:.3g} {unit}"
-    raise AssertionError(value)
+    return with_unit(value, ("s", "ms", "µs"))
+
+
+def with_unit(value: float, units: Sequence[str]) -> str:
+    """Return a number with three digits in the first of the units, each a thousandth of the one before, that fits."""
+    place = next((place for place in range(len(units)) if value * 1e3**place >= 1), len(units) - 1)
+    return f"{value * 1e3**place:.3g} {units[place]}"
 
 
 def bytes_of(value: int) -> str:

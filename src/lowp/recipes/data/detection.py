@@ -22,7 +22,7 @@ from lowp.compat import real_tensors
 from lowp.recipes.data.files import Published
 from lowp.recipes.data.images import open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
-from lowp.recipes.recipe import Data
+from lowp.recipes.recipe import Data, Size
 
 
 class Truth(NamedTuple):
@@ -271,12 +271,13 @@ def evaluate_detector(
         return {"mAP": mean_average_precision(detections, truths, classes), "loss": loss_sum / len(truths)}
 
 
-def boxes_from(path: Path | None, side: int, classes: int, drawn: tuple[int, int]) -> Data:
+def load(network: str, size: Size, path: Path | None) -> Data:
     """Return a data set in Pascal VOC's layout if a path is given, otherwise drawn scenes with ten kinds of figures.
 
-    `drawn`: the numbers of drawn training and validation scenes.
+    `network`: the option of the size that has the number of classes.
     """
-    return draw_boxes(side, 10, *drawn) if path is None else read_voc(path, side, classes)
+    side, classes = size.options["side"], size.options[network].classes
+    return draw_boxes(side, 10, *size.options["images"]) if path is None else read_voc(path, side, classes)
 
 
 def draw_boxes(side: int, classes: int, training: int, held: int, seed: int = 0) -> Data:
@@ -342,23 +343,22 @@ class _Files:
         packed = path if path.is_file() else None
         if packed is None and VOC.find_or_none(path, ["ImageSets"]) is None:
             packed = VOC.find(path, ["ImageSets", "*VOC*.zip", "*voc*.zip"])
-        self.zip: zipfile.ZipFile | None = None
         if packed is None:
-            self.root = VOC.find(path, ["ImageSets"]).parent
+            self.root: Path | zipfile.Path = VOC.find(path, ["ImageSets"]).parent
             return
         self.path = packed
         try:
-            self.zip = zipfile.ZipFile(packed)
+            archive = zipfile.ZipFile(packed)
         except (zipfile.BadZipFile, OSError) as error:
             raise VOC.broken(packed, f"is not a zip file: {error}") from None
-        inside = [name for name in self.zip.namelist() if "ImageSets/Main/" in name]
+        inside = [name for name in archive.namelist() if "ImageSets/Main/" in name]
         if not inside:
             raise VOC.missing(packed, ["ImageSets/Main"])
-        self.prefix = inside[0].partition("ImageSets/Main/")[0]
+        self.root = zipfile.Path(archive, inside[0].partition("ImageSets/Main/")[0])
 
     def read(self, name: str) -> bytes:
         try:
-            return (self.root / name).read_bytes() if self.zip is None else self.zip.read(self.prefix + name)
+            return (self.root / name).read_bytes()
         except (OSError, KeyError, zipfile.BadZipFile):
             raise VOC.missing(self.path, [name]) from None
 
@@ -366,8 +366,7 @@ class _Files:
         """Return the image names of the first of these sets that exists."""
         for image_set in sets:
             name = f"ImageSets/Main/{image_set}.txt"
-            exists = (self.root / name).exists() if self.zip is None else self.prefix + name in self.zip.namelist()
-            if exists:
+            if (self.root / name).exists():
                 lines = self.read(name).decode("utf-8", "replace").splitlines()
                 images = [line.split()[0] for line in lines if line.strip()]
                 if not images:

@@ -13,10 +13,7 @@ from lowp.recipes import results
 from lowp.recipes.recording.runs import NOBODY, Watch
 
 
-def record_cost(
-    formats: Sequence[str],
-    watch: Watch = NOBODY,
-) -> dict[str, Any]:
+def record_cost(formats: Sequence[str], watch: Watch = NOBODY) -> dict[str, Any]:
     """Return energy and area of multiplication and addition, and the energy of a read, of each format.
 
     Raises InvalidInput without formats, and UnknownName for an unknown one.

@@ -11,12 +11,7 @@ from lowp.recipes.recording.runs import NOBODY, Watch
 from lowp.recipes.training import Settings
 
 
-def record_curves(
-    settings: Settings,
-    precisions: Sequence[str],
-    seeds: int,
-    watch: Watch = NOBODY,
-) -> dict[str, Any]:
+def record_curves(settings: Settings, precisions: Sequence[str], seeds: int, watch: Watch = NOBODY) -> dict[str, Any]:
     """Train in fp32 and in each precision with seeds from 0 to `seeds` - 1; return the document of a comparison.
 
     Flushed gradients and lost updates are not sampled.

@@ -18,12 +18,7 @@ CLASSES = ("weights", "activations", "updates")
 _LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; others are counted in the first or the last bin
 
 
-def record_autoflex(
-    settings: Settings,
-    steps: int,
-    layer: str | None = None,
-    watch: Watch = NOBODY,
-) -> dict[str, Any]:
+def record_autoflex(settings: Settings, steps: int, layer: str | None = None, watch: Watch = NOBODY) -> dict[str, Any]:
     """Train for some steps; return Γ, κ and the predicted maximum of every step, for one layer's three tensors.
 
     `layer` is a module's path, by default the first with a weight. Raises InvalidInput for a precision without shared
@@ -55,10 +50,7 @@ def record_autoflex(
 
 
 def record_flex_window(
-    settings: Settings,
-    steps: int,
-    layer: str | None = None,
-    watch: Watch = NOBODY,
+    settings: Settings, steps: int, layer: str | None = None, watch: Watch = NOBODY
 ) -> dict[str, Any]:
     """Train for some steps; return histograms of log2|x| of three tensors, from the first and last tenth of the steps.
 

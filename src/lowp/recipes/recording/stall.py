@@ -26,11 +26,7 @@ _MOMENTS = 200
 _RECORDED = 4096  # about the number of the layer's weights whose values are recorded; one of them is drawn
 
 
-def record_stall(
-    settings: Settings,
-    layer: str | None = None,
-    watch: Watch = NOBODY,
-) -> dict[str, Any]:
+def record_stall(settings: Settings, layer: str | None = None, watch: Watch = NOBODY) -> dict[str, Any]:
     """Train in fp32 and with 16-bit weights in three ways; return shares of changed weights, one weight, and the loss.
 
     `settings.precision` is bf16-storage or fp16-storage; loss scaling is disabled. `moving`: at 200 steps, the share of

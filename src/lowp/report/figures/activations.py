@@ -10,10 +10,7 @@ from lowp.report.figures import style
 from lowp.report.palette import BLUE, GREEN, GREY
 from lowp.report.plots import save
 
-_WINDOW = [
-    (style.FP16_SMALLEST, "too small for fp16"),
-    (style.FP16_SMALLEST_NORMAL, "subnormal in fp16"),
-]
+_WINDOW = [(style.FP16_SMALLEST, "too small for fp16"), (style.FP16_SMALLEST_NORMAL, "subnormal in fp16")]
 
 
 @style.styled
