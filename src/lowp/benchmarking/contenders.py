@@ -1,7 +1,5 @@
 """The rows of a measurement: fp32, torch.amp and lowp's precisions, as the same training in the same loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The estimates are not measurements and do not depend on the machine that ran the
 counted in the step.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

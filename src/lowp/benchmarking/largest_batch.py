@@ -5,8 +5,6 @@ torch's tensors that of libraries, memory that the C library keeps after a free,
 not memory that is allocated and never written.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import multiprocessing

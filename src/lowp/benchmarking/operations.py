@@ -8,8 +8,6 @@ without 16-bit arithmetic computes on fp32 copies. Such values are all numbers o
 from a policy. The operands of a fused attention are query, key and value; its probabilities stay fp32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

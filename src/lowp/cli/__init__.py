@@ -6,8 +6,6 @@ another program also has USAGE and `split(arguments: list[str])`, which returns 
 latter becomes `arguments.script`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -9,8 +9,6 @@ In a new shell the Tab key completes `lowp comp` and `lowp train dig`. zsh looks
 update of lowp.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Mapping
 from importlib import import_module

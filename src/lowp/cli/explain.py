@@ -20,8 +20,6 @@ Formats: a format of `lowp formats` or a spelled one (e5m7), with rounding and o
 A weight update is weight + gradient; with --minus weight - gradient, with --learning-rate R weight - R x gradient.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The properties of a format, as numbers for tables and JSON, and as lines of text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction

@@ -9,8 +9,6 @@ NAME is a format of the list or a spelled format: e5m7, e4m3b11fnuz, binary8p3se
 Energy and area are estimates from Horowitz, ISSCC 2014 (45 nm); ~ marks values that are not in its table.
 """
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 from collections.abc import Sequence

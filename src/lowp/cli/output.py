@@ -3,8 +3,6 @@
 rich is loaded on a terminal only.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

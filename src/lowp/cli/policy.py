@@ -11,8 +11,6 @@ printed TOML file can be given to `lowp.autocast("my.toml")`, `lowp train digits
 `lowp run --policy my.toml script.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 

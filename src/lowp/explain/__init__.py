@@ -4,8 +4,6 @@ Every function returns a frozen dataclass of numbers (integers, fractions, `Roun
 to text, and `as_json` to plain data. `round_exact` is the definition of rounding with which every kernel must agree.
 """
 
-from __future__ import annotations
-
 from lowp.explain.arithmetic import Alignment, Arithmetic, add, divide, evaluate, multiply, split_expression, subtract
 from lowp.explain.conversion import Conversion, SharedScale, convert
 from lowp.explain.exact import Outcome, Rounded, RoundingRule, outcomes, round_exact

@@ -1,7 +1,5 @@
 """Sums, differences, products and quotients of two numbers of a format, with the alignment shown."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Conversion of one number to a format: the bits kept, the bits cut, and the rule that decided."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 

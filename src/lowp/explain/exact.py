@@ -1,7 +1,5 @@
 """The definition of rounding in rational numbers. Every kernel must agree with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor

@@ -7,8 +7,6 @@ take the larger exponent; a sum that does not fit takes the next one.
 Source: Koester et al. 2017, arXiv 1711.02213, section 3.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction

@@ -7,8 +7,6 @@ to 24 bits, with no guard bit; their sum is not normalised on the way; fp32 resu
 rounded to nearest even. Later cores keep more bits while aligning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """One rounding in words: the bits kept and cut, the rule that decided, and the size of the error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fractions import Fraction
 

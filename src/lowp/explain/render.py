@@ -1,7 +1,5 @@
 """Explanations as text, plain, without colour, one fact per line, and as plain data for machines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum

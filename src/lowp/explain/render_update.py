@@ -1,7 +1,5 @@
 """A weight update as text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """A weight and its update: whether it is lost, distorted or kept, and the smallest size that would count."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """The worked cases: a title and the arguments of `lowp explain` that show it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Backward passes: scale the seed instead of the loss, which the script prints, and run outside the region."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

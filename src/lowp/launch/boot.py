@@ -5,8 +5,6 @@ process whose environment names a precision. A process that never imports torch 
 that leads a run, for instance a launcher, reports at its end on the processes that it has started.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib.abc
 import importlib.machinery

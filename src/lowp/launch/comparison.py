@@ -1,7 +1,5 @@
 """One script in several precisions, each in a folder of its own: last lines, times and differences side by side."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

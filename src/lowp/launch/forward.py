@@ -1,7 +1,5 @@
 """Module calls: the outermost module runs under the rules and returns fp32 to the script."""
 
-from __future__ import annotations
-
 import re
 import sys
 import weakref

@@ -4,8 +4,6 @@ A backward pass runs on a scaled seed. Each leaf divides its gradient by the sca
 the gradient was finite, because the script may clip it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps

@@ -5,8 +5,6 @@ The script does not notice. If the script handles SIGTERM itself, this does noth
 as in plain Python. Like Ctrl-C, the signal is handled between two Python instructions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

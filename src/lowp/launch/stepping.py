@@ -1,7 +1,5 @@
 """Optimizer steps: skipped if a gradient overflowed, and written to the parameters' format if they have one."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Advice on a profile: a verdict for each format, at most five findings, and a policy that follows them."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The first difference of two runs: the first step and tensor whose bits differ, and by how much."""
 
-from __future__ import annotations
-
 import math
 import struct
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Finds the operation that first made a loss or a gradient infinite or NaN, by running the step again."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

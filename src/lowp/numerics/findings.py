@@ -1,7 +1,5 @@
 """The findings of a profile and of a monitor: the meaning of each number, the cause, and advice. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lowp.errors import UnknownName, unknown

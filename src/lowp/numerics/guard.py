@@ -4,8 +4,6 @@ A healthy step costs references to its batch, the random state, the order of ops
 the gradients. No tensor is copied or kept alive longer.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The watched models, with names for their modules and parameters, and the optimizers that step them in turn."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Function modes that come and go while others are active, and the place in model and source of the running code."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator

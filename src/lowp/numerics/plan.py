@@ -1,7 +1,5 @@
 """The plan of the next step: which modules to look at, whether to guard it, and what both cost, on a clock."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

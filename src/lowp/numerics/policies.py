@@ -1,7 +1,5 @@
 """The effect of a whole policy on a profiled model, and the cheapest policy that keeps enough of its signal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

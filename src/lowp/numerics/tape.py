@@ -1,7 +1,5 @@
 """What a step is remembered by, so that it can be run again beside the training, and that it runs again."""
 
-from __future__ import annotations
-
 import sys
 import time
 import warnings

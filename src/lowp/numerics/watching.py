@@ -5,8 +5,6 @@ region of lowp's the region's own observers do. Gradients come through hooks on 
 optimizer.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The loss scale: that of a watched training, and those that bring the gradients of a profiled model into fp16."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`convert`: writes a checkpoint in another number format, tensor by tensor, and reports the errors of each."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping

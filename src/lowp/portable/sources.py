@@ -1,7 +1,5 @@
 """Files from which tensors are read one at a time, safetensors and torch's, and `lowp.load`; no code is executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

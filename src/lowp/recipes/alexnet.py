@@ -6,8 +6,6 @@ Three of its convolutions have two groups, and activations are normalised across
 Sutskever, Hinton, "ImageNet Classification with Deep Convolutional Neural Networks", 2012, section 3.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor, nn

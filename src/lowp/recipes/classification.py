@@ -1,7 +1,5 @@
 """Shared parts of the classification recipes: data, loss, metrics, optimizer, and the layers of a perceptron."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial

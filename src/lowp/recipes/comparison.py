@@ -1,7 +1,5 @@
 """The comparison of several precisions on one recipe with several seeds: planned runs, results, and the verdicts."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

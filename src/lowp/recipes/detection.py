@@ -4,8 +4,6 @@ The backbone are the convolutions of VGG-16; without normalisation, gradients di
 Zisserman, "Very Deep Convolutional Networks", 2015, arXiv 1409.1556, table 1, column D.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

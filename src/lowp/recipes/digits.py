@@ -5,8 +5,6 @@ rate, as in fine-tuning. Most of its updates are smaller than half an ulp of an 
 they are rounded to zero, and the network hardly learns (Micikevicius et al. 2018, arXiv 1710.03740, section 3.1).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import nn

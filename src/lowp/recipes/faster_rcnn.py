@@ -9,8 +9,6 @@ R-CNN", 2015, arXiv 1506.01497, on VGG-16. Regions are resampled to 7x7 by bilin
 2017, arXiv 1703.06870, section 3), without rounding coordinates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple

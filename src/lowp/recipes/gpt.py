@@ -7,8 +7,6 @@ The network is a transformer that predicts the next byte: Radford et al., "Langu
 Learners", 2019: normalisation before attention and MLP, learned positions, output weights shared with the embedding.
 """
 
-from __future__ import annotations
-
 import codecs
 import importlib
 import importlib.util

@@ -4,8 +4,6 @@
 that of large matrix products, which are faster in integers.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

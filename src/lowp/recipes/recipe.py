@@ -1,7 +1,5 @@
 """The class of recipes: a network, its data, loss and optimizer in plain PyTorch, without a precision."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ table 1, with bottlenecks and projections (option B). The stride of a bottleneck
 torchvision; the number of parameters is the same as with the stride in the first one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """JSON files of results: their header, which describes the machine and versions, and reading and writing them."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -8,8 +8,6 @@ arXiv 1604.06737, third place of the competition, as prepared in fast.ai's cours
 competition did not publish (the shop's state, weather, search trends) are zero.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Many training runs, one after another or in parallel processes; an interruption loses less than a minute."""
 
-from __future__ import annotations
-
 import functools
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """The losses of a precision at sampled steps, compared with fp32 on the same weights and the same batch."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -9,8 +9,6 @@ Manning, "Effective Approaches to Attention-based Neural Machine Translation", 2
 with the score "general" (equations 5 to 8), here with GRUs (Cho et al. 2014, arXiv 1406.1078).
 """
 
-from __future__ import annotations
-
 import calendar
 import datetime
 from collections.abc import Iterable, Sequence

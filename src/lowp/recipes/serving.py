@@ -3,8 +3,6 @@
 A model is trained in fp32 and quantized, and optionally also trained for each format.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

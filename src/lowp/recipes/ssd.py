@@ -10,8 +10,6 @@ The network predicts boxes and classes at every position of feature maps of seve
 "SSD: Single Shot MultiBox Detector", 2016, arXiv 1512.02325, section 2 and figure 2 (SSD300 on VGG-16).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple

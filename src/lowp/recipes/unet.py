@@ -9,8 +9,6 @@ Fischer, Brox, "U-Net", 2015, arXiv 1505.04597, figure 1, with four of the five 
 each ReLU. The output for an image of 256x256 are scores of its central 164x164 pixels.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path

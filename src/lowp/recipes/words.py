@@ -5,8 +5,6 @@ Its softmax over 20,000 words is difficult in low precision. The gradient of a w
 smaller ones are rounded to zero (docs/flexpoint.md).
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Terminal tables of a benchmark, made from its document."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterator, Mapping

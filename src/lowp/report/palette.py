@@ -3,8 +3,6 @@
 A word stands beside every colour. Text in any of them has a contrast of 4.5 to 1 or more on its ground (WCAG 2.2).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

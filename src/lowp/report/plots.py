@@ -1,7 +1,5 @@
 """Common functions of all figures: the test for matplotlib, a new figure, and writing it to a file."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The reports of a profile but HTML: verdict, findings, formats and loss scales on a terminal, CSV, and TensorBoard."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

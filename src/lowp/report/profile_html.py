@@ -4,8 +4,6 @@ At the top stands what to do, then what each format would do, then the evidence,
 tensor. All values come from the record and the advice; the script only counts numbers beyond the chosen limits.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Terminal tables of comparisons, shared exponents and sweeps, from their documents, and numbers as text."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence

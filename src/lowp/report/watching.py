@@ -1,7 +1,5 @@
 """What `lowp watch` shows: the numbers of a monitor as sparklines, a row for each group of layers, and its alarms."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

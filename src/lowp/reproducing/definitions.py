@@ -4,8 +4,6 @@
 has the name of the one out of place; lists of tensors (`_foreach_`) are taken one by one by their mode.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ processor's exact square root and division; and of sums by `fp32_products`. Func
 last place of fp64, and so are rounded to fp32 as the exact ones but for one number in a hundred million or fewer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import wraps

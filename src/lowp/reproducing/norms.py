@@ -1,7 +1,5 @@
 """Layer, RMS, batch and group norm and their gradients, as the aten operators of these names take them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

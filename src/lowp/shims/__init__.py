@@ -5,8 +5,6 @@ signatures and defaults are theirs, the numbers are the right ones: where the or
 says so, with an input that shows it. `docs/exactness.md` has the measurements.
 """
 
-from __future__ import annotations
-
 from lowp.shims.microxcaling import (
     MxSpecs,
     apply_mx_specs,

@@ -15,8 +15,6 @@ elemwise_ops.py):
 Kept is that a block with a NaN, an infinity or an exponent beyond the range of `scale_bits` becomes NaN.
 """
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

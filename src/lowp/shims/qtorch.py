@@ -17,8 +17,6 @@ the original is wrong there (each input below was run, in fp32):
 * fp64, fp32, fp16 and bf16 tensors are taken, each rounded once; there fp32 alone.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

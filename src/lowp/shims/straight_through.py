@@ -1,7 +1,5 @@
 """Gradients of the shims: they pass straight through a rounding, or through a rounding of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009: 50,00
 classes; a row of a batch is 1024 red values, 1024 green, 1024 blue, each from the top left row by row.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import zipfile

@@ -4,8 +4,6 @@ A box is left, top, right, bottom, in any unit; a tensor of boxes is float [N, 4
 and `batched_nms` too; each of its releases requires one release of torch, so lowp does not depend on it.
 """
 
-from __future__ import annotations
-
 import io
 import xml.etree.ElementTree as ElementTree
 import zipfile

@@ -1,7 +1,5 @@
 """Handwritten digits: those included in scikit-learn, 1797 images of 8x8, and MNIST from its published idx files."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

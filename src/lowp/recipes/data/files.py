@@ -1,7 +1,5 @@
 """Find and open the files of published data sets at the user's path, compressed or not."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Labelled images: stored as uint8 and augmented when a batch is requested, or read from a folder per class."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ a figure of any colour, size and position on any background. The backgrounds of 
 different parts of the photographs. The scenes are determined by a seed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NamedTuple

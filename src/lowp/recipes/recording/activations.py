@@ -1,7 +1,5 @@
 """Records of the gradients of activations and weights in a training run, and of the effect of loss scaling in fp16."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial

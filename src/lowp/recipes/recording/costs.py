@@ -1,7 +1,5 @@
 """The costs of formats in silicon: published energies and areas, and estimates interpolated between them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

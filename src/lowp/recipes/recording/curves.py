@@ -1,7 +1,5 @@
 """Records of the metric by epoch in several precisions with several seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Records of shared exponents in a training run: one layer's weights, activations and updates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Records of weight gradients and updates in a training run: histograms of exponents, and losses in 16 bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

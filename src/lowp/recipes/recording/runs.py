@@ -1,7 +1,5 @@
 """Common parts of the recorders: training with an observer, sampled steps, the header of a document, histograms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 

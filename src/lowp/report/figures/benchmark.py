@@ -1,7 +1,5 @@
 """The figures of a benchmark: time and memory of every row relative to fp32; published values stand apart."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path

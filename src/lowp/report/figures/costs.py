@@ -1,7 +1,5 @@
 """The figure of the energy and area of arithmetic by format, with published values and estimates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

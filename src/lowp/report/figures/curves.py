@@ -1,7 +1,5 @@
 """The figures of a comparison by epoch, as differences from fp32, which alone tell lines apart, and of a sweep."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Figures of the shared exponents of a run, after figures 2 and 3 of Köster et al. 2017, arXiv 1711.02213."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

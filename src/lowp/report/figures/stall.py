@@ -1,7 +1,5 @@
 """The figure of weights that stop changing in 16 bits, compared with fp32 masters and stochastic rounding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 A figure is seven inches wide, so that its text can be read where it is shown 700 pixels wide.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap
