@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from lowp.benchmarking import benchmark, timing
-from lowp.benchmarking.benchmark import Benchmark, BenchmarkPlan
+from lowp.benchmarking.benchmark import Benchmark, BenchmarkPlan, estimate, published
 from lowp.benchmarking.contenders import Contender, TorchAmp, begin, contenders_of, step_of, tf32_of
-from lowp.benchmarking.estimates import estimate, published
 from lowp.benchmarking.memory import PARTS, Split
 from lowp.benchmarking.operations import Operations
 from lowp.benchmarking.timing import StepTimer, time_steps

@@ -10,8 +10,7 @@ from numerics.small import network, train
 
 import lowp
 from lowp.errors import InvalidInput
-from lowp.numerics.difference import difference, ulps
-from lowp.numerics.record import Record
+from lowp.numerics.record import Record, difference, ulps
 
 
 def run(spoil: bool = False, rate: float = 0.1) -> Record:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowp.benchmarking.estimates import published
+from lowp.benchmarking.benchmark import published
 from lowp.report import terminal
 from lowp.report.benchmark import benchmark_notes, benchmark_tables
 from lowp.report.figures.benchmark import chart

@@ -111,13 +111,13 @@ _ROWS = (
     Figure(
         "activation-gradients",
         "gradients of activations in fp16's window, and their medians beside those of weights (figure 3)",
-        "activations",
+        "gradients",
         {**_RUN, "recipe": "ssd", "precision": "fp32", "epochs": None},
     ),
     Figure(
         "loss-scaling",
         "the same gradients without and with a loss scale: what falls out of fp16 before and after",
-        "activations",
+        "gradients",
         {**_RUN, "recipe": "ssd", "precision": "fp16", "epochs": 6, "loss_scale": "256"},
     ),
     Figure(

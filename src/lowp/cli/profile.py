@@ -188,8 +188,7 @@ def _steps_to_verify(arguments: argparse.Namespace) -> int | None:
 
 def _difference(arguments: argparse.Namespace) -> int:
     from lowp.numerics.advice import advise
-    from lowp.numerics.difference import difference
-    from lowp.numerics.record import Record
+    from lowp.numerics.record import Record, difference
 
     if arguments.html is not None:
         files.check_target(arguments.html)

@@ -18,7 +18,7 @@ import torch
 from lowp import presets
 from lowp.errors import LowpError
 from lowp.launch import record as records
-from lowp.launch import sigterm
+from lowp.launch.boot import tell_first
 from lowp.launch.record import ProcessRecord, RunSettings
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def _close_at_the_end(session: Session) -> None:
 
     atexit.register(close)
     if session.settings.leader == os.getpid():
-        sigterm.tell_first(close)
+        tell_first(close)
     multiprocessing.util.register_after_fork(session, in_child)
     if multiprocessing.current_process().name != "MainProcess" or "--multiprocessing-fork" in sys.argv:
         # a spawned child does not run atexit functions, but runs these

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lowp.errors import InvalidInput
-from lowp.kernels.steps.spectra import ROWS
+from lowp.kernels.steps.spectra import ROWS, count_tensor, numbers_at
+from lowp.numerics.modes import numbers_of, untransformed
 from lowp.numerics.spectrum import Spectrum, Updates
 
 ROLES = ("input", "weight", "output", "grad", "weight_grad", "update")
@@ -271,3 +273,34 @@ def _slope(energy: Any) -> NDArray[np.float64]:
     if slope.shape != (ROWS,) or not (slope >= 0).all():
         raise InvalidInput("it contains invalid slopes of activations: they are no sums of squares")
     return slope
+
+
+_PROBES = 4  # numbers of a print
+
+
+def parameter_key(name: str, role: str, phase: str) -> Key:
+    """The key of a parameter: its module, and its own name in place of an op's."""
+    module, _, own = name.rpartition(".")
+    return Key(module, own, role, phase)
+
+
+class CountedTensor(NamedTuple):
+    """What one look at a tensor told."""
+
+    spectrum: Spectrum
+    print: Print
+
+    def of_model(self, name: str) -> CountedTensor:
+        """The same with a model's name before the path."""
+        return self._replace(print=self.print._replace(key=self.print.key.of_model(name)))
+
+
+def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> CountedTensor:
+    """Count a tensor divided by `scale`, in one read, and take its print: the sum of its bits, and a few numbers."""
+    with untransformed(tensor) as whole:
+        flat = numbers_of(whole.detach()).reshape(-1)
+        counts, last = count_tensor(flat, scale), flat.numel() - 1
+        numbers: list[float] = []
+        if last >= 0:
+            numbers = numbers_at(flat, [last * place // (_PROBES - 1) for place in range(_PROBES)], scale)
+    return CountedTensor(Spectrum.from_counts(counts, last + 1), Print(key, counts.checksum, tuple(numbers)))

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowp.kernels.steps.spectra import sampled, slope_of
-from lowp.numerics.counting import CountedTensor, looked_at, parameter_key
 from lowp.numerics.models import Models
 from lowp.numerics.modes import (
     Paths,
@@ -32,6 +31,7 @@ from lowp.numerics.modes import (
     take_off,
     tensors_in,
 )
+from lowp.numerics.part import CountedTensor, looked_at, parameter_key
 from lowp.numerics.plan import call_costs
 from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print
 from lowp.numerics.spectrum import Spectrum, Updates

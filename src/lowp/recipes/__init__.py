@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 RECIPES: dict[str, str] = {
     "digits": "lowp.recipes.digits:DIGITS",
     "digits-hard": "lowp.recipes.digits:DIGITS_HARD",
-    "mnist": "lowp.recipes.perceptrons:MNIST",
-    "cifar10-mlp": "lowp.recipes.perceptrons:CIFAR10_MLP",
+    "mnist": "lowp.recipes.classification:MNIST",
+    "cifar10-mlp": "lowp.recipes.classification:CIFAR10_MLP",
     "resnet-20": "lowp.recipes.resnet:RESNET_20",
     "resnet-110": "lowp.recipes.resnet:RESNET_110",
     "resnet-50": "lowp.recipes.resnet:RESNET_50",

@@ -13,9 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from lowp.numerics.advice import Advice, FormatVerdict
-from lowp.numerics.difference import difference
 from lowp.numerics.part import failure
-from lowp.numerics.record import Record
+from lowp.numerics.record import Record, difference
 from lowp.report import palette
 from lowp.report.profile import headline, overhead_words, part_seen, recommendation
 from lowp.report.profile_strips import FORMATS_SHOWN, MAPS, raised, scale_words, strips

@@ -10,7 +10,7 @@ from recipes.recording import toy
 from torch import nn
 
 from lowp.errors import InvalidInput
-from lowp.recipes.recording.activations import GradientHooks, record_activation_gradients, record_loss_scaling
+from lowp.recipes.recording.gradients import GradientHooks, record_activation_gradients, record_loss_scaling
 from lowp.recipes.recording.runs import Fp16Counts
 from lowp.recipes.training import Settings
 

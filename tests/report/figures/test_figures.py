@@ -12,14 +12,14 @@ import pytest
 from report.figures import documents
 
 from lowp.report import plots
-from lowp.report.figures import activations, costs, curves, flex, gradients, stall, style
+from lowp.report.figures import costs, curves, flex, gradients, stall, style
 
 Document = dict[str, Any]
 FIGURES: list[tuple[Callable[[Document, Path], None], Callable[[Document], list[str]] | None, Document]] = [
     (gradients.updates, gradients.updates_words, documents.updates()),
     (gradients.gradients, gradients.gradients_words, documents.gradients()),
-    (activations.activation_gradients, activations.activation_gradients_words, documents.activation_gradients()),
-    (activations.loss_scaling, activations.loss_scaling_words, documents.loss_scaling()),
+    (gradients.activation_gradients, gradients.activation_gradients_words, documents.activation_gradients()),
+    (gradients.loss_scaling, gradients.loss_scaling_words, documents.loss_scaling()),
     (stall.stall, stall.stall_words, documents.stall()),
     (curves.curves, curves.curves_words, documents.curves()),
     (costs.cost, costs.cost_words, documents.cost()),
@@ -78,10 +78,10 @@ def test_a_title_says_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert title(gradients.updates, documents.updates()) == (
         "toy: weights stored in bf16 would lose 30.0% of their updates in epoch 1, in fp16 4.0%"
     )
-    assert title(activations.activation_gradients, documents.activation_gradients()) == (
+    assert title(gradients.activation_gradients, documents.activation_gradients()) == (
         "toy: gradients of activations are 8 times smaller than those of weights; 25.0% are too small for fp16"
     )
-    assert title(activations.loss_scaling, documents.loss_scaling()).startswith(
+    assert title(gradients.loss_scaling, documents.loss_scaling()).startswith(
         "toy: a loss scale of 256 leaves 0.10% of"
     )
     assert title(stall.stall, documents.stall()) == (
@@ -133,7 +133,7 @@ def test_gradients_tell_what_fp16_loses() -> None:
 
 
 def test_activation_gradients_tell_zeros_apart_and_compare_medians() -> None:
-    first, second, third = activations.activation_gradients_words(documents.activation_gradients())
+    first, second, third = gradients.activation_gradients_words(documents.activation_gradients())
     assert first.startswith("50.0% of the gradients of activations and 50.0% of those of weights are zero; ")
     assert (
         second
@@ -147,7 +147,7 @@ def test_activation_gradients_tell_zeros_apart_and_compare_medians() -> None:
     [((256.0, 256.0), "The scale was 256, 1 step of 40"), ((65536.0, 1024.0), "The scale was 65,536 to 1,024, 1 step")],
 )
 def test_loss_scaling_tells_the_scales_of_the_run(scales: tuple[float, ...], words: str) -> None:
-    sentences = activations.loss_scaling_words(documents.loss_scaling(scales))
+    sentences = gradients.loss_scaling_words(documents.loss_scaling(scales))
     assert sentences[0].startswith(
         "Below 2^-24: 25.0% of the nonzero gradients of activations without a scale, 0.10% with"
     )
@@ -156,7 +156,7 @@ def test_loss_scaling_tells_the_scales_of_the_run(scales: tuple[float, ...], wor
 
 def test_a_scale_that_is_too_large_is_said_to_be() -> None:
     document = {**documents.loss_scaling(), "room": -1}
-    assert activations.loss_scaling_words(document)[-1].endswith("the last scale must be halved 1 time.")
+    assert gradients.loss_scaling_words(document)[-1].endswith("the last scale must be halved 1 time.")
 
 
 def test_a_stall_is_told_in_a_sentence_a_variant() -> None:
@@ -222,5 +222,5 @@ def test_histograms_without_a_number_are_drawn_empty(tmp_path: Path) -> None:
     document = documents.activation_gradients()
     for name in ("activations", "weights"):
         document[name]["histogram"] = documents.histogram(0, (), zeros=4)
-    activations.activation_gradients({**document, "layers": []}, tmp_path / "empty.png")
-    assert len(activations.activation_gradients_words(document)) == 2
+    gradients.activation_gradients({**document, "layers": []}, tmp_path / "empty.png")
+    assert len(gradients.activation_gradients_words(document)) == 2

@@ -1,11 +1,13 @@
-"""Figures of weight gradients and updates in a run, after figure 2 of Micikevicius et al. 2018, arXiv 1710.03740."""
+"""Figures of gradients and updates, after figures 2 and 3 of Micikevicius et al. 2018, arXiv 1710.03740."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
-from lowp.report.palette import BLUE, GREEN, PURPLE
+from lowp.report.palette import BLUE, GREEN, GREY, PURPLE
 from lowp.report.plots import save
 
 
@@ -56,13 +58,13 @@ def _moment_words(moment: Mapping[str, Any]) -> str:
 @style.styled
 def gradients(document: Mapping[str, Any], path: Path) -> None:
     """Draw weight gradients, updates and update:weight ratios on one axis, and the part of each that is lost."""
-    figure = style.figure(4.6, _result(document))
+    figure = style.figure(4.6, _lost_beside_fp32(document))
     first, second, third = panels = style.panels(figure, 3)
     limit = document["limits"]["fp16"]
     marks = [(style.FP16_SMALLEST, "fp16's smallest number"), (style.FP16_SMALLEST_NORMAL, "fp16's smallest normal")]
     for panel, name, color in ((first, "gradients", BLUE), (second, "updates", GREEN)):
         counts = document[name]
-        words = f"{style.share(counts['below'])} below 2^-24{_zeros(counts['histogram'])}"
+        words = f"{style.share(counts['below'])} below 2^-24{_zeros_apart(counts['histogram'])}"
         style.ridge(panel, counts["histogram"], color, (f"{name} of weights", words), marks)
         marks = [(exponent, "") for exponent, _ in marks]
     words = f"{style.share(document['below']['fp16'])} below 2^{limit}, half an ulp of fp16"
@@ -76,7 +78,7 @@ def gradients(document: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def _result(document: Mapping[str, Any]) -> str:
+def _lost_beside_fp32(document: Mapping[str, Any]) -> str:
     """Return what the precision loses beside fp32; a record of an earlier lowp has no run in fp32."""
     metric, base = document["metric"], document.get("fp32")
     value, unmoved = metric["value"], style.share(document["unmoved"])
@@ -102,5 +104,129 @@ def gradients_words(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _zeros(found: Mapping[str, Any]) -> str:
-    return f"; zeros apart, {style.share(found['zeros'] / max(1, found['elements']))}" if found["zeros"] else ""
+def _zeros_apart(found: Mapping[str, Any]) -> str:
+    return f"; zeros apart, {_zeros(found)}" if found["zeros"] else ""
+
+
+_WINDOW = [(style.FP16_SMALLEST, "too small for fp16"), (style.FP16_SMALLEST_NORMAL, "subnormal in fp16")]
+
+
+@style.styled
+def activation_gradients(document: Mapping[str, Any], path: Path) -> None:
+    """Draw both histograms with the range of fp16, and the medians by layer, the first layer at the top."""
+    layers = document["layers"]
+    rows = 0.3 + 0.17 * max(2, len(layers))
+    figure = style.figure(3.4 + rows, _medians_apart(document))
+    heights = (1.2, 1.2, rows)
+    first, second, below = style.panels(figure, 3, height_ratios=heights)
+    colors = {"activations": BLUE, "weights": GREEN}
+    for panel, (name, color) in zip((first, second), colors.items(), strict=True):
+        row = document[name]
+        words = f"{style.share(row['below'])} below 2^-24; zeros apart, {_zeros(row['histogram'])}"
+        marks = _WINDOW if panel is first else [(exponent, "") for exponent, _ in _WINDOW]
+        style.ridge(panel, row["histogram"], color, (f"gradients of {name}", words), marks)
+    places = range(len(layers))
+    for name, color, mark in (("activations", BLUE, "o"), ("weights", GREEN, "s")):
+        below.plot([row[name] for row in layers], places, mark, color=color, markersize=4)
+    for place, row in enumerate(layers):
+        below.plot([row["activations"], row["weights"]], [place, place], color=GREY, linewidth=0.8, zorder=0)
+    below.set_yticks(places, [row["name"] for row in layers], fontsize=8)
+    below.set_ylim(len(layers) - 0.3, -0.7)
+    below.set(xlabel="|gradient|", title="median by layer: of activations ●, of weights ■")
+    ends = style.range_of(
+        [document[name]["histogram"] for name in colors], [style.FP16_SMALLEST - 4, style.FP16_SMALLEST_NORMAL]
+    )
+    below.set_xlim(*ends)
+    style.powers(below.xaxis)
+    save(figure, path)
+
+
+def _medians_apart(document: Mapping[str, Any]) -> str:
+    """Return how far the gradients of activations are below those of weights, and how many fp16 cannot hold."""
+    medians = [document[name]["histogram"]["median"] for name in ("activations", "weights")]
+    lost = f"{style.share(document['activations']['below'])} are too small for fp16"
+    if None in medians:
+        return f"{document['recipe']}: of the gradients of activations {lost}"
+    times, smaller = 2 ** abs(medians[1] - medians[0]), medians[1] > medians[0]
+    than = f"{times:.3g} times {'smaller' if smaller else 'larger'} than those of weights"
+    return f"{document['recipe']}: gradients of activations are {than}; {lost}"
+
+
+def activation_gradients_words(document: Mapping[str, Any]) -> list[str]:
+    """Return sentences on the zeros, on what is lost and subnormal in fp16, and on the two medians."""
+    both = [document["activations"], document["weights"]]
+    zero, subnormal = (", ".join(style.share(one[name]) for one in both) for name in ("below", "subnormal"))
+    medians = [one["histogram"]["median"] for one in both]
+    words = [
+        f"{_zeros(both[0]['histogram'])} of the gradients of activations and {_zeros(both[1]['histogram'])} of those "
+        "of weights are zero; the following shares are of the others.",
+        f"Below fp16's smallest number, 2^-24: {zero} (activations, weights). Subnormal in fp16: {subnormal}.",
+    ]
+    if None not in medians:
+        smaller = medians[1] - medians[0]
+        words.append(
+            f"Medians: 2^{medians[0]:.1f} of activations, 2^{medians[1]:.1f} of weights: those of activations are "
+            f"{2 ** abs(smaller):.3g} times {'smaller' if smaller > 0 else 'larger'}."
+        )
+    return words
+
+
+@style.styled
+def loss_scaling(document: Mapping[str, Any], path: Path) -> None:
+    """Draw the gradients with the range of fp16, at the top without the loss scale, at the bottom with it."""
+    before, after = (style.share(document[name]["below"]) for name in ("before", "after"))
+    figure = style.figure(
+        3.9,
+        f"{document['recipe']}: a loss scale of {_scales(document)} leaves {after} of the gradients of activations "
+        f"below fp16's smallest number; without it there are {before}",
+    )
+    panels = style.panels(figure, 2)
+    histograms = [document[name]["histogram"] for name in ("before", "after")]
+    rows = (
+        ("before", "without a loss scale", BLUE, _WINDOW),
+        ("after", f"under a loss scale of {_scales(document)}", GREEN, [(exponent, "") for exponent, _ in _WINDOW]),
+    )
+    for panel, histogram, (name, label, color, marks) in zip(panels, histograms, rows, strict=True):
+        words = (
+            f"{style.share(document[name]['below'])} below 2^-24, {style.share(document[name]['subnormal'])} subnormal"
+        )
+        style.ridge(panel, histogram, color, (label, words), marks)
+    panels[1].set_xlim(*style.range_of(histograms, [style.FP16_SMALLEST - 8, style.FP16_SMALLEST_NORMAL]))
+    panels[1].set_xlabel("|gradient of an activation|")
+    style.powers(panels[1].xaxis)
+    save(figure, path)
+
+
+def loss_scaling_words(document: Mapping[str, Any]) -> list[str]:
+    """Return sentences on what is outside fp16's range without and with the scale, and on its distance to overflow."""
+    names = ("below", "zero", "subnormal", "infinite")
+    before, after = ({name: style.share(document[moment][name]) for name in names} for moment in ("before", "after"))
+    words = [
+        f"Below 2^-24: {before['below']} of the nonzero gradients of activations without a scale, {after['below']} "
+        f"with it; zero in fp16: {before['zero']} and {after['zero']}.",
+        f"Subnormal in fp16: {before['subnormal']} without a scale, {after['subnormal']} with it; infinite in fp16: "
+        f"{before['infinite']} and {after['infinite']}.",
+    ]
+    skipped = document["skipped_steps"]
+    ending = f"The scale was {_scales(document)}, {skipped} step{'s' * (skipped != 1)} of {document['steps']} skipped"
+    room = document["room"]
+    if room is not None:
+        times = f"{abs(room)} time{'s' * (abs(room) != 1)}"
+        ending += (
+            f"; with the largest gradient the last scale could be doubled {times}"
+            if room >= 0
+            else f"; for the largest gradient the last scale must be halved {times}"
+        )
+    return [*words, f"{ending}."]
+
+
+def _scales(document: Mapping[str, Any]) -> str:
+    """Return the scales of the run: one number, or the first and the last."""
+    values = dict.fromkeys([*(scale for _, scale in document["scales"]), document["last_scale"]])
+    return " to ".join(
+        f"{value:,.0f}" if value >= 1 else f"{value:g}" for value in list(values)[:: max(1, len(values) - 1)]
+    )
+
+
+def _zeros(histogram: Mapping[str, Any]) -> str:
+    return style.share(histogram["zeros"] / max(1, histogram["elements"]))
