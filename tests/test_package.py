@@ -54,7 +54,7 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 def of_the_package(repository: Path) -> set[str]:
     """Return the files of the package that users need, as they are named in a wheel."""
-    kept = (".py", ".pyi", ".typed", ".css", ".js")
+    kept = (".py", ".pyi", ".typed", ".css", ".js", ".toml")
     files = (
         file for file in (repository / "src" / "lowp").rglob("*") if file.suffix in kept or file.name == "py.typed"
     )

@@ -108,7 +108,7 @@ def memory_of(contender: Contender, data: Data, batch: int) -> Split:
 def peak_of(begin: Callable[[], Callable[[], object]]) -> int:
     """Return the peak of CPU memory in bytes in a third step; `begin` creates the model and returns the step."""
 
-    def run() -> None:
+    def three_steps() -> None:
         step = begin()
         step()
         step()
@@ -116,7 +116,7 @@ def peak_of(begin: Callable[[], Callable[[], object]]) -> int:
         step()
         _mark(_END)
 
-    events = _profiled(run)
+    events = _profiled(three_steps)
     first, last = (next(event["ts"] for event in events if event.get("name") == name) for name in (_FORWARD, _END))
     peak, _ = _highest(list(_allocations(events, _DEVICE_TYPES["cpu"])), first, last)
     return peak

@@ -287,7 +287,7 @@ def _install_checkpoints(session: Session, forward: Forward) -> None:
         calls, alone = local.calls, local.alone
 
         @wraps(function)
-        def run(*given: Any, **named: Any) -> Any:
+        def recomputed(*given: Any, **named: Any) -> Any:
             before = local.calls, local.alone, local.backward
             local.calls, local.alone, local.backward = calls, alone, 0
             try:
@@ -295,7 +295,7 @@ def _install_checkpoints(session: Session, forward: Forward) -> None:
             finally:
                 local.calls, local.alone, local.backward = before
 
-        return original(run, *args, **kwargs)
+        return original(recomputed, *args, **kwargs)
 
     module.checkpoint = checkpoint
 

@@ -12,10 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.classification import classifier
+from lowp.recipes.classification import DRAWN_SMALL, classifier, load_small
 from lowp.recipes.gpt import Block, decays
 from lowp.recipes.recipe import Size, adamw_where, one_cycle
-from lowp.recipes.resnet import load_small
 
 SIDE = 32
 
@@ -52,7 +51,7 @@ VIT = classifier(
     name="vit",
     summary="vision transformer for images of 32x32",
     source="Dosovitskiy et al. 2020, arXiv 2010.11929; classified as in Beyer et al. 2022, arXiv 2205.01580",
-    data="generated: ten figures drawn on scikit-learn's photographs, 32x32; --data DIR: CIFAR-10 (batches or npz)",
+    data=DRAWN_SMALL,
     sizes={
         "cpu": Size(
             20,
@@ -69,7 +68,7 @@ VIT = classifier(
             {"layers": 6, "heads": 6, "width": 192, "patch": 4, "dropout": 0.1, "images": (10_000, 2000)},
         ),
     },
-    load=load_small,
+    load=partial(load_small, padding=4),
     make_model=make_model,
     make_optimizer=partial(adamw_where, decays, weight_decay=0.05),
     schedule=one_cycle,

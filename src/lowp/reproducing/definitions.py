@@ -306,7 +306,7 @@ def _softplus_backward(gradient: Tensor, x: Tensor, beta: float, threshold: floa
 def _serial(name: str) -> Callable[..., Any]:
     """Return an operator of torch that adds numbers into others, run by one thread, which adds them in order."""
 
-    def run(*given: Any, **options: Any) -> Any:
+    def one_by_one(*given: Any, **options: Any) -> Any:
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -314,7 +314,7 @@ def _serial(name: str) -> Callable[..., Any]:
         finally:
             torch.set_num_threads(before)
 
-    return run
+    return one_by_one
 
 
 def _normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, generator: Any = None, **options: Any) -> Tensor:
