@@ -139,6 +139,12 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     _synchronise(target.parent)
 
 
+def write(path: Path, text: str) -> None:
+    """Replace a file by a text, as `replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
     """Lock a file for this process during the block. Raises Unavailable if another process holds the lock.

@@ -38,5 +38,4 @@ class profile(Profiler):
         record = merged_over_ranks(self.record)
         if record is not None:
             text = page(record, advise(record))
-            with files.replacing(Path(path)) as file:
-                file.write(text.encode())
+            files.write(Path(path), text)

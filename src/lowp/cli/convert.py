@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,11 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         files.check_target(arguments.report)
     bars: list[Bar] = []
-
-    def started(count: int) -> None:
-        bars.append(Bar("converting", count, "tensors").__enter__())
-
-    try:
+    with ExitStack() as stack:
         converted = portable.convert(
             arguments.source,
             arguments.target,
@@ -60,15 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
             entry=arguments.entry,
             seed=arguments.seed,
             overwrite=arguments.overwrite,
-            started=started,
+            started=lambda count: bars.append(stack.enter_context(Bar("converting", count, "tensors"))),
             done=lambda name: bars[-1].advance(1, name),
         )
-    finally:
-        for bar in bars:
-            bar.__exit__(None, None, None)
     if arguments.report is not None:
-        with files.replacing(arguments.report) as file:
-            file.write(files.json_text(converted.as_json()).encode())
+        files.write(arguments.report, files.json_text(converted.as_json()))
     if arguments.json:
         print_json(converted.as_json())
     else:

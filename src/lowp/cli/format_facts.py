@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 
 from lowp.casts import Cast, possible_overflows
 from lowp.cost import SOURCE, Cost, cost
@@ -55,16 +56,13 @@ def brief(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _smallest_scale(format: ScaledFormat) -> Fraction:
+def _scales(format: ScaledFormat) -> tuple[Fraction, Fraction]:
+    """Return the smallest and the largest scale."""
     if isinstance(format.scale, PowerOfTwo):
-        return Fraction(2) ** format.scale.min_exponent
-    return Fraction(format.scale.smallest) * (Fraction(format.outer.smallest) if format.outer else 1)
-
-
-def _largest_scale(format: ScaledFormat) -> Fraction:
-    if isinstance(format.scale, PowerOfTwo):
-        return Fraction(2) ** format.scale.max_exponent
-    return Fraction(format.scale.maximum) * (Fraction(format.outer.maximum) if format.outer else 1)
+        return Fraction(2) ** format.scale.min_exponent, Fraction(2) ** format.scale.max_exponent
+    factors = [format.scale, *([format.outer] if format.outer else [])]
+    low, high = ([Fraction(getattr(one, name)) for one in factors] for name in ("smallest", "maximum"))
+    return prod(low, start=Fraction(1)), prod(high, start=Fraction(1))
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def limits(format: Format) -> Limits:
             Fraction(format.minimum),
             Fraction(format.ulp(1.0)),
         )
-    low, high, element = _smallest_scale(format), _largest_scale(format), limits(format.element)
+    (low, high), element = _scales(format), limits(format.element)
     subnormal_, normal = (None if x is None else x * low for x in (element.smallest_subnormal, element.smallest_normal))
     return Limits(element.smallest * low, subnormal_, normal, element.maximum * high, element.minimum * high, None)
 

@@ -47,9 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         _list(arguments.json)
         return 0
     if arguments.name is None:
-        raise InvalidInput(
-            f"lowp policy {arguments.action} needs a name or a file, such as {_example(arguments.action)}"
-        )
+        example = "fp16" if arguments.action == "show" else "my.toml"
+        raise InvalidInput(f"lowp policy {arguments.action} needs a name or a file, such as {example}")
     if arguments.action == "check":
         checked = _check(arguments.name)
         print_json({"file": arguments.name, "checked": checked}) if arguments.json else print(checked)
@@ -64,10 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.ops:
             print("\n" + _ops(_preset(arguments.name).policy.table))
     return 0
-
-
-def _example(action: str) -> str:
-    return "fp16" if action == "show" else "my.toml"
 
 
 def _list(as_json: bool) -> None:

@@ -252,8 +252,7 @@ def _verified(settings: Any, record: Record, arguments: argparse.Namespace, docu
         if not arguments.json:
             print(search)
         if arguments.policy is not None:
-            with files.replacing(arguments.policy) as file:
-                file.write(policy.to_toml().encode())
+            files.write(arguments.policy, policy.to_toml())
     result = verified(settings, record, policy, _steps_to_verify(arguments))
     document["verified"] = {**asdict(result), "holds": result.holds}
     if not arguments.json:
@@ -297,8 +296,7 @@ def _report(record: Record, arguments: argparse.Namespace, next_command: str) ->
         next_command = f"--policy policy.toml, which writes the policy, then {next_command}"
     else:
         next_command = command = next_command.replace("policy.toml", str(arguments.policy))
-        with files.replacing(arguments.policy) as file:
-            file.write(advice.policy.to_toml().encode())
+        files.write(arguments.policy, advice.policy.to_toml())
     header = {"title": record.header.get("title"), "parameters": record.header.get("parameters")}
     document = {**header, "tensors": len(record.tensors), "steps": len(record.sampled), **advice.document()}
     if not arguments.json:
@@ -316,8 +314,7 @@ def _report(record: Record, arguments: argparse.Namespace, next_command: str) ->
 
 
 def _write_page(path: Path, text: str, as_json: bool) -> None:
-    with files.replacing(path) as file:
-        file.write(text.encode())
+    files.write(path, text)
     print(f"report: {path}", file=sys.stderr if as_json else sys.stdout)
 
 

@@ -169,8 +169,7 @@ def tell(records: list[ProcessRecord], settings: RunSettings) -> None:
     print(line(merged(records, settings.precision), seconds), file=sys.stderr, flush=True)
     if settings.report:
         try:
-            with files.replacing(Path(settings.report)) as file:
-                file.write((json.dumps(documented, indent=1) + "\n").encode())
+            files.write(Path(settings.report), json.dumps(documented, indent=1) + "\n")
         except LowpError as error:
             print(f"lowp run: the report was not written: {error}", file=sys.stderr)
 

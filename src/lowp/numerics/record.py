@@ -139,8 +139,7 @@ class Record:
     def save(self, path: str | Path) -> None:
         """Write the record as JSON, whole or not at all."""
         text = json.dumps(self.document(), allow_nan=True, separators=(",", ":"))
-        with files.replacing(Path(path)) as file:
-            file.write(text.encode())
+        files.write(Path(path), text)
 
     @classmethod
     def load(cls, path: str | Path) -> Record:

@@ -175,8 +175,7 @@ def _write_shards(source: Source, folder: Path, shards: list[str], job: _Job) ->
             total += spool.nbytes
             weight_map.update(dict.fromkeys(spool.names, shard))
     index = {"metadata": {**source.index["metadata"], "total_size": total}, "weight_map": weight_map}
-    with files.replacing(folder / _index_name(source)) as file:
-        file.write(json.dumps(index, indent=2).encode())
+    files.write(folder / _index_name(source), json.dumps(index, indent=2))
     return reports
 
 

@@ -114,8 +114,7 @@ def check_writable(path: Path) -> None:
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
     """Write a document as JSON, atomically; infinities and NaNs are written as null."""
-    with files.replacing(path) as file:
-        file.write(files.json_text(document).encode())
+    files.write(path, files.json_text(document))
 
 
 def read(path: Path, kind: str) -> dict[str, Any]:

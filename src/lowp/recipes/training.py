@@ -57,13 +57,8 @@ class Settings:
         recipe = get(self.recipe)
         name = self.size or recipe.default_size
         size = recipe.size(name)
-        filled = replace(
-            self,
-            size=name,
-            epochs=size.epochs if self.epochs is None else self.epochs,
-            batch=size.batch if self.batch is None else self.batch,
-            learning_rate=size.learning_rate if self.learning_rate is None else self.learning_rate,
-        )
+        missing = [one for one in ("epochs", "batch", "learning_rate") if getattr(self, one) is None]
+        filled = replace(self, size=name, **{one: getattr(size, one) for one in missing})
         filled._check()
         return filled
 

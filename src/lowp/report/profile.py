@@ -206,8 +206,7 @@ def to_csv(record: Record, path: Path) -> None:
             predicted = effect(tensor, name)
             row += [predicted.flushed, predicted.overflow, predicted.signal_to_noise]
         writer.writerow(["" if value is None else value for value in row])
-    with files.replacing(path) as file:
-        file.write(text.getvalue().encode())
+    files.write(path, text.getvalue())
 
 
 def to_tensorboard(record: Record, folder: Path) -> None:
