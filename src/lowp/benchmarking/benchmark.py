@@ -267,6 +267,7 @@ _INT32 = IntFormat("int32", 32, False)
 _DRAM_PER_BYTE = cost.READ_ENERGY["DRAM"] / 4
 
 
+# -- estimates ---------------------------------------------------------------------------------------------------------
 def estimate(contender: Contender, operations: Operations, memory: Split | None) -> dict[str, Any]:
     """Return joules per step of arithmetic and of DRAM traffic, and the area of a multiply-add unit in µm².
 

@@ -148,6 +148,7 @@ RESERVED_METHOD = (
 _STATUS = Path("/proc/self/status")
 
 
+# -- the memory of a process -------------------------------------------------------------------------------------------
 def is_known() -> bool:
     """Whether this system reports the current and peak size of a process, as Linux does."""
     try:

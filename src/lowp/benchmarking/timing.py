@@ -224,6 +224,7 @@ def _size(training: Training) -> int:
     return size
 
 
+# -- the rows of a comparison ------------------------------------------------------------------------------------------
 def measure(study: Study, seconds: float = 1.5, stop: Callable[[], bool] = lambda: False) -> None:
     """Time steps of every row for about `seconds` each, and measure their peak memory, until `stop()` is true."""
     contenders = [_contender(variant) for variant in study.variants]

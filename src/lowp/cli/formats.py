@@ -143,6 +143,7 @@ def _pens() -> Pens:
     return Pens(*_BOX) if can_show(_BOX) else Pens(*"+-++|+++.#:")
 
 
+# -- drawings ----------------------------------------------------------------------------------------------------------
 def draw(formats: Sequence[Format], width: int) -> str:
     """Draw boxes with one column per bit, aligned where exponents end and mantissas begin; then the ranges."""
     pens = _pens()

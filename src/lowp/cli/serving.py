@@ -107,6 +107,7 @@ def is_file(name: str) -> bool:
     return name not in RECIPES and (Path(name).suffix in SUFFIXES or Path(name).exists())
 
 
+# -- mismatch ----------------------------------------------------------------------------------------------------------
 def run_mismatch(arguments: argparse.Namespace) -> int:
     """Read or train a model, compare, print a table; return 130 after Ctrl-C."""
     from dataclasses import asdict

@@ -212,6 +212,7 @@ def _exponent(number: Number, format: FloatFormat) -> int:
     return max(floor_log2(number.magnitude), format.min_exponent)
 
 
+# -- as text -----------------------------------------------------------------------------------------------------------
 def render_multiply_add(result: MultiplyAdd, element: tuple[int, int] | None = None) -> str:
     """Return all of D in both accumulators, and one element in full.
 

@@ -130,6 +130,7 @@ FORMS = (
 )
 
 
+# -- numbers -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Number:
     """A real number, an infinity or a NaN. Zero and NaN have a sign too.

@@ -245,6 +245,7 @@ def _product_lines(arithmetic: Arithmetic) -> Iterator[str]:
     yield line("", f"exponents are added: {first} + {second} = {first + second}{note}")
 
 
+# -- as plain data -----------------------------------------------------------------------------------------------------
 def as_json(value: object) -> object:
     """Return data for the json module: exact numbers as `_number` gives them, infinities and NaNs as text."""
     if isinstance(value, Fraction):

@@ -113,6 +113,7 @@ class _Then(importlib.abc.Loader):
         self._then()
 
 
+# -- SIGTERM -----------------------------------------------------------------------------------------------------------
 def tell_first(tell: Callable[[], None]) -> None:
     """Call `tell` before a SIGTERM that the script does not handle ends this process; not in its children.
 

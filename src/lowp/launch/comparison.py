@@ -184,6 +184,7 @@ def from_above(argument: str, base: Path) -> str:
     return f"{name}{equals}{(base / value).resolve()}" if is_above else argument
 
 
+# -- a folder of its own for each run ----------------------------------------------------------------------------------
 class Workplace:
     """The folder in which one run works, made from the folder in which the command was given.
 

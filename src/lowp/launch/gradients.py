@@ -301,6 +301,7 @@ def _install_module_hooks(session: Session, gradients: Gradients) -> None:
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+# -- tensors that are exchanged ----------------------------------------------------------------------------------------
 def _install_exchange(session: Session) -> None:
     """Let tensors that the session refers to be exchanged as in plain torch."""
     utils = cast(Any, torch.utils)

@@ -64,6 +64,7 @@ VERSION = 1
 _KIND = "lowp run"
 
 
+# -- the report --------------------------------------------------------------------------------------------------------
 @dataclass
 class ProcessRecord:
     """What one process did. `notes` are sentences on the parts that did not run in the precision, in order.

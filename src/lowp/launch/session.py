@@ -278,6 +278,7 @@ def without_own(traceback: types.TracebackType | None) -> types.TracebackType | 
     return kept if frames else traceback
 
 
+# -- a script that handles its precision itself ------------------------------------------------------------------------
 def _install_standing(session: Session) -> None:
     """Detect an enabled torch.autocast that is entered and an enabled GradScaler that is made."""
     if session.is_plain:

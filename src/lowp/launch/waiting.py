@@ -107,6 +107,7 @@ class Search:
         return self.takes_untrained and bool(parameters) and self.watcher is not None and self.watcher.step > 0
 
 
+# -- a monitor of them -------------------------------------------------------------------------------------------------
 def install(session: Session) -> None:
     """Watch from the first call of a model that is trained, if the settings say so."""
     if session.settings.monitor is not None:

@@ -131,6 +131,7 @@ class Guard:
         return fault
 
 
+# -- hooks -------------------------------------------------------------------------------------------------------------
 class StepHooks:
     """Hooks around each call of the models, and before each step of the optimizer, or if it is None of any."""
 

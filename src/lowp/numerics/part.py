@@ -278,6 +278,7 @@ def _slope(energy: Any) -> NDArray[np.float64]:
 _PROBES = 4  # numbers of a print
 
 
+# -- one look at a tensor ----------------------------------------------------------------------------------------------
 def parameter_key(name: str, role: str, phase: str) -> Key:
     """The key of a parameter: its module, and its own name in place of an op's."""
     module, _, own = name.rpartition(".")

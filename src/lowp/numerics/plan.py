@@ -156,6 +156,7 @@ _GUARD_FIRST = 0.3  # the same until each module was looked at once
 _A_TENSOR, _A_NUMBER, _TENSORS = 5e-5, 3e-9, 4
 
 
+# -- the plan ----------------------------------------------------------------------------------------------------------
 class RecordingPlan:
     """Decides before each step, by what the budget has room for.
 

@@ -88,6 +88,7 @@ CANDIDATES = ("e2m1", "e3m2", "e2m3", "e4m3fn", "e5m2", "e3m4", "i4s", "i8s", "e
 _OF_GRADIENTS = 8.0  # dB by which gradients may keep less: they are averaged over the batch
 
 
+# -- the cheapest policy -----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class CheapestPolicy:
     """A policy, its formats by layer, and its cost as a share of fp32's."""

@@ -233,6 +233,7 @@ def _whole_lines(text: str) -> Iterator[Mapping[str, Any]]:
             raise InvalidInput(f"line {place + 2} of the profile is damaged") from None
 
 
+# -- a record that grows -----------------------------------------------------------------------------------------------
 class Recording:
     """The header and the parts of a record that grows; with `out` each part is also written to that file at once."""
 
@@ -321,6 +322,7 @@ class Journal:
         self._file.flush()
 
 
+# -- the first difference of two runs ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Difference:
     """The first tensor in which two runs differ. `ulp` is the largest distance among the recorded numbers."""

@@ -172,6 +172,7 @@ GROWS, SHRINKS, SHRINKS_FROM_POWER = range(3)
 _SHAPE = (ROWS, ROWS, 3)
 
 
+# -- updates -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class Updates:
     """Applied updates of a tensor of weights: learning rate, momentum and decay included. ``a + b`` is both together.

@@ -218,6 +218,7 @@ def set_random_state(states: list[Tensor]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
+# -- running a step again ----------------------------------------------------------------------------------------------
 @contextmanager
 def beside(tape: Tape, models: Models) -> Iterator[None]:
     """Let the step of a tape run again in here, as it was written: without torch.compile, in its region.

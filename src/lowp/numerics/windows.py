@@ -100,6 +100,7 @@ def initial_scale(record: Record) -> float:
     return float(2.0 ** (min(window.recommended, 16) if record.is_partial else window.recommended))
 
 
+# -- the scale of a watched training -----------------------------------------------------------------------------------
 class WatchedScale:
     """The loss scale of a run. `scaler` is an object with `is_enabled` and `get_scale`; None if nothing scales."""
 

@@ -89,6 +89,7 @@ classifier = partial(
 )
 
 
+# -- perceptrons on images ---------------------------------------------------------------------------------------------
 def load_digits(size: Size, path: Path | None) -> Data:
     """Return MNIST if a path is given, otherwise scikit-learn's digits enlarged; without augmentation."""
     return image_data(enlarged_digits() if path is None else read_mnist(path))

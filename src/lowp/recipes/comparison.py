@@ -257,6 +257,7 @@ RULE = (
 )
 
 
+# -- the verdict -------------------------------------------------------------------------------------------------------
 class GapVerdict(NamedTuple):
     """The verdict in words, the gap to fp32 (positive: worse), the gap in seed deviations, its p, and the reason."""
 

@@ -29,6 +29,7 @@ detector = partial(
 WIDTHS = (64, 128, 256, 512, 512)
 
 
+# -- the backbone ------------------------------------------------------------------------------------------------------
 def stage(in_channels: int, out_channels: int, layers: int) -> nn.Sequential:
     """Return `layers` 3x3 convolutions with ReLU that keep the size of the feature map."""
     parts: list[nn.Module] = []

@@ -185,6 +185,7 @@ def _add(sums: list[Any], predicted_share: float, measured: torch.Tensor, counte
     sums[0], sums[1], sums[2] = sums[0] + predicted_share * count, sums[1] + int(measured.sum()), sums[2] + count
 
 
+# -- single layers -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Confirmed:
     """A layer's weight or output: the predicted and the measured absolute change of the loss when it is cast."""

@@ -254,6 +254,7 @@ _SECONDS = 30.0  # between two checkpoints within an epoch
 _LONG = 0.5  # seconds of an evaluation that is worth a checkpoint before it
 
 
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 class RunKeeper:
     """Writes the checkpoint of one training.
 

@@ -133,6 +133,7 @@ _BATCHES = 8
 State = Mapping[str, Tensor]
 
 
+# -- log-probabilities -------------------------------------------------------------------------------------------------
 def check(recipe: Recipe) -> None:
     """Raise InvalidInput for a recipe whose model predicts no classes."""
     if recipe.classes is None:

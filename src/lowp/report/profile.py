@@ -194,6 +194,7 @@ _COLUMNS = (
 _FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 
 
+# -- exports -----------------------------------------------------------------------------------------------------------
 def to_csv(record: Record, path: Path) -> None:
     """Write one line per tensor: counts, range, and the predicted effect of some formats."""
     text = io.StringIO()

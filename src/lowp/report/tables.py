@@ -231,6 +231,7 @@ _COLUMNS = (
 )
 
 
+# -- shared exponents --------------------------------------------------------------------------------------------------
 def exponent_table(document: Mapping[str, Any]) -> Table | None:
     """Return a table with one line per precision with shared exponents, summed over its runs; None without one.
 

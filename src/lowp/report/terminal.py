@@ -90,6 +90,7 @@ def plain_table(title: str | None, columns: Sequence[str], left: Sequence[str] =
     return table
 
 
+# -- progress ----------------------------------------------------------------------------------------------------------
 class Bar:
     """``with Bar("comparing", total=60, unit="epochs") as bar``: `advance` moves the bar, `line` prints a line."""
 

@@ -208,6 +208,7 @@ _DEVIATION = 58.0
 _PADDING = -1  # the class index of padding
 
 
+# -- images with boxes -------------------------------------------------------------------------------------------------
 class BoxExamples:
     """Images and boxes as batches: dictionaries of tensors, padded to the largest number of boxes of an image.
 

@@ -37,6 +37,7 @@ CLASSES = tuple("0123456789")
 _BYTES = 8
 
 
+# -- MNIST -------------------------------------------------------------------------------------------------------------
 def read_mnist(path: Path) -> LabelledImages:
     """Read MNIST, or another set in its layout such as Fashion-MNIST, from a folder with the four idx files.
 

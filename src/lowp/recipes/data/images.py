@@ -88,6 +88,7 @@ with real_tensors():
     _DEVIATION = torch.tensor([58.395, 57.12, 57.375], device="cpu").view(3, 1, 1)
 
 
+# -- one folder per class ----------------------------------------------------------------------------------------------
 class FolderExamples:
     """Image files as batches ``(normalised images float32 [N, 3, side, side], labels int64 [N])``.
 

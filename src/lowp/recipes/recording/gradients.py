@@ -190,6 +190,7 @@ class _NaiveObserver(Observer):
 _STEPS_OF_ACTIVATIONS = 16
 
 
+# -- gradients of activations ------------------------------------------------------------------------------------------
 def record_activation_gradients(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
     """Train; return histograms of the gradients of activations and of weights, and the medians of both by layer.
 

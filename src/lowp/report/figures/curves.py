@@ -146,6 +146,7 @@ def _mean(values: list[float]) -> float:
     return statistics.fmean(values)
 
 
+# -- a sweep -----------------------------------------------------------------------------------------------------------
 @style.styled
 def grid(document: Mapping[str, Any], path: Path) -> None:
     """Draw the heat map of a sweep: exponent bits upwards, mantissa bits to the right."""
