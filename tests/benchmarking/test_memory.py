@@ -257,9 +257,9 @@ def test_a_process_whose_parent_waits_no_more_ends_without_a_word(monkeypatch: p
     def stopped(*given: Any) -> None:
         raise RuntimeError("stopped")
 
-    monkeypatch.setattr(largest_batch, "begin", stopped)
+    monkeypatch.setattr(process_memory, "begin", stopped)
     before = signal.getsignal(signal.SIGINT)
     try:
-        largest_batch._measure(sending, None, [], torch.get_num_threads())  # type: ignore[arg-type]
+        process_memory._measure(sending, None, [], torch.get_num_threads())  # type: ignore[arg-type]
     finally:
         signal.signal(signal.SIGINT, before)

@@ -238,7 +238,7 @@ def _given(arguments: argparse.Namespace, figure: Figure) -> dict[str, Any]:
 
 def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) -> dict[str, Any]:
     """Return the figure's document, recorded with a progress bar."""
-    from lowp.recipes.recording.runs import Watch
+    from lowp.recipes.recording.runs import Onlooker
     from lowp.report.terminal import Bar
 
     options: dict[str, Any] = {name: given.get(name, value) for name, value in figure.options.items()}
@@ -258,7 +258,7 @@ def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) ->
             done_by_name[name] = done
             bar.move(sum(done_by_name.values()), name)
 
-        return dict(figure.record(**options, watch=Watch(interrupts, on_progress)))
+        return dict(figure.record(**options, onlooker=Onlooker(interrupts, on_progress)))
 
 
 def _settings(figure: Figure, given: Mapping[str, Any]) -> Settings:

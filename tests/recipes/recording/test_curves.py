@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from lowp.recipes.recording.curves import record_curves
-from lowp.recipes.recording.runs import Watch
+from lowp.recipes.recording.runs import Onlooker
 from lowp.recipes.training import Settings, Training
 
 
 def test_a_curve_is_the_history_of_a_training_with_that_seed() -> None:
     settings = Settings("digits", epochs=2, batch=300).filled()
     names: set[str] = set()
-    document = record_curves(settings, ["bf16"], 2, Watch(on_progress=lambda name, epoch: names.add(name)))
+    document = record_curves(settings, ["bf16"], 2, Onlooker(on_progress=lambda name, epoch: names.add(name)))
     assert [row["label"] for row in document["variants"]] == ["fp32", "bf16"]
     assert names == {f"{label}, seed {seed}" for label in ("fp32", "bf16") for seed in (0, 1)}
     training = Training(Settings("digits", "bf16", seed=1, epochs=2, batch=300))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lowp.recipes.recording.flex import record_autoflex
-from lowp.recipes.recording.runs import Watch
+from lowp.recipes.recording.runs import Onlooker
 from lowp.recipes.training import Settings, Training
 
 
@@ -22,6 +22,6 @@ def test_the_learning_rate_follows_the_schedule_over_the_steps(monkeypatch: pyte
     monkeypatch.setattr(Training, "step", watched)
     reported: list[tuple[str, int]] = []
     settings = Settings("digits", "flex16+5", batch=314).filled()  # 4 steps an epoch
-    record_autoflex(settings, 10, watch=Watch(on_progress=lambda name, done: reported.append((name, done))))
+    record_autoflex(settings, 10, onlooker=Onlooker(on_progress=lambda name, done: reported.append((name, done))))
     assert rates == pytest.approx([0.1 * (1 - number / 12) for number in range(10)])
     assert reported == [("digits", number) for number in range(1, 11)]

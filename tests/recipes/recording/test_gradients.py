@@ -7,7 +7,7 @@ import torch
 from recipes.recording import toy
 
 from lowp.recipes.recording.gradients import record_gradients, record_updates
-from lowp.recipes.recording.runs import Histogram, Watch
+from lowp.recipes.recording.runs import Histogram, Onlooker
 from lowp.recipes.training import Settings, Training
 
 
@@ -77,5 +77,5 @@ def test_a_naive_run_is_measured_against_fp32_on_its_own_weights() -> None:
 
 
 def test_a_run_that_is_stopped_at_once_has_counted_nothing() -> None:
-    document = record_updates(Settings("toy", epochs=3).filled(), Watch(lambda: True))
+    document = record_updates(Settings("toy", epochs=3).filled(), Onlooker(lambda: True))
     assert all(one["steps_sampled"] == [] and one["learning_rates"] is None for one in document["moments"].values())

@@ -8,10 +8,10 @@ from lowp.cost import SOURCE, cost
 from lowp.errors import InvalidInput
 from lowp.formats import IntFormat, ScaledFormat, parse
 from lowp.recipes import results
-from lowp.recipes.recording.runs import NOBODY, Watch
+from lowp.recipes.recording.runs import NOBODY, Onlooker
 
 
-def record_cost(formats: Sequence[str], watch: Watch = NOBODY) -> dict[str, Any]:
+def record_cost(formats: Sequence[str], onlooker: Onlooker = NOBODY) -> dict[str, Any]:
     """Return energy and area of multiplication and addition, and the energy of a read, of each format.
 
     Raises InvalidInput without formats, and UnknownName for an unknown one.

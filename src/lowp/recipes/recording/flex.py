@@ -9,14 +9,16 @@ from torch import Tensor
 from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
 from lowp.recipes import results
-from lowp.recipes.recording.runs import NOBODY, Watch
+from lowp.recipes.recording.runs import NOBODY, Onlooker
 from lowp.recipes.training import Settings, Training, moved, threads_of
 
 CLASSES = ("weights", "activations", "updates")
 _LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; others are counted in the first or the last bin
 
 
-def record_autoflex(settings: Settings, steps: int, layer: str | None = None, watch: Watch = NOBODY) -> dict[str, Any]:
+def record_autoflex(
+    settings: Settings, steps: int, layer: str | None = None, onlooker: Onlooker = NOBODY
+) -> dict[str, Any]:
     """Train for some steps; return Γ, κ and the predicted maximum of every step, for one layer's three tensors.
 
     `layer` is a module's path, by default the first with a weight. Raises InvalidInput for a precision without shared
@@ -29,7 +31,7 @@ def record_autoflex(settings: Settings, steps: int, layer: str | None = None, wa
         flushes.append((flush, {site: index for index, site in enumerate(flush.sites)}))
 
     exponents.watch(keep)
-    _train(training, steps, watch)
+    _train(training, steps, onlooker)
     layer, sites = _sites(exponents, layer)
     series = {}
     for name, site in zip(CLASSES, sites, strict=True):
@@ -48,7 +50,7 @@ def record_autoflex(settings: Settings, steps: int, layer: str | None = None, wa
 
 
 def record_flex_window(
-    settings: Settings, steps: int, layer: str | None = None, watch: Watch = NOBODY
+    settings: Settings, steps: int, layer: str | None = None, onlooker: Onlooker = NOBODY
 ) -> dict[str, Any]:
     """Train for some steps; return histograms of log2|x| of three tensors, from the first and last tenth of the steps.
 
@@ -72,7 +74,7 @@ def record_flex_window(
         nonlocal step
         step += 1
 
-    _train(training, steps, watch, count)
+    _train(training, steps, onlooker, count)
     remove_listener()
     layer, sites = _sites(exponents, layer)
     windows = {
@@ -136,24 +138,24 @@ def _start(settings: Settings) -> tuple[Training, SharedExponents]:
     return training, exponents
 
 
-def _train(training: Training, steps: int, watch: Watch, after: Callable[[], None] = lambda: None) -> None:
+def _train(training: Training, steps: int, onlooker: Onlooker, after: Callable[[], None] = lambda: None) -> None:
     """Take `steps` steps, over as many epochs as needed; the recipe's schedule is scaled to these epochs."""
     training.epochs = -(-steps // training.steps_per_epoch)
     training.model.train()
     done = 0
     with threads_of(training.recipe.threads):
-        while done < steps and not watch.stop():
+        while done < steps and not onlooker.stop():
             generator = torch.Generator().manual_seed(training.settings.seed * 1_000_003 + done)
             order = torch.randperm(len(training.data.training), generator=generator)
             for index in range(training.steps_per_epoch):
-                if done >= steps or watch.stop():
+                if done >= steps or onlooker.stop():
                     break
                 training.epoch, training.step_of_epoch = divmod(done, training.steps_per_epoch)
                 examples = order[index * training.batch : (index + 1) * training.batch]
                 training.step(moved(training.data.training.batch(examples, generator), training.device))
                 after()
                 done += 1
-                watch.on_progress(training.settings.recipe, done)
+                onlooker.on_progress(training.settings.recipe, done)
 
 
 def _sites(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:

@@ -19,7 +19,7 @@ from lowp.recipes.recording.runs import (
     Fp16Counts,
     Histogram,
     LostUpdates,
-    Watch,
+    Onlooker,
     head,
     moments_of,
     ratios,
@@ -36,7 +36,7 @@ _STEPS_OF_AN_EPOCH = 8
 _STEPS_OF_A_RUN = 24
 
 
-def record_updates(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
+def record_updates(settings: Settings, onlooker: Onlooker = NOBODY) -> dict[str, Any]:
     """Train; return histograms of weight gradients and of |update| / |weight| in the first, middle and last epoch.
 
     They are those of matrices and kernels at eight steps of each epoch. Updates are computed by the recipe's optimizer
@@ -48,7 +48,7 @@ def record_updates(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
     moment_of = {epoch: moment for moment, epoch in reversed(epochs.items())}  # fewer than three for a short run
     moments = {moment_of[epoch]: epoch for epoch in sorted(moment_of)}
     observer = _UpdateObserver(training, moments)
-    train(training, observer, watch)
+    train(training, observer, onlooker)
     return {
         **head("figure-updates", training),
         "limits": LIMITS,
@@ -57,7 +57,7 @@ def record_updates(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
     }
 
 
-def record_gradients(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
+def record_gradients(settings: Settings, onlooker: Onlooker = NOBODY) -> dict[str, Any]:
     """Train in a naive precision and in fp32; return histograms of gradients, updates and update:weight ratios.
 
     They are sampled at 24 steps of the run. Gradients are those of an fp32 backward pass on the same weights and batch;
@@ -66,8 +66,8 @@ def record_gradients(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any
     """
     training, baseline = Training(settings), Training(replace(settings, precision="fp32", loss_scale=None))
     observer = _NaiveObserver(training)
-    train(training, observer, watch)
-    train(baseline, None, watch)
+    train(training, observer, onlooker)
+    train(baseline, None, onlooker)
     last = baseline.history[-1] if baseline.history else {}
     numbers = {"limits": LIMITS, "fp32": last.get(training.recipe.metric.name), **observer.document()}
     return {**head("figure-gradients", training), **numbers}
@@ -191,7 +191,7 @@ _STEPS_OF_ACTIVATIONS = 16
 
 
 # -- gradients of activations ------------------------------------------------------------------------------------------
-def record_activation_gradients(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
+def record_activation_gradients(settings: Settings, onlooker: Onlooker = NOBODY) -> dict[str, Any]:
     """Train; return histograms of the gradients of activations and of weights, and the medians of both by layer.
 
     They are sampled at 16 steps of the run, each in an fp32 backward pass of the unscaled loss on the run's weights and
@@ -199,7 +199,7 @@ def record_activation_gradients(settings: Settings, watch: Watch = NOBODY) -> di
     """
     training = Training(settings)
     observer = _ActivationObserver(training)
-    train(training, observer, watch)
+    train(training, observer, onlooker)
     return {
         **head("figure-activation-gradients", training),
         "steps_sampled": observer.steps,
@@ -209,7 +209,7 @@ def record_activation_gradients(settings: Settings, watch: Watch = NOBODY) -> di
     }
 
 
-def record_loss_scaling(settings: Settings, watch: Watch = NOBODY) -> dict[str, Any]:
+def record_loss_scaling(settings: Settings, onlooker: Onlooker = NOBODY) -> dict[str, Any]:
     """Train with a loss scale; return histograms of the gradients of activations without it and with it.
 
     Both are sampled in an fp32 backward pass at 16 steps of the run; the second are multiplied by the run's loss scale.
@@ -223,7 +223,7 @@ def record_loss_scaling(settings: Settings, watch: Watch = NOBODY) -> dict[str, 
         raise InvalidInput(f"--scale {settings.loss_scale} has no effect: give a number such as 256, or dynamic")
     training = Training(settings)
     observer = _ActivationObserver(training, scaled=True)
-    train(training, observer, watch)
+    train(training, observer, onlooker)
     before, after = observer.activations.document(), observer.scaled.document()
     format = FORMATS["fp16"]
     assert isinstance(format, FloatFormat)

@@ -12,21 +12,21 @@ from lowp.recipes.sampling import Observer
 from lowp.recipes.training import Training, threads_of
 
 
-class Watch(NamedTuple):
+class Onlooker(NamedTuple):
     """Who waits for a recorder: asked before each step whether to stop, and told a name, and how much of it is done."""
 
     stop: Callable[[], bool] = lambda: False
     on_progress: Callable[[str, float], None] = lambda name, done: None
 
 
-NOBODY = Watch()
+NOBODY = Onlooker()
 
 
-def train(training: Training, observer: Observer | None, watch: Watch, name: str | None = None) -> bool:
+def train(training: Training, observer: Observer | None, onlooker: Onlooker, name: str | None = None) -> bool:
     """Train to the end with the recipe's schedule and number of threads; return False if it was stopped before."""
     title = name or f"{training.recipe.name} in {training.precision.preset.name}"
     with threads_of(training.recipe.threads):
-        return training.run(lambda training: watch.on_progress(title, training.epoch), watch.stop, observer)
+        return training.run(lambda training: onlooker.on_progress(title, training.epoch), onlooker.stop, observer)
 
 
 def moments_of(steps: range, count: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowp import presets
 from lowp.errors import InvalidInput, unknown
 from lowp.precision import Precision
-from lowp.recipes.recording.runs import NOBODY, Watch, head, moments_of, train, weights_of
+from lowp.recipes.recording.runs import NOBODY, Onlooker, head, moments_of, train, weights_of
 from lowp.recipes.sampling import Observer
 from lowp.recipes.training import Settings, Training, load_data
 
@@ -26,7 +26,7 @@ _MOMENTS = 200
 _RECORDED = 4096  # about the number of the layer's weights whose values are recorded; one of them is drawn
 
 
-def record_stall(settings: Settings, layer: str | None = None, watch: Watch = NOBODY) -> dict[str, Any]:
+def record_stall(settings: Settings, layer: str | None = None, onlooker: Onlooker = NOBODY) -> dict[str, Any]:
     """Train in fp32 and with 16-bit weights in three ways; return shares of changed weights, one weight, and the loss.
 
     `settings.precision` is bf16-storage or fp16-storage; loss scaling is disabled. `moving`: at 200 steps, the share of
@@ -51,7 +51,7 @@ def record_stall(settings: Settings, layer: str | None = None, watch: Watch = NO
             replace(settings, loss_scale=None), data, Precision(precision, masters=masters, seed=settings.seed)
         )
         observer = _WeightObserver(training, _layer(training.model, layer))
-        if not train(training, observer, watch, name):
+        if not train(training, observer, onlooker, name):
             break
         runs.append((name, observer, training))
     assert training is not None
