@@ -82,7 +82,9 @@ class ScalingSpec:
     `rule`: which power of two a current scale is, for a largest magnitude of s * 2**e, 1 <= s < 2, and a largest
     element of t * 2**f. ``floor``: 2**(e - f), which saturates above t (OCP MX 1.0, section 6.3). The others take twice
     that: ``rceil`` for s > t, so that nothing saturates (as Blackwell GPUs convert to e8m0); ``ceil`` for s > 1;
-    ``even`` if s, rounded to the element's digits, is 2.
+    ``even`` if s, rounded to the element's digits, is 2. ``4/6`` is for elements e2m1 under scales with a mantissa: a
+    scale takes the largest magnitude of its group to 6, or to 4 if that gives a smaller sum of squared errors of
+    nearest elements (Cook et al. 2025, arXiv 2512.02010).
     """
 
     kind: str
@@ -93,7 +95,7 @@ class ScalingSpec:
     rule: str = "floor"
 
     KINDS = ("current", "delayed", "autoflex", "static", "frozen", "reactive")
-    RULES = ("floor", "rceil", "ceil", "even")
+    RULES = ("floor", "rceil", "ceil", "even", "4/6")
 
     def __post_init__(self) -> None:
         checks.text("the kind of a scaling", self.kind)
@@ -326,6 +328,12 @@ def _check_static(format: ScaledFormat, exponent: int | None) -> None:
 def _check_rule(format: ScaledFormat, rule: str) -> None:
     if rule == "floor":
         return
+    if rule == "4/6":
+        if format.element != formats.FORMATS["e2m1"] or has_powers_of_two(format):
+            raise InvalidInput(
+                f"{format}: the rule 4/6 is for elements e2m1 under scales with a mantissa, as of nvfp4: omit it"
+            )
+        return
     if not has_powers_of_two(format):
         raise InvalidInput(f"{format}: the rule {rule} is for scales that are powers of two, as of mxfp8: omit it")
     if isinstance(format.element, IntFormat) and format.scope.kind == "tensor":
@@ -391,8 +399,8 @@ def parse(text: str | Cast | Format | Dtype) -> Cast:
     A floating dtype of torch is the format of its name. Roundings: nearest-even, nearest-away, toward-zero, up, down,
     to-odd, stochastic, and with N random bits stochastic-N, stochastic-b-N, stochastic-c-N. Overflow: inf, nan,
     saturate. Scaling: current, delayed(window=16), autoflex(headroom=1), static(-8), and a current scale's rule: floor,
-    rceil, ceil, even, as in ``mxfp8:rceil``. The words after the format may come in any order. Raises ValueError with
-    the near names for anything else.
+    rceil, ceil, even, as in ``mxfp8:rceil``, and 4/6, as in ``nvfp4:4/6``. The words after the format may come in any
+    order. Raises ValueError with the near names for anything else.
     """
     if isinstance(text, Cast):
         return text

@@ -286,3 +286,42 @@ def test_under_rceil_no_number_saturates() -> None:
     x = torch.full((1, 32), 500.0)
     assert lowp.quantize(x, "mxfp8").unique().tolist() == [448.0]
     assert lowp.quantize(x, "mxfp8:rceil").unique().tolist() == [512.0]
+
+
+TRIED = ["nvfp4:4/6", "nvfp4:stochastic:4/6", "e2m1@fp32/32:4/6", "e2m1@e4m3fn@fp32/16x16:4/6", "e2m1@e4m3fn/20:4/6"]
+
+
+@pytest.mark.parametrize("text", TRIED)
+def test_four_or_six_has_the_smaller_error_of_two_scales(text: str) -> None:
+    x = torch.randn(32, 80, generator=torch.Generator().manual_seed(4)) * torch.logspace(-6, 3, 80)
+    x[3, :20] = 0.0
+    cast = parse(text)
+    plain, tried = (kernels.quantize(x, one) for one in (text.removesuffix(":4/6"), text))
+    if not cast.is_stochastic:
+        assert ((x - tried) ** 2).double().sum() < ((x - plain) ** 2).double().sum()
+    if "@fp32/32" not in text:  # whose groups have no scale of NaN
+        x[5, 3], x[6, 40] = math.inf, math.nan
+    with kernels.use("bitwise"):
+        wanted, codes = kernels.quantize(x, cast, seed=5), kernels.encode(x, cast, seed=5, packed=True)
+    found = kernels.quantize(x, cast, seed=5)
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num()) and torch.equal(found.isnan(), wanted.isnan())
+    again = kernels.encode(x, cast, seed=5, packed=True)
+    assert torch.equal(again.payload, codes.payload) and torch.equal(again.scale, codes.scale)
+    assert torch.equal(kernels.dequantize(again).nan_to_num(), wanted.nan_to_num())
+
+
+def test_a_block_that_four_serves_better_gets_it() -> None:
+    x = torch.tensor([[10.0, 20.0, 30.0, 40.0] * 4, [15.0, 30.0, 60.0, 10.0] * 4])  # the example of the paper
+    found = kernels.quantize(x, "e2m1@fp32/16:4/6")
+    assert torch.equal(found, x)
+    assert not torch.equal(kernels.quantize(x, "e2m1@fp32/16"), x)
+    q = lowp.encode(x, "nvfp4:4/6")
+    assert q.outer is not None and float(q.outer) == pytest.approx(60 / (256 * 6))
+
+
+@pytest.mark.parametrize("text", ["nvfp4:4/6", "e2m1@e4m3fn/20:4/6"])
+def test_columns_are_tried_as_the_rows_of_the_transpose(text: str) -> None:
+    x = torch.randn(100, 300, generator=torch.Generator().manual_seed(4))
+    out = torch.empty_like(x)
+    assert cpu_groups.quantize_finite(x, parse(text), 0, out, 0)
+    assert torch.equal(out, kernels.quantize(x.t().contiguous(), text).t())

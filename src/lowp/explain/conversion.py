@@ -194,9 +194,25 @@ def _current_scale(number: Number, cast: Cast, low: int, high: int) -> Fraction:
         own = floor_log2(number.magnitude)
         exponent = own - floor_log2(largest) + headroom + doubles(number.magnitude / Fraction(2) ** own, cast)
         return Fraction(2) ** min(max(exponent, low), high)
+    if cast.scaling is not None and cast.scaling.rule == "4/6":
+        return _four_or_six(number.magnitude, headroom, format)
     wanted = number.magnitude * 2**headroom / largest
     if format.outer is not None:
         # nvfp4: the outer scale brings the tensor's largest block scale to the largest e4m3, so only fp32 rounds here
         outer = round_exact(wanted / Fraction(format.scale.maximum), format.outer).result.value
         return round_exact(wanted / outer, f"{format.scale}:saturate").result.value * outer if outer else Fraction(1)
     return round_exact(wanted, format.scale).result.value or Fraction(1)
+
+
+def _four_or_six(magnitude: Fraction, headroom: int, format: ScaledFormat) -> Fraction:
+    """Return the scale under the rule 4/6, by the error of this number alone."""
+    assert isinstance(format.scale, FloatFormat)
+    room = Fraction(2) ** floor_log2(Fraction(format.scale.maximum) * 4 / 6)
+    outer = Fraction(1) if format.outer is None else round_exact(magnitude / room / 6, format.outer).result.value
+    errors = []
+    for target in (6, 4):
+        wanted = magnitude * 2**headroom / target / outer
+        scale = round_exact(wanted, f"{format.scale}:saturate").result.value * outer
+        element = round_exact(magnitude / scale, format.element).result.value if scale else Fraction(0)
+        errors.append((abs(element * scale - magnitude), scale))
+    return min(errors, key=lambda one: one[0])[1] or Fraction(1)

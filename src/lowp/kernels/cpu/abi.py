@@ -17,6 +17,7 @@ import torch
 from lowp.casts import Cast, Overflow, Rounding, carry_of
 from lowp.compat import remembered_by_identity
 from lowp.formats import FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.kernels.numbers import scaled
 from lowp.scaling import Autoflex
 
 TYPE_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -45,7 +46,7 @@ class SharingBlock(Structure):
     _fields_ = (
         *((name, CastBlock) for name in ("element", "scale", "outer")),
         *((name, c_int32) for name in ("power", "top", "lowest", "last", "of_zeros", "marks")),
-        *((name, c_int32) for name in ("stored_from", "unused")),
+        *((name, c_int32) for name in ("stored_from", "tries_four")),
         *((name, c_double) for name in ("headroom", "highest", "outer_highest", "smallest", "outer_smallest")),
         ("carry", c_int64),
     )
@@ -273,7 +274,8 @@ def sharing_parameters(cast: Cast) -> object:
             block.top = _BEYOND
     elif outer := format.outer:
         block.outer, block.outer_smallest = _block(Cast(outer, overflow=Overflow.SATURATE)), outer.smallest_normal
-        block.outer_highest = scale.maximum * float(element.maximum)
+        block.outer_highest = scaled.largest_scaled(cast)
+    block.tries_four = scaling.rule == "4/6"
     return byref(block)
 
 

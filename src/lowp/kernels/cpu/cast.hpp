@@ -34,7 +34,7 @@ struct lowp_sharing {
   int32_t of_zeros;                 // the exponent of a group of zeros
   int32_t marks;                    // the scale of a group with an infinity or a NaN is NaN
   int32_t stored_from;              // a scale is kept as its exponent minus this, as an fp32 number, or as a code
-  int32_t unused;
+  int32_t tries_four;               // e2m1: whether the largest number becomes 4 where that has a smaller error than 6
   double headroom;                  // the largest number counts as this many times as large
   double highest, outer_highest;    // the largest element, and that times the largest scale
   double smallest, outer_smallest;  // the smallest normal numbers of both scales
@@ -95,6 +95,7 @@ struct Groups {
   int64_t inner = 1;
 };
 
+inline constexpr int64_t kMostTried = 64;  // numbers of a group whose scale `tries_four`
 inline constexpr int64_t kBeside = 256;  // whose groups are cast at a time: 32 numbers each stay in the L1 cache
 
 // What the cast of groups met: a value that the type of the result lacks, and, where scales are found, an infinity or a NaN.

@@ -88,6 +88,12 @@ static inline void largest_of_columns(int64_t rows, int64_t count, Load load, ty
 static inline double wide_number(uint32_t bits) { return static_cast<double>(number(bits)); }
 static inline double wide_number(uint64_t bits) { return number(bits); }
 
+template <class C>
+static inline double finite_magnitude(typename C::Bits bits) {
+  const typename C::Bits magnitude = bits & Constants<C>::kMagnitude;
+  return magnitude < Constants<C>::kInf ? wide_number(magnitude) : 0;
+}
+
 // The largest finite magnitudes of all runs, with a minus sign (also that of -0) if others are in the run.
 template <class C>
 __attribute__((noinline)) static void largest_of_runs(const typename C::Bits* in, const Runs& runs, double* found) {
@@ -117,7 +123,7 @@ struct ScaleOf {
     if (sharing.power)
       powers(found, groups, scale);
     else
-      ratios(found, groups, outer, scale);
+      ratios(found, groups, outer, sharing.highest, scale);
     uint64_t signs = 0;
     LOWP_VECTOR_LOOP
     for (int64_t group = 0; group < groups; ++group) signs |= bits_of(found[group]);
@@ -128,7 +134,53 @@ struct ScaleOf {
     return false;
   }
 
+  // The same, where a scale may take the largest number of its group to 4: the numbers of each are those of numbers_of(group,
+  // count of them). Groups with a scale of NaN keep it.
+  template <class NumbersOf>
+  void try_four(const double* found, int64_t groups, int64_t length, double outer, NumbersOf numbers_of, double* scale) const {
+    alignas(64) double four[kBlock];
+    ratios(found, groups, outer, 4, four);
+    const double second = sharing.outer.bits != 0 ? outer : 1;
+    for (int64_t group = 0; group < groups; ++group) {
+      alignas(64) double numbers[kMostTried];
+      const int64_t count = numbers_of(group, numbers);
+      const double by_six = scale[group] * second, by_four = four[group] * second;
+      const bool is_better = count == 16 && length == 16
+                                 ? error<Length<16>>(numbers, {}, 16, by_four) < error<Length<16>>(numbers, {}, 16, by_six)
+                                 : error(numbers, count, length, by_four) < error(numbers, count, length, by_six);
+      if (is_better) scale[group] = four[group];
+    }
+  }
+
  private:
+  // The sum of squared errors of nearest elements e2m1 of magnitudes under a scale. `length`: of a whole group; the second half
+  // is added to the first until one number is left.
+  template <class Count>
+  static inline double error(const double* numbers, Count count, int64_t length, double by) {
+    constexpr double kMagic = 0x1.8p52;
+    alignas(64) double sums[kMostTried];
+    int64_t size = 1;
+    while (size < length) size *= 2;
+    for (int64_t i = count; i < size; ++i) sums[i] = 0;
+    if (by == 0) {
+      for (int64_t i = 0; i < count; ++i) sums[i] = numbers[i] * numbers[i];
+    } else {
+      LOWP_RUN_LOOP
+      for (int64_t i = 0; i < count; ++i) {
+        const double ratio = numbers[i] / by, quotient = ratio > 6 ? 6 : ratio;
+        const double step = quotient < 2 ? 0.5 : quotient < 4 ? 1 : 2, inverse = quotient < 2 ? 2 : quotient < 4 ? 1 : 0.5;
+        const double rest = ((quotient * inverse + kMagic) - kMagic) * step * by - numbers[i];
+        sums[i] = rest * rest;
+      }
+    }
+    while (size > 1) {
+      size /= 2;
+      LOWP_RUN_LOOP
+      for (int64_t i = 0; i < size; ++i) sums[i] += sums[i + size];
+    }
+    return sums[0];
+  }
+
   void powers(const double* found, int64_t groups, double* scale) const {
     const int32_t top = sharing.top + 1023, lowest = sharing.lowest, last = sharing.last;
     const uint64_t carry = static_cast<uint64_t>(sharing.carry);
@@ -153,10 +205,10 @@ struct ScaleOf {
     }
   }
 
-  void ratios(const double* found, int64_t groups, double outer, double* scale) const {
+  void ratios(const double* found, int64_t groups, double outer, double highest, double* scale) const {
     alignas(64) uint64_t ratio[kBlock], result[kBlock];
     const bool two = sharing.outer.bits != 0;
-    const double headroom = sharing.headroom, highest = sharing.highest, least = two ? 0 : sharing.smallest;
+    const double headroom = sharing.headroom, least = two ? 0 : sharing.smallest;
     const double divisor = two ? outer : 1, of_zeros = two ? 0 : 1;
     ratio[0] = 0;  // without it GCC warns that there may be no groups
     LOWP_VECTOR_LOOP

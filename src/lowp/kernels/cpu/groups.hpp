@@ -269,6 +269,14 @@ static bool each_row_of_columns(const Task& task, const Groups& groups, int64_t 
         if (largest[i] >= Constants<C>::kInf) found[i] = -wide_number(others[i]);
     }
     finite &= scale_of(found, count, groups.outer, scale);
+    if (groups.sharing->tries_four) {
+      alignas(64) Bits one[1];
+      scale_of.try_four(found, count, groups.group, groups.outer, [&](int64_t of, double* numbers) {
+        for (int64_t row = 0; row < rows; ++row)
+          numbers[row] = finite_magnitude<C>(*load<C>(task.in, task.in_type, corner + row * groups.inner + of, 1, one));
+        return rows;
+      }, scale);
+    }
     Strip strip(0, count);
     for (int64_t row = 0; row < rows; ++row, strip.follows = true)
       use(row_of(row), corner + row * groups.inner, strip, scale);
@@ -300,6 +308,15 @@ static bool each_strip(const Task& task, const Groups& groups, int64_t begin, in
     if (finds && !inside) {
       largest_of_runs<C>(in, strip.runs, found);
       finite &= scale_of(found, strip.runs.number, groups.outer, scale);
+      if (groups.sharing->tries_four) {
+        int64_t next = 0;
+        scale_of.try_four(found, strip.runs.number, groups.group, groups.outer, [&](int64_t run, double* numbers) {
+          const int64_t length = strip.runs.each ? strip.runs.each : strip.runs.length[run];
+          for (int64_t i = 0; i < length; ++i) numbers[i] = finite_magnitude<C>(in[next + i]);
+          next += length;
+          return length;
+        }, scale);
+      }
       if (groups.stored != nullptr) store_scales(groups, scale, strip.group, strip.runs.number);
     }
     use(in, first, strip, finds ? scale : groups.scale + strip.group);

@@ -6,6 +6,7 @@ that cast elements are arguments, and the rest is common to all implementations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from lowp.kernels.numbers.packing import as_integers
 FP32 = FORMATS["fp32"]
 assert isinstance(FP32, FloatFormat)
 TO_FP32 = Cast(FP32, overflow=Overflow.SATURATE)
+
+MOST_TRIED = 64  # kMostTried of cpu/cast.hpp
 
 ElementCast = Callable[[Tensor, Cast], Tensor]
 
@@ -148,7 +151,12 @@ def choose(x: Tensor, cast: Cast) -> Scales:
         scale = _power_of_two(largest, cast)
         outer = None
     else:
-        scale, outer = _ratio(largest * 2.0**scaling.headroom, maximum(largest.reshape(-1)), format)
+        of_all = maximum(largest.reshape(-1))
+        largest = largest * 2.0**scaling.headroom
+        if scaling.rule == "4/6":
+            scale, outer = _four_or_six(x, largest, of_all, cast)
+        else:
+            scale, outer = _ratio(largest, of_all, cast)
     if isinstance(format.scale, FloatFormat) and format.scale.bits <= 8 and format.scale.has_nan:
         # a scale of NaN marks a group with a NaN or an infinity, for scales of few bits (OCP MX 1.0 section 6.3)
         scale = torch.where(is_finite, scale, torch.nan)
@@ -171,21 +179,72 @@ def exponent_range(scale: FloatFormat | PowerOfTwo) -> tuple[int, int]:
     return scale.min_exponent, scale.max_exponent
 
 
-def _ratio(largest: Tensor, of_all: Tensor, format: ScaledFormat) -> tuple[Tensor, Tensor | None]:
+def _ratio(largest: Tensor, of_all: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
     """Return scale = largest / element's maximum (/ outer), rounded to the scale's format, and the outer scale."""
+    format = scaled_format(cast)
     assert isinstance(format.scale, FloatFormat)
     highest = float(format.element.maximum)
     if format.outer is None:
         return _rounded_scale(largest / highest, format.scale), None
-    outer = outer_scale(of_all, format)
+    outer = outer_scale(of_all, cast)
     scale = _rounded(largest / highest / outer, Cast(format.scale, overflow=Overflow.SATURATE))
     return scale, outer
 
 
-def outer_scale(largest: Tensor, format: ScaledFormat) -> Tensor:
+def _four_or_six(x: Tensor, largest: Tensor, of_all: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
+    """Return the scales that take the largest number of each group to 6, or to 4 if that has the smaller error.
+
+    The squared errors of the finite numbers are those of nearest elements in fp64, added by halves.
+    """
+    format = scaled_format(cast)
+    assert isinstance(format.scale, FloatFormat)
+    highest = float(format.element.maximum)
+    outer = None if format.outer is None else outer_scale(of_all, cast)
+    numbers = fold(widen(torch.where(x.isfinite(), x, 0.0).abs()), format.scope)
+    found = []
+    for target in (highest, 4.0):
+        ratio = largest / target if outer is None else largest / target / outer
+        to = Cast(format.scale, overflow=Overflow.SATURATE)
+        scale = _rounded_scale(ratio, format.scale) if outer is None else _rounded(ratio, to)
+        by = (scale if outer is None else scale * outer).unsqueeze(-1)
+        quotient = torch.where(by == 0, 0.0, numbers / by).clamp_(max=highest)
+        step = torch.where(
+            quotient < 2, 0.5, torch.where(quotient < 4, 1.0, 2.0)
+        )  # of e2m1; ties go to even there, too
+        error = (quotient.div_(step).round_() * step).mul_(by).sub_(numbers)
+        found.append((scale, _sum_by_halves(error * error)))
+    (six, error_of_six), (four, error_of_four) = found
+    return torch.where(error_of_four < error_of_six, four, six), outer
+
+
+def _sum_by_halves(rows: Tensor) -> Tensor:
+    """Return the sums of rows [..., n]: the second half is added to the first until one number is left."""
+    size = 1 << max(rows.shape[-1] - 1, 0).bit_length()
+    rows = torch.nn.functional.pad(rows, (0, size - rows.shape[-1]))
+    while size > 1:
+        size //= 2
+        rows = rows[..., :size] + rows[..., size:]
+    return rows[..., 0]
+
+
+def outer_scale(largest: Tensor, cast: Cast) -> Tensor:
     """Return the outer scale of a tensor from its largest finite magnitude."""
-    assert isinstance(format.scale, FloatFormat) and format.outer is not None
-    return _rounded_scale(largest / (format.scale.maximum * float(format.element.maximum)), format.outer)
+    outer = scaled_format(cast).outer
+    assert outer is not None
+    return _rounded_scale(largest / largest_scaled(cast), outer)
+
+
+def largest_scaled(cast: Cast) -> float:
+    """Return what the largest number of a tensor becomes under its outer scale: the largest scale times element.
+
+    Under the rule 4/6 that scale is the power of two of which 6 / 4 times is in the format of scales, too: 256 of e4m3.
+    """
+    format = scaled_format(cast)
+    assert isinstance(format.scale, FloatFormat)
+    highest = float(format.element.maximum)
+    if cast.scaling is None or cast.scaling.rule != "4/6":
+        return format.scale.maximum * highest
+    return 2.0 ** math.floor(math.log2(format.scale.maximum * 4 / highest)) * highest
 
 
 def _rounded(x: Tensor, cast: Cast) -> Tensor:
@@ -225,12 +284,14 @@ def is_ternary(format: Format) -> bool:
 def follow_largest(cast: Cast) -> bool:
     """Whether the scales of a cast depend on the largest magnitudes of its groups of neighbours alone.
 
-    Or are static powers of two.
+    Or are static powers of two, or tried by the rule 4/6 on groups that are short.
     """
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or format.affine or format.element.bits == 1:
         return False
     if format.scope.kind == "tile":
+        return False
+    if scaling.rule == "4/6" and not 0 < format.scope.elements <= MOST_TRIED:
         return False
     if isinstance(format.element, FloatFormat) and not format.element.has_zero:
         return False

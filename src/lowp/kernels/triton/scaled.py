@@ -79,6 +79,8 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current" or format.affine:
         return None
+    if scaling.rule == "4/6":
+        return None
     if dtype is torch.float64 or not _is_small(format.element) or format.scope.kind in ("tensor", "tile"):
         return None
     form, numbers = plan(cast.element_cast, torch.float32)
@@ -233,7 +235,7 @@ def _launched(
     groups = definition.group_shape(x.shape, format.scope) if codes else (1,)
     scales = torch.empty(groups, dtype=definition.stored_scale_dtype(format), device=x.device)
     lost = torch.zeros((), dtype=torch.int32, device=x.device) if made.sharing.loses else None
-    outer = _outer(x, format) if made.sharing.outer else None
+    outer = _outer(x, cast) if made.sharing.outer else None
     key, first = key_of(x, seed, made.form.random_bits > 0)
     tables = (made.numbers, made.codes, made.shared, made.scale_numbers, made.scale_codes)
     compiled = (DTYPES[x.dtype], made.form, exact(made.form), made.layout._replace(packed=packed), made.sharing)
@@ -271,9 +273,9 @@ def _group(x: Tensor, cast: Cast) -> int | None:
     return size if 1 < size <= _LONGEST_BLOCK and size & (size - 1) == 0 and x.shape[-1] % size == 0 else None
 
 
-def _outer(x: Tensor, format: ScaledFormat) -> Tensor:
+def _outer(x: Tensor, cast: Cast) -> Tensor:
     """Return the scale of the whole tensor, fp32, 0-d."""
     partial = torch.empty(programs_for(x, x.numel(), BLOCK), dtype=torch.int32, device=x.device)
     launch(scaled.largest_of_all, x, x.numel(), BLOCK, integers(x), partial, x.numel(), DTYPES[x.dtype])
     largest = widen(partial.amax().view(torch.float32))
-    return definition.outer_scale(largest, format).to(torch.float32)
+    return definition.outer_scale(largest, cast).to(torch.float32)
