@@ -149,7 +149,7 @@ def test_weights_that_were_packed_for_another_processor_load(monkeypatch: pytest
 
 def test_embeddings_give_the_rows_of_their_format() -> None:
     model, indices = nn.Embedding(50, 13), torch.randint(0, 50, (3, 4))
-    for format in ("int8", "int4", "bf16"):
+    for format in ("int8", "int4", "bf16", "mxfp8", "mxfp4", "e4m3fn@e8m0/16x16", "int8-affine"):
         found = lowp.quantize_model(model, format)(indices)
         assert torch.equal(found, lowp.quantize(model.weight.detach(), format)[indices])
 
@@ -325,3 +325,20 @@ def test_a_weight_that_the_models_own_code_reads_is_kept(format: str) -> None:
     served = lowp.quantize_model(model, format, [x])
     assert dict(unquantized(served)) == {"embed": "the model's own code reads its weight, as of tied embeddings"}
     assert isinstance(served(x), Tensor) and type(served.head) is not nn.Linear
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "e4m3fn", "binary", "int8-affine"])
+def test_without_data_a_weight_that_the_models_own_code_reads_gives_its_values(format: str) -> None:
+    class Own(Tied):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.embed.weight
+            assert weight.shape == (16, 8)
+            return super().forward(x) + self.embed(x) @ weight.t() + torch.matmul(self.embed(x), weight.T)
+
+    model, x = Own().eval(), torch.arange(16)
+    served = lowp.quantize_model(model, format)
+    table = served.embed.weight.values()
+    wanted = 2 * F.linear(served.embed(x), table) + served.embed.weight.product(served.embed(x), None)
+    torch.testing.assert_close(served(x), wanted + served.head(served.shared(x)))
+    with pytest.raises(AttributeError, match="no attribute 'gewicht'"):
+        _ = served.embed.weight.gewicht

@@ -1,20 +1,22 @@
-"""Few rows times weights in 16 bits: sums in fp64 in a fixed order, the same on every instruction set and in torch."""
+"""Few rows times weights in 16, 8 and 6 bits: sums in a fixed order, the same on every instruction set and in torch."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowp
-from lowp import kernels
+from lowp import casts, kernels
 from lowp.inference.modules import Stored
 from lowp.kernels import cpu
 from lowp.kernels.packed import few_rows
 
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
 LEVELS = (0, 1, -1)  # portable, AVX2, the best; as far as the processor has them
 DTYPES = (torch.bfloat16, torch.float16)
 # the shortest, one vector, less and more than one, a block of 512 and a piece; columns that are no pairs
@@ -71,13 +73,85 @@ def test_many_rows_are_multiplied_in_fp32() -> None:
     assert torch.equal(few_rows.multiply(x, weight), nn.functional.linear(x, weight.float()))
 
 
+# codes of 8 and 6 bits, with and without NaN, integers, and every kind of scale that they are read under
+CODED = ["e4m3fn", "e5m2", "e3m2", "mxfp8", "mxfp8-e5m2", "mxfp6", "mxint8", "e4m3fn@fp32/row", "e4m3fn@fp32/tensor"]
+CODED += ["e4m3fn@fp32/48", "e4m3fn@e8m0/16x16", "e5m2@e4m3fn@fp32/16"]
+
+
+def coded(name: str, n: int, k: int) -> tuple[few_rows.StoredRows, Tensor]:
+    """A weight in a format, and its values by `quantize`."""
+    weight = torch.randn(n, k) * torch.exp(torch.randn(n, 1))
+    rows = Stored(weight, casts.parse(name)).rows()
+    assert rows is not None
+    return rows, lowp.quantize(weight, name)
+
+
 @needs_library
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0]], ids=str)
+def test_codes_have_the_bits_of_the_definition_and_the_values_of_the_format(
+    shape: tuple[int, int, int], name: str
+) -> None:
+    rows, n, k = shape
+    torch.manual_seed(k)
+    weight, values = coded(name, n, k)
+    x, bias = torch.randn(rows, k), torch.randn(n)
+    assert torch.equal(few_rows.values(weight), values)
+    with kernels.use("reference"):
+        wanted = few_rows.multiply(x, weight, bias)
+        assert torch.equal(few_rows.values(weight), values)
+    for level in LEVELS:
+        assert torch.equal(few_rows.multiply(x, weight, bias, level), wanted)
+    exact = x.double() @ values.double().t()
+    most = 2.0**-24 * (k / few_rows.SUMS + 8) * (x.abs().double() @ values.abs().double().t()) + 1e-6
+    assert bool(((wanted - bias - exact).abs() <= most).all())  # of a sum of fp32 in this order
+
+
+@pytest.mark.parametrize("level", [*LEVELS, None])
+def test_a_code_that_is_no_number_stays_one(level: int | None) -> None:
+    if level is not None and cpu.library() is None:
+        pytest.skip("the C++ library was not built")
+    with kernels.use("reference" if level is None else "cpu"):
+        for name, code in (("e4m3fn", 0x7F), ("e4m3fn", 0xFF), ("e5m2", 0xFD)):
+            weight = few_rows.StoredRows(torch.tensor([[1, code]], dtype=torch.uint8), 2, casts.parse(name).element)
+            assert few_rows.multiply(torch.ones(1, 2), weight, level=level).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["e4m3fnuz", "e5m2fnuz", "e3m4", "int8-affine", "e4m3fn@fp32/8", "e5m7"])
+def test_formats_that_are_not_read_as_codes_are_multiplied_by_their_values(name: str) -> None:
+    weight, x = torch.randn(7, 40), torch.randn(2, 40)
+    stored = Stored(weight, casts.parse(name))
+    assert stored.rows() is None
+    assert torch.equal(stored.product(x, None), nn.functional.linear(x, lowp.quantize(weight, name)))
+
+
+def test_many_rows_read_codes_in_panels_not_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "PANEL", 64 * 40)
+    for name in ("mxfp8", "int4", "bf16"):
+        layer, x = nn.Linear(40, 150), torch.randn(few_rows.FEW + 1, 40)
+        served = lowp.quantize_model(layer, name)
+        wanted = nn.functional.linear(x, lowp.quantize(layer.weight.detach(), name).float(), layer.bias)
+        asked: list[int] = []
+        multiplied = nn.functional.linear
+
+        def linear(*given: Any, into: list[int] = asked, call: Any = multiplied) -> Tensor:
+            into.append(given[1].shape[0])
+            return call(*given)  # type: ignore[no-any-return]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(few_rows.F, "linear", linear)
+            torch.testing.assert_close(served(x), wanted, rtol=1e-5, atol=1e-5)
+        assert asked == [64, 64, 22]
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3fn"])
 def test_a_served_layer_reads_its_weights_as_they_are_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(37, 6)
     x = torch.randn(2, 37)
     served = lowp.quantize_model(layer, name)
-    weight = layer.weight.detach().to(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[name]))
-    wanted = few_rows.multiply(x, weight, layer.bias)
+    weight = lowp.quantize(layer.weight.detach(), name).to(DTYPE[name])
+    wanted = few_rows.multiply(x, served.weight.rows(), layer.bias)
+    assert torch.equal(served.weight.rows().memory, weight)
     monkeypatch.setattr(Stored, "values", None)  # no fp32 weight is made
     assert torch.equal(served.weight.product(x, served.bias), wanted)

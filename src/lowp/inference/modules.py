@@ -14,20 +14,46 @@ from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels.numbers import scaled
-from lowp.kernels.packed import byte_products, byte_rows, few_bits
+from lowp.kernels.packed import byte_products, byte_rows, few_bits, few_rows
 from lowp.kernels.packed.byte_products import Panels
 from lowp.kernels.packed.byte_rows import Activations, Bytes, Range
 from lowp.kernels.packed.few_bits import PackedCodes
+from lowp.kernels.packed.few_rows import StoredRows
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
-from lowp.portable.stored import Errors, Packed, store, stored_dtype, unpack
+from lowp.portable.stored import Errors, Packed, store, unpack
 
 
 class Weight(nn.Module, ABC):
-    """A weight matrix [n, k] in few bits, and the product of activations with it."""
+    """A weight matrix [n, k] in few bits, and the product of activations with it.
+
+    A function of torch that is given it, as by a model that ties its output to its embedding, reads its values; so does
+    whoever asks for what a tensor has (`weight.t()`, `weight.shape`). F.linear takes the product.
+    """
 
     n: int
     k: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and len(args) > 1 and isinstance(args[1], Weight) and not isinstance(args[0], Weight):
+            x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
+            return ServedLinear(weight, bias)(x)
+        plain = [one.values() if isinstance(one, Weight) else one for one in args]
+        return func(*plain, **{name: one.values() if isinstance(one, Weight) else one for name, one in kwargs.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or not hasattr(Tensor, name):
+                raise
+            return getattr(self.values(), name)
+
+    def rows_at(self, indices: Tensor) -> Tensor:
+        """Return rows in fp32 [..., k]."""
+        return F.embedding(indices, self.values())
 
     @abstractmethod
     def values(self) -> Tensor:
@@ -102,6 +128,14 @@ class Int8(_Bytewise):
         """The codes times the scale of their row."""
         return self.codes().float() * self.get_buffer("scales")[: self.n, None]
 
+    def rows_at(self, indices: Tensor) -> Tensor:
+        """Of a layout in panels, of these alone."""
+        codes = self.get_buffer("memory")
+        if codes.ndim != 4:
+            return super().rows_at(indices)
+        found = codes[indices // byte_products.PANEL, :, indices % byte_products.PANEL].flatten(-2)[..., : self.k]
+        return found.float() * self.get_buffer("scales")[indices][..., None]
+
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """In bytes."""
         return contract_packed((Activations(rows, self.range()), self.panels()), bias)
@@ -126,6 +160,10 @@ class _Coded(Weight):
     def values(self) -> Tensor:
         """The numbers of the codes times the scales of their groups."""
         return few_bits.code_values(self.codes())
+
+    def rows_at(self, indices: Tensor) -> Tensor:
+        """Of these alone."""
+        return few_bits.code_rows(self.codes(), indices.flatten()).reshape(*indices.shape, self.k)
 
 
 class Nibble(_Coded):
@@ -207,7 +245,7 @@ class Sign(_Bytewise, _Coded):
 
 
 class Stored(Weight):
-    """Any other format: kept in its dtype or packed with its scales, and multiplied in fp32 as the values it has."""
+    """Any other format: kept in its dtype, or as codes with their scales, whose values are multiplied."""
 
     def __init__(self, weight: Tensor, cast: Cast) -> None:
         super().__init__()
@@ -217,19 +255,36 @@ class Stored(Weight):
             name = f"part{suffix.replace('.', '_')}"
             self.register_buffer(name, torch.cat(pieces) if len(pieces) > 1 else pieces[0])
 
+    def rows(self) -> StoredRows | None:
+        """The weight as the product of few rows reads it; None for a format that it does not read."""
+        held, cast = self._buffers, parse(self.cast)
+        memory = held["part"] if "part" in held else held["part_codes"]
+        assert memory is not None
+        return few_rows.stored_rows(memory, self.k, cast, held.get("part_scale"), held.get("part_outer"))
+
     def values(self) -> Tensor:
         """In fp32."""
-        cast = parse(self.cast)
-        held: Any = self._buffers
-        parts = {name.removeprefix("part").replace("_", ".", 1): one for name, one in held.items()}
-        if stored_dtype(cast):
-            return held["part"].float()  # type: ignore[no-any-return]
-        return unpack("", Packed(cast, (self.n, self.k), torch.float32), parts)
+        rows, held = self.rows(), self._buffers
+        if rows is not None:
+            return few_rows.values(rows)
+        if "part" in held:
+            return self.get_buffer("part").float()
+        parts = {name.removeprefix("part").replace("_", ".", 1): one for name, one in held.items() if one is not None}
+        return unpack("", Packed(parse(self.cast), (self.n, self.k), torch.float32), parts)
+
+    def rows_at(self, indices: Tensor) -> Tensor:
+        """Of these alone, in formats that the product of few rows reads."""
+        rows = self.rows()
+        if rows is None or rows.together > 1:
+            return super().rows_at(indices)
+        flat = indices.flatten()
+        some = rows._replace(memory=rows.memory[flat], scales=None if rows.scales is None else rows.scales[flat])
+        return few_rows.values(some).reshape(*indices.shape, self.k)
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """In fp32; on a CPU few rows read weights of 16 bits as they are stored, and sum in fp64."""
-        weight = self._buffers.get("part")
-        if weight is not None and weight.dtype in (torch.float16, torch.bfloat16):
+        """In fp32; on a CPU few rows read weights as they are stored, and sum in fp64."""
+        weight = self.rows()
+        if weight is not None:
             return contract_packed((rows, weight), bias)
         return F.linear(rows, self.values(), bias)
 
@@ -306,13 +361,7 @@ class ServedEmbedding(Served):
 
     def computed(self, indices: Tensor) -> Tensor:
         """Return the rows at `indices`, in fp32."""
-        weight = self.weight
-        if isinstance(weight, Int8) and weight.panels().memory.ndim == 4:
-            codes = weight.get_buffer("memory")
-            panel, place = indices // byte_products.PANEL, indices % byte_products.PANEL
-            rows = codes[panel, :, place].flatten(-2)[..., : weight.k]
-            return rows.float() * weight.get_buffer("scales")[indices][..., None]
-        return F.embedding(indices, weight.values())
+        return self.weight.rows_at(indices)
 
     def empty(self, indices: Tensor) -> Tensor:
         """In fp32."""

@@ -230,8 +230,9 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_codes_multiply": (None, (c_int, *(c_void_p,) * 9, c_int)),
     "lowp_rows_multiply": (
         None,
-        (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int, c_int64, c_int64, c_void_p, c_void_p, c_int),
+        (c_int, c_void_p, c_int64, c_int64, *(c_void_p,) * 3, c_double, c_void_p, c_void_p, c_int),
     ),
+    "lowp_rows_values": (None, (c_int, *(c_void_p,) * 3, c_double, c_int64, c_int64, c_void_p, c_int)),
     "lowp_bits_multiply": (None, (c_int, c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
     "lowp_integer_matmul": (
         c_int,

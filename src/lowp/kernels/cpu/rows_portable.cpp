@@ -1,4 +1,4 @@
 #define LOWP_ISA portable
 #include "rows.hpp"
 
-const lowp::Rows lowp::kPortableRows = lowp::portable::multiply_rows;
+const lowp::RowKernels lowp::kPortableRows = {lowp::portable::multiply_rows, lowp::portable::row_values};

@@ -6,6 +6,7 @@ below does. This code is the definition: the bits are the same on every machine 
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.packed.byte_products import PANEL
 from lowp.kernels.packed.byte_rows import EIGHT, Bytes, matrix, numbered, on_cpu, up
+from lowp.kernels.packed.few_rows import in_panels
 
 BLOCK, FEW = 64, 8  # depth is filled up to it; rows that are streamed past packed weights
 TOP_BITS, LEAST_EXPONENT = 18, -100  # of the whole numbers that fp32 activations become, as in cpu/bytes_lanes.hpp
@@ -83,24 +85,35 @@ def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int)
     return PackedCodes(memory, scales, torch.tensor(levels, dtype=torch.int8, device="cpu"), n, k, group)
 
 
-def _numbers_of(w: PackedCodes) -> Tensor:
-    """Return the whole numbers in fp32 [n, depth]."""
+def _numbers_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
+    """Return the whole numbers in fp32 [n, depth], or some rows of them."""
     shifts = torch.arange(0, 8, w.bits, dtype=torch.uint8, device="cpu").reshape(-1, 1)
-    codes = w.memory.transpose(1, 2)[..., None, :] >> shifts & ((1 << w.bits) - 1)
-    codes = codes.reshape(w.memory.shape[0] * PANEL, -1)[: w.n]
+    memory = w.memory.transpose(1, 2) if rows is None else w.memory[rows // PANEL, :, rows % PANEL]
+    codes = memory[..., None, :] >> shifts & ((1 << w.bits) - 1)
+    codes = codes.reshape(-1, w.depth)[: w.n if rows is None else None]
     return torch.nn.functional.embedding(codes.int(), w.levels.float()[:, None]).squeeze(-1)
 
 
-def _scales_of(w: PackedCodes) -> Tensor:
-    """Return the scales in fp32 [n, groups]."""
+def _scales_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
+    """Return the scales in fp32 [n, groups], or some rows of them."""
+    if rows is not None:
+        return w.scales[rows // PANEL, :, rows % PANEL]
     return w.scales.transpose(1, 2).reshape(-1, w.scales.shape[1])[: w.n]
 
 
-def code_values(w: PackedCodes) -> Tensor:
-    """Return the weights in fp32 [n, k]."""
-    scales = _scales_of(w)
-    grouped = _numbers_of(w).reshape(w.n, scales.shape[1], -1) * scales[..., None]
-    return grouped.reshape(w.n, -1)[:, : w.k]
+def code_values(w: PackedCodes, first: int = 0, count: int | None = None) -> Tensor:
+    """Return the weights in fp32 [n, k], or `count` rows from a multiple of 16 on."""
+    count = w.n - first if count is None else count
+    panels = slice(first // PANEL, up(first + count, PANEL) // PANEL)
+    return code_rows(w._replace(memory=w.memory[panels], scales=w.scales[panels], n=count), None)
+
+
+def code_rows(w: PackedCodes, rows: Tensor | None) -> Tensor:
+    """Return rows of the weights in fp32 [rows, k]; all of them for None."""
+    scales = _scales_of(w, rows)
+    numbers = _numbers_of(w, rows)
+    grouped = numbers.reshape(*scales.shape, -1) * scales[..., None]
+    return grouped.flatten(1)[:, : w.k]
 
 
 class _Operand(NamedTuple):
@@ -132,7 +145,7 @@ def multiply_codes(x: Tensor | Bytes, w: PackedCodes, bias: Tensor | None = None
         return _multiplied(_of_bytes(x, w), w, bias, level)
     operand = _of_floats(x.detach(), w, level) if on_cpu(x, "x").shape[0] <= FEW else None
     if operand is None:
-        return torch.nn.functional.linear(x, code_values(w), bias)
+        return in_panels(x, functools.partial(code_values, w), (w.n, w.k), bias)
     return _multiplied(operand, w, bias, level)
 
 

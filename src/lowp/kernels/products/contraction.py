@@ -39,6 +39,7 @@ from lowp.kernels.packed import byte_products, few_bits, few_rows
 from lowp.kernels.packed.byte_products import Panels
 from lowp.kernels.packed.byte_rows import Activations, Bytes
 from lowp.kernels.packed.few_bits import PackedCodes, Signs
+from lowp.kernels.packed.few_rows import StoredRows
 from lowp.kernels.products import fp32_products
 from lowp.kernels.products.scratch import Scratch
 from lowp.policy import Accumulation
@@ -147,14 +148,15 @@ Packed = (
     tuple[Bytes | Activations, Panels]
     | tuple[Tensor | Bytes, PackedCodes]
     | tuple[Signs, Signs]
-    | tuple[Tensor, Tensor]
+    | tuple[Tensor, Tensor | StoredRows]
 )
 
 
 def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
     """Return rows times packed weights, plus bias, in fp32 [rows, n].
 
-    The weights are bytes, codes of few bits, signs, or a tensor in fp16 or bf16 for rows of fp32.
+    The weights are bytes, codes of few bits, signs, or as they are stored (fp16, bf16, floats of 8 and 6 bits) for rows
+    of fp32.
     """
     left, right = operands
     if isinstance(right, Panels):
@@ -164,7 +166,7 @@ def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
         assert isinstance(left, Signs)
         return few_bits.multiply_signs(left, right, bias)
     assert isinstance(left, (Tensor, Bytes))
-    if isinstance(right, Tensor):
+    if isinstance(right, (Tensor, StoredRows)):
         assert isinstance(left, Tensor)
         return few_rows.multiply(left, right, bias)
     return few_bits.multiply_codes(left, right, bias)
