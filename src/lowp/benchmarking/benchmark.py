@@ -245,6 +245,7 @@ def _largest_row(found: LargestBatch) -> dict[str, Any]:
     }
 
 
+# -- estimates ---------------------------------------------------------------------------------------------------------
 _SLACK = (
     "slack: reserved minus allocated; negative if memory was allocated and not written to; kept for backward: all "
     "activations at the end of the forward pass, which need not be the peak"
@@ -267,7 +268,6 @@ _INT32 = IntFormat("int32", 32, False)
 _DRAM_PER_BYTE = cost.READ_ENERGY["DRAM"] / 4
 
 
-# -- estimates ---------------------------------------------------------------------------------------------------------
 def estimate(contender: Contender, operations: Operations, memory: Split | None) -> dict[str, Any]:
     """Return joules per step of arithmetic and of DRAM traffic, and the area of a multiply-add unit in µm².
 

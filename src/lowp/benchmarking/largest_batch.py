@@ -141,6 +141,7 @@ def bytes_from(text: str, option: str = "--memory") -> int:
     return size
 
 
+# -- the memory of a process -------------------------------------------------------------------------------------------
 RESERVED_METHOD = (
     "reserved: growth of a fresh process's resident memory from before the model was created to its peak (VmHWM of "
     "/proc/self/status) after two steps"
@@ -148,7 +149,6 @@ RESERVED_METHOD = (
 _STATUS = Path("/proc/self/status")
 
 
-# -- the memory of a process -------------------------------------------------------------------------------------------
 def is_known() -> bool:
     """Whether this system reports the current and peak size of a process, as Linux does."""
     try:

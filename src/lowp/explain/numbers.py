@@ -120,6 +120,7 @@ def line(label: str, text: str) -> str:
     return "\n".join(f"  {label if index == 0 else '':<11} {part}".rstrip() for index, part in enumerate(parts))
 
 
+# -- numbers -----------------------------------------------------------------------------------------------------------
 # 10**EXPONENT_LIMIT is far outside every format; beyond it a typed exponent would only fill the memory
 EXPONENT_LIMIT = 2000
 LENGTH_LIMIT = 2000
@@ -130,7 +131,6 @@ FORMS = (
 )
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Number:
     """A real number, an infinity or a NaN. Zero and NaN have a sign too.

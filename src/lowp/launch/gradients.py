@@ -297,11 +297,11 @@ def _install_module_hooks(session: Session, gradients: Gradients) -> None:
     module._get_backward_hooks, module._get_backward_pre_hooks = _get_backward_hooks, _get_backward_pre_hooks
 
 
+# -- tensors that are exchanged ----------------------------------------------------------------------------------------
 # Python's views of the hooks; torch leaves these dictionaries with the objects and moves only what calls them
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-# -- tensors that are exchanged ----------------------------------------------------------------------------------------
 def _install_exchange(session: Session) -> None:
     """Let tensors that the session refers to be exchanged as in plain torch."""
     utils = cast(Any, torch.utils)

@@ -60,11 +60,11 @@ class RunSettings:
         return {PRECISION: given.pop("precision"), RUN: json.dumps(given)}
 
 
+# -- the report --------------------------------------------------------------------------------------------------------
 VERSION = 1
 _KIND = "lowp run"
 
 
-# -- the report --------------------------------------------------------------------------------------------------------
 @dataclass
 class ProcessRecord:
     """What one process did. `notes` are sentences on the parts that did not run in the precision, in order.

@@ -164,10 +164,10 @@ def header_of(models: Sequence[nn.Module], precision: Any) -> dict[str, Any]:
     }
 
 
+# -- the optimizers that step in turn ----------------------------------------------------------------------------------
 _FORGOTTEN = 64  # steps of others after which an optimizer is no longer expected
 
 
-# -- the optimizers that step in turn ----------------------------------------------------------------------------------
 class _Found(NamedTuple):
     """The parameters of one optimizer, those of them that the models have, and the version of the models' names."""
 

@@ -275,10 +275,10 @@ def _slope(energy: Any) -> NDArray[np.float64]:
     return slope
 
 
+# -- one look at a tensor ----------------------------------------------------------------------------------------------
 _PROBES = 4  # numbers of a print
 
 
-# -- one look at a tensor ----------------------------------------------------------------------------------------------
 def parameter_key(name: str, role: str, phase: str) -> Key:
     """The key of a parameter: its module, and its own name in place of an op's."""
     module, _, own = name.rpartition(".")

@@ -148,6 +148,7 @@ class _Nothing(TorchFunctionMode):
         pass
 
 
+# -- the plan ----------------------------------------------------------------------------------------------------------
 _REST = 8  # steps without any recording once the time budget is used up
 _GUARD, _GUARD_AGAIN = 0.5, 0.8  # of the budget, what guarding may take; and of that, where it begins again
 _MOST_FAILURES = 3
@@ -156,7 +157,6 @@ _GUARD_FIRST = 0.3  # the same until each module was looked at once
 _A_TENSOR, _A_NUMBER, _TENSORS = 5e-5, 3e-9, 4
 
 
-# -- the plan ----------------------------------------------------------------------------------------------------------
 class RecordingPlan:
     """Decides before each step, by what the budget has room for.
 

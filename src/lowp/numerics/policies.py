@@ -84,11 +84,11 @@ def worst(found: dict[Key, Effect], count: int = 5) -> list[tuple[Key, Effect]]:
     return sorted(found.items(), key=order)[:count]
 
 
+# -- the cheapest policy -----------------------------------------------------------------------------------------------
 CANDIDATES = ("e2m1", "e3m2", "e2m3", "e4m3fn", "e5m2", "e3m4", "i4s", "i8s", "e4m6", "e5m7", "e5m10", "e8m7")
 _OF_GRADIENTS = 8.0  # dB by which gradients may keep less: they are averaged over the batch
 
 
-# -- the cheapest policy -----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class CheapestPolicy:
     """A policy, its formats by layer, and its cost as a share of fp32's."""

@@ -164,6 +164,7 @@ class Spectrum:
         return cls(bins, significant, powers, **numbers)  # type: ignore[arg-type]
 
 
+# -- updates -----------------------------------------------------------------------------------------------------------
 _REALS = ("maximum", "sum_squares")
 _NUMBERS = ("count", "zeros", "nan", "inf", *_REALS, "tensors")
 
@@ -172,7 +173,6 @@ GROWS, SHRINKS, SHRINKS_FROM_POWER = range(3)
 _SHAPE = (ROWS, ROWS, 3)
 
 
-# -- updates -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class Updates:
     """Applied updates of a tensor of weights: learning rate, momentum and decay included. ``a + b`` is both together.

@@ -78,6 +78,7 @@ def perceptron_layers(values: int, hidden: Sequence[int], classes: int) -> list[
     return [*layers, nn.Linear(widths[-1], classes)]
 
 
+# -- perceptrons on images ---------------------------------------------------------------------------------------------
 classifier = partial(
     Recipe,
     metric=Metric("accuracy"),
@@ -89,7 +90,6 @@ classifier = partial(
 )
 
 
-# -- perceptrons on images ---------------------------------------------------------------------------------------------
 def load_digits(size: Size, path: Path | None) -> Data:
     """Return MNIST if a path is given, otherwise scikit-learn's digits enlarged; without augmentation."""
     return image_data(enlarged_digits() if path is None else read_mnist(path))

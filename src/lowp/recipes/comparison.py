@@ -241,6 +241,7 @@ def _with_nan(record: dict[str, Any]) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in record.items()}
 
 
+# -- the verdict -------------------------------------------------------------------------------------------------------
 AS_FP32 = "converges as fp32"
 LOSES = "loses"
 FAILS = "fails"
@@ -257,7 +258,6 @@ RULE = (
 )
 
 
-# -- the verdict -------------------------------------------------------------------------------------------------------
 class GapVerdict(NamedTuple):
     """The verdict in words, the gap to fp32 (positive: worse), the gap in seed deviations, its p, and the reason."""
 

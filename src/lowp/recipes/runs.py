@@ -250,11 +250,11 @@ def _work(job: Job) -> dict[str, Any] | None:
     return train_once(job, _data_of(data_settings), lambda name, epoch: _epochs.put((name, epoch)), _stopping.is_set)
 
 
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 _SECONDS = 30.0  # between two checkpoints within an epoch
 _LONG = 0.5  # seconds of an evaluation that is worth a checkpoint before it
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
 class RunKeeper:
     """Writes the checkpoint of one training.
 

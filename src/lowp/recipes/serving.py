@@ -129,11 +129,11 @@ def _evaluated(trained: Training, model: nn.Module) -> Mapping[str, float]:
         return trained.recipe.evaluate(model.eval(), trained.validation_batches())
 
 
+# -- log-probabilities -------------------------------------------------------------------------------------------------
 _BATCHES = 8
 State = Mapping[str, Tensor]
 
 
-# -- log-probabilities -------------------------------------------------------------------------------------------------
 def check(recipe: Recipe) -> None:
     """Raise InvalidInput for a recipe whose model predicts no classes."""
     if recipe.classes is None:

@@ -177,6 +177,7 @@ def scale_line(window: Window, part: str = "") -> str:
     return f"Scale window 2^{low} ├{bar}┤ 2^{high}, recommended 2^{window.recommended}"
 
 
+# -- exports -----------------------------------------------------------------------------------------------------------
 _COLUMNS = (
     "module",
     "op",
@@ -194,7 +195,6 @@ _COLUMNS = (
 _FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 
 
-# -- exports -----------------------------------------------------------------------------------------------------------
 def to_csv(record: Record, path: Path) -> None:
     """Write one line per tensor: counts, range, and the predicted effect of some formats."""
     text = io.StringIO()

@@ -220,6 +220,7 @@ def _is_number(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
+# -- shared exponents --------------------------------------------------------------------------------------------------
 _COLUMNS = (
     "precision",
     "tensors",
@@ -231,7 +232,6 @@ _COLUMNS = (
 )
 
 
-# -- shared exponents --------------------------------------------------------------------------------------------------
 def exponent_table(document: Mapping[str, Any]) -> Table | None:
     """Return a table with one line per precision with shared exponents, summed over its runs; None without one.
 

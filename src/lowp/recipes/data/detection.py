@@ -204,11 +204,11 @@ VOC_CLASSES = (
 # The mean of ImageNet's training images that the pre-trained VGG-16 subtracts; their standard deviation is about 58.
 with real_tensors():
     _MEAN = torch.tensor([123.68, 116.78, 103.94], device="cpu").view(3, 1, 1)
+# -- images with boxes -------------------------------------------------------------------------------------------------
 _DEVIATION = 58.0
 _PADDING = -1  # the class index of padding
 
 
-# -- images with boxes -------------------------------------------------------------------------------------------------
 class BoxExamples:
     """Images and boxes as batches: dictionaries of tensors, padded to the largest number of boxes of an image.
 

@@ -32,12 +32,12 @@ def read_digits() -> tuple[Tensor, Tensor]:
     return torch.from_numpy(images).float()[order], torch.from_numpy(labels).long()[order]
 
 
+# -- MNIST -------------------------------------------------------------------------------------------------------------
 MNIST = Published("MNIST", "https://yann.lecun.com/exdb/mnist or https://ossci-datasets.s3.amazonaws.com/mnist")
 CLASSES = tuple("0123456789")
 _BYTES = 8
 
 
-# -- MNIST -------------------------------------------------------------------------------------------------------------
 def read_mnist(path: Path) -> LabelledImages:
     """Read MNIST, or another set in its layout such as Fashion-MNIST, from a folder with the four idx files.
 

@@ -187,10 +187,10 @@ class _NaiveObserver(Observer):
         }
 
 
+# -- gradients of activations ------------------------------------------------------------------------------------------
 _STEPS_OF_ACTIVATIONS = 16
 
 
-# -- gradients of activations ------------------------------------------------------------------------------------------
 def record_activation_gradients(settings: Settings, onlooker: Onlooker = NOBODY) -> dict[str, Any]:
     """Train; return histograms of the gradients of activations and of weights, and the medians of both by layer.
 

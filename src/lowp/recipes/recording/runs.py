@@ -58,11 +58,11 @@ def head(kind: str, training: Training) -> dict[str, Any]:
     }
 
 
+# -- histograms --------------------------------------------------------------------------------------------------------
 _BIAS = 127  # bin e + 127 of `Statistics` counts floor(log2 |x|) = e
 _SMALLEST, _SMALLEST_NORMAL = -24, -14  # fp16's, as powers of two
 
 
-# -- histograms --------------------------------------------------------------------------------------------------------
 class Histogram:
     """Counts of elements by binary exponent floor(log2 |x|), over all added tensors."""
 

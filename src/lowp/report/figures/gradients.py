@@ -108,10 +108,10 @@ def _zeros_apart(found: Mapping[str, Any]) -> str:
     return f"; zeros apart, {_zeros(found)}" if found["zeros"] else ""
 
 
+# -- gradients of activations ------------------------------------------------------------------------------------------
 _WINDOW = [(style.FP16_SMALLEST, "too small for fp16"), (style.FP16_SMALLEST_NORMAL, "subnormal in fp16")]
 
 
-# -- gradients of activations ------------------------------------------------------------------------------------------
 @style.styled
 def activation_gradients(document: Mapping[str, Any], path: Path) -> None:
     """Draw both histograms with the range of fp16, and the medians by layer, the first layer at the top."""
