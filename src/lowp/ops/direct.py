@@ -7,6 +7,7 @@ rule is decided once, what depends on shapes, strides and dtypes once for each o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, cast
 
@@ -37,12 +38,13 @@ _INT8 = parse("int8")
 class Direct:
     """How the contractions of a rule run: its casts, and what is known of its calls by shapes, strides and dtypes."""
 
-    __slots__ = ("bytes_of_rows", "is_torchs", "narrow", "prepared", "rule", "sums_bytes", "to_weight")
+    __slots__ = ("bytes_of_rows", "narrow", "prepared", "rule", "sums_bytes", "to_weight", "ways")
 
     def __init__(self, rule: Rule) -> None:
         self.rule, self.to_weight = rule, cast(Cast, rule.weight)
         self.narrow, self.sums_bytes = one_dtype(rule), sums_bytes(rule)
-        self.is_torchs = self.narrow is not None and multiplies("cpu", self.narrow)  # its own product
+        is_torchs = self.narrow is not None and multiplies("cpu", self.narrow)  # its own product
+        self.ways = [way for way in WAYS if not (way is None and is_torchs)]
         self.bytes_of_rows = rule.input == rule.weight == _INT8
         self.prepared: dict[Hashable, Prepared | None] = {}
 
@@ -68,70 +70,55 @@ class Direct:
 
         `key` tells the forms of these shapes apart, which `form_of` makes of the shapes. `kept`: the region's casts.
         """
-        way = chosen()
-        if (way is None and self.is_torchs) or way not in WAYS or not (is_here() and are_ordinary(x, weight, bias)):
+        if chosen() not in self.ways or not are_ordinary(x, weight, bias):
             return None
         is_recorded = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if is_recorded and self.narrow is not None:
-            x, weight = self._narrowed(x, weight, kept, self.narrow)
-        prepared = self._prepared(key, form_of, x, weight, bias, is_recorded)
+        if is_recorded and (narrow := self.narrow) is not None:  # by torch's own nodes, which cost less than others
+            x = x if x.dtype is narrow else x.to(narrow)
+            if weight.dtype is not narrow:  # one for all uses, in which their gradients meet, as under torch.autocast
+                is_kept = kept is not None and weight.requires_grad and weight.is_leaf
+                weight = kept.narrowed(weight, self.to_weight, narrow) if is_kept else weight.to(narrow)  # type: ignore[union-attr]
+        about = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype
+        whole = key, is_recorded, *about, bias if bias is None else (bias.shape, bias.dtype, bias.is_contiguous())
+        prepared = self.prepared.get(whole, UNKNOWN)
+        if prepared is UNKNOWN:
+            prepared = self._learnt(whole, form_of, bias)
         if prepared is None:
             return None
-        to, factor, sign = prepared.weight.cast, None, None
-        keeps = kept is not None and prepared.keeps_weight and weight.requires_grad and weight.is_leaf
-        if keeps:
-            factor, sign = kept.look(weight, to)  # type: ignore[union-attr, arg-type]
-            keeps = factor is None
-        given = [x, weight, bias, None, None, factor, None, None]
+        given = [x, weight, bias, None, None, None, None, None]
         try:
-            if is_recorded:
-                ends = None if prepared.x.cast is None else end_of(x), None if to is None else end_of(weight)
-                found = _apply(x, weight, bias, prepared, given, ends, keeps)
-            else:
-                found = prepared.run(given, False, keeps)
+            return _recorded(prepared, given, kept) if is_recorded else prepared.run(given, False, False, kept)
         except NotFinite:
             return None
-        if keeps:
-            kept.keep(weight, to, sign, given[FACTOR])  # type: ignore[union-attr, arg-type]
-        return found  # type: ignore[no-any-return]
 
-    def _narrowed(
-        self, x: Tensor, weight: Tensor, kept: KeptCasts | None, narrow: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return the operands in the one dtype of a rule, by torch's own nodes, which cost less than others.
-
-        A weight is cast once for all uses, in which their gradients meet, as under torch.autocast.
-        """
-        x = x if x.dtype is narrow else x.to(narrow)
-        if weight.dtype is narrow:
-            return x, weight
-        if kept is None or not (weight.requires_grad and weight.is_leaf):
-            return x, weight.to(narrow)
-        return x, kept.narrowed(weight, self.to_weight, narrow)
-
-    def _prepared(
-        self, key: Hashable, form_of: FormOf, x: Tensor, weight: Tensor, bias: Tensor | None, is_recorded: bool
-    ) -> Prepared | None:
-        """Return what is known of a call; None for one that the definition runs."""
-        about = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype
-        in_bytes = self.sums_bytes or (self.bytes_of_rows and not is_recorded and _has_rows(x))
-        whole = key, in_bytes, *about, bias if bias is None else (bias.shape, bias.dtype, bias.is_contiguous())
-        prepared: Prepared | None = self.prepared.get(whole, UNKNOWN)
-        if prepared is UNKNOWN:
-            with real_tensors():
-                form = form_of(tuple(x.shape), tuple(weight.shape))
-                prepared = prepare(self.rule, form, about, bias, in_bytes)
-            if len(self.prepared) >= _MOST:
-                self.prepared.clear()
-            self.prepared[whole] = prepared
-        return prepared
+    def _learnt(self, whole: tuple[Any, ...], form_of: FormOf, bias: Tensor | None) -> Prepared | None:
+        """Return what is known of a call from now on."""
+        _, is_recorded, *about, _ = whole
+        shape, weight_shape = tuple(about[0]), tuple(about[3])
+        in_bytes = self.sums_bytes or (self.bytes_of_rows and not is_recorded and _has_rows(shape))
+        with real_tensors():
+            found = prepare(self.rule, form_of(shape, weight_shape), tuple(about), bias, in_bytes)
+        if len(self.prepared) >= _MOST:
+            self.prepared.clear()
+        self.prepared[whole] = found
+        return found
 
 
-def _has_rows(x: Tensor) -> bool:
+def _recorded(prepared: Prepared, given: list[Any], kept: KeptCasts | None) -> Tensor:
+    """Return a contraction that gradients are recorded for. `given`, `kept`: as in `Prepared.run`."""
+    ends: list[Tensor | None] = [None, None]  # where the gradients of gradients go of operands that are rounded
+    for slot, read in enumerate((prepared.x, prepared.weight)):
+        if read.cast is not None:
+            one = given[slot]
+            ends[slot] = one if one.is_leaf and one.dtype is torch.float32 else end_of(one)
+    return _apply(*given[:3], prepared, given, ends, kept)  # type: ignore[no-any-return]
+
+
+def _has_rows(shape: tuple[int, ...]) -> bool:
     """Whether x has rows enough for a product of bytes where a rule sums in fp32 and no gradient is recorded."""
-    return x.dim() > 0 and x.numel() >= LEAST_ROWS * x.shape[-1]
+    return len(shape) > 0 and math.prod(shape[:-1]) >= LEAST_ROWS
 
 
 def linear_form(first: tuple[int, ...], second: tuple[int, ...]) -> Linear | None:
@@ -144,6 +131,8 @@ def direct(rule: Rule) -> Direct | None:
     """Return how contractions run straight under a rule; None for rules whose casts or sums no program has."""
     sums = accumulation(rule)
     if rule.is_empty or rule.has_products or not (sums is None or sums.format == "fp32"):
+        return None
+    if not is_here():
         return None
     casts = [one for one in (rule.input, rule.weight, rule.grad, rule.output) if one is not None]
     if not all(rounds(one) and not clips(one) and own_dtype(one) is not torch.float64 for one in casts):
@@ -167,15 +156,15 @@ def one_dtype(rule: Rule) -> torch.dtype | None:
 class _Direct(torch.autograd.Function):
     """A contraction; saves the values that the gradients asked for need.
 
-    `ends`: where the gradients of gradients go of operands that are rounded. `keeps`: the weight's values are wanted.
+    `ends`: where the gradients of gradients go of operands that are rounded.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Any, prepared: Prepared, given: list[Any], ends: Any, keeps: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, prepared: Prepared, given: list[Any], ends: Any, kept: Any
     ) -> Tensor:
         first, second, *_ = ctx.needs_input_grad
-        out = prepared.run(given, second, first or keeps)
+        out = prepared.run(given, second, first, kept)
         values: Found = [None, None]
         if second:
             values[0] = x if ends[0] is None else given[VALUE]

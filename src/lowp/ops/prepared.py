@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from lowp.kernels.products.programs import (
     strides_of,
 )
 from lowp.kernels.products.scratch import Scratch
+from lowp.ops.call import KeptCasts
 from lowp.ops.casting import carrier_dtype, depends_on_axis, native_dtype, own_dtype
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form
 from lowp.policy import Rule
@@ -111,34 +112,43 @@ class Prepared:
         self.forwards: dict[tuple[bool, bool, bool], ForwardProgram] = {}
         self.backs: dict[Hashable, Back | None] = {}
 
-    def run(self, given: Found, saves_value: bool, saves_factor: bool) -> Tensor:
+    def run(self, given: Found, saves_value: bool, saves_factor: bool, kept: KeptCasts | None) -> Tensor:
         """Return the result of x, weight and bias; the values of casts that are saved are left in their places.
 
-        Raises NotFinite.
+        `kept`: the region's casts, that of the weight among them. Raises NotFinite.
         """
-        forward = self._forward(given, saves_value, saves_factor)
+        weight, to, keeps = cast(Tensor, given[WEIGHT]), self.weight.cast, False
+        if kept is not None and self.keeps_weight and weight.requires_grad and weight.is_leaf:
+            given[FACTOR], sign = kept.look(weight, cast(Cast, to))
+            keeps = given[FACTOR] is None
+            saves_factor = saves_factor or keeps
+        key = saves_value, saves_factor, given[FACTOR] is None
+        forward = self.forwards.get(key) or self._forward(key, given[BIAS])
+        for place in forward.copies:
+            one = cast(Tensor, given[place])
+            given[place] = one.contiguous() if place != BIAS else one.float().contiguous()
         for place, (shape, strides, dtype) in forward.made:
             given[place] = torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
         if not forward.program(given):
             raise NotFinite
+        if keeps:
+            kept.keep(weight, to, sign, given[FACTOR])  # type: ignore[union-attr, arg-type]
         out, finish = given[OUT], self.out.finish
-        return out if finish is None else finish(out)  # type: ignore[return-value, arg-type]
+        if out is None:
+            return self._computed(given)
+        return out if finish is None else finish(out)
 
-    def _forward(self, given: Found, saves_value: bool, saves_factor: bool) -> ForwardProgram:
-        """Return the program of a call, with operands copied that no program reads as they lie."""
-        key = saves_value, saves_factor, given[FACTOR] is None
-        forward = self.forwards.get(key)
-        if forward is None:
-            with real_tensors():
-                copies = [place for place, one in ((X, self.x), (WEIGHT, self.weight)) if one.copies]
-                bias = given[BIAS]
-                if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
-                    copies.append(BIAS)
-                forward = self.forwards[key] = self._programmed(*key)._replace(copies=copies)
-        for place in forward.copies:
-            one = given[place]
-            assert one is not None
-            given[place] = one.contiguous() if place != BIAS else one.float().contiguous()
+    def _computed(self, given: Found) -> Tensor:
+        """Return the result where the program only rounds."""
+        raise NotImplementedError
+
+    def _forward(self, key: tuple[bool, bool, bool], bias: Tensor | None) -> ForwardProgram:
+        """Return the program of calls that save the same; the operands that no program reads as they lie are copied."""
+        with real_tensors():
+            copies = [place for place, one in ((X, self.x), (WEIGHT, self.weight)) if one.copies]
+            if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
+                copies.append(BIAS)
+            forward = self.forwards[key] = self._programmed(*key)._replace(copies=copies)
         return forward
 
     def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> ForwardProgram:

@@ -18,7 +18,6 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.formats import ScaledFormat
 from lowp.kernels.casts.run import is_dense
-from lowp.kernels.int16.integer import NotFinite
 from lowp.kernels.packed.byte_products import MOST_DEPTH, multiplies_bytes
 from lowp.kernels.products.programs import (
     NOWHERE,
@@ -174,12 +173,7 @@ class ByTorch(Prepared):
                 )
         return ForwardProgram(Program(steps), made, ())
 
-    def run(self, given: Found, saves_value: bool, saves_factor: bool) -> Tensor:
-        forward = self._forward(given, saves_value, saves_factor)
-        for place, (shape, strides, dtype) in forward.made:
-            given[place] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-        if forward.made and not forward.program(given):
-            raise NotFinite
+    def _computed(self, given: Found) -> Tensor:
         x = given[X] if self.x.cast is None else given[VALUE]
         weight = given[WEIGHT] if self.weight.cast is None else given[FACTOR]
         with Scratch() as scratch:

@@ -133,10 +133,17 @@ def as_it_is(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
     """Run a call unchanged, shielded from torch.autocast."""
     if engine.is_strict:
         return ELSEWHERE
-    with _DisableAutocast():
-        try:
+    try:
+        if not engine.is_on_host:
+            with _DisableAutocast():
+                return func(*args, **kwargs)
+        try:  # as `quickly`
+            _set_enabled("cpu", False)
             return func(*args, **kwargs)
-        except RuntimeError as error:
+        finally:
+            _set_enabled("cpu", True)
+    except RuntimeError as error:
+        with _DisableAutocast():
             return engine.without_kernel(error, func, args, kwargs)
 
 

@@ -18,6 +18,7 @@ thread. Call `forget_all` after such a write.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -26,7 +27,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import TensorWeakRef
 
 from lowp.casts import Cast
 from lowp.compat import applied_at_once, private, real_tensors
@@ -35,6 +35,7 @@ from lowp.ops.casting import carried, functorch_is_active, is_irregular, is_jit_
 
 _storage_holders = cast(Callable[[int], int], private("torch._C._storage_Use_Count"))
 _foreach_copy = cast(Callable[[list[Tensor], list[Tensor]], None], private("torch._foreach_copy_"))
+_fix_weakref = cast(Callable[[Tensor], None], private("torch.Tensor._fix_weakref"))
 _tensor_holders = cast(Callable[[Tensor], int], private("torch.Tensor._use_count"))
 
 # Functions that expose a tensor's memory to code that can write it without incrementing the tensor's version.
@@ -156,7 +157,7 @@ class WeightCasts:
         self._entries: dict[int, list[_Entry]] = {}  # by id of the weight; the entries keep the weight alive
         self._handed_out: set[int] = set()
         self._used: set[int] = set()  # ids of weights whose first cast was left to torch.autocast
-        self._made: list[TensorWeakRef] = []
+        self._made: list[weakref.ReferenceType[Tensor]] = []
         self._prune_at = _PRUNE_AT
         _watch_optimizers()
 
@@ -222,7 +223,7 @@ class WeightCasts:
         held = self._entries.pop(id(weight), None)
         others = [] if held is None else [entry for entry in held if entry.to != to]
         if value is not weight:
-            self._made.append(TensorWeakRef(value))
+            self._made.append(weakref.ref(value))
             if sign is not None:
                 others.append(_Entry(weight, to, value, sign))
         if others:
@@ -304,8 +305,10 @@ class WeightCasts:
 
     def tensors(self) -> list[Tensor]:
         """Return the cast values that are alive, held by this object or by a graph that backward needs."""
-        found = (reference() for reference in self._made)
-        return [value for value in found if value is not None]
+        found = [value for reference in self._made if (value := reference()) is not None]
+        for value in found:  # as torch's TensorWeakRef does, which takes longer to make
+            _fix_weakref(value)
+        return found
 
     def forget(self) -> None:
         """Drop all casts: the next use casts anew."""

@@ -39,6 +39,7 @@ from lowp.kernels.numbers.philox import Seed, drawn
 PATH = Path(os.environ.get("LOWP_CPU_LIBRARY") or Path(__file__).parent / "liblowp_cpu.so")
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; processors other than x86-64 have only the first
 MASK = (1 << 64) - 1
+LOW = 1 << 40  # an address above it is one: no tensor begins as many bytes after its memory
 
 _FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
 
@@ -82,7 +83,8 @@ def _guarded(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
             one = passed[place]
             if type(one) is Tensor and one.is_cpu:
                 pointer = one.data_ptr()  # without a call of our own where there is memory: see `begin`
-                passed[place] = pointer if pointer != one.storage_offset() * one.element_size() else address(one)
+                is_known = pointer >= LOW or pointer != one.storage_offset() * one.element_size()
+                passed[place] = pointer if is_known else address(one)
             elif isinstance(one, Tensor):
                 passed[place] = address(one)
             elif isinstance(one, array):
@@ -108,7 +110,8 @@ def _numbers(given: Sequence[int | Tensor | None]) -> array[int]:
         elif one is not None:
             assert isinstance(one, Tensor)
             pointer = one.data_ptr() if type(one) in PLAIN and one.is_cpu else 0
-            numbers[place] = pointer if pointer != one.storage_offset() * one.element_size() else address(one)
+            is_known = pointer >= LOW or pointer != one.storage_offset() * one.element_size()
+            numbers[place] = pointer if is_known else address(one)
     return numbers
 
 

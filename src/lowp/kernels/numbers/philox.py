@@ -37,14 +37,6 @@ def draw_seed(device: torch.device | str = "cpu") -> Tensor:
     return torch.randint(2**62, (), device=device)
 
 
-def draw_seeds(count: int) -> list[int]:
-    """Return as many seeds as by `draw_seed` on a CPU, one after the other."""
-    seeds = []
-    for _ in range(count):  # a comprehension would be a function
-        seeds.append(int(torch.randint(2**62, (), device="cpu")))
-    return seeds
-
-
 def block(counter: tuple[Tensor, Word, Word, Word], seed: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the four 32-bit words (int64 tensors) of a counter of four 32-bit words and a 64-bit seed."""
     c0: Word

@@ -25,7 +25,6 @@ from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, cast_address, sharing_address, step_blocks, steps_block
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.numbers import scaled
-from lowp.kernels.numbers.philox import draw_seeds
 from lowp.kernels.packed.byte_products import MOST_DEPTH
 from lowp.kernels.tracing import is_quiet, is_wrapped
 
@@ -167,10 +166,11 @@ class Program:
     steps read: `owned` numbers of bytes.
     """
 
-    __slots__ = ("_address", "_blocks", "_draws", "size")
+    __slots__ = ("_address", "_blocks", "_draws", "_run")
 
     def __init__(self, steps: Sequence[Step], owned: Sequence[int] = ()) -> None:
-        self.size = len(steps)
+        run: Any = cpu.loaded().lowp_program
+        self._run = run.unguarded  # `serves` has looked at the memory
         starts = [0, *accumulate(-(-size // _LINE) * _LINE for size in owned)]
         blocks, draws = step_blocks(len(steps)), list[int]()
         for index, (block, step) in enumerate(zip(blocks, steps, strict=True)):
@@ -194,12 +194,12 @@ class Program:
             addresses.append(0 if one is None else one.data_ptr())
         memory, words = array("q", addresses), None
         if self._draws:
-            drawn = array("Q", [seeds[at] for at in self._draws] if seeds else draw_seeds(len(self._draws)))
+            if seeds is None:  # as by `draw_seed`, one after the other
+                drawn = array("Q", torch.randint(2**62, (len(self._draws),), device="cpu").tolist())
+            else:
+                drawn = array("Q", [seeds[at] for at in self._draws])
             words = drawn.buffer_info()[0]
-        run: Any = cpu.loaded().lowp_program
-        status = run.unguarded(  # `serves` has looked at the memory
-            self._address, memory.buffer_info()[0], words, torch.get_num_threads()
-        )
+        status = self._run(self._address, memory.buffer_info()[0], words, torch.get_num_threads())
         if status > 1:
             raise MemoryError(f"no memory for the panels of a product on {torch.get_num_threads()} threads")
         return not status
@@ -233,7 +233,10 @@ def are_ordinary(*tensors: Tensor | None) -> bool:
             return False
         if x.is_nested or x.is_neg() or is_wrapped(x):
             return False
-        if x.data_ptr() == x.storage_offset() * x.element_size() and x.numel():  # as if freed: see `cpu.begin`
+        pointer = x.data_ptr()
+        if (
+            pointer < cpu.LOW and pointer == x.storage_offset() * x.element_size() and x.numel()
+        ):  # freed: see `cpu.begin`
             return False
     return True
 
