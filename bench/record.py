@@ -36,7 +36,7 @@ RUNS: dict[str, list[str]] = {
     "inference": ["inference.py"],
     "inference-avx2": ["inference.py", "--avx2"],
     "memory": ["memory.py"],
-    "compression": ["compression.py"],
+    "exchange": ["exchange.py"],
     "int16-memory": ["int16_memory.py"],
     "bench-unet": ["-m", "lowp", "bench", "unet", "--seconds", "2"],
     "bench-bert": ["-m", "lowp", "bench", "bert", "--seconds", "2"],

@@ -157,7 +157,7 @@ def compressed() -> Rows:
     """Return loss and bytes of recipes whose gradients travel between ranks in few bits."""
     return [
         [f"{recipe}, {ranks}", way, told(row["loss"], 4), told(row["sent"] / 1e3, 0), told(row["share"], 2)]
-        for recipe, worlds in result("compression")["results"].items()
+        for recipe, worlds in result("exchange")["results"].items()
         for ranks, ways in worlds.items()
         for way, row in ways.items()
     ]

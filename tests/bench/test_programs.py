@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 SMALLEST = {  # by program, the options of its smallest form, and what it then prints
     "call": ("--rounds 1 --calls 5", "digits, flex16"),
-    "compression": ("--model", "MODEL"),
     "convert": ("--gibibytes 0.001 --tensor 1 --shards 1 --formats bf16", "bf16 +peak"),
     "debuggers": ("--tool lowp.profile --fault log", '"operation": true'),
     "exactness": ("--keep", "lowp: 0 wrong"),
+    "exchange": ("--model", "MODEL"),
     "flex": ("--width 16 --batch 4 --layers 1 --rounds 2", "flex16.5 .* of fp32"),
     "gemm": ("--quick", "chained weight gradient"),
     "gpu_static": ("--chips A100 --kernels ^quantize.fp16", "element-wise +A100 +1 of 1"),
@@ -54,6 +55,18 @@ def test_a_program_runs_to_its_end_in_its_smallest_form(name: str, tmp_path: Pat
     done = forked.run(str(BENCH / f"{name}.py"), *shlex.split(options), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(printed, done.stdout), done.stdout
+
+
+def test_gradients_in_few_bits_are_compared_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    import exchange  # type: ignore[import-not-found]
+
+    forked.ranks(exchange.work, (2, str(tmp_path), 4, ("digits",)), 2)
+    found = json.loads((tmp_path / "2.json").read_text())["digits"]
+    shares = {"fp32": 1.0, "bf16": 0.5, "mxfp8": 0.26, "int8:stochastic": 0.26}
+    assert {way: found[way]["share"] for way in shares} == pytest.approx(shares, abs=0.01)
+    assert all(row["loss"] == pytest.approx(found["fp32"]["loss"], rel=0.01) for row in found.values())
+    assert found["mxfp8"]["loss"] != found["mxfp8, fed back"]["loss"]
 
 
 def test_an_extra_installs_what_inference_is_measured_beside(repository: Path) -> None:

@@ -1,7 +1,7 @@
 """Train recipes on several ranks with gradients in few bits; or print a model of the time that an exchange takes.
 
-    python bench/compression.py [--json bench/results/compression.json] [--steps 60]
-    python bench/compression.py --model [--parameters 1e9] [--latency 5e-6] [--casts 1e10]
+    python bench/exchange.py [--json bench/results/exchange.json] [--steps 60]
+    python bench/exchange.py --model [--parameters 1e9] [--latency 5e-6] [--casts 1e10]
 
 The first trains the GPT and ResNet-20 recipes on 2 and on 4 ranks, over gloo, under DistributedDataParallel: the same
 batches for every way and every number of ranks, each rank a share of them, at a fifth of the recipe's learning rate.
@@ -75,12 +75,12 @@ def trained(name: str, way: str, steps: int) -> dict[str, float]:
     return {"loss": last.item() / ranks, "sent": bytes_sent, "share": share}
 
 
-def work(rank: int, ranks: int, folder: str, steps: int) -> None:
-    """Act as one of the ranks: train every recipe in every way."""
+def work(rank: int, ranks: int, folder: str, steps: int, names: tuple[str, ...] = NAMES) -> None:
+    """Act as one of the ranks: train the recipes in every way."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store {ranks}", ranks)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = {name: {way: trained(name, way, steps) for way in WAYS} for name in NAMES}
+    found = {name: {way: trained(name, way, steps) for way in WAYS} for name in names}
     torch.distributed.destroy_process_group()
     if rank == 0:
         Path(folder, f"{ranks}.json").write_text(json.dumps(found))
@@ -143,7 +143,7 @@ def main() -> None:
             for way, row in ways.items():
                 print(f"{name:10} {ranks} ranks {way:16} loss {row['loss']:.4f}  share {row['share']:.3f}")
     if given.json is not None:
-        document = {**results.header("bench-compression"), "steps": given.steps, "batch": BATCH, "results": found}
+        document = {**results.header("bench-exchange"), "steps": given.steps, "batch": BATCH, "results": found}
         results.write(given.json, document)
 
 
