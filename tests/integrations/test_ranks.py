@@ -165,16 +165,22 @@ def fabric_ddp(folder: Path, names: list[str]) -> Any:
 
 
 # -- Accelerate and the Trainer of transformers -----------------------------------------------------------------------
-def accelerated(precision: str, folder: Path, resume: bool = False) -> Any:
+def accelerated(precision: str, folder: Path, resume: bool = False, is_sharded: bool = False) -> Any:
+    from accelerate import Accelerator, DistributedType, PartialState
     from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils import DataLoaderConfiguration
+    from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
-    from lowp.integrations.accelerate import LowpAccelerator
+    from lowp.integrations.accelerate import lend
 
     AcceleratorState._reset_state()
     GradientState._reset_state()
     seeded = DataLoaderConfiguration(use_seedable_sampler=True)  # or Accelerate does not resume the order of batches
-    rank, accelerator = torch.distributed.get_rank(), LowpAccelerator(precision, cpu=True, dataloader_config=seeded)
+    rank, accelerator = torch.distributed.get_rank(), Accelerator(cpu=True, dataloader_config=seeded)
+    if is_sharded:  # Accelerate shards on accelerators alone: its state decides that by the kind of device
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+        PartialState().distributed_type = DistributedType.FSDP
+    lend(accelerator, precision)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=4, shuffle=True))
@@ -188,23 +194,29 @@ def accelerated(precision: str, folder: Path, resume: bool = False) -> Any:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
             losses.append(loss.item())
-            is_last = number == 3 and epoch == 1
-            accelerator.backward(loss * (math.inf if is_last and rank == 1 else 1.0))
+            is_skipped = number == 1 and epoch == 0  # so that the scale that is saved is not the first
+            accelerator.backward(loss * (math.inf if is_skipped and rank == 1 else 1.0))
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         if epoch == 0:
             accelerator.save_state(str(folder))
             accelerator.wait_for_everyone()  # the first rank writes what all of them read
+    PartialState().distributed_type = DistributedType.MULTI_CPU
     used = accelerator.lowp
     return losses, numbers(accelerator.unwrap_model(model)), used.scale, used.skipped_steps
 
 
-def accelerate_ddp(folder: Path, names: list[str]) -> Any:
+def accelerate_ddp(folder: Path, names: list[str], is_sharded: bool = False) -> Any:
     found = {}
     for name in names:
-        whole = accelerated(name, folder / f"accelerate {name}")
-        found[name] = whole, accelerated(name, folder / f"accelerate {name}", resume=True)
+        path = folder / f"accelerate {name} {is_sharded}"
+        whole = accelerated(name, path, is_sharded=is_sharded)
+        found[name] = whole, accelerated(name, path, resume=True, is_sharded=is_sharded)
     return found
+
+
+def accelerate_fsdp2(folder: Path, names: list[str]) -> Any:
+    return accelerate_ddp(folder, names, is_sharded=True)
 
 
 def trainer_ddp(folder: Path, names: list[str]) -> Any:
@@ -243,7 +255,7 @@ SAMPLE: Jobs = {lightning_ddp: ["fp16"], lightning_fsdp2: ["bf16-storage"], acce
 SHARDED = ["bf16", "fp16", "fp16-storage", "bf16-storage"]
 WHOLE = [*SHARDED, "flex16+5"]
 ALL: Jobs = {lightning_ddp: WHOLE, fabric_ddp: WHOLE, lightning_fsdp2: SHARDED, accelerate_ddp: WHOLE}
-ALL |= {trainer_ddp: ["fp16", "flex16+5"]}
+ALL |= {accelerate_fsdp2: ["bf16", "fp16"], trainer_ddp: ["fp16", "flex16+5"]}
 
 
 def results(jobs: Jobs, folder: Path) -> dict[str, list[Any]]:
@@ -257,7 +269,7 @@ def results(jobs: Jobs, folder: Path) -> dict[str, list[Any]]:
 
 
 def check(first: Any, second: Any) -> None:
-    """Compare two ranks: whole runs, of which the last step overflows on one rank, and runs that were resumed."""
+    """Compare two ranks: whole runs, of which a step overflows on one rank, and runs that were resumed."""
     for name, (whole, later) in first.items():
         others = second[name]
         assert all(map(torch.equal, whole[1], others[0][1])), name
@@ -266,7 +278,7 @@ def check(first: Any, second: Any) -> None:
         assert whole[3] == 1
         for one, other in ((whole, later), others):
             assert one[0][-len(other[0]) :] == other[0] and len(one[0]) == 2 * len(other[0]), name
-            assert all(map(torch.equal, one[1], other[1])), name
+            assert all(map(torch.equal, one[1], other[1])) and one[2:] == other[2:], name
 
 
 def test_ranks_agree_skip_together_and_resume_with_the_same_bits(tmp_path: Path) -> None:

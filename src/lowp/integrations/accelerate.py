@@ -76,6 +76,16 @@ class LowpAccelerator(Accelerator):  # type: ignore[misc]
         with lowp.autocast("fp32") if is_off else self.lowp.autocast():
             yield
 
+    def save_state(self, *args: Any, **options: Any) -> Any:
+        """Save the state, as Accelerator.save_state does."""
+        with self.scaler.uncounted():
+            return super().save_state(*args, **options)
+
+    def load_state(self, *args: Any, **options: Any) -> None:
+        """Load a state, as Accelerator.load_state does."""
+        with self.scaler.uncounted():
+            super().load_state(*args, **options)
+
     def _serve(self, model: nn.Module) -> None:
         """Let a model compute in the precision and return fp32, before it is wrapped; once."""
         if "_original_forward" in vars(model) or getattr(model, "_is_accelerate_prepared", False):
@@ -119,9 +129,20 @@ class _Scaler:
     """A precision in the place of Accelerate's GradScaler, which Accelerate steps, saves and loads."""
 
     def __init__(self, accelerator: Accelerator, turns: Turns) -> None:
-        self.turns, self._accelerator = turns, accelerator
+        self.turns, self._accelerator, self._counts = turns, accelerator, True
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Let optimizers step by themselves, as those of FSDP2 do, on zeros, to have a state to save or to fill."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
+        if not self._counts:
+            return optimizer.step(closure)
         return self.turns.step(optimizer, self._accelerator._optimizers, closure)
 
     def update(self) -> None:
