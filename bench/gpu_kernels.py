@@ -15,8 +15,8 @@ from lowp.errors import LowpError
 from lowp.exponents.table import ExponentTable
 from lowp.formats import FORMATS, FloatFormat
 from lowp.kernels.choose.dispatch import forced
-from lowp.kernels.int16 import device_mantissas
-from lowp.kernels.int16.entries import write_there
+from lowp.kernels.int16 import mantissas
+from lowp.kernels.int16.entries import write_unread
 from lowp.kernels.steps import updates
 from lowp.step import gradients
 
@@ -136,9 +136,9 @@ CANDIDATES: dict[str, Candidate] = {
     "decode e4m3fn": Candidate(lambda b: lowp.decode(b.codes, "e4m3fn"), 5),
     "statistics": Candidate(lambda b: lowp.statistics(b.x), 4),
     # what an exponent of its own costs: the numbers are read for the exponent, and again
-    "int16": Candidate(lambda b: device_mantissas.rounded(b.x, FLEX), 4 + 4 + 2),
-    "int16, looked at": Candidate(lambda b: device_mantissas.exact(b.x, FLEX), 4 + 4),
-    "int16, written": Candidate(lambda b: write_there(b.x, FLEX, b.exponents, 0).values, 8),
+    "int16": Candidate(lambda b: mantissas.current_mantissas(b.x, FLEX), 4 + 4 + 2),
+    "int16, looked at": Candidate(lambda b: mantissas.exact(b.x, FLEX), 4 + 4),
+    "int16, written": Candidate(lambda b: write_unread(b.x, FLEX, b.exponents, 0).values, 8),
     "check of gradients": Candidate(lambda b: check_of_gradients(b, False), 8),
     "check of gradients with exponents": Candidate(lambda b: check_of_gradients(b, True), 8),
     "mxfp8": Candidate(lambda b: lowp.quantize(b.x, "mxfp8"), 8),

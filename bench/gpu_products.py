@@ -13,7 +13,7 @@ from torch import Tensor
 from lowp.benchmarking.contenders import tf32_allowed
 from lowp.casts import parse
 from lowp.kernels.choose.dispatch import forced
-from lowp.kernels.int16 import device_integers, device_mantissas, integer
+from lowp.kernels.int16 import integer
 from lowp.kernels.int16.mantissas import Mantissas, current_mantissas
 from lowp.kernels.products.fp8_products import Fp8Matrix, encoded, multiplied, multiplies_fp8
 
@@ -57,7 +57,7 @@ def _torchs(dtype: torch.dtype) -> Callable[[Operands], Tensor]:
 
 
 def _int16(one: Tensor) -> Mantissas:
-    return device_mantissas.rounded(one, FLEX)
+    return current_mantissas(one, FLEX)
 
 
 def _whole(dtype: torch.dtype | None, converts: bool) -> Callable[[Operands], Tensor]:
@@ -65,7 +65,7 @@ def _whole(dtype: torch.dtype | None, converts: bool) -> Callable[[Operands], Te
 
     def call(given: Operands) -> Tensor:
         x, w = (_int16(given.x), _int16(given.w)) if converts else given.pair("int16", _int16)
-        return device_integers.matmul(x.payload, w.payload.t(), x.exponent + w.exponent, dtype)
+        return integer.matmul(x.payload, w.payload.t(), x.exponent + w.exponent, dtype)
 
     return call
 
@@ -140,16 +140,15 @@ def _there(y: Tensor) -> Tensor:
     if forced() == "reference":  # sums in int64
         return integer.matmul_exact(left, right, exponent=-20, dtype=torch.float32).values
     exponent = torch.full((), -20, dtype=torch.int32, device=y.device)
-    return device_integers.matmul(left, right, exponent, torch.float32)
+    return integer.matmul(left, right, exponent, torch.float32)
 
 
 def _converted(y: Tensor) -> Tensor:
     """Return mantissas and exponent of numbers with all patterns of 16 bits, of which 2**-24 to 2**0 is kept."""
     mantissa, exponent = torch.frexp(torch.where(y.isfinite(), y, 0.0))
     numbers = torch.ldexp(mantissa, exponent % 24 - 24)
-    known = current_mantissas(numbers, FLEX) if forced() == "reference" else None
-    found = device_mantissas.rounded(numbers, FLEX) if known is None else known
-    return torch.cat((found.payload.reshape(-1).int(), torch.as_tensor(found.exponent).reshape(1).int()))
+    found = current_mantissas(numbers, FLEX)
+    return torch.cat((found.payload.reshape(-1).int(), found.exponent.reshape(1)))
 
 
 def _fp8_of_integers(y: Tensor) -> Tensor:

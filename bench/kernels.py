@@ -26,6 +26,7 @@ import lowp
 from lowp.casts import parse
 from lowp.kernels import cpu
 from lowp.kernels.int16 import cpu_int16
+from lowp.kernels.int16.mantissas import as_exponent
 from lowp.recipes.results import header
 
 NEAREST = ("fp16", "bf16", "bf16-tpu", "e4m3fn", "e4m3fn:saturate", "e5m2", "e4m3fnuz", "e8m0", "e3m2", "e2m1", "tf32")
@@ -50,7 +51,7 @@ def ours(x: Tensor, out: Tensor) -> Candidates:
     candidates["lowp fp16 in place"] = lambda: lowp.quantize(own, "fp16", out=own)
     candidates["lowp encode e4m3fn"] = lambda: cpu.encode(x, fp8, 0, codes)
     candidates["lowp decode e4m3fn"] = lambda: cpu.decode(codes, fp8.element, out)
-    candidates["lowp int16 and maximum"] = lambda: cpu_int16.to_int16(x, dfp16, -12, payload)
+    candidates["lowp int16 and maximum"] = lambda: cpu_int16.to_int16(x, dfp16, as_exponent(-12), payload)
     candidates["lowp statistics"] = lambda: lowp.statistics(x)
     return candidates
 

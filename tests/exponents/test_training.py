@@ -14,7 +14,7 @@ from lowp import checkpoint
 from lowp.casts import parse
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
-from lowp.kernels.int16.mantissas import current_exponent, to_mantissas, values
+from lowp.kernels.int16.mantissas import NOT_FINITE, own_exponent, to_mantissas, values
 from lowp.optim import FlexWeights
 from lowp.optim.flex import SQUARES
 from lowp.precision import Precision
@@ -25,8 +25,8 @@ FLEX = parse("flex16+5")
 
 
 def is_flex(x: Tensor) -> bool:
-    exponent = current_exponent(x, FLEX)
-    assert exponent is not None
+    exponent = own_exponent(x, FLEX)
+    assert exponent != NOT_FINITE
     return torch.equal(values(to_mantissas(x, FLEX, exponent).payload, exponent), x.detach())
 
 

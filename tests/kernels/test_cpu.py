@@ -30,6 +30,7 @@ from lowp.kernels import cpu
 from lowp.kernels.casts import checks, cpu_groups
 from lowp.kernels.cpu import abi
 from lowp.kernels.int16 import cpu_int16, integer
+from lowp.kernels.int16.mantissas import as_exponent
 from lowp.kernels.numbers import bitwise, reference
 
 SEED = 0x0123_4567_89AB_CDEF
@@ -168,7 +169,7 @@ def test_empty_tensors_are_left_alone() -> None:
     empty = torch.empty(0)
     assert quantized(empty, parse("fp16")).shape == (0,)
     assert cpu.statistics(empty)[1:] == (0.0, 0.0, 0, 0, 0)
-    seen = cpu_int16.to_int16(empty, Cast(IntFormat("int16", 16)), 0, empty.to(torch.int16))
+    seen = cpu_int16.to_int16(empty, Cast(IntFormat("int16", 16)), as_exponent(0), empty.to(torch.int16))
     assert seen == cpu_int16.Seen(0, False, False, 0, 0, 0)
 
 
@@ -391,7 +392,7 @@ def test_int16_mantissas_are_the_rounded_saturated_multiples(dtype: torch.dtype)
                 for name in SETS:
                     cpu.select(name)
                     out = torch.empty(x.shape, dtype=torch.int16)
-                    seen = cpu_int16.to_int16(x, cast, exponent, out, seed=SEED)
+                    seen = cpu_int16.to_int16(x, cast, as_exponent(exponent), out, seed=SEED)
                     assert torch.equal(out, wanted), (exponent, rounding)
                     largest = int(wanted[x.isfinite()].to(torch.int32).abs().max())  # infinities stay outside
                     assert seen == cpu_int16.Seen(largest, not x.isfinite().all(), False, int(far.sum()), 0, x.numel())
@@ -677,4 +678,4 @@ def test_no_function_of_the_library_is_reached_with_a_tensor_without_memory(kind
 def test_no_number_stands_for_memory() -> None:
     x = torch.ones(8)
     with pytest.raises(TypeError, match="a number for the memory at 0"):
-        cpu.loaded().lowp_grid(x.data_ptr(), 8, 0, 1, array("q", (0, 0)))
+        cpu.loaded().lowp_sum_int16(x.data_ptr(), 1, 8, 1, array("q", (0,) * 8), 1)

@@ -77,7 +77,7 @@ def products() -> object:
 
 def under_exponents() -> object:
     cast = parse("dfp16")
-    written, values = mantissas.mantissas_and_values(X, cast, -13)
+    written, values, _ = mantissas.mantissas_and_values(X, cast, -13)
     current = mantissas.current_mantissas(X, cast)
     assert current is not None
     return [
@@ -85,10 +85,10 @@ def under_exponents() -> object:
         mantissas.values(written.payload, -13),
         mantissas.sums(written.payload, 0),
         mantissas.values(written.payload.t()[::2], -13),
-        mantissas.exact_mantissas(values, cast, -13),
-        mantissas.current_exponent(X, cast),
+        mantissas.exact_mantissas(values, cast, mantissas.as_exponent(-13)),
+        mantissas.own_exponent(X, cast),
         current.payload,
-        mantissas.exact_exponent(X, cast),
+        mantissas.exact(X, cast),
         written.payload,
         values,
     ]
@@ -137,20 +137,21 @@ def table_written() -> object:
 def library_functions() -> object:
     out, before = torch.zeros_like(X), torch.zeros_like(X)
     weight, old = X.clone(), torch.zeros_like(X, dtype=torch.int16)
+    exponent, zero = mantissas.as_exponent(-13), mantissas.as_exponent(0)
     return [
         cpu.statistics(X),
         cpu.random_words(3, 5, 7),
         cpu.random_block(3, (1, 2, 3, 4)),
-        cpu_int16.to_int16(X, parse("dfp16"), -13, old),
-        cpu.grid(X, lowest=True),
-        cpu_int16.exact_int16(X.round(), 0, old),
-        cpu_int16.is_int16(X, old, 0, cpu_int16.Rows(1, X.numel(), X.numel())),
-        cpu_int16.rounds_to_int16(X, old, -13, cpu_int16.Rows(1, X.numel(), X.numel()), True),
-        cpu_int16.are_int16([(X, old, 0, cpu_int16.Rows(1, X.numel(), X.numel()))]),
+        cpu_int16.to_int16(X, parse("dfp16"), exponent, old),
+        cpu_int16.is_exact_int16(X, parse("dfp16")),
+        cpu_int16.exact_int16(X.round(), zero, old),
+        cpu_int16.is_int16(X, old, zero, cpu_int16.Rows(1, X.numel(), X.numel())),
+        cpu_int16.rounds_to_int16(X, old, exponent, cpu_int16.Rows(1, X.numel(), X.numel()), True),
+        cpu_int16.are_int16([(X, old, zero, cpu_int16.Rows(1, X.numel(), X.numel()))]),
         layers(),
         stored_weights(),
         table_written(),
-        cpu_int16.relu(X.round(), X.round().to(torch.int16), 0),
+        cpu_int16.relu(X.round(), X.round().to(torch.int16), zero),
         masks.passed(X, masks.nonzero(X)),
         masks.passed_where_positive(X, X.round().to(torch.int16)),
         byte_rows.own_range(X, 127),

@@ -16,7 +16,7 @@ from lowp.errors import InvalidInput
 from lowp.exponents.table import ExponentTable
 from lowp.kernels import cpu
 from lowp.kernels.int16 import entries, low_words
-from lowp.kernels.int16.mantissas import current_exponent, to_mantissas, values
+from lowp.kernels.int16.mantissas import NOT_FINITE, NOTHING, as_exponent, own_exponent, to_mantissas, values
 from lowp.policy import Policy, Rule
 from lowp.precision import Precision
 
@@ -31,9 +31,9 @@ def gradient(classes: int, examples: int = 16) -> Tensor:
     return scores.grad
 
 
-def exponent_of(x: Tensor) -> int:
-    exponent = current_exponent(x, DFP)
-    assert exponent is not None
+def exponent_of(x: Tensor) -> Tensor:
+    exponent = own_exponent(x, DFP)
+    assert exponent != NOT_FINITE
     return exponent
 
 
@@ -45,7 +45,7 @@ def test_two_words_hold_what_one_loses() -> None:
     both = one + values(low.payload, low.exponent)
     assert (one == 0).float().mean() > 0.5  # most classes are lost in one word
     assert ((both - x).abs() <= 2.0 ** (low.exponent - 1)).all() and ((both - x).abs() / x.abs()).median() < 1e-3
-    assert torch.equal(both, one + low_words.low_value(x, one, high.exponent, DFP))
+    assert torch.equal(both, one + low_words.low_value(x, one, high.exponent))
     assert torch.equal(both, low_words.with_low_word(x, one, DFP))
     assert int(low.payload.abs().max()) <= 2 ** (low_words.LOW_BITS - 1)
 
@@ -69,7 +69,10 @@ def test_a_second_word_is_taken_by_many_features_that_are_lost_and_by_nothing_el
     assert not low_words.is_coarse(plain, exponent_of(plain))
     silent = plain * (torch.arange(20_000) % 3 == 0)  # features of zeros have nothing to lose
     assert not low_words.is_coarse(silent, exponent_of(plain))
-    assert not low_words.is_coarse(torch.zeros(4, 5000), 0) and not low_words.is_coarse(torch.zeros(0, 5000), 0)
+    assert not low_words.is_coarse(torch.zeros(4, 5000), as_exponent(0))
+    assert not low_words.is_coarse(torch.zeros(0, 5000), as_exponent(0))
+    few = gradient(16)
+    assert low_words.low_word(few, to_mantissas(few, DFP, exponent_of(few)), DFP).exponent == NOTHING
 
 
 def test_the_number_of_words_is_part_of_a_cast() -> None:

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lowp
-from lowp.casts import parse
+from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
 from lowp.exponents.table import ExponentTable
 from lowp.kernels import cpu, use
 from lowp.kernels.int16 import cpu_int16, entries, low_words, mantissas
 from lowp.kernels.int16.entries import record_of
 from lowp.kernels.int16.mantissas import (
-    current_exponent,
+    as_exponent,
     current_mantissas,
-    exact_exponent,
     exact_mantissas,
     mantissas_and_values,
+    own_exponent,
     sums,
     to_mantissas,
     values,
@@ -61,9 +61,15 @@ def defined(x: Tensor, exponent: int) -> tuple[Tensor, int]:
     return bounded.to(torch.int16), int((bounded != scaled).sum())
 
 
+def exact_exponent(x: Tensor, cast: Cast) -> int | None:
+    """Return the exponent of x's maximum if x is in the format under it."""
+    is_exact, exponent = mantissas.exact(x, cast)
+    return int(exponent) if is_exact else None
+
+
 _READERS = {
     "current_mantissas": lambda x: current_mantissas(x, FLEX),
-    "exact_mantissas": lambda x: exact_mantissas(x, FLEX, -14),
+    "exact_mantissas": lambda x: exact_mantissas(x, FLEX, as_exponent(-14)),
     "to_mantissas": lambda x: to_mantissas(x, FLEX, -14),
     "mantissas_and_values": lambda x: mantissas_and_values(x, FLEX, -14),
     "sums": lambda x: sums(x.view(torch.int16), 0),
@@ -74,11 +80,11 @@ _READERS = {
 def test_tensors_that_begin_at_any_byte_have_the_mantissas_of_aligned_ones() -> None:
     # a processor of today reads them all the same: `make sanitize` fails where the library reads them as aligned
     x, other, bias = drawn(70, 40), drawn(30, 40, seed=1), drawn(30, seed=2)
-    exponent, mantissas = current_exponent(x, FLEX), to_mantissas(x, FLEX, -12)
+    exponent, words = own_exponent(x, FLEX), to_mantissas(x, FLEX, -12)
     shifted = at_any_byte(x)
-    assert current_exponent(shifted, FLEX) == exponent
-    assert exact_exponent(at_any_byte(mantissas.values), FLEX) == exact_exponent(mantissas.values, FLEX)
-    assert torch.equal(to_mantissas(shifted, FLEX, -12).payload, mantissas.payload)
+    assert own_exponent(shifted, FLEX) == exponent
+    assert exact_exponent(at_any_byte(words.values), FLEX) == exact_exponent(words.values, FLEX)
+    assert torch.equal(to_mantissas(shifted, FLEX, -12).payload, words.payload)
     with lowp.autocast("dfp16"):
         assert torch.equal(F.linear(shifted, at_any_byte(other), at_any_byte(bias)), F.linear(x, other, bias))
 
@@ -97,10 +103,10 @@ def test_a_tensor_without_memory_is_refused_and_not_read(name: str) -> None:
 @pytest.mark.parametrize("count", [0, 1, 1023, 1024, 5000, 200_000])
 def test_mantissas_and_values_come_from_one_pass(dtype: torch.dtype, count: int) -> None:
     x = drawn(count).to(dtype)
-    found, result = mantissas_and_values(x, FLEX, -14)
+    found, result, seen = mantissas_and_values(x, FLEX, -14)
     payload, cut = defined(x, -14)
-    assert torch.equal(found.payload, payload) and found.seen is not None
-    assert found.seen[:5] == (int(payload.int().abs().max()) if count else 0, False, False, cut, 0)
+    assert torch.equal(found.payload, payload)
+    assert seen[:5] == (int(payload.int().abs().max()) if count else 0, False, False, cut, 0)
     assert torch.equal(result, payload.float() * 2.0**-14) and torch.equal(values(payload, -14), result)
 
 
@@ -108,17 +114,17 @@ def test_mantissas_and_values_come_from_one_pass(dtype: torch.dtype, count: int)
 def test_what_is_not_finite_has_no_value_and_is_counted() -> None:
     x = drawn(3000)
     x[[5, 1500, 2999]] = torch.tensor([math.inf, math.nan, -math.inf])
-    found, result = mantissas_and_values(x, FLEX, -14)
-    assert found.seen is not None and found.seen.nonfinite
+    _, result, seen = mantissas_and_values(x, FLEX, -14)
+    assert seen.nonfinite
     assert torch.equal(result[~x.isfinite()].nan_to_num(7.0), x[~x.isfinite()].nan_to_num(7.0))
     row = written(x, -14)
-    assert torch.equal(row, record_of(found.seen, has_nan=True)) and torch.equal(x.nan_to_num(), result.nan_to_num())
+    assert torch.equal(row, record_of(seen, has_nan=True)) and torch.equal(x.nan_to_num(), result.nan_to_num())
 
 
 @needs_library
 def test_in_place_is_the_same_and_counts_as_a_change() -> None:
     x = drawn(5, 700)
-    _, result = mantissas_and_values(x, FLEX, -12)
+    _, result, _ = mantissas_and_values(x, FLEX, -12)
     version = x._version
     written(x, -12)
     assert torch.equal(x, result) and x._version > version
@@ -131,12 +137,12 @@ def test_dense_heads_are_written_as_they_lie(with_library: bool, monkeypatch: py
     x = drawn(3, 50, 4, 16)
     x[0, 1, 2, 3], x[2, 49, 3, 15] = 9.0, math.inf
     heads = x.transpose(1, 2)
-    expected, result = mantissas_and_values(heads.contiguous(), FLEX, -14)
-    found, mine = mantissas_and_values(heads, FLEX, -14)
+    expected, result, expected_seen = mantissas_and_values(heads.contiguous(), FLEX, -14)
+    found, mine, seen = mantissas_and_values(heads, FLEX, -14)
     assert mine.stride() == found.payload.stride() == heads.stride() and mine._base is None
-    assert torch.equal(mine, result) and torch.equal(found.payload, expected.payload) and found.seen == expected.seen
-    assert found.seen is not None and found.seen.overflowed > 1 and found.seen.nonfinite
-    _, overwritten = mantissas_and_values(heads, FLEX, -14, in_place=True)
+    assert torch.equal(mine, result) and torch.equal(found.payload, expected.payload) and seen == expected_seen
+    assert seen.overflowed > 1 and seen.nonfinite
+    _, overwritten, _ = mantissas_and_values(heads, FLEX, -14, in_place=True)
     assert torch.equal(overwritten, result) and overwritten.stride() == heads.stride()
 
 
@@ -153,10 +159,10 @@ def test_other_layouts_are_written_contiguously(layout: str) -> None:
         x = torch.complex(drawn(3, 4, 6, 16), x.transpose(1, 2)).conj().imag.transpose(1, 2)
     else:
         x, cast = x.transpose(1, 2), parse("flex16+5:stochastic")
-    expected, result = mantissas_and_values(x.contiguous().resolve_neg(), cast, -14)
-    found, mine = mantissas_and_values(x, cast, -14)
+    expected, result, expected_seen = mantissas_and_values(x.contiguous().resolve_neg(), cast, -14)
+    found, mine, seen = mantissas_and_values(x, cast, -14)
     assert not x.is_contiguous() and mine.is_contiguous() and found.payload.is_contiguous()
-    assert torch.equal(mine, result) and torch.equal(found.payload, expected.payload) and found.seen == expected.seen
+    assert torch.equal(mine, result) and torch.equal(found.payload, expected.payload) and seen == expected_seen
 
 
 def test_values_reach_beyond_the_range_of_their_unit() -> None:
@@ -170,7 +176,7 @@ def test_values_reach_beyond_the_range_of_their_unit() -> None:
 def test_a_tensor_in_the_format_is_recognised_and_one_bit_more_is_not(unit: int) -> None:
     x = torch.ldexp(torch.randint(-32767, 32768, (3000,)).float(), torch.tensor(unit))
     x[0] = math.ldexp(32767, unit)
-    assert exact_exponent(x, FLEX) == current_exponent(x, FLEX) == unit
+    assert exact_exponent(x, FLEX) == own_exponent(x, FLEX) == unit
     assert exact_exponent(x.double(), FLEX) == unit and exact_exponent(x.view(50, 60).t(), FLEX) == unit
     x[2999] = math.ldexp(0.5, unit)
     assert exact_exponent(x, FLEX) is None and exact_exponent(x.double(), FLEX) is None
@@ -196,13 +202,13 @@ def test_what_no_int16_holds_is_not_in_the_format() -> None:
 @needs_library
 def test_exact_mantissas_try_a_hint_first() -> None:
     x = torch.ldexp(torch.randint(-900, 900, (100, 7)).float(), torch.tensor(-10))
-    hinted, corrected = exact_mantissas(x, FLEX, -10), exact_mantissas(x, FLEX, -5)
+    hinted, corrected = (exact_mantissas(x, FLEX, as_exponent(one)) for one in (-10, -5))
     assert hinted is not None and corrected is not None
     assert hinted.exponent == -10 and corrected.exponent == exact_exponent(x, FLEX)
     for found in (hinted, corrected):
-        assert torch.equal(found.values, x) and found.seen is not None
-        assert found.seen.mantissa == found.payload.abs().max()
-    assert exact_mantissas(x + 2.0**-20, FLEX, -10) is None and exact_mantissas(x.t(), FLEX, -10) is None
+        assert torch.equal(found.values, x)
+    assert exact_mantissas(x + 2.0**-20, FLEX, as_exponent(-10)) is None
+    assert exact_mantissas(torch.tensor([-32768.0, 2.0]), parse("dfp16"), as_exponent(0)).exponent == 1  # symmetric
 
 
 @needs_library
@@ -217,14 +223,14 @@ def test_a_step_writes_the_update_and_then_the_weight(instructions: str | None) 
     assert all(map(torch.equal, steps.before, (before, before[:1])))
     moved += drawn(3, 1000, seed=1, scale=0.01)
     moved[1, 3] = math.nan
-    update, update_values = mantissas_and_values(moved.double() - before.double(), FLEX, -21)
-    weight, expected = mantissas_and_values(before.double() + update_values.double(), FLEX, -14)
+    _, update_values, update = mantissas_and_values(moved.double() - before.double(), FLEX, -21)
+    _, expected, weight = mantissas_and_values(before.double() + update_values.double(), FLEX, -14)
     version = moved._version
     assert steps.write(table.block, FLEX) == [0, 1, 2, 3]
     assert torch.equal(other, before[:1]) and table.seen[2, 0] == 0 and moved._version > version
     assert torch.equal(moved.nan_to_num(), expected.nan_to_num()) and moved[1, 3].isnan()
-    assert update.seen is not None and weight.seen is not None and update.seen.overflowed > 0
-    for row, seen in zip(table.seen, (update.seen, weight.seen), strict=False):
+    assert update.overflowed > 0
+    for row, seen in zip(table.seen, (update, weight), strict=False):
         assert torch.equal(row, record_of(seen))
 
 
@@ -249,14 +255,14 @@ def test_two_words_in_place_are_the_first_and_what_it_leaves_in_a_second(
     x = drawn(3, 1000, scale=math.ldexp(0.3, exponent + 16))  # some are cut off
     x[0, :500] = torch.ldexp(x[0, :500], torch.arange(500) // -12)  # down to what both words lose
     x[1, 3] = math.inf
-    high, first = mantissas_and_values(x, FLEX, exponent)
-    low = low_words.low_value(x, first, exponent, FLEX)
+    _, first, seen = mantissas_and_values(x, FLEX, exponent)
+    low = low_words.low_value(x, first, as_exponent(exponent), None)
     version = x._version
     cpu.select(instructions)
     row = written(x, exponent, entries.TWO_WORDS)
     assert torch.equal(x.nan_to_num(), (low + first).nan_to_num())
-    assert high.seen is not None and high.seen.overflowed > 0 and x[1, 3].isnan() and x._version > version
-    assert torch.equal(row, record_of(high.seen, has_nan=True))
+    assert seen.overflowed > 0 and x[1, 3].isnan() and x._version > version
+    assert torch.equal(row, record_of(seen, has_nan=True))
 
 
 @needs_library
@@ -267,11 +273,10 @@ def test_several_tensors_are_looked_at_and_written_as_each_alone() -> None:
     changed, table = [x.clone() for x in tensors], table_of(exponents)
     given = [(x, place, entries.VALUES) for place, x in enumerate(changed)]
     entries.write_in_place(table.block, FLEX, given)
-    for one, (expected, of_one), row in zip(changed, values_of, table.seen, strict=True):
-        assert expected.seen is not None
-        assert torch.equal(one, of_one) and torch.equal(row, record_of(expected.seen)) and one._version > 0
+    for one, (_, of_one, seen), row in zip(changed, values_of, table.seen, strict=True):
+        assert torch.equal(one, of_one) and torch.equal(row, record_of(seen)) and one._version > 0
     rows = [cpu_int16.Rows(1, x.numel(), x.numel()) for x in changed]
-    whole = [(x, one.payload, one.exponent, lie) for x, (one, _), lie in zip(changed, values_of, rows, strict=True)]
+    whole = [(x, one.payload, one.exponent, lie) for x, (one, *_), lie in zip(changed, values_of, rows, strict=True)]
     assert cpu_int16.are_int16(whole) == [True] * 3
     changed[1].numpy()[0] += 1  # unseen by torch
     assert cpu_int16.are_int16(whole) == [True, False, True]
@@ -349,14 +354,14 @@ def test_blocks_in_which_nothing_saturates_and_others_are_written_alike(instruct
                 units = drawn(2100, scale=0.1 * min(largest, 1e4)).clamp(-largest, largest)
                 units[[1030, 2090]] = torch.tensor([sign * largest, -0.0])
                 x = torch.ldexp(units, torch.tensor(exponent))
-                found, result = mantissas_and_values(x, FLEX, exponent)
+                found, result, seen = mantissas_and_values(x, FLEX, exponent)
                 x = x.where(x.isfinite(), 0.0)
                 payload, cut = defined(x, exponent)
                 assert torch.equal(found.payload, payload) or math.isinf(largest)
-                assert found.seen is not None and found.seen.overflowed == cut
+                assert seen.overflowed == cut
                 finite = payload[x != 0].int().abs() if math.isinf(largest) else payload.int().abs()
-                assert found.seen.mantissa == int(finite.max())
-                assert found.seen.vanished == (int(finite.max()) == 0 and bool(x.any()) and not math.isinf(largest))
+                assert seen.mantissa == int(finite.max())
+                assert seen.vanished == (int(finite.max()) == 0 and bool(x.any()) and not math.isinf(largest))
                 assert torch.equal(to_mantissas(x, FLEX, exponent).payload, payload)
                 if not math.isinf(largest):
                     assert torch.equal(result, torch.ldexp(payload.double(), torch.tensor(exponent)).float())

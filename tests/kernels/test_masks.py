@@ -12,6 +12,7 @@ from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.kernels import cpu, use
 from lowp.kernels.int16 import masks, payloads
+from lowp.kernels.int16.mantissas import as_exponent
 from lowp.kernels.int16.masks import nonzero, packed, passed, passed_where_positive, unpacked
 
 FLEX = parse("flex16+5")
@@ -96,7 +97,7 @@ def test_images_pass_as_they_lie_and_what_lies_otherwise_by_torch() -> None:
 def test_relu_of_mantissas_is_relu_of_their_values(count: int) -> None:
     payload = torch.randint(-32768, 32768, (count,), generator=torch.Generator().manual_seed(3)).to(torch.int16)
     x = payload.float() * 2.0**-20
-    payloads.keep(x, FLEX.format, -20, payload)
+    payloads.keep(x, FLEX.format, as_exponent(-20), payload)
     found = payloads.relu(x, FLEX)
     assert found is not None and found[1] is not None
     assert found[0].exponent == -20 and torch.equal(found[0].payload, payload.clamp(min=0))
@@ -108,7 +109,7 @@ def test_relu_of_mantissas_is_relu_of_their_values(count: int) -> None:
 def test_relu_sees_every_element_that_was_written_unseen(place: int) -> None:
     payload = torch.randint(-1000, 1000, (200_000,), generator=torch.Generator().manual_seed(3)).to(torch.int16)
     x = payload.float()
-    payloads.keep(x, FLEX.format, 0, payload)
+    payloads.keep(x, FLEX.format, as_exponent(0), payload)
     x.numpy()[place] = 1234.0
     found = payloads.relu(x, FLEX)
     assert found is not None and torch.equal(found[0].values, torch.relu(x))

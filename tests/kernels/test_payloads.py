@@ -14,6 +14,7 @@ import lowp
 from lowp.casts import parse
 from lowp.kernels import cpu, use
 from lowp.kernels.int16 import payloads
+from lowp.kernels.int16.mantissas import as_exponent
 
 FLEX, DFP = parse("flex16+5"), parse("dfp16")
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="without the library each reader rounds for itself")
@@ -87,7 +88,7 @@ def test_every_single_element_is_compared() -> None:
 def test_units_beyond_those_of_fp32_are_told_apart(exponent: int) -> None:
     cast = parse("dfp16")
     x = torch.full((1000,), 2.0**exponent)
-    payloads.keep(x, cast.format, 100, torch.zeros(1000, dtype=torch.int16))
+    payloads.keep(x, cast.format, as_exponent(100), torch.zeros(1000, dtype=torch.int16))
     found = payloads.exact(x, cast)
     assert found is not None and bool((found.payload.double() * 2.0**found.exponent == x).all())
 
@@ -111,7 +112,7 @@ def test_the_lowest_mantissa_is_none_that_a_cast_leaves() -> None:
     mantissas = torch.full((40,), 3, dtype=torch.int16)
     mantissas[7] = -32768
     x = mantissas.float() * 2.0**-5
-    payloads.keep(x, FLEX.format, -5, mantissas)
+    payloads.keep(x, FLEX.format, as_exponent(-5), mantissas)
     assert payloads.exact(x, FLEX) is not None and not payloads.is_kept(x, FLEX)
     assert not torch.equal(lowp.quantize(x, FLEX), x)  # 3 is no mantissa under -4, the exponent of its maximum
 
@@ -150,7 +151,7 @@ def test_swapped_tensors_keep_what_is_their_own() -> None:
 
 def test_nothing_is_kept_of_parameters_views_and_what_has_no_memory() -> None:
     for x in (nn.Parameter(values()), values()[1:], torch._efficientzerotensor((3,)), values().double()):
-        payloads.keep(x, FLEX.format, -10)
+        payloads.keep(x, FLEX.format, as_exponent(-10))
         assert payloads.hint(x) is None
     assert payloads.exact(torch._efficientzerotensor((3,)), FLEX) is not None
 
@@ -172,7 +173,7 @@ def test_the_lowest_mantissa_is_exact_under_the_exponent_that_is_kept(kernel: st
     with use(kernel):
         x = torch.tensor([-32768.0, 3.0, 0.0]) * 2.0**-9
         assert not payloads.is_exact(x, cast)  # under the exponent of its own maximum
-        payloads.keep(x, cast.format, -9)
+        payloads.keep(x, cast.format, as_exponent(-9))
         assert payloads.is_exact(x, cast)
         x[1] += 2.0**-11
         assert not payloads.is_exact(x, cast)

@@ -92,12 +92,11 @@ class SharedExponents:
         table = self._table(cast, x.device)
         when: Condition = True
         otherwise = None
-        if unless_exact and table.is_host:
-            if payloads.is_exact(x, cast):
+        if unless_exact:
+            is_exact, otherwise = payloads.exact_under(x, cast)
+            if is_exact is True:
                 return x.float(), None
-        elif unless_exact:
-            is_exact, otherwise = payloads.exact_there(x, cast)
-            when = ~is_exact
+            when = ~is_exact if isinstance(is_exact, Tensor) else True
         if not training or self._is_apart:
             result = table.write_apart(x, site)
             return result if when is True else torch.where(when, result, x.float()), None
@@ -136,7 +135,7 @@ class SharedExponents:
             self._is_apart = before
 
     @staticmethod
-    def _with_low_word(table: ExponentTable, x: Tensor, high: Tensor, site: str, exponent: Any) -> Tensor:
+    def _with_low_word(table: ExponentTable, x: Tensor, high: Tensor, site: str, exponent: Tensor) -> Tensor:
         """Return the written value of x, with a second word if one word would lose features of a gradient."""
         axis = features_axis(site, x)
         if axis is None:
@@ -145,11 +144,9 @@ class SharedExponents:
             low_words.warn_of_loss(x, high, table.cast, f"the {site}", axis)
             return high
         needed = None if is_of_optimizer(site) else axis
-        if not table.is_host:
-            return low_words.low_value_there(x, high, exponent, needed).add_(high)
-        if needed is not None and not low_words.is_coarse(x, exponent, axis):
+        if table.is_host and needed is not None and not low_words.is_coarse(x, exponent, axis):
             return high
-        return low_words.low_value(x, high, exponent, table.cast).add_(high)
+        return low_words.low_value(x, high, exponent, needed).add_(high)
 
     def entry(self, cast: Cast, site: str) -> SumEntry | None:
         """Return the entry for writing an exact sum of training directly from its integers.
@@ -294,12 +291,10 @@ class SharedExponents:
     def write_again(self, x: Tensor, cast: Cast, site: str, exponent: Tensor, unless_exact: bool) -> Tensor:
         """Return the earlier result of `write` under this exponent, and note nothing."""
         x, table = x.detach() if x.requires_grad else x, self._table(cast, x.device)
-        if unless_exact and table.is_host and payloads.is_exact(x, cast):
-            return x.float()
-        result = table.write_at(x, exponent)
-        if unless_exact and not table.is_host:
-            return torch.where(payloads.exact_there(x, cast)[0], x.float(), result)
-        return result
+        is_exact = payloads.exact_under(x, cast)[0] if unless_exact else False
+        if isinstance(is_exact, bool):
+            return x.float() if is_exact else table.write_at(x, exponent)
+        return torch.where(is_exact, x.float(), table.write_at(x, exponent))
 
     def latest_exponent(self, cast: Cast, site: str) -> Tensor | None:
         """Return the exponent of the latest write at a site in this step, a 0-d tensor, or None."""

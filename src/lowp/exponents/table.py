@@ -26,17 +26,9 @@ from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels.choose.dispatch import by_triton, has_integer_kernels, runs_triton, uses_library
 from lowp.kernels.int16 import entries, payloads
 from lowp.kernels.int16.cpu_int16 import Seen
-from lowp.kernels.int16.device_mantissas import exponent_of_finite
 from lowp.kernels.int16.integer import Exact
 from lowp.kernels.int16.layer import LayerResult
-from lowp.kernels.int16.mantissas import (
-    Mantissas,
-    current_exponent,
-    int16_element,
-    laid_out,
-    mantissas_and_values,
-    values,
-)
+from lowp.kernels.int16.mantissas import Mantissas, laid_out, mantissas_and_values, own_exponent, values
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 from lowp.scaling.powers import times
 
@@ -59,8 +51,8 @@ class Written(NamedTuple):
     """A tensor that was written: its values in fp32, their exponent, and on a CPU their mantissas."""
 
     values: Tensor
-    exponent: Any  # a number on a CPU
-    mantissas: Mantissas | None = None  # None if anything is not finite, and on other devices
+    exponent: Tensor
+    mantissas: Mantissas | None = None  # those that the C++ library has written, if all is finite
 
 
 class SumEntry(NamedTuple):
@@ -69,7 +61,7 @@ class SumEntry(NamedTuple):
     table: ExponentTable
     place: int
 
-    def write(self, found: Exact, exponent: int) -> Tensor:
+    def write(self, found: Exact, exponent: Tensor) -> Tensor:
         """Return the values of a sum given as mantissas, keep the mantissas with them, and note what was seen."""
         payload, saturated, most, sums = found
         seen = Seen(most, False, most == 0 and sums > 0, saturated, 0, payload.numel())
@@ -163,65 +155,50 @@ class ExponentTable:
 
     def wrote(self, place: int, made: LayerResult) -> Tensor:
         """Return the values of what a layer's call has written under an entry, and keep its mantissas with them."""
-        assert made.payload is not None
+        assert made.payload is not None and made.exponent is not None
         self.written[place] = True
         payloads.keep_own(made.values, self.cast.format, made.exponent, made.payload)
         return made.values
 
     # -- one write ------------------------------------------------------------------------------------------------
     def write(
-        self, x: Tensor, index: int, in_place: bool = False, when: Condition = True, otherwise: Any = None
+        self, x: Tensor, index: int, in_place: bool = False, when: Condition = True, otherwise: Tensor | None = None
     ) -> Written:
         """Return x as values of the format under the entry's exponent; what was seen is noted where `when` holds.
 
         Non-finite values stay unchanged. Where `when` does not hold, the values are those of x, and the exponent is
         `otherwise`, if given. `in_place`: on a CPU the values may take x's memory.
         """
-        if not self.is_host:
-            return self._write_there(x, index, when, otherwise)
-        if uses_library():
+        if self.is_host and uses_library():
             x = laid_out(x, self.cast)
             payload = torch.empty_like(x, dtype=torch.int16)
             result = x if in_place and x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32)
             exponent, nonfinite = entries.write(self.block, self.cast, index, x, payload, result)
             self.written[index] = True
-            found = Mantissas(payload, exponent)
-        else:
-            found, result, nonfinite = self._write_by_definition(x, index, in_place)
-        if nonfinite:
-            return Written(result, found.exponent)
-        payloads.keep(result, self.cast.format, found.exponent, found.payload)
-        return Written(result, found.exponent, found)
-
-    def _write_by_definition(self, x: Tensor, index: int, in_place: bool) -> tuple[Mantissas, Tensor, bool]:
-        self.begin(x, index)
-        predicted = int(self.state.exponent[index])
-        exponent = int(self._holding(x, self.state.exponent[index]))
-        found, result = mantissas_and_values(x, self.cast, exponent, in_place)
-        seen = found.seen
-        assert seen is not None
-        half = int16_element(self.cast).maximum // 2  # not by abs: of -32768 int16 has none
-        crowded = ((found.payload > half) | (found.payload < -half)).sum() if isinstance(self.scaling, Reactive) else 0
-        mantissa = min(seen.mantissa << (exponent - predicted), entries.MOST_MANTISSA)
-        has_nan = bool(seen.nonfinite and x.isnan().any())
-        self.note(index, entries.record_of(seen._replace(mantissa=mantissa, crowded=int(crowded)), has_nan))
-        return found, result, bool(seen.nonfinite)
-
-    def _write_there(self, x: Tensor, index: int, when: Condition, otherwise: Any) -> Written:
+            if nonfinite:
+                return Written(result, exponent)
+            payloads.keep(result, self.cast.format, exponent, payload)
+            return Written(result, exponent, Mantissas(payload, exponent))
+        x = laid_out(x, self.cast)
         self.begin(x, index, when)
         how = when if isinstance(when, Tensor) else None, otherwise, None if index in self.written else self.seen[index]
         if x.numel() == 1:
             predicted = self.exponent(index)
             held = self._holding(x, predicted)
-            found = entries.write_there(x, self.cast, held.reshape(1), 0, *how)
+            found = entries.write_unread(x, self.cast, held.reshape(1), 0, *how)
             found.record[:1] = (found.record[:1] << (held - predicted).long()).clamp(max=entries.MOST_MANTISSA)
         else:
-            found = entries.write_there(x, self.cast, self.state.exponent, index, *how)
+            found = entries.write_unread(x, self.cast, self.state.exponent, index, *how)
         if index in self.written:
             self.note(index, found.record, when)
         self.written.setdefault(index, when)
-        payloads.keep(found.values, self.cast.format, found.exponent)
+        self._keep(found.values, found.exponent)
         return Written(found.values, found.exponent)
+
+    def _keep(self, values: Tensor, exponent: Tensor) -> None:
+        """Keep the exponent of values; on a CPU only where they are finite, so that mantissas stand for them."""
+        if not self.is_host or bool(values.isfinite().all()):
+            payloads.keep(values, self.cast.format, exponent)
 
     def exponent(self, index: int) -> Tensor:
         """The exponent of an entry's next write: a copy, 0-d."""
@@ -269,21 +246,19 @@ class ExponentTable:
         assert spec is not None
         if spec.kind != "autoflex" and site in self.names:
             return self.write_at(x, self.exponent(self.names[site]))
-        own = current_exponent(x, self.own) if self.is_host else None
-        return self.write_at(x, exponent_of_finite(x, self.own) if own is None else own)
+        return self.write_at(x, own_exponent(x, self.own, only_finite=True))
 
-    def write_at(self, x: Tensor, exponent: Any) -> Tensor:
+    def write_at(self, x: Tensor, exponent: Tensor) -> Tensor:
         """Return x as values of the format under an exponent, and remember nothing."""
-        held = exponent
-        if x.numel() == 1 or not self.is_host:
-            held = self._holding(x, torch.as_tensor(exponent, device=x.device))
-        if not self.is_host:
-            result = entries.write_there(x, self.cast, held.reshape(1), 0).values
-            payloads.keep(result, self.cast.format, held)
+        held = self._holding(x, exponent)
+        x = laid_out(x, self.cast)
+        if self.is_host and uses_library():
+            found, result, seen = mantissas_and_values(x, self.cast, held)
+            if not seen.nonfinite:
+                payloads.keep(result, self.cast.format, held, found.payload)
             return result
-        found, result = mantissas_and_values(x, self.cast, int(held))
-        if found.seen is not None and not found.seen.nonfinite:
-            payloads.keep(result, self.cast.format, found.exponent, found.payload)
+        result = entries.write_unread(x, self.cast, held.reshape(1), 0).values
+        self._keep(result, held)
         return result
 
     def _holding(self, x: Tensor, exponent: Tensor) -> Tensor:
@@ -295,7 +270,7 @@ class ExponentTable:
             return exponent
         size = x.detach().abs().reshape(())
         is_beyond = size.isfinite() & (size > times(torch.full_like(size, self.scaling.limit), exponent))
-        return torch.where(is_beyond, torch.maximum(exponent_of_finite(x, self.own), exponent), exponent)
+        return torch.where(is_beyond, torch.maximum(own_exponent(x, self.own, only_finite=True), exponent), exponent)
 
     def admit(self, tensors: Sequence[Tensor], sites: list[str], when: Condition = True) -> None:
         """Forget the past of the entries of which what stands there would saturate: the next write is the first."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.compat import remembered
-from lowp.kernels.int16 import device_integers, integer
+from lowp.kernels.int16 import integer
 from lowp.kernels.int16.integer import Bias, Exact
 from lowp.kernels.int16.mantissas import Mantissas
 from lowp.ops.call import Call, Quick, QuickRegion
@@ -105,13 +105,9 @@ class Convolution(Form):
         operands = self._plain_operands(slot, left.payload, right.payload)
         if operands is None:
             return super()._integer_product(slot, left, right, exact, dtype, None)
-        exponent = left.exponent + right.exponent
-        if isinstance(exponent, Tensor):
-            return device_integers.convolution(*operands, exponent, dtype if exact else None)
-        if exact:
-            return integer.convolution_exact(*operands, exponent=exponent, dtype=dtype).values
-        added = None if bias is None else Bias(bias)
-        return integer.convolution_chained(*operands, exponent=exponent, bias=added).values
+        product, *both, shape = operands
+        added, to = None if bias is None else Bias(bias), dtype if exact else None
+        return integer.convolution(product, (both[0], both[1]), shape, left.exponent + right.exponent, to, added)
 
     def _exact_sum(self, slot: int, left: Tensor, right: Tensor, **options: Any) -> Exact | None:
         operands = self._plain_operands(slot, left, right)

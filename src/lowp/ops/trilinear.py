@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.kernels.int16 import device_integers, integer
+from lowp.kernels.choose.dispatch import answers_at_once
+from lowp.kernels.int16 import integer
 from lowp.kernels.int16.integer import Bias, Exact
 from lowp.kernels.int16.mantissas import Mantissas
 from lowp.kernels.products import sum_of_rows
@@ -61,7 +62,7 @@ class Form(ABC):
 
         Chains are flushed to fp32 and returned in it. The output's bias is added to what was rounded, in its dtype.
         """
-        apart = exact or isinstance(left.exponent, Tensor)
+        apart = exact or not answers_at_once(left.payload)
         columns = None if apart or bias is None else self.numbers_a_column(bias)
         if bias is None or columns is not None:
             return self._integer_product(slot, left, right, exact, dtype, columns)
@@ -75,16 +76,11 @@ class Form(ABC):
         if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:  # summed along a letter of its own
             wide = (one.values for one in (left, right))
             return self.product(slot, *(one.to(dtype) for one in wide))
-        exponent = left.exponent + right.exponent
-        if isinstance(exponent, Tensor):
-            return finish(device_integers.matmul(rows, columns, exponent, dtype if exact else None))
-        if exact:
-            return finish(integer.matmul_exact(rows, columns, exponent=exponent, dtype=dtype).values)
-        added = None if bias is None else Bias(bias)
-        return finish(integer.matmul_chained(rows, columns, exponent=exponent, bias=added).values)
+        added, to = None if bias is None else Bias(bias), dtype if exact else None
+        return finish(integer.matmul(rows, columns, left.exponent + right.exponent, to, added))
 
     def mantissas(
-        self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool, bias: Tensor | None
+        self, slot: int, left: Mantissas, right: Mantissas, exponent: Tensor, symmetric: bool, bias: Tensor | None
     ) -> Exact | None:
         """Return the same product as int16 under an exponent: the exact sum, and bias, rounded once.
 
@@ -95,7 +91,7 @@ class Form(ABC):
         if not self.is_integer_sum(slot) or (bias is not None and numbers is None):
             return None
         shift = left.exponent + right.exponent - exponent
-        added = None if numbers is None else Bias(numbers, -exponent)
+        added = None if numbers is None else Bias(numbers, -int(exponent))
         try:
             return self._exact_sum(slot, left.payload, right.payload, exponent=shift, symmetric=symmetric, bias=added)
         except integer.NotFinite:

@@ -23,7 +23,7 @@ from lowp.errors import LowpError
 from lowp.exponents.table import ExponentTable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import triton as implementation
-from lowp.kernels.int16 import device_mantissas
+from lowp.kernels.int16 import mantissas
 from lowp.kernels.int16.integer import matmul_chained, matmul_exact
 from lowp.kernels.numbers.scaled import code_dtype
 
@@ -147,9 +147,9 @@ def test_int16_under_exponents_of_a_device(launched: list[str], count: int) -> N
     table, given = ExponentTable(cast, torch.device("cpu")), torch.zeros((), dtype=torch.int32)
     for index in map(table.index, ("a", "b")):  # an argument of 1 among them
         table.write(x, index, when=torch.tensor(True) if index else True, otherwise=given)
-    device_mantissas.rounded(x, parse("dfp16"), 1, given)
-    device_mantissas.exact(x, cast, given)
-    device_mantissas.exponent_of_finite(x, parse("dfp16:static(3)"))
+    mantissas.current_mantissas(x, parse("dfp16"), 1, given)
+    mantissas.exact(x, cast, given)
+    mantissas.own_exponent(x, parse("dfp16:static(3)"), only_finite=True)
     table.flush(tell=False)
     write = ["begin", "look", "write"] if count == 1 else ["begin", "write"]  # a single number is never cut off
     assert launched == write * 2 + ["look", "convert", "look", "look_again", "look", "observe"]

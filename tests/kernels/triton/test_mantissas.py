@@ -15,9 +15,9 @@ from lowp import casts, kernels
 from lowp.casts import Rounding
 from lowp.exponents.table import ExponentTable
 from lowp.kernels.choose import dispatch
-from lowp.kernels.int16 import device_exponents, device_mantissas, entries, payloads
+from lowp.kernels.int16 import entries, mantissas, payloads
 from lowp.kernels.int16.cpu_int16 import Seen
-from lowp.kernels.int16.mantissas import Mantissas, current_mantissas, exact_exponent, mantissas_and_values
+from lowp.kernels.int16.mantissas import Mantissas, current_mantissas, mantissas_and_values
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -67,7 +67,7 @@ def test_a_write_is_that_of_a_cpu(cast: str, dtype: torch.dtype) -> None:
         expected, seen = on_a_cpu(x, casts.parse(cast), exponent)
         exponents = torch.tensor([99, exponent], dtype=torch.int32)
         with kernels.use("triton"):
-            found = entries.write_there(x, casts.parse(cast), exponents, 1)
+            found = entries.write_unread(x, casts.parse(cast), exponents, 1)
         same_bits(found.values, expected)
         assert as_told(found.record) == as_told(entries.record_of(seen, bool(x.isnan().any())))
         payload = x.double() * 2.0**-exponent
@@ -76,8 +76,7 @@ def test_a_write_is_that_of_a_cpu(cast: str, dtype: torch.dtype) -> None:
 
 
 def on_a_cpu(x: Tensor, cast: casts.Cast, exponent: int) -> tuple[Tensor, Seen]:
-    (_, _, seen), values = mantissas_and_values(x, cast, exponent)
-    assert seen is not None
+    _, values, seen = mantissas_and_values(x, cast, exponent)
     return values, seen
 
 
@@ -97,7 +96,7 @@ def test_a_write_that_does_not_count_gives_the_tensor_back_and_has_seen_nothing(
     exponents, when = torch.tensor([3], dtype=torch.int32), torch.tensor(happens)
     expected, seen = on_a_cpu(x, cast, 3)
     with there(way, monkeypatch):
-        found = entries.write_there(x, cast, exponents, 0, when, torch.tensor(7, dtype=torch.int32))
+        found = entries.write_unread(x, cast, exponents, 0, when, torch.tensor(7, dtype=torch.int32))
     same_bits(found.values, expected if happens else x.float())
     assert as_told(found.record) == (as_told(entries.record_of(seen, True)) if happens else [0] * 4)
     assert int(found.exponent) == (3 if happens else 7)
@@ -111,7 +110,7 @@ def test_mantissas_of_an_operand_are_those_of_a_cpu(cast: str, dtype: torch.dtyp
     for x in tensors(dtype, -20 if dtype is torch.float32 else 3):
         expected = current_mantissas(x, casts.parse(cast), 5)
         with kernels.use("triton"):
-            found = device_mantissas.rounded(x, casts.parse(cast), 5)
+            found = current_mantissas(x, casts.parse(cast), 5)
         same_mantissas(found, expected)
 
 
@@ -123,11 +122,10 @@ def tensors(dtype: torch.dtype, exponent: int) -> list[Tensor]:
     return [*(finite[finite.abs() <= limit] for limit in limits), finite[:0], x]
 
 
-def same_mantissas(found: Mantissas, expected: Mantissas | None) -> None:
-    if expected is None:
-        assert int(found.exponent) == device_exponents.NOT_FINITE
-    else:
-        assert int(found.exponent) == expected.exponent and torch.equal(found.payload, expected.payload)
+def same_mantissas(found: Mantissas, expected: Mantissas) -> None:
+    assert torch.equal(found.exponent, expected.exponent)
+    if expected.exponent != mantissas.NOT_FINITE:
+        assert torch.equal(found.payload, expected.payload)
 
 
 @pytest.mark.parametrize("hint", [None, -18, 0, 40])
@@ -139,16 +137,16 @@ def test_whether_a_tensor_is_in_the_format_and_under_which_exponent(
     given = None if hint is None else torch.tensor(hint, dtype=torch.int32)
     exact = [torch.tensor([1.0, -32768.0]), torch.tensor([-0.0, 3.0, 2.0**13]), torch.tensor([5 * 2.0**-149])]
     for x in [*exact, *tensors(torch.float32, 0), *tensors(torch.bfloat16, -20)]:
-        expected = exact_exponent(x, cast)
+        is_own, expected = mantissas.exact(x, cast)
         units = x.double() * 2.0 ** -(hint or 0)
         serves = hint is not None and abs(hint) < 100 and bool(((units.round() == units) & units.abs().le(32767)).all())
         with there(way, monkeypatch):
-            is_exact, exponent = device_mantissas.exact(x, cast, given)
-        assert bool(is_exact) is (serves or expected is not None) and is_exact.dtype is torch.bool
+            is_exact, exponent = mantissas.exact(x, cast, given)
+        assert isinstance(is_exact, Tensor) and bool(is_exact) is (serves or bool(is_own))
         if is_exact:
             assert int(exponent) == (hint if serves else expected)
         with kernels.use("triton"):
-            rounded = device_mantissas.rounded(x, cast, 0, given)
+            rounded = current_mantissas(x, cast, 0, given)
         if serves:
             assert int(rounded.exponent) == hint and torch.equal(rounded.values, x.float())
         else:
@@ -159,8 +157,9 @@ def test_the_exponent_of_what_is_finite() -> None:
     for x in tensors(torch.float32, 3):
         for cast in map(casts.parse, ("dfp16", "flex16+5", "dfp16:static(4)")):
             finite = current_mantissas(torch.where(x.isfinite(), x, 0.0), cast)
-            with kernels.use("triton"):
-                assert finite is not None and int(device_mantissas.exponent_of_finite(x, cast)) == finite.exponent
+            for way in ("triton", "bitwise"):
+                with kernels.use(way):
+                    assert torch.equal(mantissas.own_exponent(x, cast, only_finite=True), finite.exponent)
 
 
 @pytest.mark.parametrize("spec", ["flex16+5:autoflex", "flex16+5:reactive", "dfp16:reactive"])
@@ -232,4 +231,4 @@ def test_an_operand_and_a_look_take_three_launches(monkeypatch: pytest.MonkeyPat
     x, cast = torch.randn(64, 8), casts.parse("dfp16")
     with kernels.use("triton"):
         assert ran(monkeypatch, lambda: payloads.rounded(x, cast)) == ["look", "convert", "zeros"]
-        assert ran(monkeypatch, lambda: payloads.exact_there(x, cast)) == ["look", "look_again", "zeros"]
+        assert ran(monkeypatch, lambda: payloads.exact_under(x, cast)) == ["look", "look_again", "zeros"]

@@ -129,7 +129,7 @@ def test_convolutions_of_every_kind_and_dtype(dims: int, case: tuple[int, ...]) 
 
 @pytest.mark.parametrize("form", ["linear", "convolution"])
 def test_contract_takes_the_triton_product_where_it_is_the_kernel(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowp.kernels.int16.mantissas import Mantissas
+    from lowp.kernels.int16.mantissas import Mantissas, as_exponent
     from lowp.kernels.products import contract
     from lowp.kernels.triton import products
     from lowp.ops.convolution import Convolution
@@ -141,13 +141,13 @@ def test_contract_takes_the_triton_product_where_it_is_the_kernel(form: str, mon
     monkeypatch.setattr(products, "matmul", lambda *given: launches.append(1) or real(*given))
     shapes = ((5, 6), (4, 6)) if form == "linear" else ((2, 3, 5), (4, 3, 2))
     made = Linear(*shapes) if form == "linear" else Convolution(*shapes, (1,), (0,), (1,), False, (0,), 1)
-    operands = tuple(Mantissas(random_int16(*shape), -10) for shape in shapes)
+    operands = tuple(Mantissas(random_int16(*shape), as_exponent(-10)) for shape in shapes)
     found, wanted = [], []
     for way, results in (("triton", found), ("reference", wanted)):
         with kernels.use(way):
             for words in ("exact", "int32"):
                 results.append(contract(made, OUTPUT, operands, Accumulation(words)))  # type: ignore[arg-type]
-            results.append(made.mantissas(OUTPUT, *operands, -2, True, None).values)  # type: ignore[union-attr]
+            results.append(made.mantissas(OUTPUT, *operands, as_exponent(-2), True, None).values)  # type: ignore[union-attr]
     assert len(launches) == 3
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 

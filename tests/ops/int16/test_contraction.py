@@ -12,7 +12,7 @@ from torch import nn
 
 import lowp
 from lowp.kernels import cpu
-from lowp.kernels.int16.mantissas import Mantissas
+from lowp.kernels.int16.mantissas import Mantissas, as_exponent
 from lowp.ops.convolution import Convolution
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum
 
@@ -28,7 +28,7 @@ DFP16 = {
 FLEX = {
     "lowp_layer_forward": 3,
     "lowp_layer_backward": 3,
-    "lowp_grid": 2,
+    "lowp_is_exact_int16": 2,
     "lowp_write_entries": 2,
     "lowp_same_int16": 1,
     "lowp_same_int16_list": 2,
@@ -106,7 +106,7 @@ def test_transposed_convolutions_of_integers_are_exact(dilation: int, output_pad
 
     def drawn(shape: tuple[int, ...]) -> Mantissas:
         payload = torch.randint(-32768, 32768, shape, generator=generator).to(torch.int16)
-        return Mantissas(payload, -9)
+        return Mantissas(payload, as_exponent(-9))
 
     first, second = drawn(x), drawn(w)
     wide = form.product(OUTPUT, first.payload.double(), second.payload.double())
@@ -114,18 +114,19 @@ def test_transposed_convolutions_of_integers_are_exact(dilation: int, output_pad
     for slot, left, right in ((OUTPUT, first, second), (FIRST, second, output), (SECOND, first, output)):
         expected = torch.ldexp(form.product(slot, left.payload.double(), right.payload.double()), torch.tensor(-18))
         assert torch.equal(form.integer_product(slot, left, right, True, torch.float64, None), expected)
-        written = form.mantissas(slot, left, right, 0, False, None)
+        written = form.mantissas(slot, left, right, as_exponent(0), False, None)
         assert written is not None
         assert torch.equal(written.values, expected.round().clamp(-32768, 32767).to(torch.int16))
 
 
 def test_only_sums_of_integers_are_written_from_their_integers() -> None:
-    rows, columns = (Mantissas(torch.full(shape, 3, dtype=torch.int16), 0) for shape in ((2, 4), (4, 5)))
+    zero = as_exponent(0)
+    rows, columns = (Mantissas(torch.full(shape, 3, dtype=torch.int16), zero) for shape in ((2, 4), (4, 5)))
     matrices = Einsum(("ij", "jk", "ik"), (2, 4), (4, 5))
-    written = matrices.mantissas(OUTPUT, rows, columns, 0, False, None)
+    written = matrices.mantissas(OUTPUT, rows, columns, zero, False, None)
     assert written is not None and torch.equal(written.values, torch.full((2, 5), 36, dtype=torch.int16))
     scaled = Einsum(("ij", "jk", "ik"), (2, 4), (4, 5), scale=0.5)
-    assert scaled.mantissas(OUTPUT, rows, columns, 0, False, None) is None
+    assert scaled.mantissas(OUTPUT, rows, columns, zero, False, None) is None
     summed_away = Einsum(("ij", "jk", "i"), (2, 4), (4, 5))  # each k of the gradient of the second is the same number
-    sums = Mantissas(torch.full((2,), 3, dtype=torch.int16), 0)
-    assert summed_away.mantissas(SECOND, rows, sums, 0, False, None) is None
+    sums = Mantissas(torch.full((2,), 3, dtype=torch.int16), zero)
+    assert summed_away.mantissas(SECOND, rows, sums, zero, False, None) is None

@@ -19,7 +19,7 @@ from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.casts import cpu_groups
 from lowp.kernels.int16 import cpu_int16
-from lowp.kernels.int16.mantissas import has_mantissas
+from lowp.kernels.int16.mantissas import NOT_FINITE, has_mantissas
 from lowp.kernels.numbers import packing, scaled
 from lowp.kernels.numbers.floats import home, narrow, widen
 from lowp.kernels.numbers.philox import Seed
@@ -203,7 +203,7 @@ def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int = -
     """
     scaling = cast.scaling
     if has_mantissas(cast) and scaling is not None and scaling.kind == "current":
-        return cpu_int16.current_values(x, cast, seed, out)
+        return int(cpu_int16.current_int16(x, cast, seed, None, out)) != NOT_FINITE
     return cpu_groups.quantize_finite(x, cast, seed, out, axis)
 
 

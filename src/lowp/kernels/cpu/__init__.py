@@ -19,7 +19,7 @@ import struct
 import warnings
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import c_char_p, c_int64, c_uint32, c_void_p
+from ctypes import c_char_p, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -359,18 +359,6 @@ def random_block(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
     words = (c_uint32 * 4)()
     loaded().lowp_random_block(seed & MASK, (c_uint32 * 4)(*counter), words)
     return list(words)
-
-
-def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
-    """Return the largest |x| of an fp32 tensor, and with `lowest` the exponent of the lowest bit that is set in it.
-
-    The largest is infinite or NaN if one is. Bits below 2**-126 count as 2**-127; zeros have none, nor have tensors
-    whose lowest bit was not asked for. The search for it ends where the bits are seen not to fit a mantissa of 16: then
-    neither is final.
-    """
-    found = (c_int64 * 2)()
-    loaded().lowp_grid(x, x.numel(), lowest, torch.get_num_threads(), found)
-    return fp32_of(found[0]), None if found[1] == 1000 else found[1] - 127
 
 
 def fp32_of(bits: int) -> float:

@@ -55,7 +55,18 @@ LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, i
 LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, const void* x, void* out, int64_t count,
                                      int64_t row, int64_t group, int64_t inner, const double* scale,
                                      const int32_t* zero_point, uint64_t seed, int64_t index, int threads);
-LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int threads, int64_t* found);
+// An exponent of a whole tensor is read, and told, through a pointer: a tensor of one int32.
+LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, const int32_t* exponent, void* out,
+                                  float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
+LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
+                                   float* values, int64_t count, uint64_t seed, int threads, int32_t* exponent);
+LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, const int32_t* exponent, float* out, int64_t count,
+                                 int threads);
+LOWP_EXPORT int64_t lowp_exact_int16(const float* x, const int32_t* exponent, int16_t* out, int64_t count, int threads);
+LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
+                                    int64_t stride, const int32_t* exponent, int rounded, int lowest, int threads);
+LOWP_EXPORT void lowp_sum_int16(const int16_t* mantissas, int64_t outer, int64_t channels, int64_t inner, int64_t* out,
+                                int threads);
 
 namespace lowp {
 
@@ -63,6 +74,10 @@ void write_step(float* weight, int16_t* mantissas, const int* exponents, int low
                 int64_t* counts);
 
 constexpr int64_t kInfiniteBits = 0x7f800000;
+constexpr int32_t kNoExponent = 1 << 15;  // of what is not finite, as lowp/kernels/int16/mantissas.py has it
+
+// Whether the units of mantissas under an exponent, and their inverses, are normal numbers of fp32.
+inline bool is_near(int32_t exponent) { return -100 <= exponent && exponent <= 100; }
 
 // The fp32 number of 31 bits; a subnormal is converted as an integer, since the thread may flush it to zero.
 inline double magnitude(uint32_t bits) {

@@ -9,10 +9,6 @@
 
 #include "calls.hpp"
 
-LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out,
-                                  float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
-LOWP_EXPORT int64_t lowp_exact_int16(const float* x, int exponent, int16_t* out, int64_t count, int threads);
-
 namespace lowp {
 namespace {
 
@@ -96,10 +92,12 @@ struct Row {
   int16_t* mantissas;  // null: not needed
   float* values;       // may be x
   int64_t count, low_bits;
+  int32_t* exponent;  // null: not asked for
 
   explicit Row(const int64_t* given)
       : entry(given[0]), how(static_cast<How>(given[1])), type(static_cast<int>(given[2])), x(at<void>(given[3])),
-        mantissas(at<int16_t>(given[4])), values(at<float>(given[5])), count(given[6]), low_bits(given[7]) {}
+        mantissas(at<int16_t>(given[4])), values(at<float>(given[5])), count(given[6]), low_bits(given[7]),
+        exponent(at<int32_t>(given[8])) {}
 
   // The largest finite magnitude; with a minus sign if there is an infinity or a NaN.
   double largest() const {
@@ -116,9 +114,9 @@ struct Row {
     return std::max(within(rule, floor_log2(size) - (rule.bits - 2)), exponent);
   }
 
-  void write(const lowp_cast& cast, int exponent, int threads, int64_t* counts) const {
+  void write(const lowp_cast& cast, int32_t exponent, int threads, int64_t* counts) const {
     if (how == kPlain)
-      return lowp_write_int16(&cast, type, x, exponent, mantissas, values, count, 0, threads, counts);
+      return lowp_write_int16(&cast, type, x, &exponent, mantissas, values, count, 0, threads, counts);
     const Kernels& kernel = kernels();
     Mantissas all{};
     gather(count, kBlock, threads, &all, [&](Mantissas* part, int64_t begin, int64_t end) {
@@ -136,20 +134,20 @@ void begin(const lowp_table& table, const Row& row) {
   table.started[row.entry] = maximum > 0;
 }
 
-// Returns the exponent under which the tensor was written.
-int write(const lowp_table& table, const lowp_cast& cast, Row row, int threads, bool* nonfinite) {
+// Returns whether anything is not finite.
+bool write(const lowp_table& table, const lowp_cast& cast, Row row, int threads) {
   begin(table, row);
   const int predicted = table.exponent[row.entry], exponent = row.holding(table.rule, predicted);
   std::vector<int16_t> own(static_cast<size_t>(table.crowds && !row.mantissas ? row.count : 0));
   if (!own.empty()) row.mantissas = own.data();
   int64_t counts[4];
   row.write(cast, exponent, threads, counts);
-  *nonfinite = counts[2] > 0;
-  const bool is_nan = *nonfinite && has_nan(row.type, row.x, row.count);  // in place infinities and NaNs stay
+  if (row.exponent) *row.exponent = exponent;
+  const bool is_nan = counts[2] > 0 && has_nan(row.type, row.x, row.count);  // in place infinities and NaNs stay
   const int64_t half = static_cast<int64_t>(cast.maximum) / 2;
   const int64_t crowded = table.crowds ? crowded_of(row.mantissas, row.count, half) : 0;
   note(table, row.entry, counts, exponent - predicted, row.count, is_nan, crowded);
-  return exponent;
+  return counts[2] > 0;
 }
 
 // -- the end of a step ------------------------------------------------------------------------------------------------
@@ -231,15 +229,13 @@ void lowp::note(const lowp_table& table, int64_t entry, const int64_t* counts, i
 
 // Writes tensors to nearest even, or as `cast` rounds, each under its entry's exponent, which begins with it if it has not.
 // rows: entry, how (0 as values, which may overwrite x; in place 1 as two words, 2 as squares of values, of which none
-// vanishes), type, x, mantissas (0: not needed), values, elements, and how many binary places a second word is lower.
-// told: of each tensor the exponent, and whether anything is not finite.
-LOWP_EXPORT void lowp_write_entries(const lowp_table* table, const lowp_cast* cast, const int64_t* rows, int64_t count,
-                                    int threads, int64_t* told) {
-  for (int64_t i = 0; i < count; ++i, rows += 8, told += 2) {
-    bool nonfinite;
-    told[0] = write(*table, *cast, Row(rows), threads, &nonfinite);
-    told[1] = nonfinite;
-  }
+// vanishes), type, x, mantissas (0: not needed), values, elements, how many binary places a second word is lower, and where the
+// exponent is told (0: nowhere). Returns of how many tensors something is not finite.
+LOWP_EXPORT int64_t lowp_write_entries(const lowp_table* table, const lowp_cast* cast, const int64_t* rows,
+                                       int64_t count, int threads) {
+  int64_t nonfinite = 0;
+  for (int64_t i = 0; i < count; ++i, rows += 9) nonfinite += write(*table, *cast, Row(rows), threads);
+  return nonfinite;
 }
 
 // Reads weights as mantissas before a step. rows: entries of update and weight, weight, its mantissas, elements. told: of
@@ -251,7 +247,7 @@ LOWP_EXPORT void lowp_hold_entries(const lowp_table* table, const int64_t* rows,
     told[0] = table->exponent[rows[1]], told[1] = 0;
     if (!table->started[rows[0]] || !table->started[rows[1]]) continue;
     const int64_t largest =
-        lowp_exact_int16(at<float>(rows[2]), static_cast<int>(told[0]), at<int16_t>(rows[3]), rows[4], threads);
+        lowp_exact_int16(at<float>(rows[2]), table->exponent + rows[1], at<int16_t>(rows[3]), rows[4], threads);
     told[1] = largest >= 0 && static_cast<double>(largest) <= limit_of(table->rule);
   }
 }

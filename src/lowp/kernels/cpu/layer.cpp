@@ -9,15 +9,6 @@
 #include "calls.hpp"
 #include "exponents.hpp"
 
-LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
-                                   float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
-LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out,
-                                  float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
-LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* out, int64_t count, int threads);
-LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
-                                    int64_t stride, int exponent, int rounded, int lowest, int threads);
-LOWP_EXPORT void lowp_sum_int16(const int16_t* mantissas, int64_t outer, int64_t channels, int64_t inner, int64_t* out,
-                                int threads);
 LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const int16_t* b, void* c,
                                     const int64_t* sizes, const int64_t* strides, int kind, int exponent, int lowest,
                                     const float* bias, int bias_exponent, int threads, int64_t* seen, double* largest);
@@ -54,14 +45,12 @@ T* at(int64_t address) {
 
 // Writes x as mantissas under its own exponent; false if it is not finite.
 bool convert(const lowp_conversion& to, const float* x, int64_t count, int threads, int16_t* out, int32_t* exponent) {
-  int64_t counts[4];
-  *exponent = lowp_current_int16(to.cast, x, static_cast<int>(to.offset), static_cast<int>(to.lowest),
-                                 static_cast<int>(to.highest), out, nullptr, count, 0, threads, counts);
-  return *exponent != 1 << 20;
+  return lowp_current_int16(to.cast, x, static_cast<int>(to.offset), static_cast<int>(to.lowest),
+                            static_cast<int>(to.highest), out, nullptr, count, 0, threads, exponent);
 }
 
-bool is_same(const float* x, const int16_t* mantissas, int64_t count, int exponent, int threads) {
-  return lowp_same_int16(x, mantissas, 1, count, count, exponent, 0, 0, threads) == 0;
+bool is_same(const float* x, const int16_t* mantissas, int64_t count, int32_t exponent, int threads) {
+  return lowp_same_int16(x, mantissas, 1, count, count, &exponent, 0, 0, threads) == 0;
 }
 
 // Where a result goes: its entry, its mantissas (of chains none), and its values (0: it is not needed).
@@ -86,14 +75,15 @@ class Layer {
 
   // One of the products of two operands, and a bias; `exponent` is the sum of those of the operands.
   int multiply(Product product, const int16_t* a, const int16_t* b, int exponent, const float* bias, const Target& to,
-               int64_t count, int64_t* told) const {
+               int64_t count, int32_t* told) const {
     int64_t seen[3];
     double largest;
     if (!plan_.output) return run(product, a, b, to.values, 0, exponent, 0, bias, 0, seen, &largest);
-    const int own = table_->exponent[to.entry], lowest = static_cast<int>(plan_.output->minimum);
+    const int32_t own = table_->exponent[to.entry];
+    const int lowest = static_cast<int>(plan_.output->minimum);
     const int status = run(product, a, b, to.mantissas, 1, exponent - own, lowest, bias, -own, seen, &largest);
     if (status) return status;
-    lowp_from_int16(to.mantissas, own, to.values, count, threads_);
+    lowp_from_int16(to.mantissas, &own, to.values, count, threads_);
     // a sum that was not zero counts as a number
     const int64_t counts[] = {seen[1], seen[0], 0, seen[2] > 0};
     note(*table_, to.entry, counts, 0, count, false, 0);
@@ -102,7 +92,7 @@ class Layer {
   }
 
   // The gradient of the bias: the exact sums of the mantissas of a gradient, rounded to fp64, and then once.
-  void sum(const int16_t* gradient, int exponent, const Target& to, int64_t* told) const {
+  void sum(const int16_t* gradient, int exponent, const Target& to, int32_t* told) const {
     const int64_t* shape = plan_.geometry;
     const int64_t outer = shape ? shape[0] : plan_.sizes[0], channels = shape ? shape[2] : plan_.sizes[1];
     std::vector<int64_t> sums(static_cast<size_t>(channels));
@@ -113,9 +103,9 @@ class Layer {
       for (size_t i = 0; i < sums.size(); ++i) to.values[i] = static_cast<float>(numbers[i]);
       return;
     }
-    const int own = table_->exponent[to.entry];
+    const int32_t own = table_->exponent[to.entry];
     int64_t counts[4];
-    lowp_write_int16(plan_.output, kFp64, numbers.data(), own, to.mantissas, to.values, channels, 0, threads_, counts);
+    lowp_write_int16(plan_.output, kFp64, numbers.data(), &own, to.mantissas, to.values, channels, 0, threads_, counts);
     note(*table_, to.entry, counts, 0, channels, false, 0);
     *told = own;
   }
@@ -152,17 +142,16 @@ using namespace lowp;
 //    0  entry, mantissas and values of y
 //    3  x; its mantissas; their exponent; and how they are found: 0 they are written, under the exponent of x's maximum,
 //       1 they are kept, and compared with x first, 2 they are known to be those of x
-//    7  weight; the destination of its mantissas, and of the exponents of x and weight, int32; bias (0: none)
-// told: the exponent of y. Returns the codes of lowp_integer_matmul; or 4, with nothing noted, if an operand is not finite or
-// not what its mantissas stand for, or if the entry has not begun.
+//    7  weight; the destination of its mantissas; bias (0: none)
+// exponents: those of x, weight and y are told there. Returns the codes of lowp_integer_matmul; or 4, with nothing noted, if an
+// operand is not finite or not what its mantissas stand for, or if the entry has not begun.
 LOWP_EXPORT int lowp_layer_forward(const char* forced, const lowp_layer* plan, const lowp_table* table,
-                                   const int64_t* given, int threads, int64_t* told) {
+                                   const int64_t* given, int threads, int32_t* exponents) {
   const Layer layer(forced, *plan, table, threads);
   const Target y(given);
   const float *x = at<float>(given[3]), *weight = at<float>(given[7]);
   int16_t *a = at<int16_t>(given[4]), *b = at<int16_t>(given[8]);
-  int32_t own[2], *exponents = given[9] ? at<int32_t>(given[9]) : own;
-  exponents[0] = static_cast<int32_t>(given[5]);
+  if (given[5]) exponents[0] = *at<int32_t>(given[5]);
   if (!layer.has_begun(y)) return kUnfit;
   try {
     std::vector<int16_t> memory(static_cast<size_t>((a ? 0 : layer.of_x()) + (b ? 0 : layer.of_weight())));
@@ -171,7 +160,7 @@ LOWP_EXPORT int lowp_layer_forward(const char* forced, const lowp_layer* plan, c
     if (given[6] == kToConvert && !convert(plan->x, x, layer.of_x(), threads, a, exponents)) return kUnfit;
     if (given[6] == kToCompare && !is_same(x, a, layer.of_x(), exponents[0], threads)) return kUnfit;
     if (!convert(plan->weight, weight, layer.of_weight(), threads, b, exponents + 1)) return kUnfit;
-    return layer.multiply(kForward, a, b, exponents[0] + exponents[1], at<float>(given[10]), y, layer.of_y(), told);
+    return layer.multiply(kForward, a, b, exponents[0] + exponents[1], at<float>(given[9]), y, layer.of_y(), exponents + 2);
   } catch (const std::exception&) {
     return 2;
   }
@@ -181,15 +170,15 @@ LOWP_EXPORT int lowp_layer_forward(const char* forced, const lowp_layer* plan, c
 //    0  the gradient of y; its mantissas (0: none); their exponent; how they are found, as above
 //    4  the mantissas of x and of weight, and their exponents, int32, of lowp_layer_forward
 //    7  entry, mantissas and values of the gradients of x, weight and bias
-// told: the exponents of the three. Returns the same codes.
+// told: the exponents of the three, of results that are written. Returns the same codes.
 LOWP_EXPORT int lowp_layer_backward(const char* forced, const lowp_layer* plan, const lowp_table* table,
-                                    const int64_t* given, int threads, int64_t* told) {
+                                    const int64_t* given, int threads, int32_t* told) {
   const Layer layer(forced, *plan, table, threads);
   const Target of_x(given + 7), of_weight(given + 10), of_bias(given + 13);
   const int16_t *a = at<int16_t>(given[4]), *b = at<int16_t>(given[5]);
   const int32_t* exponents = at<int32_t>(given[6]);
   int16_t* g = at<int16_t>(given[1]);
-  int32_t own = static_cast<int32_t>(given[2]);
+  int32_t own = given[2] ? *at<int32_t>(given[2]) : 0;
   if (!(layer.has_begun(of_x) && layer.has_begun(of_weight) && layer.has_begun(of_bias))) return kUnfit;
   try {
     std::vector<int16_t> memory(static_cast<size_t>(g ? 0 : layer.of_y()));

@@ -23,13 +23,13 @@ using namespace lowp;
 
 // counts: largest |mantissa|, saturated, non-finite, any that was not zero. `out` receives the mantissas and `values` their
 // values, which may overwrite x; either may be null.
-LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out,
+LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, const int32_t* exponent, void* out,
                                   float* values, int64_t count, uint64_t seed, int threads, int64_t* counts) {
   const Task task{cast, x, out, type, 0, seed, false};
   const Kernels& kernel = kernels();
   Mantissas all{};
   gather(count, kBlock, threads, &all, [&](Mantissas* part, int64_t begin, int64_t end) {
-    kernel.to_int16(task, exponent, values, part, begin, end);
+    kernel.to_int16(task, *exponent, values, part, begin, end);
   });
   tell(all, counts);
 }
@@ -43,50 +43,72 @@ LOWP_EXPORT void lowp_sum_int16(const int16_t* mantissas, int64_t outer, int64_t
                });
 }
 
-LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* out, int64_t count, int threads) {
+LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, const int32_t* exponent, float* out, int64_t count,
+                                 int threads) {
   const Kernels& kernel = kernels();
   parallel_for(count, kBlock, enough_threads(count, threads),
-               [&](int64_t begin, int64_t end) { kernel.from_int16(mantissas, exponent, out, begin, end); });
+               [&](int64_t begin, int64_t end) { kernel.from_int16(mantissas, *exponent, out, begin, end); });
 }
 
-// found: the bits of the largest |x|; with `lowest` also the biased exponent of the lowest bit (1000 for zeros), and then
-// the largest |x| may be wrong if int16 cannot represent the numbers.
-LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int threads, int64_t* found) {
+namespace lowp {
+
+// The bits of the largest |x|; with `lowest` also the biased exponent of the lowest bit (1000 for zeros), and then the
+// largest |x| may be wrong if int16 cannot represent the numbers.
+static Grid grid_of(const float* x, int64_t count, bool lowest, int threads) {
   const Kernels& kernel = kernels();
   Grid all;
   gather(count, kBlock, threads, &all, [&](Grid* part, int64_t begin, int64_t end) {
-    kernel.grid(x, lowest != 0, part, begin, end);
+    kernel.grid(x, lowest, part, begin, end);
   });
-  found[0] = all.maximum, found[1] = all.lowest;
+  return all;
 }
 
-// Writes x, fp32, as mantissas under the exponent of its own maximum: that of its leading bit plus `offset`, from `lowest`
-// to `highest`, and 0 for zeros. `out` receives the mantissas, `values` their values; either may be null. Returns the
-// exponent; kNotFinite, with nothing written, if x is not finite.
+// The exponent of a tensor's maximum: that of its leading bit plus `offset`, from `lowest` to `highest`, and 0 for zeros.
+static int32_t own_exponent(const Grid& grid, int offset, int lowest, int highest) {
+  if (grid.maximum >= kInfiniteBits) return kNoExponent;
+  if (grid.maximum == 0) return 0;
+  int exponent;
+  std::frexp(magnitude(static_cast<uint32_t>(grid.maximum)), &exponent);
+  return std::min(std::max(exponent - 1 + offset, lowest), highest);
+}
+
+}  // namespace lowp
+
+// Writes x, fp32, as mantissas under its own exponent. `out` receives the mantissas, `values` their values; either may be
+// null. Returns whether x is finite; if not, the exponent is kNoExponent, and nothing else is written.
 LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
-                                   float* values, int64_t count, uint64_t seed, int threads, int64_t* counts) {
-  constexpr int kNotFinite = 1 << 20;
-  int64_t found[2];
-  lowp_grid(x, count, 0, threads, found);
-  if (found[0] >= kInfiniteBits) return kNotFinite;
-  int exponent = 0;
-  if (found[0] != 0) {
-    std::frexp(magnitude(static_cast<uint32_t>(found[0])), &exponent);
-    exponent = std::min(std::max(exponent - 1 + offset, lowest), highest);
-  }
-  lowp_write_int16(cast, kFp32, x, exponent, out, values, count, seed, threads, counts);
-  return exponent;
+                                   float* values, int64_t count, uint64_t seed, int threads, int32_t* exponent) {
+  int64_t counts[4];
+  *exponent = own_exponent(grid_of(x, count, false, threads), offset, lowest, highest);
+  if (*exponent == kNoExponent) return 0;
+  if (out || values) lowp_write_int16(cast, kFp32, x, exponent, out, values, count, seed, threads, counts);
+  return 1;
 }
 
-// Writes x * 2**-exponent and returns the largest |mantissa|; -1 if an x is not an int16 under this exponent.
-LOWP_EXPORT int64_t lowp_exact_int16(const float* x, int exponent, int16_t* out, int64_t count, int threads) {
+// Whether all of x is a mantissa under the exponent of its own maximum, which is told.
+LOWP_EXPORT int lowp_is_exact_int16(const float* x, int offset, int lowest, int highest, int64_t count, int threads,
+                                    int32_t* exponent) {
+  constexpr int kOfZeros = 1000, kBias = 127;
+  const Grid grid = grid_of(x, count, true, threads);
+  *exponent = own_exponent(grid, offset, lowest, highest);
+  if (*exponent == kNoExponent) return 0;
+  if (grid.lowest == kOfZeros) return 1;
+  const int bit = static_cast<int>(grid.lowest) - kBias;
+  const bool is_held = magnitude(static_cast<uint32_t>(grid.maximum)) <= std::ldexp(32767.0, *exponent);
+  return is_held && *exponent <= bit && bit > -kBias;
+}
+
+// Writes x * 2**-exponent and returns the largest |mantissa|; -1 if an x is not an int16 under this exponent, or if that
+// is not near.
+LOWP_EXPORT int64_t lowp_exact_int16(const float* x, const int32_t* exponent, int16_t* out, int64_t count, int threads) {
+  if (!is_near(*exponent)) return -1;
   const Kernels& kernel = kernels();
   std::atomic<int64_t> largest{0};
   std::atomic<bool> wrong{false};
   parallel_for(count, kBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
     int64_t part = 0;
     if (wrong.load(std::memory_order_relaxed)) return;
-    if (!kernel.exact_int16(x, exponent, out, &part, begin, end)) wrong = true;
+    if (!kernel.exact_int16(x, *exponent, out, &part, begin, end)) wrong = true;
     for (int64_t seen = largest; part > seen && !largest.compare_exchange_weak(seen, part);) {
     }
   });
@@ -94,17 +116,18 @@ LOWP_EXPORT int64_t lowp_exact_int16(const float* x, int exponent, int16_t* out,
 }
 
 // Whether all mantissas are those of x under this exponent: exactly (returns 0), or with `rounded` those of x rounded to
-// nearest even and saturated from `lowest` to 32767 (returns the bits of the largest |x|). Returns -1 if not. Both are rows
-// of `columns` elements, one every `stride` elements.
+// nearest even and saturated from `lowest` to 32767 (returns the bits of the largest |x|). Returns -1 if not, and -2 under
+// an exponent that is not near. Both are rows of `columns` elements, one every `stride` elements.
 LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
-                                    int64_t stride, int exponent, int rounded, int lowest, int threads) {
+                                    int64_t stride, const int32_t* exponent, int rounded, int lowest, int threads) {
+  if (!is_near(*exponent)) return -2;
   const Kernels& kernel = kernels();
   std::atomic<int64_t> largest{0};
   std::atomic<bool> wrong{false};
   const auto compare = [&](const float* in, const int16_t* kept, int64_t begin, int64_t end) {
     uint32_t part = 0;
     if (wrong.load(std::memory_order_relaxed)) return;
-    if (!kernel.same_int16(in, kept, exponent, static_cast<float>(lowest), rounded ? &part : nullptr, begin, end))
+    if (!kernel.same_int16(in, kept, *exponent, static_cast<float>(lowest), rounded ? &part : nullptr, begin, end))
       wrong = true;
     for (int64_t seen = largest; part > seen && !largest.compare_exchange_weak(seen, part);) {
     }
@@ -134,10 +157,10 @@ void lowp::write_step(float* weight, int16_t* mantissas, const int* exponents, i
 }
 
 // The same, exactly, of many tensors. given: x, mantissas, rows, columns, stride, exponent. found: 0 if the mantissas are
-// exactly those of x, otherwise -1.
+// exactly those of x, otherwise a negative number.
 LOWP_EXPORT void lowp_same_int16_list(const int64_t* given, int64_t count, int threads, int64_t* found) {
   const auto at = [&](int place) { return static_cast<uintptr_t>(given[place]); };
   for (int64_t i = 0; i < count; ++i, given += 6)
     found[i] = lowp_same_int16(reinterpret_cast<float*>(at(0)), reinterpret_cast<int16_t*>(at(1)), given[2], given[3],
-                               given[4], static_cast<int>(given[5]), 0, 0, threads);
+                               given[4], reinterpret_cast<int32_t*>(at(5)), 0, 0, threads);
 }

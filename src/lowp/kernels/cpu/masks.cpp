@@ -24,14 +24,15 @@ LOWP_EXPORT void lowp_pass_positive(const float* x, const int16_t* mantissas, fl
                [&](int64_t begin, int64_t end) { kernel.pass_positive(x, mantissas, out, begin, end); });
 }
 
-// Returns 0; -1 if the mantissas are not those of x under this exponent, and the output is then invalid.
-LOWP_EXPORT int lowp_relu_int16(const float* x, const int16_t* mantissas, int exponent, int16_t* to, float* values,
-                                int64_t count, int threads) {
+// Returns 0; -1 if the mantissas are not those of x under this exponent, or if that is not near: the output is then invalid.
+LOWP_EXPORT int lowp_relu_int16(const float* x, const int16_t* mantissas, const int32_t* exponent, int16_t* to,
+                                float* values, int64_t count, int threads) {
+  if (!is_near(*exponent)) return -1;
   const Kernels& kernel = kernels();
   std::atomic<bool> wrong{false};
   parallel_for(count, kBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
     if (wrong.load(std::memory_order_relaxed)) return;
-    if (!kernel.relu_int16(x, mantissas, exponent, to, values, begin, end)) wrong = true;
+    if (!kernel.relu_int16(x, mantissas, *exponent, to, values, begin, end)) wrong = true;
   });
   return wrong ? -1 : 0;
 }

@@ -1,6 +1,7 @@
 """int16 mantissas by the C++ library: contiguous fp32 tensors on a CPU, or the layout that `Rows` describes.
 
-`mantissas` chooses between these functions and torch operations that give the same bits.
+`mantissas` chooses between these functions and torch operations that give the same bits. An exponent is a tensor, int32
+and 0-d, which the library reads, and tells, by its pointer.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from lowp.kernels.cpu.abi import TYPE_NUMBERS, parameters
 
 
 class Seen(NamedTuple):
-    """The observations of one write under a shared exponent: numbers on a CPU, 0-d tensors on an accelerator."""
+    """What the host has seen of one write under a shared exponent."""
 
-    mantissa: Any  # the largest |mantissa| of what is finite, after saturation: 0 .. 32768
-    nonfinite: Any  # whether anything is infinite, which saturates, or NaN, which becomes 0
-    vanished: Any  # whether all nonzero values became zero
-    overflowed: Any  # finite elements that did not fit
-    crowded: Any  # elements that would not fit under half the unit; 0 on a CPU where they were not asked for
-    elements: Any
+    mantissa: int  # the largest |mantissa| of what is finite, after saturation: 0 .. 32768
+    nonfinite: bool  # whether anything is infinite, which saturates, or NaN, which becomes 0
+    vanished: bool  # whether all nonzero values became zero
+    overflowed: int  # finite elements that did not fit
+    crowded: int  # elements that would not fit under half the unit; 0 where they were not asked for
+    elements: int
 
 
 def is_direct(*tensors: Tensor) -> bool:
@@ -52,7 +53,7 @@ def is_direct(*tensors: Tensor) -> bool:
 
 
 def to_int16(
-    x: Tensor, cast: Cast, exponent: int, out: Tensor | None, result: Tensor | None = None, seed: int = 0
+    x: Tensor, cast: Cast, exponent: Tensor, out: Tensor | None, result: Tensor | None = None, seed: int = 0
 ) -> Seen:
     """Write x * 2**-exponent, rounded by a cast and saturated, into the int16 tensor `out`, in one pass.
 
@@ -75,36 +76,28 @@ def to_int16(
     return seen_of(x.numel(), *counts)
 
 
-_NOT_FINITE = 1 << 20  # no exponent
+def current_int16(x: Tensor, cast: Cast, seed: int, out: Tensor | None, values: Tensor | None = None) -> Tensor:
+    """Write x, of fp32, under the exponent of its maximum, which is returned, as int16, as values in fp32, or as both.
 
-
-def current_int16(x: Tensor, cast: Cast, seed: int, out: Tensor) -> tuple[int, Seen] | None:
-    """Write x, of fp32, into the int16 tensor `out` under the exponent of its maximum; return that, and what was seen.
-
-    None, with nothing written, where x is not finite.
+    `values` may be x. Where x is not finite, nothing is written, and no exponent of int16 is returned.
     """
-    counts = array("q", (0,) * 4)
-    block, offset, lowest, highest = own_exponent(cast)
-    memory = out, None, x.numel(), seed & cpu.MASK, torch.get_num_threads(), counts
-    given = block, x, offset, lowest, highest
-    exponent: int = cpu.loaded().lowp_current_int16(*given, *memory)
-    return None if exponent == _NOT_FINITE else (exponent, seen_of(x.numel(), *counts))
+    exponent = torch.empty((), dtype=torch.int32, device="cpu")
+    memory = out, values, x.numel(), seed & cpu.MASK, torch.get_num_threads(), exponent
+    block, *bounds = own_bounds(cast)
+    cpu.loaded().lowp_current_int16(block, x, *bounds, *memory)
+    return exponent
 
 
-def current_values(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
-    """Write the values of x, of fp32, under its own exponent into `out`, which may be x, by the C++ library.
-
-    Returns False, with nothing written, where x is not finite.
-    """
-    counts = array("q", (0,) * 4)
-    block, offset, lowest, highest = own_exponent(cast)
-    memory = None, out, x.numel(), seed & cpu.MASK, torch.get_num_threads(), counts
-    found: int = cpu.loaded().lowp_current_int16(block, x, offset, lowest, highest, *memory)
-    return found != _NOT_FINITE
+def is_exact_int16(x: Tensor, cast: Cast) -> tuple[bool, Tensor]:
+    """Return whether all of x, of fp32, is a mantissa under the exponent of its maximum, and that exponent."""
+    exponent = torch.empty((), dtype=torch.int32, device="cpu")
+    _, *bounds = own_bounds(cast)
+    found = cpu.loaded().lowp_is_exact_int16(x, *bounds, x.numel(), torch.get_num_threads(), exponent)
+    return found != 0, exponent
 
 
 @remembered_by_identity
-def own_exponent(cast: Cast) -> tuple[object, int, int, int]:
+def own_bounds(cast: Cast) -> tuple[object, int, int, int]:
     """Return the parameters of a cast, what is added to the exponent of a maximum, and the bounds of the sum."""
     format = cast.format
     assert isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
@@ -113,15 +106,15 @@ def own_exponent(cast: Cast) -> tuple[object, int, int, int]:
     return mantissa_block(cast), offset, format.scale.min_exponent, format.scale.max_exponent
 
 
-def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
+def from_int16(mantissas: Tensor, exponent: Tensor, out: Tensor) -> None:
     """Write mantissas * 2**exponent into `out`, fp32: exact unless it leaves the range."""
     cpu.loaded().lowp_from_int16(mantissas, exponent, out, mantissas.numel(), torch.get_num_threads())
 
 
-def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
+def exact_int16(x: Tensor, exponent: Tensor, out: Tensor) -> int | None:
     """Write x * 2**-exponent, of fp32, into the int16 tensor `out` and return the largest |mantissa|.
 
-    None where some element is no int16 under this exponent; `out` is then half written. Exponents from -100 to 100.
+    None where some element is no int16 under this exponent, or that is beyond 100; `out` is then half written.
     """
     largest: int = cpu.loaded().lowp_exact_int16(x, exponent, out, x.numel(), torch.get_num_threads())
     return None if largest < 0 else largest
@@ -135,18 +128,21 @@ class Rows(NamedTuple):
     stride: int
 
 
-def is_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows) -> bool:
-    """Whether every element of x, of fp32, is its mantissa * 2**exponent; both lie alike. Exponents -100 to 100."""
-    return _same_int16(x, mantissas, lie, exponent, False, 0) == 0
+def is_int16(x: Tensor, mantissas: Tensor, exponent: Tensor, lie: Rows) -> bool | None:
+    """Whether every element of x, of fp32, is its mantissa * 2**exponent; both lie alike.
+
+    None under exponents beyond 100, whose units fp32 may not hold.
+    """
+    found = _same_int16(x, mantissas, lie, exponent, False, 0)
+    return None if found == -2 else found == 0
 
 
-Kept = tuple[
-    Tensor, Tensor, int, "Rows | tuple[int, int, int]"
-]  # a tensor, its mantissas, their exponent, and how both lie
+# a tensor, its mantissas, their exponent, and how both lie
+Kept = tuple[Tensor, Tensor, Tensor, "Rows | tuple[int, int, int]"]
 
 
 def are_int16(tensors: Sequence[Kept]) -> list[bool]:
-    """Return `is_int16` of each tensor, from one call."""
+    """Return `is_int16` of each tensor, from one call; not so under exponents beyond 100."""
     given: list[Any] = []
     for x, payload, exponent, lie in tensors:
         given += [x, payload, *lie, exponent]
@@ -155,35 +151,25 @@ def are_int16(tensors: Sequence[Kept]) -> list[bool]:
     return [one == 0 for one in found]
 
 
-def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows, symmetric: bool) -> float | None:
+def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: Tensor, lie: Rows, symmetric: bool) -> float | None:
     """Return the largest |x| of an fp32 tensor if `to_int16` to nearest even would write these mantissas, or None.
 
-    Both lie alike. Exponents from -100 to 100.
+    Both lie alike. None under exponents beyond 100.
     """
     found = _same_int16(x, mantissas, lie, exponent, True, -32767 if symmetric else -32768)
-    if found < 0:
-        return None
-    return cpu.fp32_of(found)
+    return None if found < 0 else cpu.fp32_of(found)
 
 
-def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded: bool, lowest: int) -> int:
-    given = (
-        x,
-        mantissas,
-        *lie,
-        exponent,
-        rounded,
-        lowest,
-        torch.get_num_threads(),
-    )
-    found: int = cpu.loaded().lowp_same_int16(*given)
+def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: Tensor, rounded: bool, lowest: int) -> int:
+    given = *lie, exponent, rounded, lowest, torch.get_num_threads()
+    found: int = cpu.loaded().lowp_same_int16(x, mantissas, *given)
     return found
 
 
-def relu(x: Tensor, mantissas: Tensor, exponent: int) -> tuple[Tensor, Tensor] | None:
+def relu(x: Tensor, mantissas: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return ReLU of mantissas, and of their values in fp32; None where they are not those of x, or there is no kernel.
 
-    Both are contiguous. Exponents from -100 to 100.
+    Both are contiguous. None under exponents beyond 100.
     """
     if not is_direct(x):
         return None

@@ -16,15 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Rounding
+from lowp.casts import Cast
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import by_triton
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, table_block
 from lowp.kernels.int16.cpu_int16 import Seen, mantissa_block
-from lowp.kernels.int16.mantissas import int16_element, values, wide_cast
-from lowp.kernels.numbers import bitwise
+from lowp.kernels.int16.mantissas import values, written
 from lowp.scaling import Autoflex, WritesSeen
-from lowp.scaling.powers import times
 
 WORDS = 8  # of a row, int64; kWords in cpu/exponents.hpp, and in triton/mantissas
 LARGEST, OVERFLOWED, CROWDED, ELEMENTS, FLAGS = 0, 1, 2, 5, 6
@@ -47,16 +45,18 @@ def block_of(scaling: Autoflex, crowds: bool, columns: Sequence[Tensor | None]) 
     return table_block(scaling, crowds, [cpu.optional_address(one) for one in columns], columns)
 
 
-def write(table: object, cast: Cast, index: int, x: Tensor, payload: Tensor | None, values: Tensor) -> tuple[int, bool]:
+def write(
+    table: object, cast: Cast, index: int, x: Tensor, payload: Tensor | None, values: Tensor
+) -> tuple[Tensor, bool]:
     """Write x under an entry, which begins with it if it has not: its mantissas and its values, which may overwrite it.
 
     All lie alike, dense. What is not finite stays as it is. Returns the exponent, which of a single number is one that
     holds it, and whether anything is not finite. Mantissas and values are those of `mantissas_and_values`.
     """
-    told = array("q", (0, 0))
-    row = [index, VALUES, TYPE_NUMBERS[x.dtype], x, payload, values, x.numel(), 0]
-    cpu.loaded().lowp_write_entries(table, mantissa_block(cast), row, 1, torch.get_num_threads(), told)
-    return told[0], told[1] != 0
+    exponent = torch.empty((), dtype=torch.int32, device="cpu")
+    row = [index, VALUES, TYPE_NUMBERS[x.dtype], x, payload, values, x.numel(), 0, exponent]
+    found = cpu.loaded().lowp_write_entries(table, mantissa_block(cast), row, 1, torch.get_num_threads())
+    return exponent, found != 0
 
 
 def write_in_place(table: object, cast: Cast, given: Sequence[tuple[Tensor, int, int]]) -> None:
@@ -68,9 +68,8 @@ def write_in_place(table: object, cast: Cast, given: Sequence[tuple[Tensor, int,
     """
     rows = []
     for x, index, how in given:
-        rows += [index, how, 0, x, None, x, x.numel(), _LOW_BITS]
-    told = array("q", bytes(16 * len(given)))
-    cpu.loaded().lowp_write_entries(table, mantissa_block(cast), rows, len(given), torch.get_num_threads(), told)
+        rows += [index, how, 0, x, None, x, x.numel(), _LOW_BITS, None]
+    cpu.loaded().lowp_write_entries(table, mantissa_block(cast), rows, len(given), torch.get_num_threads())
     torch.autograd.graph.increment_version([x for x, *_ in given])
 
 
@@ -124,64 +123,38 @@ class Steps:
         ]
 
 
-# -- elsewhere --------------------------------------------------------------------------------------------------------
+# -- anywhere ---------------------------------------------------------------------------------------------------------
 
 
-class There(NamedTuple):
+class Write(NamedTuple):
     """A write of which the host knows nothing: values in fp32, what was seen, and the exponent of the values."""
 
     values: Tensor
     record: Tensor
-    exponent: Any
+    exponent: Tensor
 
 
-def write_there(
-    x: Tensor, cast: Cast, exponents: Tensor, index: int, when: Tensor | None = None, otherwise: Any = None,
+def write_unread(
+    x: Tensor, cast: Cast, exponents: Tensor, index: int, when: Tensor | None = None, otherwise: Tensor | None = None,
     row: Tensor | None = None,
-) -> There:  # fmt: skip
-    """Return x as values of the format in fp32 under `exponents[index]`, int32, without waiting for the device.
+) -> Write:  # fmt: skip
+    """Return x as values of the format in fp32 under `exponents[index]`, int32, without waiting for a device.
 
     Where `when`, 0-d bool, does not hold, the values are those of x, the exponent is `otherwise`, if one is given, and
-    what was seen is nothing. What is not finite stays as it is. `row`, zeros, takes what was seen. On a CPU `write`
-    does this.
+    what was seen is nothing. What is not finite stays as it is. `row`, zeros, takes what was seen. `write` does this
+    by the C++ library.
     """
     if by_triton(x):
         from lowp.kernels.triton import mantissas as kernels
 
-        return There(*kernels.write(x, cast, exponents, index, when, otherwise, row))
+        return Write(*kernels.write(x, cast, exponents, index, when, otherwise, row))
     exponent = exponents[index].clone()
-    values, record = _written_there(x, cast, exponent)
+    _, values, record = written(x, cast, exponent)
     if when is not None:
         values = torch.where(when, values, x.float())
         record = record * when
         exponent = exponent if otherwise is None else torch.where(when, exponent, otherwise)
-    return There(values, record if row is None else row.copy_(record), exponent)
-
-
-def _written_there(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Tensor]:
-    limit = int(int16_element(cast).maximum)
-    x = x if x.dtype is torch.float64 else x.float()
-    scaled = times(x, -exponent)
-    finite = x.isfinite()
-    if cast.rounding is Rounding.NEAREST_EVEN:
-        rounded = scaled.round()
-    else:
-        rounded = bitwise.quantized(scaled, wide_cast(cast.rounding, cast.random_bits), 0)
-    bounded = rounded.clamp(int16_element(cast).minimum, limit) + 0.0  # no -0, as of integers
-    magnitude = torch.where(finite, bounded.abs(), 0.0)
-    largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
-    all_finite = finite.all()
-    vanished = (largest == 0) & (finite & (x != 0)).any() & all_finite
-    flags = ~all_finite + x.isnan().any() * (1 << 8) + vanished * (1 << 16)
-    counts = (finite & (bounded != rounded)).sum(), (magnitude > limit // 2).sum()
-    record = _row(largest, *counts, torch.full((), x.numel(), device=x.device), flags)
-    return torch.where(finite, times(bounded, exponent), x).float(), record
-
-
-def _row(largest: Tensor, overflowed: Tensor, crowded: Tensor, elements: Tensor, flags: Tensor) -> Tensor:
-    nothing = torch.zeros_like(flags, dtype=torch.int64)
-    parts = largest, overflowed, crowded, nothing, nothing, elements, flags, nothing
-    return torch.stack([one.to(torch.int64) for one in parts])
+    return Write(values, record if row is None else row.copy_(record), exponent)
 
 
 def record_of(seen: Seen, has_nan: bool = False, crowded: int = 0) -> Tensor:

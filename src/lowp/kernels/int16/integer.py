@@ -24,17 +24,20 @@ by the host: a call waits for the device. All of it is forward only: autograd se
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowp.compat import widest_float
 from lowp.errors import InvalidInput, Unavailable, unknown
 from lowp.kernels import cpu, triton
-from lowp.kernels.choose.dispatch import capability, forced
-from lowp.kernels.int16 import integer_run
+from lowp.kernels.choose.dispatch import answers_at_once, capability, forced
+from lowp.kernels.int16 import integer_reference, integer_run
 from lowp.kernels.int16.integer_reference import ConvolutionShape
-from lowp.kernels.int16.integer_run import KINDS, PRODUCTS, Bias, NotFinite, Output, observed
+from lowp.kernels.int16.integer_run import KINDS, PRODUCTS, Bias, NotFinite, Output, observed, told
+from lowp.kernels.int16.mantissas import power, times
 
 __all__ = [
     "PRODUCTS",
@@ -43,8 +46,10 @@ __all__ = [
     "ConvolutionShape",
     "Exact",
     "NotFinite",
+    "convolution",
     "convolution_chained",
     "convolution_exact",
+    "matmul",
     "matmul_chained",
     "matmul_exact",
     "observed",
@@ -184,6 +189,59 @@ def convolution_chained(
     output = _output(a, exponent, None, False, kernel, added)
     found, _, largest = integer_run.convolution(product, a, b, shape, output)
     return Chained(found, largest[0])
+
+
+# -- products of which nothing is read --------------------------------------------------------------------------------
+def matmul(
+    left: Tensor, right: Tensor, exponent: Tensor, dtype: torch.dtype | None, bias: Bias | None = None
+) -> Tensor:
+    """Return [..., m, k] @ [..., k, n] of int16 times 2**exponent: exact in a dtype, or, None, fp32 in chains of 256.
+
+    The leading dimensions are the same. An exact sum is rounded once to fp32 or fp64; of a device in int64 it is not
+    scaled. A bias is that of a chained sum on a CPU. Nothing is read of a device.
+    """
+    if answers_at_once(left):
+        if dtype is None:
+            return matmul_chained(left, right, exponent=exponent, bias=bias).values
+        return matmul_exact(left, right, exponent=exponent, dtype=dtype).values
+    with told(2 * math.prod(left.shape) * right.shape[-1]):
+        if chosen_kernel(left) == "triton":
+            from lowp.kernels.triton import products
+
+            a, b = integer_run.as_batches(left), integer_run.as_batches(right)
+            whole = torch.float32 if dtype is None else dtype
+            values, _ = products.matmul(a, b, power(exponent), whole, dtype is None, -32768)
+            return values.reshape(*left.shape[:-1], right.shape[-1])
+        return _scaled(integer_reference.matmul(left, right, dtype is None), exponent, dtype)
+
+
+def convolution(
+    product: str,
+    operands: tuple[Tensor, Tensor],
+    shape: ConvolutionShape,
+    exponent: Tensor,
+    dtype: torch.dtype | None,
+    bias: Bias | None = None,
+) -> Tensor:
+    """Return one of the three products of a convolution, `PRODUCTS`, written as `matmul` writes."""
+    a, b = operands
+    if answers_at_once(a):
+        if dtype is None:
+            return convolution_chained(product, a, b, shape, exponent=exponent, bias=bias).values
+        return convolution_exact(product, a, b, shape, exponent=exponent, dtype=dtype).values
+    with told(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):
+        multiply = integer_run.sums_by_triton if chosen_kernel(a) == "triton" else integer_reference.matmul
+        return _scaled(integer_reference.convolution(product, a, b, shape, dtype is None, multiply), exponent, dtype)
+
+
+def _scaled(sums: Tensor, exponent: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None:
+        return times(sums, exponent)
+    if dtype is torch.int64:
+        return sums
+    if dtype is torch.float32 and widest_float(sums.device) is torch.float32:
+        return times(sums.to(torch.float32), exponent)
+    return integer_reference.times(sums, power(exponent), dtype)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The integer products in plain torch: the definition of their bits, used if the C++ library is missing.
 
-Sums are exact because every partial sum is an integer below 2^53 in fp64, in any order of additions. A convolution is
-converted to the matrix product whose depth order `lowp.kernels.int16.integer` defines.
+Sums are exact because every partial sum is an integer below 2^53 in fp64, or 2^24 in fp32, in any order of additions. A
+convolution is converted to the matrix product whose depth order `lowp.kernels.int16.integer` defines.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.errors import InvalidInput
+from lowp.kernels.choose.dispatch import answers_at_once
+from lowp.kernels.int16 import mantissas
+from lowp.kernels.int16.low_words import LOW_BITS
 
 BLOCK = 256
 _EXACT_DEPTH = 1 << 22  # times 2^30 stays below 2^53
+_DEPTH = 1024  # the longest sum of products of digits that fp32 holds
 
 Triple = tuple[int, int, int]
 Multiply = Callable[[Tensor, Tensor, bool], Tensor]  # as `matmul`
@@ -116,14 +120,37 @@ class ConvolutionShape:
 
 
 def matmul(left: Tensor, right: Tensor, chained: bool) -> Tensor:
-    """Return the sums of [..., m, k] @ [..., k, n]: exact in int64, or chained in fp32 (not yet scaled)."""
-    step = BLOCK if chained else _EXACT_DEPTH
+    """Return the sums of [..., m, k] @ [..., k, n]: exact in int64, or chained in fp32 (not yet scaled).
+
+    By torch's products in fp64 on a CPU, and elsewhere in fp32 of `digits`: GPUs have little fp64 or none.
+    """
+    step, multiply = (_EXACT_DEPTH, _in_fp64) if answers_at_once(left) else (_DEPTH, digits)
+    step = BLOCK if chained else step
     shape = (*left.shape[:-1], right.shape[-1])
     total = torch.zeros(shape, dtype=torch.float32 if chained else torch.int64, device=left.device)
     for start in range(0, left.shape[-1], step):
-        part = left[..., start : start + step].double() @ right[..., start : start + step, :].double()
-        total += part.to(total.dtype)
+        total += multiply(left[..., start : start + step], right[..., start : start + step, :]).to(total.dtype)
     return total
+
+
+def _in_fp64(left: Tensor, right: Tensor) -> Tensor:
+    return left.double() @ right.double()
+
+
+def digits(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sums of a depth of up to 1024 in int64, by products in fp32 of digits to the base 256:
+
+    x = 256 h + l + 128, with h = x >> 8 and l = (x & 255) - 128, both in -128 .. 127
+
+    Every sum of 1024 products of digits is an integer of at most 2^24, which fp32 represents; TF32 and bf16 represent
+    the digits.
+    """
+    high_a, high_b = ((x >> 8).to(torch.float32) for x in (left, right))
+    low_a, low_b = (((x & 255) - 128).to(torch.float32) for x in (left, right))
+    high, low = (high_a @ high_b).to(torch.int64), (low_a @ low_b).to(torch.int64)
+    middle = (high_a @ low_b).to(torch.int64) + (low_a @ high_b).to(torch.int64)
+    sums = left.sum(-1, keepdim=True, dtype=torch.int64) + right.sum(-2, keepdim=True, dtype=torch.int64)
+    return 65536 * high + 256 * middle + low + 128 * sums - 16384 * left.shape[-1]
 
 
 def shift_rounded(sums: Tensor, exponent: int) -> Tensor:
@@ -186,6 +213,41 @@ def rounded_values(values: Tensor, exponent: int, lowest: int) -> tuple[Tensor, 
     mantissas = rounded.clamp(lowest, 32767)
     largest = min(math.ceil(math.ldexp(float(values.abs().max()), -exponent)), 1 << 62)
     return mantissas.to(torch.int16), (int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest)
+
+
+_GUARD = 8  # bits below the unit of a sum in which a bias is added
+
+
+def summed_to_odd(sums: list[Tensor], exponents: list[Tensor], bias: Tensor | None = None) -> Tensor:
+    """Return sums of integers, each times 2**its exponent, and bias, added exactly and rounded to odd, in fp32.
+
+    To odd: what fp32 does not hold sets its last bit, so that rounding it to 22 bits or fewer is rounding the sum.
+    Without fp64. `sums`: int64, below 2**54; the exponents of the second and later ones are the first's less
+    `LOW_BITS`, or `NOTHING`.
+    """
+    total, exponent = sums[0], exponents[0]
+    for sum, low in zip(sums[1:], exponents[1:], strict=True):
+        exponent = exponent - LOW_BITS
+        total = total * (1 << LOW_BITS) + torch.where(low == exponent, sum, 0)
+    if bias is None:
+        return mantissas.times(_to_odd(total), exponent)
+    exponent = exponent - _GUARD
+    units = mantissas.times(bias, -exponent)
+    whole = units.floor()
+    inside = whole.nan_to_num(nan=0.0).clamp(-(2.0**60), 2.0**60).to(torch.int64)
+    exact = total * (1 << _GUARD) + (inside | (whole != units).to(torch.int64))
+    found = mantissas.times(_to_odd(exact), exponent)
+    return torch.where(bias.isfinite() & (whole.abs() < 2.0**60), found, found + bias)
+
+
+def _to_odd(sums: Tensor) -> Tensor:
+    """Return integers in fp32, rounded to odd."""
+    near = sums.to(torch.float32)
+    missed = sums - near.to(torch.int64)
+    bits = near.view(torch.int32)
+    toward_zero = (missed < 0) == (sums > 0)
+    moved = torch.where((missed != 0) & (bits & 1 == 0), bits + torch.where(toward_zero, -1, 1), bits)
+    return moved.to(torch.int32).view(torch.float32)
 
 
 # -- convolution ------------------------------------------------------------------------------------------------------

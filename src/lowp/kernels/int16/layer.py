@@ -9,7 +9,6 @@ same call, before they are used.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.kernels import cpu
 from lowp.kernels.cpu.abi import layer_block
-from lowp.kernels.int16.cpu_int16 import is_direct, mantissa_block, own_exponent
+from lowp.kernels.int16.cpu_int16 import is_direct, mantissa_block, own_bounds
 from lowp.kernels.int16.integer import LARGEST_DEPTH
 from lowp.kernels.int16.integer_reference import ConvolutionShape
 from lowp.kernels.int16.integer_run import PRODUCTS, check_status, is_observed
@@ -40,7 +39,7 @@ class LayerResult(NamedTuple):
 
     values: Tensor
     payload: Tensor | None
-    exponent: int
+    exponent: Tensor | None
 
 
 def serves(to: Cast | None) -> bool:
@@ -65,7 +64,7 @@ class LayerPlan:
         self.is_written = output is not None
         x, weight, y = math.prod(first), math.prod(second), math.prod(self.result)
         sizes = (x // first[-1], second[0], first[-1]) if shape is None else (x, weight, y)
-        own, rounding = [own_exponent(cast) for cast in casts], None if output is None else mantissa_block(output)
+        own, rounding = [own_bounds(cast) for cast in casts], None if output is None else mantissa_block(output)
         geometry = None if shape is None else shape.numbers
         self._block = layer_block(own, rounding, geometry, sizes)
 
@@ -78,8 +77,8 @@ class LayerPlan:
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, known: Known | None, target: Target, keeps: bool
-    ) -> tuple[LayerResult, Tensor | None, Tensor | None, Tensor | None] | None:
-        """Return the result, and if `keeps` what `backward` reads: the mantissas of x and weight, and their exponents.
+    ) -> tuple[LayerResult, Tensor | None, Tensor | None, Tensor] | None:
+        """Return the result, and if `keeps` what `backward` reads: the mantissas of x and weight, and the exponents.
 
         The tensors are those that `is_direct` accepts. `known`: the mantissas of x; None to make them. No graph is
         recorded. None where it is left to others: operands and biases that are not finite, mantissas that are not those
@@ -87,25 +86,25 @@ class LayerPlan:
         """
         if is_observed():
             return None
-        second = exponents = payload = None
+        second = payload = None
         first, of_first, found_by = _found(known)
         if keeps:
             first = x.new_empty(self.shapes[0], dtype=torch.int16) if first is None else first
             second = weight.new_empty(self.shapes[1], dtype=torch.int16)
-            exponents = x.new_empty(2, dtype=torch.int32)
+        exponents = torch.empty(3 if self.is_written else 2, dtype=torch.int32, device="cpu")
         y = torch.empty(self.result, dtype=torch.float32, device="cpu")
         if self.is_written:
             payload = torch.empty(self.result, dtype=torch.int16, device="cpu")
         table, entry = target
-        given = [entry, payload, y, x, first, of_first, found_by, weight, second, exponents, bias]
-        told, kernel = array("q", (0,)), cpu.asked()
-        call = kernel.encode() or None, self._block, table, given, torch.get_num_threads(), told
+        given = [entry, payload, y, x, first, of_first, found_by, weight, second, bias]
+        kernel = cpu.asked()
+        call = kernel.encode() or None, self._block, table, given, torch.get_num_threads(), exponents
         status = cpu.loaded().lowp_layer_forward(*call)
         if status in (_NOT_FINITE, _UNFIT):
             return None
         if status:
             check_status(status, kernel)
-        return LayerResult(y, payload, told[0]), first, second, exponents
+        return LayerResult(y, payload, exponents[2] if self.is_written else None), first, second, exponents
 
     def backward(
         self,
@@ -138,19 +137,20 @@ class LayerPlan:
                 payload = torch.empty(shape, dtype=torch.int16, device="cpu")
             made.append((values, payload))
             given += (entry, payload, values)
-        told, kernel = array("q", (0, 0, 0)), cpu.asked()
+        told, kernel = torch.empty(3, dtype=torch.int32, device="cpu"), cpu.asked()
         call = kernel.encode() or None, self._block, table, given, torch.get_num_threads(), told
         status = cpu.loaded().lowp_layer_backward(*call)
         if status == _UNFIT:
             return None
         if status:
             check_status(status, kernel)
-        return [None if one is None else LayerResult(*one, exponent) for one, exponent in zip(made, told, strict=True)]
+        under = told.unbind() if self.is_written else (None, None, None)
+        return [None if one is None else LayerResult(*one, exponent) for one, exponent in zip(made, under, strict=True)]
 
 
-def _found(known: Known | None) -> tuple[Tensor | None, int, int]:
+def _found(known: Known | None) -> tuple[Tensor | None, Tensor | None, int]:
     """Return mantissas, their exponent, and how they are found."""
     if known is None:
-        return None, 0, _CONVERTED
-    (payload, exponent, _), is_kept = known
+        return None, None, _CONVERTED
+    (payload, exponent), is_kept = known
     return payload, exponent, _KEPT if is_kept else _KNOWN

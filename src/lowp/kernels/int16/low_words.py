@@ -10,16 +10,13 @@ products is the sum of two then. Both words together are carried as one fp32 num
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels.int16.device_exponents import times
-from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, mantissas_and_values, to_mantissas
+from lowp.kernels.int16.mantissas import NOTHING, Mantissas, has_mantissas, own_exponent, times, to_mantissas
 from lowp.scaling import powers
 
 FEATURES = 1024  # with fewer, the smallest of equal shares still has several bits
@@ -35,7 +32,7 @@ def has_low_word(cast: Cast | None) -> bool:
     return cast.scaling is not None and cast.scaling.words > 1
 
 
-def is_coarse(x: Tensor, exponent: int | Tensor, axis: int = -1) -> Tensor:
+def is_coarse(x: Tensor, exponent: Tensor, axis: int = -1) -> Tensor:
     """Whether an eighth of x's features along `axis`, those of zeros apart, lie wholly below `UNITS` * 2**exponent.
 
     A 0-d bool on x's device. Of many features every so-manieth is looked at, 256 at least.
@@ -43,8 +40,7 @@ def is_coarse(x: Tensor, exponent: int | Tensor, axis: int = -1) -> Tensor:
     if x.dim() == 0 or x.shape[axis] < FEATURES or x.numel() == 0:
         return torch.zeros((), dtype=torch.bool, device=x.device)
     largest = _features(x, axis).abs().amax(1)
-    power = exponent if isinstance(exponent, Tensor) else torch.full((), exponent, device=x.device)
-    bound = times(torch.full((), float(UNITS), dtype=torch.float32, device=x.device), power)
+    bound = times(torch.full((), float(UNITS), dtype=torch.float32, device=x.device), exponent)
     return ((largest > 0) & (largest < bound)).sum() * 8 > (largest > 0).sum()
 
 
@@ -53,24 +49,21 @@ def _features(x: Tensor, axis: int) -> Tensor:
     return x.flatten(1) if x.dim() > 1 else x[:, None]
 
 
-def low_word(x: Tensor, high: Mantissas, cast: Cast) -> Mantissas:
-    """Return what the mantissas of x leave of it as mantissas `LOW_BITS` lower, half a unit of theirs at most."""
-    rest = high.values
-    torch.sub(x.detach(), rest, out=rest)
-    half = math.ldexp(0.5, high.exponent)
-    return to_mantissas(rest.clamp_(-half, half), cast, high.exponent - LOW_BITS)
+def low_word(x: Tensor, high: Mantissas, cast: Cast, axis: int = -1) -> Mantissas:
+    """Return what the mantissas of x leave of it as mantissas `LOW_BITS` lower, half a unit of theirs at most.
+
+    Under the exponent `NOTHING` where one word is enough.
+    """
+    half = times(torch.full((), 0.5, dtype=torch.float32, device=x.device), high.exponent)
+    exponent = high.exponent - LOW_BITS
+    payload = to_mantissas((x.detach().float() - high.values).clamp_(-half, half), cast, exponent).payload
+    return Mantissas(payload, torch.where(is_coarse(x, high.exponent, axis), exponent, NOTHING))
 
 
-def low_value(x: Tensor, high: Tensor, exponent: int, cast: Cast) -> Tensor:
-    """Return the value of that word, in fp32, for x written as the values `high`; NaN where x is not finite."""
-    half = math.ldexp(0.5, exponent)
-    return mantissas_and_values(x.detach().sub(high).clamp_(-half, half), cast, exponent - LOW_BITS)[1]
+def low_value(x: Tensor, high: Tensor, exponent: Tensor, axis: int | None = -1) -> Tensor:
+    """Return the value of the second word, in fp32, for x written as the values `high`; zeros where x needs none.
 
-
-def low_value_there(x: Tensor, high: Tensor, exponent: Tensor, axis: int | None = -1) -> Tensor:
-    """Return the value of the second word, zeros where x needs none: on a device, and without waiting for it.
-
-    Without an axis it always needs one.
+    Without an axis it always needs one. NaN where x is not finite.
     """
     rest = x.detach() - high
     units = powers.times(rest, LOW_BITS - exponent).round().clamp_(-(2.0 ** (LOW_BITS - 1)), 2.0 ** (LOW_BITS - 1))
@@ -83,16 +76,9 @@ def with_low_word(x: Tensor, high: Tensor, cast: Cast) -> Tensor:
 
     For products that run on values: on a device without the integer kernels. Nothing waits for it.
     """
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.scale, PowerOfTwo)
-    assert cast.scaling is not None
     if x.numel() == 0 or x.dim() < 2 or x.shape[-1] < FEATURES:
         return high
-    if cast.scaling.exponent is None:
-        own = powers.floor_log2(x.detach().abs().amax().float()) - 14 + cast.scaling.headroom
-        exponent = own.clamp(cast.format.scale.min_exponent, cast.format.scale.max_exponent)
-    else:
-        exponent = torch.full((), cast.scaling.exponent, device=x.device)
-    return high + low_value_there(x, high, exponent).to(high.dtype)
+    return high + low_value(x, high, own_exponent(x, cast)).to(high.dtype)
 
 
 # -- where there is no second word --------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from typing import cast as cast_to
 
 import torch
 from torch import Tensor
@@ -21,22 +20,18 @@ from lowp.casts import Cast, Rounding
 from lowp.formats import Format
 from lowp.kernels import tracing
 from lowp.kernels.choose.dispatch import answers_at_once, uses_library
-from lowp.kernels.int16 import cpu_int16, device_mantissas
+from lowp.kernels.int16 import cpu_int16, mantissas
 from lowp.kernels.int16.mantissas import (
+    NOT_FINITE,
     Mantissas,
     as_it_lies,
     current_mantissas,
-    exact_exponent,
     exact_mantissas,
-    exponent_of,
     has_mantissas,
     int16_element,
-    readable,
-    to_mantissas,
+    own_exponent,
     values,
 )
-
-_LARGEST = 100  # outside these exponents units are not normal numbers of fp32
 
 
 class _Record(NamedTuple):
@@ -46,12 +41,12 @@ class _Record(NamedTuple):
     """
 
     of: Format | Cast
-    exponent: Any
+    exponent: Tensor
     payload: Tensor | None
     first: Any
 
 
-def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor | None = None) -> None:
+def keep(x: Tensor, of: Format | Cast, exponent: Tensor, payload: Tensor | None = None) -> None:
     """Keep the exponent under which x holds values of a format, and its mantissas; or those of a cast of x.
 
     Payloads must be dense with the memory layout of x. Nothing is kept for views and parameters.
@@ -62,7 +57,7 @@ def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor |
         x.untyped_storage().lowp_record = _Record(of, exponent, payload, x.storage_offset())  # type: ignore[attr-defined]
 
 
-def keep_own(x: Tensor, of: Format, exponent: int, payload: Tensor) -> None:
+def keep_own(x: Tensor, of: Format, exponent: Tensor, payload: Tensor) -> None:
     """Do `keep` for a new tensor of a kernel, plain and contiguous as its mantissas."""
     x.untyped_storage().lowp_record = _Record(of, exponent, payload, 0)  # type: ignore[attr-defined]
 
@@ -75,31 +70,26 @@ def _is_served(x: Tensor) -> bool:
     return not (x.is_neg() or x._is_zerotensor() or tracing.is_wrapped(x))
 
 
-def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int | Tensor] | None:
+def hint(x: Tensor, format: Format | None = None) -> tuple[Format, Tensor] | None:
     """Return the format and the exponent of x's memory when it was last read, optionally only for one format."""
-    found = _find(x, answers_at_once(x), format)
+    found = _find(x, format)
     return None if found is None or isinstance(found.of, Cast) else (found.of, found.exponent)
 
 
 def kept(x: Tensor, format: Format) -> Mantissas | None:
     """Return the mantissas kept of x in a format, not compared with it, for a kernel that does; None if there are none.
 
-    They lie as x. Exponents -100 to 100.
+    They lie as x.
     """
-    found = _find(x, True, format)
-    payload = None if found is None or abs(found.exponent) > _LARGEST else _of_view(found, x)
+    found = _find(x, format)
+    payload = None if found is None else _of_view(found, x)
     return None if found is None or payload is None else Mantissas(payload, found.exponent)
 
 
-def _find(x: Tensor, at_once: bool, of: Format | Cast | None = None) -> _Record | None:
-    """Return what is kept of x if its exponent lies as `answers_at_once` says of x, on the host or on a device.
-
-    Optionally only of one format, or of one cast.
-    """
+def _find(x: Tensor, of: Format | Cast | None = None) -> _Record | None:
+    """Return what is kept of x; optionally only of one format, or of one cast."""
     found: _Record | None = getattr(x.untyped_storage(), "lowp_record", None) if _is_served(x) else None
-    if found is None or isinstance(found.exponent, Tensor) == at_once:
-        return None
-    return found if of is None or found.of is of or found.of == of else None
+    return found if found is None or of is None or found.of is of or found.of == of else None
 
 
 def _of_view(found: _Record, x: Tensor) -> Tensor | None:
@@ -124,24 +114,22 @@ def exact(x: Tensor, cast: Cast) -> Mantissas | None:
 
     The cast's scaling is ignored. A -0 counts as 0. None on an accelerator, whose values are not read back.
     """
-    return _exact(x, cast, _find(x, True)) if answers_at_once(x) else None
+    return _exact(x, cast, _find(x, cast.format)) if answers_at_once(x) else None
 
 
 def _exact(x: Tensor, cast: Cast, found: _Record | None) -> Mantissas | None:
-    """Return the same, given the record beside x's memory."""
-    if found is not None and found.of is not cast.format and found.of != cast.format:
-        found = None
+    """Return the same, given the record beside x's memory of the cast's format."""
     if found is not None:
         payload = _of_view(found, x)
         if payload is not None and _stands_for(x, payload, found.exponent):
             return Mantissas(payload, found.exponent)
     laid, back = as_it_lies(x)
-    computed = _computed(laid, cast, None if found is None else found.exponent)
+    computed = exact_mantissas(laid, cast, None if found is None else found.exponent)
     if computed is None:
         return None
     payload = back(computed.payload)
     keep(x, cast.format, computed.exponent, payload)
-    return computed._replace(payload=payload)
+    return Mantissas(payload, computed.exponent)
 
 
 def relu(x: Tensor, cast: Cast, with_values: bool = True) -> tuple[Mantissas, Tensor | None] | None:
@@ -149,31 +137,37 @@ def relu(x: Tensor, cast: Cast, with_values: bool = True) -> tuple[Mantissas, Te
 
     The pass compares every element with its kept mantissa.
     """
-    found = _find(x, answers_at_once(x), cast.format) if with_values and x.is_contiguous() else None
-    payload = None if found is None else _of_view(found, x)
-    if found is not None and payload is not None and abs(found.exponent) <= _LARGEST:
-        both = cpu_int16.relu(x.detach(), payload, found.exponent)
-        if both is not None:
-            return Mantissas(both[0], found.exponent), both[1]
+    found = kept(x, cast.format) if with_values and x.is_contiguous() else None
+    if found is not None and (both := cpu_int16.relu(x.detach(), *found)) is not None:
+        return Mantissas(both[0], found.exponent), both[1]
     known = exact(x, cast)
     return None if known is None else (Mantissas(known.payload.clamp(min=0), known.exponent), None)
 
 
 def is_exact(x: Tensor, cast: Cast) -> bool:
     """Whether every element of x is in the cast's format under one exponent; False on an accelerator."""
+    return answers_at_once(x) and exact_under(x, cast)[0] is True
+
+
+def exact_under(x: Tensor, cast: Cast) -> tuple[bool | Tensor, Tensor]:
+    """Return whether every element of x is in the cast's format, and under which exponent; any where not.
+
+    A bool on a CPU, and on a device a tensor of bools, 0-d, of which nothing is read.
+    """
+    found = _find(x, cast.format)
     if not answers_at_once(x):
-        return False
-    found = _find(x, True, cast.format)
+        return mantissas.exact(x, cast, None if found is None else found.exponent)
     if found is not None:
         payload = _of_view(found, x)
         if payload is not None and _stands_for(x, payload, found.exponent):
-            return True
-    exponent = exact_exponent(x, cast)
-    if exponent is not None:
+            return True, found.exponent
+    is_own, exponent = mantissas.exact(x, cast)
+    if is_own:
         keep(x, cast.format, exponent)
-        return True
-    # a tensor with -32768 is not exact under the exponent of its own maximum
-    return found is not None and _exact(x, cast, found) is not None
+    elif found is not None and (known := _exact(x, cast, found)) is not None:
+        # a tensor with -32768 is not exact under the exponent of its own maximum
+        return True, known.exponent
+    return is_own, exponent
 
 
 def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
@@ -182,7 +176,7 @@ def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
     for index, x in enumerate(tensors):
         found = kept(x, cast.format) if uses_library() and answers_at_once(x) else None
         if found is not None and (lie := _rows(x)) is not None:
-            known[index] = x, found.payload, found.exponent, lie
+            known[index] = x, *found, lie
     same = dict(zip(known, cpu_int16.are_int16(list(known.values())), strict=True)) if known else {}
     return [same.get(index, False) or is_exact(x, cast) for index, x in enumerate(tensors)]
 
@@ -193,14 +187,17 @@ def is_kept(x: Tensor, cast: Cast) -> bool:
     False without kept mantissas, even if a cast would leave x as it is; and with a mantissa of -32768, since the
     exponent of the tensor's own maximum is then larger.
     """
-    scaling = cast.scaling
-    is_free = scaling is None or (scaling.headroom == 0 and scaling.exponent is None)
-    if cast.is_stochastic or not is_free or not has_mantissas(cast) or not (uses_library() and answers_at_once(x)):
+    if cast.is_stochastic or not is_free(cast) or not has_mantissas(cast):
         return False
-    known = kept(x, cast.format)
+    known = kept(x, cast.format) if uses_library() and answers_at_once(x) else None
     if known is None or not _stands_for(x, known.payload, known.exponent):
         return False
     return int16_element(cast).symmetric or x.numel() == 0 or int(known.payload.amin()) > -32768
+
+
+def is_free(cast: Cast) -> bool:
+    """Whether the exponent of a cast follows from a tensor's maximum alone."""
+    return cast.scaling is None or (cast.scaling.headroom == 0 and cast.scaling.exponent is None)
 
 
 class Compared:
@@ -216,13 +213,10 @@ class Compared:
             return None
         found: list[cpu_int16.Kept] = []
         for x in tensors:
-            known = _find(x, True, format) if x.is_cpu and x.is_contiguous() else None
-            if known is None or abs(known.exponent) > _LARGEST or x.data_ptr() % 4:
+            known = kept(x, format) if x.is_cpu and x.is_contiguous() and not x.data_ptr() % 4 else None
+            if known is None:
                 return None
-            payload, count = _of_view(known, x), x.numel()
-            if payload is None:
-                return None
-            found.append((x, payload, known.exponent, (1, count, count)))
+            found.append((x, *known, (1, (count := x.numel()), count)))
         return cls(found) if all(cpu_int16.are_int16(found)) else None
 
     def are_still(self, tensors: Sequence[Tensor]) -> bool:
@@ -235,90 +229,55 @@ class Compared:
         return all(cpu_int16.are_int16(self._kept))
 
 
-def exact_there(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
-    """Return `is_exact` of a tensor on a device as a 0-d tensor, without reading it, and its exact exponent."""
-    found = hint(x, cast.format)
-    return device_mantissas.exact(readable(x), cast, None if found is None else cast_to(Tensor, found[1]))
-
-
 def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0) -> Mantissas | None:
     """Return x as mantissas by a cast; None if x is in fp64, or on a CPU and not finite.
 
-    Mantissas of results of ops are kept, since other contractions read them too, except those of stochastic casts. On a
-    device the exponent stays there, and nothing is kept.
+    Mantissas of results of ops are kept on a CPU, since other contractions read them too, except those of stochastic
+    casts. On a device the exponent under which x was written counts where it determines the cast.
     """
     if x.dtype is torch.float64:
         return None
+    found, drawn = _find(x), seed() if cast.is_stochastic else 0
     if not answers_at_once(x):
-        return device_mantissas.rounded(x, cast, seed() if cast.is_stochastic else 0, _hint_there(x, cast))
-    if cast.is_stochastic:
-        return current_mantissas(x, cast, int(seed()))
-    found = _find(x, True)
-    if found is not None:
+        under = found.exponent if found is not None and found.of == cast.format and is_free(cast) else None
+        return current_mantissas(x, cast, drawn, under)
+    if found is not None and not cast.is_stochastic:
         again = _rounded_again(x, cast, found)
         if again is not None:
             return again
-    result = current_mantissas(x, cast)
-    if result is not None and x.grad_fn is not None:
+    result = current_mantissas(x, cast, drawn)
+    if int(result.exponent) == NOT_FINITE:
+        return None
+    if x.grad_fn is not None and not cast.is_stochastic:
         keep(x, cast, result.exponent, result.payload)
     return result
 
 
-def _hint_there(x: Tensor, cast: Cast) -> Tensor | None:
-    """Return the exponent under which x, on a device, was written in a cast's format, if it determines the cast."""
-    scaling, found = cast.scaling, hint(x, cast.format)
-    if found is None or (scaling is not None and (scaling.headroom or scaling.exponent is not None)):
-        return None
-    return cast_to(Tensor, found[1])
-
-
 def _rounded_again(x: Tensor, cast: Cast, found: _Record) -> Mantissas | None:
     """Return the mantissas of a cast of x from its record, after a comparison of every element."""
-    scaling = cast.scaling
-    if found.of == cast.format and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None)):
+    if found.of == cast.format and is_free(cast):
         return _exact(x, cast, found)
     payload = _of_view(found, x)
     if payload is None or found.of != cast or cast.rounding is not Rounding.NEAREST_EVEN:
         return None
     lie = _rows(x)
-    if lie is None or abs(found.exponent) > _LARGEST or not uses_library():
+    if lie is None or not uses_library():
         return None
     maximum = cpu_int16.rounds_to_int16(x, payload, found.exponent, lie, int16_element(cast).symmetric)
-    if maximum is None or not math.isfinite(maximum) or exponent_of(maximum, cast) != found.exponent:
+    if maximum is None or not math.isfinite(maximum):
         return None
-    return Mantissas(payload, found.exponent)
-
-
-def _computed(x: Tensor, cast: Cast, exponent: int | None) -> Mantissas | None:
-    """Return x as exact mantissas, under the given exponent if possible."""
-    x = x.detach().contiguous()
-    if exponent is not None and abs(exponent) <= _LARGEST:
-        found = exact_mantissas(x, cast, exponent) if uses_library() else _exact_under(x, cast, exponent)
-        if (
-            found is not None
-            and found.seen is not None
-            and not (found.seen.mantissa > 32767 and int16_element(cast).symmetric)
-        ):
-            return found
-    exponent = exact_exponent(x, cast)
-    return None if exponent is None else to_mantissas(x, cast, exponent)
-
-
-def _exact_under(x: Tensor, cast: Cast, exponent: int) -> Mantissas | None:
-    """Return x as exact mantissas under this exponent, in torch operations; None if it is not in the format."""
-    found = to_mantissas(x, cast, exponent)
-    return found if torch.equal(values(found.payload, exponent).to(x.dtype), x) else None
+    own = own_exponent(torch.full((), maximum, dtype=torch.float32, device="cpu"), cast)
+    return Mantissas(payload, found.exponent) if torch.equal(own, found.exponent) else None
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
-def _stands_for(x: Tensor, payload: Tensor, exponent: int) -> bool:
+def _stands_for(x: Tensor, payload: Tensor, exponent: Tensor) -> bool:
     """Whether every element of x equals its mantissa * 2**exponent; both have the same layout."""
-    lie = _rows(x)
-    if lie is None or abs(exponent) > _LARGEST or not uses_library():
-        return torch.equal(values(payload, exponent), x.detach())
-    return cpu_int16.is_int16(x, payload, exponent, lie)
+    lie = _rows(x) if uses_library() else None
+    is_same = None if lie is None else cpu_int16.is_int16(x, payload, exponent, lie)
+    return torch.equal(values(payload, exponent), x.detach()) if is_same is None else is_same
 
 
 def _rows(x: Tensor) -> cpu_int16.Rows | None:

@@ -22,10 +22,10 @@ from lowp.casts import Cast
 from lowp.compat import remembered_by_identity, widest_float
 from lowp.exponents import SiteWriter
 from lowp.kernels.choose.dispatch import answers_at_once
-from lowp.kernels.int16 import device_integers, device_mantissas, low_words, payloads
-from lowp.kernels.int16.device_exponents import power
+from lowp.kernels.int16 import low_words, payloads
+from lowp.kernels.int16.integer_reference import summed_to_odd
 from lowp.kernels.int16.layer import Known, LayerPlan
-from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, int16_element, sums
+from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, int16_element, power, sums
 from lowp.kernels.products import contract
 from lowp.kernels.tracing import is_sharded
 from lowp.ops.call import Call, RoleCasts
@@ -125,15 +125,11 @@ class IntegerProduct(torch.autograd.Function):
         ctx.edges = first if needs_first else None, second if needs_second else None
         ctx.product, ctx.results, ctx.bias_dtype = product, results, None if bias is None else bias.dtype
         if isinstance(given, Done):
-            ctx.is_there = False
             ctx.save_for_backward(*given.saved)
             return given.result
         a, b = given
         # a checkpoint's recomputation may write under other exponents
-        of_both, ctx.is_there = (a.exponent, b.exponent), isinstance(a.exponent, Tensor)
-        make = torch.stack if ctx.is_there else partial(torch.tensor, dtype=torch.int32, device="cpu")
-        exponents = make(of_both)
-        ctx.save_for_backward(a.payload, b.payload, exponents)
+        ctx.save_for_backward(a.payload, b.payload, torch.stack((a.exponent, b.exponent)))
         return summed(product, a, b, bias, results)
 
     @staticmethod
@@ -170,8 +166,7 @@ def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
         if (found := _at_once(gradient, (incoming, False), ctx)) is not None:
             return found
     first, second, exponents = ctx.saved_tensors
-    of_both = exponents.unbind() if ctx.is_there else exponents.tolist()
-    saved = [Mantissas(*one) for one in zip((first, second), of_both, strict=True)]
+    saved = [Mantissas(first, exponents[0]), Mantissas(second, exponents[1])]
     return _given(gradient, words, ctx, saved)
 
 
@@ -264,9 +259,9 @@ def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mant
             value = high.values
             low_words.warn_of_loss(gradient, value, cast, f"the gradient of {product.op}, {list(gradient.shape)}")
         return [high]
-    if isinstance(high.exponent, Tensor):
-        return [high, device_mantissas.low_word(gradient, high, cast)]
-    return [high, low_words.low_word(gradient, high, cast)] if low_words.is_coarse(gradient, high.exponent) else [high]
+    if answers_at_once(gradient) and not low_words.is_coarse(gradient, high.exponent):
+        return [high]
+    return [high, low_words.low_word(gradient, high, cast)]
 
 
 @remembered_by_identity
@@ -281,11 +276,9 @@ def _reading(rule: Rule) -> tuple[bool, bool]:
     return True, kept_as(grad)
 
 
-@remembered_by_identity
 def kept_as(to: Cast) -> bool:
     """Whether a cast leaves what is in its format under an exponent as it is, so that kept mantissas are its own."""
-    scaling = to.scaling
-    return not to.is_stochastic and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None))
+    return not to.is_stochastic and payloads.is_free(to)
 
 
 def _write_sum(
@@ -299,10 +292,9 @@ def _write_sum(
 ) -> Tensor:
     """Return the product that fills a slot, and bias, written under a role; an exact sum straight from the integers."""
     is_exact = accumulate is not None and accumulate.format == "exact"
-    is_known = is_exact and not isinstance(operands[0].exponent, Tensor)
-    entry = writer.entry(role) if is_known else None
+    entry = writer.entry(role) if is_exact and answers_at_once(operands[0].payload) else None
     if entry is not None and entry.has_begun:
-        exponent = int(entry.table.exponent(entry.place))
+        exponent = entry.table.exponent(entry.place)
         found = form.mantissas(slot, *operands, exponent, int16_element(entry.table.cast).symmetric, bias)
         if found is not None:
             return entry.write(found, exponent)
@@ -325,7 +317,7 @@ def _sum(
     if wide is not torch.float64 and is_exact:
         sums = [contract(form, slot, pair, accumulate, dtype=torch.int64) for pair in words]
         exponents = [left.exponent + right.exponent for left, right in words]
-        return device_integers.summed_to_odd(sums, exponents, None if bias is None else form.spread(bias.float()))
+        return summed_to_odd(sums, exponents, None if bias is None else form.spread(bias.float()))
     parts = [contract(form, slot, pair, accumulate, dtype=wide) for pair in words]
     result: Tensor = sum(parts[1:], parts[0])
     if bias is None:
@@ -376,8 +368,8 @@ def _bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
         return form.bias_gradient(_value(incoming).to(wide))
     parts = [sums(one.payload, axis) for one in incoming]
     if wide is not torch.float64:
-        return device_integers.summed_to_odd(parts, [one.exponent for one in incoming])
-    scales = [power(e) if isinstance(e := one.exponent, Tensor) else 2.0**e for one in incoming]
+        return summed_to_odd(parts, [one.exponent for one in incoming])
+    scales = [power(one.exponent) for one in incoming]
     return sum(
         (part.double().mul_(scale) for part, scale in zip(parts[1:], scales[1:], strict=True)),
         parts[0].double().mul_(scales[0]),

@@ -262,23 +262,23 @@ def dropout_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
 # -- saved tensors ------------------------------------------------------------------------------------------------
 
 
-def _saved(x: Tensor | None, to: Cast) -> tuple[Tensor | None, int, Tensor | None]:
+def _saved(x: Tensor | None, to: Cast) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return x as it is saved; of mantissas also their exponent, and an edge to the graph of x.
 
     Parameters and data, which the caller holds, are saved unchanged. Exponents are saved beside the mantissas because a
     checkpoint's recomputation may write under other exponents.
     """
     if x is None or (x.is_leaf and payloads.hint(x, to.format) is None):
-        return x, 0, None
+        return x, None, None
     found = payloads.exact(x, to)
     if found is None:
-        return x, 0, None
+        return x, None, None
     return found.payload, found.exponent, edge(x, torch.float32) if x.requires_grad else None
 
 
-def _again(saved: Tensor | None, exponent: int, edge: Tensor | None) -> Tensor | None:
+def _again(saved: Tensor | None, exponent: Tensor | None, edge: Tensor | None) -> Tensor | None:
     """Return a saved tensor, as part of the graph if an edge is given."""
-    if saved is None or saved.dtype is not torch.int16:
+    if saved is None or exponent is None:
         return saved
     result = values(saved, exponent)
     return result if edge is None else result + edge
@@ -308,18 +308,17 @@ def computed_and_rounded(fused: Fp32Function, call: Call, tensors: Tensors) -> T
                 call.watch(x, role_of(x), None)
     gradient_role, follows = gradient_roles(), torch.is_grad_enabled()
     plan = _Plan(fused, call.writer, call.writer.part(), [], [], [])
-    wanted, exponents, saved = list[bool](), list[int](), list[Tensor | None]()
+    wanted, exponents, saved = list[bool](), list[Tensor | None](), list[Tensor | None]()
     for x in tensors:
         plan.roles.append("" if x is None else gradient_role(x))
         plan.shapes.append(None if x is None else x.shape)
         wanted.append(follows and x is not None and x.requires_grad)
     for x, is_read in zip(tensors, fused.reads(wanted), strict=True):
-        one, exponent, edge_of = _saved(x, call.rule.output) if is_read and any(wanted) else (None, 0, None)
+        one, exponent, edge_of = _saved(x, call.rule.output) if is_read and any(wanted) else (None, None, None)
         saved.append(one)
         exponents.append(exponent)
         plan.edges.append(edge_of)
-    saved.append(torch.tensor(exponents, device="cpu"))
-    return cast(Tensor, _Computed.apply(plan, saved, *tensors))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Computed.apply(plan, [*saved, *exponents], *tensors))  # type: ignore[no-untyped-call]
 
 
 class _Computed(torch.autograd.Function):
@@ -341,9 +340,9 @@ class _Computed(torch.autograd.Function):
             graph, wanted, count = torch.is_grad_enabled(), list(ctx.needs_input_grad[2:]), len(plan.edges)
             saved = ctx.saved_tensors  # once: a checkpoint computes them at the first access
             edges = plan.edges if graph else [None] * count
-            tensors = list(map(_again, saved[:count], saved[count].tolist(), edges))
+            tensors = list(map(_again, saved[:count], saved[count : 2 * count], edges))
             compute = plan.fused.again if graph else plan.fused.backward
-            found = compute(gradient, saved[count + 1 :], tensors, wanted)
+            found = compute(gradient, saved[2 * count :], tensors, wanted)
             read = [gradient, *saved, *tensors]
             leaving: list[Tensor | None] = [None, None]
             for index, (one, want) in enumerate(zip(found, wanted, strict=True)):

@@ -13,7 +13,7 @@ from lowp.kernels.triton.device.bits import read
 from lowp.kernels.triton.device.rounding import cast
 
 _INFINITY = tl.constexpr(0x7F800000)
-_NOT_FINITE = tl.constexpr(1 << 15)  # in the place of an exponent, see `lowp.kernels.int16.device_exponents`
+_NOT_FINITE = tl.constexpr(1 << 15)  # in the place of an exponent, see `lowp.kernels.int16.mantissas`
 _ANCHOR = tl.constexpr(0x4B400000)  # 1.5 * 2**23, in whose binade fp32 counts integers
 
 
