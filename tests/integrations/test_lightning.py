@@ -310,6 +310,8 @@ def test_what_cannot_be_meant_is_refused_in_words(tmp_path: Path) -> None:
         plugin(lowp.Precision("fp16"), loss_scale=8, seed=1)
     with pytest.raises(ValueError, match=r"Received both .precision=16-mixed. and .plugins=LowpPrecision\('fp16'\)."):
         trainer("fp16", precision="16-mixed")
+    with pytest.raises(lowp.InvalidInput, match="was given momentum, and takes a closure alone: set what"):
+        plugin("fp16").optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))]), momentum=0.5)
     fit("fp16", folder=tmp_path, epochs=1)
     with pytest.raises(lowp.InvalidInput, match="the checkpoint was trained in fp16 and this run is in bf16"):
         fit("bf16", folder=tmp_path, path=tmp_path / "epoch=0.ckpt")

@@ -165,6 +165,11 @@ class LowpPrecision(_Base):  # type: ignore[misc]
         **keywords: Any,
     ) -> Any:
         """Step an optimizer of a Trainer, whose closure computes the gradients; or one of Fabric."""
+        if keywords:
+            raise lowp.InvalidInput(
+                f"optimizer.step() was given {', '.join(keywords)}, and takes a closure alone: set what the optimizer "
+                "is to know in its param_groups before the step"
+            )
         if model is None:
             return self._turns.step(optimizer, (optimizer,), closure)
         assert closure is not None
