@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, TypeVar, cast
@@ -272,6 +272,11 @@ def is_compiled(model: torch.nn.Module) -> bool:
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether `module.compile()` was called, after which its hooks are part of the compiled code."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def forward_hooks(module: torch.nn.Module) -> MutableMapping[object, Callable[..., Any]]:
+    """Return what a module calls after its forward, by a key: adding without a handle takes a tenth of the time."""
+    return cast(MutableMapping[object, Callable[..., Any]], module._forward_hooks)
 
 
 def gathered_parameters(module: Any) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 Callback = TypeVar("Callback")
@@ -22,15 +23,8 @@ def listed(callbacks: list[Callback], callback: Callback) -> Callable[[], None]:
     return end
 
 
-class Uncopied:
+class Uncopied(partial[Any]):
     """A hook that copies and pickles of its module do not have, nor the object that the hook belongs to."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *given: Any) -> Any:
-        """Call the hook."""
-        return self._hook(*given)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., Any]:
         return _NOTHING

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowp.kernels import cpu, use
-from lowp.kernels.steps.spectra import count_tensor, count_updates, largest_of
+from lowp.kernels.steps.spectra import SOME, count_tensor, count_updates, largest_of, peak_of, some_of
 
 native = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 
@@ -97,3 +97,32 @@ def test_the_largest_of_several_tensors_is_found_whatever_they_are(kind: str) ->
         several[3][4999] = torch.nan
         assert np.isnan(largest_of(several))
         assert largest_of([]) == largest_of([torch.empty(0)]) == 0.0
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_some_numbers_of_several_tensors_are_the_same_by_the_library_and_by_torch(dtype: torch.dtype) -> None:
+    several = [any_bits()[:count].to(dtype) for count in (100, 0, 255, 256, 257, 512, 1023, 1024, 1025, 8192, 20_000)]
+    found = some_of(several)
+    with use("bitwise"):
+        assert torch.equal(found.view(torch.int32), some_of(several).view(torch.int32))
+    assert found.shape == (len(several), SOME) and not found[1].any()
+    for one, taken in zip(several, found, strict=True):
+        assert np.isin(taken.view(torch.int32).numpy(), one.float().view(torch.int32).numpy()).all() or not len(one)
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (64, 64), (512, 2), (1024, 768), (48, 3, 3, 64)])
+def test_some_numbers_of_a_tensor_are_spread_over_rows_and_columns(shape: tuple[int, ...]) -> None:
+    for dim, size in enumerate(shape):
+        place = torch.arange(size).view([-1 if one == dim else 1 for one in range(len(shape))]).expand(shape).float()
+        assert len(some_of([place.contiguous()]).unique()) >= min(size, SOME) / 2
+        for one in (place.contiguous(), place.contiguous().transpose(0, 1)):
+            assert peak_of(one) >= 0.7 * (size - 1)
+
+
+def test_the_peak_of_a_tensor_is_its_largest_magnitude_or_nan() -> None:
+    x = torch.linspace(-3, 2, 4096)
+    assert peak_of(x) == peak_of(x.view(64, 64).t()) == peak_of(torch.tensor(-3.0)) == 3.0
+    assert peak_of(x.half()) == 3.0 and peak_of(torch.tensor([1.0, -torch.inf])) == torch.inf
+    for bad in (torch.tensor([1.0, torch.nan, 3.0]), torch.full((50_000,), torch.nan)):
+        assert np.isnan(peak_of(bad))

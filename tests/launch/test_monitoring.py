@@ -42,7 +42,7 @@ def test_a_fault_of_a_script_is_named(fault: str, alarm: str, tmp_path: Path) ->
     assert re.fullmatch(f"lowp monitor: {alarm}", alarms[0]), ran.stderr
     assert ran.stdout == forked.run(str(SCRIPTS / "watched.py"), fault, cwd=tmp_path).stdout
     header, *looks, end = records(tmp_path)
-    assert header["kind"] == "lowp monitor" and end == {"ended": 10} and len(looks) >= 5
+    assert header["kind"] == "lowp monitor" and end == {"ended": 10} and len(looks) >= 3
     told = json.loads((tmp_path / "report.json").read_text())["summary"]["alarms"]
     assert len(told) == len(alarms) and f"{len(alarms)} alarm" in ran.stderr
 
@@ -71,7 +71,7 @@ def test_a_healthy_script_raises_no_alarm_and_its_losses_are_written_unscaled(
     ran, alarms = watched(tmp_path, name, precision=("--precision", precision))
     assert alarms == [], ran.stderr
     losses = [record["loss"] for record in records(tmp_path)[1:-1]]
-    assert len(losses) > 1 and all(isinstance(loss, float) and loss < 100 for loss in losses), losses
+    assert losses and all(isinstance(loss, float) and loss < 100 for loss in losses), losses
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_shards_of_a_launcher_are_watched(port: str, precision: str, tmp_path: P
     ran = python("-m", "lowp", "run", "--precision", precision, "--monitor=run.jsonl", *script, cwd=tmp_path)
     assert ran.returncode == 0 and "lowp monitor" not in ran.stderr, ran.stderr
     header, *looks, end = records(tmp_path)
-    assert header["model"] == "FSDPSequential" and end == {"ended": 20} and len(looks) > 3
+    assert header["model"] == "FSDPSequential" and end == {"ended": 20} and len(looks) > 1
     assert (tmp_path / "run.jsonl").exists() and not list(tmp_path.glob("run.process*"))
 
 

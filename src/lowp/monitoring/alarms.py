@@ -65,10 +65,12 @@ class Alarms:
 
     def __init__(self, patience: int) -> None:
         self.patience, self.history = patience, History()
+        self.suspects = False  # whether the latest look has found what further ones must confirm
         self._known: dict[str, dict[str, _Known]] = {rule.id: {} for rule in RULES}
 
     def judge(self, seen: Sight) -> list[Alarm]:
         """Return the alarms of a look: at most one of each kind, which names the layer that is worst off."""
+        self.suspects = False
         found = [alarm for rule in RULES if (alarm := self._judge(rule, seen)) is not None]
         self.history.add(seen)
         return found
@@ -76,6 +78,8 @@ class Alarms:
     def _judge(self, rule: Check, seen: Sight) -> Alarm | None:
         known = self._known[rule.id]
         signs = {sign.layer: sign for sign in rule.find(self.history, seen)}
+        if not (signs or known):
+            return None
         patience = self.patience if rule.patience is None else rule.patience
         if rule.has_evidence(seen):
             for layer in known.keys() - signs.keys():
@@ -88,6 +92,7 @@ class Alarms:
                 one.since = seen.step
             one.looks += 1
             if one.looks < patience:
+                self.suspects = self.suspects or one.told is None
                 continue
             if one.told is None:
                 ripe.append(sign)

@@ -3,37 +3,63 @@
 from __future__ import annotations
 
 import math
+import statistics
+import sys
 from collections import deque
 
 import torch
 from torch import Tensor
 
 from lowp.kernels.int16.late import at_once
-from lowp.monitoring.look import Look
+from lowp.monitoring.look import Look, by_device
+from lowp.monitoring.seen import Spike
 from lowp.numerics.models import Models
 from lowp.numerics.modes import numbers_of
 
-_MOST = 256  # between two looks
+_MOST = 4096  # between two looks
+_LATEST, _ENOUGH, _RENEWED = 64, 16, 16  # losses that say what is usual, how many must, and when that is read anew
+_SPIKE = 4.0  # times the largest of the latest losses
 
 
 class Losses:
-    """Losses without their scale, and the scales; as tensors of a device, which nothing waits for."""
+    """Losses without their scale, and the scales; those of a device as its tensors, which nothing waits for."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._seen: deque[tuple[int, float | Tensor, float | Tensor | None]] = deque(maxlen=_MOST)
+        self._latest: deque[float] = deque(maxlen=_LATEST)
+        self._count, self._limit = 0, sys.float_info.max  # a loss that is not above this is as usual
+        self.spikes: list[Spike] = []
         # weights that were not finite when the loss became so; None while it is finite
         self.suspects: list[str] | None = None
 
-    def add(self, step: int, loss: Tensor, scale: Tensor | None, scaled: bool) -> None:
-        """Add the loss of a step; `scaled`: it carries the scale."""
+    def add(self, step: int, loss: Tensor, scale: Tensor | None = None, scaled: bool = False) -> bool:
+        """Add the loss of a step; `scaled`: it carries the scale. Return whether it calls for a look."""
         value, factor = _unscaled(loss, scale, scaled)
         self._seen.append((step, value, factor))
-        if isinstance(value, float):
-            if math.isfinite(value):
-                self.suspects = None
-            elif self.suspects is None:
-                self.suspects = self._not_finite()
+        return isinstance(value, float) and self.judge(step, value)
+
+    def judge(self, step: int, loss: float) -> bool:
+        """Take a loss in; return whether it is far above the latest ones, or the first that is not finite."""
+        is_usual = loss <= self._limit
+        if not is_usual and not math.isfinite(loss):
+            is_first = self.suspects is None
+            self.suspects = self._not_finite() if self.suspects is None else self.suspects
+            return is_first
+        spikes = not is_usual and self._spikes(step, loss)
+        self.suspects = None
+        self._latest.append(loss)
+        self._count += 1
+        if self._count % _RENEWED == 0 and (largest := max(self._latest)) > 0:
+            self._limit = _SPIKE * largest
+        return spikes
+
+    def _spikes(self, step: int, loss: float) -> bool:
+        usual, largest = statistics.median(self._latest), max(self._latest)
+        if self._count < _ENOUGH or not loss > max(_SPIKE * largest, 2 * _SPIKE * usual):
+            return False
+        self.spikes.append(Spike(step, loss, largest, usual))
+        return True
 
     def _not_finite(self) -> list[str]:
         """Return the weights that are infinite or NaN, before a step spreads this to all."""
@@ -54,15 +80,24 @@ class Losses:
             _MOST,
         )
 
-    def move_to(self, look: Look) -> list[int]:
-        """Give the losses to a look, and return their steps."""
-        for place, (_, loss, scale) in enumerate(self._seen):
-            look.note("loss", f"{place}", loss)
+    def move_to(self, look: Look) -> list[tuple[int, float]]:
+        """Return the losses with their steps; NaN for those of a device, which go to the look as ``loss``, by place.
+
+        The scales go there, too.
+        """
+        found: list[tuple[int, float]] = []
+        late = []
+        for place, (step, loss, scale) in enumerate(self._seen):
+            if isinstance(loss, Tensor):
+                late.append((str(place), loss))
+                loss = math.nan
+            found.append((step, loss))
             if scale is not None:
-                look.note("scales", f"{place}", scale)
-        steps = [step for step, _, _ in self._seen]
+                look.note("scales", str(place), scale)
+        for some in by_device(late):
+            look.add("loss", [place for place, _ in some], torch.stack([loss for _, loss in some]))
         self._seen.clear()
-        return steps
+        return found
 
 
 def _unscaled(loss: Tensor, scale: Tensor | None, scaled: bool) -> tuple[float | Tensor, float | Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from collections import deque
@@ -32,10 +33,16 @@ from lowp.numerics.models import Cycle, Models
 from lowp.numerics.modes import numbers_of
 from lowp.numerics.sampling import Budget
 
-_SHARE, _ALLOWANCE = 0.02, 0.5  # of the time, and seconds, of which the first steps are looked at
-_BEGINNING, _FIRST, _EACH = 64, 4, 3  # steps that the allowance is for: the first four, and each third
-_IDLE = 7e-6  # seconds that a step takes which is not looked at
+_SHARE = 0.02  # of the time
+_BEGINNING = 1.0  # seconds whose share is spent sooner
+_IDLE = 2e-6  # seconds that a step takes which is not looked at
+_HOOK = 3e-6  # seconds that torch takes for a hook
+_TYPICAL, _WARM = 5, 0.5  # looks that say what one takes; the part of the first one that later ones take
+_CONFIRMING = 4  # looks that may be taken in advance where something seems wrong
 _MOST_PASSES = 32  # backward passes after which no step is waited for if the loss scale falls
+
+# the processor time of the thread, in which other programs do not count; where it is told in coarse steps, the time
+_now = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 OnAlarm = Literal["warn", "raise"] | Callable[[Alarm], object]
@@ -45,13 +52,14 @@ def _harmless(hook: Hook) -> Hook:
     """Let an error of the monitor itself end the monitor and not the training; what `on_alarm` raises passes."""
 
     @wraps(hook)
-    def guarded(self: Monitor, *given: Any) -> None:
+    def guarded(self: Monitor, *given: Any) -> Any:
         try:
-            hook(self, *given)
+            return hook(self, *given)
         except Exception as error:
             if self._is_telling:
                 raise
             self._fail(error)
+            return None
 
     return cast(Hook, guarded)
 
@@ -70,8 +78,10 @@ class Monitor:
     * on_alarm: ``"warn"`` prints one line on standard error, ``"raise"`` raises TrainingAlarm in the optimizer's step;
       a function is called with the Alarm. Alarms are also kept in `alarms`.
     * patience: in how many looks in a row most kinds of alarms must hold.
-    * max_overhead: the share of the time that looks may take, 0.02 or ``"2%"``; None looks at every step. Of the first
-      64 steps some are looked at in any case, for at most half a second together.
+    * max_overhead: the share of the time that looks may take, 0.02 or ``"2%"``; None looks at every step. The first
+      step is looked at in any case, as is the one after a loss that has ceased to be finite or is far above the others.
+      The share of the first second, 20 ms, is spent sooner, and where something seems wrong a few looks are taken in
+      advance.
 
     An error of the monitor, or of a sink, ends it with a line on standard error, which `failure` keeps; the training
     goes on. Nothing waits for a device: numbers of a GPU are judged when they have arrived, some steps later. `close`
@@ -96,7 +106,7 @@ class Monitor:
             raise InvalidInput(f"patience={patience!r} is not valid: give a number of looks, 1 or more")
         self.models, self.alarms, self.step = Models(model, in_place=True), list[Alarm](), 0
         self.budget = Budget.parse(max_overhead)
-        self.budget.allowance = _ALLOWANCE
+        self.budget.clock, self.budget.started, self._started = _now, _now(), time.perf_counter()
         self.failure: str | None = None
         self._is_telling = False
         self._on_alarm, self._judge = on_alarm, Alarms(patience)
@@ -110,11 +120,18 @@ class Monitor:
         self._is_alone = len(given) == 1  # whether all gradients are of one optimizer
         self._sinks = sinks_of(sinks, self.models, precision) if distributed.rank() == 0 else []
         self._look: Look | None = None
-        self._look_at = 0  # the next step that is looked at
-        self._cost = 1e-3  # seconds that a look takes
-        self._seconds = 0.0  # of the look that is taken
-        self._looked = -1
-        self._handles: list[Any] = []
+        self._look_at = 0  # the next step that may be looked at
+        self._is_urgent = False  # whether the next one is in any case, as the loss has ceased to be finite
+        self._wakes = 0  # the step before which nothing but counting is to be done
+        self._is_idle = False  # whether this is so for backward passes, too
+        self._costs: deque[float] = deque(maxlen=_TYPICAL)  # seconds of looks
+        self._cost = self._first = 0.0  # what the next one may take, and what the first one took
+        self._seconds = 0.0  # that were spent and are not charged yet
+        self._counted, self._version = 0, -1
+        self._visible = places.Followed((), self._saw_output)
+        self._compiled: list[nn.Module] = []
+        self._inner: dict[int, places.Followed] = {}  # by the ids of compiled models, what is within them
+        self._ends_of_look: list[Callable[[], None]] = []
         self._waiting: deque[tuple[Look, Sight]] = deque()
         self._losses = Losses(self.models)
         self._compared: list[tuple[str, Tensor]] = []
@@ -122,13 +139,13 @@ class Monitor:
         self._probe: tuple[str, nn.Parameter] | None = None  # a parameter that tells of the gradients between passes
         self._had = False  # whether it had one after the latest pass
         self._apart: dict[str, tuple[int, float]] = {}
-        after = Uncopied(self._after_step)
+        after = Uncopied(self._stepped)
         register = [register_optimizer_step_post_hook] if not given else [one.register_step_post_hook for one in given]
         self._before = (
             [register_optimizer_step_pre_hook] if not given else [one.register_step_pre_hook for one in given]
         )
         self._ends: list[Callable[[], None]] = [one(after).remove for one in register]
-        self._ends.append(places.listen(self._saw_backward))
+        self._ends.append(places.listen(self._sees_backward))
         self._begin()
 
     def __enter__(self) -> Monitor:
@@ -147,6 +164,7 @@ class Monitor:
         for look, _ in self._waiting:
             look.wait()
         self._collect()
+        self._charge()
         self.budget.end()
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
@@ -179,36 +197,48 @@ class Monitor:
     # -- a step -------------------------------------------------------------------------------------------------------
     def _begin(self) -> None:
         """Prepare to look at the coming step."""
-        started = time.perf_counter()
-        self.models.renew()
+        started = _now()
         self._look = Look(self.step, of_flushed=self._state.scaler is None)
-        self._seconds, self._probe = 0.0, None
-        self._handles = places.follow(places.visible(self.models), self._saw_output)
+        self._probe, self._is_idle = None, False
+        self.models.renew()
+        if self._version != self.models.version or self._visible.any_compiled():
+            self._version = self.models.version
+            self._visible = places.Followed(places.visible(self.models), self._saw_output)
+            self._inner.clear()
+            self._compiled = [root for root in self.models.roots.values() if is_compiled(root)]
+        self._visible.start()
+        self._ends_of_look.append(self._visible.stop)
         before = Uncopied(self._before_step)
-        self._handles += [register(before) for register in self._before]
+        self._ends_of_look += [register(before).remove for register in self._before]
         if not distributed.has_other_ranks():  # a forward pass of one rank alone would wait for the others
-            for root in self.models.roots.values():
-                if is_compiled(root):
-                    again = Uncopied(self._look_inside)
-                    self._handles.append(root.register_forward_pre_hook(again, prepend=True, with_kwargs=True))
+            for root in self._compiled:
+                again = Uncopied(self._look_inside)
+                handle = root.register_forward_pre_hook(again, prepend=True, with_kwargs=True)
+                self._ends_of_look.append(handle.remove)
         self._spent(started)
 
     def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for end in self._ends_of_look:
+            end()
+        self._ends_of_look.clear()
 
-    def _spent(self, started: float) -> None:
-        seconds = time.perf_counter() - started
-        self._seconds += seconds
-        self.budget.spent(seconds, True)
+    def _spent(self, started: float, hidden: float = 0.0) -> None:
+        self._seconds += _now() - started + hidden
 
-    @_harmless
-    def _saw_output(self, path: str, module: nn.Module, output: Any) -> None:
-        started = time.perf_counter()
+    def _charge(self) -> None:
+        """Note what was spent, and the steps that were not looked at."""
+        self.budget.spent(self._seconds, True)
+        self.budget.pass_by(_IDLE * (self.step - self._counted))
+        self._seconds, self._counted = 0.0, self.step
+
+    def _saw_output(self, path: str, output: Any) -> None:
+        started = _now()
         if self._look is not None and (torch.is_grad_enabled() or self._is_aside):
-            self._look.saw_output(path, module, output)
-        self._spent(started)
+            try:
+                self._look.saw_output(path, output)
+            except Exception as error:
+                self._fail(error)
+        self._spent(started, _HOOK)
 
     _is_aside = False
 
@@ -217,34 +247,46 @@ class Monitor:
         """Run a compiled model once more as it was written, to see what it computes within."""
         if self._is_aside or self._look is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        started, inner = time.perf_counter(), unwrapped(root)
-        handles = places.follow(places.within(inner, self.models), self._saw_output)
+        started, own = _now(), self._seconds
+        if id(root) not in self._inner:
+            inner = places.within(unwrapped(root), self.models)
+            self._inner[id(root)] = places.Followed(inner, self._saw_output)
+        self._inner[id(root)].start()
         self._is_aside = True
         try:
             with places.aside(self.models):
-                inner(*args, **kwargs)
+                unwrapped(root)(*args, **kwargs)
         except Exception as error:  # of code that need not run twice: the training goes on
             print(f"lowp monitor: the compiled model is seen from outside alone: {error}"[:200], file=sys.stderr)
         finally:
             self._is_aside = False
-            for handle in handles:
-                handle.remove()
-        self._spent(started)
+            self._inner[id(root)].stop()
+        self._spent(started, own - self._seconds)
+
+    def _sees_backward(self, loss: Tensor, ended: bool) -> bool:
+        """Take a backward pass into account. Return whether its end is of interest, too."""
+        if not self._is_idle:
+            return bool(self._saw_backward(loss, ended))
+        self._passes += 1
+        try:
+            if not loss.dim() and self._losses.add(self.step, loss):
+                self._wakes, self._is_urgent = 0, True
+        except Exception as error:
+            self._fail(error)
+        return False
 
     @_harmless
-    def _saw_backward(self, loss: Tensor, ended: bool) -> None:
-        """Take a backward pass into account; nearly all that the monitor costs in a step that is not looked at."""
+    def _saw_backward(self, loss: Tensor, ended: bool) -> bool:
         if ended:
-            if self._probe is None:
-                named = ((name, one) for name, one in self.models.named_parameters() if one.grad is not None)
-                self._probe = next(named, None)
+            self._find_probe()
             self._had = self._probe is not None and self._probe[1].grad is not None
-            if self._look is not None and self._passes > 1:
+            if self._passes > 1:
                 self._add_probe("latest")
-            return
+            return False
         if self._had and self._is_alone and self._probe is not None and self._probe[1].grad is None:
             self._end_step()  # the loss scaler has skipped the optimizer's
         elif self._passes and self._look is not None:
+            self._find_probe()
             self._add_probe("carried")
         self._passes += 1
         if not loss.dim() or loss.numel() == 1:
@@ -252,13 +294,20 @@ class Monitor:
         look = self._look
         if look is not None and self._passes % _MOST_PASSES == 0 and self._state.scale is not None:
             self._end_look(look)
+        return self._passes > 1 or self._state.searches or self._state.scaler is not None
+
+    def _find_probe(self) -> None:
+        if self._probe is None:
+            named = ((name, one) for name, one in self.models.named_parameters() if one.grad is not None)
+            self._probe = next(named, None)
 
     def _saw_loss(self, loss: Tensor) -> None:
         scale = None if self._state.scaler is None else self._state.scale
         scaled = scale is not None and self.losses_are_scaled()
         if self._look is not None:
             self._added = self._added and adds_up(loss, scaled)
-        self._losses.add(self.step, loss, scale, scaled)
+        if self._losses.add(self.step, loss, scale, scaled):
+            self._is_urgent = True
 
     def _add_probe(self, kind: str) -> None:
         """Note a gradient between passes: whether they add up, and whether the script divides them before the step."""
@@ -267,16 +316,24 @@ class Monitor:
 
     @_harmless
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        started = time.perf_counter()
+        started = _now()
         if self._look is not None and (parameters := self._cycle.parameters(optimizer)):
             self._look.before_step(parameters, getattr(optimizer, "grad_scale", None))
-        self._spent(started)
+        self._spent(started, _HOOK)
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Count a step; all that is done in nearly all of them."""
+        if self.step < self._wakes and optimizer is self._alone and self._is_idle:
+            self.step += 1
+            self._passes = 0
+        else:
+            self._after_step(optimizer)
 
     @_harmless
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         look = self._look
-        if optimizer is not self._alone or look is not None:
-            started = time.perf_counter()
+        if optimizer is not self._alone or look is not None or self._state.searches:
+            started = _now()
             parameters = self._cycle.parameters(optimizer)
             if not parameters and not self._cycle.knows(optimizer):
                 return
@@ -287,7 +344,7 @@ class Monitor:
                 if (scale := self._state.scale) is not None and self.losses_are_scaled():
                     self._losses.unscale(scale)
             if look is not None:
-                look.after_step(parameters)
+                look.after_step()
                 self._state.saw(optimizer, parameters)
             ends = self._cycle.ends_with(optimizer)
             self._alone = self._cycle.alone
@@ -295,39 +352,53 @@ class Monitor:
             self._spent(started)
             if not ends:
                 return
-        self._ranks.step(self.step)
+        if self._ranks.is_due(self.step):
+            started = _now()
+            self._ranks.step(self.step)
+            self._spent(started)
         self._end_step()
 
     def _end_step(self) -> None:
         """Begin the next step."""
-        if self._look is not None:
-            self._end_look(self._look)
+        look = self._look
+        if look is not None:
+            self._end_look(look)
         self.step += 1
         self._passes, self._added, self._had = 0, True, False
         if self._waiting:
             self._collect()
-        if self.step >= self._look_at:
-            self._begin_if_there_is_room()
+        if look is not None:
+            self._first = self._first or self._seconds
+            self._costs.append(self._seconds)
+            self._cost = statistics.median(self._costs) * (1.0 if len(self._costs) > 1 else _WARM)
+        if self.step >= self._look_at or self._is_urgent:
+            self._begin_if_there_is_time()
+        state, ranks = self._state, self._ranks
+        self._is_idle = self._look is None and state.scaler is None and not state.searches and self._is_alone
+        self._wakes = self.step if self._waiting else min(self._look_at - 1, ranks.next_after(self.step))
 
-    def _begin_if_there_is_room(self) -> None:
-        """Look at the coming step, or set the step at which there is time for it."""
-        budget = self.budget
-        budget.pass_by(_IDLE * max(self.step - self._looked - 1, 0))
-        self._looked = self.step - 1
-        is_beginning = self.step < _BEGINNING and budget.own < budget.allowance
-        missing = 0.0 if budget.share is None else self._cost - budget.share * budget.training + budget.own
-        if missing <= 0 or (is_beginning and (self.step < _FIRST or self.step % _EACH == 0)):
+    def _begin_if_there_is_time(self) -> None:
+        """Look at the coming step, or set the step at which there may be time for it.
+
+        The first look is free, and of the share of the first second more is spent at first: after t seconds as much as
+        of the root of t seconds.
+        """
+        budget, share = self.budget, self.budget.share
+        self._charge()
+        is_urgent, self._is_urgent, self._look_at = self._is_urgent, False, self.step + 1
+        if share is not None:
+            budget.allowance = self._first + share * math.sqrt(_BEGINNING * min(budget.training, _BEGINNING))
+        if is_urgent or budget.room >= self._cost:
             self._begin()
             return
-        a_step = budget.training / self.step
-        earned = (budget.share or 0.0) * a_step - _IDLE
-        steps = missing / earned if earned > 0 else 1e3
-        steps = max(math.ceil(min(steps, 1e5)), 1)
-        self._look_at = self.step + (min(steps, _EACH - self.step % _EACH) if is_beginning else steps)
+        needed = max(budget.own + self._cost - self._first, 0.0) / (share or 1.0)  # seconds
+        needed = needed + self._first / (share or 1.0) if needed >= _BEGINNING else needed * needed / _BEGINNING
+        steps = self.step * (needed / budget.training - 1.0)
+        self._look_at = self.step + min(max(math.ceil(steps), 1), self.step)
 
     # -- the end of a look --------------------------------------------------------------------------------------------
     def _end_look(self, look: Look) -> None:
-        started = time.perf_counter()
+        started = _now()
         self._unhook()
         self._look = None
         state = self._state
@@ -336,26 +407,30 @@ class Monitor:
         for name, value in self._compared:
             look.add("compared", [name], value)
         self._compared.clear()
-        steps = self._losses.move_to(look)
+        losses = self._losses.move_to(look)
         look.send()
-        seen = state.described(look, steps, self._passes, self._added)
+        seen = state.described(look, losses, self._passes, self._added)
         seen.suspects = self._losses.suspects or []
         self._waiting.append((look, seen))
         self._spent(started)
-        self._cost = max(self._seconds, 0.5 * self._cost)
 
     def _collect(self) -> None:
         """Judge the looks whose numbers have arrived."""
-        started = time.perf_counter()
+        started = _now()
         if self._ranks.is_used:
             self._apart.update(self._ranks.collect())
         told: list[Alarm] = []
         while self._waiting and (numbers := self._waiting[0][0].read()) is not None:
             seen = self._state.completed(self._waiting.popleft()[1], numbers)
             seen.apart, self._apart = self._apart, {}
+            for step, loss in seen.losses if seen.are_late else ():
+                self._losses.judge(step, loss)
+            seen.spikes, self._losses.spikes = self._losses.spikes, []
             alarms = self._judge.judge(seen)
             told += alarms
-            record = record_of(seen, alarms, time.perf_counter() - self.budget.started) if self._sinks else {}
+            if self._judge.suspects and self.budget.room > -_CONFIRMING * self._cost:
+                self._is_urgent = True
+            record = record_of(seen, alarms, time.perf_counter() - self._started) if self._sinks else {}
             for sink in self._sinks:
                 sink(record)
         self._spent(started)

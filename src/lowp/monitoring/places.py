@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.compat import is_compiled_in_place, skipped_by_compilers
+from lowp.compat import forward_hooks, is_compiled_in_place, skipped_by_compilers
 from lowp.hooks import Uncopied, listed
 from lowp.numerics.models import Models
 from lowp.numerics.modes import in_backward
@@ -20,14 +20,15 @@ from lowp.numerics.tape import random_state, set_random_state
 from lowp.precision import Precision
 
 _CALLERS = 10  # frames between an optimizer's hook and the scaler that steps it
-Told = Callable[[Tensor, bool], None]
+Told = Callable[[Tensor, bool], bool]
 _listeners: list[Told] = []
 _original: list[Callable[..., Any]] = []
 
 
 def listen(callback: Told) -> Callable[[], None]:
-    """Call `callback` with the loss of each backward pass, before it (False) and after it (True); return what ends it.
+    """Call `callback` with the loss of each backward pass before it, and False; return what ends this.
 
+    Where it returns true it is called after the pass, too, with True.
     `Tensor.backward`, GradScaler and lowp's Precision all call torch.autograd.backward.
     """
     end = listed(_listeners, callback)
@@ -47,14 +48,12 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @skipped_by_compilers
     @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = tensors if isinstance(tensors, Tensor) else None
-        if loss is None or in_backward():  # of a checkpoint
+        if not isinstance(tensors, Tensor) or in_backward():  # of a checkpoint
             return original(tensors, *args, **kwargs)
-        for one in tuple(_listeners):
-            one(loss, False)
+        told = [one for one in tuple(_listeners) if one(tensors, False)]
         result = original(tensors, *args, **kwargs)
-        for one in tuple(_listeners):
-            one(loss, True)
+        for one in told:
+            one(tensors, True)
         return result
 
     return backward
@@ -79,17 +78,31 @@ def within(module: nn.Module, models: Models) -> Iterator[tuple[str, nn.Module]]
                 yield from within(child, models)
 
 
-def follow(modules: Iterator[tuple[str, nn.Module]], ended: Callable[[str, nn.Module, Any], None]) -> list[Any]:
-    """Call `ended` with path, module and result after each call; return the handles of the hooks."""
-    handles = []
-    for path, module in modules:
+class Followed:
+    """Modules whose calls are followed: between `start` and `stop`, `ended` is called with path and result of each."""
 
-        def hook(module: nn.Module, given: Any, result: Any, path: str = path) -> None:
-            if not torch.compiler.is_compiling() and not in_backward():
-                ended(path, module, result)
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], ended: Callable[[str, Any], None]) -> None:
+        self.modules = list(modules)
+        self._hooks = [(forward_hooks(module), Uncopied(_saw, ended, path)) for path, module in self.modules]
 
-        handles.append(module.register_forward_hook(Uncopied(hook)))
-    return handles
+    def start(self) -> None:
+        """Follow the calls from now on."""
+        for hooks, hook in self._hooks:
+            hooks[self] = hook
+
+    def stop(self) -> None:
+        """Follow them no more."""
+        for hooks, _ in self._hooks:
+            hooks.pop(self, None)
+
+    def any_compiled(self) -> bool:
+        """Whether one of the modules was compiled in place since."""
+        return any(is_compiled_in_place(module) for _, module in self.modules)
+
+
+def _saw(ended: Callable[[str, Any], None], path: str, module: nn.Module, given: Any, result: Any) -> None:
+    if not torch.compiler.is_compiling() and not in_backward():
+        ended(path, result)
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import sys
+from itertools import count
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +15,7 @@ from lowp.monitoring.look import Look
 from lowp.numerics.models import Models
 from lowp.numerics.sampling import is_sampled
 
-_monitors = itertools.count()  # every rank makes its monitors in the same order
+_monitors = count()  # every rank makes its monitors in the same order
 
 
 class RankCheck:
@@ -32,10 +33,16 @@ class RankCheck:
         """Whether there are other ranks."""
         return self._store is not None
 
+    def is_due(self, step: int) -> bool:
+        """Whether the weights are read after a step."""
+        return self.is_used and is_sampled(step)
+
+    def next_after(self, step: int) -> int:
+        """The next step, this one included, after which they are read."""
+        return next(filter(is_sampled, count(step))) if self.is_used else sys.maxsize
+
     def step(self, step: int) -> None:
-        """Read the weights after a step, if it is one of those."""
-        if self._store is None or not is_sampled(step):
-            return
+        """Read the weights after a step that is due."""
         wrapped = [one for one in self._models.roots.values() if _is_replicated(one)]
         named = [
             (self._models.parameters[id(one)], one)
@@ -45,7 +52,7 @@ class RankCheck:
         ]
         if named:
             look = Look(step, False)
-            look.weights_of("sum", [name for name, _ in named], [one for _, one in named])
+            look.weights_of(named)
             look.send()
             self._looks.append(look)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -18,8 +17,8 @@ _LARGE = 4096.0  # an activation of which growth is told
 _HALF = 65504.0
 _FLUSHED = 0.5
 _MANY = 0.1  # of the steps
-_SPIKE = 4.0  # times the largest of the latest losses
-_ENOUGH = 16  # losses that say what is usual
+_ENOUGH = 16  # steps of which skipped ones are counted
+_IN_A_ROW = 4  # looks in which clipped gradients have the same norm
 _SATURATED = 0.5
 _APART = 0.02  # of log-probabilities, in nats
 _ACCUMULATED = 4  # backward passes
@@ -50,8 +49,10 @@ def _has(kind: str) -> Callable[[Sight], bool]:
 def _lost(history: History, seen: Sight) -> Iterator[Symptom]:
     """Find weights whose numbers had a gradient and a learning rate, and did not move."""
     for name, share in seen.numbers.get("lost", {}).items():
+        if share <= _LOST:
+            continue
         ends = seen.rates.get(name, 1.0) <= 0.01 * history.rates.get(name, 0.0)  # of a schedule
-        if share > _LOST and not ends and name not in seen.kept and seen.rates.get(name, 1.0):
+        if not ends and seen.rates.get(name, 1.0) and not seen.is_kept(name):
             yield Symptom(name, share, f"{share:.0%} of the updates are rounded away in {seen.dtypes.get(name, 'it')}")
 
 
@@ -73,8 +74,10 @@ def _unreached(history: History, seen: Sight) -> Iterator[Symptom]:
     """Find modules none of whose parameters has a gradient, while others have."""
     gradients = seen.numbers.get("gradient", {})
     if not any(gradients.values()):
-        if gradients and not (history.reached or seen.half):
+        if gradients and not (history.has_learned or seen.half):
             yield Symptom("", 1.0, "all gradients of all layers are zero")
+        return
+    if not seen.missing and all(gradients.values()):
         return
     reached = {_module(name) for name, norm in gradients.items() if norm}
     zero = {_module(name) for name, norm in gradients.items() if norm == 0 and name in seen.matrices}
@@ -92,7 +95,7 @@ def _frozen(history: History, seen: Sight) -> Iterator[Symptom]:
 
 
 def _dtypes(history: History, seen: Sight) -> Iterator[Symptom]:
-    for name, dtype in seen.dtypes.items():
+    for name, dtype in seen.dtypes.items() if seen.dtypes is not history.dtypes else ():
         if (before := history.dtypes.get(name, dtype)) != dtype:
             yield Symptom(name, 1.0, f"it was {before} and is {dtype} now")
 
@@ -131,8 +134,9 @@ def _beyond(history: History, seen: Sight) -> Iterator[Symptom]:
 
 def _grows(history: History, seen: Sight) -> Iterator[Symptom]:
     for path, size in seen.numbers.get("activation", {}).items():
-        first = history.first_activation(path)
-        if first and math.isfinite(size) and size > _LARGE and size > _GROWN * first:
+        if not _LARGE < size < math.inf:
+            continue
+        if (first := history.first_activation(path)) and size > _GROWN * first:
             yield Symptom(path, size / first, f"its result has grown from {first:.3g} to {size:.3g}")
 
 
@@ -149,6 +153,8 @@ def _saturates(history: History, seen: Sight) -> Iterator[Symptom]:
 
 
 def _skips(history: History, seen: Sight) -> Iterator[Symptom]:
+    if seen.scale is None:
+        return
     history.skipped.append((seen.skipped, seen.steps))
     skipped, steps = (sum(column) for column in zip(*history.skipped, strict=True))
     if steps >= _ENOUGH and skipped > _MANY * steps and skipped > _ENOUGH / 2:
@@ -171,53 +177,74 @@ def _forgotten_scale(history: History, seen: Sight) -> Iterator[Symptom]:
 def _clipped_scaled(history: History, seen: Sight) -> Iterator[Symptom]:
     """Find a norm of all gradients that is the same in each step once it is multiplied by the scale: they were clipped
     while they were scaled.
+
+    While the scale stays, that is so of gradients that are clipped rightly, too. A limit is a round number then.
     """
     norm = seen.gradient
     if seen.scale is None or seen.scale < 2 or not norm or not math.isfinite(norm):
         return
-    history.scaled.append(norm * seen.scale)
-    few = history.scaled
-    if len(few) == few.maxlen and max(few) - min(few) < 1e-3 * max(few) and norm < 1e-2:
-        yield Symptom(
-            "the gradients", 1.0, f"their norm is {norm:.2g} in each step, {max(few):.3g} before it is unscaled"
-        )
+    history.scaled.append((norm, seen.scale))
+    limits, scales = [one * scale for one, scale in history.scaled], [scale for _, scale in history.scaled]
+    limit = max(limits)
+    if len(limits) < _IN_A_ROW or limit - min(limits) > 1e-3 * limit or norm >= 1e-2:
+        return
+    if max(scales) > min(scales) or (_is_round(limit) and not _is_round(norm)):
+        yield Symptom("the gradients", 1.0, f"their norm is {norm:.2g} in each step, {limit:.3g} before it is unscaled")
+
+
+def _is_round(number: float) -> bool:
+    """Whether a number has at most two digits, as those have that people choose."""
+    return abs(float(f"{number:.1e}") / number - 1) < 1e-4
 
 
 # -- loss -------------------------------------------------------------------------------------------------------------
 def _not_finite(history: History, seen: Sight) -> Iterator[Symptom]:
     """Find the first origin of a loss that is not finite, or of weights or buffers."""
-    bad = [step for step, loss in seen.losses if not math.isfinite(loss)]
-    weights = _bad(seen, "weight")
-    gradients = [] if seen.scale is not None else _bad(seen, "gradient")
-    buffers, results = _bad(seen, "buffer"), _bad(seen, "activation")
-    if not (bad or weights or gradients or buffers):
+    found = _Bad.of(seen)
+    if not (found.loss or found.weights or found.gradients or found.buffers):
         history.saw_finite, history.origin = seen.step, ""
         return
     if history.origin:  # what follows is of the same
         yield Symptom(history.origin, 1.0, "")
         return
     since = f", and in step {history.saw_finite} all was finite" if history.saw_finite >= 0 else ""
-    where = seen.suspects or results or buffers or weights or gradients
-    if not seen.suspects and bad and bad[0] < seen.step and 2 * len(weights) > len(seen.numbers.get("weight", ())):
-        where = []  # a step has spread it to all
+    where = seen.suspects or found.results or found.buffers or found.weights or found.gradients
+    if found.has_spread:
+        where = []
         since += f", and by step {seen.step} a step has spread it to most weights" if since else ""
     history.origin = where[0] if where else "the loss"
-    if buffers and not (results or bad or seen.suspects):
-        yield Symptom(buffers[0], 1.0, f"this buffer is infinite or NaN{since}")
+    if found.buffers and not (found.results or found.loss or seen.suspects):
+        yield Symptom(found.buffers[0], 1.0, f"this buffer is infinite or NaN{since}")
         return
-    what = "the loss" if bad else "a weight" if weights else "a gradient"
-    first = f"its {'values were' if seen.suspects or not results else 'result was'} the first that {what} comes from"
+    what = "the loss" if found.loss else "a weight" if found.weights else "a gradient"
+    first = "its result was" if found.results and not seen.suspects else "its values were"
     text = f"{what} is infinite or NaN{since}"
-    yield Symptom(history.origin, 1.0, f"{text}; {first}" if where else text)
+    yield Symptom(history.origin, 1.0, f"{text}; {first} the first that {what} comes from" if where else text)
+
+
+class _Bad(NamedTuple):
+    """What is infinite or NaN: whether the loss is, and names; `has_spread`: a step has spread it to most weights."""
+
+    loss: bool
+    weights: list[str]
+    gradients: list[str]
+    buffers: list[str]
+    results: list[str]
+    has_spread: bool
+
+    @classmethod
+    def of(cls, seen: Sight) -> _Bad:
+        bad = [step for step, loss in seen.losses if not math.isfinite(loss)]
+        weights = _bad(seen, "weight")
+        gradients = _bad(seen, "gradient") if seen.scale is None else []  # of a scaled loss they may be
+        is_earlier = bool(bad) and bad[0] < seen.step and not seen.suspects
+        has_spread = is_earlier and 2 * len(weights) > len(seen.numbers.get("weight", ()))
+        return cls(bool(bad), weights, gradients, _bad(seen, "buffer"), _bad(seen, "activation"), has_spread)
 
 
 def _spike(history: History, seen: Sight) -> Iterator[Symptom]:
-    if len(history.losses) < _ENOUGH:
-        return
-    usual, most = statistics.median(history.losses), max(history.losses)
-    for step, loss in seen.losses:
-        if math.isfinite(loss) and most > 0 and loss > _SPIKE * most and loss > 2 * _SPIKE * usual:
-            yield Symptom("the loss", loss / most, f"it was {loss:.3g} in step {step}, after {usual:.3g} usually")
+    for step, loss, largest, usual in seen.spikes:
+        yield Symptom("the loss", loss / largest, f"it was {loss:.3g} in step {step}, after {usual:.3g} usually")
 
 
 def _undivided(history: History, seen: Sight) -> Iterator[Symptom]:
@@ -233,7 +260,10 @@ def _mismatch(history: History, seen: Sight) -> Iterator[Symptom]:
 
 
 def _bad(seen: Sight, kind: str) -> list[str]:
-    found = [name for name, value in seen.numbers.get(kind, {}).items() if not math.isfinite(value)]
+    numbers = seen.numbers.get(kind, {})
+    if math.isfinite(sum(numbers.values())):
+        return []
+    found = [name for name, value in numbers.items() if not math.isfinite(value)]
     return [name or "the model" for name in found]
 
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-_LOSSES = 64
+_SKIPPED = 64  # looks whose skipped steps are counted
 _FIRST = 3  # looks that say what a run was like at its beginning
+
+
+class Spike(NamedTuple):
+    """A loss that is far above the latest ones: its step, and the largest and the median of those."""
+
+    step: int
+    loss: float
+    largest: float
+    usual: float
 
 
 @dataclass
@@ -19,6 +29,8 @@ class Sight:
     step: int
     numbers: Mapping[str, Mapping[str, float]]
     losses: list[tuple[int, float]] = field(default_factory=list)  # those since the look before, by step
+    are_late: bool = False  # whether losses have come from a device
+    spikes: list[Spike] = field(default_factory=list)
     scale: float | None = None
     skipped: int = 0  # steps since the look before that the scaler has skipped
     jump: tuple[float, float] | None = None  # two scales after one another, the second far larger
@@ -28,7 +40,7 @@ class Sight:
     suspects: list[str] = field(default_factory=list)  # weights that were not finite when the loss became so
     half: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    kept: set[str] = field(default_factory=set)
+    is_kept: Callable[[str], bool] = lambda name: False  # whether an optimizer keeps a parameter in fp32 elsewhere
     dtypes: dict[str, str] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)  # of learning, by parameter
     left: list[str] = field(default_factory=list)  # parameters of the model that no optimizer holds any more
@@ -56,32 +68,29 @@ class History:
     """What was seen in earlier looks, as far as rules compare with it."""
 
     def __init__(self) -> None:
-        self.losses: deque[float] = deque(maxlen=_LOSSES)
-        self.scale: float | None = None
         self.activations: dict[str, list[float]] = {}  # the first of each module
         self.weights: dict[str, float] = {}  # the root mean squares of the first look
         self.rates: dict[str, float] = {}  # the largest
+        self._rates: dict[str, float] = {}  # the latest
         self.dtypes: dict[str, str] = {}
-        self.reached: set[str] = set()  # parameters that have had a gradient
-        self.scaled: deque[float] = deque(maxlen=_FIRST + 1)  # norms of all gradients times the loss scale
-        self.skipped: deque[tuple[int, int]] = deque(maxlen=_LOSSES)
+        self.has_learned = False  # whether a parameter has had a gradient
+        self.scaled: deque[tuple[float, float]] = deque(maxlen=_FIRST + 1)  # norms of all gradients, and loss scales
+        self.skipped: deque[tuple[int, int]] = deque(maxlen=_SKIPPED)
         self.saw_finite = -1  # the latest look in which all was finite
         self.origin = ""  # the layer in which it ended
 
     def add(self, seen: Sight) -> None:
         """Take in a look after the rules have judged it."""
-        self.losses.extend(loss for _, loss in seen.losses if math.isfinite(loss))
-        self.scale = seen.scale
         for path, size in seen.numbers.get("activation", {}).items():
             first = self.activations.setdefault(path, [])
             if len(first) < _FIRST:
                 first.append(size)
-        for name, size in seen.numbers.get("weight", {}).items():
-            self.weights.setdefault(name, size)
-        for name, rate in seen.rates.items():
-            self.rates[name] = max(rate, self.rates.get(name, 0.0))
-        self.dtypes.update(seen.dtypes)
-        self.reached.update(name for name, norm in seen.numbers.get("gradient", {}).items() if norm)
+        self.weights = {**seen.numbers.get("weight", {}), **self.weights}
+        if seen.rates != self._rates:
+            self._rates = seen.rates
+            self.rates.update((name, max(rate, self.rates.get(name, 0.0))) for name, rate in seen.rates.items())
+        self.dtypes = seen.dtypes
+        self.has_learned = self.has_learned or any(seen.numbers.get("gradient", {}).values())
 
     def first_activation(self, path: str) -> float | None:
         """The typical magnitude of a module's results at the beginning; None while that is not known."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -16,9 +16,11 @@ from torch.optim.swa_utils import AveragedModel
 from lowp.compat import scale_of, unwrapped
 from lowp.exponents import SharedExponents
 from lowp.kernels.int16.late import at_once
-from lowp.monitoring.look import Look, some
+from lowp.kernels.steps.spectra import some_of
+from lowp.monitoring.look import Look, by_device
 from lowp.monitoring.seen import Sight
 from lowp.numerics.models import Models
+from lowp.numerics.modes import numbers_of
 from lowp.optim.shards import is_sharded
 from lowp.region import entries
 
@@ -26,9 +28,37 @@ _SEARCHED = 16  # steps in which the scaler is looked for
 _INITIAL = 2.0**16  # the scale at which GradScalers begin
 _JUMP = 8.0  # times the scale of the pass before
 _STALE = 16  # steps in which an average must have moved
+_REREAD = 16  # looks after which the state of an optimizer is read again that seems unchanged
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Numbers = dict[str, dict[str, float]]
+
+
+class _Held:
+    """What an optimizer held when it was last read."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Named) -> None:
+        names, groups = {id(one): name for name, one in parameters}, optimizer.param_groups
+        self.parameters, self.groups = parameters, _sizes(optimizer)
+        self.names = [[names[id(one)] for one in group["params"] if id(one) in names] for group in groups]
+        self.known: tuple[int, int, list[torch.dtype]] | None = None  # its state, how much it is of, and dtypes
+        self.trains: list[bool] | None = None
+        self.looks = 0
+
+
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _dtypes_of(parameters: Named, state: Any) -> dict[str, str]:
+    """Return the dtypes of parameters and of an optimizer's state of them, by name."""
+    found = {}
+    for name, one in parameters:
+        found[name] = _name(one)
+        for key, value in (state.get(one) or {}).items():
+            if isinstance(value, Tensor) and value.dim():
+                found[f"{key} of {name}"] = _name(value)
+    return found
 
 
 class RunState:
@@ -43,14 +73,16 @@ class RunState:
         self.is_sharded = any(map(is_sharded, (one for _, one in models.named_parameters())))
         self._resumed = max((_steps_of(one) for one in optimizers), default=-1)
         self._is_fresh = _is_fresh(self.scaler) if self._resumed > 0 else False
+        self._held: dict[int, _Held] = {}  # by the id of the optimizer
         self._trained: dict[str, int] = {}  # parameters that were trained, and the id of the optimizer
         self._dtypes: dict[str, str] = {}
         self._rates: dict[str, float] = {}
         self._left: list[str] = []  # those that their optimizer has stepped without in this look
-        self._step = -1
+        self._step = self._version = -1
+        self._matrices: set[str] = set()
         self._last_scale: list[float] = []
         self._writes: dict[str, tuple[float, float]] = {}
-        self._averages: dict[str, tuple[int, dict[str, Tensor]]] = {}  # a step, and numbers of each parameter then
+        self._averages: dict[str, tuple[int, list[tuple[list[str], Tensor]]]] = {}  # a step, and what was read then
 
     @property
     def scale(self) -> Tensor | None:
@@ -72,28 +104,32 @@ class RunState:
 
     # -- in a look ----------------------------------------------------------------------------------------------------
     def saw(self, optimizer: Optimizer, parameters: Named) -> None:
-        """Note what an optimizer holds."""
+        """Note what an optimizer holds; `parameters` are the same list while it holds the same."""
         if self._resumed < 0:
             self._resumed = max(_steps_of(optimizer) - 1, 0)
-        names = {id(one): name for name, one in parameters}
-        inner = getattr(optimizer, "optimizer", optimizer)
-        state = getattr(inner, "state", {})
-        held: set[str] = set()
-        for group in optimizer.param_groups:
-            for one in group["params"]:
-                if (name := names.get(id(one))) is None:
-                    continue
-                self._rates[name] = float(group["lr"]) if not isinstance(group.get("lr"), Tensor) else 1.0
-                self._dtypes[name] = _name(one)
-                held.add(name)
-                if one.requires_grad:
-                    self._trained[name] = id(optimizer)
-                kept = state.get(one) if isinstance(one, Tensor) else None
-                for key, value in (kept or {}).items():
-                    if isinstance(value, Tensor) and value.dim():
-                        self._dtypes[f"{key} of {name}"] = _name(value)
+        held = self._held.get(id(optimizer))
+        if held is None or held.parameters is not parameters or held.groups != _sizes(optimizer):
+            held = self._held[id(optimizer)] = _Held(optimizer, parameters)
+        for group, names in zip(optimizer.param_groups, held.names, strict=True):
+            rate = group.get("lr", 1.0)
+            self._rates.update(dict.fromkeys(names, 1.0 if isinstance(rate, Tensor) else float(rate)))
+        state = getattr(getattr(optimizer, "optimizer", optimizer), "state", {})
+        known = id(state), len(state), [one.dtype for _, one in parameters]
+        held.looks += 1
+        if known != held.known or held.looks % _REREAD == 0:
+            held.known = known
+            self._dtypes = {**self._dtypes, **_dtypes_of(parameters, state)}
+        trains = [one.requires_grad for _, one in parameters]
+        if trains != held.trains:
+            held.trains = trains
+            self._find_left(id(optimizer), parameters)
+
+    def _find_left(self, optimizer: int, parameters: Named) -> None:
+        """Find the parameters that the optimizer has trained, and does not train now."""
+        trained = {name for name, one in parameters if one.requires_grad}
+        self._trained.update(dict.fromkeys(trained, optimizer))
         for name, one in () if self.is_sharded else self._models.named_parameters():
-            if self._trained.get(name) == id(optimizer) and not (one.requires_grad and name in held):
+            if self._trained.get(name) == optimizer and not (one.requires_grad and name in trained):
                 self._left.append(name)
 
     def add_to(self, look: Look) -> None:
@@ -113,36 +149,40 @@ class RunState:
 
     def _compare(self, look: Look, name: str, average: nn.Module) -> None:
         """Compare some numbers of an average with those of an earlier look, as far as their parameters are trained."""
+        step, before = self._averages.get(name, (0, []))
+        if before and look.step - step < _STALE:
+            return
         ends = {path.partition(".")[2] for path in self._trained}
         inner = getattr(unwrapped(average), "module", None)  # of an AveragedModel
         found = (inner if isinstance(inner, nn.Module) else unwrapped(average)).named_parameters()
-        few = {path: some([one])[0] for path, one in found if path in ends and one.is_floating_point()}
-        step, before = self._averages.get(name, (0, {}))
-        if before and look.step - step < _STALE:
-            return
+        mine = [(path, numbers_of(one.detach())) for path, one in found if path in ends and one.is_floating_point()]
+        few = [([path for path, _ in some], some_of([x for _, x in some])) for some in by_device(mine)]
         self._averages[name] = look.step, few
-        for path in few.keys() & before.keys():
-            look.add(f"average {name}", [path], (few[path] == before[path]).float().mean())
+        for (names, now), (others, then) in zip(few, before, strict=False):
+            if names == others:
+                look.add(f"average {name}", names, (now == then).float().mean(1))
 
-    def described(self, look: Look, losses: list[int], passes: int, added: bool) -> Sight:
+    def described(self, look: Look, losses: list[tuple[int, float]], passes: int, added: bool) -> Sight:
         """Return what is known of a look before its numbers have arrived."""
-        present = {name: one for name, one in self._models.named_parameters()}
+        if self._version != self._models.version:
+            self._version = self._models.version
+            self._matrices = {name for name, one in self._models.named_parameters() if one.dim() > 1}
         seen = Sight(
             look.step,
             {},
-            [(step, math.nan) for step in losses],
+            losses,
             steps=max(look.step - self._step, 1),
             backwards=passes,
             adds_up=added,
             half=look.half,
             missing=look.missing,
-            kept=look.kept,
-            dtypes=dict(self._dtypes),
+            is_kept=look.is_kept,
+            dtypes=self._dtypes,
             rates=dict(self._rates),
             left=self._left,
             resumed=max(self._resumed, 0),
             is_fresh_scale=self._is_fresh,
-            matrices={name for name, one in present.items() if one.dim() > 1},
+            matrices=self._matrices,
         )
         self._step, self._is_fresh = look.step, False
         self._left = []
@@ -151,17 +191,19 @@ class RunState:
     # -- afterwards ---------------------------------------------------------------------------------------------------
     def completed(self, seen: Sight, numbers: Numbers) -> Sight:
         """Return a look with its numbers."""
-        losses, scales = numbers.pop("loss", {}), numbers.pop("scales", {})
+        late, scales = numbers.pop("loss", {}), numbers.pop("scales", {})
         scale = next(iter(numbers.pop("scale", {}).values()), None)
         passed = [*self._last_scale, *scales.values(), *([] if scale is None else [scale])]
-        self._last_scale = passed[-1:]
-        pairs = list(pairwise(passed))
+        self._last_scale, pairs = passed[-1:], list(pairwise(passed))
         skipped = sum(after < before for before, after in pairs)
         adds = seen.adds_up and _stays(numbers, scale)
         return replace(
             seen,
             numbers=numbers,
-            losses=[(step, losses[f"{place}"]) for place, (step, _) in enumerate(seen.losses)],
+            losses=[(step, late.get(str(place), loss)) for place, (step, loss) in enumerate(seen.losses)]
+            if late
+            else seen.losses,
+            are_late=bool(late),
             scale=scale,
             skipped=skipped,
             jump=next((pair for pair in pairs if pair[1] >= _JUMP * pair[0] > 0), None),

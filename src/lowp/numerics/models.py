@@ -13,6 +13,21 @@ from lowp.compat import is_compiled_in_place, unwrapped
 from lowp.errors import InvalidInput
 
 
+class _Part:
+    """What a module held when it was looked through; objects go by their ids, so that none is kept alive."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters, self._children, self._buffers = module._parameters, module._modules, module._buffers
+        self._held = self._now()
+
+    def _now(self) -> tuple[list[int], list[int], int]:
+        return [*map(id, self._parameters.values())], [*map(id, self._children.values())], len(self._buffers)
+
+    def is_current(self) -> bool:
+        """Whether it holds the same modules and parameters, and as many buffers."""
+        return self._now() == self._held
+
+
 class Models:
     """Models by name. With more than one model, paths of modules and parameters begin with the model's name.
 
@@ -34,6 +49,8 @@ class Models:
         self.parameters: dict[int, str] = {}
         self._first = ""  # the name of the first model if there are others
         self._hidden: set[str] = set()  # names of parameters that other tensors stood for when they were looked for
+        self._parts: list[_Part] = []
+        self._buffers: list[tuple[str, dict[str, Any], str]] = []  # their names, and where they are found
         self.version = 0  # of `parameters`: another one where these have changed
         for name, one in models.items():
             self._add(name if len(models) > 1 else "", one)
@@ -58,13 +75,17 @@ class Models:
 
         Parameters in whose place torch.func.functional_call puts other tensors for a call keep their names.
         """
+        if all(part.is_current() for part in self._parts):
+            return False
         before, known = self.modules, self.parameters
         self.modules, self.paths, self.parameters = {}, {}, {}
         self._hidden.clear()
+        self._parts.clear()
+        self._buffers.clear()
         for name, model in self.roots.items():
             self._collect(name, unwrapped(model))
         self.parameters.update({one: name for one, name in known.items() if name in self._hidden})
-        self.version += self.parameters != known
+        self.version += 1
         return not self.modules.keys() <= before.keys()
 
     def _add(self, name: str, model: nn.Module) -> None:
@@ -76,6 +97,7 @@ class Models:
 
     def _collect(self, name: str, inner: nn.Module) -> None:
         for path, module in inner.named_modules():
+            self._parts.append(_Part(module))
             if id(module) not in self.paths:
                 full = _joined(name, path.replace("._orig_mod", ""))
                 self.paths[id(module)], self.modules[full] = full, module
@@ -84,6 +106,9 @@ class Models:
                 self.parameters.setdefault(id(parameter), _joined(name, path))
             else:
                 self._hidden.add(_joined(name, path))
+        for path, _ in inner.named_buffers():
+            owner, _, own = path.rpartition(".")
+            self._buffers.append((_joined(name, path), inner.get_submodule(owner)._buffers, own))
 
     def _free(self, name: str) -> str:
         """Return the name, with a number if another model has it."""
@@ -109,10 +134,8 @@ class Models:
                     yield self.parameters[id(one)], one
 
     def named_buffers(self) -> Iterator[tuple[str, Any]]:
-        """Yield every buffer with its name."""
-        for name, model in zip(self.roots, self, strict=True):
-            for path, buffer in model.named_buffers():
-                yield _joined(name, path), buffer
+        """Yield every buffer with its name; not those that the models have got since `renew`."""
+        return ((name, of[own]) for name, of, own in self._buffers if of.get(own) is not None)
 
     def path_of(self, path: str) -> str:
         """The path in the record of one that is relative to a model: the first model's that has it."""
@@ -173,15 +196,12 @@ class _Found(NamedTuple):
 
     version: int
     given: list[nn.Parameter]
+    ids: list[int]
     named: list[tuple[str, nn.Parameter]]
 
     def holds_for(self, version: int, given: list[nn.Parameter]) -> bool:
         """Whether the optimizer still has these parameters, and they their names."""
-        return (
-            version == self.version
-            and len(given) == len(self.given)
-            and all(one is other for one, other in zip(given, self.given, strict=True))
-        )
+        return version == self.version and [*map(id, given)] == self.ids
 
 
 class Cycle:
@@ -205,7 +225,7 @@ class Cycle:
                 self._models.renew()
             names = self._models.parameters
             found = [(names[id(one)], one) for one in given if id(one) in names]
-            known = self._found[id(optimizer)] = _Found(self._models.version, given, found)
+            known = self._found[id(optimizer)] = _Found(self._models.version, given, [*map(id, given)], found)
         return known.named
 
     def knows(self, optimizer: Optimizer) -> bool:

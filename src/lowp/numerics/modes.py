@@ -75,11 +75,14 @@ def op_of(function: Callable[..., Any]) -> Row | None:
     return None if row is None or row.op_class == "structural" else row
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def numbers_of(x: Tensor) -> Tensor:
     """The strided tensor that a tensor's numbers lie in: this rank's shard of a distributed one, the values of a sparse
     one, which may be shorter; an empty one where torch shows none. Any other as it is.
     """
-    found: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    found: Tensor = x.to_local() if type(x) not in _PLAIN and hasattr(x, "to_local") else x
     if found.layout is torch.strided:
         return found
     values = sparse_values(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lowp.errors import InvalidInput
@@ -32,6 +33,7 @@ class Budget:
     own: float = 0.0
     guarding: float = 0.0  # of `own`, what went to guarding steps, and to being called in those that were not looked at
     idle: float = 0.0  # of `own`, what went to counting steps of which nothing is kept
+    clock: Callable[[], float] = field(default=lambda: time.perf_counter(), repr=False)
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
 
@@ -80,7 +82,7 @@ class Budget:
 
     def end(self) -> None:
         """Stop the clock."""
-        self.ended = time.perf_counter()
+        self.ended = self.clock()
 
     @property
     def room(self) -> float:
@@ -112,7 +114,7 @@ class Budget:
     @property
     def total(self) -> float:
         """Seconds since the beginning."""
-        return (time.perf_counter() if self.ended is None else self.ended) - self.started
+        return (self.clock() if self.ended is None else self.ended) - self.started
 
     @property
     def training(self) -> float:

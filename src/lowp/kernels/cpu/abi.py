@@ -206,6 +206,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_statistics": (c_int, (c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_spectrum": (c_int, (c_int, c_void_p, c_int64, c_double, c_int, c_void_p)),
     "lowp_largest": (c_float, (c_void_p, c_void_p, c_int64, c_int)),
+    "lowp_take": (None, (c_int64, *(c_void_p,) * 3, c_int64, c_int64, c_void_p)),
     "lowp_updates": (None, (*(c_void_p,) * 3, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
     "lowp_random_block": (None, (c_uint64, c_void_p, c_void_p)),

@@ -108,6 +108,26 @@ LOWP_EXPORT float lowp_largest(const float* const* tensors, const int64_t* count
   return lowp::bit_cast<float>(most);
 }
 
+// Some numbers of each of several tensors, as they are stored in `bytes`: every steps[t]-th of counts[t], counted round its
+// end; zeros of a tensor without any. The places of one are far apart, so that what is read next is asked for before.
+LOWP_EXPORT void lowp_take(int64_t bytes, const char* const* tensors, const int64_t* counts, const int64_t* steps,
+                           int64_t number, int64_t each, char* out) {
+  constexpr int64_t kAsked = 16;
+  for (int64_t tensor = 0; tensor < number; ++tensor, out += each * bytes) {
+    const char* const x = tensors[tensor];
+    const int64_t count = counts[tensor], step = steps[tensor];
+    if (count == 0) std::memset(out, 0, static_cast<size_t>(each * bytes));
+    int64_t ahead = count ? kAsked * step % count : 0;
+    for (int64_t i = 0, place = 0; count && i < each; ++i) {
+      __builtin_prefetch(x + ahead * bytes);
+      if (bytes == 4) std::memcpy(out + i * 4, x + place * 4, 4);
+      else std::memcpy(out + i * bytes, x + place * bytes, static_cast<size_t>(bytes));
+      place = place + step < count ? place + step : place + step - count;
+      ahead = ahead + step < count ? ahead + step : ahead + step - count;
+    }
+  }
+}
+
 // The profiler's counts of a step of fp32 weights. counts: the joint counts, then weights without an update; energy: 96
 // sums of squares of the gradients, added in an order that does not depend on the threads.
 LOWP_EXPORT void lowp_updates(const float* weight, const float* update, const float* gradient, int64_t count,

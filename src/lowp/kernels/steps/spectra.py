@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lowp.compat import real_tensors
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.cpu.abi import TYPE_NUMBERS
@@ -24,6 +25,9 @@ PARTS = 32  # bins of an octave: one for each value of the five bits after the l
 LONGEST = 24  # bits of a significand of fp32
 ROWS = 96  # exponents of weights, and of updates
 LOWEST_WEIGHT, LOWEST_UPDATE = -70, -80  # the exponents of the first row and column; smaller ones are counted there
+SOME = 256  # numbers of a tensor that `some_of` takes
+_FEW = 4 * SOME
+_PIECE, _UNEVEN = 64, 0.9903  # numbers read together; a part of the whole that is no multiple of a row
 _BINS = 256 * PARTS
 _POWERS = _BINS + LONGEST + 1  # the position of the counts of powers of two in the library's output
 _BIAS = 127
@@ -121,6 +125,69 @@ def sampled(x: Tensor, count: int) -> Tensor:
 def _places(numel: int, count: int) -> NDArray[np.int64]:
     golden = (math.sqrt(5) - 1) / 2
     return (np.arange(count) * golden % 1 * numel).astype(np.int64)
+
+
+def some_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return some numbers of each of several tensors of one device, fp32 [tensors, 256], in one read.
+
+    Their places depend only on how many a tensor has, and are spread over rows and columns; those of one with fewer
+    than 256 repeat. An empty tensor gives zeros.
+    """
+    counts = [one.numel() for one in tensors]
+    first = tensors[0]
+    if first.is_cpu and uses_library() and all(one.dtype is first.dtype and one.is_contiguous() for one in tensors):
+        taken = torch.empty((len(counts), SOME), dtype=first.dtype, device="cpu")
+        places = _places_of(tuple(counts))
+        cpu.loaded().lowp_take(taken.itemsize, list(tensors), *places, len(counts), SOME, taken)
+        return taken.float()
+    views = []
+    for one, count in zip(tensors, counts, strict=True):
+        flat = one.detach().reshape(-1)
+        views.append(flat[: SOME * _step_of(count) : _step_of(count)] if count > _FEW else flat)
+    return torch.cat([*views, first.new_zeros(1)])[_rows(tuple(counts), first.device)].float()
+
+
+def peak_of(x: Tensor) -> float | Tensor:
+    """Return the largest magnitude of a tensor with numbers, NaN if one is; of a large one that of 64 x 64 numbers.
+
+    These begin at places that are spread over rows and columns. A tensor of a device gives a 0-d one.
+    """
+    if x.numel() > 2 * _PIECE * _PIECE:
+        step = int(x.numel() / _PIECE * _UNEVEN)
+        x = x if x.is_contiguous() else x.reshape(-1)
+        x = x.as_strided((_PIECE, _PIECE), (step, 1))
+    low, high = torch.aminmax(x)
+    if not x.is_cpu:
+        return torch.maximum(high, low.neg())
+    largest, other = high.item(), -low.item()
+    return other if other > largest else largest
+
+
+@lru_cache(maxsize=4096)
+def _step_of(count: int) -> int:
+    """The places of `some_of` are multiples of this, counted round the end of a tensor that has few numbers."""
+    step = max(count // SOME if count > _FEW else round(0.618 * count), 1)
+    while math.gcd(step, count) > 1:
+        step -= 1
+    return step
+
+
+@lru_cache(maxsize=32)
+def _places_of(counts: tuple[int, ...]) -> tuple[array[int], array[int]]:
+    return array("q", counts), array("q", map(_step_of, counts))
+
+
+@lru_cache(maxsize=32)
+def _rows(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where the numbers of `some_of` lie in what is read of tensors with so many numbers: int64 [tensors, 256]."""
+    read = [SOME if count > _FEW else count for count in counts]
+    every, begin, rows = np.arange(SOME), 0, []
+    for count, present in zip(counts, read, strict=True):
+        places = every if count > _FEW else every * _step_of(count) % count if count else every * 0 + sum(read)
+        rows.append(places + (begin if count else 0))
+        begin += present
+    with torch.inference_mode(False), real_tensors():
+        return torch.from_numpy(np.stack(rows)).to(device)
 
 
 def slope_of(x: Tensor, gradient: Tensor, scale: float = 1.0) -> NDArray[np.float64]:
