@@ -68,17 +68,11 @@ def profiled(
 def _run(training: Training, is_enough: Callable[[int], bool]) -> list[float]:
     """Train until `is_enough(steps)` or the last epoch's end, without evaluations; return the loss of each step."""
     losses: list[torch.Tensor] = []
-    step = training.step
-
-    def recorded_step(batch: Any, sampler: Any = None) -> torch.Tensor:
-        loss = step(batch, sampler)
-        losses.append(loss)
-        return loss
-
-    training.step = recorded_step  # type: ignore[method-assign]
     training.history.append({"loss": math.nan, "epoch": 0})  # no evaluation of the model before training
     while not is_enough(len(losses)):
-        if training._run_epoch(lambda: is_enough(len(losses)), None):
+        if training._run_epoch(
+            lambda: is_enough(len(losses)), None, on_step=lambda training, loss: losses.append(loss)
+        ):
             training.epoch, training.step_of_epoch = training.epoch + 1, 0
         if training.epoch >= training.epochs:
             break
