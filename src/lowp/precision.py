@@ -16,7 +16,7 @@ from lowp import distributed, precision_state, presets, region
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents, is_flexpoint
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
-from lowp.optim.skipping import skipping
+from lowp.optim.skipping import refuse_released, skipping
 from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
@@ -138,6 +138,8 @@ class Precision:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"prepare_optimizer takes a torch optimizer, not {type(optimizer).__name__}")
         self._trained.admit(optimizer)
+        if self.scaler.is_enabled():
+            refuse_released(optimizer)
         self._require_same_on_all_ranks()
         prepared: Any = optimizer if self._storing is None else self._storing.optimizer(optimizer)
         return cast("AnyOptimizer", prepared)

@@ -12,7 +12,7 @@ from torch import nn
 import lowp
 from lowp.errors import InvalidInput
 from lowp.optim import SGD, AdamW, blockwise
-from lowp.optim.blockwise import BlockwiseOptimizer
+from lowp.optim.blockwise import BlockUpdate, BlockwiseOptimizer
 
 Make = Callable[..., Any]
 PAIRS: dict[str, tuple[Make, Make]] = {
@@ -159,7 +159,7 @@ def test_the_block_length_does_not_change_stochastic_free_results(monkeypatch: p
 
 def test_bad_input_is_named() -> None:
     weight = nn.Parameter(torch.ones(4))
-    with pytest.raises(InvalidInput, match="moments=fp16: give fp32 or bf16"):
+    with pytest.raises(InvalidInput, match="moments=fp16: give fp32, bf16, int8, fp8, or a format whose blocks"):
         AdamW([weight], moments="fp16")
     with pytest.raises(InvalidInput, match="give two numbers in"):
         AdamW([weight], betas=(1.0, 0.9))
@@ -256,7 +256,7 @@ def test_sgd_updates_a_block_without_reading_anything(options: dict[str, Any]) -
     moments = {name: torch.zeros(3) for name in optimizer.moments}
     weight, group = torch.ones(3), optimizer.param_groups[0]
     with _Unreadable():
-        optimizer.update_block(weight, torch.ones(3), moments, torch.zeros(()), group)
+        optimizer.update_block(BlockUpdate(weight, torch.ones(3), moments, torch.zeros(()), weight), group)
     assert weight.tolist() == pytest.approx([1 - 0.1 * (1.9 if "nesterov" in options else 1.0)] * 3)
 
 

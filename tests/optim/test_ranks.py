@@ -273,9 +273,65 @@ def parallel_and_drawn(rank: int, folder: str) -> dict[str, float]:
     return found
 
 
+FEW: dict[str, Callable[..., Any]] = {
+    "adamw": lambda p: lowp.optim.AdamW(p, lr=1e-2, moments="int8", masters="split-8"),
+    "lion": lambda p: lowp.optim.Lion(p, lr=1e-3, moments="mxfp4:stochastic", masters="stochastic"),
+    "muon": lambda p: lowp.optim.Muon(p, lr=1e-2, moments="fp8"),
+}
+
+
+def _steps(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    """Return the losses of steps in plain torch, on the same data on all ranks."""
+    losses = []
+    for _ in steps:
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+        loss = model(x.bfloat16()).float().sub(x[:, :4]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def moments_in_few_bits(rank: int, folder: str) -> Any:
+    """Whole, sharded, sharded with released gradients, and from a checkpoint of two steps."""
+    mesh, found = init_device_mesh("cpu", (RANKS,)), {}
+
+    def build(make: Callable[..., Any], sharded: bool, seed: int = 0) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 4, bias=False)).bfloat16()
+        if sharded:
+            fully_shard(model, mesh=mesh)
+        return model, make(model.parameters())
+
+    for name, make in FEW.items():
+        losses = [_steps(*build(make, sharded), range(6)) for sharded in (False, True)]
+        model, optimizer = build(make, True)
+        optimizer.release_gradients()
+        losses.append(_steps(model, optimizer, range(6)))
+        model, optimizer = build(make, True)
+        begun = _steps(model, optimizer, range(2))
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{name}")
+        model, optimizer = build(make, True, seed=1)
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{name}")
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        losses.append(begun + _steps(model, optimizer, range(2, 6)))
+        found[name] = losses
+    model, optimizer = build(FEW["adamw"], False)
+    wrapped = DistributedDataParallel(model)
+    try:
+        optimizer.release_gradients()
+    except InvalidInput as error:
+        found["refused"] = [f"{error} by {type(wrapped).__name__}"]
+    return found
+
+
 JOBS = (
     drawn_in_parts,
     parallel_and_drawn,
+    moments_in_few_bits,
     data_parallel,
     wrapped_too_early,
     wrapped_before_and_unwrapped,
@@ -336,6 +392,15 @@ def test_a_sharded_checkpoint_goes_on_to_the_bit(result: Any) -> None:
     for found in result(sharded_checkpoint):
         for kind, (expected, resumed) in found.items():
             assert expected == resumed, kind
+
+
+def test_shards_of_moments_in_few_bits_step_as_wholes_do_and_resume_to_the_bit(result: Any) -> None:
+    one, other = result(moments_in_few_bits)
+    assert one == other
+    for name in FEW:
+        whole, *others = one[name]
+        assert whole[-1] < whole[0] and all(losses == whole for losses in others), (name, one[name])
+    assert "cannot be released before DistributedDataParallel has averaged them" in one["refused"][0]
 
 
 def test_what_cannot_be_sharded_says_what_to_do(result: Any) -> None:

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from lowp import casts
 from lowp.casts import Cast
 from lowp.compat import private, uncompiled
 from lowp.errors import InvalidInput
+from lowp.kernels.choose import dispatch
 from lowp.kernels.steps import updates
+from lowp.kernels.tracing import is_quiet
 from lowp.ops.observing import everywhere
 from lowp.optim.model_state import MasterKeeper, ParameterNames, own
-from lowp.optim.shards import is_sharded, local, places_of, quantize_at, refuse_to_convert, shard_of
+from lowp.optim.shards import holder_of, is_sharded, local, places_of, refuse_to_convert, shard_of
 from lowp.optim.state_dicts import (
     check_shape,
     entries_by_parameter,
@@ -26,14 +28,24 @@ from lowp.optim.state_dicts import (
     with_loading_hooks,
     with_saving_hooks,
 )
-from lowp.optim.storage import MASTER_WEIGHT, STORAGE_STATE, Storage, check_seed, seed_of
+from lowp.optim.storage import (
+    BLOCK,
+    MASTER_WEIGHT,
+    SCALES,
+    SQUARES,
+    STORAGE_STATE,
+    Moments,
+    Storage,
+    check_seed,
+    seed_of,
+)
 from lowp.scaling.loss_scale import inverse_of
 
 _foreach_add_ = cast(Callable[[list[Tensor], Any], None], private("torch._foreach_add_"))
-# 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
-BLOCK = 1 << 16
-_COPIED = ("storage", "moment_cast", "moments", "names", "seed")  # attributes that a copy keeps
-_STOCHASTIC_BF16 = "bf16:stochastic"  # to nearest would stall: 0.001 of a second moment is below half a bf16 ulp
+_COPIED = ("storage", "kept", "moments", "names", "seed")  # attributes that a copy keeps
+
+
+_Member = tuple[int, tuple[dict[str, Any], nn.Parameter]]  # a parameter, its group, and its place among all
 
 
 class StateFormats(NamedTuple):
@@ -41,47 +53,75 @@ class StateFormats(NamedTuple):
 
     storage: str | Cast | None
     split: bool
-    masters: str
+    masters: str | None
     moments: str | Cast
     seed: int
+
+    @property
+    def kind(self) -> str:
+        """The kind of masters: as asked for, or by `split`."""
+        return self.masters or ("split" if self.split and self.storage is not None else "fp32")
+
+
+class BlockUpdate(NamedTuple):
+    """What an update reads and writes in place, in fp32: a block of a parameter, or all of it in its shape."""
+
+    weight: Tensor
+    gradient: Tensor
+    moments: dict[str, Tensor]
+    step: Tensor  # the number of earlier steps
+    parameter: Tensor
+
+
+class Released(NamedTuple):
+    """The hooks by which an optimizer steps inside backward; `remove` removes them."""
+
+    optimizer: BlockwiseOptimizer
+    handles: tuple[RemovableHandle, ...]
+
+    def remove(self) -> None:
+        """Leave gradients to `step` again."""
+        self.optimizer.releases = False
+        for handle in self.handles:
+            handle.remove()
 
 
 class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
     """An optimizer whose parameters are stored in few bits and updated in fp32, block by block.
 
-    A subclass provides `moments` (the names of its per-element state) and `update_block`, which updates fp32 tensors in
-    place. This class joins weight and remainder, converts gradients and moments, and stores everything back. The update
-    is the same fp32 arithmetic for every storage, so that split masters equal fp32 masters bit for bit.
+    A subclass is the rule: `moments` (the names of its per-element state), `numbers`, and `update_block`, torch's own
+    arithmetic. `storage` keeps weights and masters, `kept` the moments: this class reads both, updates and writes both,
+    in one kernel where the device has one. The update is the same fp32 arithmetic for every storage, so that split
+    masters equal fp32 masters bit for bit.
 
-    With a loss scaler nothing waits for the device: `grad_scale` and `found_inf` are applied on the device of the
+    With a loss scaler nothing waits for a device: `grad_scale` and `found_inf` are applied on the device of the
     tensors, and a step with a non-finite gradient leaves weights, moments and step counters unchanged.
     """
 
     moments: tuple[str, ...] = ()
+    in_blocks = True  # False: a parameter is updated as a whole
     allows_fp16_gradients = True
+    releases = False
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        formats: StateFormats,
-    ) -> None:
-        kind = "split" if formats.split and formats.storage is not None else formats.masters
-        self.storage = Storage.parse(formats.storage, kind)
-        self.moment_cast = casts.parse(formats.moments)
-        if str(self.moment_cast) not in ("fp32", "bf16"):
-            raise InvalidInput(f"moments={formats.moments}: give fp32 or bf16")
+    def __init__(self, params: Any, defaults: dict[str, Any], formats: StateFormats) -> None:
+        self.storage = Storage.parse(formats.storage, formats.kind)
+        self.kept = Moments.parse(formats.moments)
         check_seed(formats.seed)
         self.seed = formats.seed
         self.names = ParameterNames()
         self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
 
-    def update_block(
-        self, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
-    ) -> None:
-        """Update an fp32 block of a weight and its moments in place. `step` counts the steps before this one."""
-        raise TypeError(f"{type(self).__name__} does not define update_block")
+    def numbers(self, group: dict[str, Any]) -> updates.Numbers | None:
+        """Return the numbers of the rule that a kernel has; None for a rule that none has."""
+        return None
+
+    def update_block(self, piece: BlockUpdate, group: dict[str, Any]) -> None:
+        """Update a piece in place, in torch's operations; by default as the kernels round, which `updates` defines."""
+        numbers = self.numbers(group)
+        assert numbers is not None
+        (rate,) = updates.rates(piece.step.reshape(1), numbers)
+        updates.block(piece.weight, piece.gradient, list(piece.moments.values()), rate, numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are converted to the storage format in place."""
@@ -105,64 +145,120 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        together = self._step_together()
-        for index, (group, parameter) in enumerate(self._parameters()):
-            if parameter.grad is not None and id(parameter) not in together:
-                self._step_parameter(index, group, parameter)
+        self._step_all(list(enumerate(self._parameters())))
         return loss
 
-    def update_together(self, columns: updates.Columns, group: dict[str, Any]) -> None:
-        """Update the stored tensors of many parameters of one group with one kernel, like `update_block`."""
-        raise TypeError(f"{type(self).__name__} does not define update_together")
-
-    def _step_together(self) -> set[int]:
-        """Step the parameters that one kernel can step at once, if the device has it; return their ids."""
-        stepped: set[int] = set()
-        for group in self.param_groups:
-            for members in self._by_kernel(group["params"]):
-                self.update_together(self._columns(members), group)
-                self._count_steps([self.state[parameter]["step"] for parameter in members])
-                stepped.update(map(id, members))
-        return stepped
-
-    def _by_kernel(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield the parameters of a group that are stepped together, by device and gradient dtype.
-
-        These are parameters in split storage or plain fp32, contiguous and unsharded, with fp32 moments, if there are
-        no observers.
-        """
-        if (self.storage.cast is not None and self.storage.kind != "split") or everywhere:
+    def _step_all(self, members: list[_Member]) -> None:
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and dispatch.answers_at_once(found_inf) and float(found_inf) > 0:
             return
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for parameter in parameters:
-            gradient, state = parameter.grad, self.state[parameter]
-            if gradient is None or not updates.has_kernels(parameter.device) or not self._is_plain(parameter, gradient):
-                continue
-            if "step" not in state:
-                self._start(parameter, state)
-            found = [state[name] for name in self.moments if name in state]
-            has_all = len(found) == len(self.moments)
-            if has_all and all(one.dtype is torch.float32 and one.is_contiguous() for one in found):
-                groups[parameter.device, gradient.dtype].append(parameter)
-        yield from groups.values()
+        together = self._step_together(members)
+        for index, (group, parameter) in members:
+            if parameter.grad is not None and id(parameter) not in together:
+                self._step_parameter(index, group, parameter)
 
-    def _is_plain(self, parameter: Tensor, gradient: Tensor) -> bool:
-        if is_sharded(parameter) or gradient.is_sparse or gradient.dtype not in updates.GRADIENTS:
+    def release_gradients(self) -> Released:
+        """Step every parameter inside backward, as soon as its gradient is there, and free the gradient at once.
+
+        `step` then finds nothing to do, and schedulers go on as before. One backward is one step: gradients cannot be
+        accumulated, nor clipped by a norm over all of them, nor scaled by a loss scale, all of which need every
+        gradient before the first update; Misuse is raised for a loss scale. After fully_shard, whose hooks come first.
+        Raises InvalidInput for parameters of DistributedDataParallel, which averages gradients later. The result's
+        `remove` ends it.
+
+        Source: Lv et al. 2023, arXiv 2306.09782, section 3.1.
+        """
+        if (kind := holder_of(parameters_of(self))) is not None:
+            raise InvalidInput(
+                f"gradients cannot be released before {kind} has averaged them over the ranks: use fully_shard, which "
+                "averages each before it is released, or leave the step to optimizer.step()"
+            )
+        places = {id(member[1]): (index, member) for index, member in enumerate(self._parameters())}
+
+        @torch.no_grad()
+        def step_now(parameter: Tensor) -> None:
+            self._step_all([places[id(parameter)]])
+            parameter.grad = None
+
+        self.releases = True
+        hooks = [cast(Any, one).register_post_accumulate_grad_hook(step_now) for _, one in self._parameters()]
+        return Released(self, tuple(hooks))
+
+    def _step_together(self, members: Sequence[_Member]) -> set[int]:
+        """Step the parameters that one kernel can step at once, if the device has it; return their ids."""
+        alike: defaultdict[tuple[int, torch.device, torch.dtype], list[_Member]] = defaultdict(list)
+        for member in members:
+            _, (group, parameter) = member
+            if parameter.grad is not None and self._has_kernel(group, parameter, parameter.grad):
+                alike[id(group), parameter.device, parameter.grad.dtype].append(member)
+        scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for (_, device, _), found in alike.items():
+            columns, numbers = self._columns(found), self.numbers(found[0][1][0])
+            assert numbers is not None
+            if updates.has_kernels(device):
+                updates.step(columns, numbers, scale, skip)
+            else:
+                roots = [name in SQUARES for name in self.moments]
+                kept = updates.Kept(self.storage.step_cast, self.kept.cast, roots)
+                updates.step_on_cpu(columns, numbers, kept, scale, BLOCK)
+            self._count_steps(list(columns.steps))
+        return {id(parameter) for found in alike.values() for _, (_, parameter) in found}
+
+    def _has_kernel(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> bool:
+        """Whether a kernel steps a parameter, if there are no observers: contiguous, with a gradient of one part.
+
+        Triton's take split storage and plain fp32, and fp32 moments of unsharded parameters. The C++ library takes
+        every storage but a copy, and every format of moments; fp32 moments are torch's arithmetic, bit for bit, if
+        torch has the rule.
+        """
+        here, there, storage = local(parameter), local(gradient), self.storage
+        if everywhere or gradient.is_sparse or not (here.is_contiguous() and there.is_contiguous() and here.numel()):
             return False
-        dtype = torch.float32 if self.storage.cast is None else torch.bfloat16
-        is_contiguous = parameter.is_contiguous() and gradient.is_contiguous()
-        return is_contiguous and parameter.dtype is dtype and parameter.numel() > 0
+        numbers = self.numbers(group)
+        if numbers is None or there.dtype not in updates.GRADIENTS or here.dtype is not storage.dtype:
+            return False
+        state = self.state[parameter]
+        if "step" not in state:
+            self._start(parameter, state)
+        if not all(name in state and local(state[name]).is_contiguous() for name in self.moments):
+            return False
+        if updates.has_kernels(parameter.device):
+            is_taken = not is_sharded(parameter) and not isinstance(numbers, updates.LionNumbers)
+            return is_taken and str(self.kept.cast) == "fp32" and (storage.cast is None or storage.kind == "split")
+        if not (dispatch.uses_library() and is_quiet() and self._rounds_as_kernels(parameter.device, numbers)):
+            return False
+        is_kept = isinstance(self._places(parameter), int) and (storage.cast is None or storage.kind != "fp32")
+        return is_kept and all(updates.fits_library(one, self.kept.cast) for one in (here, there))
 
-    def _columns(self, parameters: Sequence[Tensor]) -> updates.Columns:
+    def _rounds_as_kernels(self, device: torch.device, numbers: updates.Numbers | None) -> bool:
+        """Whether an update has the bits of the kernels, and not those of torch's optimizer of the same name."""
+        if numbers is None:
+            return False
+        is_own = isinstance(numbers, updates.LionNumbers) or str(self.kept.cast) != "fp32"
+        return is_own or updates.has_kernels(device)
+
+    def _columns(self, members: Sequence[_Member]) -> updates.Columns:
         """Return the kernel's arguments: weights, remainders, gradients, moments and steps."""
+        parameters = [parameter for _, (_, parameter) in members]
         states = [self.state[parameter] for parameter in parameters]
+        names = [name for name in self.moments if name + SCALES in states[0]]
+        draws = self.storage.draws or self.kept.cast.is_stochastic
         return updates.Columns(
-            [parameter.detach() for parameter in parameters],
-            [one["remainder"] for one in states] if "remainder" in states[0] else None,
-            [parameter.grad.detach() for parameter in parameters if parameter.grad is not None],
-            [[one[name] for one in states] for name in self.moments],
+            [local(parameter).detach() for parameter in parameters],
+            [local(one["remainder"]) for one in states] if "remainder" in states[0] else None,
+            [local(parameter.grad).detach() for parameter in parameters if parameter.grad is not None],
+            [[local(one[name]) for one in states] for name in self.moments],
             [one["step"] for one in states],
+            [[one[name + SCALES] for one in states] for name in names],
+            [int(seed_of(self.seed, self.state[one]["step"], index)) if draws else 0 for index, (_, one) in members],
+            [int(self._places(one)) for one in parameters],
         )
+
+    def _places(self, parameter: Tensor) -> int | Tensor:
+        """Return the `places_of` a rank's numbers if any are drawn; 0 where its blocks are not those of the whole."""
+        places = places_of(parameter) if self.storage.draws or self.kept.cast.is_stochastic else 0
+        size = 1 if self.kept.format is None else self.kept.format.scope.size
+        return places if size == 1 or (isinstance(places, int) and places % size == 0) else 0
 
     def _count_steps(self, steps: list[Tensor]) -> None:
         """Increment step counters on one device, in place and in one launch, unless a gradient was not finite."""
@@ -196,20 +292,13 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         # back.
         here = local(parameter).detach()
         stored = here.reshape(-1)
-        gradient = local(gradient).reshape(-1)
         parts = {name: local(value).view(-1) for name, value in state.items() if name != "step"}
+        gradient = local(gradient).reshape(-1)
         seen = None if watch is None else torch.empty_like(stored, dtype=torch.float32)
-        draws = self.storage.draws or str(self.moment_cast) != "fp32"
-        for number, places, block in _blocks(places_of(parameter) if draws else 0, stored.numel()):
-            self._step_block(
-                stored[block],
-                gradient[block],
-                {name: value[block] for name, value in parts.items()},
-                before.clone(),
-                group,
-                (seed_of(self.seed, before, index, number), places),
-                None if seen is None else seen[block],
-            )
+        places, count = self._places(parameter), stored.numel()
+        for number, within, block in _blocks(places, count) if self.in_blocks else [(0, places, slice(0, count))]:
+            draw = seed_of(self.seed, before, index, number), within
+            self._step_block(parameter, group, (stored, gradient, parts), (block, *draw), seen)
         if watch is not None and seen is not None:
             watch(seen.view(here.shape), "weight", self.storage.cast, "step")
         if stored.data_ptr() != here.data_ptr():
@@ -218,47 +307,49 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
 
     def _step_block(
         self,
-        stored: Tensor,
-        gradient: Tensor,
-        state: dict[str, Tensor],
-        step: Tensor,
+        parameter: Tensor,
         group: dict[str, Any],
-        draw: tuple[int | Tensor, int | Tensor],
+        whole: tuple[Tensor, Tensor, dict[str, Tensor]],
+        place: tuple[slice, int | Tensor, int | Tensor],
         seen: Tensor | None,
     ) -> None:
         """Step one block: load it as fp32, `update_block`, store it. Nothing changes if any gradient was non-finite.
 
-        `draw` is the seed of stochastic rounding, and the places of the numbers among those that share it.
-        `seen` receives the fp32 weights before they are stored, for observers.
+        `whole` is the parameter's stored weight, gradient and state, flat; `place` the block, the seed of stochastic
+        rounding, and the places of the block's numbers among those that share it. `seen` receives the fp32 weights
+        before they are stored, for observers.
         """
+        (stored, gradient, parts), (block, seed, places) = whole, place
+        stored, gradient = stored[block], gradient[block].to(torch.float32)
+        state = {name: value[block] for name, value in parts.items() if name in STORAGE_STATE}
         self.storage.follow_([(stored, state)])
         weight = self.storage.load(stored, state)
-        moments = {name: state[name].to(torch.float32) for name in self.moments if name in state}
-        gradient = gradient.to(torch.float32)
+        moments = {name: self.kept.load(parts, name, block) for name in self.moments if name in parts}
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if grad_scale is not None:
             gradient = gradient * inverse_of(grad_scale)
         old = None if found_inf is None else (weight.clone(), {name: value.clone() for name, value in moments.items()})
-        self.update_block(weight, gradient, moments, step, group)
+        piece = BlockUpdate(weight, gradient, moments, self.state[parameter]["step"].clone(), parameter)
+        if self._rounds_as_kernels(weight.device, self.numbers(group)):
+            BlockwiseOptimizer.update_block(self, piece, group)
+        else:
+            self.update_block(piece, group)
+        skip = None
         if old is not None and found_inf is not None:
             skip = found_inf.reshape(()) > 0
             weight.copy_(torch.where(skip, old[0], weight))
-            for name, value in moments.items():
-                value.copy_(torch.where(skip, old[1][name], value))
+            moments = {name: torch.where(skip, old[1][name], value) for name, value in moments.items()}
         if seen is not None:
-            seen.copy_(weight)
-        self.storage.save(stored, state, weight, *draw)
+            seen[block] = weight
+        self.storage.save(stored, state, weight, seed, places)
         for slot, (name, value) in enumerate(moments.items(), 1):
-            if state[name].dtype != torch.float32:
-                state[name].copy_(quantize_at(value, _STOCHASTIC_BF16, seed_of(0, draw[0], slot), draw[1]))
+            self.kept.save(parts, name, block, value, (seed_of(0, seed, slot), places), skip)
 
     def _start(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Create the step counter and the moments for the first step."""
-        dtype = torch.float32 if str(self.moment_cast) == "fp32" else torch.bfloat16
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments:
-            layout = torch.contiguous_format
-            state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=layout, requires_grad=False)
+            state.update(self.kept.start(parameter, name))
 
     # -- fp32 in and out ------------------------------------------------------------------------------------------
     def holds(self, parameter: Tensor) -> bool:
@@ -282,7 +373,8 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
             state = self.state[parameter]
             if "step" not in state:
                 self._start(parameter, state)
-            entry = {name: value for name, value in state.items() if name not in STORAGE_STATE}
+            entry = {"step": state["step"]}
+            entry.update({name: self.kept.whole(parameter, state, name) for name in self.moments if name in state})
             if self.storage.cast is not None:
                 entry[MASTER_WEIGHT] = self.master(parameter).clone()
             entries[index] = entry
@@ -311,7 +403,9 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
                 # torch's SGD counts no steps: a saved momentum means that there was at least one
                 state["step"].copy_(torch.as_tensor(entry.get("step", 1), device="cpu"))
             for name in moments:
-                local(state[name]).copy_(local(shard_of(entry[name], parameter)))
+                value = local(shard_of(entry[name].to(parameter.device), parameter)).reshape(-1)
+                parts = {key: local(kept).view(-1) for key, kept in state.items() if key.startswith(name)}
+                self.kept.save(parts, name, slice(0, value.numel()), value.to(torch.float32, copy=True), (0, 0))
             if entry.get(MASTER_WEIGHT) is not None:
                 self.set_masters({parameter: entry[MASTER_WEIGHT]})
 

@@ -27,13 +27,10 @@ from lowp.optim.model_state import Attachment, StoredModel, attach, given_names,
 from lowp.optim.shards import Wholes, is_sharded, local
 from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import entries_by_parameter, parameters_of, with_loading_hooks, with_saving_hooks
-from lowp.optim.storage import Storage
+from lowp.optim.storage import SQUARES, Storage
 
 _VERSION = 1
 _MOST_SITES = 1 << 15  # that are kept in memory: their names are asked for at every step
-
-# State keys under which torch's optimizers keep a mean or sum of squares: Adam and its kin, RMSprop, Adadelta, Adagrad.
-SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 
 
 class _Site(NamedTuple):

@@ -1,31 +1,40 @@
-"""AdamW and SGD on parameters stored in few bits."""
+"""Optimizers on parameters and moments stored in few bits: the rules, AdamW, SGD, Lion and Muon."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from lowp.casts import Cast
+from lowp.compat import private
 from lowp.errors import InvalidInput, unknown
 from lowp.kernels.steps import updates
-from lowp.optim.blockwise import BlockwiseOptimizer, StateFormats
+from lowp.optim.blockwise import BlockUpdate, BlockwiseOptimizer, StateFormats
+from lowp.optim.shards import is_sharded, local, shard_like, shard_of
+
+_orthogonalized = cast(Callable[..., Tensor], private("torch.optim._muon._zeropower_via_newtonschulz"))
 
 
 class AdamW(BlockwiseOptimizer):
-    """torch.optim.AdamW's update in fp32, on parameters stored in few bits.
+    """torch.optim.AdamW's update in fp32, on parameters and moments stored in few bits.
 
-    `storage` bf16 with `split` keeps a bf16 weight and a 16-bit remainder: 4 bytes that are the fp32 master, 14 bytes a
-    parameter with the bf16 gradient and fp32 moments, 10 with `moments="bf16"` (rounded stochastically). Without
-    `split`: `masters` ``fp32`` (a copy beside the weight), ``stochastic`` or ``none``. storage=None is plain fp32.
+    `storage` is the format of the weights, None for plain fp32. `masters` is what is kept beside a weight: ``split``
+    (the default: a 16-bit remainder; bf16 and it are the fp32 master), ``split-8`` (8 bits: a master of 24 bits),
+    ``fp32`` (a copy; also by split=False), ``stochastic`` or ``none`` (nothing). `moments`: ``fp32``, ``bf16``,
+    ``int8``, ``fp8`` (blocks of 32 under one scale, rounded stochastically), or a cast of such blocks, such as
+    ``mxfp4:stochastic``; of the second moment the root is kept, which never becomes zero. With a bf16 gradient a
+    parameter takes 14 bytes, 7.1 with ``int8`` and ``split-8``, and 5.1 with gradients released in backward
+    (`release_gradients`).
 
     Arguments of torch that are not supported (fused, foreach, amsgrad …) raise an error that names an alternative.
 
-    Source: Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2.
+    Sources: Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2; Dettmers et al. 2022, arXiv 2110.02861.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -41,39 +50,34 @@ class AdamW(BlockwiseOptimizer):
         maximize: bool = False,
         storage: str | Cast | None = "bf16",
         split: bool = True,
-        masters: str = "fp32",
+        masters: str | None = None,
         moments: str | Cast = "fp32",
         seed: int = 0,
         **others: Any,
     ) -> None:
         refuse_others(type(self), others)
-        if lr < 0 or eps < 0 or weight_decay < 0:
-            raise InvalidInput(f"lr={lr}, eps={eps}, weight_decay={weight_decay}: give numbers of 0 or more")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise InvalidInput(f"betas={betas}: give two numbers in [0, 1)")
+        _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        _check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        formats = StateFormats(storage, split, masters, moments, seed)
-        super().__init__(params, defaults, formats)
+        super().__init__(params, defaults, StateFormats(storage, split, masters, moments, seed))
 
-    def update_block(
-        self, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
-    ) -> None:
-        """torch's own update on one fp32 block; where the device has a kernel, that formula as the kernel rounds."""
-        if updates.has_kernels(weight.device):
-            numbers = _adamw_numbers(group)
-            (rate,) = updates.rates(step.reshape(1), numbers)
-            updates.adamw_block(weight, gradient, moments["exp_avg"], moments["exp_avg_sq"], rate, numbers)
-            return
+    def numbers(self, group: dict[str, Any]) -> updates.AdamWNumbers:
+        """The numbers of a kernel's AdamW."""
+        beta1, beta2 = group["betas"]
+        return updates.AdamWNumbers(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
+
+    def update_block(self, piece: BlockUpdate, group: dict[str, Any]) -> None:
+        """torch's own update on one fp32 block."""
         adamw(
-            [weight],
-            [gradient],
-            [moments["exp_avg"]],
-            [moments["exp_avg_sq"]],
+            [piece.weight],
+            [piece.gradient],
+            [piece.moments["exp_avg"]],
+            [piece.moments["exp_avg_sq"]],
             [],
-            [step],
+            [piece.step],
             foreach=False,
             fused=False,
-            capturable=step.device.type != "cpu",
+            capturable=piece.step.device.type != "cpu",
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -83,24 +87,12 @@ class AdamW(BlockwiseOptimizer):
             maximize=group["maximize"],
         )
 
-    def update_together(self, columns: updates.Columns, group: dict[str, Any]) -> None:
-        """The same formula on the stored tensors, in one kernel."""
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        updates.adamw(columns, _adamw_numbers(group), grad_scale, found_inf)
-
-
-def _adamw_numbers(group: dict[str, Any]) -> updates.AdamWNumbers:
-    beta1, beta2 = group["betas"]
-    return updates.AdamWNumbers(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
-
 
 class SGD(BlockwiseOptimizer):
     """torch.optim.SGD's update in fp32, on parameters stored in few bits.
 
-    `storage` bf16 with `split` keeps a bf16 weight and a 16-bit remainder: 4 bytes that are the fp32 master. Without
-    `split`: `masters` ``fp32`` (a copy beside the weight), ``stochastic`` or ``none``. `moments` is the format of the
-    momentum, fp32 or bf16 (rounded stochastically). storage=None is plain fp32. Arguments of torch that are not
-    supported (fused, foreach …) raise an error that names an alternative.
+    `storage`, `split`, `masters` and `moments`, the format of the momentum, are those of `AdamW`. Arguments of torch
+    that are not supported (fused, foreach …) raise an error that names an alternative.
     """
 
     def __init__(
@@ -115,14 +107,13 @@ class SGD(BlockwiseOptimizer):
         maximize: bool = False,
         storage: str | Cast | None = "bf16",
         split: bool = True,
-        masters: str = "fp32",
+        masters: str | None = None,
         moments: str | Cast = "fp32",
         seed: int = 0,
         **others: Any,
     ) -> None:
         refuse_others(type(self), others)
-        if lr < 0 or momentum < 0 or weight_decay < 0:
-            raise InvalidInput(f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}: give numbers of 0 or more")
+        _check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise InvalidInput("nesterov=True needs a momentum above zero and dampening=0")
         defaults = {
@@ -130,8 +121,7 @@ class SGD(BlockwiseOptimizer):
             **{"nesterov": nesterov, "maximize": maximize},
         }
         self.moments = ("momentum_buffer",) if momentum else ()
-        formats = StateFormats(storage, split, masters, moments, seed)
-        super().__init__(params, defaults, formats)
+        super().__init__(params, defaults, StateFormats(storage, split, masters, moments, seed))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have momentum even if the others have none."""
@@ -139,26 +129,23 @@ class SGD(BlockwiseOptimizer):
             self.moments = ("momentum_buffer",)
         super().add_param_group(param_group)
 
-    def update_block(
-        self, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
-    ) -> None:
+    def numbers(self, group: dict[str, Any]) -> updates.SgdNumbers:
+        """The numbers of a kernel's SGD."""
+        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        return updates.SgdNumbers(*(group[name] for name in names))
+
+    def update_block(self, piece: BlockUpdate, group: dict[str, Any]) -> None:
         """torch's own update on one fp32 block; the first step's momentum is the gradient, as torch's is.
 
-        Whether it is the first is decided on the device, since a step that was skipped does not count. Where the
-        device has a kernel, the same formula, as the kernel rounds.
+        Whether it is the first is decided on the device, since a step that was skipped does not count.
         """
-        if updates.has_kernels(weight.device):
-            (rate,) = updates.rates(step.reshape(1), _sgd_numbers(group))
-            updates.sgd_block(weight, gradient, moments.get("momentum_buffer"), rate, _sgd_numbers(group))
-            return
-        if group["maximize"]:
-            gradient = -gradient
+        weight, gradient = piece.weight, -piece.gradient if group["maximize"] else piece.gradient
         if group["weight_decay"]:
             gradient = gradient.add(weight, alpha=group["weight_decay"])
         if group["momentum"]:
-            buffer = moments["momentum_buffer"]
+            buffer = piece.moments["momentum_buffer"]
             moved = buffer.mul(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
-            buffer.copy_(torch.where(step > 0, moved, gradient))
+            buffer.copy_(torch.where(piece.step > 0, moved, gradient))
             gradient = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
         rate = group["lr"]
         if isinstance(rate, Tensor) and rate.device.type != "cpu":
@@ -166,15 +153,127 @@ class SGD(BlockwiseOptimizer):
         else:
             weight.add_(gradient, alpha=-float(rate))
 
-    def update_together(self, columns: updates.Columns, group: dict[str, Any]) -> None:
-        """The same formula on the stored tensors, in one kernel."""
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        updates.sgd(columns, _sgd_numbers(group), grad_scale, found_inf)
+
+class Lion(BlockwiseOptimizer):
+    """Lion: steps by the sign of a momentum, its only moment, on parameters and a moment stored in few bits.
+
+    `storage`, `split`, `masters` and `moments` are those of `AdamW`. The learning rate is a third to a tenth of
+    AdamW's, the weight decay as many times larger.
+
+    Source: Chen et al. 2023, arXiv 2302.06675, program 1.
+    """
+
+    moments = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        storage: str | Cast | None = "bf16",
+        split: bool = True,
+        masters: str | None = None,
+        moments: str | Cast = "fp32",
+        seed: int = 0,
+        **others: Any,
+    ) -> None:
+        refuse_others(type(self), others)
+        _check_not_negative(lr=lr, weight_decay=weight_decay)
+        _check_betas(betas)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, StateFormats(storage, split, masters, moments, seed))
+
+    def numbers(self, group: dict[str, Any]) -> updates.LionNumbers:
+        """The numbers of a kernel's Lion."""
+        beta1, beta2 = group["betas"]
+        return updates.LionNumbers(group["lr"], beta1, beta2, group["weight_decay"], group["maximize"])
 
 
-def _sgd_numbers(group: dict[str, Any]) -> updates.SgdNumbers:
-    names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    return updates.SgdNumbers(*(group[name] for name in names))
+class Muon(BlockwiseOptimizer):
+    """torch.optim.Muon's update, by an orthogonalized momentum, on matrices and a momentum stored in few bits.
+
+    `storage`, `split`, `masters` and `moments` are those of `AdamW`, the other arguments torch's. It takes matrices
+    alone: give embeddings, biases and the rest to AdamW. A rank with shards of a matrix gathers its momentum and makes
+    the whole matrix orthogonal.
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
+    """
+
+    moments = ("momentum_buffer",)
+    in_blocks = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        storage: str | Cast | None = "bf16",
+        split: bool = True,
+        masters: str | None = None,
+        moments: str | Cast = "fp32",
+        seed: int = 0,
+        **others: Any,
+    ) -> None:
+        refuse_others(type(self), others)
+        _check_not_negative(lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise InvalidInput(f"adjust_lr_fn={adjust_lr_fn!r}: give 'original' or 'match_rms_adamw'")
+        defaults = {
+            **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
+            **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn},
+        }
+        super().__init__(params, defaults, StateFormats(storage, split, masters, moments, seed))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices. Raises InvalidInput for parameters of another number of dimensions."""
+        torch.optim.Optimizer.add_param_group(self, param_group)
+        group = self.param_groups.pop()
+        others = [tuple(one.shape) for one in group["params"] if one.dim() != 2]
+        if others:
+            raise InvalidInput(
+                f"Muon takes matrices, not a parameter of shape {others[0]}: give it to lowp.optim.AdamW"
+            )
+        super().add_param_group(group)
+
+    def update_block(self, piece: BlockUpdate, group: dict[str, Any]) -> None:
+        """torch's own update of a whole matrix."""
+        shape, rate = local(piece.parameter).shape, group["lr"]
+        buffer = piece.moments["momentum_buffer"].lerp_(piece.gradient, 1 - group["momentum"])
+        update = piece.gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        update = _gathered(update.view(shape), piece.parameter)
+        update = _orthogonalized(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rows, columns = piece.parameter.shape
+        is_matched = group["adjust_lr_fn"] == "match_rms_adamw"
+        ratio = 0.2 * math.sqrt(max(rows, columns)) if is_matched else math.sqrt(max(1, rows / columns))
+        piece.weight.mul_(1 - rate * group["weight_decay"])
+        piece.weight.add_(local(shard_of(update, piece.parameter)).reshape(-1), alpha=-(rate * ratio))
+
+
+def _gathered(values: Tensor, parameter: Tensor) -> Tensor:
+    """Return the whole of what ranks have of a tensor that is sharded as a parameter."""
+    return cast(Any, shard_like(values, parameter)).full_tensor() if is_sharded(parameter) else values
+
+
+def _check_not_negative(**given: float) -> None:
+    if any(value < 0 for value in given.values()):
+        raise InvalidInput(
+            f"{', '.join(f'{name}={value}' for name, value in given.items())}: give numbers of 0 or more"
+        )
+
+
+def _check_betas(betas: tuple[float, float]) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise InvalidInput(f"betas={betas}: give two numbers in [0, 1)")
 
 
 _ONE_WAY = (

@@ -1,4 +1,4 @@
-"""How a parameter stored in few bits keeps its fp32 value: as a copy, as a remainder, or not at all."""
+"""How a parameter stored in few bits keeps its fp32 value (a copy, a remainder, or nothing), and its moments."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from torch import Tensor
 from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, brief, unknown
-from lowp.formats import FloatFormat
+from lowp.formats import FloatFormat, ScaledFormat
 from lowp.kernels.choose.dispatch import answers_at_once
+from lowp.kernels.numbers import packing
 from lowp.kernels.steps import stored
 from lowp.kernels.steps.stored import Weight
 from lowp.optim.shards import holder_of, is_sharded, local, places_of, quantize_at, shard_like, sharing
+from lowp.quantized import Quantized
 
-KINDS = ("fp32", "split", "stochastic", "none")
+KINDS = ("fp32", "split", "split-8", "stochastic", "none")
 MASTER_WEIGHT = "master_weight"  # the entry of a parameter's state that holds its fp32 value
 STORAGE_STATE = (MASTER_WEIGHT, "remainder")  # the entries that belong to its storage
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_OF_24_BITS = casts.parse("e8m15:stochastic-8")  # the 8 bits that are lost decide: no update is lost on average
 # each step and tensor is rounded with its own seed: these odd constants spread the three counters over 64 bits
 _SEED_OF_STEP, _SEED_OF_TENSOR, _SEED_OF_SLOT = 0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9
 
@@ -30,9 +33,9 @@ _SEED_OF_STEP, _SEED_OF_TENSOR, _SEED_OF_SLOT = 0x9E37_79B9_7F4A_7C15, 0xC2B2_AE
 class Storage:
     """The format in which parameters are stored, and the data kept so that updates are not lost.
 
-    `kind` is ``fp32`` (a full-precision copy), ``split`` (bf16 and a 16-bit remainder), ``stochastic`` (nothing; the
-    updated weight is rounded stochastically, identically on all ranks) or ``none`` (nothing; rounded to nearest). With
-    `cast` None, parameters stay in fp32.
+    `kind` is ``fp32`` (a full-precision copy), ``split`` (bf16 and a 16-bit remainder), ``split-8`` (bf16 and 8 bits: a
+    master of 24 bits, rounded stochastically), ``stochastic`` (nothing; the updated weight is rounded stochastically,
+    identically on all ranks) or ``none`` (nothing; rounded to nearest). With `cast` None, parameters stay in fp32.
     """
 
     cast: Cast | None
@@ -43,10 +46,10 @@ class Storage:
             raise UnknownName(unknown("kind of master weights", self.kind, KINDS))
         if self.cast is not None and not isinstance(self.cast.format, FloatFormat):
             raise InvalidInput(f"parameters cannot be stored in {self.cast}: give a float format, such as bf16")
-        if self.kind == "split" and (self.cast is None or str(self.cast) != "bf16"):
+        if self.remainder_bits and (self.cast is None or str(self.cast) != "bf16"):
             raise InvalidInput(
-                f"split masters consist of bf16 and a remainder, so the storage must be bf16, "
-                f"not {self.cast or 'fp32'}: give storage='bf16', or keep fp32 masters (split=False)"
+                f"{self.kind} masters consist of bf16 and a remainder, so the storage must be bf16, "
+                f"not {self.cast or 'fp32'}: give storage='bf16', or keep fp32 masters (masters='fp32')"
             )
 
     @classmethod
@@ -61,9 +64,24 @@ class Storage:
         return torch.float32 if self.cast is None else _DTYPES.get(str(self.cast.format), torch.float32)
 
     @property
+    def remainder_bits(self) -> int:
+        """The bits of what is kept beside a bf16 weight; 0 for other kinds."""
+        return {"split": 16, "split-8": 8}.get(self.kind, 0)
+
+    @property
+    def step_cast(self) -> Cast | None:
+        """The cast by which a step rounds masters that it does not keep in full; None for other kinds."""
+        if self.kind == "split-8":
+            return _OF_24_BITS
+        if self.cast is None or self.kind not in ("stochastic", "none"):
+            return None
+        return self.cast.with_rounding("stochastic") if self.kind == "stochastic" else self.cast
+
+    @property
     def draws(self) -> bool:
         """Whether writing a step draws random numbers."""
-        return self.kind == "stochastic" or (self.cast is not None and self.cast.is_stochastic)
+        cast = self.step_cast or self.cast
+        return cast is not None and cast.is_stochastic
 
     def refuse(self, parameters: Iterable[Tensor]) -> None:
         """Raise InvalidInput if one of these parameters would get another dtype while others hold it or its memory."""
@@ -132,7 +150,7 @@ class Storage:
 
     def _at_once(self, pairs: list[Weight], run: Callable[[Sequence[Weight], Cast], list[bool]]) -> list[bool]:
         """Return the results of a function of `kernels.stored`; False for each weight that it does not take."""
-        if self.cast is None or self.draws or self.kind == "split":
+        if self.cast is None or self.draws or self.remainder_bits:
             return [False] * len(pairs)
         taken = [
             fits and parameter.dtype is self.dtype
@@ -173,8 +191,10 @@ class Storage:
         if self.cast is None:
             if master.data_ptr() != parameter.data_ptr():
                 parameter.detach().copy_(master)
-        elif self.kind == "split":
-            half, remainder = split(master)
+        elif self.remainder_bits:
+            if self.kind == "split-8" and seed is not None:
+                master = quantize_at(master, _OF_24_BITS, seed, places)
+            half, remainder = split(master, self.remainder_bits)
             parameter.detach().copy_(half)
             _put(state, "remainder", remainder)
         else:
@@ -251,38 +271,152 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-_ROUND_HALF = 1 << 15
+# -- masters of 32 and of 24 bits --------------------------------------------------------------------------------------
 _QUIET_BIT = 1 << 6
 _EXPONENT_ONES = 0x7F80_0000
 
 
-def split(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 `value` into its bf16 half and int16 remainder, of the same shape.
+def split(value: Tensor, bits: int = 16) -> tuple[Tensor, Tensor]:
+    """Split fp32 `value` into its bf16 half and a remainder of 16 or 8 bits (int16, int8), of the same shape.
 
-    `join` restores every number that is not NaN bit for bit; a NaN becomes some NaN, and its half is NaN.
-    Values above the largest bf16 by half an ulp or more have an infinite half, as rounding to bf16 gives.
+    `join` restores every number that is not NaN: bit for bit from 16 bits, rounded to 16 digits (a tie away from zero)
+    from 8. A NaN becomes some NaN, and its half is NaN. Values above the largest bf16 by half an ulp or more have an
+    infinite half, as rounding to bf16 gives.
     """
     if value.dtype != torch.float32:
         raise TypeError(f"split takes fp32, not {value.dtype}: convert with .float() first")
-    bits = value.contiguous().view(torch.int32)
-    upper = (bits + _ROUND_HALF) >> 16
-    remainder = (bits - (upper << 16)).to(torch.int16)
-    is_nan = (bits & 0x7FFF_FFFF) > _EXPONENT_ONES
-    upper = torch.where(is_nan, (bits >> 16) | _QUIET_BIT, upper)
+    if bits not in (8, 16):
+        raise InvalidInput(f"split(bits={bits}): a remainder has 16 bits or 8")
+    words = value.contiguous().view(torch.int32)
+    kept = words if bits == 16 else (words + 0x80) >> 8
+    upper = (kept + (1 << (bits - 1))) >> bits
+    remainder = (kept - (upper << bits)).to(packing.SIGNED[bits // 8])
+    is_nan = (words & 0x7FFF_FFFF) > _EXPONENT_ONES
+    upper = torch.where(is_nan, (words >> 16) | _QUIET_BIT, upper)
     remainder = remainder.masked_fill(is_nan, 0)
     return upper.to(torch.int16).view(torch.bfloat16).view(value.shape), remainder.view(value.shape)
 
 
 def join(half: Tensor, remainder: Tensor) -> Tensor:
-    """Combine a bf16 half and an int16 remainder of the same shape to the fp32 numbers that `split` was given.
+    """Combine a bf16 half and an int16 or int8 remainder of the same shape to the fp32 numbers that `split` was given.
 
     Where the half was written since, the result rounds to the new half: the old remainder is at most half an ulp of it.
     `split` gives no negative remainder to a half of 0, whose bits less one are a NaN: there the result is that 0.
     """
-    if half.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
-        raise TypeError(f"join takes a bf16 half and an int16 remainder, not {half.dtype} and {remainder.dtype}")
-    bits = half.contiguous().view(torch.int16).to(torch.int32)
-    joined = bits.bitwise_left_shift_(16).add_(remainder).view(torch.float32)
+    if half.dtype != torch.bfloat16 or remainder.dtype not in (torch.int16, torch.int8):
+        raise TypeError(f"join takes a bf16 half and an int16 or int8 remainder, not {half.dtype}, {remainder.dtype}")
+    upper = half.contiguous().view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    joined = upper.add_(remainder, alpha=1 << (16 - 8 * remainder.element_size())).view(torch.float32)
     if answers_at_once(half) and math.isfinite(float(joined.sum())):  # a sum of numbers with a NaN is NaN
         return joined
     return torch.where((half == 0) & (remainder < 0), half.to(torch.float32), joined)
+
+
+# -- moments ----------------------------------------------------------------------------------------------------------
+# 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
+BLOCK = 1 << 16
+SCALES = "_scales"  # ends the name of what is kept beside the codes of a moment
+# State keys under which optimizers keep a mean or sum of squares: Adam and its kin, RMSprop, Adadelta, Adagrad.
+SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
+# Rounded to nearest they would stall: 0.001 of a second moment is below half a unit of each.
+_SHORT = {"bf16": "bf16:stochastic", "int8": "mxint8:stochastic", "fp8": "mxfp8:stochastic"}
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The format in which an optimizer keeps its moments: fp32, bf16, or any format whose blocks share a scale.
+
+    Blocks count along the whole tensor. Of a mean of squares it is the root that a block keeps, which spans half as
+    many binary places; a root above zero becomes the smallest number of the block, never zero, by which a step would be
+    divided. NaN is kept as 0, infinities as the largest number.
+    """
+
+    cast: Cast
+
+    @classmethod
+    def parse(cls, moments: str | Cast) -> Moments:
+        """Read a cast, or one of the short names bf16, int8 and fp8, which round stochastically."""
+        found = cls(casts.parse(_SHORT.get(moments, moments) if isinstance(moments, str) else moments))
+        format = found.cast.format
+        if isinstance(format, ScaledFormat):
+            size = format.scope.size
+            is_blocks = format.scope.kind == "block" and size & (size - 1) == 0 and 4 <= format.bits <= 16
+            scaling = found.cast.scaling
+            is_one = format.outer is None and not format.affine and scaling is not None and scaling.kind == "current"
+            if is_blocks and is_one and size <= BLOCK and getattr(format.element, "signed", True):
+                return found
+        elif str(format) in ("fp32", "bf16"):
+            return found
+        raise InvalidInput(
+            f"moments={moments}: give fp32, bf16, int8, fp8, or a format whose blocks of a power of two share one "
+            "scale, such as mxfp4:stochastic"
+        )
+
+    @property
+    def format(self) -> ScaledFormat | None:
+        """The format of codes under scales; None for bf16 and fp32."""
+        return self.cast.format if isinstance(self.cast.format, ScaledFormat) else None
+
+    def start(self, parameter: Tensor, name: str) -> dict[str, Tensor]:
+        """Return a moment of zeros, as it is kept of a parameter's part on this rank."""
+        if self.format is None:
+            dtype, layout = _DTYPES[str(self.cast.format)], torch.contiguous_format
+            return {name: torch.zeros_like(parameter, dtype=dtype, memory_format=layout, requires_grad=False)}
+        here = local(parameter)
+        zeros = kernels.encode(torch.zeros(here.numel(), device=here.device), self.cast, packed=True)
+        codes = zeros.payload.view(here.shape) if zeros.payload.numel() == here.numel() else zeros.payload
+        return {name: codes, name + SCALES: zeros.scale}
+
+    def load(self, state: Mapping[str, Tensor], name: str, piece: slice) -> Tensor:
+        """Return a piece of a moment in fp32; the memory itself if that is what is kept."""
+        kept = state[name].view(-1)
+        if self.format is None:
+            return kept[piece].to(torch.float32)
+        bits, size = self.format.bits, self.format.scope.size
+        count, is_packed = piece.stop - piece.start, bits < 8
+        codes = kept[piece.start * bits // 8 : -(-piece.stop * bits // 8)] if is_packed else kept[piece]
+        scales = state[name + SCALES][piece.start // size : -(-piece.stop // size)]
+        values: Tensor = kernels.dequantize(Quantized(codes, scales, self.cast, length=count if is_packed else None))
+        return values.square_() if name in SQUARES else values
+
+    def save(
+        self,
+        state: Mapping[str, Tensor],
+        name: str,
+        piece: slice,
+        value: Tensor,
+        draw: tuple[int | Tensor, int | Tensor],
+        skip: Tensor | None = None,
+    ) -> None:
+        """Write a piece of a moment, which may change `value`; nothing where `skip` is set.
+
+        `draw`: the seed, and the places of the numbers among those that share it, a range for blocks.
+        """
+        kept, (seed, places) = state[name].view(-1), draw
+        if self.format is None:
+            if kept.dtype is not torch.float32:
+                kept[piece] = quantize_at(value.nan_to_num_(), self.cast, seed, places).to(kept.dtype)
+            elif kept.data_ptr() + 4 * piece.start != value.data_ptr():
+                kept[piece] = value
+            return
+        value.nan_to_num_()
+        if name in SQUARES:
+            value = value.double().sqrt_().float()  # rounded to nearest, unlike torch's fp32 root on a CPU
+        assert isinstance(places, int)
+        coded = kernels.encode(value, self.cast, seed=seed, offset=places)
+        bits, size = self.format.bits, self.format.scope.size
+        codes = coded.payload.view(packing.SIGNED[coded.payload.element_size()])
+        if name in SQUARES:
+            codes = codes.masked_fill((codes == 0) & (value > 0), 1)
+        codes = packing.pack(codes, self.format.element)
+        start = piece.start * bits // 8 if bits < 8 else piece.start
+        scales = state[name + SCALES][piece.start // size : -(-piece.stop // size)]
+        for place, written in ((kept[start : start + codes.numel()], codes), (scales, coded.scale)):
+            place.copy_(written if skip is None else torch.where(skip, place, written.view(place.dtype)))
+
+    def whole(self, parameter: Tensor, state: Mapping[str, Tensor], name: str) -> Tensor:
+        """Return a moment of a parameter as its optimizer's torch namesake keeps it; bf16 stays bf16."""
+        if self.format is None:
+            return state[name]
+        here = local(parameter)
+        return shard_like(self.load(state, name, slice(0, here.numel())).view(here.shape), parameter)

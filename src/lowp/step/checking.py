@@ -12,6 +12,7 @@ from lowp import distributed
 from lowp.compat import private, real_tensors
 from lowp.errors import Misuse
 from lowp.kernels.choose import hardware
+from lowp.optim.skipping import refuse_released
 from lowp.scaling import SMALLEST_SCALE, AdaptiveLossScale
 from lowp.scaling.loss_scale import inverse_of, underflow, widest_dtype
 from lowp.step import gradients as grads
@@ -60,6 +61,7 @@ class Checks(ScalerState):
         """
         if not self._enabled:
             return
+        refuse_released(optimizer)
         state = self._state("unscale_")
         stage = self._per_optimizer_states[id(optimizer)]
         if stage["stage"] is OptState.UNSCALED:

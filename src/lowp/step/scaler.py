@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState
 
 from lowp.errors import InvalidInput, Misuse
 from lowp.kernels.choose import hardware
-from lowp.optim.skipping import begin_momentum, steps_by_itself
+from lowp.optim.skipping import begin_momentum, refuse_released, steps_by_itself
 from lowp.presets import LossScale
 from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaling
 from lowp.step import gradients as grads
@@ -119,6 +119,7 @@ class GradScaler(Checks):
                 "Closure use is not currently supported if GradScaler is enabled. Compute the loss and its gradients "
                 "first, then call step(optimizer); LBFGS needs a scaler with enabled=False"
             )
+        refuse_released(optimizer)
         self._state("step")
         stage = self._per_optimizer_states[id(optimizer)]
         if stage["stage"] is OptState.STEPPED:

@@ -71,9 +71,9 @@ def test_every_storage_gives_the_same_bits_and_torchs_numbers(name: str) -> None
 
 def test_parameters_are_stepped_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = updates.adamw
+    real = updates.step
     monkeypatch.setattr(
-        updates, "adamw", lambda columns, *rest: calls.append(len(columns.weights)) or real(columns, *rest)
+        updates, "step", lambda columns, *rest: calls.append(len(columns.weights)) or real(columns, *rest)
     )
     ours = parameters()
     optimizer = AdamW(ours)

@@ -52,6 +52,26 @@ class SharingBlock(Structure):
     )
 
 
+class MomentBlock(Structure):
+    """struct lowp_moment of cpu/cast.hpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("cast", "sharing")),
+        *((name, c_int64) for name in ("type", "group", "scale_bytes", "root")),
+    )
+
+
+class RuleBlock(Structure):
+    """struct lowp_rule of cpu/cast.hpp."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("kind", "rest_bytes", "type", "gradient_type", "flags")),
+        ("cast", c_void_p),
+        ("moments", MomentBlock * 2),
+        ("numbers", c_float * 8),
+    )
+
+
 class AutoflexBlock(Structure):
     """struct lowp_autoflex of cpu/exponents.hpp."""
 
@@ -193,6 +213,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_same_int16_list": (None, (c_void_p, c_int64, c_int, c_void_p)),
     "lowp_are_rounded_list": (None, (c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p)),
     "lowp_store_rounded_list": (None, (c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p)),
+    "lowp_step_list": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_int)),
     "lowp_pack_nonzero": (None, (c_void_p, c_void_p, c_int64, c_int)),
     "lowp_pass_bits": (None, (*(c_void_p,) * 3, c_int64, c_int)),
     "lowp_pass_positive": (None, (*(c_void_p,) * 3, c_int64, c_int)),
@@ -337,6 +358,23 @@ def layer_block(
     rounding = None if output is None else addressof(output._obj)  # type: ignore[attr-defined]
     block = LayerBlock(*blocks, rounding, None if geometry is None else geometry.buffer_info()[0], sizes)
     block.kept = conversions, output, geometry
+    return byref(block)
+
+
+def rule_block(
+    integers: Sequence[int], weight: Cast | None, moments: Sequence[tuple[Cast, bool]], numbers: Sequence[float]
+) -> object:
+    """Return a pointer to an optimizer's rule: the first five fields, casts of the weights and of moments, numbers.
+
+    Of each moment is told whether its codes are those of its root.
+    """
+    block = RuleBlock(*integers, cast_address(weight), numbers=(c_float * 8)(*numbers))
+    for slot, (cast, of_roots) in enumerate(moments):
+        if isinstance(format := cast.format, ScaledFormat):
+            scale_bytes = 4 if format.scale.bits > 16 else -(-format.scale.bits // 8)
+            block.moments[slot] = MomentBlock(None, sharing_address(cast), 0, format.scope.size, scale_bytes, of_roots)
+        elif str(format) == "bf16":
+            block.moments[slot] = MomentBlock(cast_address(cast), None, TYPE_NUMBERS[torch.bfloat16])
     return byref(block)
 
 

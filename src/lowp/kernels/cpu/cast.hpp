@@ -41,8 +41,32 @@ struct lowp_sharing {
   int64_t carry;                    // added to the bits of the largest number before its exponent is read
 };
 
+// How an optimizer keeps one moment of a parameter; built by abi.py.
+struct lowp_moment {
+  const lowp_cast* cast;        // to a 16-bit `type`, or null
+  const lowp_sharing* sharing;  // of codes under scales by block, or null; without both: fp32
+  int64_t type;                 // Carrier
+  int64_t group;                // neighbours that share a scale: a power of two, at most kBlock
+  int64_t scale_bytes;
+  int64_t root;                 // the square root is kept, and one above zero never becomes zero
+};
+
+// An optimizer's step; built by abi.py. The meaning of `numbers`: see optimizer.hpp.
+struct lowp_rule {
+  int64_t kind;           // RuleKind
+  int64_t rest_bytes;     // of the remainder beside a bf16 weight; 0 without
+  int64_t type;           // Carrier of the weights
+  int64_t gradient_type;  // Carrier
+  int64_t flags;          // RuleFlag
+  const lowp_cast* cast;  // by which an fp32 weight is rounded, or null
+  lowp_moment moments[2];
+  float numbers[8];
+};
+
 namespace lowp {
 
+enum RuleKind : int64_t { kAdamW = 0, kSgd = 1, kLion = 2 };
+enum RuleFlag : int64_t { kNear = 1, kNesterov = 2, kMoves = 4, kDecays = 8 };
 enum Kind : int32_t { kFloat = 0, kInteger = 1, kBinary = 2 };
 enum Rounding : int32_t {
   kNearestEven = 0,
@@ -160,6 +184,16 @@ struct Stepped {
   Mantissas update, weight;
 };
 
+// The tensors of one parameter that a step reads and writes: a row of the list given to lowp_step_list.
+struct Stepping {
+  void *weight, *rest, *moments[2], *scales[2];
+  const void* gradient;
+  float rates[4];  // see optimizer.hpp
+  float scale;     // of the gradient
+  uint64_t seed;   // of the block of numbers that share it
+  int64_t index;   // of number `begin` among those
+};
+
 struct Lines;  // product.hpp
 
 // The kernels of one instruction set, each for elements begin .. end; except for sums, begin is a multiple of kBlock.
@@ -200,6 +234,7 @@ struct Kernels {
   void (*random_block)(uint64_t seed, const uint32_t* counter, uint32_t* out);
   bool (*narrow)(const float* in, int type, uint16_t* out, int64_t count);
   void (*read_lines)(const Lines&, float* to, int64_t stride);
+  void (*step)(const lowp_rule&, const Stepping&, int64_t begin, int64_t end);  // at most kBlock numbers, of whole groups
 };
 
 extern const Kernels kPortableKernels;

@@ -162,6 +162,12 @@ struct Coder {
   template <class T>
   void decode(const T* codes, typename C::Bits* values, int64_t count) const {
     if (decodes) return decode_codes<C, T>(codes, values, count, code);
+    if (cast.kind != kFloat && sizeof(T) <= 2) {
+      LOWP_VECTOR_LOOP
+      for (int64_t i = 0; i < count; ++i)
+        values[i] = bits_of(static_cast<typename C::Number>(static_cast<std::make_signed_t<T>>(codes[i])));
+      return;
+    }
     for (int64_t i = 0; i < count; ++i) {
       const double value = cast.kind == kFloat ? value_general(codes[i], cast)
                                                : static_cast<double>(static_cast<std::make_signed_t<T>>(codes[i]));

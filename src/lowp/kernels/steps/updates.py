@@ -1,4 +1,4 @@
-"""Steps of optimizers and checks of gradients as one kernel over many tensors, on devices that have it.
+"""Steps of optimizers and checks of gradients as one kernel over many tensors: Triton's on a device, C++ on a CPU.
 
 The functions in torch's operations are the definition: each operation is rounded to nearest, none are fused.
 """
@@ -11,10 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowp.casts import Cast
 from lowp.errors import Unavailable
-from lowp.kernels import triton
+from lowp.formats import ScaledFormat
+from lowp.kernels import cpu, triton
 from lowp.kernels.choose import dispatch
-from lowp.kernels.tracing import is_eager
+from lowp.kernels.cpu.abi import TYPE_NUMBERS, rule_block
+from lowp.kernels.tracing import is_eager, is_real
 from lowp.scaling.loss_scale import inverse_of
 
 GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes of gradients that the kernels take
@@ -42,14 +45,38 @@ class SgdNumbers(NamedTuple):
     maximize: bool
 
 
+class LionNumbers(NamedTuple):
+    """The numbers of Lion that are constant over steps; the learning rate may be a tensor on the device."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    weight_decay: float
+    maximize: bool
+
+
+Numbers = AdamWNumbers | SgdNumbers | LionNumbers
+
+
 class Columns(NamedTuple):
-    """The tensors of a step, one of each per parameter: bf16 halves and int16 remainders, or only fp32 weights."""
+    """The tensors of a step, one of each per parameter: bf16 halves and remainders, or only weights."""
 
     weights: Sequence[Tensor]
     remainders: Sequence[Tensor] | None
     gradients: Sequence[Tensor]
     moments: Sequence[Sequence[Tensor]]
     steps: Sequence[Tensor]  # 0-d fp32, the number of earlier steps
+    scales: Sequence[Sequence[Tensor]] = ()  # of moments in codes
+    seeds: Sequence[int] = ()
+    places: Sequence[int] = ()  # of the first number in the whole of a parameter
+
+
+class Kept(NamedTuple):
+    """How the C++ library reads and writes what a step changes."""
+
+    weight: Cast | None  # by which the fp32 weight is rounded
+    moments: Cast
+    roots: Sequence[bool]  # of which moments codes keep the square root
 
 
 class CheckedGradients(NamedTuple):
@@ -65,10 +92,17 @@ def has_kernels(device: torch.device) -> bool:
     return dispatch.implementation(device) is triton
 
 
-def rates(steps: Tensor, numbers: AdamWNumbers | SgdNumbers) -> Tensor:
+def fits_library(tensor: Tensor, moments: Cast) -> bool:
+    """Whether the C++ library steps a parameter of this memory, with moments in this format."""
+    is_short = not isinstance(moments.format, ScaledFormat) or moments.format.scope.size <= _MOST_SHARE
+    return is_short and is_real(tensor) and tensor.is_cpu and tensor.data_ptr() % tensor.element_size() == 0
+
+
+def rates(steps: Tensor, numbers: Numbers) -> Tensor:
     """Return the factors of a step for each parameter, fp32 [parameters, 4] computed in fp64, from the earlier steps.
 
     AdamW: 1 - lr * weight decay, -lr / (1 - beta1**step), sqrt(1 - beta2**step). SGD: -lr, and the earlier steps.
+    Lion: 1 - lr * weight decay, -lr.
     """
     before = steps.to(torch.float64)
     if isinstance(numbers.lr, Tensor):
@@ -77,6 +111,8 @@ def rates(steps: Tensor, numbers: AdamWNumbers | SgdNumbers) -> Tensor:
         rate = torch.full((), numbers.lr, dtype=torch.float64, device=steps.device)
     if isinstance(numbers, SgdNumbers):
         found: tuple[Tensor, ...] = (-rate.expand_as(before), before)
+    elif isinstance(numbers, LionNumbers):
+        found = ((1 - rate * numbers.weight_decay).expand_as(before), -rate.expand_as(before))
     else:
         taken = before + 1
         size = -rate / (1 - numbers.beta1**taken)
@@ -86,29 +122,57 @@ def rates(steps: Tensor, numbers: AdamWNumbers | SgdNumbers) -> Tensor:
     return table
 
 
-def adamw(columns: Columns, numbers: AdamWNumbers, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Step AdamW on parameters whose gradients have one dtype; a step with `found_inf` above zero changes nothing.
+def step(columns: Columns, numbers: Numbers, grad_scale: Tensor | None, skip: Tensor | None) -> None:
+    """Step parameters whose gradients have one dtype, by Triton; where `skip` is above zero nothing changes.
 
-    Source: Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2. Gradients are divided by `grad_scale`.
+    Gradients are divided by `grad_scale`. SGD's first momentum is the gradient.
     """
     from lowp.kernels.triton import steps
 
-    moves = steps.Moves(1 - numbers.beta1, numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.epsilon)
+    table, inverse = rates(torch.stack(list(columns.steps)), numbers), _inverse(grad_scale)
+    tensors, is_split = _by_column(columns), columns.remainders is not None
+    if isinstance(numbers, AdamWNumbers):
+        moves = steps.Moves(1 - numbers.beta1, numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.epsilon)
+        steps.adamw(tensors, table, inverse, skip, moves, is_split, numbers.maximize)
+    elif isinstance(numbers, SgdNumbers):
+        momentum = steps.Momentum(numbers.momentum, 1 - numbers.dampening, numbers.weight_decay)
+        steps.sgd(tensors, table, inverse, skip, momentum, is_split, numbers.maximize, numbers.nesterov)
+
+
+# RuleKind and RuleFlag of cpu/cast.hpp
+_KINDS = {AdamWNumbers: 0, SgdNumbers: 1, LionNumbers: 2}
+_NEAR, _NESTEROV, _MOVES, _DECAYS = 1, 2, 4, 8
+_MOST_SHARE = 1024  # numbers under one scale: kBlock
+
+
+def step_on_cpu(columns: Columns, numbers: Numbers, kept: Kept, grad_scale: Tensor | None, share: int) -> None:
+    """Step parameters whose gradients have one dtype, by the C++ library; weights and moments in any of its formats.
+
+    `share` numbers of a parameter draw by one seed, which is made of the parameter's.
+    """
+    if isinstance(numbers, AdamWNumbers):
+        own: tuple[float, ...] = (1 - numbers.beta1, numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.epsilon)
+        flags = _NEAR * (1 - numbers.beta1 < 0.5)
+    elif isinstance(numbers, LionNumbers):
+        own, flags = (numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2), 0
+    else:
+        own = (numbers.momentum, 1 - numbers.dampening, numbers.weight_decay)
+        flags = _NESTEROV * numbers.nesterov + _MOVES * bool(columns.moments) + _DECAYS * bool(numbers.weight_decay)
+    rest = 0 if columns.remainders is None else columns.remainders[0].element_size()
+    types = TYPE_NUMBERS[columns.weights[0].dtype], TYPE_NUMBERS[columns.gradients[0].dtype]
+    moments = [(kept.moments, of_roots) for of_roots in kept.roots]
+    block = rule_block((_KINDS[type(numbers)], rest, *types, flags), kept.weight, moments, own)
+    rows: list[int | Tensor | None] = []
+    for place, weight in enumerate(columns.weights):
+        rows += [weight, None if columns.remainders is None else columns.remainders[place], columns.gradients[place]]
+        for slot in range(2):
+            rows.append(columns.moments[slot][place] if slot < len(columns.moments) else None)
+            rows.append(columns.scales[slot][place] if slot < len(columns.scales) else None)
+        seed = columns.seeds[place]  # as a signed word
+        rows += [weight.numel(), columns.places[place], seed - (1 << 64) if seed >> 63 else seed]
     table = rates(torch.stack(list(columns.steps)), numbers)
-    steps.adamw(
-        _by_column(columns), table, _inverse(grad_scale), found_inf, moves, _is_split(columns), numbers.maximize
-    )
-
-
-def sgd(columns: Columns, numbers: SgdNumbers, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Step SGD, like `adamw`; the first momentum is the gradient."""
-    from lowp.kernels.triton import steps
-
-    momentum = steps.Momentum(numbers.momentum, 1 - numbers.dampening, numbers.weight_decay)
-    table = rates(torch.stack(list(columns.steps)), numbers)
-    skip, inverse = found_inf, _inverse(grad_scale)
-    flags = (_is_split(columns), numbers.maximize, numbers.nesterov)
-    steps.sgd(_by_column(columns), table, inverse, skip, momentum, *flags)
+    scale = (1.0 if grad_scale is None else float(inverse_of(grad_scale))) * (-1 if numbers.maximize else 1)
+    cpu.loaded().lowp_step_list(block, rows, len(columns.weights), share, table, scale, torch.get_num_threads())
 
 
 def check(
@@ -141,10 +205,6 @@ def _is_checked(gradient: Tensor) -> bool:
     return format is not None and gradient.is_contiguous(memory_format=format)
 
 
-def _is_split(columns: Columns) -> bool:
-    return columns.remainders is not None
-
-
 def _by_column(columns: Columns) -> list[Sequence[Tensor]]:
     """Return five columns; missing ones are replaced by the weights and not read."""
     rests = columns.weights if columns.remainders is None else columns.remainders
@@ -157,12 +217,28 @@ def _inverse(grad_scale: Tensor | None) -> Tensor | None:
 
 
 # -- the definition ---------------------------------------------------------------------------------------------------
-def adamw_block(
+def block(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], rate: Tensor, numbers: Numbers) -> None:
+    """Update an fp32 weight and its moments in place; `rate` is the parameter's row of `rates`.
+
+    Sources: Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2; Chen et al. 2023, arXiv 2302.06675, program 1.
+    """
+    gradient = -gradient if numbers.maximize else gradient
+    if isinstance(numbers, AdamWNumbers):
+        _adamw(weight, gradient, moments[0], moments[1], rate, numbers)
+    elif isinstance(numbers, SgdNumbers):
+        _sgd(weight, gradient, moments[0] if moments else None, rate, numbers)
+    else:
+        average = moments[0]
+        toward = average.mul(numbers.beta1).add_(gradient.mul(1 - numbers.beta1))
+        average.mul_(numbers.beta2).add_(gradient.mul(1 - numbers.beta2))
+        signs = torch.where(toward.isnan(), toward, toward.sign())  # torch's sign of NaN is 0
+        weight.mul_(rate[0]).add_(signs.mul_(rate[1]))
+
+
+def _adamw(
     weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor, rate: Tensor, numbers: AdamWNumbers
 ) -> None:
-    """Update an fp32 weight and its moments in place; `rate` is the parameter's row of `rates`."""
     first, second = 1 - numbers.beta1, 1 - numbers.beta2
-    gradient = -gradient if numbers.maximize else gradient
     weight.mul_(rate[0])
     if first < 0.5:
         average.add_((gradient - average).mul_(first))
@@ -174,9 +250,7 @@ def adamw_block(
     weight.add_(average.mul(rate[1]).div_(divisor))
 
 
-def sgd_block(weight: Tensor, gradient: Tensor, buffer: Tensor | None, rate: Tensor, numbers: SgdNumbers) -> None:
-    """Update an fp32 weight and its momentum in place; `rate` is the parameter's row of `rates`."""
-    gradient = -gradient if numbers.maximize else gradient
+def _sgd(weight: Tensor, gradient: Tensor, buffer: Tensor | None, rate: Tensor, numbers: SgdNumbers) -> None:
     if numbers.weight_decay:
         gradient = gradient + weight.mul(numbers.weight_decay)
     if buffer is not None:

@@ -1,0 +1,80 @@
+"""Gradients released in backward: each parameter is stepped as soon as its gradient is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lowp
+from lowp.errors import Misuse
+from lowp.optim import AdamW
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def test_released_gradients_give_the_weights_of_a_step_after_backward() -> None:
+    x = torch.randn(32, 8)
+    found = []
+    for releases in (False, True):
+        model = _model()
+        optimizer = AdamW(model.parameters(), storage=None, moments="int8", lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        if releases:
+            optimizer.release_gradients()
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            assert all((parameter.grad is None) is releases for parameter in model.parameters())
+            optimizer.step()
+            scheduler.step()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_only_one_gradient_is_held_at_a_time() -> None:
+    model = _model()
+    optimizer = AdamW(model.parameters(), moments="int8", masters="split-8")
+    attached = optimizer.release_gradients()
+    held = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: held.append(sum(one.grad is not None for one in model.parameters()))
+        )
+    model(torch.randn(4, 8).bfloat16()).sum().backward()
+    assert held == [0] * 6
+    attached.remove()
+    model(torch.randn(4, 8).bfloat16()).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_loss_scale_and_released_gradients_exclude_each_other() -> None:
+    model = _model()
+    precision = lowp.Precision("fp16")
+    optimizer = AdamW(model.parameters(), storage=None)
+    optimizer.release_gradients()
+    with pytest.raises(Misuse, match="leave release_gradients out, or train without a loss scale"):
+        precision.prepare(model, optimizer)
+    scaler = lowp.GradScaler("cpu")
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(Misuse, match="a loss scale looks at all gradients before the first update"):
+            call(optimizer)
+
+
+def test_a_region_without_a_loss_scale_trains_with_released_gradients() -> None:
+    x, losses = torch.randn(64, 8), []
+    precision = lowp.Precision("bf16-storage")
+    model = precision.prepare_model(_model())
+    optimizer = precision.prepare_optimizer(AdamW(model.parameters(), lr=1e-2, moments="int8", masters="split-8"))
+    optimizer.release_gradients()
+    for _ in range(30):
+        optimizer.zero_grad()
+        with precision.autocast():
+            loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
+        precision.backward(loss)
+        precision.step(optimizer)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
