@@ -229,7 +229,7 @@ PLACEMENTS = ((Shard(0),), (Shard(1),), (Shard(2),), (Replicate(),), (Replicate(
 
 def drawn_in_parts(rank: int, folder: str) -> list[str]:
     """Step a parameter of 5 x 6 x 7, in blocks of 32, whole and in parts; return where these differ."""
-    other = []
+    other, meshes = [], [init_device_mesh("cpu", shape) for shape in ((RANKS,), (RANKS, 1))]
     generator = torch.Generator().manual_seed(0)
     drawn, gradient = (torch.randn(5, 6, 7, generator=generator).bfloat16() for _ in range(2))
     with pytest.MonkeyPatch.context() as patched:
@@ -239,7 +239,7 @@ def drawn_in_parts(rank: int, folder: str) -> list[str]:
             whole = nn.Parameter(start.clone())
             parts = {}
             for placements in PLACEMENTS:
-                mesh = init_device_mesh("cpu", (RANKS, 1)[: len(placements)])
+                mesh = meshes[len(placements) - 1]
                 parts[placements] = nn.Parameter(distribute_tensor(start.clone(), mesh, placements))
             for one in (whole, *parts.values()):
                 optimizer = make([one])
