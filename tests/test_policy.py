@@ -30,6 +30,7 @@ PRODUCTS = st.fixed_dictionaries(
     optional={
         "input_gradient": st.sampled_from(["weight=mxfp8", "grad=bf16", "weight=e4m3fn grad=e5m2 hadamard=16"]),
         "weight_gradient": st.sampled_from(["input=nvfp4:stochastic hadamard=128", {"grad": "bf16"}, ""]),
+        "saved": st.sampled_from(["e4m3fn@fp32/128", "int8", "bf16"]),
     },
 )
 RULES = st.builds(
@@ -147,7 +148,11 @@ def test_a_rule_with_casts_by_product_prints_and_is_a_sub_table() -> None:
         ({"weight_gradient": 16}, '16 is not the casts of a product: give text, as "grad=bf16 input=bf16"'),
         (
             {"weight_gradient": "grad=bf16", "accumulate": "int32"},
-            "accumulate=int32 sums the integers that forward has rounded, in all products: omit input_gradient and",
+            "accumulate=int32 sums the integers that forward has rounded, in all products: omit input_gradient, wei",
+        ),
+        (
+            {"saved": "e4m3fn", "accumulate": "exact"},
+            "accumulate=exact sums the integers that forward has rounded, .*, weight_gradient and saved, or accumulate",
         ),
         (
             {"weight_gradient": "grad=bf16", "output": "flex16+5:autoflex"},

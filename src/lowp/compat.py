@@ -205,6 +205,13 @@ def with_tangents(function: type[torch.autograd.Function]) -> Callable[..., Any]
     return apply
 
 
+def enclosing_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the hooks on saved tensors that are in force; None without any, and of a torch that does not tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    found: tuple[Any, Any] | None = None if top is None else top(True)
+    return found
+
+
 def is_transformed() -> bool:
     """Whether torch.func or forward-mode autograd is active; for code that no compiler traces."""
     return functorch_transforms() or _forward_mode._current_level >= 0

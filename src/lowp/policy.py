@@ -32,7 +32,7 @@ OP_CLASSES = {
 _LONGEST_TEXT = 1 << 18  # bytes of a policy: thousands of rules
 _MOST_DOTS = 8
 _STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
-_CAST_ROLES = ("input", "weight", "grad", "output")
+_CAST_ROLES = ("input", "weight", "grad", "output", "saved")
 # the products of the backward pass, and the operands that each of them reads
 _PRODUCTS = {"input_gradient": ("grad", "weight"), "weight_gradient": ("grad", "input")}
 HADAMARD_SIZES = tuple(2**power for power in range(1, 9))
@@ -148,6 +148,9 @@ class Rule:
     former, ``grad`` and ``input`` of the latter. An operand of forward that is named there is kept as it came and
     rounded along the sum of that product. They hold for products of an input and a weight: attention and the steps of
     recurrent layers read operands that are rounded once.
+
+    `saved` is the format of what backward keeps of an activation: of the input of a product, and of what other ops save
+    that is as large as their input. Backward reads the values of its codes.
     """
 
     ops: tuple[str, ...] = ()
@@ -159,6 +162,7 @@ class Rule:
     accumulate: Accumulation | None = None
     input_gradient: Operands | None = None
     weight_gradient: Operands | None = None
+    saved: Cast | None = None
 
     def __post_init__(self) -> None:
         ops = (self.ops,) if isinstance(self.ops, str) else tuple(self.ops)
@@ -175,7 +179,7 @@ class Rule:
             if (value := getattr(self, product)) is not None:
                 operands = Operands.parse(value)
                 object.__setattr__(self, product, None if operands == Operands() else operands)
-        if self.has_products:
+        if self.has_products or self.saved is not None:
             _check_products(self)
 
     @classmethod
@@ -190,11 +194,13 @@ class Rule:
         accumulate: str | Accumulation | None = None,
         input_gradient: str | Mapping[str, object] | Operands | None = None,
         weight_gradient: str | Mapping[str, object] | Operands | None = None,
+        saved: str | Cast | None = None,
     ) -> Rule:
         """A rule with its casts given as text: ``Rule.of("conv*", where="stem.*", input="bf16", weight="bf16")``."""
         accumulation = None if accumulate is None else Accumulation.parse(accumulate)
-        products = (None if one is None else Operands.parse(one) for one in (input_gradient, weight_gradient))
-        return cls(ops, where, _cast(input), _cast(weight), _cast(grad), _cast(output), accumulation, *products)
+        first, second = (None if one is None else Operands.parse(one) for one in (input_gradient, weight_gradient))
+        casts = _cast(input), _cast(weight), _cast(grad), _cast(output)
+        return cls(ops, where, *casts, accumulation, first, second, _cast(saved))
 
     def matches(self, op: str, op_class: str, path: str) -> bool:
         """Whether the rule speaks of this op at this module path ('' outside any module)."""
@@ -224,7 +230,7 @@ class Rule:
     @property
     def casts(self) -> tuple[Cast, ...]:
         """Every cast that the rule names."""
-        given = (self.input, self.weight, *self.grads, self.output, *(one.other for one in self._products))
+        given = (self.input, self.weight, *self.grads, self.output, self.saved, *(one.other for one in self._products))
         return tuple(one for one in given if one is not None)
 
     def __str__(self) -> str:
@@ -400,13 +406,13 @@ def _check_products(rule: Rule) -> None:
     sums, output = rule.accumulate, rule.output
     if sums is not None and sums.format in ("int32", "exact"):
         raise InvalidInput(
-            f"accumulate={sums} sums the integers that forward has rounded, in all products: omit input_gradient and "
-            "weight_gradient, or accumulate in fp32, fp16/n or bf16/n"
+            f"accumulate={sums} sums the integers that forward has rounded, in all products: omit input_gradient, "
+            "weight_gradient and saved, or accumulate in fp32, fp16/n or bf16/n"
         )
     if output is not None and output.scaling is not None and output.scaling.kind != "current":
         raise InvalidInput(
-            f"output={output} is written at sites, whose products read what forward has rounded: omit input_gradient "
-            "and weight_gradient, or write the output in another format"
+            f"output={output} is written at sites, whose products read what forward has rounded: omit input_gradient, "
+            "weight_gradient and saved, or write the output in another format"
         )
 
 

@@ -35,7 +35,7 @@ def effects(record: Record, policy: Policy, loss_scale: float = 1.0) -> dict[Key
 
 def _casts(module: str, op: str, seen: OpSeen, rule: Rule) -> Iterator[tuple[Key, Cast | None]]:
     products = [one or Operands() for one in (rule.input_gradient, rule.weight_gradient)]
-    inputs = rule.input, *(one.input for one in products)
+    inputs = rule.input, rule.saved, *(one.input for one in products)
     weights = rule.weight, *(one.weight for one in products)
     for role, casts in (("input", inputs), ("weight", weights), ("output", (rule.output,))):
         for cast in casts:

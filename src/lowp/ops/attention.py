@@ -170,8 +170,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        mask, query, key, value, *kept = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
         with shield(), Scratch() as scratch:
-            mask, query, key, value, *kept = ctx.saved_tensors
             values, gradient = [query, key, value], _carried(ctx.casts, gradient, "grad")
             if kept and not torch.is_grad_enabled():
                 logarithms, result, rest = kept

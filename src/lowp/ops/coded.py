@@ -139,7 +139,12 @@ instead = with_tangents(_Instead)
 def is_fp8(rule: Rule) -> bool:
     """Whether a rule casts all operands to fp8 and writes fp32; torch has no product of two e5m2 tensors."""
     operands = (rule.input, rule.weight, rule.grad)
-    if rule.output is not None or rule.has_products or not all(is_eight_bits(one) for one in operands):
+    if (
+        rule.output is not None
+        or rule.has_products
+        or rule.saved is not None
+        or not all(is_eight_bits(one) for one in operands)
+    ):
         return False
     sums_in_fp32 = rule.accumulate is None or rule.accumulate.format == "fp32"
     forward = [str(one.element) for one in operands[:2] if one is not None]

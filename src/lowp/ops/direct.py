@@ -130,7 +130,7 @@ def linear_form(first: tuple[int, ...], second: tuple[int, ...]) -> Linear | Non
 def direct(rule: Rule) -> Direct | None:
     """Return how contractions run straight under a rule; None for rules whose casts or sums no program has."""
     sums = accumulation(rule)
-    if rule.is_empty or rule.has_products or not (sums is None or sums.format == "fp32"):
+    if rule.is_empty or rule.has_products or rule.saved is not None or not (sums is None or sums.format == "fp32"):
         return None
     if not is_here():
         return None
@@ -144,7 +144,7 @@ def direct(rule: Rule) -> Direct | None:
 
 def one_dtype(rule: Rule) -> torch.dtype | None:
     """Return the one 16-bit dtype to which a rule rounds a product; None for other rules."""
-    if rule.has_products:
+    if rule.has_products or rule.saved is not None:
         return None
     casts = [rule.input, rule.weight, rule.output, rule.output if rule.grad is None else rule.grad]
     dtypes = {None if one is None else native_dtype(one) for one in casts}

@@ -112,8 +112,8 @@ class _InFp32(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, *saved = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
         with shield():
-            x, weight, bias, *saved = ctx.saved_tensors
             wanted, watch = list(ctx.needs_input_grad[2:]), ctx.casts.watch
             gradient = ctx.casts.cast(gradient, "grad")
             if torch.is_grad_enabled():  # double backward: torch's own op once more, as part of the graph

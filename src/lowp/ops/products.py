@@ -53,6 +53,7 @@ from lowp.ops.casting import (
 from lowp.ops.coded import Coded, has_codes, instead, with_scales
 from lowp.ops.int16.contraction import integer_contraction
 from lowp.ops.int16.nodes import fp64_contraction
+from lowp.ops.kept import keeping
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Form, Linear
 from lowp.policy import Rule
 
@@ -84,7 +85,11 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
     left, right = _operand(call, casts, first, form, FIRST), _operand(call, casts, second, form, SECOND)
     if has_codes(form, call.rule):
         left, right = with_scales(left, first), with_scales(right, second)
-    return product(form, OUTPUT, casts, left, right, bias)
+    if casts.rule.saved is None or not torch.is_grad_enabled():
+        return product(form, OUTPUT, casts, left, right, bias)
+    inputs = [one for one, role in zip((left, right), casts.roles, strict=True) if role == "input"]
+    with keeping(call, [one.plain if one.raw is None else one.raw for one in inputs]):
+        return product(form, OUTPUT, casts, left, right, bias)
 
 
 def _check_rotations(form: Form, casts: RoleCasts) -> None:
@@ -184,8 +189,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        values, edges = ctx.saved_tensors, ctx.edges  # outside of the shield: a checkpoint runs its region now
         with shield():
-            values, edges = ctx.saved_tensors, ctx.edges
             if edges is None:
                 scales, raw = values[4:6], values[6:]
                 values, edges = _for_backward(values[:4], ctx.needs_input_grad[3:5], raw)

@@ -51,12 +51,16 @@ class Row:
     def run(self, rule: Rule | None) -> Callable[[Call], Any]:
         """Return the runner for calls under a rule."""
         takes_casts = rule is not None and not rule.is_empty
-        return runner(self.product if self.product and takes_casts else self.runner)
+        found = runner(self.product if self.product and takes_casts else self.runner)
+        is_kept = rule is not None and rule.saved is not None and not (self.is_contraction or self.product)
+        return runner("kept:keeping_input")(found) if is_kept else found
 
     def quickly(self, rule: Rule | None) -> Quick | None:
         """Return the fast path of common calls under a rule, without a `Call`; None if there is none."""
         if rule is None or rule.is_empty:
             return runner("generic:quick_promote") if self.runner == "generic:promote" else None
+        if rule.saved is not None:
+            return None
         return runner(self.quick)(rule) if self.quick else None
 
 

@@ -93,8 +93,8 @@ class _Sequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # a checkpoint may run its region now
         with shield():
-            saved = ctx.saved_tensors
             if torch.is_grad_enabled():
                 return _differentiable(ctx.layer, saved, ctx.edge, gradients, ctx.needs_input_grad)
             return _Backward(ctx.layer, saved, gradients, ctx.needs_input_grad).run()

@@ -76,7 +76,7 @@ def _agrees(row: Row, rule: Rule | None, dtype: torch.dtype) -> bool:
     """Whether a rule asks for the same as torch's lists for an op."""
     if row.op_class == "promote":
         return rule is None or rule.is_empty
-    if rule is None:
+    if rule is None or rule.saved is not None:
         return False
     if row.is_contraction:
         return one_dtype(rule) is dtype

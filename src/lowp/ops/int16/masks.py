@@ -109,8 +109,8 @@ class _MaskedNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (bits,) = ctx.saved_tensors  # a checkpoint may run its region now
         with shield():
-            (bits,) = ctx.saved_tensors
             return ctx.masked.backward(gradient, Mask(bits, *ctx.layout)), None
 
 

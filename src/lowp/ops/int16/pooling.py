@@ -98,8 +98,8 @@ class _Relu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (payload,) = ctx.saved_tensors  # a checkpoint may run its region now
         with shield():
-            (payload,) = ctx.saved_tensors
             if torch.is_grad_enabled():
                 result = torch.ops.aten.threshold_backward(gradient, payload, 0)
             else:
@@ -143,8 +143,8 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors  # a checkpoint may run its region now
         with shield():
-            (indices,) = ctx.saved_tensors
             like = gradient.new_empty_strided(ctx.shape, ctx.stride)  # its shape and strides are read, no element
             result = ctx.run(gradient, like, *ctx.settings, indices.to(torch.int64))
             return result, None, None, None
