@@ -61,6 +61,33 @@ def test_fp8_is_e4m3_forward_and_e5m2_backward_with_current_scaling() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "weight", "input_gradient"),
+    [("nvfp4", "e2m1@e4m3fn@fp32/16x16", None), ("mxfp4", "mxfp4", "weight=mxfp4 hadamard=16")],
+)
+def test_four_bits_have_stochastic_and_rotated_gradients_and_a_last_layer_in_bf16(
+    name: str, weight: str, input_gradient: str | None
+) -> None:
+    policy = PRESETS[name].policy
+    rule = policy.match("linear", "contraction", "blocks.0.widen")
+    convolution = policy.match("conv2d", "contraction", "embed")
+    assert rule is not None and convolution is not None and convolution.weight == rule.weight
+    assert convolution.grads == rule.grads and not convolution.has_products
+    assert (str(rule.input), str(rule.weight), str(rule.grad)) == (name, weight, f"{name}:stochastic")
+    assert str(rule.weight_gradient) == f"input={name} hadamard=16"
+    assert input_gradient == (None if rule.input_gradient is None else str(rule.input_gradient))
+    (bf16, *rest) = PRESETS["bf16"].policy.rules
+    for op, path in (("linear", ""), ("linear", "lm_head"), ("linear", "classifier"), ("matmul", "blocks.0")):
+        found = policy.match(op, "contraction", path)
+        assert found is not None and vars(found) == {**vars(bf16), "where": found.where}
+    assert list(policy.rules[-2:]) == rest
+    assert Policy.from_toml(policy.to_toml()) == policy
+    assert "contraction in the model itself: input=bf16" in str(policy)
+    bare = parse(f"{name}:nearest-even")  # the format for all operands, to nearest
+    assert bare.name == f"{name}:nearest-even" and parse("dfp16:nearest-even") is PRESETS["dfp16"]
+    assert len(bare.policy.rules) == 1 and str(bare.policy.rules[0].grad) == name
+
+
+@pytest.mark.parametrize(
     ("text", "scale", "forward", "backward"),
     [
         ("e4m3fn", "dynamic", "e4m3fn:saturate", "e4m3fn"),

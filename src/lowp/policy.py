@@ -236,7 +236,7 @@ class Rule:
     def __str__(self) -> str:
         given = [f"{role}={getattr(self, role)}" for role in (*_CAST_ROLES, "accumulate") if getattr(self, role)]
         given += [f"{product}=({getattr(self, product)})" for product in _PRODUCTS if getattr(self, product)]
-        place = "" if self.where == "*" else f" in {self.where}"
+        place = "" if self.where == "*" else f" in {self.where or 'the model itself'}"
         return f"{' '.join(self.ops) or 'every op'}{place}: {' '.join(given) or 'as it is'}"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowp import casts, formats
-from lowp.casts import DYNAMIC, Cast, LossScale, Overflow
+from lowp.casts import DYNAMIC, Cast, LossScale, Overflow, Rounding
 from lowp.errors import UnknownName, unknown
 from lowp.formats import FloatFormat, ScaledFormat
 from lowp.formats.checks import Dtype
@@ -76,6 +76,25 @@ def _int8() -> Policy:
     """Operands of contractions in int8 under a scale per row; the products of linear layers sum integers."""
     casts = {"input": "int8", "weight": "int8", "grad": "int8:stochastic"}
     return Policy((Rule.of("linear", **casts, accumulate="int32"), Rule.of("contraction", **casts)))
+
+
+# where models have their last layers: by the usual names, and in the module that is called, as weights shared with an
+# embedding are
+_LAST = ("", "*head", "*classif*")
+
+
+def _four_bits(operand: str, weight: str, input_gradient: str | None = None) -> Policy:
+    """Linear layers and convolutions in four bits, but for the last one; all else as bf16.
+
+    Gradients are rounded stochastically. Both operands of a linear weight's gradient are rotated, and those of the
+    input's where its weight is named.
+    """
+    bf16 = _sixteen_bit("bf16")
+    casts = {"input": operand, "weight": weight, "grad": f"{operand}:stochastic", "output": "bf16"}
+    turned = f"input={operand} hadamard=16"
+    linear = Rule.of("linear", **casts, input_gradient=input_gradient, weight_gradient=turned)
+    rules = (linear, Rule.of("conv*", **casts))
+    return replace(bf16, rules=(*(replace(bf16.rules[0], where=last) for last in _LAST), *rules, *bf16.rules))
 
 
 # scalings whose exponents belong to sites
@@ -182,6 +201,22 @@ _ROWS = [
         "contraction operands e4m3 forward and e5m2 backward, each tensor scaled by its own maximum",
         "Micikevicius et al. 2022, arXiv 2209.05433",
     ),
+    Preset(
+        "nvfp4",
+        _four_bits("nvfp4", "e2m1@e4m3fn@fp32/16x16"),
+        LossScale(),
+        Masters(),
+        "linear layers in nvfp4, weights in tiles, gradients stochastic, rotated for the weight's; the rest as bf16",
+        "NVIDIA 2025, arXiv 2509.25149",
+    ),
+    Preset(
+        "mxfp4",
+        _four_bits("mxfp4", "mxfp4", "weight=mxfp4 hadamard=16"),
+        LossScale(),
+        Masters(),
+        "linear layers in mxfp4, gradients stochastic, operands of both gradients rotated; the rest as bf16",
+        "stochastic and rotated gradients as in Tseng et al. 2025, arXiv 2502.20586",
+    ),
 ]
 
 PRESETS: dict[str, Preset] = {
@@ -192,6 +227,7 @@ PRESETS: dict[str, Preset] = {
 def parse(precision: str | Preset | Policy | Path | Dtype) -> Preset:
     """A preset by name, a bare format for contraction operands and gradients (the rest fp32), or a policy file (.toml).
 
+    ``nvfp4:nearest-even`` is the bare format, too: the preset of its name rounds gradients stochastically.
     Raises InvalidInput with the near names for anything else.
     """
     if isinstance(precision, Preset):
@@ -210,25 +246,28 @@ def parse(precision: str | Preset | Policy | Path | Dtype) -> Preset:
             raise
         names = [*PRESETS, *formats.FORMATS, *formats.ALIASES]
         raise UnknownName(unknown("precision", text, names, shown=PRESETS) + "; or any format, such as e5m7") from None
-    return _of_cast(cast)
+    preset = PRESETS.get(str(cast))
+    if preset is None:
+        return _of_cast(cast, str(cast))
+    rules = preset.policy.rules
+    is_bare = Rounding.NEAREST_EVEN.value in text and any(one.is_stochastic for rule in rules for one in rule.casts)
+    return _of_cast(cast, text) if is_bare else preset
 
 
-def _of_cast(cast: Cast) -> Preset:
+def _of_cast(cast: Cast, name: str) -> Preset:
     """Operands and gradients of contractions in a user's format, with a loss scale if its exponent is narrow.
 
     If overflow would give NaN, the forward operands saturate instead, so that only gradients drive the scale.
     """
-    if str(cast) in PRESETS:
-        return PRESETS[str(cast)]
     if _is_predicted(cast):
         flex = PRESETS["flex16+5"]
-        policy = replace(_predicted(str(cast.scaling)), name=str(cast))
-        return replace(flex, name=str(cast), policy=policy, summary=f"every tensor int16, exponents {cast.scaling}")
+        policy = replace(_predicted(str(cast.scaling)), name=name)
+        return replace(flex, name=name, policy=policy, summary=f"every tensor int16, exponents {cast.scaling}")
     forward = replace(cast, overflow=Overflow.SATURATE) if cast.overflow is Overflow.NAN else cast
     scaled = isinstance(cast.format, ScaledFormat)
     return Preset(
-        str(cast),
-        replace(_operands(forward, cast), name=str(cast)),
+        name,
+        replace(_operands(forward, cast), name=name),
         DYNAMIC if _is_narrow(cast) else LossScale(),
         Masters(),
         f"contraction operands and gradients in {cast}{' with its shared scale' if scaled else ''}, the rest fp32",

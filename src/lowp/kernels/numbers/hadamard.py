@@ -9,11 +9,13 @@ Source: Tseng et al. 2024 (QuIP#, arXiv 2402.04396), Sylvester's matrix; the sig
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowp.kernels.numbers.philox import words
+from lowp.kernels.tracing import is_sharded
 
 
 def signs(size: int, seed: Tensor | int, device: torch.device) -> Tensor:
@@ -26,8 +28,11 @@ def rotate(x: Tensor, signs: Tensor, axis: int = -1) -> Tensor:
     """Return x in fp32, with blocks along a dimension rotated; what is left at its end, less than a block, stays.
 
     The definition: log2(n) rounds of sums and differences in fp32 of numbers 1, 2, 4, ... places apart, and a product
-    with 1 / sqrt(n), rounded to fp32. Infinities and NaN spread over their block. Part of the autograd graph.
+    with 1 / sqrt(n), rounded to fp32. Infinities and NaN spread over their block. Part of the autograd graph. A DTensor
+    is gathered along the dimension.
     """
+    if is_sharded(x):
+        x, signs = _on_ranks(x, signs, axis % x.ndim)
     size, length = signs.numel(), x.shape[axis]
     whole = length - length % size
     moved = x.float().movedim(axis, -1)
@@ -41,3 +46,13 @@ def rotate(x: Tensor, signs: Tensor, axis: int = -1) -> Tensor:
         step *= 2
     turned = (blocks * (1 / math.sqrt(size))).reshape(head.shape)
     return (turned if whole == length else torch.cat((turned, tail), -1)).movedim(-1, axis)
+
+
+def _on_ranks(x: Any, signs: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Return a DTensor whose ranks have whole lines along a dimension, and the signs as one that each rank has."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    stays = [one.is_shard() and one.dim % x.ndim != axis for one in x.placements]
+    placements = [one if is_kept else Replicate() for one, is_kept in zip(x.placements, stays, strict=True)]
+    everywhere = [Replicate()] * len(placements)
+    return x.redistribute(placements=placements), DTensor.from_local(signs, x.device_mesh, everywhere, run_check=False)
