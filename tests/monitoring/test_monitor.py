@@ -123,7 +123,8 @@ class Clock:
             send(look)
 
         monkeypatch.setattr(Look, "send", sent)
-        monkeypatch.setattr("lowp.monitoring.monitor._now", lambda: self.now)
+        for module in ("monitor", "pace"):
+            monkeypatch.setattr(f"lowp.monitoring.{module}.now", lambda: self.now)
 
     def train(self, run: planted.Run, steps: int) -> None:
         run.watch(max_overhead=0.02)
@@ -137,10 +138,11 @@ def test_looks_take_their_share_of_the_time_and_a_little_more_in_the_first_secon
 ) -> None:
     clock = Clock(monkeypatch)
     clock.train(run, 400)
+    a_look = 2e-3 + 4e-4  # and what the steps after it take longer
     for count, (_, seconds) in enumerate(clock.looks[1:], 1):
-        assert 2e-3 * count <= 0.02 * max(seconds, min(seconds, 1.0) ** 0.5) + 1e-6  # but for the first
-    taken = 2e-3 * len(clock.looks)
-    assert 0.018 * clock.now < taken < 0.02 * clock.now
+        assert a_look * count <= 0.02 * max(seconds, min(seconds, 1.0) ** 0.5) + 1e-6  # but for the first
+    taken = a_look * len(clock.looks)
+    assert 0.017 * clock.now < taken < 0.02 * clock.now
     steps = [step for step, _ in clock.looks]
     assert steps[0] == 0 and steps[1] < 8 and sum(step < 50 for step in steps) >= 6
 
@@ -301,14 +303,14 @@ def test_gradients_clipped_while_scaled_are_known_by_a_scale_that_moves(run: pla
     assert [alarm.id for alarm in run.alarms] == ["N208"]
 
 
-def test_a_spike_is_told_in_the_step_after_it_whenever_the_last_look_was(
+def test_a_spike_is_told_at_the_latest_in_the_step_after_it_whenever_the_last_look_was(
     run: planted.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
     run.before = lambda step: setattr(run, "reduction", "sum" if step == 25 else "mean")
     clock.train(run, 28)
     (alarm,) = run.alarms
-    assert alarm.id == "N403" and alarm.step == 26 and "in step 25" in alarm.text
+    assert alarm.id == "N403" and alarm.step <= 26 and "in step 25" in alarm.text
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ def test_the_origin_of_a_nan_is_known_where_its_step_was_not_looked_at(run: plan
     planted.nan_in_a_layer(run)
     for step in range(14):
         if step == 12:  # the next one is looked at, when the NaN has spread to all weights
-            monitor._look_at, monitor.budget.share = 0, None
+            monitor._look_at, monitor._pace.budget.share = 0, None
         run.step(step)
     monitor.close()
     (alarm,) = [one for one in run.alarms if one.id == "N401"]
@@ -354,7 +356,7 @@ def test_a_nan_that_has_spread_before_it_was_seen_is_not_ascribed_to_a_layer(run
     run.before = lambda step: setattr(run, "scale_of_inputs", math.inf if step == 10 else 1.0)
     for step in range(14):
         if step == 12:
-            monitor._look_at, monitor.budget.share = 0, None
+            monitor._look_at, monitor._pace.budget.share = 0, None
         run.step(step)
     monitor.close()
     (alarm,) = [one for one in run.alarms if one.id == "N401"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 import time
 from collections import deque
@@ -17,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp import distributed
-from lowp.compat import adds_up, is_compiled, norms, unwrapped
+from lowp.compat import adds_up, norms
 from lowp.errors import InvalidInput
 from lowp.hooks import Uncopied
 from lowp.monitoring import places
@@ -25,24 +23,17 @@ from lowp.monitoring.alarms import Alarm, Alarms, TrainingAlarm
 from lowp.monitoring.log import JsonLines
 from lowp.monitoring.look import Look
 from lowp.monitoring.losses import Losses
+from lowp.monitoring.pace import Pace, now
 from lowp.monitoring.ranks import RankCheck
 from lowp.monitoring.seen import Sight
 from lowp.monitoring.sinks import Sink, record_of, sinks_of
 from lowp.monitoring.state import RunState
 from lowp.numerics.models import Cycle, Models
 from lowp.numerics.modes import numbers_of
-from lowp.numerics.sampling import Budget
 
 _SHARE = 0.02  # of the time
-_BEGINNING = 1.0  # seconds whose share is spent sooner
-_IDLE = 2e-6  # seconds that a step takes which is not looked at
 _HOOK = 3e-6  # seconds that torch takes for a hook
-_TYPICAL, _WARM = 5, 0.5  # looks that say what one takes; the part of the first one that later ones take
-_CONFIRMING = 4  # looks that may be taken in advance where something seems wrong
 _MOST_PASSES = 32  # backward passes after which no step is waited for if the loss scale falls
-
-# the processor time of the thread, in which other programs do not count; where it is told in coarse steps, the time
-_now = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 OnAlarm = Literal["warn", "raise"] | Callable[[Alarm], object]
@@ -105,8 +96,7 @@ class Monitor:
         if type(patience) is not int or patience < 1:
             raise InvalidInput(f"patience={patience!r} is not valid: give a number of looks, 1 or more")
         self.models, self.alarms, self.step = Models(model, in_place=True), list[Alarm](), 0
-        self.budget = Budget.parse(max_overhead)
-        self.budget.clock, self.budget.started, self._started = _now, _now(), time.perf_counter()
+        self._pace, self._started = Pace(max_overhead), time.perf_counter()
         self.failure: str | None = None
         self._is_telling = False
         self._on_alarm, self._judge = on_alarm, Alarms(patience)
@@ -124,13 +114,7 @@ class Monitor:
         self._is_urgent = False  # whether the next one is in any case, as the loss has ceased to be finite
         self._wakes = 0  # the step before which nothing but counting is to be done
         self._is_idle = False  # whether this is so for backward passes, too
-        self._costs: deque[float] = deque(maxlen=_TYPICAL)  # seconds of looks
-        self._cost = self._first = 0.0  # what the next one may take, and what the first one took
-        self._seconds = 0.0  # that were spent and are not charged yet
-        self._counted, self._version = 0, -1
-        self._visible = places.Followed((), self._saw_output)
-        self._compiled: list[nn.Module] = []
-        self._inner: dict[int, places.Followed] = {}  # by the ids of compiled models, what is within them
+        self._calls = places.Calls(self.models, self._pace, self._saw_output)
         self._ends_of_look: list[Callable[[], None]] = []
         self._waiting: deque[tuple[Look, Sight]] = deque()
         self._losses = Losses(self.models)
@@ -164,8 +148,8 @@ class Monitor:
         for look, _ in self._waiting:
             look.wait()
         self._collect()
-        self._charge()
-        self.budget.end()
+        self._pace.charge(self.step)
+        self._pace.budget.end()
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
                 sink.close(self.step)
@@ -192,81 +176,40 @@ class Monitor:
     @property
     def overhead(self) -> float:
         """The share that the monitor has added to the time of the training, as it has measured itself."""
-        return self.budget.overhead
+        return self._pace.budget.overhead
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def _begin(self) -> None:
         """Prepare to look at the coming step."""
-        started = _now()
+        started = now()
         self._look = Look(self.step, of_flushed=self._state.scaler is None)
         self._probe, self._is_idle = None, False
-        self.models.renew()
-        if self._version != self.models.version or self._visible.any_compiled():
-            self._version = self.models.version
-            self._visible = places.Followed(places.visible(self.models), self._saw_output)
-            self._inner.clear()
-            self._compiled = [root for root in self.models.roots.values() if is_compiled(root)]
-        self._visible.start()
-        self._ends_of_look.append(self._visible.stop)
+        self._calls.start()
         before = Uncopied(self._before_step)
-        self._ends_of_look += [register(before).remove for register in self._before]
-        if not distributed.has_other_ranks():  # a forward pass of one rank alone would wait for the others
-            for root in self._compiled:
-                again = Uncopied(self._look_inside)
-                handle = root.register_forward_pre_hook(again, prepend=True, with_kwargs=True)
-                self._ends_of_look.append(handle.remove)
-        self._spent(started)
+        self._ends_of_look = [self._calls.stop, *(register(before).remove for register in self._before)]
+        self._pace.spent(started)
 
     def _unhook(self) -> None:
         for end in self._ends_of_look:
             end()
         self._ends_of_look.clear()
 
-    def _spent(self, started: float, hidden: float = 0.0) -> None:
-        self._seconds += _now() - started + hidden
-
-    def _charge(self) -> None:
-        """Note what was spent, and the steps that were not looked at."""
-        self.budget.spent(self._seconds, True)
-        self.budget.pass_by(_IDLE * (self.step - self._counted))
-        self._seconds, self._counted = 0.0, self.step
-
     def _saw_output(self, path: str, output: Any) -> None:
-        started = _now()
-        if self._look is not None and (torch.is_grad_enabled() or self._is_aside):
+        started = now()
+        if self._look is not None and (torch.is_grad_enabled() or self._calls.is_aside):
             try:
                 self._look.saw_output(path, output)
             except Exception as error:
                 self._fail(error)
-        self._spent(started, _HOOK)
-
-    _is_aside = False
-
-    @_harmless
-    def _look_inside(self, root: nn.Module, args: Any, kwargs: Any) -> None:
-        """Run a compiled model once more as it was written, to see what it computes within."""
-        if self._is_aside or self._look is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        started, own = _now(), self._seconds
-        if id(root) not in self._inner:
-            inner = places.within(unwrapped(root), self.models)
-            self._inner[id(root)] = places.Followed(inner, self._saw_output)
-        self._inner[id(root)].start()
-        self._is_aside = True
-        try:
-            with places.aside(self.models):
-                unwrapped(root)(*args, **kwargs)
-        except Exception as error:  # of code that need not run twice: the training goes on
-            print(f"lowp monitor: the compiled model is seen from outside alone: {error}"[:200], file=sys.stderr)
-        finally:
-            self._is_aside = False
-            self._inner[id(root)].stop()
-        self._spent(started, own - self._seconds)
+        self._pace.spent(started, _HOOK)
 
     def _sees_backward(self, loss: Tensor, ended: bool) -> bool:
         """Take a backward pass into account. Return whether its end is of interest, too."""
         if not self._is_idle:
-            return bool(self._saw_backward(loss, ended))
+            started = now()
+            is_wanted = bool(self._saw_backward(loss, ended))
+            self._pace.spent(started)
+            return is_wanted
         self._passes += 1
         try:
             if not loss.dim() and self._losses.add(self.step, loss):
@@ -316,10 +259,10 @@ class Monitor:
 
     @_harmless
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        started = _now()
+        started = now()
         if self._look is not None and (parameters := self._cycle.parameters(optimizer)):
             self._look.before_step(parameters, getattr(optimizer, "grad_scale", None))
-        self._spent(started, _HOOK)
+        self._pace.spent(started, _HOOK)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step; all that is done in nearly all of them."""
@@ -333,7 +276,7 @@ class Monitor:
     def _after_step(self, optimizer: Optimizer) -> None:
         look = self._look
         if optimizer is not self._alone or look is not None or self._state.searches:
-            started = _now()
+            started = now()
             parameters = self._cycle.parameters(optimizer)
             if not parameters and not self._cycle.knows(optimizer):
                 return
@@ -349,13 +292,13 @@ class Monitor:
             ends = self._cycle.ends_with(optimizer)
             self._alone = self._cycle.alone
             self._is_alone = self._alone is not None
-            self._spent(started)
+            self._pace.spent(started)
             if not ends:
                 return
         if self._ranks.is_due(self.step):
-            started = _now()
+            started = now()
             self._ranks.step(self.step)
-            self._spent(started)
+            self._pace.spent(started)
         self._end_step()
 
     def _end_step(self) -> None:
@@ -368,37 +311,19 @@ class Monitor:
         if self._waiting:
             self._collect()
         if look is not None:
-            self._first = self._first or self._seconds
-            self._costs.append(self._seconds)
-            self._cost = statistics.median(self._costs) * (1.0 if len(self._costs) > 1 else _WARM)
+            self._pace.looked()
         if self.step >= self._look_at or self._is_urgent:
-            self._begin_if_there_is_time()
+            self._look_at = self._pace.next(self.step)
+            if self._is_urgent or self._look_at == self.step:
+                self._is_urgent, self._look_at = False, self.step + 1
+                self._begin()
         state, ranks = self._state, self._ranks
         self._is_idle = self._look is None and state.scaler is None and not state.searches and self._is_alone
         self._wakes = self.step if self._waiting else min(self._look_at - 1, ranks.next_after(self.step))
 
-    def _begin_if_there_is_time(self) -> None:
-        """Look at the coming step, or set the step at which there may be time for it.
-
-        The first look is free, and of the share of the first second more is spent at first: after t seconds as much as
-        of the root of t seconds.
-        """
-        budget, share = self.budget, self.budget.share
-        self._charge()
-        is_urgent, self._is_urgent, self._look_at = self._is_urgent, False, self.step + 1
-        if share is not None:
-            budget.allowance = self._first + share * math.sqrt(_BEGINNING * min(budget.training, _BEGINNING))
-        if is_urgent or budget.room >= self._cost:
-            self._begin()
-            return
-        needed = max(budget.own + self._cost - self._first, 0.0) / (share or 1.0)  # seconds
-        needed = needed + self._first / (share or 1.0) if needed >= _BEGINNING else needed * needed / _BEGINNING
-        steps = self.step * (needed / budget.training - 1.0)
-        self._look_at = self.step + min(max(math.ceil(steps), 1), self.step)
-
     # -- the end of a look --------------------------------------------------------------------------------------------
     def _end_look(self, look: Look) -> None:
-        started = _now()
+        started = now()
         self._unhook()
         self._look = None
         state = self._state
@@ -412,11 +337,11 @@ class Monitor:
         seen = state.described(look, losses, self._passes, self._added)
         seen.suspects = self._losses.suspects or []
         self._waiting.append((look, seen))
-        self._spent(started)
+        self._pace.spent(started)
 
     def _collect(self) -> None:
         """Judge the looks whose numbers have arrived."""
-        started = _now()
+        started = now()
         if self._ranks.is_used:
             self._apart.update(self._ranks.collect())
         told: list[Alarm] = []
@@ -428,12 +353,12 @@ class Monitor:
             seen.spikes, self._losses.spikes = self._losses.spikes, []
             alarms = self._judge.judge(seen)
             told += alarms
-            if self._judge.suspects and self.budget.room > -_CONFIRMING * self._cost:
+            if self._judge.suspects and self._pace.may_confirm():
                 self._is_urgent = True
             record = record_of(seen, alarms, time.perf_counter() - self._started) if self._sinks else {}
             for sink in self._sinks:
                 sink(record)
-        self._spent(started)
+        self._pace.spent(started)
         self.alarms += told
         for alarm in told:
             self._tell(alarm)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.compat import forward_hooks, is_compiled_in_place, skipped_by_compilers
+from lowp import distributed
+from lowp.compat import forward_hooks, is_compiled, is_compiled_in_place, skipped_by_compilers, unwrapped
 from lowp.hooks import Uncopied, listed
+from lowp.monitoring.pace import Pace, now
 from lowp.numerics.models import Models
 from lowp.numerics.modes import in_backward
 from lowp.numerics.tape import random_state, set_random_state
@@ -98,6 +100,62 @@ class Followed:
     def any_compiled(self) -> bool:
         """Whether one of the modules was compiled in place since."""
         return any(is_compiled_in_place(module) for _, module in self.modules)
+
+
+class Calls:
+    """The calls of all modules of the models in a look: `ended` is called with path and result of each.
+
+    What a compiled model computes within is seen as it is run once more as it was written, before its call; not in
+    several ranks, where a forward pass of one alone would wait for the others.
+    """
+
+    def __init__(self, models: Models, pace: Pace, ended: Callable[[str, Any], None]) -> None:
+        self._models, self._pace, self._ended = models, pace, ended
+        self._version = -1  # of the models, of which the following are
+        self._visible = Followed((), ended)
+        self._compiled: list[nn.Module] = []
+        self._inner: dict[int, Followed] = {}  # by the ids of compiled models, what is within them
+        self._handles: list[Any] = []
+        self.is_aside = False
+
+    def start(self) -> None:
+        """Follow the calls from now on."""
+        self._models.renew()
+        if self._version != self._models.version or self._visible.any_compiled():
+            self._version = self._models.version
+            self._visible = Followed(visible(self._models), self._ended)
+            self._compiled = [root for root in self._models.roots.values() if is_compiled(root)]
+            self._inner.clear()
+        self._visible.start()
+        for root in () if distributed.has_other_ranks() else self._compiled:
+            again = Uncopied(self._run_inside)
+            self._handles.append(root.register_forward_pre_hook(again, prepend=True, with_kwargs=True))
+
+    def stop(self) -> None:
+        """Follow them no more."""
+        self._visible.stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _run_inside(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.is_aside or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        started, own, model = now(), self._pace.seconds, unwrapped(root)
+        inner = self._inner.get(id(root)) or self._inner.setdefault(
+            id(root), Followed(within(model, self._models), self._ended)
+        )
+        inner.start()
+        self.is_aside = True
+        try:
+            with aside(self._models):
+                model(*args, **kwargs)
+        except Exception as error:  # of code that need not run twice: the training goes on
+            print(f"lowp monitor: the compiled model is seen from outside alone: {error}"[:200], file=sys.stderr)
+        finally:
+            self.is_aside = False
+            inner.stop()
+        self._pace.spent(started, own - self._pace.seconds)  # what its hooks took is counted
 
 
 def _saw(ended: Callable[[str, Any], None], path: str, module: nn.Module, given: Any, result: Any) -> None:

@@ -1,0 +1,70 @@
+"""When a monitor looks: as often as the time allows that looks have taken so far."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+
+from lowp.numerics.sampling import Budget
+
+_BEGINNING = 1.0  # seconds whose share is spent sooner
+_IDLE = 2e-6  # seconds that a step takes which is not looked at
+_TYPICAL, _WARM = 5, 0.5  # looks that say what one takes; the part of the first one that later ones take
+_COLD, _MOST_COLD = 0.7, 4e-4  # of a look, and seconds: what the steps after it take longer, with cold caches
+_CONFIRMING = 4  # looks that may be taken in advance where something seems wrong
+
+# the processor time of the thread, in which other programs do not count; where it is told in coarse steps, the time
+now = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
+
+
+class Pace:
+    """Counts what a monitor takes, and says which step is looked at next.
+
+    The first look is free. In the first second more of its share is spent at the beginning: after t seconds as much as
+    of the root of t seconds. `seconds` were spent and are not charged yet.
+    """
+
+    def __init__(self, max_overhead: str | float | None) -> None:
+        self.budget = Budget.parse(max_overhead)
+        self.budget.clock, self.budget.started = now, now()
+        self._costs: deque[float] = deque(maxlen=_TYPICAL)  # seconds of looks
+        self._cost = self._first = 0.0  # what the next one may take, and what the first one took
+        self.seconds, self._counted = 0.0, 0  # and steps that are charged
+
+    def spent(self, started: float, hidden: float = 0.0) -> None:
+        """Count what ran since it was entered, and what is not seen from within."""
+        self.seconds += now() - started + hidden
+
+    def looked(self) -> None:
+        """Take what was spent for what a look takes, and count what it hides."""
+        self.seconds += min(_COLD * self.seconds, _MOST_COLD)
+        self._first = self._first or self.seconds
+        self._costs.append(self.seconds)
+        self._cost = statistics.median(self._costs) * (1.0 if len(self._costs) > 1 else _WARM)
+
+    def charge(self, step: int) -> None:
+        """Take what was spent, and the steps that were not looked at, off the budget."""
+        self.budget.spent(self.seconds, True)
+        self.budget.pass_by(_IDLE * (step - self._counted))
+        self.seconds, self._counted = 0.0, step
+
+    def may_confirm(self) -> bool:
+        """Whether a look may be taken in advance."""
+        return self.budget.room > -_CONFIRMING * self._cost
+
+    def next(self, step: int) -> int:
+        """Return `step` if there is time for a look at it, else a later one, 1 or more, before which there is none."""
+        self.charge(step)
+        budget, share = self.budget, self.budget.share
+        if share is None:
+            return step
+        budget.allowance = self._first + share * math.sqrt(_BEGINNING * min(budget.training, _BEGINNING))
+        if budget.room >= self._cost:
+            return step
+        wanted = budget.own + self._cost
+        seconds = (wanted - self._first) / share
+        seconds = seconds * seconds / _BEGINNING if seconds < _BEGINNING else wanted / share
+        later = math.ceil(step * (seconds / budget.training - 1.0))
+        return step + min(max(later, 1), step)  # a step may have been unlike those to come
