@@ -2,6 +2,7 @@
 
 from lowp.inference import operators as operators  # registers them with torch
 from lowp.inference.attention import attention
+from lowp.inference.cache import KeyValueCache
 from lowp.inference.calibration import METHODS
 from lowp.inference.exporting import export_onnx
 from lowp.inference.measuring import Footprint, footprint
@@ -12,6 +13,7 @@ from lowp.inference.training import training_policy
 __all__ = [
     "METHODS",
     "Footprint",
+    "KeyValueCache",
     "ServingMismatch",
     "attention",
     "export_onnx",

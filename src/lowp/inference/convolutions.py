@@ -53,6 +53,19 @@ class Geometry(NamedTuple):
         """What `byte_rows.windows` takes."""
         return {"kernel": self.kernel, "stride": self.stride, "padding": self.padding, "dilation": self.dilation}
 
+    def image(self, x: Tensor) -> Tensor:
+        """The input in fp32 [batch, channels, height, width], with what lies around it that is not plain zeros."""
+        x = x.float()
+        x = F.pad(x, self.around, self.mode) if self.around else x
+        return x[:, :, None] if x.ndim == 3 else x
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """What the columns of `matrix_of` are multiplied with, of an input with a batch: a row for each result."""
+        image = self.image(x)
+        found = F.unfold(image, self.kernel, self.dilation, self.padding, self.stride)
+        channels = found.reshape(image.shape[0], image.shape[1], -1, found.shape[2])
+        return channels.permute(0, 3, 2, 1).flatten(2).flatten(0, 1)
+
     def convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return torch's own convolution of x [batch, channels, height, width]."""
         return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
@@ -83,10 +96,8 @@ class ServedConvolution(Served):
         return matrix.reshape(self.weight.n, *self.geometry.kernel, -1).permute(0, 3, 1, 2)
 
     def image(self, x: Tensor) -> Tensor:
-        """The input in fp32 [batch, channels, height, width], with what lies around it that is not plain zeros."""
-        x = x.float()
-        x = F.pad(x, self.geometry.around, self.geometry.mode) if self.geometry.around else x
-        return x[:, :, None] if self.dimensions == 1 else x
+        """The input as `Geometry.image` gives it."""
+        return self.geometry.image(x)
 
     def computed(self, x: Tensor) -> Tensor:
         """Return the convolution of x [batch, channels, (height,) width], or of one without a batch, in x's dtype."""

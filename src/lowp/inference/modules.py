@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels.numbers import scaled
+from lowp.kernels.numbers import packing, scaled
 from lowp.kernels.packed import byte_products, byte_rows, few_bits, few_rows
 from lowp.kernels.packed.byte_products import Panels
 from lowp.kernels.packed.byte_rows import Activations, Bytes, Range
@@ -21,7 +22,8 @@ from lowp.kernels.packed.few_bits import PackedCodes
 from lowp.kernels.packed.few_rows import StoredRows
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
-from lowp.portable.stored import Errors, Packed, store, unpack
+from lowp.portable.stored import Errors, Packed, parts_of, store, unpack
+from lowp.quantized import Quantized
 
 
 class Weight(nn.Module, ABC):
@@ -67,7 +69,7 @@ class Weight(nn.Module, ABC):
 class _Bytewise(Weight):
     """Activations in bytes, over a range of calibration or of each tensor's own (dynamic)."""
 
-    def __init__(self, weight: Tensor, over: Range | None, highest: int) -> None:
+    def __init__(self, weight: Tensor | Quantized, over: Range | None, highest: int) -> None:
         super().__init__()
         self.n, self.k = weight.shape
         self.highest = highest
@@ -93,9 +95,9 @@ class _Bytewise(Weight):
 class Int8(_Bytewise):
     """int8, a scale a row, times activations in bytes."""
 
-    def __init__(self, weight: Tensor, over: Range | None, highest: int) -> None:
+    def __init__(self, weight: Tensor | Quantized, over: Range | None, highest: int) -> None:
         super().__init__(weight, over, highest)
-        codes = kernels.encode(weight.detach().float(), "int8")
+        codes = _encoded(weight, parse("int8"))
         for name, tensor in byte_products.pack(codes.payload, codes.scale, highest)._asdict().items():
             if isinstance(tensor, Tensor):
                 self.register_buffer(name, tensor)
@@ -169,10 +171,10 @@ class _Coded(Weight):
 class Nibble(_Coded):
     """4 bits and less under scales of blocks: e2m1, mxfp4, nvfp4, int4; activations stay in fp32."""
 
-    def __init__(self, weight: Tensor, cast: Cast) -> None:
+    def __init__(self, weight: Tensor | Quantized, cast: Cast) -> None:
         super().__init__()
         self.n, self.k = weight.shape
-        codes, scales, group = _nibbles_of(weight.detach().float(), cast)
+        codes, scales, group = _nibbles_of(weight, cast)
         levels, unit = _levels_of(cast)
         self.hold(few_bits.pack_codes(codes, scales * unit, levels, group))
 
@@ -212,9 +214,14 @@ def _is_whole(element: FloatFormat | IntFormat) -> bool:
     return few_bits.whole_levels(list(element.values())) is not None
 
 
-def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
+def _encoded(weight: Tensor | Quantized, cast: Cast) -> Any:
+    """The codes of a weight, and those of one that is in codes already."""
+    return weight if isinstance(weight, Quantized) else kernels.encode(weight.detach().float(), cast)
+
+
+def _nibbles_of(weight: Tensor | Quantized, cast: Cast) -> tuple[Tensor, Tensor, int]:
     """Codes 0 to 15, a scale a group, and the length of a group: 16, 32 or 64."""
-    codes = kernels.encode(weight, cast)
+    codes = _encoded(weight, cast)
     n, k = weight.shape
     if isinstance(codes, Tensor):
         return codes.long() & 15, torch.ones(n, -(-k // 64), dtype=torch.float32, device="cpu"), 64
@@ -229,13 +236,14 @@ def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
 class Sign(_Bytewise, _Coded):
     """Binary or ternary: a bit or two a weight, a scale a row, times activations in bytes."""
 
-    def __init__(self, weight: Tensor, cast: Cast, over: Range | None, highest: int) -> None:
+    def __init__(self, weight: Tensor | Quantized, cast: Cast, over: Range | None, highest: int) -> None:
         super().__init__(weight, over, highest)
-        weight = weight.detach().float()
         if cast.element.bits == 2:
-            found = kernels.encode(weight, cast)
+            found = _encoded(weight, cast)
             codes, scales, levels = found.payload.long() + 1, found.scale, [-1, 0, 1, 0]
         else:
+            assert isinstance(weight, Tensor)
+            weight = weight.detach().float()
             codes, scales, levels = (weight < 0).long(), weight.double().abs().mean(1), [1, -1]
         self.hold(few_bits.pack_codes(codes, scales.reshape(-1, 1), levels, 0))
 
@@ -247,13 +255,17 @@ class Sign(_Bytewise, _Coded):
 class Stored(Weight):
     """Any other format: kept in its dtype, or as codes with their scales, whose values are multiplied."""
 
-    def __init__(self, weight: Tensor, cast: Cast) -> None:
+    def __init__(self, weight: Tensor | Quantized, cast: Cast) -> None:
         super().__init__()
         self.n, self.k = weight.shape
         self.cast = str(cast)
-        for suffix, pieces in store(weight.detach().float(), cast, 0, Errors()).items():
-            name = f"part{suffix.replace('.', '_')}"
-            self.register_buffer(name, torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+        if isinstance(weight, Quantized):
+            pieces = parts_of(replace(weight, payload=packing.pack(weight.payload, cast.element)))
+        else:
+            found = store(weight.detach().float(), cast, 0, Errors())
+            pieces = {suffix: torch.cat(some) if len(some) > 1 else some[0] for suffix, some in found.items()}
+        for suffix, piece in pieces.items():
+            self.register_buffer(f"part{suffix.replace('.', '_')}", piece)
 
     def rows(self) -> StoredRows | None:
         """The weight as the product of few rows reads it; None for a format that it does not read."""
@@ -289,8 +301,8 @@ class Stored(Weight):
         return F.linear(rows, self.values(), bias)
 
 
-def packed(weight: Tensor, cast: Cast, over: Range | None, highest: int) -> Weight:
-    """A weight [n, k] in the form that its format is served in."""
+def packed(weight: Tensor | Quantized, cast: Cast, over: Range | None, highest: int) -> Weight:
+    """A weight [n, k], or its codes, in the form that its format is served in."""
     element = cast.element
     if str(cast) == "int8":
         return Int8(weight, over, highest)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from lowp.formats import FloatFormat, Format, ScaledFormat
 from lowp.inference.attention import ServedAttention, projections
 from lowp.inference.calibration import BITS, ActivationRange, check_bits
 from lowp.inference.convolutions import ServedConvolution, matrix_of
-from lowp.inference.modules import ServedEmbedding, ServedLinear, packed
+from lowp.inference.modules import ServedEmbedding, ServedLinear, Weight, packed
+from lowp.inference.rounding import Moments, check_rounding
 from lowp.kernels.packed.byte_rows import Range
 
 _UNQUANTIZED = "_lowp_unquantized"
@@ -33,6 +34,7 @@ def quantize_model(
     calibration_data: Iterable[Any] | None = None,
     *,
     calibration: str = "maximum",
+    rounding: str = "nearest",
     bits: int = BITS,
     keep: Iterable[str] = (),
     attention: bool = True,
@@ -49,6 +51,10 @@ def quantize_model(
     and one, times activations in bytes. Every other format: weights in its dtype or packed, whose values are multiplied
     in fp32.
 
+    With ``rounding="gptq"`` each weight is rounded so that its layer's results on the calibration data change least
+    (arXiv 2210.17323); embeddings and convolutions in groups are rounded to nearest. Scales of maxima are chosen by the
+    format, as in ``mxfp8:rceil``.
+
     `calibration_data` is an iterable of at least one batch: a tensor is passed to the model, a tuple or list as its
     arguments, a dictionary as its keyword arguments; `forward(model, batch)` replaces this call. Modules whose name
     matches a pattern in `keep` are not replaced; with ``attention=False`` the products of attention stay fp32. The copy
@@ -57,6 +63,7 @@ def quantize_model(
     """
     cast, highest = casts.parse(format), check_bits(bits)
     _check_format(cast)
+    check_rounding(rounding, cast, calibration_data is not None)
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"a model is quantized, not {type(model).__name__}: load a checkpoint into it first")
     if isinstance(calibration_data, (Tensor, Mapping)):
@@ -74,8 +81,9 @@ def quantize_model(
     reasons |= {name: f"{type(module).__name__} has no packed form" for name, module in _others(served, names)}
     chosen = {name: module for name, module in names.items() if name not in reasons}
     ranges: dict[str, Range] = {}
+    moments: dict[str, Moments] | None = {} if rounding == "gptq" else None
     if calibration_data is not None:
-        ranges, read = _calibrated(served, chosen, calibration_data, (calibration, highest), forward)
+        ranges, read = _calibrated(served, chosen, calibration_data, (calibration, highest, moments), forward)
         reasons |= dict.fromkeys(read, "the model's own code reads its weight, as of tied embeddings")
         chosen = {name: module for name, module in chosen.items() if name not in read}
     places = _places(chosen)
@@ -84,7 +92,7 @@ def quantize_model(
         if reason:
             reasons[name] = reason
             continue
-        made = _made(name, module, cast, ranges, (bits, attention))
+        made = _made(name, module, cast, _Seen(ranges, moments or {}), (bits, attention))
         if name == "":
             served = made.eval()
             continue
@@ -159,19 +167,21 @@ def _calibrated(
     model: nn.Module,
     chosen: Mapping[str, nn.Module],
     data: Iterable[Any],
-    how: tuple[str, int],
+    how: tuple[str, int, dict[str, Moments] | None],
     forward: Callable[[nn.Module, Any], Any] | None,
 ) -> tuple[dict[str, Range], set[str]]:
     """The range of every place whose input was seen, and the layers whose weight is read by others' code.
 
-    A place is a layer's name, of attention with query, key, value and out.
+    A place is a layer's name, of attention with query, key, value and out. If there are moments, they are filled in.
     """
-    method, highest = how
+    method, highest, moments = how
     seen: dict[str, ActivationRange] = {}
 
-    def watch(name: str, x: Any) -> None:
+    def watch(name: str, layer: nn.Module, x: Any) -> None:
         if isinstance(x, Tensor) and x.is_floating_point():
             seen.setdefault(name, ActivationRange(method)).add(x)
+            if moments is not None:
+                moments.setdefault(name, Moments()).add(layer, x)
 
     batches, readers = 0, _Readers(chosen)
     with ExitStack() as stack, torch.no_grad(), readers:
@@ -237,9 +247,9 @@ def _opened(
     return model, watched
 
 
-def _hook(name: str, watch: Callable[[str, Any], None]) -> Callable[..., None]:
-    def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        watch(name, arguments[0] if arguments else next(iter(keywords.values()), None))
+def _hook(name: str, watch: Callable[[str, nn.Module, Any], None]) -> Callable[..., None]:
+    def before(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        watch(name, layer, arguments[0] if arguments else next(iter(keywords.values()), None))
 
     return before
 
@@ -256,20 +266,31 @@ def run_batch(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], 
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
-def _made(
-    name: str, module: nn.Module, cast: Cast, ranges: Mapping[str, Range], options: tuple[int, bool]
-) -> nn.Module:
+class _Seen(NamedTuple):
+    """What calibration has found, by places."""
+
+    ranges: Mapping[str, Range]
+    moments: Mapping[str, Moments]
+
+    def packed(self, place: str, weight: Tensor, cast: Cast, highest: int) -> Weight:
+        """The weight of a place in its format."""
+        moments = self.moments.get(place)
+        rounded = weight if moments is None else moments.rounded(weight, cast)
+        return packed(rounded, cast, self.ranges.get(place), highest)
+
+
+def _made(name: str, module: nn.Module, cast: Cast, seen: _Seen, options: tuple[int, bool]) -> nn.Module:
     bits, bytewise = options
     highest = check_bits(bits)
     if isinstance(module, nn.Linear):
-        return ServedLinear(packed(module.weight, cast, ranges.get(name), highest), module.bias)
+        return ServedLinear(seen.packed(name, module.weight, cast, highest), module.bias)
     if isinstance(module, nn.Embedding):
         return ServedEmbedding(packed(module.weight, cast, None, highest), None)
     if isinstance(module, nn.MultiheadAttention):
         layers = [
-            ServedLinear(packed(weight, cast, ranges.get(f"{name}.{role}"), highest), bias)
+            ServedLinear(seen.packed(f"{name}.{role}", weight, cast, highest), bias)
             for role, (weight, bias) in zip(_ROLES, projections(module), strict=True)
         ]
         return ServedAttention(layers, module, bits, bytewise and str(cast) == "int8")
     assert isinstance(module, (nn.Conv1d, nn.Conv2d))
-    return ServedConvolution(packed(matrix_of(module), cast, ranges.get(name), highest), module)
+    return ServedConvolution(seen.packed(name, matrix_of(module), cast, highest), module)

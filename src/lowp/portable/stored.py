@@ -151,7 +151,7 @@ def store(x: Tensor, cast: Cast, seed: int, errors: Errors) -> dict[str, list[Te
             limit: Tensor | float = overflow_limit(cast.element)
         else:
             codes = kernels.encode(wide, cast, seed=seed, offset=offset, packed=True)
-            found = _parts(codes)
+            found = parts_of(codes)
             scale = _scale_of(codes, cast)
             values = kernels.quantize(wide, cast, seed=seed, offset=offset, scale=scale)
             limit = _limit(codes, cast)
@@ -161,7 +161,8 @@ def store(x: Tensor, cast: Cast, seed: int, errors: Errors) -> dict[str, list[Te
     return parts
 
 
-def _parts(codes: Tensor | Quantized) -> dict[str, Tensor]:
+def parts_of(codes: Tensor | Quantized) -> dict[str, Tensor]:
+    """Return the tensors of codes by their suffixes."""
     if isinstance(codes, Tensor):
         return {SUFFIXES["payload"]: codes}
     named = {name: getattr(codes, name) for name in SUFFIXES}

@@ -12,15 +12,16 @@ import importlib
 import importlib.util
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from lowp.inference.cache import KeyValueCache
 from lowp.recipes.classification import score_metrics
 from lowp.recipes.data.files import Published, read_bytes
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, adamw_where, one_cycle, tokens_of
@@ -37,24 +38,28 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(BYTES, width)
         self.position = nn.Embedding(length, width)
         self.drop = nn.Dropout(dropout)
+        self.length = length
         self.blocks = nn.ModuleList(Block(heads, width, dropout) for _ in range(layers))
         self.normalise = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # the more layers, the smaller the initial weights of residual branches
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ".add" in name else 0.02)
 
-    def forward(self, text: Tensor) -> Tensor:
-        """Return the scores of the next byte at each position, [N, T, 256]."""
-        x = self.drop(self.embed(text) + self.position(torch.arange(text.shape[1], device=text.device)))
-        for block in self.blocks:
-            x = block(x)
+    def forward(self, text: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Return the scores of the next byte at each position, [N, T, 256]; with a cache, `text` goes on from there."""
+        first = 0 if cache is None else cache.positions
+        x = self.drop(self.embed(text) + self.position(torch.arange(first, first + text.shape[1], device=text.device)))
+        for layer, block in enumerate(self.blocks):
+            x = block(x) if cache is None else block(x, partial(cache.attend, layer))
+        if cache is not None:
+            cache.advance(text.shape[1])
         return nn.functional.linear(self.normalise(x), self.embed.weight)
 
 
 class Block(nn.Module):
     """A transformer block: attention and an MLP of four times the width, both with residual connections.
 
-    `is_causal`: a position attends to those before it and to itself.
+    `is_causal`: a position attends to those before it and to itself. `forward` may be given another attention.
     """
 
     def __init__(self, heads: int, width: int, dropout: float, is_causal: bool = True) -> None:
@@ -67,17 +72,20 @@ class Block(nn.Module):
         self.add_perceptron = nn.Linear(4 * width, width)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.add_attention(self._attend(self.before_attention(x))))
+    def forward(self, x: Tensor, attend: Callable[..., Tensor] | None = None) -> Tensor:
+        x = x + self.drop(self.add_attention(self._attend(self.before_attention(x), attend)))
         wide = nn.functional.gelu(self.widen(self.before_perceptron(x)))
         output: Tensor = x + self.drop(self.add_perceptron(wide))
         return output
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, attend: Callable[..., Tensor] | None) -> Tensor:
         count, length, width = x.shape
         parts = self.query_key_value(x).view(count, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
+        if attend is None:
+            attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
+        else:
+            attended = attend(query, key, value)
         return attended.transpose(1, 2).reshape(count, length, width)
 
 
@@ -165,6 +173,20 @@ def pythons_text(max_bytes: int) -> tuple[bytes, bytes, str]:
     content = "\n\n".join(texts).encode("ascii", "replace")[:max_bytes]
     cut = round(len(content) * (1 - _HELD_SHARE))
     return content[:cut], content[cut:], "Python's own documentation"
+
+
+def generate(model: nn.Module, text: Tensor, count: int, cache: str = "fp32") -> Tensor:
+    """Return `text` [N, T] and `count` bytes more, each the likeliest; keys and values are kept in the format `cache`.
+
+    `model` is a GPT, as trained or as `quantize_model` serves it. Raises InvalidInput if they exceed its length.
+    """
+    kept = KeyValueCache(cast(int, model.length), cache)
+    with torch.no_grad():
+        scores = model(text, kept)
+        for i in range(count):
+            text = torch.cat([text, scores[:, -1:].argmax(-1)], 1)
+            scores = model(text[:, -1:], kept) if i + 1 < count else scores
+    return text
 
 
 # -- the recipe --------------------------------------------------------------------------------------------------------

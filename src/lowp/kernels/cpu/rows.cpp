@@ -17,10 +17,27 @@ const RowKernels& kernels(int level) {
   return kPortableRows;
 }
 
-// numbers: kind, n, k, group, kind of the scales, scales of a row, rows with the same, shift, the last code; see RowMatrix.
-RowMatrix matrix(const void* memory, const int64_t* numbers, const void* scales, double factor) {
+// Matrices of weights, one behind the other.
+struct Matrices {
+  RowMatrix first;
+  int64_t count, apart, scales_apart;  // bytes between them, and scales
+
+  RowMatrix operator[](int64_t i) const {
+    RowMatrix found = first;
+    found.memory += i * apart;
+    if (found.scales != nullptr)
+      found.scales = static_cast<const char*>(found.scales) + i * scales_apart * (found.scale_kind == kFp32Scales ? 4 : 1);
+    return found;
+  }
+};
+
+// numbers: kind, n, k, bytes of a line, group, kind of the scales, scales of a row, rows with the same, shift, the last code
+// (see RowMatrix); how many matrices, bytes from one to the next, scales from one to the next.
+Matrices matrices(const void* memory, const int64_t* numbers, const void* scales, double factor) {
   const int64_t* const at = numbers;
-  return {static_cast<const uint8_t*>(memory), at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8], scales, factor};
+  const RowMatrix first{static_cast<const uint8_t*>(memory), at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8],
+                        at[9], scales, factor};
+  return {first, at[10], at[11], at[12]};
 }
 
 }  // namespace
@@ -28,25 +45,28 @@ RowMatrix matrix(const void* memory, const int64_t* numbers, const void* scales,
 
 using namespace lowp;
 
-// out[m][n] = x[m][stride] times the rows of weights[n][k], plus bias in fp64, rounded to fp32; see rows.hpp. A NaN is
-// the positive quiet one, whichever the processor makes.
+// out[count][m][n] = x[count][m][stride] times the rows of weights[count][n][k], plus bias in fp64, rounded to fp32; see
+// rows.hpp. A NaN is the positive quiet one, whichever the processor makes.
 LOWP_EXPORT void lowp_rows_multiply(int level, const void* x, int64_t m, int64_t stride, const void* memory,
                                     const int64_t* numbers, const void* scales, double factor, const float* bias, float* out,
                                     int threads) {
   const RowKernels& run = kernels(level);
-  const RowMatrix w = matrix(memory, numbers, scales, factor);
-  const int64_t size = stride * (w.kind <= kRowBf16 ? 8 : 4);
-  parallel_for(w.n, 16, threads, [&](int64_t begin, int64_t end) {
+  const Matrices all = matrices(memory, numbers, scales, factor);
+  const int64_t n = all.first.n, size = stride * (all.first.kind <= kRowBf16 ? 8 : 4);
+  const int64_t blocks = (n + kColumns - 1) / kColumns;
+  parallel_for(all.count * blocks, 4, threads, [&](int64_t begin, int64_t end) {
     double sums[kColumns * kMostRows];
-    for (int64_t j = begin; j < end; j += kColumns) {
-      const int64_t columns = end - j < kColumns ? end - j : kColumns;
+    for (int64_t block = begin; block < end; block++) {
+      const int64_t at = block / blocks, j = block % blocks * kColumns, columns = n - j < kColumns ? n - j : kColumns;
+      const RowMatrix w = all[at];
+      const char* const rows_of = static_cast<const char*>(x) + at * m * size;
       for (int64_t first = 0; first < m; first += kMostRows) {
         const int64_t rows = m - first < kMostRows ? m - first : kMostRows;
-        run.multiply(w, j, columns, static_cast<const char*>(x) + first * size, stride, rows, sums);
+        run.multiply(w, j, columns, rows_of + first * size, stride, rows, sums);
         for (int64_t c = 0; c < columns; c++)
           for (int64_t i = 0; i < rows; i++) {
             const double sum = sums[c * rows + i] + (bias ? static_cast<double>(bias[j + c]) : -0.0);
-            out[(first + i) * w.n + j + c] = sum == sum ? static_cast<float>(sum) : __builtin_nanf("");
+            out[(at * m + first + i) * n + j + c] = sum == sum ? static_cast<float>(sum) : __builtin_nanf("");
           }
       }
     }
@@ -57,7 +77,7 @@ LOWP_EXPORT void lowp_rows_multiply(int level, const void* x, int64_t m, int64_t
 LOWP_EXPORT void lowp_rows_values(int level, const void* memory, const int64_t* numbers, const void* scales, double factor,
                                   int64_t first, int64_t count, float* out, int threads) {
   const RowKernels& run = kernels(level);
-  const RowMatrix w = matrix(memory, numbers, scales, factor);
+  const RowMatrix w = matrices(memory, numbers, scales, factor).first;
   parallel_for(count, 16, threads, [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end; j++) run.values(w, first + j, out + j * w.k);
   });

@@ -21,8 +21,8 @@ enum RowKind : int64_t { kRowFp16 = 0, kRowBf16 = 1, kRowFloat8 = 2, kRowFloat6 
 enum ScaleKind : int64_t { kNoScales = 0, kFp32Scales = 1, kExponents = 2 };  // an exponent: 2^(byte - 127); 255 is NaN
 
 struct RowMatrix {
-  const uint8_t* memory;  // rows of weights [n][k], each from a byte on, the lowest bits of a byte first
-  int64_t kind, n, k;
+  const uint8_t* memory;  // rows of weights [n][k], `line` bytes apart, the lowest bits of a byte first
+  int64_t kind, n, k, line;
   int64_t group;          // weights under a scale: a multiple of 16
   int64_t scale_kind, groups, together;  // scales [n / together][groups]: rows together have the same ones
   int64_t shift;          // of a float: 10 - the bits of its mantissa
@@ -245,8 +245,8 @@ template <int64_t kind>
 struct LastWeights {
   uint8_t memory[2 * kRowSums] = {};
   LastWeights(const RowMatrix& w, int64_t row, int64_t even) {
-    const int64_t line = bytes_of<kind>(w.k), begin = bytes_of<kind>(even);
-    std::memcpy(memory, w.memory + row * line + begin, static_cast<size_t>(line - begin));
+    const int64_t begin = bytes_of<kind>(even);
+    std::memcpy(memory, w.memory + row * w.line + begin, static_cast<size_t>(bytes_of<kind>(w.k) - begin));
   }
 };
 
@@ -255,7 +255,7 @@ template <int64_t kind, int64_t columns>
 static void multiply_row(const RowMatrix& w, int64_t first, const Sum<kind>* row, Sum<kind>* sums) {
   using Numbers = Sixteen<Sum<kind>>;
   Numbers total[columns] = {};
-  const int64_t even = w.k / kRowSums * kRowSums, line = bytes_of<kind>(w.k);
+  const int64_t even = w.k / kRowSums * kRowSums, line = w.line;
   const uint8_t* const memory = w.memory + first * line;
   const int64_t ahead = columns * line <= kFarthest ? columns * line : kAhead;  // the same place of the next columns
   Sum<kind> scales[columns][kRowScales];
@@ -289,7 +289,7 @@ static void multiply_row(const RowMatrix& w, int64_t first, const Sum<kind>* row
 // Weights of a row from `begin` on, without their scales; `count` of them, with zeros up to a multiple of 16.
 template <int64_t kind>
 static void widen_row(const RowMatrix& w, int64_t row, int64_t begin, int64_t count, Sum<kind>* out) {
-  const uint8_t* const from = w.memory + row * bytes_of<kind>(w.k) + bytes_of<kind>(begin);
+  const uint8_t* const from = w.memory + row * w.line + bytes_of<kind>(begin);
   Sixteen<Sum<kind>> wide = {};
   int64_t t = 0;
   for (; t + kRowSums <= count; t += kRowSums) {

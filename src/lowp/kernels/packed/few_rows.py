@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,10 @@ _CODES, _SIX, _INTEGERS, _WITH_NAN = 2, 3, 4, 5  # kinds of weights, as in cpu/r
 
 
 class StoredRows(NamedTuple):
-    """A weight [n, k] as it is stored; made by `stored_rows`. value = number of the code * scale * factor."""
+    """A weight [n, k] as it is stored; made by `stored_rows`. value = number of the code * scale * factor.
+
+    Several may be one behind the other: then memory and scales have a first dimension of them.
+    """
 
     memory: Tensor  # [n, k] in fp16 or bf16, else codes of `element` in bytes [n, ...]
     k: int
@@ -49,7 +52,7 @@ class StoredRows(NamedTuple):
     @property
     def n(self) -> int:
         """The number of rows."""
-        return self.memory.shape[0]
+        return self.memory.shape[-2]
 
 
 def stored_rows(
@@ -114,29 +117,36 @@ def _as_halves(element: FloatFormat) -> tuple[int, int, float]:
 
 
 def multiply(x: Tensor, weight: Tensor | StoredRows, bias: Tensor | None = None, level: int | None = None) -> Tensor:
-    """Return x @ weight.T (+ bias) in fp32, of x fp32 [rows, k] and a contiguous weight [n, k] in fp16, bf16 or codes.
+    """Return x @ weight.T (+ bias) in fp32, of x fp32 [rows, k] and a weight [n, k] in fp16, bf16 or codes.
+
+    Of several weights, x [count, rows, k] has as many, and there is no bias.
 
     More rows, and those on an accelerator, are products of torch's in fp32. `level` forces an instruction set, by its
     place in `cpu.INSTRUCTION_SETS`.
     """
     if isinstance(weight, Tensor):
         weight = StoredRows(weight, weight.shape[1])
-    rows, k = x.shape
-    if rows > FEW or not weight.memory.is_contiguous() or not (x.is_cpu and weight.memory.is_cpu):
+    rows, k = x.shape[-2:]
+    memory, several = weight.memory, weight.memory.ndim > 2
+    if rows > FEW or memory.stride(-1) != 1 or not (x.is_cpu and memory.is_cpu):
+        if several:
+            return x @ torch.stack([values(one) for one in _each(weight)]).transpose(1, 2)
         return in_panels(x, functools.partial(values, weight), (weight.n, k), bias)
     wide = x.detach().double() if weight.element is None else x.detach()
     wide = F.pad(wide, (0, up(k, SUMS) - k)).contiguous()
     bias = None if bias is None else bias.detach().float().contiguous()
     if not uses_library():
+        if several:
+            return torch.stack([_defined(*pair, None) for pair in zip(wide, _each(weight), strict=True)])
         return _defined(wide, weight, bias)
-    out = torch.empty(rows, weight.n, dtype=torch.float32, device="cpu")
+    out = torch.empty(*x.shape[:-1], weight.n, dtype=torch.float32, device="cpu")
     described, scales, factor = _described(weight)
     cpu.loaded().lowp_rows_multiply(
         cpu.level(level),
         wide,
         rows,
-        wide.shape[1],
-        weight.memory,
+        wide.shape[-1],
+        memory,
         described,
         scales,
         factor,
@@ -147,12 +157,18 @@ def multiply(x: Tensor, weight: Tensor | StoredRows, bias: Tensor | None = None,
     return out
 
 
+def _each(weight: StoredRows) -> Iterator[StoredRows]:
+    """The weights that are one behind the other."""
+    for i, memory in enumerate(weight.memory):
+        yield weight._replace(memory=memory, scales=None if weight.scales is None else weight.scales[i])
+
+
 def values(weight: StoredRows, first: int = 0, count: int | None = None) -> Tensor:
     """Return rows of a weight in fp32 [count, k], from the first; all of them by default."""
     count = weight.n - first if count is None else count
     if weight.element is None:
         return weight.memory[first : first + count].float()
-    if not (uses_library() and weight.memory.is_cpu and weight.memory.is_contiguous()):
+    if not (uses_library() and weight.memory.is_cpu and weight.memory.stride(-1) == 1):
         numbers, scales = _numbers(weight)
         group = weight.group or up(weight.k, SUMS)
         spread = scales.repeat_interleave(group, 1)[:, : weight.k]
@@ -188,12 +204,27 @@ def _described(weight: StoredRows) -> tuple[array[int], Tensor | None, float]:
         kind = _SIX if element.bits == 6 else _CODES if last == 127 else _WITH_NAN
         factor *= of_halves
     scale_kind = 0 if scales is None else 1 if scales.dtype is torch.float32 else 2
-    group, groups = weight.group or up(weight.k, SUMS), 1 if scales is None else scales.shape[1]
-    return (
-        array("q", (kind, weight.n, weight.k, group, scale_kind, groups, weight.together, shift, last)),
-        None if scales is None else scales.contiguous(),
-        factor,
+    group, groups = weight.group or up(weight.k, SUMS), 1 if scales is None else scales.shape[-1]
+    if scales is not None and scales.stride()[-2:] != (groups, 1):
+        scales = scales.contiguous()
+    memory, (count, apart, scales_apart) = weight.memory, (1, 0, 0)
+    size = memory.element_size()
+    if memory.ndim > 2:
+        count, apart = memory.shape[0], memory.stride(0) * size
+        scales_apart = 0 if scales is None else scales.stride(0)
+    numbers = (
+        kind,
+        weight.n,
+        weight.k,
+        memory.stride(-2) * size,
+        group,
+        scale_kind,
+        groups,
+        weight.together,
+        shift,
+        last,
     )
+    return array("q", (*numbers, count, apart, scales_apart)), scales, factor
 
 
 def _numbers(weight: StoredRows) -> tuple[Tensor, Tensor]:
