@@ -11,7 +11,7 @@ from lowp.numerics.sampling import Budget
 
 _BEGINNING = 1.0  # seconds whose share is spent sooner
 _IDLE = 2e-6  # seconds that a step takes which is not looked at
-_TYPICAL, _WARM = 5, 0.5  # looks that say what one takes; the part of the first one that later ones take
+_TYPICAL, _WARM = 5, 0.25  # looks that say what one takes; the part of the first one that later ones take
 _COLD, _MOST_COLD = 0.7, 4e-4  # of a look, and seconds: what the steps after it take longer, with cold caches
 _CONFIRMING = 4  # looks that may be taken in advance where something seems wrong
 
