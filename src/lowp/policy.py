@@ -150,7 +150,7 @@ class Rule:
     recurrent layers read operands that are rounded once.
 
     `saved` is the format of what backward keeps of an activation: of the input of a product, and of what other ops save
-    that is as large as their input. Backward reads the values of its codes.
+    that is as large as their input; attention keeps its operands. Backward reads the values of the codes.
     """
 
     ops: tuple[str, ...] = ()

@@ -239,6 +239,8 @@ def test_a_rotation_is_the_matrix_of_hadamard_and_its_rest_stays(size: int) -> N
     torch.testing.assert_close(found[:, :-1].double(), wanted.reshape(3, -1), rtol=0, atol=2e-5)
     assert torch.equal(found[:, -1], x[:, -1]) and set(signs.tolist()) == {-1.0, 1.0}
     assert torch.equal(hadamard.rotate(x.t(), signs, 0), found.t())
+    assert torch.equal(hadamard.rotate(x.clone().requires_grad_(), signs), found)
+    assert torch.equal(hadamard.rotate(x.bfloat16(), signs), hadamard.rotate(x.bfloat16().float(), signs))
 
 
 @pytest.mark.parametrize("rows", [(64,), (4, 16), (50,)], ids=str)

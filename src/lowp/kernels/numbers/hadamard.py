@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp.compat import is_transformed
 from lowp.kernels.numbers.philox import words
 from lowp.kernels.tracing import is_sharded
 
@@ -28,31 +29,54 @@ def rotate(x: Tensor, signs: Tensor, axis: int = -1) -> Tensor:
     """Return x in fp32, with blocks along a dimension rotated; what is left at its end, less than a block, stays.
 
     The definition: log2(n) rounds of sums and differences in fp32 of numbers 1, 2, 4, ... places apart, and a product
-    with 1 / sqrt(n), rounded to fp32. Infinities and NaN spread over their block. Part of the autograd graph. A DTensor
-    is gathered along the dimension.
+    with 1 / sqrt(n), rounded to fp32. Infinities and NaN spread over their block. Part of the autograd graph if x is.
+    A DTensor is gathered along the dimension.
     """
     if is_sharded(x):
-        x, signs = _on_ranks(x, signs, axis % x.ndim)
+        return _rotated_by_ranks(x, signs, axis % x.ndim)
     size, length = signs.numel(), x.shape[axis]
     whole = length - length % size
-    moved = x.float().movedim(axis, -1)
-    head, tail = moved[..., :whole], moved[..., whole:]
-    blocks = head.reshape(*head.shape[:-1], whole // size, size) * signs
+    if not whole:
+        return x.float()
+    axis %= x.ndim
+    head = x.narrow(axis, 0, whole).float()
+    outer, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
+    shape = outer, whole // size, size, inner
+    is_graph = torch.compiler.is_compiling() or is_transformed() or (torch.is_grad_enabled() and x.requires_grad)
+    turned = (_differentiable if is_graph else _rotated)(head.reshape(shape), signs.reshape(-1, 1)).reshape(head.shape)
+    return turned if whole == length else torch.cat((turned, x.narrow(axis, whole, length - whole).float()), axis)
+
+
+def _rotated(blocks: Tensor, signs: Tensor) -> Tensor:
+    """Return blocks [outer, block, number, inner] rotated; each round reads one of two buffers and writes the other."""
+    found, other = (blocks.new_empty(blocks.shape) for _ in range(2))
+    torch.mul(blocks, signs, out=found)
+    outer, _, size, inner = blocks.shape
     step = 1
     while step < size:
-        pairs = blocks.reshape(*blocks.shape[:-1], size // (2 * step), 2, step)
-        first, second = pairs.unbind(-2)
-        blocks = torch.stack((first + second, first - second), -2).flatten(-3)
-        step *= 2
-    turned = (blocks * (1 / math.sqrt(size))).reshape(head.shape)
-    return (turned if whole == length else torch.cat((turned, tail), -1)).movedim(-1, axis)
+        pairs, written = (one.view(outer, -1, 2, step, inner) for one in (found, other))
+        torch.add(pairs[:, :, 0], pairs[:, :, 1], out=written[:, :, 0])
+        torch.sub(pairs[:, :, 0], pairs[:, :, 1], out=written[:, :, 1])
+        found, other, step = other, found, 2 * step
+    return found.mul_(1 / math.sqrt(size))
 
 
-def _on_ranks(x: Any, signs: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Return a DTensor whose ranks have whole lines along a dimension, and the signs as one that each rank has."""
+def _differentiable(blocks: Tensor, signs: Tensor) -> Tensor:
+    """Return the same as part of the autograd graph, which takes many times as long."""
+    found, (outer, _, size, inner) = blocks * signs, blocks.shape
+    step = 1
+    while step < size:
+        first, second = found.reshape(outer, -1, 2, step, inner).unbind(2)
+        found, step = torch.stack((first + second, first - second), 2), 2 * step
+    return found.reshape(blocks.shape) * (1 / math.sqrt(size))
+
+
+def _rotated_by_ranks(x: Any, signs: Tensor, axis: int) -> Tensor:
+    """Return a DTensor whose ranks have rotated whole lines along a dimension."""
     from torch.distributed.tensor import DTensor, Replicate
 
     stays = [one.is_shard() and one.dim % x.ndim != axis for one in x.placements]
     placements = [one if is_kept else Replicate() for one, is_kept in zip(x.placements, stays, strict=True)]
-    everywhere = [Replicate()] * len(placements)
-    return x.redistribute(placements=placements), DTensor.from_local(signs, x.device_mesh, everywhere, run_check=False)
+    turned = rotate(x.redistribute(placements=placements).to_local(), signs, axis).contiguous()
+    stride = torch.empty(x.shape, device="meta").stride()
+    return DTensor.from_local(turned, x.device_mesh, placements, run_check=False, shape=x.shape, stride=stride)
