@@ -84,8 +84,6 @@ def test_a_step_of_int16_runs_few_functions(precision: str) -> None:
 def test_a_planned_layer_runs_few_functions(precision: str, layer: str) -> None:
     if precision == "bf16" and multiplies("cpu", torch.bfloat16):
         pytest.skip("the processor's own product is looked for first")
-    if "convolution" in layer and precision == "mxfp8:stochastic":
-        pytest.skip("blocks along the channels draw where the definition moves them to")
     make, shape, forward, backward = LAYERS[layer]
     module, x = make(), torch.randn(shape, requires_grad=True)
     found: list[int] = []

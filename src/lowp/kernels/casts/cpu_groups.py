@@ -63,13 +63,13 @@ def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int) ->
 def groups_along(shape: torch.Size, cast: Cast, axis: int) -> tuple[int, int, int, int] | None:
     """Return the `_layout` of groups along `axis`, and the distance of a row's numbers.
 
-    None for what is cast as if `axis` were moved to the last place: groups of whole channels, and those whose numbers
-    draw, since their random words are counted there.
+    None for groups of whole channels, which are cast as if `axis` were moved to the last place. There random words are
+    counted.
     """
     scope, last = scaled.scaled_format(cast).scope, len(shape) - 1
     if axis in (-1, last) or scope.kind == "tensor":
         return *_layout(shape, scope), 1
-    if cast.is_stochastic or (scope.kind == "channel" and last > 1):
+    if scope.kind == "channel" and last > 1:
         return None
     row, inner = shape[axis], shape[axis % (last + 1) + 1 :].numel()
     return shape.numel(), row, scaled.block_size(scope, row) if scope.kind == "block" else row, inner

@@ -40,18 +40,50 @@ void find(const Task& task, const Groups& groups, int64_t count, int threads, do
   });
 }
 
+// The scale of a whole tensor, if its format has one and scales are to be found.
+void find_outer(const Task& task, Groups& groups, int64_t count, int threads) {
+  if (groups.sharing->outer.bits == 0 || groups.scale != nullptr) return;
+  const Groups all{groups.sharing, count, count, 1, nullptr, nullptr, nullptr, 0, false};
+  double largest = 0;
+  find(task, all, count, threads, &largest);
+  groups.outer = kernels().outer_scale(*groups.sharing, std::fabs(largest));
+}
+
+// Rows of numbers `inner` apart that draw: their random words are those of the tensor in which every row lies together.
+// Tiles of whole rows are gathered, cast and put back. fp32; returns as `share`.
+int draw_across(const Task& task, const Groups& groups, int64_t count, int threads) {
+  constexpr int64_t kTile = 16 * 1024;  // numbers
+  const Kernels& kernel = kernels();
+  const int64_t row = groups.row, inner = groups.inner, outer = count / (row * inner);
+  const int64_t beside = std::min(inner, std::max<int64_t>(16, kTile / row / 16 * 16)), tiles = (inner + beside - 1) / beside;
+  std::atomic<int> met{0};
+  parallel_for(outer * tiles, 1, enough_threads(count, threads), [&](int64_t begin, int64_t end) noexcept {
+    const std::unique_ptr<float[]> tile(new (std::nothrow) float[2 * beside * row]);
+    if (tile == nullptr) met = -1;
+    for (int64_t part = begin; part < end && met >= 0; ++part) {
+      const int64_t first = part % tiles * beside, columns = std::min(beside, inner - first);
+      const int64_t corner = part / tiles * row * inner + first, index = part / tiles * row * inner + first * row;
+      const float* const in = static_cast<const float*>(task.in) + corner;
+      float *const out = static_cast<float*>(task.out) + corner, *const gathered = tile.get(), *const cast = gathered + columns * row;
+      for (int64_t k = 0; k < row; ++k)
+        for (int64_t i = 0; i < columns; ++i) gathered[i * row + k] = in[k * inner + i];
+      const Task own{nullptr, gathered, cast, kFp32, kFp32, task.seed, false, task.index + index};
+      const Groups rows{groups.sharing, row, groups.group, groups.outer, nullptr, nullptr, nullptr, 0, false};
+      met |= kernel.quantize_groups(own, rows, 0, columns * row);
+      for (int64_t k = 0; k < row; ++k)
+        for (int64_t i = 0; i < columns; ++i) out[k * inner + i] = cast[i * row + k];
+    }
+  });
+  return met;
+}
+
 // The parts of a tensor, whose scales are known or to be found: work(begin, end). Returns what was met, or -1 if memory runs out.
 template <class Work>
 int share(const Task& task, Groups& groups, int64_t count, int threads, Work work) {
   const Kernels& kernel = kernels();
   const int used = enough_threads(count, threads);
   std::unique_ptr<double[]> scales;
-  if (groups.sharing->outer.bits != 0 && groups.scale == nullptr) {
-    const Groups all{groups.sharing, count, count, 1, nullptr, nullptr, nullptr, 0, false};
-    double largest = 0;
-    find(task, all, count, threads, &largest);
-    groups.outer = kernel.outer_scale(*groups.sharing, std::fabs(largest));
-  }
+  find_outer(task, groups, count, threads);
   if (groups.inner > 1) {
     const int64_t columns = std::min(groups.inner, kBeside), bands = count / (groups.row * groups.inner) * groups_of_row(groups);
     const int64_t parts = (groups.inner + kBeside - 1) / kBeside;
@@ -87,7 +119,8 @@ int share(const Task& task, Groups& groups, int64_t count, int threads, Work wor
 using namespace lowp;
 
 // x has rows of `row` elements, `group` of which share a scale. `scale`: those of all groups; null: they are found, and an
-// infinity or a NaN is told. `inner`: the distance of a row's elements; above one scales must be found, nothing be drawn.
+// infinity or a NaN is told. `inner`: the distance of a row's elements; above one scales must be found, of fp32 where numbers
+// draw, as elements of the tensor in which rows lie together.
 LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, const void* x, void* out, int64_t count,
                                      int64_t row, int64_t group, int64_t inner, const double* scale,
                                      const int32_t* zero_point, uint64_t seed, int64_t index, int threads) {
@@ -95,6 +128,10 @@ LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, cons
   const Task task{nullptr, x, out, type, type, seed, stream, index};
   Groups groups{sharing, row, group, 1, scale, zero_point, nullptr, 0, false, inner};
   const Kernels& kernel = kernels();
+  if (inner > 1 && draws(sharing->element.rounding)) {
+    find_outer(task, groups, count, threads);
+    return draw_across(task, groups, count, threads);
+  }
   std::atomic<int> met{0};
   const int known = share(task, groups, count, threads, [&](int64_t begin, int64_t end) {
     met |= kernel.quantize_groups(task, groups, begin, end);
