@@ -108,9 +108,49 @@ def test_onnxruntime_quantises_the_products_of_attention_as_the_served_transform
     assert (found - wanted).norm() < 1e-3 * (wanted - trained).norm()
 
 
+# by format the type of its codes; onnxruntime's CPU reads none of FLOAT4E2M1
+READ = {"int4": "INT4", "i3s@fp32/32": "INT4", "mxfp8": "FLOAT8E4M3FN", "mxfp8-e5m2": "FLOAT8E5M2"}
+READ |= {"e4m3fn": "FLOAT8E4M3FN", "e4m3fn@fp32/row": "FLOAT8E4M3FN", "e4m3fn@e8m0/16x16": "FLOAT8E4M3FN"}
+UNREAD = {"nvfp4": "FLOAT4E2M1", "mxfp4": "FLOAT4E2M1", "e2m1": "FLOAT4E2M1"}
+
+
+class Formats(nn.Module):
+    """A layer in each of some formats, side by side."""
+
+    def __init__(self, formats: dict[str, str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(lowp.quantize_model(nn.Linear(80, 33, bias=False), one) for one in formats)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Their results, one after the other."""
+        return torch.cat([layer(x) for layer in self.layers], 1)
+
+
+@pytest.mark.parametrize("formats", [READ, UNREAD], ids=["read by onnxruntime", "FLOAT4E2M1"])
+def test_weights_of_a_type_that_onnx_has_keep_their_codes_and_have_the_same_bits(
+    tmp_path: Path, formats: dict[str, str]
+) -> None:
+    from onnx.reference import ReferenceEvaluator
+
+    torch.manual_seed(0)
+    model, unit = Formats(formats), torch.eye(80)  # whose product is the weight
+    export_onnx(model, (unit,), tmp_path / "model.onnx")
+    written = onnx.load(tmp_path / "model.onnx")
+    types = {one.name: one.data_type for one in written.graph.initializer}
+    wanted = {f"layers.{i}.weight.codes": getattr(onnx.TensorProto, one) for i, one in enumerate(formats.values())}
+    assert wanted.items() <= types.items() and not any(name.endswith(".weight") for name in types)
+    given = {written.graph.input[0].name: unit.numpy()}
+    found = [ReferenceEvaluator(written).run(None, given)[0]]
+    if formats is READ:
+        session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+        found.append(session.run(None, given)[0])
+    values = torch.cat([layer.weight.values() for layer in model.layers]).t()  # type: ignore[operator, union-attr]
+    assert all(torch.equal(torch.from_numpy(one), values) for one in found)
+
+
 def test_layers_of_other_formats_are_exported_in_fp32(tmp_path: Path) -> None:
     x = torch.randn(4, 32)
-    served = lowp.quantize_model(nn.Sequential(nn.Linear(32, 8)), "int4")
+    served = lowp.quantize_model(nn.Sequential(nn.Linear(32, 8)), "mxfp6")
     export_onnx(served, (x,), tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]

@@ -1,4 +1,8 @@
-"""Export of a served model: int8 layers as QuantizeLinear and DequantizeLinear, which onnxruntime computes in bytes."""
+"""Export of a served model: int8 layers as QuantizeLinear and DequantizeLinear, which onnxruntime computes in bytes.
+
+Linear layers in formats that ONNX has (INT4, FLOAT4E2M1, FLOAT8E4M3FN, FLOAT8E5M2) keep their codes, and
+DequantizeLinear gives the numbers that the served layer multiplies, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ import functools
 import importlib
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +21,12 @@ from torch import Tensor, nn
 
 from lowp import files
 from lowp.errors import InvalidInput, Unavailable
+from lowp.formats import FORMATS
 from lowp.inference.attention import ServedAttention, attended
 from lowp.inference.calibration import check_bits
 from lowp.inference.convolutions import ServedConvolution
-from lowp.inference.modules import Int8, Served, ServedEmbedding, ServedLinear
+from lowp.inference.modules import Int8, Nibble, Served, ServedEmbedding, ServedLinear, Stored
+from lowp.kernels.packed import few_bits, few_rows
 
 OPSET = 18
 
@@ -32,8 +39,10 @@ def export_onnx(
     `arguments` are example inputs; with `dynamic_batch` the first dimension of each may be any size. Weights are int8
     with a scale an output channel, activations unsigned bytes of 7 bits, in pairs of QuantizeLinear and
     DequantizeLinear: onnxruntime gives the same results up to the rounding of fp32. With 7 bits its byte
-    products do not saturate, as they may with 8 bits on processors without VNNI. Layers in other formats, and layers
-    that were not replaced, are exported in fp32. `options` go to `torch.onnx.export`.
+    products do not saturate, as they may with 8 bits on processors without VNNI. Linear layers in int4 and other
+    integers of up to 4 bits, in e2m1 (mxfp4, nvfp4) and in floats of 8 bits (e4m3fn, mxfp8) are codes with fp32 scales
+    of their blocks; onnxruntime's CPU has no FLOAT4E2M1 yet. Other layers are exported in fp32. `options` go to
+    `torch.onnx.export`.
 
     Raises InvalidInput for layers without a calibrated range; Unavailable if onnx or onnxscript is missing.
     """
@@ -44,6 +53,7 @@ def export_onnx(
             raise Unavailable(f"export to ONNX needs {name}: pip install onnx onnxscript") from None
     target = files.check_target(Path(path))
     exported = _exportable(model)
+    coded = {name: _coded(one) for name, one in model.named_modules() if isinstance(one, ServedLinear)}
     if dynamic_batch and "dynamic_shapes" not in options:
         options["dynamic_shapes"] = tuple({0: torch.export.Dim.DYNAMIC} for _ in arguments)
     with warnings.catch_warnings(), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
@@ -54,8 +64,84 @@ def export_onnx(
         )
         assert program is not None
         program.save(str(whole), external_data=False)
+        written = whole.read_bytes()
+        if found := {name: one for name, one in coded.items() if one is not None}:
+            written = _with_codes(written, found)
         with files.replacing(target) as file:
-            file.write(whole.read_bytes())
+            file.write(written)
+
+
+class _Coded(NamedTuple):
+    """A weight [n, k] as codes of a type of ONNX, and its scales [n, groups] in fp32."""
+
+    type: str
+    codes: Tensor  # uint8, one a byte
+    scales: Tensor
+    group: int
+
+
+_TYPES = {"e4m3fn": "FLOAT8E4M3FN", "e5m2": "FLOAT8E5M2"}
+_SINCE = {"FLOAT4E2M1": 23}  # versions of the operators; of other types, which have blocks:
+_BLOCKS_SINCE = 21
+
+
+def _coded(module: ServedLinear) -> _Coded | None:
+    """The weight of a layer in a type of ONNX; None for another format."""
+    weight = module.weight
+    if isinstance(weight, Nibble):
+        held = weight.codes()
+        whole = few_bits.whole_levels(list(FORMATS["e2m1"].values()))  # type: ignore[union-attr]
+        assert whole is not None
+        levels, codes = held.levels.tolist(), few_bits.codes_of(held)
+        scales = few_bits.scales_of(held)[:, : -(-held.k // held.group)]  # the depth of panels is filled up
+        if levels == whole[0]:
+            return _Coded("FLOAT4E2M1", codes, scales / whole[1], held.group)
+        if all(code - (code >> 3 << 4) == level for code, level in enumerate(levels)):
+            return _Coded("INT4", codes, scales, held.group)
+        return None
+    rows = weight.rows() if isinstance(weight, Stored) else None
+    if rows is None or rows.element is None or rows.element.name not in _TYPES:
+        return None
+    return _Coded(
+        _TYPES[rows.element.name], rows.memory.view(torch.uint8), few_rows.scales_of(rows).float(), rows.group
+    )
+
+
+def _with_codes(written: bytes, coded: Mapping[str, _Coded]) -> bytes:
+    """The file with codes and DequantizeLinear in the place of fp32 weights."""
+    onnx: Any = importlib.import_module("onnx")
+    converter: Any = importlib.import_module("onnx.version_converter")
+    version = max(_SINCE.get(one.type, _BLOCKS_SINCE) for one in coded.values())
+    model = converter.convert_version(onnx.load_from_string(written), version)
+    model.ir_version = max(model.ir_version, 11 if version > _BLOCKS_SINCE else 10)
+    graph, tensor = model.graph, onnx.helper.make_tensor
+    weights = {one.name: one for one in graph.initializer}
+    for name, one in coded.items():
+        whole = f"{name}.weight" if name else "weight"
+        graph.initializer.remove(weights[whole])
+        codes = one.codes.flatten()
+        if one.type in ("INT4", "FLOAT4E2M1"):
+            codes = F.pad(codes, (0, codes.numel() % 2))
+            codes = codes[::2] | codes[1::2] << 4
+        kind, shape = getattr(onnx.TensorProto, one.type), tuple(one.codes.shape)
+        scales = one.scales if one.group else one.scales[:, 0]
+        attributes = {"axis": 1, "block_size": one.group} if one.group else {"axis": 0}
+        graph.initializer.extend(
+            [
+                tensor(f"{whole}.codes", kind, shape, codes.numpy().tobytes(), raw=True),
+                tensor(
+                    f"{whole}.scales",
+                    onnx.TensorProto.FLOAT,
+                    tuple(scales.shape),
+                    scales.contiguous().numpy().tobytes(),
+                    raw=True,
+                ),
+            ]
+        )
+        given = [f"{whole}.codes", f"{whole}.scales"]
+        graph.node.insert(0, onnx.helper.make_node("DequantizeLinear", given, [whole], **attributes))
+    onnx.checker.check_model(model)
+    return model.SerializeToString()  # type: ignore[no-any-return]
 
 
 def _exportable(model: nn.Module) -> nn.Module:

@@ -85,16 +85,26 @@ def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int)
     return PackedCodes(memory, scales, torch.tensor(levels, dtype=torch.int8, device="cpu"), n, k, group)
 
 
-def _numbers_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
-    """Return the whole numbers in fp32 [n, depth], or some rows of them."""
+def codes_of(w: PackedCodes) -> Tensor:
+    """Return the codes in uint8 [n, k]."""
+    return _codes(w, None)[:, : w.k].contiguous()
+
+
+def _codes(w: PackedCodes, rows: Tensor | None) -> Tensor:
+    """Return the codes [n, depth], or some rows of them."""
     shifts = torch.arange(0, 8, w.bits, dtype=torch.uint8, device="cpu").reshape(-1, 1)
     memory = w.memory.transpose(1, 2) if rows is None else w.memory[rows // PANEL, :, rows % PANEL]
     codes = memory[..., None, :] >> shifts & ((1 << w.bits) - 1)
-    codes = codes.reshape(-1, w.depth)[: w.n if rows is None else None]
+    return codes.reshape(-1, w.depth)[: w.n if rows is None else None]
+
+
+def _numbers_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
+    """Return the whole numbers in fp32 [n, depth], or some rows of them."""
+    codes = _codes(w, rows)
     return torch.nn.functional.embedding(codes.int(), w.levels.float()[:, None]).squeeze(-1)
 
 
-def _scales_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
+def scales_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
     """Return the scales in fp32 [n, groups], or some rows of them."""
     if rows is not None:
         return w.scales[rows // PANEL, :, rows % PANEL]
@@ -110,7 +120,7 @@ def code_values(w: PackedCodes, first: int = 0, count: int | None = None) -> Ten
 
 def code_rows(w: PackedCodes, rows: Tensor | None) -> Tensor:
     """Return rows of the weights in fp32 [rows, k]; all of them for None."""
-    scales = _scales_of(w, rows)
+    scales = scales_of(w, rows)
     numbers = _numbers_of(w, rows)
     grouped = numbers.reshape(*scales.shape, -1) * scales[..., None]
     return grouped.flatten(1)[:, : w.k]
@@ -140,7 +150,7 @@ def multiply_codes(x: Tensor | Bytes, w: PackedCodes, bias: Tensor | None = None
         rows = x.payload.shape[0]
         if rows > FEW and w.k * x.highest * 2 < 1 << 24:  # every sum of these is exact in fp32, in any order
             exact = (x.payload[:, : w.k].float() - x.zero) @ _numbers_of(w)[:, : w.k].t()
-            result = exact * (torch.tensor(x.scale, dtype=torch.float32, device="cpu") * _scales_of(w)[:, 0])
+            result = exact * (torch.tensor(x.scale, dtype=torch.float32, device="cpu") * scales_of(w)[:, 0])
             return result if bias is None else result + bias.float()
         return _multiplied(_of_bytes(x, w), w, bias, level)
     operand = _of_floats(x.detach(), w, level) if on_cpu(x, "x").shape[0] <= FEW else None
@@ -229,7 +239,7 @@ def _of_floats(x: Tensor, w: PackedCodes, level: int | None) -> _Operand | None:
 
 def _defined(x: _Operand, w: PackedCodes, bias: Tensor | None) -> Tensor:
     """Return the sums of the groups in fp64, which holds them exactly, added one after the other in fp32."""
-    scales = _scales_of(w)
+    scales = scales_of(w)
     numbers, groups = x.digits[:, 0], scales.shape[1]
     weights = _numbers_of(w).double().reshape(w.n, groups, -1)
     total = torch.zeros(numbers.shape[0], w.n, dtype=torch.float32, device="cpu")

@@ -229,20 +229,26 @@ def _described(weight: StoredRows) -> tuple[array[int], Tensor | None, float]:
 
 def _numbers(weight: StoredRows) -> tuple[Tensor, Tensor]:
     """Return the numbers of the codes in fp64 [n, k], and the scales [n, groups] with the factor."""
-    memory, element, scales = weight.memory, weight.element, weight.scales
+    memory, element = weight.memory, weight.element
     if not isinstance(element, FloatFormat):
         numbers = memory.double()
     else:
         codes = memory.view(torch.uint8)
         codes = codes if element.bits == 8 else packing.unpack(codes, element, weight.k)
         numbers = bitwise.decoded(codes, element, torch.float64)
+    return numbers, scales_of(weight)
+
+
+def scales_of(weight: StoredRows) -> Tensor:
+    """Return the scales in fp64 [n, groups], with the factor."""
+    scales = weight.scales
     if scales is None:
-        wide = torch.ones(weight.n, 1, dtype=torch.float64, device=memory.device)
+        wide = torch.ones(weight.n, 1, dtype=torch.float64, device=weight.memory.device)
     elif scales.dtype is torch.float32:
         wide = scales.double()
     else:
         wide = torch.where(scales == 255, math.nan, torch.exp2(scales.double() - 127))
-    return numbers, wide.repeat_interleave(weight.together, 0)[: weight.n] * weight.factor
+    return wide.repeat_interleave(weight.together, 0)[: weight.n] * weight.factor
 
 
 def _defined(x: Tensor, weight: StoredRows, bias: Tensor | None) -> Tensor:
