@@ -116,15 +116,27 @@ class Storage:
             return
         if parameter.dtype is not self.dtype:
             parameter.grad = None  # has the old dtype
-        # the kept data is contiguous for every memory format of the parameter: optimizers walk it in logical order
-        here = local(parameter)
-        master = here.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        # the kept data is contiguous for every memory format of the parameter: optimizers walk it in logical order; in
+        # blocks, since the allocator would keep the memory of whole tensors between
+        here = local(parameter).detach()
+        given, shape = here.reshape(-1), here.shape
         if parameter.dtype is not self.dtype:
             parameter.data = torch.empty_like(parameter, dtype=self.dtype)
-            here = parameter
-        unsharded: dict[str, Tensor] = {}
-        self.save(here, unsharded, master, None, places_of(parameter) if self.draws else 0)
-        state.update({name: shard_like(value, parameter) for name, value in unsharded.items()})
+            here = parameter.detach()
+        bits = {16: torch.int16, 8: torch.int8}.get(self.remainder_bits, torch.float32)
+        name = "remainder" if self.remainder_bits else MASTER_WEIGHT
+        keeps, kept = bool(self.remainder_bits) or self.kind == "fp32", torch.empty(0)
+        if keeps:
+            kept = torch.empty(shape, dtype=bits, device=here.device)
+        flat = torch.empty_like(given, dtype=self.dtype)
+        size, places = (max(flat.numel(), 1), places_of(parameter)) if self.cast.is_stochastic else (BLOCK, 0)
+        for start in range(0, flat.numel(), size):
+            piece = slice(start, start + size)
+            part = {name: kept.view(-1)[piece]} if keeps else {}
+            self.save(flat[piece], part, given[piece].to(torch.float32), None, places)
+        here.copy_(flat.view(shape))
+        if keeps:
+            state[name] = shard_like(kept, parameter)
 
     def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return the fp32 value of a stored, unsharded parameter, for an update that `save` writes. May be no copy."""
@@ -362,10 +374,11 @@ class Moments:
         if self.format is None:
             dtype, layout = _DTYPES[str(self.cast.format)], torch.contiguous_format
             return {name: torch.zeros_like(parameter, dtype=dtype, memory_format=layout, requires_grad=False)}
-        here = local(parameter)
-        zeros = kernels.encode(torch.zeros(here.numel(), device=here.device), self.cast, packed=True)
-        codes = zeros.payload.view(here.shape) if zeros.payload.numel() == here.numel() else zeros.payload
-        return {name: codes, name + SCALES: zeros.scale}
+        here, size, bits = local(parameter), self.format.scope.size, self.format.bits
+        block = kernels.encode(torch.zeros(size, device=here.device), self.cast, packed=True)
+        shape = here.shape if bits >= 8 else torch.Size((-(-here.numel() * bits // 8),))
+        codes = torch.zeros(shape, dtype=block.payload.dtype, device=here.device)
+        return {name: codes, name + SCALES: block.scale.repeat(-(-here.numel() // size))}
 
     def load(self, state: Mapping[str, Tensor], name: str, piece: slice) -> Tensor:
         """Return a piece of a moment in fp32; the memory itself if that is what is kept."""
