@@ -311,7 +311,7 @@ class Monitor:
         if self._waiting:
             self._collect()
         if look is not None:
-            self._pace.looked()
+            self._pace.looked(look.step)
         if self.step >= self._look_at or self._is_urgent:
             self._look_at = self._pace.next(self.step)
             if self._is_urgent or self._look_at == self.step:

@@ -13,6 +13,7 @@ _BEGINNING = 1.0  # seconds whose share is spent sooner
 _IDLE = 2e-6  # seconds that a step takes which is not looked at
 _TYPICAL, _WARM = 5, 0.25  # looks that say what one takes; the part of the first one that later ones take
 _COLD, _MOST_COLD = 0.7, 4e-4  # of a look, and seconds: what the steps after it take longer, with cold caches
+_APART, _MOST_APART = 4, 8  # steps between two looks: a quarter of those so far, 8 at most
 _CONFIRMING = 4  # looks that may be taken in advance where something seems wrong
 
 # the processor time of the thread, in which other programs do not count; where it is told in coarse steps, the time
@@ -23,7 +24,8 @@ class Pace:
     """Counts what a monitor takes, and says which step is looked at next.
 
     The first look is free. In the first second more of its share is spent at the beginning: after t seconds as much as
-    of the root of t seconds. `seconds` were spent and are not charged yet.
+    of the root of t seconds; but not in one step after the other, as that of a first step that compiles would be gone
+    at once. `seconds` were spent and are not charged yet.
     """
 
     def __init__(self, max_overhead: str | float | None) -> None:
@@ -32,15 +34,16 @@ class Pace:
         self._costs: deque[float] = deque(maxlen=_TYPICAL)  # seconds of looks
         self._cost = self._first = 0.0  # what the next one may take, and what the first one took
         self.seconds, self._counted = 0.0, 0  # and steps that are charged
+        self._last = 0  # step that was looked at
 
     def spent(self, started: float, hidden: float = 0.0) -> None:
         """Count what ran since it was entered, and what is not seen from within."""
         self.seconds += now() - started + hidden
 
-    def looked(self) -> None:
+    def looked(self, step: int) -> None:
         """Take what was spent for what a look takes, and count what it hides."""
         self.seconds += min(_COLD * self.seconds, _MOST_COLD)
-        self._first = self._first or self.seconds
+        self._first, self._last = self._first or self.seconds, step
         self._costs.append(self.seconds)
         self._cost = statistics.median(self._costs) * (1.0 if len(self._costs) > 1 else _WARM)
 
@@ -62,7 +65,7 @@ class Pace:
             return step
         budget.allowance = self._first + share * math.sqrt(_BEGINNING * min(budget.training, _BEGINNING))
         if budget.room >= self._cost:
-            return step
+            return max(step, self._last + 1 + min(self._last // _APART, _MOST_APART))
         wanted = budget.own + self._cost
         seconds = (wanted - self._first) / share
         seconds = seconds * seconds / _BEGINNING if seconds < _BEGINNING else wanted / share
