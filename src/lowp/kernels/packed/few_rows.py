@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.compat import real_tensors
 from lowp.formats import FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
@@ -94,23 +95,23 @@ def _is_read(element: FloatFormat | IntFormat) -> bool:
         return element.bits == 8
     if element.bits not in (8, 6) or not element.signed or element.exponent_bits > 5:
         return False
-    codes = torch.arange(1 << element.bits, dtype=torch.uint8, device="cpu")
     shift, last, factor = _as_halves(element)
-    places = codes.to(torch.int16) << (8 - element.bits)
-    magnitudes = torch.where(places & 127 > last, 0x7FFF, (places & 127) << shift)
-    halves = (magnitudes | (places & 128) << 8).to(torch.int16).view(torch.float16)
-    wanted = bitwise.decoded(codes, element, torch.float64)
-    return torch.equal((halves.double() * factor).nan_to_num(-0.1), wanted.nan_to_num(-0.1))
+    with real_tensors():
+        codes = torch.arange(1 << element.bits, dtype=torch.uint8, device="cpu")
+        places = codes.to(torch.int16) << (8 - element.bits)
+        magnitudes = torch.where(places & 127 > last, 0x7FFF, (places & 127) << shift)
+        halves = (magnitudes | (places & 128) << 8).to(torch.int16).view(torch.float16)
+        wanted = bitwise.decoded(codes, element, torch.float64)
+        return torch.equal((halves.double() * factor).nan_to_num(-0.1), wanted.nan_to_num(-0.1))
 
 
 @functools.cache
 def _as_halves(element: FloatFormat) -> tuple[int, int, float]:
     """How codes become fp16: the shift of their magnitude of 7 bits, the last that is no NaN, the value's factor."""
     left = 8 - element.bits
-    values = bitwise.decoded(
-        torch.arange(1 << element.bits - 1, dtype=torch.uint8, device="cpu"), element, torch.float64
-    )
-    last = int(values.isfinite().nonzero().max())
+    with real_tensors():
+        codes = torch.arange(1 << element.bits - 1, dtype=torch.uint8, device="cpu")
+        last = int(bitwise.decoded(codes, element, torch.float64).isfinite().nonzero().max())
     if element.exponent_bits == 5 and element.has_infinity:  # as in fp16
         last = 127
     return 10 - element.mantissa_bits - left, last << left, 2.0 ** (15 - element.bias)
