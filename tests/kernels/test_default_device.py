@@ -127,8 +127,8 @@ def table_written() -> object:
     found: list[object] = [table.write(X, places[0]), table.write(X, places[1]), table.write(X, places[2])]
     table.flush(tell=False)
     entries.write_in_place(table.block, FLEX, [(weight, places[2], entries.VALUES)])
-    steps = entries.Steps(table.block, [weight], [(places[1], places[2])])
-    found.append(steps.write(table.block, FLEX))
+    steps = entries.Steps(table.block, [weight], (places[1], places[2]))
+    found.append(list(steps.write(table.block, FLEX) or ()))
     ways = entries.TWO_WORDS, entries.ROOTS
     entries.write_in_place(table.block, FLEX, [(X.clone(), places[3], how) for how in ways])
     return [*found, table.flush(tell=False), table.state, weight]

@@ -55,7 +55,7 @@ def functions_of_lowp(run: Callable[[], object]) -> int:
 
 
 # functions of a whole step of two linear layers: forward, loss, backward, the optimizer's update and its roundings
-STEPS = {"flex16+5": 615, "dfp16": 215}
+STEPS = {"flex16+5": 400, "dfp16": 215}
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")

@@ -6,11 +6,12 @@ from lowp.exponents.scalings import is_flexpoint, scaling_of
 from lowp.exponents.shared import SharedExponents
 from lowp.exponents.sites import CLASSES, Spots, Tell, Trail, class_of, is_result
 from lowp.exponents.summary import Summary
-from lowp.exponents.table import Flush, largest
+from lowp.exponents.table import ExponentTable, Flush, largest
 from lowp.exponents.writer import SiteWriter
 
 __all__ = [
     "CLASSES",
+    "ExponentTable",
     "Flush",
     "SharedExponents",
     "SiteWriter",

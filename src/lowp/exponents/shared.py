@@ -159,17 +159,19 @@ class SharedExponents:
         table = self._table(cast, torch.device("cpu"))
         return SumEntry(table, self._entry(table, site)) if table.is_host and table.is_plain else None
 
-    def places_of(self, cast: Cast, sites: Sequence[str]) -> tuple[ExponentTable, list[int]] | None:
-        """Return the table, and the entries of several sites, as `entry` of one.
+    def places_of(self, cast: Cast, where: str, roles: Sequence[str]) -> tuple[ExponentTable, list[int]] | None:
+        """Return the table, and the entries of an op's roles, as `entry` of one.
 
         None, with nothing done, if a site has no entry or was written in this step.
         """
-        table = None if self._listeners or self._is_apart else self._tables.get(cast)
-        if table is None or not (table.is_host and table.is_plain):
+        table = next(iter(self._tables.values()), None)
+        if table is not None and table.cast is not cast:  # of two or more
+            table = self._tables.get(cast)
+        if self._listeners or self._is_apart or table is None or not (table.is_host and table.is_plain):
             return None
         found = []
-        for site in sites:
-            index = table.names.get(site)
+        for role in roles:
+            index = table.names.get(f"{role} of {where}")
             if index is None or index in table.written:
                 return None
             found.append(index)
@@ -185,21 +187,17 @@ class SharedExponents:
         `FlexWeights`.
         """
         table = self._table(cast, tensors[0].device) if tensors else None
-        if (
-            table is None
-            or self._listeners
-            or self._is_apart
-            or not (table.is_host and table.is_plain and table.is_near)
-        ):
+        if table is None or self._listeners or self._is_apart or not table.writes_many(sites):
             return list(range(len(tensors)))
-        if len(set(sites)) < len(sites) or any(table.names.get(site) in table.written for site in sites):
-            return list(range(len(tensors)))
-        has_words, are_direct, given, rest = low_words.has_low_word(cast), is_direct(*tensors), [], []
+        are_direct, given, rest = is_direct(*tensors), [], []
         for place, (x, site) in enumerate(zip(tensors, sites, strict=True)):
             how: int | None = entries.ROOTS if place in squares else entries.VALUES
             if max(x.shape, default=0) >= low_words.FEATURES and features_axis(site, x) is not None:
-                how = entries.TWO_WORDS if how == entries.VALUES and has_words and is_of_optimizer(site) else None
-            index = table.index(site)  # of the rest, too: entries are in the order of sites
+                is_two = how == entries.VALUES and is_of_optimizer(site) and low_words.has_low_word(cast)
+                how = entries.TWO_WORDS if is_two else None
+            index = table.names.get(site)
+            if index is None:  # of the rest, too: entries are in the order of sites
+                index = table.index(site)
             if how is None or not (are_direct or is_direct(x)):
                 rest.append(place)
             else:
@@ -217,16 +215,16 @@ class SharedExponents:
         table = None if self._listeners else self._tables.get(cast)
         if table is None or not (table.is_host and table.is_plain):
             return None
-        if len({site for pair in sites for site in pair}) < 2 * len(sites):
-            return None
-        ready, places, are_direct = [], [], is_direct(*weights)
+        ready, places, are_direct = list[Tensor](), list[int](), is_direct(*weights)
         for weight, (update_site, site) in zip(weights, sites, strict=True):
             update, own = table.names.get(update_site), table.names.get(site)
             if update is None or own is None or update in table.written or own in table.written:
                 continue
             if are_direct or is_direct(weight):
                 ready.append(weight)
-                places.append((update, own))
+                places += (update, own)
+        if len(set(places)) < len(places):  # two parameters of one name
+            return None
         found = entries.Steps(table.block, ready, places) if ready else None
         return found if found is not None and found.weights else None
 
@@ -255,7 +253,7 @@ class SharedExponents:
             return table.index(site)
         if index in table.written and not distributed.has_other_ranks():
             # a second write at a site uses the result of the first; a step may end without `flush`, in a region alone
-            if not self.has_told_beyond and (cut_off := table.cut_off()):
+            if not self.has_told_beyond and (cut_off := table.cut_off()[0]):
                 self.has_told_beyond = True
                 warnings.warn(
                     f"numbers beyond the largest of {table.cast.format} are cut off, first in the {cut_off[0]}. If "
@@ -326,7 +324,9 @@ class SharedExponents:
         if len(tables) > 1:
             tables.sort(key=lambda one: str(one[0]))  # the same order on every rank
         for cast, table in tables:
-            self._tell(table.flush(agreed.get(cast), tell=bool(self._watchers)))
+            told = table.flush(agreed.get(cast) if agreed else None, tell=bool(self._watchers))
+            if told is not None:
+                self._tell(told)
             table.end_step()
 
     def _tell(self, done: Flush | None) -> None:
@@ -351,20 +351,27 @@ class SharedExponents:
         for table in self._tables.values():
             if table.names and (table.faults.any() if table.is_host else True):
                 found += [site for site, is_bad in zip(table.names, table.faults.tolist(), strict=True) if is_bad]
-        return [] if all(is_result(site) for site in found) else found
+        return found if not all(map(is_result, found)) else []
 
     def flags(self) -> dict[str, Tensor]:
         """Whether what was written in this step was not finite, by site, of the sites of devices: nothing is read."""
-        tables = [table for table in self._tables.values() if table.names and not table.is_host]
-        return {site: flag for table in tables for site, flag in zip(table.names, table.faults.unbind(), strict=True)}
+        found: dict[str, Tensor] = {}
+        for table in self._tables.values():
+            if table.names and not table.is_host:
+                found |= zip(table.names, table.faults.unbind(), strict=True)
+        return found
 
-    def beyond(self, most: bool = False) -> list[str]:
+    def beyond(self) -> tuple[list[str], list[str]]:
         """Return the sites where numbers were cut off in this step that no exponent of the format can hold.
 
-        With `most`, results of which most numbers were, as exponents predicted from earlier steps hold less. Only for
-        writes on a CPU: an accelerator is not waited for.
+        And results of which most numbers were, as exponents predicted from earlier steps hold less. Only for writes on
+        a CPU: an accelerator is not waited for.
         """
-        return [site for table in self._tables.values() for site in table.cut_off(most)]
+        beyond, most = list[str](), list[str]()
+        for table in self._tables.values():
+            for found, more in zip((beyond, most), table.cut_off(), strict=True):
+                found += more
+        return beyond, most
 
     # -- what was seen --------------------------------------------------------------------------------------------
     def sites(self) -> list[str]:

@@ -181,7 +181,10 @@ def _requires_grad(values: Any) -> bool:
         values = values.values()
     elif not isinstance(values, (list, tuple)):
         return False
-    return any(_requires_grad(one) for one in values)
+    for one in values:
+        if one.requires_grad if isinstance(one, Tensor) else _requires_grad(one):
+            return True
+    return False
 
 
 # -- classes ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ makes the decisions anew at each replay.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -119,7 +120,7 @@ class ExponentTable:
         if sites:
             self._is_result = torch.tensor([is_result(site) for site in sites], device=self.device)
         self._places = torch.arange(len(sites), dtype=torch.int32, device=self.device)
-        self._block: tuple[Any, object] | None = None
+        self.__dict__.pop("block", None)
 
     def index(self, site: str) -> int:
         """Return the entry of a site; a new site gets a new entry."""
@@ -133,32 +134,28 @@ class ExponentTable:
             self.faulty = torch.cat((self.faulty, self.faulty.new_zeros(1)))
             self._is_result = torch.cat((self._is_result, self.faulty.new_full((1,), is_result(site))))
             self._places = torch.arange(len(self.names), dtype=torch.int32, device=self.device)
+            self.__dict__.pop("block", None)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state; a copy lies elsewhere in memory."""
-        return {**self.__dict__, "_block": None}
+        return {name: value for name, value in self.__dict__.items() if name != "block"}
 
-    @property
+    @cached_property
     def block(self) -> object:
-        """What the C++ library is given of a table on a CPU."""
-        if self._block is None or self._block[0] is not self.state:
-            state = self.state._asdict()
-            own = dict.fromkeys(("history", "seen", "writes", "saturated", "moved", "nonfinite", *COUNTS))
-            if isinstance(self.scaling, Autoflex):
-                own |= {name: state[name] for name in own if name in state} | self.counts
-            columns = [state["exponent"], state["started"], self.before, self.seen, self._is_result, self.faulty]
-            guess = self.scaling if isinstance(self.scaling, Autoflex) else self.scaling.guess
-            is_reactive = isinstance(self.scaling, Reactive)
-            self._block = self.state, entries.block_of(guess, is_reactive, [*columns, *own.values()])
-        return self._block[1]
+        """What the C++ library is given of a table on a CPU, as long as it has these entries."""
+        state = self.state._asdict()
+        own = dict.fromkeys(("history", "seen", "writes", "saturated", "moved", "nonfinite", *COUNTS))
+        if isinstance(self.scaling, Autoflex):
+            own |= {name: state[name] for name in own if name in state} | self.counts
+        columns = [state["exponent"], state["started"], self.before, self.seen, self._is_result, self.faulty]
+        guess = self.scaling if isinstance(self.scaling, Autoflex) else self.scaling.guess
+        return entries.block_of(guess, isinstance(self.scaling, Reactive), [*columns, *own.values()])
 
-    def wrote(self, place: int, made: LayerResult) -> Tensor:
-        """Return the values of what a layer's call has written under an entry, and keep its mantissas with them."""
-        assert made.payload is not None and made.exponent is not None
-        self.written[place] = True
-        payloads.keep_own(made.values, self.cast.format, made.exponent, made.payload)
-        return made.values
+    def wrote(self, places: Iterable[int], made: Sequence[LayerResult | None]) -> list[Tensor | None]:
+        """Return the values of what a layer's call has written under entries, and keep their mantissas with them."""
+        self.written |= dict.fromkeys(places, True)
+        return payloads.keep_own(made, self.cast.format)
 
     # -- one write ------------------------------------------------------------------------------------------------
     def write(
@@ -375,25 +372,28 @@ class ExponentTable:
         """Whether something that is not finite was written in this step, by entry; bool[n], on the device."""
         return self.faulty | entries.nonfinite_of(self.seen)
 
-    def cut_off(self, most: bool = False) -> list[str]:
+    def cut_off(self) -> tuple[list[str], list[str]]:
         """Return the sites of a CPU whose writes in this step saturated under the largest exponent.
 
-        With `most`, the results whose writes lost most of their numbers. [] on other devices, which are not waited for.
+        And the results whose writes lost most of their numbers. None on other devices, which are not waited for.
         """
         if not (self.is_host and self.adapts and self.names):
-            return []
+            return [], []
         overflowed, elements = entries.counts_of(self.seen)
         if not overflowed.any():
-            return []
+            return [], []
         format = self.cast.format
         assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
         at_most = (overflowed > 0) & (self.state.exponent >= format.scale.max_exponent)
-        found = 2 * overflowed > elements if most else at_most
-        return [
-            site
-            for site, is_one in zip(self.names, found.tolist(), strict=True)
-            if is_one and (is_result(site) or not most)
-        ]
+        names, most = list(self.names), 2 * overflowed > elements
+        beyond = [names[place] for place in at_most.nonzero().flatten().tolist()]
+        return beyond, [site for place in most.nonzero().flatten().tolist() if is_result(site := names[place])]
+
+    def writes_many(self, sites: Sequence[str]) -> bool:
+        """Whether the C++ library writes tensors at these sites in one call: each for the first time in a step."""
+        if not (self.is_host and self.is_plain and self.is_near) or len(set(sites)) < len(sites):
+            return False
+        return self.written.keys().isdisjoint(map(self.names.get, sites))
 
     # -- ranks ------------------------------------------------------------------------------------------------------
     def columns(self, sites: list[str]) -> Tensor:

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.exponents.shared import SharedExponents
-from lowp.exponents.sites import Spots, Tell, Trail
+from lowp.exponents.sites import Tell, Trail
 from lowp.exponents.table import ExponentTable, SumEntry
 from lowp.kernels.int16.mantissas import Mantissas
 
@@ -31,19 +30,6 @@ class SiteWriter:
     tell: Tell | None = None
     _parts: Iterator[int] = field(default_factory=count, init=False)
 
-    @classmethod
-    def of(
-        cls,
-        spots: Spots,
-        exponents: SharedExponents,
-        cast: Cast,
-        where: tuple[nn.Module | None, str, str],
-        tell: Tell | None = None,
-    ) -> SiteWriter:
-        """Return the writer of the op that runs. `where`: its outermost module, its module path and its name."""
-        training = torch.is_grad_enabled() or (spots.trail is not None and spots.trail.training)  # without a call
-        return cls(exponents, cast, spots.spot(*where), training, spots.trail, tell)
-
     def write(self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False) -> Tensor:
         """Return the values of `written`, which takes the same arguments."""
         return self.written(x, role, unless_exact, in_place)[0]
@@ -59,7 +45,7 @@ class SiteWriter:
         if self.tell is not None:
             self.tell(x, role, self.cast)
         site = f"{role} of {self.where}"
-        trail = self._trail_of(role)
+        trail = None if self.trail is None else self._trail_of(role)
         if trail is not None and trail.is_repeated and site in trail.exponents:
             return self.exponents.write_again(x, self.cast, site, trail.exponents[site], unless_exact), None
         in_place = in_place and self.tell is None
@@ -84,7 +70,7 @@ class SiteWriter:
         """Return the table and its entries for exact sums of gradients; None if `write` must see one after another."""
         if not self.training or self.tell is not None:
             return None
-        return self.exponents.places_of(self.cast, [f"{role} of {self.where}" for role in roles])
+        return self.exponents.places_of(self.cast, self.where, roles)
 
     def _trail_of(self, role: str) -> Trail | None:
         """Return the trail for results. Gradients have none: they are written once, by the repeated run."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
@@ -20,7 +21,7 @@ from lowp.compat import (
     accelerator,
     applied_at_once,
     constant_when_compiled,
-    is_transformed,
+    functorch_transforms,
     private,
     real_tensors,
     remembered,
@@ -362,7 +363,7 @@ def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:
 
 def functorch_is_active() -> bool:
     """Whether torch.func (vmap, grad, jvp), forward-mode autograd or torch.compile is active."""
-    return torch.compiler.is_compiling() or is_transformed()
+    return torch.compiler.is_compiling() or functorch_transforms() or forward_ad._current_level >= 0
 
 
 def is_plain(*tensors: Any) -> bool:

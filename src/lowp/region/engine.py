@@ -99,12 +99,13 @@ class ModulePath:
 
     def enter(self, module: nn.Module, frame: FrameType | None = None) -> None:
         """Record a call of a module. `frame` is torch's frame that calls it."""
-        if frame is not None:
+        if frame is not None and self.running:
             self.settle(frame)
         if not self.running and (self._outermost is None or self._outermost() is not module):
             self._outermost = weakref.ref(module)
             self._names = {id(one): name for name, one in unwrapped(module).named_modules()}
-        self.running.append(_Running(self._names.get(id(module), self.current), id(module), frame))
+        path = self._names.get(id(module))
+        self.running.append(_Running(self.current if path is None else path, id(module), frame))
 
     def leave(self, module: nn.Module) -> None:
         """Record the return of a module, and of modules called within it whose end was not reported.
@@ -119,17 +120,14 @@ class ModulePath:
     def settle(self, frame: FrameType) -> bool:
         """Remove modules that no longer run, given a running frame of this thread. Return whether any was removed."""
         found = len(self.running)
-        while self.running and (last := self.running[-1].frame) is not None and not _is_below(last, frame):
+        while self.running and (last := self.running[-1].frame) is not None:
+            below: FrameType | None = frame
+            while below is not None and below is not last:  # has `last` called it, directly or through other calls?
+                below = below.f_back
+            if below is not None:
+                break
             self.running.pop()
         return len(self.running) != found
-
-
-def _is_below(wanted: FrameType, frame: FrameType) -> bool:
-    """Whether frame `wanted` has called `frame`, directly or through other calls."""
-    below: FrameType | None = frame
-    while below is not None and below is not wanted:
-        below = below.f_back
-    return below is not None
 
 
 class Engine(TorchFunctionMode):
@@ -276,8 +274,12 @@ class Engine(TorchFunctionMode):
     def writer(self, op: str, rule: Rule, tell: Tell | None = None) -> SiteWriter:
         """Return the site writer of an op under a rule at the present position of the step."""
         assert self.exponents is not None and self.spots is not None and rule.output is not None
-        where = self.path.outermost, self.path.current, op
-        return SiteWriter.of(self.spots, self.exponents, rule.output, where, tell)
+        path, spots = self.path, self.spots
+        running = path.running
+        where = (path._outermost(), running[-1].path) if running and path._outermost is not None else (None, "")
+        trail = spots.trail
+        training = torch.is_grad_enabled() or (trail is not None and trail.training)  # `Spots.training`, in no function
+        return SiteWriter(self.exponents, rule.output, spots.spot(*where, op), training, trail, tell)
 
     def rests(self) -> bool:
         """Whether an optimizer's step runs, to which no rule applies. A step that raised counts as ended."""

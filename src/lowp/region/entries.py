@@ -139,14 +139,19 @@ def is_in(region: object) -> bool:
 def current() -> Entry | None:
     """Return the innermost entry that applies to the code that runs in this thread."""
     entries = _local.entries
-    if not entries or not entries[-1].is_elsewhere:
-        return entries[-1] if entries else None
+    if not entries:
+        return None
+    if (last := entries[-1]).frame is None or not last.is_elsewhere:  # most entries have no frame
+        return last
     return next((entry for entry in reversed(entries) if not entry.is_elsewhere), None)
 
 
 def current_engine() -> Engine | None:
     """Return the engine of that entry; None if there is no entry, or one without rules."""
-    entry = current()
+    entries = _local.entries
+    if not entries:
+        return None
+    entry = entries[-1] if entries[-1].frame is None else current()  # `current`, in no function
     return None if entry is None else entry.engine
 
 
@@ -194,9 +199,10 @@ def is_coroutine(frame: FrameType) -> bool:
 def settle() -> None:
     """Park the entries of waiting coroutines and resume the entries of the running ones."""
     entries = _local.entries
-    if not entries or all(
-        entry.frame is None for entry in entries
-    ):  # the usual case: no generator and no coroutine has made one
+    for entry in entries:
+        if entry.frame is not None:
+            break
+    else:  # the usual case: no generator and no coroutine has made one
         return
     for entry in reversed(entries):
         if entry.is_elsewhere:

@@ -92,27 +92,30 @@ def _engine_behind(hooked: Entry) -> Engine | None:
     An inner entry without hooks (a policy without paths) shares the path of the outer one. Compiled code, which writes
     at no sites, follows modules only if rules have paths.
     """
-    engine = current_engine()
+    entry = current()
+    engine = None if entry is None else entry.engine
     if engine is None or (torch.compiler.is_compiling() and not engine.uses_paths):
         return None
-    return engine if current() is hooked or following() is hooked else None
+    return engine if entry is hooked or following() is hooked else None
 
 
 def _enter_module(entry: Entry, module: nn.Module, arguments: Any) -> None:
     engine = _engine_behind(entry)
     if engine is not None:
         is_compiling = torch.compiler.is_compiling()
-        if engine.spots is not None and engine.path.outermost is None and not is_compiling:
+        if engine.spots is not None and not engine.path.running and not is_compiling:
             engine.spots.enter(module, arguments)
         engine.path.enter(module, None if is_compiling else sys._getframe(1))
-        engine.move()
+        if engine.uses_paths:  # else all paths share their plans
+            engine.move()
 
 
 def _leave_module(entry: Entry, module: nn.Module, arguments: Any, output: Any) -> None:
     engine = _engine_behind(entry)
     if engine is not None:
         engine.path.leave(module)
-        engine.move()
+        if engine.uses_paths:
+            engine.move()
 
 
 # -- recomputation and worker threads -----------------------------------------------------------------------------

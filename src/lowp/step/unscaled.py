@@ -94,11 +94,15 @@ class UnscaledSteps:
         under shared exponents are written as the step reads them. Raises NonFiniteGradients after `patience` skipped
         steps in a row.
         """
-        stored = [one for one in optimizers if isinstance(one, FlexWeights)]
-        for one in stored:
-            one.write_gradients()
+        for one in optimizers:
+            if isinstance(one, FlexWeights):
+                one.write_gradients()
         reads = [] if self.is_plain else [*self._gradients(optimizers), *self._state(optimizers)]
-        sites, flags = [site for site, _ in reads], _nonfinite([value for _, value in reads])
+        sites: Sequence[_Read] = ()
+        flags: list[bool] | Tensor = []
+        if reads:
+            sites, values = zip(*reads, strict=True)
+            flags = _nonfinite(values)
         is_bad = False if self.is_plain else _on_any_rank(flags, optimizers)
         there = self._flags_there(optimizers)
         if there is not None and (isinstance(is_bad, Tensor) or (there and not is_bad)):
@@ -114,11 +118,12 @@ class UnscaledSteps:
             is_skipped = self.exponents.any_rank(is_skipped)
         if is_skipped:
             self._skip(faults, number)
-            for one in stored:
-                one.forget_gradients()
+            for one in optimizers:
+                if isinstance(one, FlexWeights):
+                    one.forget_gradients()
         return is_skipped
 
-    def _named(self, sites: list[_Read], flags: list[bool] | Tensor) -> list[str]:
+    def _named(self, sites: Sequence[_Read], flags: list[bool] | Tensor) -> list[str]:
         """Return the words for the sites whose flags are set. Waits for a device."""
         bad = flags if isinstance(flags, list) else flags.tolist()
         return [_name(site, self.names) for site, is_bad in zip(sites, bad, strict=True) if is_bad]
@@ -150,9 +155,11 @@ class UnscaledSteps:
         """Return the flags of a device by site, of shared exponents; None if the host has to know."""
         if self.exponents is None:
             return None if any(map(starts_momentum, optimizers)) else {}
-        can_skip = not distributed.has_other_ranks() and all(isinstance(one, FlexWeights) for one in optimizers)
-        flags = {site: flag for site, flag in self.exponents.flags().items() if not is_result(site)} if can_skip else {}
-        return flags if flags and all(cast(FlexWeights, one).skips_there() for one in optimizers) else None
+        if not (flags := self.exponents.flags()) or distributed.has_other_ranks():
+            return None
+        flags = {site: flag for site, flag in flags.items() if not is_result(site)}
+        can_skip = bool(flags) and all(isinstance(one, FlexWeights) and one.skips_there() for one in optimizers)
+        return flags if can_skip else None
 
     def _gradients(self, optimizers: Optimizers) -> Iterator[tuple[_Read, Tensor]]:
         """Yield the gradients, in the order of backward."""
@@ -222,10 +229,10 @@ class UnscaledSteps:
 
     def _look_beyond(self, exponents: SharedExponents, number: int) -> None:
         """Warn once about numbers too large for the format; raise if weights stay too large."""
-        sites = exponents.beyond()
-        self.guard.count(any(site.startswith(("weight of", "update of")) for site in sites))
+        sites, most = exponents.beyond()
+        self.guard.count(bool(sites) and any(site.startswith(("weight of", "update of")) for site in sites))
         if not sites:
-            if not exponents.has_told_most and (most := exponents.beyond(most=True)):
+            if most and not exponents.has_told_most:
                 exponents.has_told_most = True
                 warnings.warn(
                     f"step {number}: most numbers were cut off in the {most[0]}, as they are much larger than what "
@@ -259,6 +266,8 @@ def _nonfinite(values: Sequence[Tensor]) -> list[bool] | Tensor:
 
 def _on_any_rank(flags: list[bool] | Tensor, optimizers: Optimizers) -> bool | Tensor:
     """Return whether a flag is set on any rank that shares the optimizers' tensors."""
+    if isinstance(flags, list) and not distributed.is_running():
+        return any(flags)
     parameters = [parameter for one in optimizers for parameter in grads.parameters_of(one)]
     groups = distributed.mesh_groups(one.grad for one in parameters if one.grad is not None)
     if isinstance(flags, list) and not groups:

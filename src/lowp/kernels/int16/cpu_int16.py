@@ -89,10 +89,14 @@ def current_int16(x: Tensor, cast: Cast, seed: int, out: Tensor | None, values: 
 
 
 def is_exact_int16(x: Tensor, cast: Cast) -> tuple[bool, Tensor]:
-    """Return whether all of x, of fp32, is a mantissa under the exponent of its maximum, and that exponent."""
+    """Return whether all of x, of fp32, is a mantissa under the exponent of its maximum, and that exponent.
+
+    The cast's scaling counts for nothing.
+    """
     exponent = torch.empty((), dtype=torch.int32, device="cpu")
-    _, *bounds = own_bounds(cast)
-    found = cpu.loaded().lowp_is_exact_int16(x, *bounds, x.numel(), torch.get_num_threads(), exponent)
+    _, offset, *bounds = own_bounds(cast)
+    offset -= 0 if cast.scaling is None else cast.scaling.headroom
+    found = cpu.loaded().lowp_is_exact_int16(x, offset, *bounds, x.numel(), torch.get_num_threads(), exponent)
     return found != 0, exponent
 
 
@@ -133,7 +137,8 @@ def is_int16(x: Tensor, mantissas: Tensor, exponent: Tensor, lie: Rows) -> bool 
 
     None under exponents beyond 100, whose units fp32 may not hold.
     """
-    found = _same_int16(x, mantissas, lie, exponent, False, 0)
+    given = *lie, exponent, False, 0, torch.get_num_threads()
+    found = cpu.loaded().lowp_same_int16(x, mantissas, *given)
     return None if found == -2 else found == 0
 
 
@@ -143,12 +148,23 @@ Kept = tuple[Tensor, Tensor, Tensor, "Rows | tuple[int, int, int]"]
 
 def are_int16(tensors: Sequence[Kept]) -> list[bool]:
     """Return `is_int16` of each tensor, from one call; not so under exponents beyond 100."""
+    return [one == 0 for one in differences(given_of(tensors))]
+
+
+def given_of(tensors: Sequence[Kept]) -> array[int]:
+    """Return what the library is given of such tensors, which have to live as long: six numbers of each."""
     given: list[Any] = []
     for x, payload, exponent, lie in tensors:
-        given += [x, payload, *lie, exponent]
-    found = array("q", bytes(8 * len(tensors)))
-    cpu.loaded().lowp_same_int16_list(given, len(tensors), torch.get_num_threads(), found)
-    return [one == 0 for one in found]
+        given += (x, payload, *lie, exponent)
+    return cpu._numbers(given)
+
+
+def differences(given: array[int]) -> array[int]:
+    """Return 0 for each tensor of `given_of` that its mantissas stand for, and another number for others."""
+    count = len(given) // 6
+    found = array("q", bytes(8 * count))
+    cpu.loaded().lowp_same_int16_list(given, count, torch.get_num_threads(), found)
+    return found
 
 
 def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: Tensor, lie: Rows, symmetric: bool) -> float | None:
@@ -156,14 +172,9 @@ def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: Tensor, lie: Rows, s
 
     Both lie alike. None under exponents beyond 100.
     """
-    found = _same_int16(x, mantissas, lie, exponent, True, -32767 if symmetric else -32768)
+    given = *lie, exponent, True, -32767 if symmetric else -32768, torch.get_num_threads()
+    found = cpu.loaded().lowp_same_int16(x, mantissas, *given)
     return None if found < 0 else cpu.fp32_of(found)
-
-
-def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: Tensor, rounded: bool, lowest: int) -> int:
-    given = *lie, exponent, rounded, lowest, torch.get_num_threads()
-    found: int = cpu.loaded().lowp_same_int16(x, mantissas, *given)
-    return found
 
 
 def relu(x: Tensor, mantissas: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -86,40 +86,42 @@ class Steps:
     not begun, or a weight is not in the format under its exponent, or may not fit.
     """
 
-    def __init__(self, table: object, weights: Sequence[Tensor], entries: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, table: object, weights: Sequence[Tensor], entries: Sequence[int]) -> None:
         begins = [0]
         for one in weights:
             begins.append(begins[-1] + -(-one.numel() // _APART) * _APART)
-        payload = torch.empty(begins[-1], dtype=torch.int16, device="cpu")
-        rows, given = list[list[Any]](), list[Any]()
-        for one, begin, pair in zip(weights, begins, entries, strict=False):
-            rows.append([*pair, one, payload[begin:], one.numel()])
-            given += rows[-1]
-        told = array("q", bytes(16 * len(weights)))
+        memory = torch.empty(begins[-1], dtype=torch.int16, device="cpu")
+        start, words = memory.data_ptr(), list[Any]()
+        for place, one in enumerate(weights):
+            payload = start + memory.element_size() * begins[place]
+            words += (*entries[2 * place : 2 * place + 2], one, payload, one.numel())
+        given, told = cpu._numbers(words), array("q", bytes(16 * len(weights)))
         cpu.loaded().lowp_hold_entries(table, given, len(weights), torch.get_num_threads(), told)
         if not all(told[1::2]):
-            kept = [at for at, fits in enumerate(told[1::2]) if fits]
-            rows = [rows[at] for at in kept]
-            told = array("q", [number for at in kept for number in told[2 * at : 2 * at + 2]])
-        self._rows, self._told = rows, told
-        self.weights: list[Tensor] = [row[2] for row in rows]
-        self._addresses = [one.data_ptr() for one in self.weights]
+            kept = [place for place, fits in enumerate(told[1::2]) if fits]
+            told = array("q", [number for place in kept for number in told[2 * place : 2 * place + 2]])
+            given = array("q", [number for place in kept for number in given[5 * place : 5 * place + 5]])
+            weights, begins = [weights[place] for place in kept], [begins[place] for place in kept]
+        self.weights, self._begins = weights, begins
+        self._given, self._told, self._memory = given, told, memory
 
-    def write(self, table: object, cast: Cast) -> list[int] | None:
+    def write(self, table: object, cast: Cast) -> Sequence[int] | None:
         """Write updates and weights in place; return the entries. None, with nothing done, where a weight has moved."""
-        if [one.data_ptr() for one in self.weights] != self._addresses:
-            return None
-        given = [number for row in self._rows for number in row], len(self.weights), self._told
-        cpu.loaded().lowp_step_entries(table, mantissa_block(cast), *given, torch.get_num_threads())
+        given = self._given
+        for weight, address in zip(self.weights, given[2::5], strict=True):
+            if weight.data_ptr() != address:
+                return None
+        how = len(self.weights), self._told, torch.get_num_threads()
+        cpu.loaded().lowp_step_entries(table, mantissa_block(cast), given, *how)
         torch.autograd.graph.increment_version(self.weights)
-        return [entry for row in self._rows for entry in row[:2]]
+        return given[::5] + given[1::5]
 
     @property
     def before(self) -> list[Tensor]:
         """The values of each weight before the step."""
         return [
-            values(payload[:count].view(weight.shape), exponent)
-            for (_, _, weight, payload, count), exponent in zip(self._rows, self._told[::2], strict=True)
+            values(self._memory[begin : begin + weight.numel()].view(weight.shape), exponent)
+            for weight, begin, exponent in zip(self.weights, self._begins, self._told[::2], strict=False)
         ]
 
 

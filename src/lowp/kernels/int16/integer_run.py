@@ -28,7 +28,7 @@ PRODUCTS = {
     "weight_gradient": ("input", "gradient", "weight"),
 }
 Observer = Callable[[int], AbstractContextManager[None]]
-_observers: list[Observer] = []
+observers: list[Observer] = []  # of the products of this process
 
 
 class Bias(NamedTuple):
@@ -72,23 +72,18 @@ def observed(observer: Observer) -> Iterator[None]:
     The operations are the multiplications and additions of the product. torch's dispatch modes do not see a call into
     the C++ library, and see other ops where the definition stands in for it.
     """
-    _observers.append(observer)
+    observers.append(observer)
     try:
         yield
     finally:
-        _observers.remove(observer)
-
-
-def is_observed() -> bool:
-    """Whether there are observers of the products of this process."""
-    return bool(_observers)
+        observers.remove(observer)
 
 
 @contextmanager
 def told(operations: int) -> Iterator[None]:
     """Report a product of so many operations to the observers while it runs."""
     with ExitStack() as stack:
-        for observer in _observers:
+        for observer in observers:
             stack.enter_context(observer(operations))
         yield
 
@@ -102,7 +97,7 @@ def _batched(x: Tensor) -> Tensor:
 
 def matmul(left: Tensor, right: Tensor, output: Output) -> Result:
     """Return [..., m, k] @ [..., k, n], whose leading dimensions are the same."""
-    if not _observers:
+    if not observers:
         return _matmul(left, right, output)
     with told(2 * math.prod(left.shape) * right.shape[-1]):
         return _matmul(left, right, output)
@@ -162,7 +157,7 @@ def sums_by_triton(left: Tensor, right: Tensor, chained: bool) -> Tensor:
 
 def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Result:
     """Return one of the PRODUCTS of a convolution."""
-    if not _observers:
+    if not observers:
         return _convolution(product, a, b, shape, output)
     # each output place meets each weight of its group once, in all three products
     with told(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):

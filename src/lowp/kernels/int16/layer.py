@@ -21,14 +21,15 @@ from lowp.kernels.cpu.abi import layer_block
 from lowp.kernels.int16.cpu_int16 import is_direct, mantissa_block, own_bounds
 from lowp.kernels.int16.integer import LARGEST_DEPTH
 from lowp.kernels.int16.integer_reference import ConvolutionShape
-from lowp.kernels.int16.integer_run import PRODUCTS, check_status, is_observed
+from lowp.kernels.int16.integer_run import PRODUCTS, check_status, observers
 from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, readable
 
 _NOT_FINITE, _UNFIT = (
     3,
     4,
 )  # of the bias; of an operand, or kept mantissas that are not its own, or an entry's beginning
-_CONVERTED, _KEPT, _KNOWN = 0, 1, 2  # how mantissas are found
+_KEPT, _KNOWN = 1, 2  # how mantissas are found
+_NONE: tuple[Tensor | None, Tensor | None, int] = None, None, 0  # those of a tensor that is converted
 
 Target = tuple[object, int]  # a table, as the library is given it, and an entry; of chains None, and any
 Known = tuple[Mantissas, bool]  # mantissas, and whether they are only kept, and have to be compared with their tensor
@@ -84,10 +85,10 @@ class LayerPlan:
         recorded. None where it is left to others: operands and biases that are not finite, mantissas that are not those
         of x, a first write at an entry, and while products are observed.
         """
-        if is_observed():
+        if observers:
             return None
         second = payload = None
-        first, of_first, found_by = _found(known)
+        first, of_first, found_by = _NONE if known is None else (*known[0], _KEPT if known[1] else _KNOWN)
         if keeps:
             first = x.new_empty(self.shapes[0], dtype=torch.int16) if first is None else first
             second = weight.new_empty(self.shapes[1], dtype=torch.int16)
@@ -120,10 +121,10 @@ class LayerPlan:
         table, and any entry. None where they are left to others, as in `forward`.
         """
         is_read = known is None or known[1]
-        if is_observed() or (is_read and not is_direct(gradient)):
-            if known is not None or is_observed() or not is_direct(gradient := readable(gradient)):
+        if observers or (is_read and not is_direct(gradient)):
+            if known is not None or observers or not is_direct(gradient := readable(gradient)):
                 return None
-        own, exponent, found_by = _found(known)
+        own, exponent, found_by = _NONE if known is None else (*known[0], _KEPT if known[1] else _KNOWN)
         first, second, exponents = map(Tensor.contiguous, saved)  # hooks may have laid them out otherwise
         given = [gradient if is_read else None, own, exponent, found_by, first, second, exponents]
         made: list[tuple[Tensor, Tensor | None] | None] = []
@@ -145,12 +146,7 @@ class LayerPlan:
         if status:
             check_status(status, kernel)
         under = told.unbind() if self.is_written else (None, None, None)
-        return [None if one is None else LayerResult(*one, exponent) for one, exponent in zip(made, under, strict=True)]
-
-
-def _found(known: Known | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Return mantissas, their exponent, and how they are found."""
-    if known is None:
-        return None, None, _CONVERTED
-    (payload, exponent), is_kept = known
-    return payload, exponent, _KEPT if is_kept else _KNOWN
+        found: list[LayerResult | None] = []
+        for one, exponent in zip(made, under, strict=True):
+            found.append(None if one is None else LayerResult(*one, exponent))
+        return found

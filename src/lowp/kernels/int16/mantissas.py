@@ -202,14 +202,13 @@ def exact(x: Tensor, cast: Cast, hint: Tensor | None = None) -> tuple[bool | Ten
     A bool where the host is told at once, on CPUs; else a tensor of bools, 0-d. Looked at are the exponent of x's own
     maximum and `hint`, if one is given, which comes first where both serve. The cast's scaling counts for nothing.
     """
-    plain = Cast(cast.format, cast.rounding, cast.overflow) if _is_special(cast) else cast
+    if hint is None and answers_at_once(x):
+        return exact_at_once(x, cast)
+    plain = Cast(cast.format, cast.rounding, cast.overflow)
     if by_triton(x):
         from lowp.kernels.triton import mantissas as kernels
 
         return kernels.exact_under(readable(x), plain, hint)
-    lying, _ = as_it_lies(x.detach())
-    if hint is None and _is_direct(lying):
-        return cpu_int16.is_exact_int16(lying, plain)
     exponent = own_exponent(x, plain)
     is_exact = _is_under(x, exponent, plain)
     if hint is not None:
@@ -218,9 +217,14 @@ def exact(x: Tensor, cast: Cast, hint: Tensor | None = None) -> tuple[bool | Ten
     return bool(is_exact) if answers_at_once(x) else is_exact, exponent
 
 
-def _is_special(cast: Cast) -> bool:
-    scaling = cast.scaling
-    return scaling is not None and (scaling.headroom != 0 or scaling.exponent is not None)
+def exact_at_once(x: Tensor, cast: Cast) -> tuple[bool, Tensor]:
+    """Return `exact` of a tensor on a CPU, without a hint."""
+    lying = x.detach() if x.is_contiguous() else as_it_lies(x.detach())[0]
+    if is_direct(lying):
+        return cpu_int16.is_exact_int16(lying, cast)
+    plain = Cast(cast.format, cast.rounding, cast.overflow)
+    exponent = own_exponent(x, plain)
+    return bool(_is_under(x, exponent, plain)), exponent
 
 
 def _is_under(x: Tensor, exponent: Tensor, cast: Cast) -> Tensor:
@@ -250,7 +254,8 @@ def exact_mantissas(x: Tensor, cast: Cast, hint: Tensor | None = None) -> Mantis
 
 def values(payload: Tensor, exponent: int | Tensor) -> Tensor:
     """The values of mantissas in fp32, which holds them exactly unless they leave its range."""
-    exponent = as_exponent(exponent, payload.device)
+    if not isinstance(exponent, Tensor):
+        exponent = as_exponent(exponent, payload.device)
     if not _is_served(payload):
         return times(payload.float(), exponent)
     result = torch.empty_like(payload, dtype=torch.float32)
@@ -344,6 +349,8 @@ def laid_out(x: Tensor, cast: Cast) -> Tensor:
     the ops behind it often undo the transposition, and would have to copy a contiguous result. A stochastic cast draws
     by the logical order of elements.
     """
+    if type(x) is Tensor and x.is_contiguous() and not (x.is_neg() or x._is_zerotensor()):
+        return x.detach()
     if x.is_contiguous() or cast.is_stochastic or x.stride(-1) != 1 or x.is_neg() or not _is_dense(x):
         return readable(x)
     return x.detach()

@@ -10,7 +10,7 @@ element differs the mantissas are computed again. An exponent without mantissas 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,23 +51,23 @@ def keep(x: Tensor, of: Format | Cast, exponent: Tensor, payload: Tensor | None 
 
     Payloads must be dense with the memory layout of x. Nothing is kept for views and parameters.
     """
-    if x._base is None and _is_served(x):
+    if x._base is not None or type(x) is not Tensor or x.dtype is not torch.float32 or x.layout is not torch.strided:
+        return
+    # what outlived its torch.func transform has no storage
+    if not (x.is_neg() or x._is_zerotensor() or tracing.is_wrapped(x)):
         if payload is not None and (payload.stride() != x.stride() or payload.storage_offset()):
             payload = None
         x.untyped_storage().lowp_record = _Record(of, exponent, payload, x.storage_offset())  # type: ignore[attr-defined]
 
 
-def keep_own(x: Tensor, of: Format, exponent: Tensor, payload: Tensor) -> None:
-    """Do `keep` for a new tensor of a kernel, plain and contiguous as its mantissas."""
-    x.untyped_storage().lowp_record = _Record(of, exponent, payload, 0)  # type: ignore[attr-defined]
-
-
-def _is_served(x: Tensor) -> bool:
-    """Whether mantissas, or on a device an exponent, are kept for a tensor: a plain fp32 tensor."""
-    if type(x) is not Tensor or x.dtype is not torch.float32 or x.layout is not torch.strided:
-        return False
-    # what outlived its torch.func transform has no storage
-    return not (x.is_neg() or x._is_zerotensor() or tracing.is_wrapped(x))
+def keep_own(made: Iterable[tuple[Tensor, Tensor | None, Tensor | None] | None], of: Format) -> list[Tensor | None]:
+    """Do `keep` for new tensors of a kernel, plain and contiguous: given mantissas and exponents too. Return them."""
+    found: list[Tensor | None] = []
+    for one in made:
+        found.append(None if one is None else one[0])
+        if one is not None and one[2] is not None:
+            one[0].untyped_storage().lowp_record = _Record(of, one[2], one[1], 0)  # type: ignore[attr-defined]
+    return found
 
 
 def hint(x: Tensor, format: Format | None = None) -> tuple[Format, Tensor] | None:
@@ -82,13 +82,21 @@ def kept(x: Tensor, format: Format) -> Mantissas | None:
     They lie as x.
     """
     found = _find(x, format)
-    payload = None if found is None else _of_view(found, x)
-    return None if found is None or payload is None else Mantissas(payload, found.exponent)
+    if found is None or (payload := found.payload) is None:
+        return None
+    if x.shape != payload.shape or x.stride() != payload.stride() or x.storage_offset() != found.first:
+        payload = _of_view(found, x)
+    return None if payload is None else Mantissas(payload, found.exponent)
 
 
 def _find(x: Tensor, of: Format | Cast | None = None) -> _Record | None:
     """Return what is kept of x; optionally only of one format, or of one cast."""
-    found: _Record | None = getattr(x.untyped_storage(), "lowp_record", None) if _is_served(x) else None
+    # as `keep`, in no function of both: every operand is asked
+    if type(x) is not Tensor or x.dtype is not torch.float32 or x.layout is not torch.strided:
+        return None
+    if x.is_neg() or x._is_zerotensor() or tracing.is_wrapped(x):
+        return None
+    found: _Record | None = getattr(x.untyped_storage(), "lowp_record", None)
     return found if found is None or of is None or found.of is of or found.of == of else None
 
 
@@ -161,7 +169,7 @@ def exact_under(x: Tensor, cast: Cast) -> tuple[bool | Tensor, Tensor]:
         payload = _of_view(found, x)
         if payload is not None and _stands_for(x, payload, found.exponent):
             return True, found.exponent
-    is_own, exponent = mantissas.exact(x, cast)
+    is_own, exponent = mantissas.exact_at_once(x, cast)
     if is_own:
         keep(x, cast.format, exponent)
     elif found is not None and (known := _exact(x, cast, found)) is not None:
@@ -204,7 +212,7 @@ class Compared:
     """Tensors with their kept mantissas, contiguous and alike: one call compares them all, as often as asked."""
 
     def __init__(self, kept: Sequence[cpu_int16.Kept]) -> None:
-        self._kept, self._addresses = kept, [x.data_ptr() for x, *_ in kept]
+        self._kept, self._given = kept, cpu_int16.given_of(kept)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], format: Format) -> Compared | None:
@@ -217,16 +225,17 @@ class Compared:
             if known is None:
                 return None
             found.append((x, *known, (1, (count := x.numel()), count)))
-        return cls(found) if all(cpu_int16.are_int16(found)) else None
+        made = cls(found)
+        return made if made.are_still(tensors) else None
 
     def are_still(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the tensors, where they were, and their mantissas still stand for them."""
         if len(tensors) != len(self._kept):
             return False
-        for x, (known, *_), address in zip(tensors, self._kept, self._addresses, strict=True):
+        for x, (known, *_), address in zip(tensors, self._kept, self._given[::6], strict=True):
             if x is not known or x.data_ptr() != address:
                 return False
-        return all(cpu_int16.are_int16(self._kept))
+        return not any(cpu_int16.differences(self._given))
 
 
 def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0) -> Mantissas | None:

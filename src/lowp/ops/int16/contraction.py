@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,7 +37,6 @@ from lowp.ops.int16.nodes import (
     OUTPUT_ROLE,
     fp64_contraction,
     gradient_roles,
-    rounded_gradient,
     written_gradient,
 )
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
@@ -189,18 +189,16 @@ def _at_once(gradient: Tensor, known: Known | None, ctx: Any) -> list[Tensor | N
     is_long = needs[2] and product.form.second[0] >= low_words.FEATURES  # that gradient may need a second word
     needs[2] = needs[2] and not is_long
     roles = (*results.gradients, BIAS_GRADIENT)
-    wanted = [role for role, needed in zip(roles, needs, strict=True) if needed]
-    if (known_places := results.writer.places_of(wanted)) is None:
+    if (known_places := results.writer.places_of(tuple(compress(roles, needs)))) is None:
         return None
-    table, found_places = known_places
-    of_wanted = iter(found_places)
-    places = [next(of_wanted) if needed else None for needed in needs]
+    table, wanted = known_places
+    places: list[int | None] = [None, None, None]
+    for place, at in zip(wanted, compress((0, 1, 2), needs), strict=True):
+        places[at] = place
     made = product.plan.backward(gradient, known, ctx.saved_tensors, table.block, places)
     if made is None:
         return None
-    found: list[Tensor | None] = []
-    for place, one in zip(places, made, strict=True):
-        found.append(None if place is None or one is None else table.wrote(place, one))
+    found: list[Tensor | None] = table.wrote(wanted, made)
     if is_long and known is not None:
         found[2] = results.writer.write(_bias_gradient(product.form, [known[0]]), BIAS_GRADIENT)
     return found
@@ -387,6 +385,6 @@ def _write_gradients(found: Sequence[Tensor | None], results: Results | None) ->
         return list(found)
     roles = (*results.gradients, BIAS_GRADIENT)
     return [
-        None if one is None else rounded_gradient(one, results.writer, role, unless_exact=False)
+        None if one is None else written_gradient(one, results.writer, role, unless_exact=False)[0]
         for one, role in zip(found, roles, strict=True)
     ]

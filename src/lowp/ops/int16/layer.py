@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowp.casts import Cast
 from lowp.compat import applied_at_once
-from lowp.exponents import SiteWriter, is_flexpoint
+from lowp.exponents import ExponentTable, SiteWriter, is_flexpoint
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.cpu_int16 import is_direct
 from lowp.kernels.int16.layer import Known, LayerPlan, serves
@@ -30,6 +30,7 @@ from lowp.ops.trilinear import Form, Linear
 from lowp.policy import Rule
 
 _apply = applied_at_once(IntegerProduct)
+_OUTPUT = (OUTPUT_ROLE,)
 _FEW = 1 << 12  # elements of an input that the graph may keep alive: an edge in its place takes longer than the product
 _MANY = 1 << 15  # elements of an operand from which its readers share what it is rounded to, which is memory
 _MOST_SHAPES = 256
@@ -132,7 +133,10 @@ def _done(product: Contraction, tensors: Operands, writer: SiteWriter | None, st
     `stays`: mantissas that were kept of x are those that the rule's cast makes of it.
     """
     # what a checkpointed function saves has to be the same when it runs again, at exponents that it knows
-    entry = None if writer is None or writer.trail is not None else writer.entry(OUTPUT_ROLE)
+    entry: tuple[ExponentTable, int] | None = None
+    if writer is not None and writer.trail is None:
+        known_place = writer.places_of(_OUTPUT)
+        entry = writer.entry(OUTPUT_ROLE) if known_place is None else (known_place[0], known_place[1][0])
     if product.plan is None or (writer is not None and entry is None):
         return None
     x, to = tensors[0], cast(Cast, product.casts.rule.input)
@@ -150,5 +154,5 @@ def _done(product: Contraction, tensors: Operands, writer: SiteWriter | None, st
         return None
     made, *saved = found
     if table is not None:
-        table.wrote(place, made)
+        table.wrote((place,), (made,))
     return Done(made.values, saved)

@@ -78,7 +78,7 @@ class _Write(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             if ctx.gradient_role is not None:
-                gradient = rounded_gradient(gradient, ctx.writer, ctx.gradient_role, unless_exact=True)
+                gradient, _ = written_gradient(gradient, ctx.writer, ctx.gradient_role, unless_exact=True)
             return gradient.to(ctx.dtype), None, None, None, None
 
 
@@ -93,7 +93,8 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
-            return rounded_gradient(gradient, ctx.writer, ctx.role, unless_exact=True).to(ctx.dtype), None, None, None
+            written, _ = written_gradient(gradient, ctx.writer, ctx.role, unless_exact=True)
+            return written.to(ctx.dtype), None, None, None
 
 
 def rounded_by(
@@ -112,20 +113,14 @@ def read_by(x: Tensor, writer: SiteWriter, role: str, dtype: torch.dtype = torch
     return result
 
 
-def rounded_gradient(
-    gradient: Tensor, writer: SiteWriter, role: str, unless_exact: bool, in_place: bool = False
-) -> Tensor:
-    """Return a gradient written under a role; differentiable if a graph of the backward is created.
-
-    `in_place`: the gradient has no other reader, so that without such a graph its memory may be overwritten.
-    """
-    return written_gradient(gradient, writer, role, unless_exact, in_place)[0]
-
-
 def written_gradient(
     gradient: Tensor, writer: SiteWriter, role: str, unless_exact: bool, in_place: bool = False
 ) -> tuple[Tensor, Mantissas | None]:
-    """Return `rounded_gradient`, and the mantissas that were written if they are all of it."""
+    """Return a gradient written under a role, and the mantissas that were written if they are all of it.
+
+    It is differentiable if a graph of the backward is created. `in_place`: the gradient has no other reader, so that
+    without such a graph its memory may be overwritten.
+    """
     if is_irregular(gradient):
         raise Misuse(
             f"a gradient is sparse ({gradient.layout}), and shared exponents need dense tensors: create the "

@@ -23,14 +23,14 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import gradients_of, private, real_tensors
 from lowp.exponents import SiteWriter
-from lowp.kernels.choose.dispatch import has_integer_kernels
+from lowp.kernels.choose.dispatch import answers_at_once, has_integer_kernels
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.cpu_int16 import is_direct
 from lowp.kernels.int16.mantissas import values
 from lowp.ops.call import Call
-from lowp.ops.casting import edge, shield
+from lowp.ops.casting import edge, shielded
 from lowp.ops.generic import changed, is_out_of_place, tensors_of
-from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, rounded_gradient
+from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
 from lowp.ops.observing import role_of
 
 Tensors = Sequence[Tensor | None]
@@ -134,6 +134,9 @@ class _CrossEntropy(_Again):
         result, weight = _nll(logarithms, self.target, None, self.reduction, self.ignored)
         return result, (weight,)
 
+    def held(self) -> list[Tensor]:
+        return [self.target]
+
     def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
         logarithms = torch.log_softmax(cast(Tensor, tensors[0]), 1)
         settings = self.target, None, self.reduction, self.ignored, small[0]
@@ -207,7 +210,8 @@ def _of_indices(call: Call) -> tuple[Tensor, int, int] | None:
     if (
         x.dim() != 2
         or target.dim() != 1
-        or not has_integer_kernels(x, target)
+        or not answers_at_once(x)
+        or target.device != x.device
         or len(x) != len(target)
         or x.numel() == 0
     ):
@@ -329,26 +333,29 @@ class _Computed(torch.autograd.Function):
         result, small = plan.fused.forward(tensors)
         ctx.plan = plan
         ctx.save_for_backward(*saved, *small, *plan.fused.held())
-        with shield():
-            return plan.out.write(result, OUTPUT_ROLE, in_place=_is_alone(result, [*tensors, *small]))
+        # by a runner, which is shielded
+        return plan.out.written(result, OUTPUT_ROLE, in_place=_is_alone(result, [*tensors, *small]))[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with shield():
-            plan: _Plan = ctx.plan
-            gradient = rounded_gradient(gradient, plan.out, OUTPUT_GRADIENT, unless_exact=True)
-            graph, wanted, count = torch.is_grad_enabled(), list(ctx.needs_input_grad[2:]), len(plan.edges)
-            saved = ctx.saved_tensors  # once: a checkpoint computes them at the first access
-            edges = plan.edges if graph else [None] * count
-            tensors = list(map(_again, saved[:count], saved[count : 2 * count], edges))
-            compute = plan.fused.again if graph else plan.fused.backward
-            found = compute(gradient, saved[2 * count :], tensors, wanted)
-            read = [gradient, *saved, *tensors]
-            leaving: list[Tensor | None] = [None, None]
-            for index, (one, want) in enumerate(zip(found, wanted, strict=True)):
-                others = [*read, *found[:index], *found[index + 1 :]]
-                leaving.append(_leaving(one, plan, index, others) if want and one is not None else None)
-            return tuple(leaving)
+        return None, None, *shielded(_gradients_of_inputs, gradient, ctx)
+
+
+def _gradients_of_inputs(gradient: Tensor, ctx: Any) -> list[Tensor | None]:
+    plan: _Plan = ctx.plan
+    gradient, _ = written_gradient(gradient, plan.out, OUTPUT_GRADIENT, unless_exact=True)
+    graph, wanted, count = torch.is_grad_enabled(), list(ctx.needs_input_grad[2:]), len(plan.edges)
+    saved = ctx.saved_tensors  # once: a checkpoint computes them at the first access
+    edges = plan.edges if graph else [None] * count
+    tensors = list(map(_again, saved[:count], saved[count : 2 * count], edges))
+    compute = plan.fused.again if graph else plan.fused.backward
+    found = compute(gradient, saved[2 * count :], tensors, wanted)
+    read = [gradient, *saved, *tensors]
+    leaving = list[Tensor | None]()
+    for index, (one, want) in enumerate(zip(found, wanted, strict=True)):
+        others = [*read, *found[:index], *found[index + 1 :]]
+        leaving.append(_leaving(one, plan, index, others) if want and one is not None else None)
+    return leaving
 
 
 LEAST_IN_PLACE = 1 << 10  # elements of a tensor for whose memory it is worth while to look at the others
@@ -363,7 +370,7 @@ def _leaving(gradient: Tensor, plan: _Plan, index: int, others: Tensors) -> Tens
     assert shape is not None
     gradient = gradient if gradient.shape == shape else gradient.sum_to_size(shape)
     is_alone = not gradient.requires_grad and _is_alone(gradient, others)
-    return rounded_gradient(gradient, plan.writer, plan.roles[index], unless_exact=True, in_place=is_alone)
+    return written_gradient(gradient, plan.writer, plan.roles[index], unless_exact=True, in_place=is_alone)[0]
 
 
 def _is_alone(x: Tensor, others: Tensors) -> bool:
