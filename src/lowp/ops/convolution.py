@@ -95,7 +95,7 @@ class Convolution(Form):
         found = torch.ops.aten.convolution_backward(gradient, x, weight, None, *self._settings, wanted)
         return found[0], found[1]
 
-    @cached_property
+    @property
     def _settings(self) -> tuple[Any, ...]:
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
