@@ -152,13 +152,14 @@ def _turned(matrix: Memory) -> Memory:
 class ByTorch(Prepared):
     """Contractions that torch multiplies in fp32, between programs that round their operands and their result."""
 
-    __slots__ = ("is_contiguous", "written")
+    __slots__ = ("is_contiguous", "is_torchs", "written")
 
     def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, about: tuple[Any, ...]) -> None:
         super().__init__(rule, form, x, weight, Made(((), (), result_dtype(rule.output))), about)
         # in another layout torch gives the gradients, one by one, other strides than both at once
         self.is_contiguous = all(one.empty[1] == strides_of(one.empty[0]) for one in (x, weight))
         self.written: dict[Hashable, Program] = {}
+        self.is_torchs = rule.output is None or native_dtype(rule.output) is self.out.empty[2]  # torch's own cast
 
     def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> ForwardProgram:
         steps, made = list[Step](), list[tuple[int, Any]]()
@@ -178,7 +179,8 @@ class ByTorch(Prepared):
         weight = given[WEIGHT] if self.weight.cast is None else given[FACTOR]
         with Scratch() as scratch:
             result = self.form.product(OUTPUT, scratch.wide(x), scratch.wide(weight), given[BIAS])  # type: ignore[arg-type]
-        return self.finished(result, self.out.empty[2])
+        dtype = self.out.empty[2]
+        return result.to(dtype) if self.is_torchs else self.finished(result, dtype)
 
     def finished(self, result: Tensor, dtype: torch.dtype) -> Tensor:
         """Return fp32 numbers rounded by the rule's output, in `dtype`."""
