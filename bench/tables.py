@@ -171,7 +171,6 @@ TABLES = (
     Table("bench/results/README.md", "network, Zen 4 | format", lambda: steps("step-zen4")),
     Table("docs/performance.md", "format, AVX-512 | mlp", lambda: ratios("step")),
     Table("docs/performance.md", "format, AVX2 | mlp", lambda: ratios("step-avx2")),
-    Table("docs/performance.md", "format, AMX | mlp", lambda: ratios("step-1-amx")),
     Table("docs/performance.md", "precision | ms a step", lambda: integer_steps("flex", "flex-avx2")),
     Table(
         "bench/results/README.md", "precision, Zen 4 | ms a step", lambda: integer_steps("flex-zen4", "flex-avx2-zen4")

@@ -29,7 +29,7 @@ from lowp.optim.shards import local, places_of, shard_of
 
 RANKS, STEPS = 4, 2
 FLOATS = ["fp32", "fp16", "bf16", "fp16-storage", "bf16-storage", "fp16-naive"]
-EMULATED = ["bf16-tpu", "bf16-trunc", "fp8", "mxfp8", "nvfp4", "int8", "e5m7", "e5m7:stochastic"]
+EMULATED = ["bf16-tpu", "bf16-trunc", "fp8", "mxfp8", "nvfp4:nearest-even", "int8", "e5m7", "e5m7:stochastic"]
 PRECISIONS = [*FLOATS, *EMULATED, "dfp16", "flex16+5"]
 SAMPLE = ["fp16-storage", "flex16+5"]
 

@@ -117,10 +117,11 @@ def test_every_package_that_is_imported_is_declared_and_the_other_way_round(repo
     # triton comes with torch's builds for GPUs, sitecustomize is the user's, tomllib is Python's own from 3.11 on
     foreign = packages - set(sys.stdlib_module_names) - {"", "sitecustomize", "tomllib", "triton"}
     foreign.add("lightning")  # imported by the name of that of its packages which a script uses
+    foreign.add("onnxscript")  # imported by torch.onnx
     with (repository / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
-    of_users = ("recipes", "plot", "completions", "integrations", "keras", "fastai")
+    of_users = ("recipes", "plot", "completions", "integrations", "keras", "fastai", "onnx")
     declared = [*project["dependencies"], *(one for name in of_users for one in extras[name])]
     names = {re.match(r"[\w-]+", one)[0] for one in declared}  # type: ignore[index]
     assert {{"PIL": "pillow", "sklearn": "scikit-learn"}.get(name, name.replace("_", "-")) for name in foreign} == names

@@ -26,10 +26,12 @@ SMALLEST = {  # by program, the options of its smallest form, and what it then p
     "kernels": ("--quick --elements 1000 --threads 1", "lowp statistics .* of copy_"),
     "memory": ("--network mlp --way fp32", '"saved"'),
     "monitoring": ("quiet --recipes digits --precisions fp32 --seconds 0.1", "0 alarms in 1 trainings"),
+    "optimizers": ("--loss 1 --recipe gpt", "gpt +torch.optim.AdamW"),
     "profiling": ("digits --steps 5 --pairs 1", '"outside %"'),
     "record": ("--list", "kernels.py .*kernels.json"),
     "scale_rules": ("", "mxfp4 +even +float32"),
     "scripts": ("--rounds 1 --steps 2 --batch 2", "ratio of the medians"),
+    "serving": ("--quick", "lowp int4 .*tokens/s"),
     "step": ("--rounds 1 --torch-rounds 1 --formats bf16", "transformer +bf16"),
 }
 NEEDS = {"convert": "safetensors", "scale_rules": "torchao", "gpu_static": "triton"}

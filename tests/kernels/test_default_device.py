@@ -160,6 +160,7 @@ def library_functions() -> object:
         few_rows.multiply(X, X.bfloat16()),
         spectra.count_tensor(X),
         spectra.largest_of([X]),
+        spectra.some_of([X]),
         spectra.count_updates(X, before, weight),
         *(out, weight, old),
     ]
@@ -169,6 +170,7 @@ def optimizers() -> object:
     found: list[object] = []
     for make in (
         lambda p: lowp.optim.AdamW(p, storage="bf16", split=True),
+        lambda p: lowp.optim.AdamW(p, moments="int8"),
         lambda p: lowp.optim.SGD(p, lr=0.1, momentum=0.9, storage="bf16"),
         lambda p: lowp.MasterWeights(torch.optim.SGD(p, lr=0.1), storage="bf16"),
     ):
@@ -201,7 +203,7 @@ def served() -> object:
     torch.manual_seed(0)
     found: list[object] = []
     x = torch.linspace(-1, 1, 2 * 3 * 64, device="cpu").reshape(2, 3, 8, 8)
-    for format in ("int8", "int4", "binary"):
+    for format in ("int8", "int4", "binary", "e4m3fn"):
         with torch.device("cpu"):
             model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 64))
         for values in model.parameters():
@@ -255,6 +257,7 @@ def test_these_calls_reach_every_function_of_the_library(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cpu, "library", Recorder)
     monkeypatch.setattr(cpu, "loaded", Recorder)
-    for calls in (casts, products, under_exponents, library_functions, served):
+    for calls in (casts, products, under_exponents, library_functions, optimizers, served):
         calls()
-    assert Recorder.called >= abi.SIGNATURES.keys() - {"lowp_build", "lowp_casts_select", "lowp_set_team"}
+    kept = {"lowp_program"}  # by programs, of which `regions` runs some
+    assert Recorder.called >= abi.SIGNATURES.keys() - {"lowp_build", "lowp_casts_select", "lowp_set_team", *kept}

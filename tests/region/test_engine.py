@@ -23,7 +23,7 @@ CASTS = [
     "e5m7",
     "fp8",
     "mxfp8",
-    "nvfp4",
+    "nvfp4:nearest-even",
     "i8s@fp32/row",
     "int8",
     "e4m3fn:stochastic",

@@ -74,7 +74,7 @@ def export_onnx(
 class _Coded(NamedTuple):
     """A weight [n, k] as codes of a type of ONNX, and its scales [n, groups] in fp32."""
 
-    type: str
+    onnx_type: str
     codes: Tensor  # uint8, one a byte
     scales: Tensor
     group: int
@@ -111,7 +111,7 @@ def _with_codes(written: bytes, coded: Mapping[str, _Coded]) -> bytes:
     """The file with codes and DequantizeLinear in the place of fp32 weights."""
     onnx: Any = importlib.import_module("onnx")
     converter: Any = importlib.import_module("onnx.version_converter")
-    version = max(_SINCE.get(one.type, _BLOCKS_SINCE) for one in coded.values())
+    version = max(_SINCE.get(one.onnx_type, _BLOCKS_SINCE) for one in coded.values())
     model = converter.convert_version(onnx.load_from_string(written), version)
     model.ir_version = max(model.ir_version, 11 if version > _BLOCKS_SINCE else 10)
     graph, tensor = model.graph, onnx.helper.make_tensor
@@ -120,10 +120,10 @@ def _with_codes(written: bytes, coded: Mapping[str, _Coded]) -> bytes:
         whole = f"{name}.weight" if name else "weight"
         graph.initializer.remove(weights[whole])
         codes = one.codes.flatten()
-        if one.type in ("INT4", "FLOAT4E2M1"):
+        if one.onnx_type in ("INT4", "FLOAT4E2M1"):
             codes = F.pad(codes, (0, codes.numel() % 2))
             codes = codes[::2] | codes[1::2] << 4
-        kind, shape = getattr(onnx.TensorProto, one.type), tuple(one.codes.shape)
+        kind, shape = getattr(onnx.TensorProto, one.onnx_type), tuple(one.codes.shape)
         scales = one.scales if one.group else one.scales[:, 0]
         attributes = {"axis": 1, "block_size": one.group} if one.group else {"axis": 0}
         graph.initializer.extend(

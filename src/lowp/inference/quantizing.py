@@ -21,7 +21,7 @@ from lowp.inference.attention import ServedAttention, projections
 from lowp.inference.calibration import BITS, ActivationRange, check_bits
 from lowp.inference.convolutions import ServedConvolution, matrix_of
 from lowp.inference.modules import ServedEmbedding, ServedLinear, Weight, packed
-from lowp.inference.rounding import Moments, check_rounding
+from lowp.inference.rounding import SecondMoments, check_rounding
 from lowp.kernels.packed.byte_rows import Range
 
 _UNQUANTIZED = "_lowp_unquantized"
@@ -81,7 +81,7 @@ def quantize_model(
     reasons |= {name: f"{type(module).__name__} has no packed form" for name, module in _others(served, names)}
     chosen = {name: module for name, module in names.items() if name not in reasons}
     ranges: dict[str, Range] = {}
-    moments: dict[str, Moments] | None = {} if rounding == "gptq" else None
+    moments: dict[str, SecondMoments] | None = {} if rounding == "gptq" else None
     if calibration_data is not None:
         ranges, read = _calibrated(served, chosen, calibration_data, (calibration, highest, moments), forward)
         reasons |= dict.fromkeys(read, "the model's own code reads its weight, as of tied embeddings")
@@ -167,7 +167,7 @@ def _calibrated(
     model: nn.Module,
     chosen: Mapping[str, nn.Module],
     data: Iterable[Any],
-    how: tuple[str, int, dict[str, Moments] | None],
+    how: tuple[str, int, dict[str, SecondMoments] | None],
     forward: Callable[[nn.Module, Any], Any] | None,
 ) -> tuple[dict[str, Range], set[str]]:
     """The range of every place whose input was seen, and the layers whose weight is read by others' code.
@@ -181,7 +181,7 @@ def _calibrated(
         if isinstance(x, Tensor) and x.is_floating_point():
             seen.setdefault(name, ActivationRange(method)).add(x)
             if moments is not None:
-                moments.setdefault(name, Moments()).add(layer, x)
+                moments.setdefault(name, SecondMoments()).add(layer, x)
 
     batches, readers = 0, _Readers(chosen)
     with ExitStack() as stack, torch.no_grad(), readers:
@@ -270,7 +270,7 @@ class _Seen(NamedTuple):
     """What calibration has found, by places."""
 
     ranges: Mapping[str, Range]
-    moments: Mapping[str, Moments]
+    moments: Mapping[str, SecondMoments]
 
     def packed(self, place: str, weight: Tensor, cast: Cast, highest: int) -> Weight:
         """The weight of a place in its format."""

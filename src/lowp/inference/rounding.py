@@ -39,7 +39,7 @@ def check_rounding(rounding: str, cast: Cast, has_data: bool) -> None:
         raise InvalidInput(f"rounding gptq does not know {cast}: give a format without zero points, of 2 bits or more")
 
 
-class Moments:
+class SecondMoments:
     """The second moments of what a layer multiplies with the columns of its weight."""
 
     def __init__(self) -> None:

@@ -156,8 +156,9 @@ struct ScaleOf {
   // The sum of squared errors of nearest elements e2m1 of magnitudes under a scale. `length`: of a whole group; the second half
   // is added to the first until one number is left.
   template <class Count>
-  static inline double error(const double* numbers, Count count, int64_t length, double by) {
+  static inline double error(const double* numbers, Count given, int64_t length, double by) {
     constexpr double kMagic = 0x1.8p52;
+    const int64_t count = given;
     alignas(64) double sums[kMostTried];
     int64_t size = 1;
     while (size < length) size *= 2;

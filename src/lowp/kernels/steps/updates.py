@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.compat import widest_float
 from lowp.errors import Unavailable
 from lowp.formats import ScaledFormat
 from lowp.kernels import cpu, triton
@@ -99,16 +100,19 @@ def fits_library(tensor: Tensor, moments: Cast) -> bool:
 
 
 def rates(steps: Tensor, numbers: Numbers) -> Tensor:
-    """Return the factors of a step for each parameter, fp32 [parameters, 4] computed in fp64, from the earlier steps.
+    """Return the factors of a step for each parameter, fp32 [parameters, 4] from the earlier steps.
+
+    They are computed in fp64, on devices without it in fp32.
 
     AdamW: 1 - lr * weight decay, -lr / (1 - beta1**step), sqrt(1 - beta2**step). SGD: -lr, and the earlier steps.
     Lion: 1 - lr * weight decay, -lr.
     """
-    before = steps.to(torch.float64)
+    dtype = widest_float(steps.device)
+    before = steps.to(dtype)
     if isinstance(numbers.lr, Tensor):
-        rate = numbers.lr.to(steps.device, torch.float64)
+        rate = numbers.lr.to(steps.device, dtype)
     else:  # filled on the device: a copy from the host waits, and cannot be captured in a graph
-        rate = torch.full((), numbers.lr, dtype=torch.float64, device=steps.device)
+        rate = torch.full((), numbers.lr, dtype=dtype, device=steps.device)
     if isinstance(numbers, SgdNumbers):
         found: tuple[Tensor, ...] = (-rate.expand_as(before), before)
     elif isinstance(numbers, LionNumbers):
@@ -245,7 +249,8 @@ def _adamw(
     else:
         average.copy_(gradient - (gradient - average).mul_(numbers.beta1))
     square.mul_(numbers.beta2).add_(gradient.mul(second).mul_(gradient))
-    root = square.double().sqrt().float()  # rounded to nearest, unlike torch's fp32 root on a CPU
+    wide = square.to(widest_float(square.device))  # rounded to nearest, unlike torch's fp32 root on a CPU
+    root = wide.sqrt().to(torch.float32, copy=True)
     divisor = root.div_(rate[2]).add_(numbers.epsilon)
     weight.add_(average.mul(rate[1]).div_(divisor))
 
