@@ -38,6 +38,9 @@ RUNS: dict[str, list[str]] = {
     "memory": ["memory.py"],
     "exchange": ["exchange.py"],
     "int16-memory": ["int16_memory.py"],
+    "monitoring-faults": ["monitoring.py", "faults"],
+    "monitoring-quiet": ["monitoring.py", "quiet"],
+    "monitoring-cost": ["monitoring.py", "cost"],
     "bench-unet": ["-m", "lowp", "bench", "unet", "--seconds", "2"],
     "bench-bert": ["-m", "lowp", "bench", "bert", "--seconds", "2"],
 }

@@ -1,8 +1,8 @@
 """Write the recorded runs of bench/results/runs as tables: `python bench/runs.py`.
 
-Each file was written by the `lowp compare` command that it contains. docs/runs.md gets a row a run, and
-bench/results/runs/README.md a table a run, between the marks ``<!-- NAME -->`` and ``<!-- end -->``; other text is not
-changed.
+Each file was written by the `lowp compare` command that it contains. docs/runs.md gets a row a run, docs/fourbits.md a
+row a policy, and bench/results/runs/README.md a table a run, between the marks ``<!-- NAME -->`` and ``<!-- end -->``;
+other text is not changed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,24 @@ def summary(folder: Path = RUNS) -> str:
             verdict = row["verdict"]["verdict"]
             cells.append(spread if verdict in ("baseline", "converges as fp32") else f"{spread}, {verdict}")
         lines.append(f"| `{path.stem}` | {recipe['metric']} | {len(document['seeds'])} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ingredients(folder: Path = RUNS) -> str:
+    """Return what each ingredient of training in four bits is worth: a row for each policy of bench/policies."""
+    runs = [json.loads((folder / f"{name}-four-bits.json").read_text(encoding="utf-8")) for name in ("gpt", "vit")]
+    lines = [
+        "| linear layers in | `gpt`, bits per byte | more than bf16 | `vit`, accuracy |",
+        "| --- | --- | --: | --- |",
+    ]
+    rows = [{Path(row["label"]).stem: row["statistics"] for row in run["variants"]} for run in runs]
+    (gpt, vit), (of_gpt, of_vit) = rows, (run["recipe"] for run in runs)
+    base = gpt["bf16"][of_gpt["metric"]]["mean"]
+    for name, numbers in gpt.items():
+        bits, accuracy = numbers[of_gpt["metric"]], vit[name][of_vit["metric"]]
+        more = "" if name in ("fp32", "bf16") else f"{bits['mean'] / base - 1:.1%}"
+        cells = name, _spread(bits, of_gpt["metric_is_share"]), more, _spread(accuracy, of_vit["metric_is_share"])
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -117,7 +135,11 @@ def written(page: str, found: dict[str, str]) -> str:
 def pages() -> dict[Path, dict[str, str]]:
     """Return the pages, and the tables of each by their marks."""
     docs = Path(__file__).parent.parent / "docs"
-    return {docs / "runs.md": {"summary": summary()}, RUNS / "README.md": tables()}
+    return {
+        docs / "runs.md": {"summary": summary()},
+        docs / "fourbits.md": {"ingredients": ingredients()},
+        RUNS / "README.md": tables(),
+    }
 
 
 def main() -> None:

@@ -290,7 +290,35 @@ def example(text: str) -> str:
     return f"{before}{begin}{parts[0]}\n...\n{parts[1]}\n...{end}{after}"
 
 
-OTHER: dict[str, Callable[[str], str]] = {"docs/evidence.md": claimed, "docs/benchmark.md": example}
+# -- the monitor -------------------------------------------------------------------------------------------------------
+MODES = {"plain": "are named in plain runs", "compiled": "in compiled ones", "ddp": "in DDP"}
+
+
+def recorded(name: str) -> Any:
+    """Return the results of a bench, None where none were recorded yet."""
+    return result(name)["results"] if (ROOT / "bench" / "results" / f"{name}.json").exists() else None
+
+
+def watched(text: str) -> str:
+    """Return docs/monitoring.md with the figures of bench/monitoring.py, as far as they were recorded."""
+    if faults := recorded("monitoring-faults"):
+        named = {mode: sum(how != "NOT NAMED" for how in faults[mode].values()) for mode in MODES}
+        counts = ", ".join(f"{named[mode]} of {len(faults[mode])} {words}" for mode, words in MODES.items())
+        text = re.sub(r"within 50 steps .*? in DDP", f"within 50 steps {counts}", text)
+    if trained := recorded("monitoring-quiet"):
+        alarms = sum(len(one["alarms"]) for of in trained.values() for one in of.values())
+        text = re.sub(r"\((no|\d+) alarms?\)", f"({alarms or 'no'} alarm{'s' if alarms > 1 else ''})", text)
+    if taken := recorded("monitoring-cost"):
+        shares = ", ".join(f"{one['added']:.1%} of {name}'s {one['ms']:.2g} ms a step" for name, one in taken.items())
+        text = re.sub(r"`cost` measures[^\n]*\.", f"`cost` measures {shares}.", text)
+    return text
+
+
+OTHER: dict[str, Callable[[str], str]] = {
+    "docs/evidence.md": claimed,
+    "docs/benchmark.md": example,
+    "docs/monitoring.md": watched,
+}
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------

@@ -82,6 +82,20 @@ def test_the_figures_in_tables_are_those_of_the_benches(tables: ModuleType) -> N
         assert tables.written(text, one) == text, f"{one.page}, {one.first!r} is out of date: python bench/tables.py"
 
 
+def test_the_page_of_the_monitor_takes_the_figures_that_were_recorded(
+    tables: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {
+        "monitoring-faults": {mode: {"a": "N101 after 2", "b": "NOT NAMED"} for mode in tables.MODES},
+        "monitoring-quiet": {"digits": {"fp32": {"steps": 24, "alarms": ["x", "y"]}}},
+        "monitoring-cost": {"digits": {"added": 0.0123, "ms": 0.21}},
+    }
+    monkeypatch.setattr(tables, "recorded", found.get)
+    text = tables.watched((tables.ROOT / "docs" / "monitoring.md").read_text())
+    assert "within 50 steps 1 of 2 are named in plain runs, 1 of 2 in compiled ones, 1 of 2 in DDP." in text
+    assert "(2 alarms), and `cost` measures 1.2% of digits's 0.21 ms a step." in text
+
+
 def test_claims_of_readme_and_the_example_of_lowp_bench_have_the_figures_of_their_results(tables: ModuleType) -> None:
     for page, written in tables.OTHER.items():
         text = (ROOT / page).read_text()
@@ -146,6 +160,9 @@ def test_a_figure_out_of_date_is_noticed(tables: ModuleType, monkeypatch: pytest
         if name in ("bench-bert", "bench-unet"):
             for row in found["recipes"][0]["variants"]:
                 row["step"]["relative"] *= 2
+        if name == "monitoring-cost":
+            for row in found["results"].values():
+                row["added"] *= 2
         return found
 
     monkeypatch.setattr(tables, "result", changed)

@@ -33,6 +33,7 @@ from lowp.numerics.modes import numbers_of
 
 _SHARE = 0.02  # of the time
 _HOOK = 3e-6  # seconds that torch takes for a hook
+_SKIPS = 9  # steps, so many as an alarm needs, after which a look is taken
 _MOST_PASSES = 32  # backward passes after which no step is waited for if the loss scale falls
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -122,6 +123,7 @@ class Monitor:
         self._passes, self._added = 0, True  # backward passes since the last step
         self._probe: tuple[str, nn.Parameter] | None = None  # a parameter that tells of the gradients between passes
         self._had = False  # whether it had one after the latest pass
+        self._skips = 0  # steps that the loss scaler has skipped
         self._apart: dict[str, tuple[int, float]] = {}
         after = Uncopied(self._stepped)
         register = [register_optimizer_step_post_hook] if not given else [one.register_step_post_hook for one in given]
@@ -227,7 +229,9 @@ class Monitor:
                 self._add_probe("latest")
             return False
         if self._had and self._is_alone and self._probe is not None and self._probe[1].grad is None:
-            self._end_step()  # the loss scaler has skipped the optimizer's
+            self._skips += 1  # the loss scaler has skipped the optimizer's step
+            self._is_urgent = self._is_urgent or (self._skips % _SKIPS == 0 and self._pace.may_confirm())
+            self._end_step()
         elif self._passes and self._look is not None:
             self._find_probe()
             self._add_probe("carried")

@@ -291,5 +291,5 @@ RULES = (
     Check("N502", _frozen, 1),
     Check("N503", _ranks, 1),
     Check("N504", _average, 1, has_evidence=lambda seen: bool(seen.averages)),
-    Check("N505", _mismatch, has_evidence=lambda seen: bool(seen.compared)),
+    Check("N505", _mismatch, 1, has_evidence=lambda seen: bool(seen.compared)),
 )
