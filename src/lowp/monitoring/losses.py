@@ -35,7 +35,10 @@ class Losses:
 
     def add(self, step: int, loss: Tensor, scale: Tensor | None = None, scaled: bool = False) -> bool:
         """Add the loss of a step; `scaled`: it carries the scale. Return whether it calls for a look."""
-        value, factor = _unscaled(loss, scale, scaled)
+        if scale is None and not loss.dim():  # as in most steps
+            value, factor = at_once(loss), None
+        else:
+            value, factor = _unscaled(loss, scale, scaled)
         self._seen.append((step, value, factor))
         return isinstance(value, float) and self.judge(step, value)
 

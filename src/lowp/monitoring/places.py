@@ -52,7 +52,10 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tensors, Tensor) or in_backward():  # of a checkpoint
             return original(tensors, *args, **kwargs)
-        told = [one for one in tuple(_listeners) if one(tensors, False)]
+        told = []
+        for one in tuple(_listeners):  # a comprehension would be a function
+            if one(tensors, False):
+                told.append(one)
         result = original(tensors, *args, **kwargs)
         for one in told:
             one(tensors, True)
