@@ -150,7 +150,7 @@ def products_of(contender: Contender) -> str:
 def products_under(precision: str, device: torch.device) -> str:
     """Return the same for one of lowp's precisions."""
     policy = presets.parse(precision).policy
-    rule = policy.match("linear", "contraction")
+    rule = policy.match("linear", "contraction", "within")  # no module that rules name
     if rule is None or rule.is_empty:
         return "fp32"
     if rule.accumulate is not None and rule.accumulate.format in ("int32", "exact"):
