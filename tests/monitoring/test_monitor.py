@@ -70,6 +70,13 @@ def test_losses_of_every_step_are_seen_where_only_some_are_looked_at(run: plante
     assert seen == [0]  # of the first look, the only one that there is time for
 
 
+def test_skipped_steps_call_for_a_look_where_there_is_no_time_for_others(run: planted.Run) -> None:
+    planted.restless_scale(run)
+    run.watch(max_overhead=1e-9)
+    run.train(40)
+    assert run.monitor is not None and [one.id for one in run.monitor.alarms] == ["N402"]
+
+
 # -- nothing changes --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["plain", "compiled"])
 def test_a_training_has_the_same_bits_with_and_without_a_monitor(mode: str) -> None:

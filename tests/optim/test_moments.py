@@ -254,3 +254,14 @@ def test_muon_keeps_its_momentum_in_few_bits_and_takes_matrices_alone() -> None:
         Muon([nn.Parameter(torch.ones(4))])
     with pytest.raises(InvalidInput, match="adjust_lr_fn='half': give 'original' or 'match_rms_adamw'"):
         Muon([parameter], adjust_lr_fn="half")
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8", "fp8"])
+def test_equal_gradients_move_a_weight_by_the_learning_rate_from_the_first_step_on(moments: str) -> None:
+    weight = nn.Parameter(torch.zeros(64))
+    optimizer = AdamW([weight], lr=0.01, weight_decay=0.0, storage=None, moments=moments)
+    for step in range(1, 5):  # both means are corrected for their beginning: Kingma and Ba 2015, section 3
+        weight.grad = torch.tensor([1.0, -1.0]).repeat(32) * 0.25
+        optimizer.step()
+        wanted = torch.tensor([-0.01, 0.01]).repeat(32) * step
+        torch.testing.assert_close(weight.detach(), wanted, rtol=1e-5 if step == 1 else 0.1, atol=0)
