@@ -182,6 +182,7 @@ def test_an_accumulation_prints_as_it_is_read(text: str) -> None:
         ("[[rule]]\ninput = 16\n", 'input must be text, as in input = "fp16"'),
         ("table = 'lowp-2'\n", "unknown op table 'lowp-2'; did you mean lowp-1"),
         ("tabel = 'lowp-1'\n", "unknown key 'tabel'; did you mean table"),
+        ("ops = 'linear'\n", "unknown key 'ops'; allowed: name, table, parameters, loss_scale, rule"),
         ("[[rule]]\nweight_gradient = 3\n", "rule 1: 3 is not the casts of a product"),
         ("[[rule]]\n[rule.weight_gradient]\nimput = 'bf16'\n", "unknown key 'imput'; did you mean input"),
         ("rule = 3\n", r"rules must be \[\[rule\]\] tables"),

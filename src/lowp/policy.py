@@ -312,8 +312,8 @@ class Policy:
             data = _read_toml(text)
         except ValueError as error:
             raise InvalidInput(f"{source} is not TOML: {error}") from None
+        _known_keys(data, ("name", "table", "parameters", "loss_scale", "rule"), source)
         rules = data.pop("rule", [])
-        _known_keys(data, ("name", "table", "parameters", "loss_scale"), source)
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
             raise InvalidInput(f"{source}: rules must be [[rule]] tables")
         if isinstance(data.get("loss_scale"), (int, float)):

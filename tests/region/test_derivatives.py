@@ -11,6 +11,7 @@ from region.small_model import PRECISIONS, Net, gradients, same
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from lowp.policy import Policy, Rule
 from lowp.region import autocast
 
 
@@ -64,6 +65,23 @@ def test_torch_func_runs(model: Net) -> None:
         assert torch.equal(rows, model(x))
     assert same(expected, list(found.values()))
     assert each["first.weight"].shape == (3, 16, 8)
+
+
+@pytest.mark.parametrize("precision", ["int8", "nvfp4", "e4m3fn:stochastic"])
+def test_stochastic_casts_draw_for_each_example_of_vmap_as_its_randomness_says(precision: str) -> None:
+    linear, x = nn.Sequential(nn.Linear(64, 16)), torch.randn(64).expand(4, 64)
+
+    def gradient(row: Tensor) -> Tensor:
+        return torch.func.grad(lambda one: linear(one).sin().sum())(row)
+
+    rule = Rule(("linear",), input="e4m3fn", weight="e4m3fn", grad=precision)
+    with autocast(Policy((rule,)) if ":" in precision else precision):
+        same = torch.func.vmap(gradient, randomness="same")(x)
+        different = torch.func.vmap(gradient, randomness="different")(x)
+        with pytest.raises(RuntimeError, match="randomness"):
+            torch.func.vmap(gradient)(x)
+    assert torch.equal(same, same[:1].expand(4, 64))
+    assert not torch.equal(different, different[:1].expand(4, 64))
 
 
 class Product(torch.autograd.Function):

@@ -137,9 +137,11 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
         x, to, dtype, seed, axis = arguments
-        x = x.movedim(in_dims[0], 0)
-        if isinstance(to.format, ScaledFormat):  # each example has its own scale
-            return torch.stack([_straight_through(one, to, dtype, seed, axis) for one in x]), 0
+        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        seeds = [seed] * info.batch_size if in_dims[3] is None else seed.unbind()
+        if isinstance(to.format, ScaledFormat) or to.rounding.is_stochastic:  # each example has its own scale or draws
+            examples = zip(x, seeds, strict=True)
+            return torch.stack([_straight_through(one, to, dtype, draws, axis) for one, draws in examples]), 0
         return _straight_through(x, to, dtype, seed, axis if axis < 0 else axis + 1), 0
 
 
