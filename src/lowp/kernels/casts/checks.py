@@ -17,7 +17,6 @@ from lowp.formats.checks import whole_number
 from lowp.kernels.choose.dispatch import fastest
 from lowp.kernels.numbers import scaled
 from lowp.kernels.numbers.floats import CARRIERS, narrow, widen
-from lowp.kernels.numbers.philox import Draw, Seed
 
 LARGEST_OFFSET = 1 << 62
 
@@ -71,13 +70,13 @@ def check_packed(packed: object) -> None:
         raise TypeError(f"packed must be True or False, not {type(packed).__name__}")
 
 
-def draw(x: Tensor, seed: int | Tensor, offset: Any) -> Seed:
-    """Return which random numbers a call draws, `seed` and `offset` checked; tensors without strides are refused."""
+def draw(x: Tensor, seed: int | Tensor, offset: Any) -> tuple[int | Tensor, int]:
+    """Return `seed` and `offset`, checked; tensors without strides are refused."""
     seed = check_seed(x, seed)
     first = whole_number("offset, the index of x's first element", offset)
     if not 0 <= first <= LARGEST_OFFSET:
         raise InvalidInput(f"offset {first}; allowed: 0 to 2**62, the index of x's first element in the whole tensor")
-    return Draw(seed, first) if first else seed
+    return seed, first
 
 
 def scales(scale: Any, cast: Cast, x: Tensor) -> scaled.Scales | None:

@@ -1,7 +1,7 @@
-"""The public functions: what is given is checked, and handed to the implementation that `dispatch` chooses.
+"""The public functions: what is given is checked, and a verb of `verbs` is called.
 
-Ordinary calls go straight to the implementation; calls that torch must see (torch.compile, torch.func, fake tensors,
-subclasses) go through the operators of `custom_ops`.
+Ordinary calls run it directly; calls that torch must see (torch.compile, torch.func, fake tensors, subclasses) by its
+operator.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, Specials
 from lowp.formats.checks import whole_number
 from lowp.kernels import cpu, tracing
-from lowp.kernels.casts import arrays, checks, custom_ops, run
+from lowp.kernels.casts import arrays, checks, run, shards, verbs
+from lowp.kernels.casts.verbs import DIRECT
 from lowp.kernels.choose.dispatch import implementation, uses_library
 from lowp.kernels.numbers import scaled
 from lowp.kernels.numbers.floats import CARRIERS
-from lowp.kernels.numbers.philox import Draw
 from lowp.kernels.numbers.statistics import Statistics
 from lowp.kernels.tracing import is_compiling, is_eager
 from lowp.quantized import Quantized
@@ -53,12 +53,12 @@ def quantize(
     every result (float16 for bf16); TypeError if x is not a floating-point tensor.
     """
     if is_compiling():
-        return custom_ops.quantize(x, cast, scale, seed if offset == 0 else Draw(seed, offset), out)
+        return verbs.quantized(x, cast, scale, seed, offset, out)
     if not isinstance(x, Tensor):
         return _with_arrays(quantize, x, cast, scale=scale, seed=seed, offset=offset, out=out)
     plan = checks.plan(cast, x.dtype)
     # the shortest way for the most frequent calls: microseconds count here
-    if scale is None and type(seed) is int and type(offset) is int and offset == 0 and _goes_straight(x):
+    if _goes_straight(x, scale, seed, offset):
         if out is None and plan.scaling is not None:
             return run.quantize(cpu, x, plan, None, seed)
         if out is None:
@@ -67,38 +67,24 @@ def quantize(
             return out
         if plan.scaling is None and _takes(out, x):
             cpu.quantize(x, plan, seed, out)
-            if not out.is_inference():
-                torch.autograd.graph.increment_version(out)
-            return out
-    draw = checks.draw(x, seed, offset)
+            return _changed(out)
+    seed, offset = checks.draw(x, seed, offset)
     if out is not None and not tracing.is_traced():
         checks.check_out(x, out)
     if not is_eager(x) or (out is not None and not (_is_ours(x) and _is_ours(out))):
-        return custom_ops.quantize(x, plan, scale, draw, out)
-    module, scales = implementation(x.device), checks.scales(scale, plan, x)
-    if out is None and tracing.is_differentiated(x):
-        return _StraightThrough.apply(module, x, plan, scales, draw)  # type: ignore[no-untyped-call]
+        return verbs.quantized(x, plan, scale, seed, offset, out)
     if out is None:
-        return run.quantize(module, x, plan, scales, draw)
-    run.quantize_into(module, x, plan, scales, draw, out)
+        apply = verbs.StraightThrough.apply if tracing.is_differentiated(x) else DIRECT.quantize
+        return apply(x, plan, scale, None, seed, None, offset)
+    DIRECT.quantize_out(x, plan, scale, None, seed, None, offset, out)
+    return _changed(out)
+
+
+def _changed(out: Tensor) -> Tensor:
+    """Tell autograd that a tensor was written, and return it."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out
-
-
-class _StraightThrough(torch.autograd.Function):
-    """A cast where torch only follows gradients, which pass straight through (Bengio et al. 2013, arXiv 1308.3432).
-
-    No operator is called, and no compiler loaded for one.
-    """
-
-    @staticmethod
-    def forward(context: Any, module: Any, x: Tensor, plan: Cast, scales: Any, draw: Any) -> Tensor:
-        return run.quantize(module, x, plan, scales, draw)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, gradient, None, None, None
 
 
 def quantize_operand(
@@ -157,25 +143,34 @@ def encode(
 
     Raises ValueError for NaNs that the format has no code for, and says how many there are.
     """
+    is_direct = False
     if not is_compiling():
         if not isinstance(x, Tensor):
             return _with_arrays(encode, x, cast, scale=scale, seed=seed, offset=offset, packed=packed)
         cast = checks.as_cast(cast)
         checks.check_dtype(x.dtype)
         checks.check_packed(packed)
-        if scale is None and cast.scaling is None and type(seed) is int and type(offset) is int and offset == 0:
-            if not packed and _goes_straight(x):  # as in quantize
-                codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
-                if nans := cpu.encode(x, cast, seed, codes):
-                    run.refuse_nans(nans, x, cast.element)
-                return codes
-        draw = checks.draw(x, seed, offset)
-        if is_eager(x):
-            scales, module = checks.scales(scale, cast, x), implementation(x.device, "encode")
-            if cast.scaling is not None:
-                return run.encode_scaled(module, x.detach(), cast, scales, draw, packed)
-            return run.encode(module, x.detach(), cast, draw, packed)
-    return custom_ops.encode(x, cast, scale, seed if offset == 0 else Draw(seed, offset), packed)
+        if cast.scaling is None and not packed and _goes_straight(x, scale, seed, offset):  # as in quantize
+            codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
+            if nans := cpu.encode(x, cast, seed, codes):
+                run.refuse_nans(nans, x, cast.element)
+            return codes
+        seed, offset = checks.draw(x, seed, offset)
+        if is_direct := is_eager(x):
+            checks.scales(scale, cast, x)
+    call: Any = DIRECT if is_direct else torch.ops.lowp
+    if is_direct:
+        given: tuple[Any, ...] = (cast, scale, None, seed, None, offset)
+    else:
+        x = shards.whole(x)
+        given = verbs.arguments(x, cast, scale, seed, offset)
+    if not verbs.is_scaled(cast):
+        return call.encode(x.detach(), given[0], *given[3:], packed)
+    payload, kept, zero_point, outer = call.encode_scaled(x.detach(), *given, packed)
+    is_affine, has_outer, is_whole = verbs.parts(cast)
+    length = x.shape[-1] if packed and x.ndim and not is_whole else None
+    outer, zero_point = outer if has_outer else None, zero_point if is_affine else None
+    return Quantized(payload, kept, verbs.as_cast(cast), outer, zero_point, x.dtype, length)
 
 
 def decode(
@@ -208,20 +203,19 @@ def decode(
         if not checks.holds_format(element, dtype):
             raise InvalidInput(f"{element}: {dtype} cannot hold every value: decode to torch.float32 or torch.float64")
         if is_eager(codes):
-            module = implementation(codes.device, "decode")
-            if packed:
-                return run.decode_packed(module, codes, element, dtype, length)
-            return run.decode(module, codes, element, dtype)
-    return custom_ops.decode(codes, format, dtype, packed, length)
+            return DIRECT.decode(codes, format, dtype, packed, length)
+    codes = tracing.unwrapped(shards.whole(codes))
+    return torch.ops.lowp.decode(codes, verbs.text(format), dtype, packed, length)
 
 
 def dequantize(q: Quantized) -> Tensor:
     """Return the values of a `Quantized` from `lowp.encode`, in the dtype of the encoded tensor."""
     if not isinstance(q, Quantized):
         raise TypeError(f"dequantize takes a Quantized, not {type(q).__name__}: plain codes go to lowp.decode")
-    if is_compiling() or not is_eager(q.payload):
-        return custom_ops.dequantize(q)
-    return run.dequantize(implementation(q.device, "decode"), q.detach())
+    if not is_compiling() and is_eager(q.payload):
+        return run.dequantize(implementation(q.device, "decode"), q.detach())
+    tensors = [None if one is None else one.detach() for one in (q.payload, q.scale, q.outer, q.zero_point)]
+    return torch.ops.lowp.decode_scaled(*tensors, q.cast.text, q.dtype, q.length)  # type: ignore[no-any-return]
 
 
 def statistics(x: Any) -> Statistics:
@@ -234,14 +228,20 @@ def statistics(x: Any) -> Statistics:
             return _with_arrays(statistics, x)  # type: ignore[no-any-return]
         checks.check_dtype(x.dtype)
         checks.check_seed(x, 0)
-        if _is_ours(x):
-            return Statistics(*run.statistics(implementation(x.device, "statistics"), x), x.numel())
-    return Statistics(*custom_ops.statistics(x), x.numel())
+        if is_eager(x):
+            return _counted(x, DIRECT.statistics(x.detach()))
+    return _counted(x, torch.ops.lowp.statistics(shards.whole(x).detach()))
 
 
-def _goes_straight(x: Tensor) -> bool:
-    """Whether the C++ library can read the tensor in place, and torch need not see the call."""
-    if not (type(x) in _PLAIN and x.is_cpu and uses_library() and tracing.is_plain(x)):
+def _counted(x: Tensor, found: tuple[Tensor, Tensor, Tensor]) -> Statistics:
+    return Statistics(*found, x.numel())
+
+
+def _goes_straight(x: Tensor, scale: Any = None, seed: Any = 0, offset: Any = 0) -> bool:
+    """Whether the C++ library can read the tensor in place, torch need not see the call, and nothing is unusual."""
+    if scale is not None or type(seed) is not int or type(offset) is not int or offset or type(x) not in _PLAIN:
+        return False
+    if not (x.is_cpu and uses_library() and tracing.is_plain(x)):
         return False
     try:
         return x.layout is torch.strided and not x.is_nested and x.is_contiguous() and x.data_ptr() != 0
@@ -253,9 +253,9 @@ def _takes(out: Any, x: Tensor) -> bool:
     """Whether the C++ library can write into `out`, where x `_goes_straight`: it is x, or lies in other memory."""
     if out is x:
         return True
-    if not isinstance(out, Tensor) or out.dtype is not x.dtype or out.shape != x.shape or not _goes_straight(out):
+    if not isinstance(out, Tensor) or out.dtype is not x.dtype or out.shape != x.shape:
         return False
-    return abs(out.data_ptr() - x.data_ptr()) >= x.nbytes
+    return _goes_straight(out) and abs(out.data_ptr() - x.data_ptr()) >= x.nbytes
 
 
 def _is_ours(x: Tensor) -> bool:

@@ -95,7 +95,7 @@ def decode_packed(
 ) -> Tensor:
     """Return the values of codes packed in rows of bytes, `length` codes per row, in `dtype`."""
     fused = getattr(module, "decode_packed", None)
-    if fused is not None and format.bits not in (8, 16, 32, 64):
+    if fused is not None and not packing.fills_bytes(format):
         count = packing.length_of(packed, format, length)
         out = torch.empty(*packed.shape[:-1], count, dtype=dtype, device=packed.device)
         if fused(_readable(packed).contiguous(), format, out):
@@ -118,8 +118,11 @@ def statistics(module: ModuleType, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def encode_scaled(
     module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed, packed: bool
-) -> Quantized:
-    """Return codes and scales; raise ValueError for NaNs that neither can represent. A 0-d tensor is not packed."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return codes, scales, zero points and outer scale, as in `Quantized`. A 0-d tensor is not packed.
+
+    Raises ValueError for NaNs that neither codes nor scales can represent.
+    """
     packed = packed and x.ndim > 0
     device = x.device
     x, format = _readable(x).to(home(device)), scaled.scaled_format(cast)
@@ -127,14 +130,12 @@ def encode_scaled(
     if fused is not None and (made := fused(x.contiguous(), cast, seed, packed)) is not None:
         payload, kept, outer, nans = made
         refuse_nans(nans, x, format.element)
-        return Quantized(payload, kept, cast, outer, None, x.dtype, _packed_length(payload, x, format, packed))
+        return payload, kept, None, outer
     scales = scaled.choose(x, cast) if scales is None else scales
-    payload = _payload(module, x, cast, scales, seed, packed)
-    zero_point = None if scales.zero_point is None else scales.zero_point.to(torch.int32)
-    outer = None if scales.outer is None else narrow(scales.outer, torch.float32)
-    length = _packed_length(payload, x, format, packed)
-    found = Quantized(payload, scaled.stored_scales(scales.scale, format), cast, outer, zero_point, x.dtype, length)
-    return found if x.device == device else found.to(device)
+    payload = _payload(module, x, cast, scales, seed, packed).to(device)
+    zero_point = None if scales.zero_point is None else scales.zero_point.to(device, torch.int32)
+    outer = None if scales.outer is None else narrow(scales.outer, torch.float32).to(device)
+    return payload, scaled.stored_scales(scales.scale, format).to(device), zero_point, outer
 
 
 def _payload(module: ModuleType, x: Tensor, cast: Cast, scales: Scales, seed: Seed, packed: bool) -> Tensor:
@@ -145,11 +146,6 @@ def _payload(module: ModuleType, x: Tensor, cast: Cast, scales: Scales, seed: Se
     element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
     poisoned = scaled.spread(scales.scale, x.shape, format.scope).isnan()
     return encode(module, torch.where(poisoned, 0.0, element), Cast(format.element), 0, packed)
-
-
-def _packed_length(payload: Tensor, x: Tensor, format: ScaledFormat, packed: bool) -> int | None:
-    """Return the number of elements in a row of packed codes; None if they fill whole bytes."""
-    return x.shape[-1] if packed and payload.dtype == torch.uint8 and format.element.bits != 8 else None
 
 
 def dequantize(module: ModuleType, q: Quantized) -> Tensor:

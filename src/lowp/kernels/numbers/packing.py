@@ -11,6 +11,11 @@ from lowp.formats import FloatFormat, IntFormat
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
+def fills_bytes(format: FloatFormat | IntFormat) -> bool:
+    """Whether codes have whole bytes each, so that packed ones are the same."""
+    return format.bits in (8, 16, 32, 64)
+
+
 def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
     """Return the bits of every code in bytes, each row (last dimension) filled up to a byte with zeros.
 
@@ -18,7 +23,7 @@ def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
     complement; the one bit of a binary number is its sign: 0 for +1, 1 for -1.
     """
     bits = format.bits
-    if bits in (8, 16, 32, 64):
+    if fills_bytes(format):
         return codes
     codes = codes.reshape(1) if codes.ndim == 0 else codes
     if 8 % bits == 0 and codes.dtype.itemsize == 1:
@@ -52,7 +57,7 @@ def unpack(packed: Tensor, format: FloatFormat | IntFormat, length: int | None =
     Raises ValueError for rows that are too short, and for bytes of another dtype than uint8.
     """
     bits, length = format.bits, length_of(packed, format, length)
-    if bits in (8, 16, 32, 64):
+    if fills_bytes(format):
         return packed[..., :length] if packed.ndim else packed
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
@@ -71,7 +76,7 @@ def unpack(packed: Tensor, format: FloatFormat | IntFormat, length: int | None =
 
 def length_of(packed: Tensor, format: FloatFormat | IntFormat, length: int | None) -> int:
     """Return how many codes of a packed row are asked for; raise ValueError where it does not hold them."""
-    whole = format.bits in (8, 16, 32, 64)
+    whole = fills_bytes(format)
     if not whole and (packed.dtype != torch.uint8 or packed.ndim == 0):
         raise InvalidInput(f"packed codes of {format} must be rows of torch.uint8, not {packed.ndim}-d {packed.dtype}")
     size = packed.shape[-1] if packed.ndim else 1

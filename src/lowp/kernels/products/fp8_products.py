@@ -49,10 +49,10 @@ def multiplies_fp8(x: Tensor) -> bool:
 
 def encoded(x: Tensor, to: Cast) -> Fp8Matrix:
     """Return x under a cast; infinities and NaN become NaN."""
-    kept = encode_scaled(implementation(x.device, "encode"), x.detach(), to, None, 0, False)
+    payload, scale, *_ = encode_scaled(implementation(x.device, "encode"), x.detach(), to, None, 0, False)
     dtype = next(dtype for name, dtype in _DTYPES.items() if to.element == FORMATS[name])
-    codes = torch.where(x.isfinite(), kept.payload, _NAN[dtype])
-    return Fp8Matrix(codes.view(dtype), kept.scale)
+    codes = torch.where(x.isfinite(), payload, _NAN[dtype])
+    return Fp8Matrix(codes.view(dtype), scale)
 
 
 def multiplied(left: Fp8Matrix, right: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
