@@ -38,28 +38,34 @@ def test_results_on_other_data_are_nearer_than_with_nearest_weights(format: str)
     assert _error(ours, model, x[300:]) < 0.6 * _error(nearest, model, x[300:])
     values, before = ours[0].weight.values(), nearest[0].weight.values()
     assert set(ours.state_dict()) == set(nearest.state_dict())
-    assert not torch.equal(values, before) and values.abs().max() <= 1.01 * before.abs().max()
+    assert not torch.equal(values, before) and values.abs().max() <= 1.5 * before.abs().max()
 
 
-def test_each_number_is_one_of_the_format_under_the_scale_that_nearest_has() -> None:
+def test_each_number_is_one_of_the_format_under_scales_of_least_error_or_of_a_rule_that_the_format_names() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(7, 64), _inputs(200).double()
-    for format in ("int4", "mxfp8"):
+    for format in ("int4", "mxfp8", "mxfp8:rceil"):
         found = gptq(weight, lowp.casts.parse(format), x.t() @ x)
         assert isinstance(found, lowp.Quantized)
-        scale = lowp.encode(weight, format).scale
         values = lowp.dequantize(found)
-        assert torch.equal(found.scale, scale) and not torch.equal(values, lowp.quantize(weight, format))
-        units = scale if format == "int4" else torch.exp2(scale.double() - 127)
+        units = found.scale if format == "int4" else torch.exp2(found.scale.double() - 127)
         assert torch.equal(lowp.quantize(values, format, scale=units), values)
+        assert not torch.equal(values, lowp.quantize(weight, format))
+        assert torch.equal(found.scale, lowp.encode(weight, format).scale) == (format == "mxfp8:rceil")
 
 
-def test_inputs_that_tell_columns_apart_leave_the_nearest_numbers() -> None:
+def test_inputs_that_tell_columns_apart_leave_the_nearest_numbers_under_scales_of_less_error() -> None:
     weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
-    for format in ("int4", "e4m3fn"):
+    for format in ("int4", "e4m3fn", "nvfp4"):
         found = gptq(weight, lowp.casts.parse(format), torch.eye(40, dtype=torch.float64))
-        values = lowp.dequantize(found) if isinstance(found, lowp.Quantized) else found
-        torch.testing.assert_close(values, lowp.quantize(weight, format))
+        nearest = lowp.quantize(weight, format)
+        if not isinstance(found, lowp.Quantized):
+            assert torch.equal(found, nearest)
+            continue
+        values = lowp.dequantize(found)
+        assert (values - weight).norm() < 0.99 * (nearest - weight).norm()
+        if found.outer is None:
+            torch.testing.assert_close(values, lowp.quantize(weight, format, scale=found.scale))
 
 
 def test_the_error_of_a_column_is_made_up_for_by_one_that_carries_the_same_number() -> None:
@@ -93,6 +99,36 @@ def test_convolutions_and_attention_are_rounded_so_too() -> None:
     wanted = attention(words, words, words)[0]
     far, near = (float((one - wanted)[3:].detach().norm()) for one in served)
     assert near < 0.7 * far
+
+
+class _Reader(nn.Module):
+    """Rows of a table, and a few sums of them; `form` is how the results are given."""
+
+    def __init__(self, form: str = "tensor") -> None:
+        super().__init__()
+        self.table, self.form = nn.Embedding(50, 64), form
+        self.register_buffer("sums", _inputs(600)[:6])
+
+    def forward(self, indices: Tensor) -> Any:
+        found = self.table(indices) @ self.get_buffer("sums").t()
+        return {"tensor": found, "dict": {"logits": (found, 1)}, "none": found.argmax(-1)}[self.form]
+
+
+@pytest.mark.parametrize("form", ["tensor", "dict"])
+def test_an_embedding_is_rounded_so_that_the_results_of_the_model_change_least(form: str) -> None:
+    torch.manual_seed(0)
+    model, x = _Reader(form), torch.arange(50)
+    nearest, ours = (lowp.quantize_model(model, "int4", [x[:20]], rounding=one) for one in ("nearest", "gptq"))
+    for one in (model, nearest, ours):
+        one.form = "tensor"
+    assert _error(ours, model, x) < 0.3 * _error(nearest, model, x)
+    assert not any(parameter.requires_grad for parameter in ours.parameters())
+
+
+def test_an_embedding_to_which_no_gradient_leads_is_rounded_to_nearest() -> None:
+    model, x = _Reader("none"), torch.arange(50)
+    nearest, ours = (lowp.quantize_model(model, "int4", [x], rounding=one) for one in ("nearest", "gptq"))
+    assert torch.equal(ours.table.weight.values(), nearest.table.weight.values())
 
 
 def test_a_rounding_that_cannot_be_is_refused_in_words() -> None:

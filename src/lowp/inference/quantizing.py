@@ -21,7 +21,7 @@ from lowp.inference.attention import ServedAttention, projections
 from lowp.inference.calibration import BITS, ActivationRange, check_bits
 from lowp.inference.convolutions import ServedConvolution, matrix_of
 from lowp.inference.modules import ServedEmbedding, ServedLinear, Weight, packed
-from lowp.inference.rounding import SecondMoments, check_rounding
+from lowp.inference.rounding import SecondMoments, Sensitivity, check_rounding
 from lowp.kernels.packed.byte_rows import Range
 
 _UNQUANTIZED = "_lowp_unquantized"
@@ -52,8 +52,8 @@ def quantize_model(
     in fp32.
 
     With ``rounding="gptq"`` each weight is rounded so that its layer's results on the calibration data change least
-    (arXiv 2210.17323); embeddings and convolutions in groups are rounded to nearest. Scales of maxima are chosen by the
-    format, as in ``mxfp8:rceil``.
+    (arXiv 2210.17323), those of embeddings so that the model's results do, by their gradients; convolutions in groups
+    are rounded to nearest. Scales are those of the least error, unless the format names a rule, as ``mxfp8:rceil``.
 
     `calibration_data` is an iterable of at least one batch: a tensor is passed to the model, a tuple or list as its
     arguments, a dictionary as its keyword arguments; `forward(model, batch)` replaces this call. Modules whose name
@@ -61,7 +61,8 @@ def quantize_model(
     is in eval mode, on the CPU; its state_dict holds the packed weights. Raises InvalidInput for an invalid format, for
     data that yield no batch, and for a pattern that matches no module.
     """
-    cast, highest = casts.parse(format), check_bits(bits)
+    cast = casts.parse(format)
+    how = _How(cast, calibration, rounding == "gptq", check_bits(bits), bits, attention)
     _check_format(cast)
     check_rounding(rounding, cast, calibration_data is not None)
     if not isinstance(model, nn.Module):
@@ -69,39 +70,47 @@ def quantize_model(
     if isinstance(calibration_data, (Tensor, Mapping)):
         kind = type(calibration_data).__name__
         raise InvalidInput(f"calibration_data is one batch, a {kind}: give a list of batches, such as [x]")
-    seen = ActivationRange(calibration)  # raises for an unknown method before any work
-    del seen
-    served = copy.deepcopy(model).eval()
-    names = {name: module for name, module in served.named_modules() if _is_replaced(module)}
-    patterns = tuple(keep)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name, _ in served.named_modules()):
-            raise InvalidInput(f"no module is named {pattern}; layers are {', '.join(names) or 'none'}")
-    reasons = {name: "asked for (keep)" for name in names if any(fnmatchcase(name, one) for one in patterns)}
-    reasons |= {name: f"{type(module).__name__} has no packed form" for name, module in _others(served, names)}
-    chosen = {name: module for name, module in names.items() if name not in reasons}
-    ranges: dict[str, Range] = {}
-    moments: dict[str, SecondMoments] | None = {} if rounding == "gptq" else None
+    ActivationRange(calibration)  # raises for an unknown method before any work
+    served = copy.deepcopy(model).eval().requires_grad_(False)
+    chosen, reasons = _chosen(served, tuple(keep))
+    seen = _Seen({}, {})
     if calibration_data is not None:
-        ranges, read = _calibrated(served, chosen, calibration_data, (calibration, highest, moments), forward)
+        seen, read = _calibrated(served, chosen, calibration_data, how, forward)
         reasons |= dict.fromkeys(read, "the model's own code reads its weight, as of tied embeddings")
         chosen = {name: module for name, module in chosen.items() if name not in read}
-    places = _places(chosen)
     for name, module in chosen.items():
-        reason = _unfit(module)
-        if reason:
+        if reason := _unfit(module):
             reasons[name] = reason
             continue
-        made = _made(name, module, cast, _Seen(ranges, moments or {}), (bits, attention))
+        made = _made(name, module, how, seen).eval()
         if name == "":
-            served = made.eval()
-            continue
-        for parent, attribute in places[name]:
-            setattr(_module_at(served, parent), attribute, made.eval())
+            served = made
+        else:
+            _put(served, name, made)
     object.__setattr__(served, _UNQUANTIZED, reasons)
-    for parameter in served.parameters():
-        parameter.requires_grad_(False)
     return served
+
+
+class _How(NamedTuple):
+    """What `quantize_model` was asked for."""
+
+    cast: Cast
+    calibration: str
+    by_moments: bool
+    highest: int
+    bits: int
+    attention: bool
+
+
+def _chosen(model: nn.Module, keep: tuple[str, ...]) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The layers to replace, and the reasons of the others with weights."""
+    names = {name: module for name, module in model.named_modules() if _is_replaced(module)}
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
+            raise InvalidInput(f"no module is named {pattern}; layers are {', '.join(names) or 'none'}")
+    reasons = {name: "asked for (keep)" for name in names if any(fnmatchcase(name, one) for one in keep)}
+    reasons |= {name: f"{type(module).__name__} has no packed form" for name, module in _others(model, names)}
+    return {name: module for name, module in names.items() if name not in reasons}, reasons
 
 
 def unquantized(model: nn.Module) -> Mapping[str, str]:
@@ -135,17 +144,10 @@ def _others(model: nn.Module, names: Mapping[str, nn.Module]) -> Iterator[tuple[
             yield name, module
 
 
-def _places(chosen: Mapping[str, nn.Module]) -> dict[str, list[tuple[str, str]]]:
-    """Where each layer hangs: the name of its parent, and the attribute."""
-    places = {}
-    for name in chosen:
-        parent, _, attribute = name.rpartition(".")
-        places[name] = [(parent, attribute)]
-    return places
-
-
-def _module_at(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name) if name else model
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the layer of this name."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
 
 
 def _unfit(module: nn.Module) -> str:
@@ -167,25 +169,27 @@ def _calibrated(
     model: nn.Module,
     chosen: Mapping[str, nn.Module],
     data: Iterable[Any],
-    how: tuple[str, int, dict[str, SecondMoments] | None],
+    how: _How,
     forward: Callable[[nn.Module, Any], Any] | None,
-) -> tuple[dict[str, Range], set[str]]:
-    """The range of every place whose input was seen, and the layers whose weight is read by others' code.
+) -> tuple[_Seen, set[str]]:
+    """What passed every place, and the layers whose weight is read by others' code.
 
-    A place is a layer's name, of attention with query, key, value and out. If there are moments, they are filled in.
+    A place is a layer's name, of attention with query, key, value and out.
     """
-    method, highest, moments = how
-    seen: dict[str, ActivationRange] = {}
+    ranges: dict[str, ActivationRange] = {}
+    moments: dict[str, SecondMoments] = {}
 
     def watch(name: str, layer: nn.Module, x: Any) -> None:
         if isinstance(x, Tensor) and x.is_floating_point():
-            seen.setdefault(name, ActivationRange(method)).add(x)
-            if moments is not None:
-                moments.setdefault(name, SecondMoments()).add(layer, x)
+            ranges.setdefault(name, ActivationRange(how.calibration)).add(x)
+            if how.by_moments:
+                moments.setdefault(name, SecondMoments()).add(layer, x.detach())
 
-    batches, readers = 0, _Readers(chosen)
-    with ExitStack() as stack, torch.no_grad(), readers:
+    batches, readers, sensitivity = 0, _Readers(chosen), Sensitivity()
+    with ExitStack() as stack, torch.set_grad_enabled(how.by_moments), readers:
         for name, module in chosen.items():
+            if how.by_moments and isinstance(module, nn.Embedding):
+                stack.callback(module.register_forward_hook(sensitivity.hook(name)).remove)
             if isinstance(module, nn.MultiheadAttention) and not _unfit(module):
                 model, watched = _opened(model, name, module, stack)
             else:
@@ -194,13 +198,14 @@ def _calibrated(
                 hook = layer.register_forward_pre_hook(_hook(place, watch), with_kwargs=True)
                 stack.callback(hook.remove)
         for batch in data:
-            run_batch(model, batch, forward)
+            sensitivity.add(run_batch(model, batch, forward), moments)
             batches += 1
     if not batches:
         raise InvalidInput("calibration_data has no batch: give one, or omit it for dynamic ranges")
-    if not seen and any(isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) for module in chosen.values()):
+    if not ranges and any(isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) for module in chosen.values()):
         raise InvalidInput("no layer was called during calibration: give batches, or forward=, that run the model")
-    return {name: one.range(highest) for name, one in seen.items() if one.anything}, readers.found
+    found = {name: one.range(how.highest) for name, one in ranges.items() if one.anything}
+    return _Seen(found, moments), readers.found
 
 
 class _Readers(TorchFunctionMode):
@@ -234,16 +239,15 @@ def _opened(
     layers = []
     for weight, bias in projections(module):
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-        layer.weight = nn.Parameter(weight.detach())
-        layer.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
+        layer.weight = nn.Parameter(weight.detach(), False)
+        layer.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), False))
         layers.append(layer)
     opened = ServedAttention(layers, module, BITS, False)
     watched: dict[str, nn.Module] = {f"{name}.{role}": layer for role, layer in zip(_ROLES, layers, strict=True)}
     if name == "":
         return opened, watched
-    ((parent, attribute),) = _places({name: module})[name]
-    setattr(_module_at(model, parent), attribute, opened)
-    stack.callback(setattr, _module_at(model, parent), attribute, module)
+    _put(model, name, opened)
+    stack.callback(_put, model, name, module)
     return model, watched
 
 
@@ -272,25 +276,23 @@ class _Seen(NamedTuple):
     ranges: Mapping[str, Range]
     moments: Mapping[str, SecondMoments]
 
-    def packed(self, place: str, weight: Tensor, cast: Cast, highest: int) -> Weight:
+    def packed(self, place: str, weight: Tensor, how: _How) -> Weight:
         """The weight of a place in its format."""
         moments = self.moments.get(place)
-        rounded = weight if moments is None else moments.rounded(weight, cast)
-        return packed(rounded, cast, self.ranges.get(place), highest)
+        rounded = weight if moments is None else moments.rounded(weight, how.cast)
+        return packed(rounded, how.cast, self.ranges.get(place), how.highest)
 
 
-def _made(name: str, module: nn.Module, cast: Cast, seen: _Seen, options: tuple[int, bool]) -> nn.Module:
-    bits, bytewise = options
-    highest = check_bits(bits)
+def _made(name: str, module: nn.Module, how: _How, seen: _Seen) -> nn.Module:
     if isinstance(module, nn.Linear):
-        return ServedLinear(seen.packed(name, module.weight, cast, highest), module.bias)
+        return ServedLinear(seen.packed(name, module.weight, how), module.bias)
     if isinstance(module, nn.Embedding):
-        return ServedEmbedding(packed(module.weight, cast, None, highest), None)
+        return ServedEmbedding(seen.packed(name, module.weight, how), None)
     if isinstance(module, nn.MultiheadAttention):
         layers = [
-            ServedLinear(seen.packed(f"{name}.{role}", weight, cast, highest), bias)
+            ServedLinear(seen.packed(f"{name}.{role}", weight, how), bias)
             for role, (weight, bias) in zip(_ROLES, projections(module), strict=True)
         ]
-        return ServedAttention(layers, module, bits, bytewise and str(cast) == "int8")
+        return ServedAttention(layers, module, how.bits, how.attention and str(how.cast) == "int8")
     assert isinstance(module, (nn.Conv1d, nn.Conv2d))
-    return ServedConvolution(seen.packed(name, matrix_of(module), cast, highest), module)
+    return ServedConvolution(seen.packed(name, matrix_of(module), how), module)
