@@ -73,7 +73,8 @@ LONGEST_WINDOW, MOST_HEADROOM = 1 << 16, 64
 class ScalingSpec:
     """How a shared scale is chosen: a description; `lowp.scaling` makes the object with state from it.
 
-    ``current``: from the tensor's own maximum. ``delayed``: from the maxima of the last `window` tensors.
+    ``current``: from the tensor's own maximum. ``delayed``: from the largest of the last `window` maxima at its place
+    in the training step; a window of 1 is the most recent alone.
     ``autoflex``: predicted from the last `window` maxima (Koester et al. 2017). ``static``: given once, `exponent`.
     ``frozen``: guessed at the first tensor and kept. ``reactive``: moved by one step at a time once too many elements
     have overflowed (Courbariaux et al. 2014, arXiv 1412.7024). The last two are what autoflex is compared with.
@@ -259,7 +260,7 @@ class Cast:
             raise InvalidInput(f"{self.format} has no shared scale: omit the scaling {self.scaling}")
         self._check_random_bits()
         # Computed here: until Python 3.12 a cached property takes a lock, which torch.compile cannot trace.
-        _ = self.element, self.is_stochastic, self.text
+        _ = self.element, self.is_stochastic, self.is_delayed, self.text
 
     def _check_random_bits(self) -> None:
         if self.random_bits is None:
@@ -289,6 +290,18 @@ class Cast:
     def is_stochastic(self) -> bool:
         """Whether the result depends on a seed."""
         return self.rounding.is_stochastic
+
+    @functools.cached_property
+    def is_delayed(self) -> bool:
+        """Whether its scale comes from the maxima of earlier steps."""
+        return self.scaling is not None and self.scaling.kind == "delayed"
+
+    @property
+    def current(self) -> Cast:
+        """The same cast, under the scale of the tensor's own maximum if this one's is delayed."""
+        if self.scaling is None or not self.is_delayed:
+            return self
+        return replace(self, scaling=ScalingSpec("current", headroom=self.scaling.headroom))
 
     def with_rounding(self, rounding: Rounding | str, random_bits: int | None = None) -> Cast:
         """The same cast with another rounding."""

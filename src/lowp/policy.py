@@ -18,7 +18,7 @@ from typing import Any
 from lowp import casts
 from lowp.casts import Cast, LossScale
 from lowp.errors import InvalidInput, UnknownName, brief, unknown
-from lowp.formats import FORMATS, FloatFormat
+from lowp.formats import FORMATS, FloatFormat, ScaledFormat, Scope
 
 # the classes of ops that a rule can name, with the casts that a table itself adds
 OP_CLASSES = {
@@ -35,6 +35,7 @@ _STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
 _CAST_ROLES = ("input", "weight", "grad", "output", "saved")
 # the products of the backward pass, and the operands that each of them reads
 _PRODUCTS = {"input_gradient": ("grad", "weight"), "weight_gradient": ("grad", "input")}
+_OF_OPERANDS = "delayed scales are for the operands of products, input, weight and grad: give"
 HADAMARD_SIZES = tuple(2**power for power in range(1, 9))
 
 
@@ -124,10 +125,14 @@ class Operands:
         """The cast of the operand of the forward product, of which each of these products reads one."""
         return self.input if self.weight is None else self.weight
 
+    @property
+    def casts(self) -> dict[str, Cast]:
+        """The casts that are given, by role."""
+        return {role: cast for role in ("input", "weight", "grad") if (cast := getattr(self, role)) is not None}
+
     def values(self) -> dict[str, Any]:
         """The entries that are given, by the keys of a policy file."""
-        roles = (role for role in ("input", "weight", "grad") if getattr(self, role) is not None)
-        found: dict[str, Any] = {role: str(getattr(self, role)) for role in roles}
+        found: dict[str, Any] = {role: str(cast) for role, cast in self.casts.items()}
         return found | ({"hadamard": self.hadamard} if self.hadamard else {})
 
     def __str__(self) -> str:
@@ -181,6 +186,8 @@ class Rule:
                 object.__setattr__(self, product, None if operands == Operands() else operands)
         if self.has_products or self.saved is not None:
             _check_products(self)
+        if self.is_delayed:
+            _check_delayed(self)
 
     @classmethod
     def of(
@@ -216,6 +223,24 @@ class Rule:
     def has_products(self) -> bool:
         """Whether a product of the backward pass has casts of its own."""
         return self.input_gradient is not None or self.weight_gradient is not None
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether an operand is rounded under a scale from earlier steps."""
+        return any(one.is_delayed for one in self.casts)
+
+    @property
+    def current(self) -> Rule:
+        """The same rule, in which every tensor has the scale of its own maximum where that of this one is delayed."""
+        if not self.is_delayed:
+            return self
+        roles = {role: cast.current for role in _CAST_ROLES if (cast := getattr(self, role)) is not None}
+        products = {
+            product: replace(own, **{role: cast.current for role, cast in own.casts.items()})
+            for product in _PRODUCTS
+            if (own := getattr(self, product)) is not None
+        }
+        return replace(self, **roles, **products)
 
     @property
     def _products(self) -> tuple[Operands, ...]:
@@ -265,6 +290,8 @@ class Policy:
             raise UnknownName(unknown("op table", self.table, self.TABLES))
         if self.parameters is not None:
             object.__setattr__(self, "parameters", _carried("parameters", casts.parse(self.parameters)))
+            if self.parameters.is_delayed:
+                raise InvalidInput(f"parameters={self.parameters}: {_OF_OPERANDS} {self.parameters.current}")
         if self.loss_scale is not None:
             object.__setattr__(self, "loss_scale", LossScale.parse(self.loss_scale))
 
@@ -414,6 +441,28 @@ def _check_products(rule: Rule) -> None:
             f"output={output} is written at sites, whose products read what forward has rounded: omit input_gradient, "
             "weight_gradient and saved, or write the output in another format"
         )
+
+
+def _check_delayed(rule: Rule) -> None:
+    """Raise InvalidInput for a delayed scale that no operand of a product can have."""
+    for role in ("output", "saved"):
+        if (cast := getattr(rule, role)) is not None and cast.is_delayed:
+            raise InvalidInput(f"{role}={cast}: {_OF_OPERANDS} {cast.current}")
+    for cast in rule.casts:
+        format = cast.format
+        if not cast.is_delayed or not isinstance(format, ScaledFormat):
+            continue
+        if format.scope.kind != "tensor" or format.affine or format.element.bits < 3:
+            whole = replace(format, scope=Scope("tensor"), outer=None, affine=False, name="")
+            raise InvalidInput(
+                f"{cast}: a delayed scale is that of a whole tensor and follows its largest number: give a format such "
+                f"as {whole if format.element.bits > 2 else 'e4m3fn@fp32/tensor'}, or omit delayed"
+            )
+    sums, output = rule.accumulate, rule.output
+    if sums is not None and sums.format in ("int32", "exact"):
+        raise InvalidInput(f"accumulate={sums} sums integers under scales of the present step: omit delayed")
+    if output is not None and output.scaling is not None and output.scaling.kind != "current":
+        raise InvalidInput(f"output={output} is written at sites, whose operands are the values written: omit delayed")
 
 
 def _check_text(value: object, what: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowp import distributed, precision_state, presets, region
 from lowp.errors import InvalidInput, Misuse
-from lowp.exponents import SharedExponents, is_flexpoint
+from lowp.exponents import DelayedScales, SharedExponents, is_flexpoint
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
 from lowp.optim.skipping import refuse_released, skipping
 from lowp.optim.storage import Storage, check_seed
@@ -127,6 +127,8 @@ class Precision:
         self._require_same_on_all_ranks()
         if self._storing is not None:
             self._storing.model(model)
+        if self.scales is not None:
+            self.scales.keep_sites_of(model)
         if self._scaler is None:
             self._scaler = self._new_scaler(self._device.type)
         if self._trained.add(model):
@@ -220,7 +222,7 @@ class Precision:
         else:
             skip = self._unscaled.skips(() if closure is not None else optimizers, self.steps + 1)
             if skip is True:
-                self.steps += 1
+                self._end_step()
                 return None
         self._agree_on_masters(optimizers)
         result = None
@@ -228,7 +230,7 @@ class Precision:
             with skipping(optimizer, skip) if isinstance(skip, Tensor) else _NOTHING:
                 result = scaler.step(optimizer) if closure is None else optimizer.step(closure)
         scaler.update()
-        self.steps += 1
+        self._end_step()
         if not is_scaled:
             self._unscaled.end(self.steps, optimizers, skip)
         return result
@@ -249,7 +251,13 @@ class Precision:
     def end_step(self) -> None:
         """Count a step and update the loss scale after calls of `step_one`; `step` includes this."""
         self.scaler.update()
-        self.steps, self._first = self.steps + 1, None
+        self._end_step()
+        self._first = None
+
+    def _end_step(self) -> None:
+        self.steps += 1
+        if self.scales is not None:
+            self.scales.flush()
 
     def _agree_on_masters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self.steps == 0 and isinstance(self._storing, MasterStorage):
@@ -293,6 +301,11 @@ class Precision:
     def exponents(self) -> SharedExponents | None:
         """The shared exponents of all sites of a step; None in precisions without them."""
         return self._region.exponents
+
+    @property
+    def scales(self) -> DelayedScales | None:
+        """The scales of operands that come from earlier steps; None in precisions without delayed scaling."""
+        return self._region.scales
 
     @property
     def faults(self) -> list[str]:
@@ -341,20 +354,23 @@ class Precision:
             "seed": self.seed,
             "random": rng_states(),
             "exponents": None if self.exponents is None else self.exponents.state_dict(),
+            **({} if self.scales is None else {"scales": self.scales.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; raises InvalidInput, with nothing changed, if it is of another precision."""
-        precision_state.check(state, self.preset, self.exponents is not None)
+        needs = {"exponents": self.exponents, "scales": self.scales}
+        precision_state.check(state, self.preset, [name for name, one in needs.items() if one is not None])
         check_seed(state["seed"], "a precision's state with ")
         before = self.scaler.state_dict()
         self.scaler.load_state_dict(state["scaler"])
-        if self.exponents is not None and state.get("exponents") is not None:
-            try:
-                self.exponents.load_state_dict(state["exponents"], self._device)
-            except Exception:
-                self.scaler.load_state_dict(before)
-                raise
+        try:
+            for name, one in needs.items():
+                if one is not None:
+                    one.load_state_dict(state[name], self._device)
+        except Exception:
+            self.scaler.load_state_dict(before)
+            raise
         self.steps, self.seed = state["steps"], state["seed"]
         self.guard.skipped_steps = state["skipped_steps"]
         restore_rng_states(state["random"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,8 +22,8 @@ def lines_of(preset: Preset, seed: int) -> list[str]:
     return [f"seed = {seed}", f"masters = {preset.masters}", *scale, *policy.splitlines()]
 
 
-def check(state: Any, preset: Preset, has_exponents: bool) -> None:
-    """Raise InvalidInput for a state from which a precision of this preset cannot continue."""
+def check(state: Any, preset: Preset, needs: Sequence[str]) -> None:
+    """Raise InvalidInput for a state from which a precision of this preset, and with these needs, cannot continue."""
     if not isinstance(state, dict):
         raise InvalidInput(f"a precision's state must be a dictionary from state_dict(), not {type(state).__name__}")
     if state.get("version") != VERSION:
@@ -50,6 +51,7 @@ def check(state: Any, preset: Preset, has_exponents: bool) -> None:
             raise InvalidInput(
                 f"a precision's state with {name}={brief(state[name])}: give a number of steps, 0 or more"
             )
-    if has_exponents and state.get("exponents") is None:
-        raise InvalidInput(f"a precision's state has no exponents, which {preset.name} needs")
+    for name in needs:
+        if state.get(name) is None:
+            raise InvalidInput(f"a precision's state has no {name}, which {preset.name} needs")
     check_rng_states(state["random"])

@@ -202,6 +202,14 @@ _ROWS = [
         "Micikevicius et al. 2022, arXiv 2209.05433",
     ),
     Preset(
+        "fp8-delayed",
+        _operands("e4m3fn@fp32/tensor:delayed(window=1024)", "e5m2@fp32/tensor:delayed(window=1024)"),
+        LossScale(),
+        Masters(),
+        "as fp8, under scales from the maxima of earlier steps, so that a cast reads its tensor once",
+        "DelayedScaling of NVIDIA's Transformer Engine with its defaults",
+    ),
+    Preset(
         "nvfp4",
         _four_bits("nvfp4", "e2m1@e4m3fn@fp32/16x16"),
         LossScale(),

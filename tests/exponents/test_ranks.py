@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowp.casts import parse
 from lowp.errors import Misuse
-from lowp.exponents import SharedExponents
+from lowp.exponents import DelayedScales, SharedExponents
 from lowp.precision import Precision
 
 FLEX = parse("flex16+5:autoflex")
@@ -114,12 +114,46 @@ def loaded_on_one_rank(rank: int) -> str:
     return str(caught.value)
 
 
+def delayed(rank: int) -> dict[str, Any]:
+    """Ranks see other maxima, one of them a NaN, and sites of their own."""
+    scales, cast = DelayedScales(), parse("e4m3fn@fp32/tensor:delayed(window=2)")
+    found = []
+    for step in range(4):
+        scales.rounded(torch.tensor([448.0 * (1 + step + rank)]), cast, "input of both")
+        scales.rounded(torch.tensor([448.0]), cast, f"input of rank {rank}")
+        if rank and step == 2:
+            scales.rounded(torch.tensor([torch.nan]), cast, "input of both")
+        scales.flush()
+        found.append([float(scales.scale(site)) for site in sorted(scales.sites())])
+    return {"scales": found, "sites": sorted(scales.sites())}
+
+
+def trained_delayed(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    precision, model = Precision("fp8-delayed"), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        x = (1 + 3 * rank) * torch.randn(16, 4, generator=generator)
+        optimizer.zero_grad()
+        with precision.autocast():
+            loss = F.cross_entropy(wrapped(x), (x.sum(1) > 0).long())
+        precision.backward(loss)
+        precision.step(optimizer)
+    assert precision.scales is not None
+    scales = {site: precision.scales.scale(site) for site in sorted(precision.scales.sites())}
+    return {**scales, **model.state_dict()}
+
+
 SCENES: dict[str, Callable[[int], Any]] = {
     "same sites": same_places,
     "other sites": other_places,
     "stochastic depth": trained,
     "a NaN on one rank": lambda rank: trained(rank, spoiled=4),
     "loaded on one rank": loaded_on_one_rank,
+    "delayed": delayed,
+    "trained under delayed scales": trained_delayed,
 }
 
 
@@ -172,3 +206,16 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(ranks: list[dict[str, Any]]) ->
 def test_places_that_one_rank_alone_has_loaded_are_refused_on_all(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "the ranks remember different sites of shared exponents" in rank["loaded on one rank"]
+
+
+def test_ranks_agree_on_the_maxima_of_delayed_scales_and_forget_what_is_not_finite(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["delayed"] for rank in ranks)
+    assert one == other and one["sites"] == ["input of both", "input of rank 0", "input of rank 1"]
+    assert [scale for scale, *_ in one["scales"]] == [2.0, 3.0, 3.0, 5.0]  # the NaN of the third step is left out
+    assert all(own == [1.0, 1.0] for _, *own in one["scales"])
+
+
+def test_a_model_under_delayed_scales_stays_the_same_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["trained under delayed scales"] for rank in ranks)
+    assert "grad of 0 linear" in one and one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())

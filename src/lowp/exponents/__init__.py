@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowp.exponents.delayed import DelayedScales, SiteScales
 from lowp.exponents.scalings import is_flexpoint, scaling_of
 from lowp.exponents.shared import SharedExponents
 from lowp.exponents.sites import CLASSES, Spots, Tell, Trail, class_of, is_result
@@ -11,9 +12,11 @@ from lowp.exponents.writer import SiteWriter
 
 __all__ = [
     "CLASSES",
+    "DelayedScales",
     "ExponentTable",
     "Flush",
     "SharedExponents",
+    "SiteScales",
     "SiteWriter",
     "Spots",
     "Summary",

@@ -17,10 +17,10 @@ from torch import Tensor
 from lowp import distributed
 from lowp.casts import Cast
 from lowp.errors import Misuse
-from lowp.exponents.table import ExponentTable
+from lowp.exponents.sites import SiteTable
 
-Groups = Mapping[Cast, ExponentTable]
-Make = Callable[[Cast, torch.device], ExponentTable]
+Groups = Mapping[Cast, SiteTable]
+Make = Callable[[Cast, torch.device], SiteTable]
 
 
 class AgreedSites:
@@ -108,7 +108,7 @@ class AgreedSites:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     @staticmethod
-    def _in_order(group: ExponentTable, names: list[str], parts: list[Tensor]) -> Tensor:
+    def _in_order(group: SiteTable, names: list[str], parts: list[Tensor]) -> Tensor:
         """Return the columns of agreed sites in the order of this rank's entries."""
         agreed = torch.cat(parts, dim=1)
         own = torch.empty_like(agreed)

@@ -1,9 +1,10 @@
-"""Tables of shared exponents in a checkpoint: what is saved of them, and how they are read and checked."""
+"""Tables of sites in a checkpoint, of shared exponents and of delayed scales: what is saved, and how it is read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,27 +12,27 @@ from torch import Tensor
 from lowp import casts
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.exponents.table import COUNTS, ExponentTable
+from lowp.exponents.sites import SiteTable
 
 _VERSION = 2
+_Part = Tensor | dict[str, Tensor]
+_AnyTable = TypeVar("_AnyTable", bound=SiteTable)
 
 
-def state_of(tables: Mapping[Cast, ExponentTable]) -> dict[str, Any]:
+def state_of(tables: Mapping[Cast, SiteTable]) -> dict[str, Any]:
     """Return the tables as plain values and tensors."""
     groups = [
         {
             "cast": str(cast),
             "sites": list(table.names),
-            "state": {name: value.clone() for name, value in table.state._asdict().items()},
-            "counts": {name: value.clone() for name, value in table.counts.items()},
-            "before": table.before.clone(),
+            **{name: _each(part, Tensor.clone) for name, part in table.parts.items()},
         }
         for cast, table in tables.items()
     ]
     return {"version": _VERSION, "groups": groups}
 
 
-def tables_of(state: Mapping[str, Any], new: Callable[[Cast], ExponentTable]) -> dict[Cast, ExponentTable]:
+def tables_of(state: Mapping[str, Any], new: Callable[[Cast], _AnyTable]) -> dict[Cast, _AnyTable]:
     """Return the tables of `state_of`, each in a table that `new` has made for its cast, on the device of that table.
 
     Raises InvalidInput for any other state.
@@ -51,17 +52,15 @@ def tables_of(state: Mapping[str, Any], new: Callable[[Cast], ExponentTable]) ->
         cast = casts.parse(saved["cast"])
         table = new(cast)
         _check_whole(table, saved)
-        _fill(table, saved)
+        parts = {name: _each(saved[name], partial(_copied, device=table.device)) for name in table.parts}
+        table.restore(saved["sites"], **parts)
         tables[cast] = table
     return tables
 
 
-def _fill(table: ExponentTable, saved: Mapping[str, Any]) -> None:
-    """Give a new table the entries of a saved one."""
-    device = table.before.device
-    state = type(table.state)(*(_copied(saved["state"][name], device) for name in table.state._fields))
-    counts = {name: _copied(saved["counts"][name], device) for name in COUNTS}
-    table.restore(saved["sites"], state, counts, _copied(saved["before"], device))
+def _each(part: _Part, function: Callable[[Tensor], Tensor]) -> _Part:
+    """Return a part of a table with a function of each of its tensors."""
+    return function(part) if isinstance(part, Tensor) else {name: function(one) for name, one in part.items()}
 
 
 def _copied(saved: Tensor, device: torch.device) -> Tensor:
@@ -69,29 +68,24 @@ def _copied(saved: Tensor, device: torch.device) -> Tensor:
     return saved.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
-def _check_whole(table: ExponentTable, saved: Mapping[str, Any]) -> None:
+def _check_whole(table: SiteTable, saved: Mapping[str, Any]) -> None:
     """Raise InvalidInput unless the saved entries have names, and tensors of this table's sizes and types."""
     names = saved.get("sites")
-    parts: list[tuple[object, Mapping[str, Tensor]]] = [
-        (saved.get("state"), table.state._asdict()),
-        (saved.get("counts"), table.counts),
-        ({"": saved.get("before")}, {"": table.before}),
-    ]
     if (
         not isinstance(names, list)
         or not all(isinstance(name, str) for name in names)
         or len(set(names)) != len(names)
-        or not all(_are_alike(found, own, len(names)) for found, own in parts)
+        or not all(_are_alike(saved.get(name), own, len(names)) for name, own in table.parts.items())
     ):
         raise InvalidInput(f"the shared exponents of {table.cast} in this checkpoint are incomplete")
 
 
-def _are_alike(found: object, own: Mapping[str, Tensor], length: int) -> bool:
+def _are_alike(found: object, own: _Part, length: int) -> bool:
     """Whether `found` has tensors of `own`'s names, types and shapes, for `length` sites."""
+    if isinstance(own, Tensor):
+        return isinstance(found, Tensor) and found.dtype is own.dtype and found.shape == (length, *own.shape[1:])
     return (
         isinstance(found, Mapping)
         and set(found) == set(own)
-        and all(isinstance(value, Tensor) for value in found.values())
-        and all(found[name].dtype is own[name].dtype for name in own)
-        and all(found[name].shape == (length, *own[name].shape[1:]) for name in own)
+        and all(_are_alike(found[name], own[name], length) for name in own)
     )

@@ -30,7 +30,7 @@ from lowp.kernels.int16.cpu_int16 import Seen
 from lowp.kernels.int16.integer import Exact
 from lowp.kernels.int16.layer import LayerResult
 from lowp.kernels.int16.mantissas import Mantissas, laid_out, mantissas_and_values, own_exponent, values
-from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
+from lowp.scaling import Autoflex, AutoflexState, Reactive, ReactiveState, WritesSeen
 from lowp.scaling.powers import times
 
 Condition: TypeAlias = Literal[True] | Tensor  # of a write: True, or a 0-d tensor of its device
@@ -106,14 +106,22 @@ class ExponentTable:
         self._ordered: tuple[list[str], Tensor] = [], torch.zeros(0, dtype=torch.int64, device=device)
         self._scratch = torch.zeros(2, dtype=torch.int32, device=device)  # of Triton's kernel, which leaves zeros there
         counts = {name: torch.zeros(0, dtype=widest_float(device), device=device) for name in COUNTS}
-        self.restore([], self.scaling.init(device, 0), counts, None)
+        self.restore([], self.scaling.init(device, 0)._asdict(), counts, None)
         self._looked_up = None if self.is_host else FirstExponents(self.scaling, device)
 
-    def restore(self, sites: Sequence[str], state: Any, counts: dict[str, Tensor], before: Tensor | None) -> None:
+    @property
+    def parts(self) -> dict[str, Tensor | dict[str, Tensor]]:
+        """What a checkpoint holds of the entries."""
+        return {"state": self.state._asdict(), "counts": self.counts, "before": self.before}
+
+    def restore(
+        self, sites: Sequence[str], state: dict[str, Tensor], counts: dict[str, Tensor], before: Tensor | None
+    ) -> None:
         """Take over entries, as those of a checkpoint; without `before` they were never written."""
-        self.names, self.state = {name: index for index, name in enumerate(sites)}, state
+        self.names = {name: index for index, name in enumerate(sites)}
+        self.state: Any = (ReactiveState if isinstance(self.scaling, Reactive) else AutoflexState)(**state)
         self.counts = counts
-        self.before = state.exponent.clone() if before is None else before  # the exponent of the previous write
+        self.before = self.state.exponent.clone() if before is None else before  # the exponent of the previous write
         self.seen = self.before.new_zeros(len(sites), entries.WORDS, dtype=torch.int64)  # since the last flush
         self.faulty = self.before.new_zeros(len(sites), dtype=torch.bool)  # whether not all was finite in this step
         self._is_result = self.faulty.clone()

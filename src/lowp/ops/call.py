@@ -12,9 +12,9 @@ from torch import Tensor
 from lowp.casts import Cast, parse
 from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.errors import Unavailable
-from lowp.exponents import SiteWriter, Spots
+from lowp.exponents import SiteScales, SiteWriter, Spots
 from lowp.kernels.int16.mantissas import has_mantissas
-from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, rounded
+from lowp.ops.casting import carried, carrier_dtype, draw_seed, passed_on, result_dtype, rounded
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Operands, Rule
 
@@ -63,7 +63,7 @@ class RoleCasts:
 
     Roles are those of `lowp.ops.observing.Observation`: tensors that a backward pass writes are rounded by the rule's
     `output`. `roles` are the roles of a product's two operands. `watch` passes every tensor to observers; None without
-    any.
+    any. `scales` has the scales from earlier steps of operands whose casts are delayed.
     """
 
     rule: Rule
@@ -71,6 +71,7 @@ class RoleCasts:
     seed: Callable[[], Tensor | int] = field(default=draw_seed, compare=False)
     watch: Watch | None = field(default=None, compare=False)
     roles: tuple[str, str] = ("input", "weight")
+    scales: SiteScales | None = field(default=None, compare=False)
 
     def of(self, role: str) -> Cast | None:
         """Return the rule's cast for a role."""
@@ -82,6 +83,22 @@ class RoleCasts:
         rule = self.rule
         own = rule.weight_gradient if self.roles[target] == "weight" else rule.input_gradient
         return _AS_FORWARD if own is None else own
+
+    @property
+    def current(self) -> RoleCasts:
+        """The same under scales of the present step alone."""
+        return self if self.scales is None else replace(self, rule=self.rule.current, scales=None)
+
+    def operand(
+        self, x: Tensor, to: Cast | None, role: str, axis: int = -1, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return x rounded by a cast, part of the autograd graph; `role` names it among the operands of the op."""
+        if to is None or not to.is_delayed or self.scales is None:
+            return x if to is None else rounded(x, to, self.seed, axis, dtype)
+        seed: Tensor | int = 0
+        if to.is_stochastic:
+            seed = draw_seed(x.device) if self.seed is draw_seed else self.seed()
+        return passed_on(x, self.scales.rounded(x, to, role, seed))
 
     @property
     def once(self) -> RoleCasts:
@@ -186,10 +203,11 @@ class Call:
 
     `weight_cast` casts leaf parameters, which a region caches; `seed` gives a new seed for each stochastic cast.
     `writer` writes the results if the rule's output has a predicted exponent; see `lowp.ops.int16.flexpoint`. `watch`
-    passes tensors to observers; `roles` are those of a product's operands if the op that makes the call knows them.
+    passes tensors to observers; `roles` are those of a product's operands if the op that makes the call knows them;
+    `scales` are those from earlier steps, of a rule whose casts are delayed.
     """
 
-    __slots__ = ("args", "func", "kwargs", "op", "roles", "rule", "seed", "watch", "weight_cast", "writer")
+    __slots__ = ("args", "func", "kwargs", "op", "roles", "rule", "scales", "seed", "watch", "weight_cast", "writer")
     op: str
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -200,6 +218,7 @@ class Call:
     writer: SiteWriter | None
     watch: Watch | None
     roles: tuple[str, str] | None
+    scales: SiteScales | None
 
     def __init__(
         self,
@@ -213,16 +232,19 @@ class Call:
         writer: SiteWriter | None = None,
         watch: Watch | None = None,
         roles: tuple[str, str] | None = None,
+        scales: SiteScales | None = None,
     ) -> None:
         self.op, self.func, self.args, self.kwargs, self.rule = op, func, args, kwargs, rule
         self.weight_cast, self.seed, self.writer, self.watch, self.roles = weight_cast, seed, writer, watch, roles
+        self.scales = scales
 
     @property
     def casts(self) -> RoleCasts:
         """How this call's tensors are rounded; holds no tensors."""
         if self.watch is None and self.roles is None and self.seed is draw_seed and not torch.compiler.is_compiling():
-            return _planned(self.rule)
-        return RoleCasts(self.rule, accumulation(self.rule), self.seed, self.watch, self.roles or ("input", "weight"))
+            return _planned(self.rule) if self.scales is None else replace(_planned(self.rule), scales=self.scales)
+        roles = self.roles or ("input", "weight")
+        return RoleCasts(self.rule, accumulation(self.rule), self.seed, self.watch, roles, self.scales)
 
     def cast(self, x: Tensor, role: str) -> Tensor:
         """Return x rounded by its role; see `RoleCasts.cast`."""
@@ -248,7 +270,8 @@ class Call:
         """Return the call of another function in place of this one, under its rule or another; without a writer."""
         rule = self.rule if rule is None else rule
         op = str(getattr(func, "__name__", self.op)) if op is None else op
-        return Call(op, func, args, kwargs or {}, rule, self.weight_cast, self.seed, None, self.watch, roles)
+        given = op, func, args, kwargs or {}, rule, self.weight_cast, self.seed
+        return Call(*given, None, self.watch, roles, self.scales)
 
     def with_roles(self, first: str, second: str) -> Call:
         """Return the same call with these roles of its operands."""
@@ -269,4 +292,5 @@ class Call:
             self.writer,
             self.watch,
             self.roles,
+            self.scales,
         )

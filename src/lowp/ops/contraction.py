@@ -53,7 +53,8 @@ def runner(run: Callable[[Call], Any]) -> Runner:
 
 def multiply(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a contraction: straight from its operands where nothing else sees the call, or by its definition."""
-    if call.watch is None and call.writer is None and call.roles is None and not functorch_is_active():
+    is_seen = call.watch is not None or call.roles is not None
+    if not is_seen and call.writer is None and call.scales is None and not functorch_is_active():
         first, second, bias = unwrapped(first), unwrapped(second), None if bias is None else unwrapped(bias)
         rule, result = call.rule, None
         if is_fp8(rule) and (layer := in_fp8(form, rule, first, second, bias)) is not None:

@@ -41,7 +41,6 @@ from lowp.ops import coded
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
     Operand,
-    carried,
     carrier_dtype,
     depends_on_axis,
     edge,
@@ -82,6 +81,8 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
         return fp64_contraction(form, call, first, second, bias)
     if casts.rule.has_products:
         _check_rotations(form, casts)
+    if casts.scales is not None:
+        casts = replace(casts, scales=casts.scales.part())
     left, right = _operand(call, casts, first, form, FIRST), _operand(call, casts, second, form, SECOND)
     if has_codes(form, call.rule):
         left, right = with_scales(left, first), with_scales(right, second)
@@ -125,6 +126,9 @@ def _operand(call: Call, casts: RoleCasts, x: Tensor, form: Form, slot: int) -> 
 def cast_operand(call: Call, casts: RoleCasts, x: Tensor, role: str, axis: int = -1) -> Tensor:
     """Return an operand rounded by its role; a leaf parameter by the region, which may have cached its cast."""
     to = casts.of(role)
+    if to is not None and to.is_delayed:
+        casts.tell(x, role)
+        return casts.operand(x, to, role)
     if to is not None and x.is_leaf and x.requires_grad and (axis == -1 or not depends_on_axis(to)):
         casts.tell(x, role)
         return call.weight_cast(x, to)
@@ -255,6 +259,7 @@ def _gradients(
     """
     if any(one is not None for one in saved[0][2:]):
         return _gradients_of_codes(cast(Linear, form), casts, wanted, gradient, saved)
+    casts = casts if slot == OUTPUT else casts.current  # gradients of gradients have no sites
     values, edges, shapes = saved[0][:2], saved[1], (form.first, form.second)
     is_apart = casts.rule.has_products and slot == OUTPUT  # whether products have casts of their own
     if is_apart and isinstance(form, Linear) and len(form.second) == 2:
@@ -303,7 +308,9 @@ class _Incoming(NamedTuple):
         """The gradient rounded by a cast; scales of rows and blocks follow the dimension that is summed."""
         key = axis if depends_on_axis(to) else -1, to
         if key not in self.found:
-            value = carried(self._tell(self.gradient, to), to, self.casts.seed, key[0])
+            dtype = None if to is None else carrier_dtype(to)
+            role = "grad" if to == self.casts.rule.grad else "grad 2"
+            value = self.casts.operand(self._tell(self.gradient, to), to, role, key[0], dtype)
             if self.scratch is None:
                 self.found[key] = operand(self.gradient, value, self.casts.gradient_dtype)
             else:  # once for all the products and the bias
@@ -312,12 +319,12 @@ class _Incoming(NamedTuple):
                 self.found[key] = Operand(ready_operand(value, None if self.keeps else self.scratch))
         return self.found[key]
 
-    def rotated(self, signs: Tensor, axis: int, to: Cast | None) -> Operand:
+    def rotated(self, signs: Tensor, axis: int, to: Cast | None, role: str) -> Operand:
         """The gradient rotated along a dimension, and rounded by a cast."""
         rotated = hadamard.rotate(self.gradient, signs, axis)
         self.told.append(to)
         self.casts.tell_as(rotated, "grad" if len(self.told) == 1 else "grad 2", to)
-        return Operand(rounded(rotated, to, self.casts.seed, axis, torch.float32))
+        return Operand(self.casts.operand(rotated, to, role, axis, torch.float32))
 
     def _tell(self, gradient: Tensor, to: Cast | None) -> Tensor:
         """Tell observers of the gradient once for each cast."""
@@ -341,10 +348,11 @@ def _operands_of(form: Form, casts: RoleCasts, target: int, other: Operand, inco
         x = hadamard.rotate(x, signs, axis)
     casts.tell_as(x, casts.roles[other_slot], own.other)
     dtype = torch.float32 if incoming.scratch is None else carrier_dtype(own.other)
-    again = Operand(rounded(x, own.other, casts.seed, axis, dtype))
+    product_of = f"of the {casts.roles[target]} gradient"
+    again = Operand(casts.operand(x, own.other, f"{casts.roles[other_slot]} {product_of}", axis, dtype))
     if signs is None:
         return {other_slot: again, OUTPUT: incoming.along(gradient_axis, to)}
-    return {other_slot: again, OUTPUT: incoming.rotated(signs, gradient_axis, to)}
+    return {other_slot: again, OUTPUT: incoming.rotated(signs, gradient_axis, to, f"grad {product_of}")}
 
 
 def _of_rows(

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lowp import presets
 from lowp.compat import COMPILES_REGIONS, accelerator, refuse_compiled_region
 from lowp.errors import InvalidInput, Unavailable
-from lowp.exponents import SharedExponents, Spots
+from lowp.exponents import DelayedScales, SharedExponents, Spots
 from lowp.hooks import listed
 from lowp.ops import table
 from lowp.ops.observing import Observer, everywhere
@@ -136,6 +136,8 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         self._enabled = enabled
         # shared exponents of results that are written at sites; None where no rule uses them
         self.exponents = SharedExponents() if self._rulebook.is_flexpoint else None
+        # scales of operands from earlier steps; None where no rule uses them
+        self.scales = DelayedScales() if self._rulebook.is_delayed else None
         self._compiled = self._engine(ModulePath())
 
     # -- entering and leaving -------------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         engine.spots = spots or engine.spots
         if entry.frame is not None:
             engine.look = partial(entries.look, entry)
-        if self._rulebook.uses_paths or self._observers or everywhere or self.exponents is not None:
+        if self._rulebook.uses_paths or self._observers or everywhere or engine.spots is not None:
             follow_modules(entry)
         if self._rulebook.strict:
             entry.audit = Audit(engine)
@@ -232,7 +234,8 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
 
     def _engine(self, path: ModulePath) -> Engine:
         self._weights = WeightCasts()
-        return Engine(self._rulebook, self._weights, path, _present(), self._dtype, self._observers, self.exponents)
+        of_sites = self.exponents, self.scales
+        return Engine(self._rulebook, self._weights, path, _present(), self._dtype, self._observers, *of_sites)
 
     def _tell_unrounded(self) -> None:
         """Warn, once per policy, if no contraction was rounded because of the dtype or layout of the operands."""
@@ -296,12 +299,12 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         forget_all()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the arguments and the shared exponents, without the report and the observers."""
+        """Copy and pickle the arguments, shared exponents and delayed scales, without the report and the observers."""
         asked = (self.preset, self._is_users, self._enabled, self._rulebook.strict)
-        return _again, asked, {"exponents": self.exponents}
+        return _again, asked, {"exponents": self.exponents, "scales": self.scales}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.exponents = state["exponents"]
+        self.exponents, self.scales = state["exponents"], state["scales"]
         self._compiled = self._engine(ModulePath())
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowp.compat import COMPILES_REGIONS, constant_when_compiled, private, refuse_compiled_region, unwrapped
 from lowp.errors import Unavailable
-from lowp.exponents import SharedExponents, SiteWriter, Tell
+from lowp.exponents import DelayedScales, SharedExponents, SiteScales, SiteWriter, Tell
 from lowp.ops import table
 from lowp.ops.call import Call
 from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing, without_autocast
@@ -142,6 +142,7 @@ class Engine(TorchFunctionMode):
         dtype: torch.dtype,
         observers: Sequence[Observer] = (),
         exponents: SharedExponents | None = None,
+        scales: DelayedScales | None = None,
     ) -> None:
         super().__init__()
         self.rulebook, self.weights, self.path, self.observers = rulebook, weights, path, observers
@@ -155,8 +156,9 @@ class Engine(TorchFunctionMode):
         self.plans = rulebook.plans(path.current)
         self.passing = rulebook.passing
         self.uses_paths = rulebook.uses_paths
-        self.exponents = exponents
-        self.spots = None if exponents is None else exponents.spots()  # position in the step of the next write
+        self.exponents, self.scales = exponents, scales
+        of_sites = exponents or scales
+        self.spots = None if of_sites is None else of_sites.spots()  # position in the step of the next write
         self.resting: FrameType | None = None  # the frame of an optimizer's step that runs
 
     def __enter__(self) -> Engine:
@@ -253,9 +255,14 @@ class Engine(TorchFunctionMode):
         call = Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed, None, watch)
         before, self.running = self.running, (row.name, rule is not None)
         try:
-            predicts = plan.at_site is not None and self.exponents is not None and not functorch_is_active()
+            spots = self.spots
+            predicts = plan.at_site is not None and spots is not None and not functorch_is_active()
             if predicts and plan.at_site is not None and not has_irregular((args, kwargs)):
-                call.writer = self.writer(row.name, call.rule, None if watch is None else watch.at_site)
+                if plan.is_delayed and self.scales is not None and spots is not None:
+                    spot = spots.spot(self.path.outermost, self.path.current, row.name)
+                    call.scales = SiteScales(self.scales, spot, spots.training)
+                else:
+                    call.writer = self.writer(row.name, call.rule, None if watch is None else watch.at_site)
                 return plan.at_site(call)
             if plan.run is not None:
                 return plan.run(call)

@@ -21,6 +21,7 @@ from lowp.ops.call import Call, Quick
 from lowp.ops.casting import result_dtype
 from lowp.ops.generic import sixteen_bit
 from lowp.ops.int16.masks import has_integer_operands
+from lowp.ops.rows import BY_ITSELF
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
@@ -38,12 +39,13 @@ class Plan(NamedTuple):
     row: Row
     rule: Rule | None
     run: Callable[[Call], Any] | None
-    at_site: Callable[[Call], Any] | None = None  # the runner for results with exponents of sites
+    at_site: Callable[[Call], Any] | None = None  # the runner for exponents of sites, or scales from earlier steps
     rounds: bool = False  # the op is a contraction and the rule rounds it
     looks: bool = False  # a cast depends on the values or draws random numbers: a trace would keep those of one run
     way: HandOver | None = None  # set if torch's own dispatcher can carry out the rule
     quick: Quick | None = None  # fast path of the usual calls
     ways: tuple[Way, ...] = ()  # to be tried in this order before the runner, without observers
+    is_delayed: bool = False  # a cast has a scale from earlier steps
     suspends: bool = False  # the function is a backward pass, to which no rule applies
 
 
@@ -159,6 +161,9 @@ class Rulebook:
             at_site = partial(table.runner(row.at_site), row)
             alone_run = _under(alone, row.run(alone))
             return Plan(row, rule, alone_run, at_site, row.is_contraction, True, None, quick, _ways(None, quick))
+        if rule is not None and rule.is_delayed:  # other ops, and those without sites, have scales of the present step
+            run = row.run(rule) if row.at_site == BY_ITSELF else None
+            return Plan(row, rule, _under(rule.current, row.run(rule.current)), run, True, True, is_delayed=True)
         rounds = (row.is_contraction or bool(row.product)) and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
         run, way = self._runner(row, rule), hand_over(function, row, rule, self.main_dtype())
@@ -242,6 +247,11 @@ class Rulebook:
     def is_flexpoint(self) -> bool:
         """Whether any rule writes results under exponents that belong to sites."""
         return any(is_flexpoint(rule.output) for rule in self.policy.rules)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether any rule casts operands under scales from earlier steps."""
+        return any(rule.is_delayed for rule in self.policy.rules)
 
     @property
     def has_run(self) -> bool:

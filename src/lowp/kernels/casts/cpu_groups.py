@@ -60,6 +60,23 @@ def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int) ->
     return layout is not None and not (x.numel() and _quantize(x, cast, layout, None, None, seed, out))
 
 
+def quantize_measured(x: Tensor, cast: Cast, scale: float, seed: Seed, out: Tensor) -> tuple[float, bool]:
+    """Write fp32 `x` rounded under one scale into `out`; return the largest finite |x|, and whether all is finite."""
+    largest = array("d", (0.0,))
+    is_finite = cpu.loaded().lowp_quantize_measured(
+        sharing_parameters(cast),
+        TYPE_NUMBERS[x.dtype],
+        x,
+        out,
+        x.numel(),
+        scale,
+        largest,
+        *cpu.drawn_bits(seed),
+        torch.get_num_threads(),
+    )
+    return largest[0], bool(is_finite)
+
+
 def groups_along(shape: torch.Size, cast: Cast, axis: int) -> tuple[int, int, int, int] | None:
     """Return the `_layout` of groups along `axis`, and the distance of a row's numbers.
 

@@ -18,7 +18,7 @@ from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, Specials
 from lowp.formats.checks import whole_number
 from lowp.kernels import cpu, tracing
-from lowp.kernels.casts import arrays, checks, run, shards, verbs
+from lowp.kernels.casts import arrays, checks, cpu_groups, run, shards, verbs
 from lowp.kernels.casts.verbs import DIRECT
 from lowp.kernels.choose.dispatch import implementation, uses_library
 from lowp.kernels.numbers import scaled
@@ -115,6 +115,20 @@ def quantize_operand(
     if not is_traced and type(x) in _PLAIN and x.is_cpu and not x.is_meta and math.isfinite(float(x.detach().sum())):
         return rounded
     return torch.where(x.isfinite(), rounded, x if dtype is None else x.to(dtype))
+
+
+def quantize_measured(x: Tensor, cast: Cast, scale: Tensor, seed: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Return fp32 x rounded under one scale for all of it, infinities and NaN as they are, and its largest magnitude.
+
+    The latter is fp32 and 0-d, and infinite or NaN if x is not finite. On a CPU in one pass; no device is waited for.
+    """
+    if type(seed) is int and _goes_straight(x) and x.numel():
+        largest, is_finite = cpu_groups.quantize_measured(x, cast, float(scale), seed, out := torch.empty_like(x))
+        if is_finite:
+            return out, torch.tensor(largest, device="cpu")
+        return torch.where(x.isfinite(), out, x), torch.tensor(math.inf, device="cpu")
+    rounded = quantize(x, cast, scale=scale, seed=seed)
+    return torch.where(x.isfinite(), rounded, x), x.abs().amax() if x.numel() else x.new_zeros(())
 
 
 @constant_when_compiled

@@ -180,6 +180,10 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int,
         (c_void_p, c_int, c_void_p, c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_uint64, c_int64, c_int),
     ),
+    "lowp_quantize_measured": (
+        c_int,
+        (c_void_p, c_int, *(c_void_p,) * 2, c_int64, c_double, c_void_p, c_uint64, c_int64, c_int),
+    ),
     "lowp_encode_groups": (
         c_int64,
         (

@@ -139,6 +139,35 @@ LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, cons
   return known < 0 ? known : known | met;
 }
 
+// All elements under one scale that is given; their largest finite magnitude is found in the same pass. Returns whether all are
+// finite.
+LOWP_EXPORT int lowp_quantize_measured(const lowp_sharing* sharing, int type, const void* x, void* out, int64_t count, double scale,
+                                       double* largest, uint64_t seed, int64_t index, int threads) {
+  constexpr int64_t kPart = 8 * kBlock;  // read twice, the second time from a cache
+  const Task task{nullptr, x, out, type, type, seed, false, index};
+  const Groups groups{sharing, count, count, 1, &scale, nullptr, nullptr, 0, false, 1};
+  const Kernels& kernel = kernels();
+  std::mutex merging;
+  double most = 0;
+  bool finite = true;
+  parallel_for(count, kPart, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
+    double own = 0;
+    bool known = true;
+    for (int64_t first = begin; first < end; first += kPart) {
+      const int64_t last = std::min(first + kPart, end);
+      const double part = kernel.find_largest(task, first, last);
+      own = std::max(own, std::fabs(part));
+      known &= !std::signbit(part);
+      kernel.quantize_groups(task, groups, first, last);
+    }
+    std::lock_guard<std::mutex> lock(merging);
+    most = std::max(most, own);
+    finite &= known;
+  });
+  *largest = most;
+  return finite;
+}
+
 // Also writes the scales as they are kept, and that of the whole tensor. Returns the number of NaNs without a code.
 LOWP_EXPORT int64_t lowp_encode_groups(const lowp_sharing* sharing, int type, const void* x, void* codes, int packed,
                                        void* stored, int stored_bytes, double* outer, int64_t count, int64_t row,

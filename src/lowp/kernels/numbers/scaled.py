@@ -174,6 +174,15 @@ def _power_of_two(largest: Tensor, cast: Cast) -> Tensor:
     return two_to_the(exponent.clamp(lowest, highest))
 
 
+def scale_of_maxima(largest: Tensor, cast: Cast) -> Tensor:
+    """Return the scales of groups with these largest magnitudes, in their dtype, for formats without outer scale."""
+    format, wide = scaled_format(cast), widen(largest)
+    if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
+        return _power_of_two(wide, cast).to(largest.dtype)
+    headroom = 0 if cast.scaling is None else cast.scaling.headroom
+    return _ratio(wide * 2.0**headroom, wide, cast)[0].to(largest.dtype)
+
+
 def exponent_range(scale: FloatFormat | PowerOfTwo) -> tuple[int, int]:
     """Return the smallest and largest exponent of a scale."""
     return scale.min_exponent, scale.max_exponent

@@ -1,0 +1,204 @@
+"""Scales of the operands of products from earlier steps: which entry an operand is read under, and all their state.
+
+An operand has a site, as what is written under shared exponents has: "input of 0 linear", "grad of layer1.0.conv1
+conv2d". It is cast under a scale for the maxima of earlier steps at its site, and its own maximum, met in the same
+pass, is remembered at the end of the step, when ranks agree on it. In its first step a site takes the tensor's own
+maximum. A step that is skipped counts: the maxima that were finite say what is to come. Without gradients, as in an
+evaluation, operands are cast as in training and nothing is remembered. Nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp import distributed
+from lowp.casts import Cast
+from lowp.compat import widest_float
+from lowp.errors import InvalidInput
+from lowp.exponents import saved
+from lowp.exponents.ranks import AgreedSites
+from lowp.exponents.sites import Passes, Spots
+from lowp.kernels.casts.functions import quantize_measured, quantize_operand
+from lowp.kernels.choose import hardware
+from lowp.kernels.numbers.scaled import scale_of_maxima
+from lowp.scaling.delayed import DelayedMaximum, DelayedState, MaximaSeen
+
+
+class DelayedTable:
+    """The entries of one cast: their state, the scale of each, and the maxima met since the last flush."""
+
+    def __init__(self, cast: Cast, device: torch.device) -> None:
+        assert cast.scaling is not None
+        self.cast, self.device, self.is_host = cast, device, hardware.is_on_host(device)
+        self.scaling = DelayedMaximum(cast.scaling.window, cast.scaling.headroom)
+        self.restore([], self.scaling.init(device, 0)._asdict())
+
+    @property
+    def parts(self) -> dict[str, Tensor | dict[str, Tensor]]:
+        """What a checkpoint holds of the entries."""
+        return {"state": self.state._asdict()}
+
+    def restore(self, sites: Sequence[str], state: dict[str, Tensor]) -> None:
+        """Take over entries, as those of a checkpoint."""
+        self.names, self.state = {name: index for index, name in enumerate(sites)}, DelayedState(**state)
+        self.seen = torch.zeros_like(self.state.largest)
+        self.mask = torch.zeros_like(self.seen, dtype=torch.bool)
+        self.scale = self._scales(self.state.largest)
+
+    def index(self, site: str) -> int:
+        """Return the entry of a site; a new site gets a new entry."""
+        found = self.names.get(site)
+        if found is None:
+            found = self.names[site] = len(self.names)
+            self.state = self.scaling.extend(self.state, 1)
+            self.seen, self.mask = (torch.cat((one, one.new_zeros(1))) for one in (self.seen, self.mask))
+            self.scale = torch.cat((self.scale, self._scales(self.seen.new_zeros(1))))
+        return found
+
+    def rounded(self, x: Tensor, index: int, seed: int | Tensor, training: bool) -> Tensor:
+        """Return fp32 x under the scale of an entry; infinities and NaN stay. Its maximum is noted in training."""
+        known, scale = self.state.largest[index], self.scale[index]
+        if not self.is_host or not float(known):  # a device is not asked whether anything is known
+            own = torch.where(x.isfinite(), x.abs(), 0.0).amax() if x.numel() else known
+            scale = torch.where(known > 0, scale, self._scales(own.to(self.device)))
+        values, maximum = quantize_measured(x, self.cast, scale.to(x.device), seed)
+        if training:
+            seen = self.seen[index]
+            torch.maximum(seen, maximum.to(self.device), out=seen)
+            self.mask[index] = True
+        return values
+
+    def _scales(self, maxima: Tensor) -> Tensor:
+        return scale_of_maxima(maxima.to(widest_float(self.device)), self.cast)
+
+    def flush(self, agreed: Tensor | None = None) -> None:
+        """Remember the maxima met since the last flush, or those of all ranks."""
+        seen = MaximaSeen(self.seen, self.mask)
+        if agreed is not None:
+            seen = MaximaSeen(torch.where(agreed[1] > 0, torch.inf, agreed[0]).float(), agreed[2] > 0)
+        for kept, new in zip(self.state, self.scaling.observe(self.state, seen), strict=True):
+            kept.copy_(new)  # in place: a captured graph reads where it has read
+        self.scale.copy_(self._scales(self.state.largest))
+        self.seen.zero_()
+        self.mask.zero_()
+
+    def columns(self, sites: list[str]) -> Tensor:
+        """Return this rank's observations at some sites, fp64[3, n], for a maximum over ranks; zeros without any.
+
+        Rows: the maximum, whether one was not finite, whether the site was written.
+        """
+        is_finite = self.seen.isfinite()
+        rows = torch.stack((torch.where(is_finite, self.seen, 0.0), ~is_finite, self.mask)).double()
+        return rows[:, self.order_of(sites)]
+
+    def order_of(self, sites: list[str]) -> Tensor:
+        """Return where the entries of sites are, int64[n]."""
+        return torch.tensor([self.names[site] for site in sites], device=self.device)
+
+
+class DelayedScales:
+    """The scales of all sites of a training run: `rounded` uses them, `flush` updates them."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Cast, DelayedTable] = {}
+        self._passes = Passes()
+        self._step = 0  # of `_passes`, when the last step was flushed
+        self._agreed = AgreedSites()
+
+    def rounded(self, x: Tensor, cast: Cast, site: str, *, seed: int | Tensor = 0, training: bool = True) -> Tensor:
+        """Return x as values of the cast in fp32, detached from the graph, under the scale of its site.
+
+        Outside of `training` nothing is noted, and a site that has no entry takes the tensor's own maximum, as does a
+        DTensor, of which a rank has a part.
+        """
+        x = x.detach().float()
+        if self._passes.step != self._step:  # an optimizer has stepped, without `Precision`
+            self._end_step()
+        has_entry = type(x) is Tensor and hardware.has_numbers(x.device)
+        table = self._table(cast, x.device) if has_entry else None
+        if table is None or not (training or site in table.names):
+            return quantize_operand(x, cast.current, seed, False)
+        return table.rounded(x, table.index(site), seed, training)
+
+    def _table(self, cast: Cast, device: torch.device) -> DelayedTable:
+        found = self._tables.get(cast)
+        if found is None:
+            found = self._tables[cast] = DelayedTable(cast, device)
+        return found
+
+    def flush(self) -> None:
+        """End a step: remember its maxima, on all ranks, and choose the next scales. Every rank must call this."""
+        self._passes.end_step()
+        agreed: dict[Cast, Tensor] = {}
+        if distributed.has_other_ranks():
+            self._agreed.fault(False, distributed.world())
+            agreed = self._agreed.agree(self._tables, self._table, distributed.world())
+        self._end_step(agreed)
+
+    def _end_step(self, agreed: Mapping[Cast, Tensor] = MappingProxyType({})) -> None:
+        for cast, table in self._tables.items():
+            table.flush(agreed.get(cast))
+        self._step = self._passes.step
+
+    # -- what was seen --------------------------------------------------------------------------------------------
+    def sites(self) -> list[str]:
+        """Return the sites, in the order of their first use."""
+        return [name for table in self._tables.values() for name in table.names]
+
+    def scale(self, site: str) -> Tensor:
+        """Return the scale of the next cast at a site, 0-d on its device; 1 where nothing is known of it.
+
+        Raises InvalidInput for a site that was never used.
+        """
+        for table in self._tables.values():
+            if site in table.names:
+                return table.scale[table.names[site]].clone()
+        raise InvalidInput(f"nothing was cast at the site {site!r}; sites have names such as {self.sites()[:3]}")
+
+    def counted(self) -> list[tuple[list[str], Tensor, Tensor]]:
+        """Return sites, their steps, and those that exceeded their scale, int64 [sites], on their devices."""
+        return [(list(one.names), one.state.writes, one.state.saturated) for one in self._tables.values()]
+
+    # -- places and checkpoints -----------------------------------------------------------------------------------
+    def spots(self) -> Spots:
+        """Return the spots of a new entry of a region."""
+        return Spots(self._passes)
+
+    def keep_sites_of(self, model: nn.Module) -> None:
+        """Give the sites of a model and of its parts to no other model, also after it is gone."""
+        self._passes.keep_sites_of(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain values and tensors. Call it between steps: it flushes nothing."""
+        return saved.state_of(self._tables)
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
+        """Continue from `state_dict`. Raises InvalidInput, with nothing changed, for any other state."""
+        self._tables = saved.tables_of(state, lambda cast: DelayedTable(cast, torch.device(device)))
+        self._agreed = AgreedSites(self._tables)
+
+
+@dataclass(eq=False)
+class SiteScales:
+    """One op at one spot of the step: casts each of its operands under the scale of the operand's site."""
+
+    scales: DelayedScales
+    where: str
+    training: bool
+    _parts: Iterator[int] = field(default_factory=count, init=False)
+
+    def rounded(self, x: Tensor, cast: Cast, role: str, seed: int | Tensor) -> Tensor:
+        """Return x rounded by a cast under the scale of a role, in fp32 and detached from the graph."""
+        return self.scales.rounded(x, cast, f"{role} of {self.where}", seed=seed, training=self.training)
+
+    def part(self) -> SiteScales:
+        """Return the scales of the op's first product, at the next call those of its second, and so on."""
+        number = next(self._parts)
+        return self if number == 0 else replace(self, where=f"{self.where}, product {number + 1}")

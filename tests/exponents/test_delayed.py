@@ -1,0 +1,349 @@
+"""Scales from earlier steps in a training: what they are, when they move, and what they survive."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowp
+from lowp import kernels
+from lowp.casts import parse
+from lowp.errors import InvalidInput
+from lowp.exponents import DelayedScales
+from lowp.kernels.casts.functions import quantize_measured
+from lowp.policy import Operands, Policy, Rule
+
+CAST = parse("e4m3fn@fp32/tensor:delayed(window=4)")
+DELAYED = "e4m3fn@fp32/tensor:delayed(window=2)"
+
+
+def policy(**more: Any) -> Policy:
+    return Policy((Rule.of("contraction", input=DELAYED, weight=DELAYED, grad="e5m2@fp32/tensor:delayed", **more),))
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.checkpointed = nn.Linear(6, 16), nn.Linear(16, 3), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed is None:
+            return self._whole(x)
+        found: Tensor = checkpoint(self._whole, x, use_reentrant=self.checkpointed)
+        return found
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+class Run:
+    """A training whose data follow from the number of the step."""
+
+    def __init__(self, precision: Any = "fp8-delayed", model: nn.Module | None = None) -> None:
+        self.precision = lowp.Precision(precision)
+        model = Net() if model is None else model
+        self.model, self.optimizer = self.precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.losses: list[float] = []
+        self.has_checkpoints = False
+
+    @property
+    def scales(self) -> DelayedScales:
+        assert self.precision.scales is not None
+        return self.precision.scales
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(self.precision.steps))
+        x.requires_grad_(self.has_checkpoints)
+        return x * (1 + self.precision.steps % 3), x[:, :3].argmax(1)
+
+    def step(self, by: float = 1.0) -> None:
+        x, labels = self.batch()
+        self.optimizer.zero_grad()
+        with self.precision.autocast():
+            loss = F.cross_entropy(self.model(x * by), labels)
+        self.precision.backward(loss)
+        self.precision.step(self.optimizer)
+        self.losses.append(loss.item())
+
+    def state(self) -> dict[str, Tensor]:
+        return {**self.model.state_dict(), **{site: self.scales.scale(site) for site in self.scales.sites()}}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "bitwise"])
+@pytest.mark.parametrize("cast", ["e4m3fn@fp32/tensor:delayed", "dfp16:delayed", "e5m2@e8m0/tensor:delayed:stochastic"])
+def test_a_measured_cast_has_the_bits_of_the_definition_and_tells_the_maximum(cast: str, implementation: str) -> None:
+    x = torch.randn(50_000, generator=torch.Generator().manual_seed(0)).reshape(100, 500)
+    x[3, 4] = -7.5
+    with kernels.use(implementation):
+        found, largest = quantize_measured(x, parse(cast), torch.tensor(2.0**-7), 5)
+        assert torch.equal(found, kernels.quantize(x, cast, scale=2.0**-7, seed=5)) and float(largest) == 7.5
+        x[1, 2], x[5, 6] = torch.inf, torch.nan
+        spoiled, largest = quantize_measured(x, parse(cast), torch.tensor(2.0**-7), 5)
+    assert spoiled[1, 2] == torch.inf and spoiled[5, 6].isnan() and not largest.isfinite()
+    finite = x.isfinite()
+    assert torch.equal(spoiled[finite], found[finite])
+
+
+def test_a_site_takes_its_own_maximum_first_and_then_that_of_earlier_steps() -> None:
+    scales, x = DelayedScales(), torch.tensor([1.0, -3.0, 0.3])
+    current = lowp.quantize(x, CAST.current)
+    assert torch.equal(scales.rounded(x, CAST, "input of a"), current)
+    assert torch.equal(scales.rounded(2 * x, CAST, "input of a"), 2 * current)  # of the same step: nothing is known
+    scales.flush()
+    scale = scales.scale("input of a")
+    assert scale == torch.tensor(6.0 / 448)
+    assert torch.equal(scales.rounded(x, CAST, "input of a"), lowp.quantize(x, CAST, scale=float(scale)))
+    assert scales.rounded(10 * x, CAST, "input of a")[1] == -448 * scale.float()  # saturated, until the next step
+    scales.flush()
+    assert scales.scale("input of a") == torch.tensor(30.0 / 448)
+    (_, steps, beyond), *_ = scales.counted()
+    assert (steps.tolist(), beyond.tolist()) == ([2], [1])
+
+
+def test_zeros_say_nothing_about_a_scale() -> None:
+    scales, x = DelayedScales(), torch.tensor([1e-5, 3e-6])
+    assert torch.equal(scales.rounded(torch.zeros(2), CAST, "input of a"), torch.zeros(2))
+    scales.flush()
+    assert torch.equal(scales.rounded(x, CAST, "input of a"), lowp.quantize(x, CAST.current))
+
+
+def test_an_empty_tensor_is_cast() -> None:
+    scales = DelayedScales()
+    assert scales.rounded(torch.zeros(0, 4), CAST, "input of a").shape == (0, 4)
+    assert scales.sites() == ["input of a"]
+
+
+def test_an_unknown_site_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInput, match="nothing was cast at the site 'grad of x'; sites have names such as"):
+        DelayedScales().scale("grad of x")
+
+
+def test_each_operand_of_each_layer_has_a_site_and_the_first_step_is_that_of_current_scaling() -> None:
+    run, current = Run(), Run("fp8")
+    run.step()
+    current.step()
+    assert same(run.model.state_dict(), current.model.state_dict())
+    operands = [f"{role} of {layer} linear" for layer in ("first", "last") for role in ("input", "weight", "grad")]
+    assert sorted(run.scales.sites()) == sorted(operands)
+    run.step()
+    current.step()
+    assert not same(run.model.state_dict(), current.model.state_dict())
+
+
+def test_it_learns_as_current_scaling_does() -> None:
+    runs = [Run("fp8-delayed"), Run("fp8")]
+    for run in runs:
+        for _ in range(40):
+            run.step()
+    delayed, current = (sum(run.losses[-10:]) / 10 for run in runs)
+    assert delayed < 0.9 * runs[0].losses[0] and abs(delayed - current) < 0.05 * current
+
+
+@pytest.mark.parametrize("precision", ["fp8-delayed", policy(accumulate="fp16/16")])
+def test_a_run_that_is_resumed_goes_on_to_the_bit(precision: Any) -> None:
+    run = Run(precision)
+    for _ in range(3):
+        run.step()
+    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.precision.state_dict()))
+    other = Run(precision)
+    for part, state in zip((other.model, other.optimizer, other.precision), saved, strict=True):
+        part.load_state_dict(state)
+    for one in (run, other):
+        for _ in range(3):
+            one.step()
+    assert same(run.state(), other.state()) and run.losses[3:] == other.losses
+
+
+def test_a_copy_of_a_precision_goes_on_by_itself() -> None:
+    run = Run()
+    run.step()
+    twin = copy.deepcopy(run)
+    run.step(by=100)
+    twin.step()
+    assert not same(run.state(), twin.state()) and run.scales.sites() == twin.scales.sites()
+
+
+def test_a_checkpoint_without_scales_or_with_broken_ones_is_refused() -> None:
+    run = Run()
+    run.step()
+    state = run.precision.state_dict()
+    without = {name: value for name, value in state.items() if name != "scales"}
+    with pytest.raises(InvalidInput, match="a precision's state has no scales, which fp8-delayed needs"):
+        run.precision.load_state_dict(without)
+    state["scales"]["groups"][0]["state"]["history"] = torch.zeros(1)
+    with pytest.raises(InvalidInput, match=r"delayed\(window=1024\) in this checkpoint are incomplete"):
+        run.precision.load_state_dict(state)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activations_that_are_computed_again_have_the_same_scales(reentrant: bool) -> None:
+    plain, again = Run(policy()), Run(policy(), Net(reentrant))
+    plain.has_checkpoints = again.has_checkpoints = True  # a reentrant one needs an input with a gradient
+    for _ in range(4):
+        plain.step()
+        again.step()
+    assert same(plain.state(), again.state()) and plain.losses == again.losses
+
+
+def test_an_evaluation_uses_the_scales_of_training_and_changes_nothing() -> None:
+    run, other = Run(), Run()
+    for _ in range(3):
+        run.step()
+        other.step()
+        with torch.no_grad(), run.precision.autocast():
+            run.model(1000 * torch.ones(2, 6))
+    assert same(run.state(), other.state())
+    found: list[Tensor] = []
+    first = run.model.first
+    assert isinstance(first, nn.Linear)
+    first.register_forward_hook(lambda module, x, y: found.append(y))
+    with torch.no_grad(), run.precision.autocast():
+        run.model(torch.full((1, 6), 1000.0))
+    most = 448 * run.scales.scale("input of first linear").float()
+    weight = lowp.quantize(first.weight, CAST, scale=float(run.scales.scale("weight of first linear")))
+    torch.testing.assert_close(found[0], F.linear(most.expand(1, 6), weight, first.bias))
+
+
+def test_a_skipped_step_keeps_what_was_finite_in_mind() -> None:
+    run = Run()
+    run.step()
+    before = run.scales.scale("input of first linear")
+    weights = copy.deepcopy(run.model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.step(by=torch.inf)
+    assert same(run.model.state_dict(), weights) and run.precision.skipped_steps == 1
+    assert run.scales.scale("input of first linear") == before
+    run.step()
+    assert run.precision.skipped_steps == 1 and all(value.isfinite().all() for value in run.state().values())
+
+
+def test_micro_batches_have_places_of_their_own_and_repeated_casts_count_once() -> None:
+    run = Run()
+    for _ in range(2):
+        for _ in range(2):
+            x, labels = run.batch()
+            with run.precision.autocast():
+                loss = F.cross_entropy(run.model(x), labels)
+            run.precision.backward(loss)
+        run.precision.step(run.optimizer)
+    assert "input of first linear, pass 2" in run.scales.sites()
+    assert all(steps.unique().tolist() == [2] for _, steps, _ in run.scales.counted())
+
+
+def test_a_region_alone_follows_the_steps_of_optimizers() -> None:
+    run, model = Run(policy()), Net()
+    optimizer, region = torch.optim.SGD(model.parameters(), lr=0.1), lowp.autocast(policy())
+    for _ in range(4):
+        x, labels = run.batch()
+        run.step()
+        optimizer.zero_grad()
+        with region:
+            loss = F.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+    assert same(run.model.state_dict(), model.state_dict())
+
+
+def test_products_of_the_backward_pass_have_sites_for_their_own_casts() -> None:
+    own = Operands.parse(f"input={DELAYED} grad={DELAYED} hadamard=4")
+    run = Run(policy(weight_gradient=own))
+    for _ in range(3):
+        run.step()
+    assert {"input of the weight gradient of last linear", "grad of the weight gradient of last linear"} <= set(
+        run.scales.sites()
+    )
+    assert all(value.isfinite().all() for value in run.state().values())
+
+
+def test_a_product_of_two_activations_and_a_convolution_have_sites() -> None:
+    region = lowp.autocast(policy())
+    x, weight = torch.randn(2, 3, 4, 4, requires_grad=True), nn.Parameter(torch.randn(5, 3, 3, 3))
+    with region:
+        (F.conv2d(x, weight).sum() + (x @ x).sum() + torch.einsum("bchw,bchv,bchv->w", x, x, x).sum()).backward()
+    assert region.scales is not None
+    sites = region.scales.sites()
+    assert {f"{role} of {op}" for role in ("input", "weight", "grad") for op in ("conv2d", "matmul")} <= set(sites)
+    assert "input of einsum, product 2" in sites
+
+
+def test_attention_and_recurrent_layers_take_their_own_maxima() -> None:
+    x, gru = torch.randn(2, 5, 8, requires_grad=True), nn.GRU(8, 4, batch_first=True)
+    found = []
+    for rules in (policy(), Policy(tuple(rule.current for rule in policy().rules))):
+        with lowp.autocast(rules) as region:
+            found.append(F.scaled_dot_product_attention(x, x, x).sum() + gru(x)[0].sum())
+        assert region.scales is None or not region.scales.sites()
+    assert torch.equal(*found)
+
+
+def test_gradients_of_gradients_have_scales_of_their_own() -> None:
+    x, weight = torch.randn(4, 6, requires_grad=True), nn.Parameter(torch.randn(3, 6))
+    found = []
+    for rules in (policy(), Policy(tuple(rule.current for rule in policy().rules))):
+        with lowp.autocast(rules):
+            y = F.linear(x, weight).pow(2).sum()
+            (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+            found.append(torch.autograd.grad(gradient.pow(2).sum(), weight)[0])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
+def test_transforms_take_each_tensors_own_maximum(transform: Any) -> None:
+    x, weight = torch.randn(4, 6), torch.randn(3, 6)
+    found = []
+    for rules in (policy(), Policy(tuple(rule.current for rule in policy().rules))):
+        with lowp.autocast(rules):
+            found.append(transform(lambda one: F.linear(one, weight).sum())(x))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"output": DELAYED},
+            "output=.*: delayed scales are for the operands of products, input, weight and grad",
+        ),
+        ({"saved": DELAYED}, "saved=.*: delayed scales are for the operands of products"),
+        ({"input": "mxfp8:delayed"}, "mxfp8:delayed: a delayed scale is that of a whole tensor .* e4m3fn@e8m0/tensor"),
+        ({"input": "nvfp4:delayed"}, "give a format such as e2m1@e4m3fn/tensor, or omit delayed"),
+        ({"input": "ternary:delayed"}, "give a format such as e4m3fn@fp32/tensor"),
+        (
+            {"input": "dfp16:delayed", "accumulate": "int32"},
+            "accumulate=int32 sums integers under scales",
+        ),
+        ({"input": DELAYED, "output": "flex16[+]5:autoflex"}, "is written at sites, whose operands are the values"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused_in_words(given: dict[str, str], text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        Rule.of("linear", **{role: cast.replace("[+]", "+") for role, cast in given.items()})  # type: ignore[arg-type]
+
+
+def test_parameters_are_not_stored_under_delayed_scales() -> None:
+    with pytest.raises(InvalidInput, match=r"parameters=.*: delayed scales are for the operands of products"):
+        Policy((), parse("e4m3fn@fp32/tensor:delayed"))
+
+
+def test_the_current_form_of_a_rule_keeps_its_margin_and_all_else() -> None:
+    cast = "e5m2@fp32/tensor:stochastic:delayed(window=3,headroom=2)"
+    rule = Rule.of("linear", input="bf16", grad=cast, weight_gradient=f"input={DELAYED}", accumulate="fp16/16")
+    own = "e5m2@fp32/tensor:stochastic:current(headroom=2)"
+    whole = "e4m3fn@fp32/tensor"
+    assert rule.current == Rule.of(
+        "linear", input="bf16", grad=own, weight_gradient=f"input={whole}", accumulate="fp16/16"
+    )
+    assert rule.is_delayed and not rule.current.is_delayed and rule.current.current == rule.current
