@@ -128,7 +128,7 @@ class Precision:
         if self._storing is not None:
             self._storing.model(model)
         if self.scales is not None:
-            self.scales.keep_sites_of(model)
+            self.scales.passes.keep_sites_of(model)
         if self._scaler is None:
             self._scaler = self._new_scaler(self._device.type)
         if self._trained.add(model):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
-from lowp.exponents import Flush, SharedExponents, class_of, scaling_of, table
+from lowp.exponents import Flush, SharedExponents, StepWriter, class_of, scaling_of, table
 from lowp.kernels.choose.dispatch import uses_library
 
 FLEX = parse("flex16+5:autoflex")
@@ -56,9 +56,11 @@ def test_moments_of_many_rows_have_two_words_where_one_would_lose_no_row(
 ) -> None:
     """One moment divides the other, so that small numbers of both count, however few they are."""
     x = torch.rand(rows, 2, generator=torch.Generator().manual_seed(0)) + 0.5
-    exponents, inplace = SharedExponents(), x.clone()
+    (exponents, alone), inplace = (SharedExponents(), SharedExponents()), x.clone()
     written = exponents.write(x, cast, site)
-    if rest := (alone := SharedExponents()).write_at_once([inplace], cast, [site], ()):
+    alone.write(torch.ones(2), cast, "weight of another")
+    _, rest = StepWriter(alone, cast, (), ()).end([inplace], [site], ())
+    if rest:
         inplace.copy_(alone.write(inplace, cast, site))
     assert not rest or not (has_both and uses_library())
     assert torch.equal(written, inplace)
@@ -173,9 +175,9 @@ def test_apart_a_write_is_as_outside_of_training() -> None:
     exponents.flush()
     with exponents.apart():
         assert exponents.write(torch.tensor([1000.0]), FLEX, "output of x") == 1000
-        assert exponents.entry(FLEX, "output of x") is None
+        assert exponents.quick(FLEX) is None
     assert exponents.write(torch.tensor([1000.0, 0.0]), FLEX, "output of x").amax() < 4
-    assert exponents.entry(FLEX, "output of x") is not None
+    assert exponents.quick(FLEX) is not None
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -304,20 +306,6 @@ def test_headroom_is_kept_free() -> None:
         assert exponents.exponent("output of x") == -14 + bits
 
 
-def test_the_unit_of_a_site_is_the_power_of_two_of_its_exponent() -> None:
-    exponents, site = SharedExponents(), "exp_avg_sq of 0.weight"
-    for step in range(4):
-        exponents.write(torch.full((3,), 10.0**-step), FLEX, site)
-        unit = exponents.unit(site)
-        assert unit.dtype is torch.float32 and unit.dim() == 0 and unit.device.type == "cpu"
-        assert unit.item() == 2.0 ** exponents.exponent(site)
-        exponents.flush()
-    (group,) = exponents._tables.values()
-    for exponent in (-126, 0, 126, 127):
-        group.state.exponent[0] = exponent
-        assert exponents.unit(site).item() == 2.0**exponent
-
-
 @pytest.mark.skipif(not uses_library(), reason="steps are written all at once by the C++ library")
 def test_weights_that_were_not_written_in_this_step_are_stepped_at_once() -> None:
     exponents = SharedExponents()
@@ -327,12 +315,11 @@ def test_weights_that_were_not_written_in_this_step_are_stepped_at_once() -> Non
         for weight, (update, own) in zip(weights, sites, strict=True):
             exponents.write(weight / 1024, FLEX, update)
             weight.copy_(exponents.write(weight, FLEX, own))
-        assert exponents.steps(weights, FLEX, sites) is None
+        assert not StepWriter(exponents, FLEX, weights, sites).weights
         exponents.flush()
-    steps = exponents.steps(weights, FLEX, sites)
-    assert steps is not None and len(steps.weights) == 2
+    assert len(StepWriter(exponents, FLEX, weights, sites).weights) == 2
     exponents.write(weights[0], FLEX, sites[0][1])
-    steps = exponents.steps(weights, FLEX, sites)
-    assert steps is not None and len(steps.weights) == 1 and steps.weights[0] is weights[1]
+    (left,) = StepWriter(exponents, FLEX, weights, sites).weights
+    assert left is weights[1]
     weights[1][0] = 0.123456  # is not in the format
-    assert exponents.steps(weights, FLEX, sites) is None
+    assert not StepWriter(exponents, FLEX, weights, sites).weights

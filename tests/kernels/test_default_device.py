@@ -128,7 +128,7 @@ def table_written() -> object:
     table.flush(tell=False)
     entries.write_in_place(table.block, FLEX, [(weight, places[2], entries.VALUES)])
     steps = entries.Steps(table.block, [weight], (places[1], places[2]))
-    found.append(list(steps.write(table.block, FLEX) or ()))
+    found.append(entries.write_in_place(table.block, FLEX, [], steps))
     ways = entries.TWO_WORDS, entries.ROOTS
     entries.write_in_place(table.block, FLEX, [(X.clone(), places[3], how) for how in ways])
     return [*found, table.flush(tell=False), table.state, weight]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lowp
-from lowp.exponents import SharedExponents
+from lowp.exponents import StepWriter
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.optim import FlexWeights
 
@@ -25,13 +25,14 @@ def bits(x: Tensor) -> Tensor:
 def kept(batched: bool, monkeypatch: pytest.MonkeyPatch, spoil: bool) -> tuple[list[Any], int]:
     """What the optimizer keeps after each step, as integers, and what is known of sites; the tensors taken together."""
     taken = 0
-    write = SharedExponents.write_at_once
+    write = StepWriter.end
 
-    def counted(self: SharedExponents, tensors: Any, *given: Any) -> list[int]:
+    def counted(self: StepWriter, tensors: Any, sites: Any, squares: Any) -> tuple[Any, list[int]]:
         nonlocal taken
-        rest = write(self, tensors, *given) if batched else list(range(len(tensors)))
+        moved, rest = write(self, tensors if batched else (), sites if batched else (), squares)
+        rest = rest if batched else list(range(len(tensors)))
         taken += len(tensors) - len(rest)
-        return rest
+        return moved, rest
 
     generator = torch.Generator().manual_seed(3)
     model = nn.ParameterList([nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES])
@@ -40,7 +41,7 @@ def kept(batched: bool, monkeypatch: pytest.MonkeyPatch, spoil: bool) -> tuple[l
     assert isinstance(optimizer, FlexWeights) and numbers.exponents is not None
     found: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(SharedExponents, "write_at_once", counted)
+        patch.setattr(StepWriter, "end", counted)
         for step in range(5):
             for one in model.parameters():
                 one.grad = torch.randn(one.shape, generator=generator) * 2.0 ** (step - 12)

@@ -6,6 +6,7 @@ from lowp.exponents.delayed import DelayedScales, SiteScales
 from lowp.exponents.scalings import is_flexpoint, scaling_of
 from lowp.exponents.shared import SharedExponents
 from lowp.exponents.sites import CLASSES, Spots, Tell, Trail, class_of, is_result
+from lowp.exponents.steps import StepWriter
 from lowp.exponents.summary import Summary
 from lowp.exponents.table import ExponentTable, Flush, largest
 from lowp.exponents.writer import SiteWriter
@@ -19,6 +20,7 @@ __all__ = [
     "SiteScales",
     "SiteWriter",
     "Spots",
+    "StepWriter",
     "Summary",
     "Tell",
     "Trail",

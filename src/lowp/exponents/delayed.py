@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowp import distributed
 from lowp.casts import Cast
@@ -24,7 +24,7 @@ from lowp.compat import widest_float
 from lowp.errors import InvalidInput
 from lowp.exponents import saved
 from lowp.exponents.ranks import AgreedSites
-from lowp.exponents.sites import Passes, Spots
+from lowp.exponents.sites import Passes
 from lowp.kernels.casts.functions import quantize_measured, quantize_operand
 from lowp.kernels.choose import hardware
 from lowp.kernels.numbers.scaled import scale_of_maxima
@@ -108,8 +108,8 @@ class DelayedScales:
 
     def __init__(self) -> None:
         self._tables: dict[Cast, DelayedTable] = {}
-        self._passes = Passes()
-        self._step = 0  # of `_passes`, when the last step was flushed
+        self.passes = Passes()
+        self._step = 0  # of `passes`, when the last step was flushed
         self._agreed = AgreedSites()
 
     def rounded(self, x: Tensor, cast: Cast, site: str, *, seed: int | Tensor = 0, training: bool = True) -> Tensor:
@@ -119,7 +119,7 @@ class DelayedScales:
         DTensor, of which a rank has a part.
         """
         x = x.detach().float()
-        if self._passes.step != self._step:  # an optimizer has stepped, without `Precision`
+        if self.passes.step != self._step:  # an optimizer has stepped, without `Precision`
             self._end_step()
         has_entry = type(x) is Tensor and hardware.has_numbers(x.device)
         table = self._table(cast, x.device) if has_entry else None
@@ -135,7 +135,7 @@ class DelayedScales:
 
     def flush(self) -> None:
         """End a step: remember its maxima, on all ranks, and choose the next scales. Every rank must call this."""
-        self._passes.end_step()
+        self.passes.end_step()
         agreed: dict[Cast, Tensor] = {}
         if distributed.has_other_ranks():
             self._agreed.fault(False, distributed.world())
@@ -145,7 +145,7 @@ class DelayedScales:
     def _end_step(self, agreed: Mapping[Cast, Tensor] = MappingProxyType({})) -> None:
         for cast, table in self._tables.items():
             table.flush(agreed.get(cast))
-        self._step = self._passes.step
+        self._step = self.passes.step
 
     # -- what was seen --------------------------------------------------------------------------------------------
     def sites(self) -> list[str]:
@@ -166,15 +166,7 @@ class DelayedScales:
         """Return sites, their steps, and those that exceeded their scale, int64 [sites], on their devices."""
         return [(list(one.names), one.state.writes, one.state.saturated) for one in self._tables.values()]
 
-    # -- places and checkpoints -----------------------------------------------------------------------------------
-    def spots(self) -> Spots:
-        """Return the spots of a new entry of a region."""
-        return Spots(self._passes)
-
-    def keep_sites_of(self, model: nn.Module) -> None:
-        """Give the sites of a model and of its parts to no other model, also after it is gone."""
-        self._passes.keep_sites_of(model)
-
+    # -- checkpoints ----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values and tensors. Call it between steps: it flushes nothing."""
         return saved.state_of(self._tables)

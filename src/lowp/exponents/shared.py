@@ -12,28 +12,26 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowp import distributed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents import saved
 from lowp.exponents.ranks import AgreedSites
-from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer, is_result
-from lowp.exponents.summary import Summary, summarised
-from lowp.exponents.table import Condition, ExponentTable, Flush, SumEntry, both
+from lowp.exponents.sites import Passes, features_axis, is_of_optimizer, is_result
+from lowp.exponents.summary import Summary, cut_off, summarised
+from lowp.exponents.table import Condition, ExponentTable, Flush, both
 from lowp.hooks import listed
 from lowp.kernels.choose import hardware
-from lowp.kernels.int16 import entries, low_words, payloads
-from lowp.kernels.int16.cpu_int16 import is_direct
-from lowp.kernels.int16.mantissas import Mantissas
+from lowp.kernels.int16 import low_words, payloads
+from lowp.kernels.int16.mantissas import Mantissas, own_exponent
 from lowp.kernels.tracing import is_sharded
-from lowp.scaling.powers import times
 
 
 class SharedExponents:
@@ -41,7 +39,7 @@ class SharedExponents:
 
     def __init__(self) -> None:
         self._tables: dict[Cast, ExponentTable] = {}
-        self._passes = Passes()
+        self.passes = Passes()
         self._watchers: list[Callable[[Flush], object]] = []
         self._listeners: list[Callable[[str, Tensor, int], object]] = []
         self._unless: Tensor | None = None
@@ -98,11 +96,11 @@ class SharedExponents:
                 return x.float(), None
             when = ~is_exact if isinstance(is_exact, Tensor) else True
         if not training or self._is_apart:
-            result = table.write_apart(x, site)
+            result = self._written_apart(table, x, site)
             return result if when is True else torch.where(when, result, x.float()), None
         if self._unless is not None and not table.is_host:
             when = both(when, ~self._unless)
-        index = self._entry(table, site, when)
+        index = self.place(table, site, when)
         is_long = max(x.shape, default=0) >= low_words.FEATURES
         in_place = in_place and not is_long and not self._listeners
         result, exponent, found = table.write(x, index, in_place, when, otherwise)
@@ -135,6 +133,15 @@ class SharedExponents:
             self._is_apart = before
 
     @staticmethod
+    def _written_apart(table: ExponentTable, x: Tensor, site: str) -> Tensor:
+        """Return x as values of the format outside of training: nothing is remembered."""
+        spec = table.cast.scaling
+        assert spec is not None
+        if spec.kind != "autoflex" and site in table.names:
+            return table.write_at(x, table.exponent(table.names[site]))
+        return table.write_at(x, own_exponent(x, table.own, only_finite=True))
+
+    @staticmethod
     def _with_low_word(table: ExponentTable, x: Tensor, high: Tensor, site: str, exponent: Tensor) -> Tensor:
         """Return the written value of x, with a second word if one word would lose features of a gradient."""
         axis = features_axis(site, x)
@@ -148,92 +155,17 @@ class SharedExponents:
             return high
         return low_words.low_value(x, high, exponent, needed).add_(high)
 
-    def entry(self, cast: Cast, site: str) -> SumEntry | None:
-        """Return the entry for writing an exact sum of training directly from its integers.
+    def quick(self, cast: Cast) -> ExponentTable | None:
+        """Return the table of a CPU whose entries the C++ library may write, each in its first write of a step.
 
-        None if the sum itself must be examined and passed to `write`: `apart`, for listeners, and in other rounding
-        modes. An entry that has not begun has to be written so, too.
-        """
-        if self._listeners or self._is_apart:
-            return None
-        table = self._table(cast, torch.device("cpu"))
-        return SumEntry(table, self._entry(table, site)) if table.is_host and table.is_plain else None
-
-    def places_of(self, cast: Cast, where: str, roles: Sequence[str]) -> tuple[ExponentTable, list[int]] | None:
-        """Return the table, and the entries of an op's roles, as `entry` of one.
-
-        None, with nothing done, if a site has no entry or was written in this step.
+        None where every tensor has to be passed to `write`: `apart`, for listeners, and in other rounding modes.
         """
         table = next(iter(self._tables.values()), None)
         if table is not None and table.cast is not cast:  # of two or more
             table = self._tables.get(cast)
         if self._listeners or self._is_apart or table is None or not (table.is_host and table.is_plain):
             return None
-        found = []
-        for role in roles:
-            index = table.names.get(f"{role} of {where}")
-            if index is None or index in table.written:
-                return None
-            found.append(index)
-        return table, found
-
-    def write_at_once(
-        self, tensors: Sequence[Tensor], cast: Cast, sites: Sequence[str], squares: Container[int]
-    ) -> list[int]:
-        """Write tensors in place, each at its own site, in one call of the C++ library; return the places of the rest.
-
-        The rest has to be written by `write`: elsewhere than on a CPU, at a second write of a step, for listeners, and
-        gradients that may need a second word. Of means of squares, at the places `squares`, the root is written: see
-        `FlexWeights`.
-        """
-        table = self._table(cast, tensors[0].device) if tensors else None
-        if table is None or self._listeners or self._is_apart or not table.writes_many(sites):
-            return list(range(len(tensors)))
-        are_direct, given, rest = is_direct(*tensors), [], []
-        for place, (x, site) in enumerate(zip(tensors, sites, strict=True)):
-            how: int | None = entries.ROOTS if place in squares else entries.VALUES
-            if max(x.shape, default=0) >= low_words.FEATURES and features_axis(site, x) is not None:
-                is_two = how == entries.VALUES and is_of_optimizer(site) and low_words.has_low_word(cast)
-                how = entries.TWO_WORDS if is_two else None
-            index = table.names.get(site)
-            if index is None:  # of the rest, too: entries are in the order of sites
-                index = table.index(site)
-            if how is None or not (are_direct or is_direct(x)):
-                rest.append(place)
-            else:
-                given.append((x, index, how))
-        if given:
-            entries.write_in_place(table.block, cast, given)
-            table.written |= dict.fromkeys([index for _, index, _ in given], True)
-        return rest
-
-    def steps(self, weights: Sequence[Tensor], cast: Cast, sites: Sequence[tuple[str, str]]) -> entries.Steps | None:
-        """Return the steps to come of those weights that `end` can write all at once; None if there are none.
-
-        `sites` are those of update and weight.
-        """
-        table = None if self._listeners else self._tables.get(cast)
-        if table is None or not (table.is_host and table.is_plain):
-            return None
-        ready, places, are_direct = list[Tensor](), list[int](), is_direct(*weights)
-        for weight, (update_site, site) in zip(weights, sites, strict=True):
-            update, own = table.names.get(update_site), table.names.get(site)
-            if update is None or own is None or update in table.written or own in table.written:
-                continue
-            if are_direct or is_direct(weight):
-                ready.append(weight)
-                places += (update, own)
-        if len(set(places)) < len(places):  # two parameters of one name
-            return None
-        found = entries.Steps(table.block, ready, places) if ready else None
-        return found if found is not None and found.weights else None
-
-    def end(self, steps: entries.Steps, cast: Cast) -> bool:
-        """Write what a step has changed of weights, and each as the sum. False, with nothing done, if one has moved."""
-        table = self._tables[cast]
-        written = None if self._listeners else steps.write(table.block, cast)
-        table.written |= dict.fromkeys(written or (), True)
-        return written is not None
+        return table
 
     def _table(self, cast: Cast, device: torch.device) -> ExponentTable:
         for table in self._tables.values():  # one or two
@@ -246,17 +178,17 @@ class SharedExponents:
             found = self._tables[cast] = ExponentTable(cast, device)
         return found
 
-    def _entry(self, table: ExponentTable, site: str, when: Condition = True) -> int:
+    def place(self, table: ExponentTable, site: str, when: Condition = True) -> int:
         """Return the entry of a site, ready for a write of training, which counts if `when` holds."""
         index = table.names.get(site)
         if index is None:
             return table.index(site)
         if index in table.written and not distributed.has_other_ranks():
             # a second write at a site uses the result of the first; a step may end without `flush`, in a region alone
-            if not self.has_told_beyond and (cut_off := table.cut_off()[0]):
+            if not self.has_told_beyond and (beyond := cut_off(table)[0]):
                 self.has_told_beyond = True
                 warnings.warn(
-                    f"numbers beyond the largest of {table.cast.format} are cut off, first in the {cut_off[0]}. If "
+                    f"numbers beyond the largest of {table.cast.format} are cut off, first in the {beyond[0]}. If "
                     "this continues, look at the learning rate and at the scale of inputs and loss",
                     UserWarning,
                     stacklevel=3,
@@ -273,7 +205,7 @@ class SharedExponents:
     def begin(self, x: Tensor, cast: Cast, site: str) -> None:
         """Let a site begin, unless it has begun, with the exponent of a first write of x; nothing is written."""
         table = self._table(cast, x.device)
-        table.begin(x, self._entry(table, site))
+        table.begin(x, self.place(table, site))
 
     def admit(self, tensors: Sequence[Tensor], cast: Cast, sites: list[str]) -> None:
         """Restart sites that hold less than what stands there, which was set from outside; nothing is read.
@@ -302,21 +234,13 @@ class SharedExponents:
             return None
         return table.exponent(index)
 
-    def spots(self) -> Spots:
-        """Return the spots of a new entry of a region."""
-        return Spots(self._passes)
-
-    def keep_sites_of(self, model: nn.Module) -> None:
-        """Give the sites of a model and of its parts to no other model, also after it is gone."""
-        self._passes.keep_sites_of(model)
-
     # -- steps ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:
         """End a step: observe all writes of training, on all ranks, and predict the next exponents.
 
         With several ranks, each rank must call this.
         """
-        self._passes.end_step()
+        self.passes.end_step()
         agreed: dict[Cast, Tensor] = {}
         if distributed.has_other_ranks():
             agreed = self._agreed.agree(self._tables, self._table, distributed.world())
@@ -324,10 +248,7 @@ class SharedExponents:
         if len(tables) > 1:
             tables.sort(key=lambda one: str(one[0]))  # the same order on every rank
         for cast, table in tables:
-            told = table.flush(agreed.get(cast) if agreed else None, tell=bool(self._watchers))
-            if told is not None:
-                self._tell(told)
-            table.end_step()
+            self._tell(table.flush(agreed.get(cast) if agreed else None, tell=bool(self._watchers)))
 
     def _tell(self, done: Flush | None) -> None:
         if done is not None:
@@ -369,7 +290,7 @@ class SharedExponents:
         """
         beyond, most = list[str](), list[str]()
         for table in self._tables.values():
-            for found, more in zip((beyond, most), table.cut_off(), strict=True):
+            for found, more in zip((beyond, most), cut_off(table), strict=True):
                 found += more
         return beyond, most
 
@@ -386,15 +307,6 @@ class SharedExponents:
         raise InvalidInput(
             f"nothing has been recorded at the site {site!r}; sites have names such as {self.sites()[:3]}"
         )
-
-    def unit(self, site: str) -> Tensor:
-        """Return 2**exponent of the last write at a site in this step, fp32 and 0-d, on its device. Never waits.
-
-        Raises KeyError for a site that was never written.
-        """
-        table = next(table for table in self._tables.values() if site in table.names)
-        exponent = table.state.exponent[table.names[site]]
-        return times(torch.ones((), dtype=torch.float32, device=exponent.device), exponent)
 
     def summary(self) -> dict[str, Summary]:
         """Return a summary of all flushed writes, by class of tensors and as ``all``."""

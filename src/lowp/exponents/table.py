@@ -11,7 +11,7 @@ makes the decisions anew at each replay.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -23,19 +23,15 @@ from lowp.compat import widest_float
 from lowp.exponents.first import FirstExponents
 from lowp.exponents.scalings import current, scaling_of
 from lowp.exponents.sites import is_result
-from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels.choose.dispatch import by_triton, has_integer_kernels, runs_triton, uses_library
 from lowp.kernels.int16 import entries, payloads
-from lowp.kernels.int16.cpu_int16 import Seen
-from lowp.kernels.int16.integer import Exact
-from lowp.kernels.int16.layer import LayerResult
-from lowp.kernels.int16.mantissas import Mantissas, laid_out, mantissas_and_values, own_exponent, values
+from lowp.kernels.int16.mantissas import Mantissas, laid_out, mantissas_and_values, own_exponent
 from lowp.scaling import Autoflex, AutoflexState, Reactive, ReactiveState, WritesSeen
 from lowp.scaling.powers import times
 
 Condition: TypeAlias = Literal[True] | Tensor  # of a write: True, or a 0-d tensor of its device
-COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 _LOWEST = -1000  # below every exponent
+COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 
 
 class Flush(NamedTuple):
@@ -54,27 +50,6 @@ class Written(NamedTuple):
     values: Tensor
     exponent: Tensor
     mantissas: Mantissas | None = None  # those that the C++ library has written, if all is finite
-
-
-class SumEntry(NamedTuple):
-    """An entry of a table under which an exact sum may be written from its integers."""
-
-    table: ExponentTable
-    place: int
-
-    def write(self, found: Exact, exponent: Tensor) -> Tensor:
-        """Return the values of a sum given as mantissas, keep the mantissas with them, and note what was seen."""
-        payload, saturated, most, sums = found
-        seen = Seen(most, False, most == 0 and sums > 0, saturated, 0, payload.numel())
-        self.table.note(self.place, entries.record_of(seen))
-        made = values(payload, exponent)
-        payloads.keep(made, self.table.cast.format, exponent, payload)
-        return made
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the entry has begun."""
-        return bool(self.table.state.started[self.place])
 
 
 def both(one: Condition, other: Condition) -> Condition:
@@ -160,11 +135,6 @@ class ExponentTable:
         guess = self.scaling if isinstance(self.scaling, Autoflex) else self.scaling.guess
         return entries.block_of(guess, isinstance(self.scaling, Reactive), [*columns, *own.values()])
 
-    def wrote(self, places: Iterable[int], made: Sequence[LayerResult | None]) -> list[Tensor | None]:
-        """Return the values of what a layer's call has written under entries, and keep their mantissas with them."""
-        self.written |= dict.fromkeys(places, True)
-        return payloads.keep_own(made, self.cast.format)
-
     # -- one write ------------------------------------------------------------------------------------------------
     def write(
         self, x: Tensor, index: int, in_place: bool = False, when: Condition = True, otherwise: Tensor | None = None
@@ -245,14 +215,6 @@ class ExponentTable:
         else:
             self.written[index] = earlier | when
 
-    def write_apart(self, x: Tensor, site: str) -> Tensor:
-        """Return x as values of the format, and remember nothing."""
-        spec = self.cast.scaling
-        assert spec is not None
-        if spec.kind != "autoflex" and site in self.names:
-            return self.write_at(x, self.exponent(self.names[site]))
-        return self.write_at(x, own_exponent(x, self.own, only_finite=True))
-
     def write_at(self, x: Tensor, exponent: Tensor) -> Tensor:
         """Return x as values of the format under an exponent, and remember nothing."""
         held = self._holding(x, exponent)
@@ -292,10 +254,15 @@ class ExponentTable:
 
     # -- the end of a step ----------------------------------------------------------------------------------------
     def flush(self, agreed: Tensor | None = None, tell: bool = True) -> Flush | None:
-        """Observe all writes since the last flush, or the observations of all ranks from `AgreedSites.agree`.
+        """End a step: observe all writes since the last flush, or the observations of all ranks from `AgreedSites`.
 
         Returns the data for a watcher if `tell`, else None; None if nothing was written.
         """
+        told = self._flush(agreed, tell)
+        self.faulty.zero_()
+        return told
+
+    def _flush(self, agreed: Tensor | None, tell: bool) -> Flush | None:
         if not self.names or (not self.written and agreed is None):
             return None
         told = None
@@ -358,50 +325,23 @@ class ExponentTable:
         return Flush(list(self.names), seen.mask, seen.mantissa, self.state.exponent.clone(), predicted)
 
     def flush_before(self, index: int, when: Condition, tell: bool) -> Flush | None:
-        """Do `flush` before another write at an entry that was written, where both of them count."""
+        """Observe the writes so far before another write at an entry that was written, where both of them count."""
         earlier = both(self.written[index], when)
         if earlier is True:
-            return self.flush(tell=tell)
+            return self._flush(None, tell)
         later, written = ~earlier, dict(self.written)
         rows = self.seen * later
         self.seen *= earlier
         self.written = {place: both(counts, earlier) for place, counts in written.items()}
-        told = self.flush(tell=tell)
+        told = self._flush(None, tell)
         self.seen.copy_(rows)
         self.written = {place: both(counts, later) for place, counts in written.items()}
         return told
-
-    def end_step(self) -> None:
-        """Forget what was not finite in the step."""
-        self.faulty.zero_()
 
     @property
     def faults(self) -> Tensor:
         """Whether something that is not finite was written in this step, by entry; bool[n], on the device."""
         return self.faulty | entries.nonfinite_of(self.seen)
-
-    def cut_off(self) -> tuple[list[str], list[str]]:
-        """Return the sites of a CPU whose writes in this step saturated under the largest exponent.
-
-        And the results whose writes lost most of their numbers. None on other devices, which are not waited for.
-        """
-        if not (self.is_host and self.adapts and self.names):
-            return [], []
-        overflowed, elements = entries.counts_of(self.seen)
-        if not overflowed.any():
-            return [], []
-        format = self.cast.format
-        assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
-        at_most = (overflowed > 0) & (self.state.exponent >= format.scale.max_exponent)
-        names, most = list(self.names), 2 * overflowed > elements
-        beyond = [names[place] for place in at_most.nonzero().flatten().tolist()]
-        return beyond, [site for place in most.nonzero().flatten().tolist() if is_result(site := names[place])]
-
-    def writes_many(self, sites: Sequence[str]) -> bool:
-        """Whether the C++ library writes tensors at these sites in one call: each for the first time in a step."""
-        if not (self.is_host and self.is_plain and self.is_near) or len(set(sites)) < len(sites):
-            return False
-        return self.written.keys().isdisjoint(map(self.names.get, sites))
 
     # -- ranks ------------------------------------------------------------------------------------------------------
     def columns(self, sites: list[str]) -> Tensor:
@@ -423,12 +363,6 @@ class ExponentTable:
         ]
         return torch.stack(rows)[:, self.order_of(sites)]
 
-    def order_of(self, sites: list[str]) -> Tensor:
-        """Return where the entries of sites are, int64[n] on the table's device; sent there anew for other sites."""
-        if self._ordered[0] != sites:
-            self._ordered = list(sites), torch.tensor([self.names[site] for site in sites], device=self.device)
-        return self._ordered[1]
-
     def _adopted(self, agreed: Tensor) -> WritesSeen:
         """Take over the largest exponent under which a rank has written. Return the observations of all ranks."""
         exponent = torch.where(agreed[1] > 0, (agreed[1] + _LOWEST).to(torch.int32), self.state.exponent)
@@ -438,6 +372,12 @@ class ExponentTable:
         written, nonfinite = agreed[2] > 0, agreed[3] > 0
         vanished = written & (agreed[4] == 0)
         return WritesSeen(mantissa, written, nonfinite, vanished, *(agreed[row].to(torch.int64) for row in (6, 7, 8)))
+
+    def order_of(self, sites: list[str]) -> Tensor:
+        """Return where the entries of sites are, int64[n] on the table's device; sent there anew for other sites."""
+        if self._ordered[0] != sites:
+            self._ordered = list(sites), torch.tensor([self.names[site] for site in sites], device=self.device)
+        return self._ordered[1]
 
     def _count(self, seen: WritesSeen, mask: Tensor) -> None:
         good = mask & (seen.mantissa > 0)

@@ -5,14 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import NamedTuple
 
 from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.exponents.shared import SharedExponents
 from lowp.exponents.sites import Tell, Trail
-from lowp.exponents.table import ExponentTable, SumEntry
-from lowp.kernels.int16.mantissas import Mantissas
+from lowp.exponents.table import ExponentTable
+from lowp.kernels.int16 import entries, payloads
+from lowp.kernels.int16.cpu_int16 import Seen
+from lowp.kernels.int16.integer import Exact
+from lowp.kernels.int16.mantissas import Mantissas, values
+
+
+class SumEntry(NamedTuple):
+    """An entry of a table under which an exact sum may be written from its integers."""
+
+    table: ExponentTable
+    place: int
+
+    def write(self, found: Exact, exponent: Tensor) -> Tensor:
+        """Return the values of a sum given as mantissas, keep the mantissas with them, and note what was seen."""
+        payload, saturated, most, sums = found
+        seen = Seen(most, False, most == 0 and sums > 0, saturated, 0, payload.numel())
+        self.table.note(self.place, entries.record_of(seen))
+        made = values(payload, exponent)
+        payloads.keep(made, self.table.cast.format, exponent, payload)
+        return made
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the entry has begun."""
+        return bool(self.table.state.started[self.place])
 
 
 @dataclass(eq=False)
@@ -57,20 +82,34 @@ class SiteWriter:
         return result
 
     def entry(self, role: str) -> SumEntry | None:
-        """Return the entry for writing an exact sum of a role from its integers; None if `write` must see the sum."""
-        trail = self._trail_of(role)
+        """Return the entry for writing an exact sum of a role from its integers; None if `write` must see the sum.
+
+        Sums of an entry that has not begun have to be passed to `write`, too.
+        """
+        trail, site = self._trail_of(role), f"{role} of {self.where}"
         if not self.training or (trail is not None and trail.is_repeated) or self.tell is not None:
             return None
-        entry = self.exponents.entry(self.cast, site := f"{role} of {self.where}")
-        if trail is not None and entry is not None:
-            trail.exponents[site] = entry.table.exponent(entry.place)
+        if (table := self.exponents.quick(self.cast)) is None:
+            return None
+        entry = SumEntry(table, self.exponents.place(table, site))
+        if trail is not None:
+            trail.exponents[site] = table.exponent(entry.place)
         return entry
 
     def places_of(self, roles: Sequence[str]) -> tuple[ExponentTable, list[int]] | None:
-        """Return the table and its entries for exact sums of gradients; None if `write` must see one after another."""
-        if not self.training or self.tell is not None:
+        """Return the table, and the entries of roles for exact sums of one call.
+
+        None, with nothing done, if a role has no entry or was written in this step, or if `write` must see the sums.
+        """
+        if not self.training or self.tell is not None or (table := self.exponents.quick(self.cast)) is None:
             return None
-        return self.exponents.places_of(self.cast, self.where, roles)
+        found = []
+        for role in roles:
+            index = table.names.get(f"{role} of {self.where}")
+            if index is None or index in table.written:
+                return None
+            found.append(index)
+        return table, found
 
     def _trail_of(self, role: str) -> Trail | None:
         """Return the trail for results. Gradients have none: they are written once, by the repeated run."""

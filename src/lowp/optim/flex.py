@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lowp.casts import Cast
 from lowp.compat import uncompiled, widest_float
 from lowp.errors import InvalidInput, Misuse
-from lowp.exponents import SharedExponents
+from lowp.exponents import SharedExponents, StepWriter
 from lowp.kernels.int16 import payloads
 from lowp.ops.observing import everywhere, step
 from lowp.optim.masters import Wrapper
@@ -28,6 +28,7 @@ from lowp.optim.shards import Wholes, is_sharded, local
 from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import entries_by_parameter, parameters_of, with_loading_hooks, with_saving_hooks
 from lowp.optim.storage import SQUARES, Storage
+from lowp.scaling.powers import times
 
 _VERSION = 1
 _MOST_SITES = 1 << 15  # that are kept in memory: their names are asked for at every step
@@ -138,18 +139,17 @@ class FlexWeights(Wrapper):
             weights = [local(one) for one in parameters]
             names = {one: row.name for one, row in zip(weights, trained, strict=True)}
             self._wholes.admit(self.exponents, self.cast, weights, [site for _, site in sites])
-        steps = None
+        writer = None
         if self._is_skipped is None and not everywhere:
-            steps = self.exponents.steps(weights, self.cast, sites)
-        others = weights if steps is None else _without(weights, steps.weights)
+            writer = StepWriter(self.exponents, self.cast, weights, sites)
+        others = weights if writer is None else _without(weights, writer.weights)
         before = {parameter: parameter.detach().clone() for parameter in others}
         result = self._step_inner(parameters)
         with self.exponents.unless(self._is_skipped):
-            if steps is not None and not self.exponents.end(steps, self.cast):
-                before.update(zip(steps.weights, steps.before, strict=True))
             if before:
                 self._write_steps(before, names)
-            self._write_states(parameters)
+            if moved := self._write_states(parameters, writer):
+                self._write_steps(moved, names)
             self._write_buffers()
         return result
 
@@ -251,8 +251,11 @@ class FlexWeights(Wrapper):
             self._begin([new], [str(weight)])
             parameter.copy_(self._rounded(new, weight))
 
-    def _write_states(self, trained: Iterable[Tensor]) -> None:
-        """Write what the inner optimizer keeps of the parameters; all at once where that is possible."""
+    def _write_states(self, trained: Iterable[Tensor], writer: StepWriter | None) -> dict[Tensor, Tensor]:
+        """Write what the inner optimizer keeps of the parameters, and what `writer` holds, all at once if possible.
+
+        Returns the values before the step of weights that `writer` has held in vain.
+        """
         tensors, names, squares = list[Tensor](), list[tuple[str, str, str]](), set[int]()
         for parameter in trained:
             name = self._names[parameter]
@@ -262,9 +265,11 @@ class FlexWeights(Wrapper):
                         squares.add(len(tensors))
                     tensors.append(value)
                     names.append(("optimizer state", key, name))
-        rest = list(range(len(tensors)))
-        if self._is_skipped is None and not (self._wholes or everywhere):
-            rest = self.exponents.write_at_once(tensors, self.cast, [_text(*one) for one in names], squares)
+        rest, moved = list(range(len(tensors))), dict[Tensor, Tensor]()
+        if writer is not None and not self._wholes:
+            moved, rest = writer.end(tensors, [_text(*one) for one in names], squares)
+        elif writer is not None:
+            moved, _ = writer.end((), (), squares)
         for place in rest:  # sites are written in order
             value, site = local(tensors[place]), _site(*names[place])
             if place in squares:
@@ -272,6 +277,7 @@ class FlexWeights(Wrapper):
             else:
                 self._begin([value], [str(site)])
                 self._write_(value, site)
+        return moved
 
     def attach(self, model: nn.Module) -> Attachment:
         """Write what is loaded into the model, and its running statistics after each step."""
@@ -389,7 +395,10 @@ class FlexWeights(Wrapper):
         root = x.to(widest_float(x.device)).sqrt()
         self._begin([root], [str(site)])
         rounded = self._rounded(root, site)
-        squares = torch.where((root > 0) & (rounded == 0), self.exponents.unit(str(site)), rounded).square()
+        exponent = self.exponents.latest_exponent(self.cast, str(site))
+        assert exponent is not None  # of the write
+        unit = times(torch.ones((), dtype=torch.float32, device=exponent.device), exponent)
+        squares = torch.where((root > 0) & (rounded == 0), unit, rounded).square()
         return squares if self._is_skipped is None else torch.where(self._is_skipped, x, squares)
 
     def __getstate__(self) -> dict[str, Any]:

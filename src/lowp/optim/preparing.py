@@ -163,7 +163,7 @@ class FlexStorage:
             return
         prefix = f"model {len(self._models) + 1}: " if self._models else ""
         self._models.append(weakref.ref(unwrapped(model)))
-        self.exponents.keep_sites_of(model)
+        self.exponents.passes.keep_sites_of(model)
         with torch.no_grad():
             for parameter, name in new.items():
                 self._names[parameter] = prefix + name

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowp.compat import COMPILES_REGIONS, constant_when_compiled, private, refuse_compiled_region, unwrapped
 from lowp.errors import Unavailable
-from lowp.exponents import DelayedScales, SharedExponents, SiteScales, SiteWriter, Tell
+from lowp.exponents import DelayedScales, SharedExponents, SiteScales, SiteWriter, Spots, Tell
 from lowp.ops import table
 from lowp.ops.call import Call
 from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing, without_autocast
@@ -158,7 +158,7 @@ class Engine(TorchFunctionMode):
         self.uses_paths = rulebook.uses_paths
         self.exponents, self.scales = exponents, scales
         of_sites = exponents or scales
-        self.spots = None if of_sites is None else of_sites.spots()  # position in the step of the next write
+        self.spots = None if of_sites is None else Spots(of_sites.passes)  # position in the step of the next write
         self.resting: FrameType | None = None  # the frame of an optimizer's step that runs
 
     def __enter__(self) -> Engine:

@@ -35,7 +35,7 @@ FLEX = {
     "lowp_from_int16": 1,
     "lowp_exact_int16": 2,
     "lowp_hold_entries": 1,
-    "lowp_step_entries": 1,
+    "lowp_end_entries": 1,
     "lowp_relu_int16": 2,
     "lowp_pass_positive": 2,
     "lowp_observe_entries": 1,

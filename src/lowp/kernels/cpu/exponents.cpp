@@ -239,7 +239,7 @@ LOWP_EXPORT int64_t lowp_write_entries(const lowp_table* table, const lowp_cast*
 }
 
 // Reads weights as mantissas before a step. rows: entries of update and weight, weight, its mantissas, elements. told: of
-// each its exponent, and whether the step may be written by lowp_step_entries: both entries have begun, and the weight is
+// each its exponent, and whether the step may be written by lowp_end_entries: both entries have begun, and the weight is
 // in the format under its exponent, with room for what is added.
 LOWP_EXPORT void lowp_hold_entries(const lowp_table* table, const int64_t* rows, int64_t count, int threads,
                                    int64_t* told) {
@@ -252,17 +252,18 @@ LOWP_EXPORT void lowp_hold_entries(const lowp_table* table, const int64_t* rows,
   }
 }
 
-// Writes what a step has changed of weights, and each as the sum, in place. rows: those of lowp_hold_entries; `told` are the
-// exponents that it told.
-LOWP_EXPORT void lowp_step_entries(const lowp_table* table, const lowp_cast* cast, const int64_t* rows, int64_t count,
-                                   const int64_t* told, int threads) {
-  for (int64_t i = 0; i < count; ++i, rows += 5, told += 2) {
-    const int exponents[] = {static_cast<int>(told[0]), table->exponent[rows[0]], table->exponent[rows[1]]};
+// Writes what a step has changed of weights, and each as the sum, in place, and then `more` tensors. steps: rows of
+// lowp_hold_entries; `told` are the exponents that it told. writes: rows of lowp_write_entries.
+LOWP_EXPORT void lowp_end_entries(const lowp_table* table, const lowp_cast* cast, const int64_t* steps, int64_t count,
+                                  const int64_t* told, const int64_t* writes, int64_t more, int threads) {
+  for (int64_t i = 0; i < count; ++i, steps += 5, told += 2) {
+    const int exponents[] = {static_cast<int>(told[0]), table->exponent[steps[0]], table->exponent[steps[1]]};
     int64_t counts[8];
-    write_step(at<float>(rows[2]), at<int16_t>(rows[3]), exponents, static_cast<int>(cast->minimum), rows[4], threads,
+    write_step(at<float>(steps[2]), at<int16_t>(steps[3]), exponents, static_cast<int>(cast->minimum), steps[4], threads,
                counts);
-    for (int64_t part = 0; part < 2; ++part) note(*table, rows[part], counts + 4 * part, 0, rows[4], false, 0);
+    for (int64_t part = 0; part < 2; ++part) note(*table, steps[part], counts + 4 * part, 0, steps[4], false, 0);
   }
+  for (int64_t i = 0; i < more; ++i, writes += 9) write(*table, *cast, Row(writes), threads);
 }
 
 // Observes what was seen of `count` entries, predicts their exponents, and forgets it. A window has 1 to 256 maxima.

@@ -59,18 +59,27 @@ def write(
     return exponent, found != 0
 
 
-def write_in_place(table: object, cast: Cast, given: Sequence[tuple[Tensor, int, int]]) -> None:
-    """Write fp32 tensors that `is_direct` accepts in place, each under its entry: all in one call.
+def write_in_place(
+    table: object, cast: Cast, given: Sequence[tuple[Tensor, int, int]], steps: Steps | None = None
+) -> Sequence[int]:
+    """Write `steps`, and fp32 tensors that `is_direct` accepts, in place, each under its entry: all in one call.
 
     `given`: each tensor, its entry and how it is written. VALUES: as values of the format. TWO_WORDS: as the sum of two
     words, the second 14 places lower; what is not finite becomes NaN. ROOTS: as squares of values of the format, of
-    which none but those of zeros vanishes; NaN also stands for the root of a negative number.
+    which none but those of zeros vanishes; NaN also stands for the root of a negative number. Returns the entries.
     """
-    rows = []
+    rows, tensors, places = list[Any](), list[Tensor](), list[int]()
     for x, index, how in given:
         rows += [index, how, 0, x, None, x, x.numel(), _LOW_BITS, None]
-    cpu.loaded().lowp_write_entries(table, mantissa_block(cast), rows, len(given), torch.get_num_threads())
-    torch.autograd.graph.increment_version([x for x, *_ in given])
+        tensors.append(x)
+        places.append(index)
+    held = (None, 0, None) if steps is None else (steps.rows, len(steps.weights), steps.told)
+    cpu.loaded().lowp_end_entries(table, mantissa_block(cast), *held, rows or None, len(given), torch.get_num_threads())
+    if steps is not None:
+        tensors += steps.weights
+        places += steps.rows[::5] + steps.rows[1::5]
+    torch.autograd.graph.increment_version(tensors)
+    return places
 
 
 def observe(table: object, entries: Iterable[int]) -> None:
@@ -80,10 +89,11 @@ def observe(table: object, entries: Iterable[int]) -> None:
 
 
 class Steps:
-    """Weights in the format before an optimizer's step, as mantissas; after it update and weight are written at once.
+    """Weights in the format before an optimizer's step, as mantissas, for `write_in_place` after it.
 
-    `entries` are those of update and weight. Weights that have to be looked at first are left out: where an entry has
-    not begun, or a weight is not in the format under its exponent, or may not fit.
+    `entries` are those of update and weight: what the step has changed is written under the first, the weight, as the
+    sum, under the second. Weights that have to be looked at first are left out: where an entry has not begun, or a
+    weight is not in the format under its exponent, or may not fit.
     """
 
     def __init__(self, table: object, weights: Sequence[Tensor], entries: Sequence[int]) -> None:
@@ -103,25 +113,18 @@ class Steps:
             given = array("q", [number for place in kept for number in given[5 * place : 5 * place + 5]])
             weights, begins = [weights[place] for place in kept], [begins[place] for place in kept]
         self.weights, self._begins = weights, begins
-        self._given, self._told, self._memory = given, told, memory
+        self.rows, self.told, self._memory = given, told, memory
 
-    def write(self, table: object, cast: Cast) -> Sequence[int] | None:
-        """Write updates and weights in place; return the entries. None, with nothing done, where a weight has moved."""
-        given = self._given
-        for weight, address in zip(self.weights, given[2::5], strict=True):
-            if weight.data_ptr() != address:
-                return None
-        how = len(self.weights), self._told, torch.get_num_threads()
-        cpu.loaded().lowp_step_entries(table, mantissa_block(cast), given, *how)
-        torch.autograd.graph.increment_version(self.weights)
-        return given[::5] + given[1::5]
+    def have_moved(self) -> bool:
+        """Whether a weight lies elsewhere in memory than before the step."""
+        return [one.data_ptr() for one in self.weights] != list(self.rows[2::5])
 
     @property
     def before(self) -> list[Tensor]:
         """The values of each weight before the step."""
         return [
             values(self._memory[begin : begin + weight.numel()].view(weight.shape), exponent)
-            for weight, begin, exponent in zip(self.weights, self._begins, self._told[::2], strict=False)
+            for weight, begin, exponent in zip(self.weights, self._begins, self.told[::2], strict=False)
         ]
 
 

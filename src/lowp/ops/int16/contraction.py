@@ -198,7 +198,8 @@ def _at_once(gradient: Tensor, known: Known | None, ctx: Any) -> list[Tensor | N
     made = product.plan.backward(gradient, known, ctx.saved_tensors, table.block, places)
     if made is None:
         return None
-    found: list[Tensor | None] = table.wrote(wanted, made)
+    table.written |= dict.fromkeys(wanted, True)
+    found = payloads.keep_own(made, table.cast.format)
     if is_long and known is not None:
         found[2] = results.writer.write(_bias_gradient(product.form, [known[0]]), BIAS_GRADIENT)
     return found

@@ -154,5 +154,6 @@ def _done(product: Contraction, tensors: Operands, writer: SiteWriter | None, st
         return None
     made, *saved = found
     if table is not None:
-        table.wrote((place,), (made,))
+        table.written[place] = True
+        payloads.keep_own((made,), table.cast.format)
     return Done(made.values, saved)
