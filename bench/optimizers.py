@@ -1,9 +1,9 @@
 """Measure optimizers: bytes a parameter, as they report them and by the process; time of a step; loss of short runs.
 
-    python bench/optimizers.py [--peers FOLDER] [--threads 1]
-    python bench/optimizers.py --loss 200 [--recipe gpt]
+    python bench/optimizers.py [--peers FOLDER] [--threads 1] [--json FILE]
+    python bench/optimizers.py --loss 200 [--recipe gpt] [--json FILE]
 
-`reported`: parameters, masters, moments and gradients of 16 matrices of 2**22. `process`: the peak growth of the
+`reported`: parameters, masters, moments and gradients of 32 matrices of 2**22. `process`: the peak growth of the
 resident memory of a process of its own with it, two steps in. `step`: the fastest of 15 steps of 2**22 numbers, all
 contenders in turn. bitsandbytes and torchao are timed if FOLDER has them (`pip install --no-deps --target FOLDER
 bitsandbytes torchao`). `--loss`: the mean loss of the last 30 steps from three seeds, in bf16, on small networks of the
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch import nn
 import lowp
 from lowp.benchmarking.largest_batch import growth
 from lowp.optim import AdamW, Lion
-from lowp.recipes import get
+from lowp.recipes import get, results
 
 # contender -> the optimizer of parameters, and whether gradients are released in backward
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -46,7 +48,7 @@ WAYS: dict[str, tuple[Make, bool]] = {
     'Lion(moments="int8", masters="split-8")': (lambda given: Lion(given, moments="int8", masters="split-8"), False),
 }
 _PEERS = (("bitsandbytes.optim", "AdamW8bit"), ("torchao.optim", "AdamW8bit"), ("torchao.optim", "AdamWFp8"))
-_PARTS, _WIDTH = 16, 2048
+_PARTS, _WIDTH = 32, 2048
 _SMALL = {
     "gpt": {"layers": 2, "heads": 4, "width": 64},
     "bert": {"layers": 2, "heads": 4, "width": 64, "drawn": 400},
@@ -55,8 +57,8 @@ _SMALL = {
 _RATES = {"gpt": 3e-3, "bert": 1e-3, "resnet-20": 2e-3}
 
 
-def bytes_of(way: str) -> None:
-    """Print the bytes a parameter, reported and by the process; must be called in a new process."""
+def bytes_of(way: str) -> dict[str, float | None]:
+    """Return the bytes a parameter, reported and by the process; must be called in a new process."""
     make, releases = WAYS[way]
     with growth() as grown:
         # several matrices, of which one gradient at a time is there where gradients are released
@@ -77,12 +79,23 @@ def bytes_of(way: str) -> None:
         reported = 12.0
     else:
         reported = sum(optimizer.memory().values()) / count
-    process = "" if peak is None else f"{peak / count:.1f}"
-    print(f"{way:56} {reported + gradients / count:6.1f} {process:>8}", flush=True)
+    return {"reported": reported + gradients / count, "process": None if peak is None else peak / count}
 
 
-def times(folder: str | None) -> None:
-    """Print the time of a step of every contender, all in turn."""
+def bytes_by_way() -> dict[str, Any]:
+    """Return and print what `bytes_of` measures of every contender."""
+    found = {}
+    print(f"{'bytes a parameter':56} {'reported':>8} {'process':>8}")
+    for way in WAYS:
+        command = [sys.executable, __file__, "--bytes-of", way]
+        answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found[way] = row = json.loads(answer.splitlines()[-1])
+        print(f"{way:56}" + "".join(f" {'-' if one is None else f'{one:.2f}':>8}" for one in row.values()), flush=True)
+    return found
+
+
+def times(folder: str | None) -> dict[str, float]:
+    """Return and print the seconds of a step of every contender, all in turn."""
     makes = {name: make for name, (make, releases) in WAYS.items() if not releases}
     if folder is not None:
         sys.path.append(folder)
@@ -102,6 +115,7 @@ def times(folder: str | None) -> None:
             best[name] = min(best[name], time.perf_counter() - start)
     for name, seconds in best.items():
         print(f"{name:56} {1e3 * seconds:7.1f} ms", flush=True)
+    return best
 
 
 def loss_of(name: str, make: Make, storage: str, seed: int, steps: int) -> float:
@@ -116,7 +130,7 @@ def loss_of(name: str, make: Make, storage: str, seed: int, steps: int) -> float
     for group in kept:
         group["lr"] = _RATES[name]
     model, optimizer = precision.prepare(model, make(kept))
-    generator, losses = torch.Generator().manual_seed(seed), []
+    generator, found = torch.Generator().manual_seed(seed), list[float]()
     for _ in range(steps):
         batch = data.batch(torch.randint(len(data), (size.batch,), generator=generator), generator)
         optimizer.zero_grad()
@@ -124,40 +138,44 @@ def loss_of(name: str, make: Make, storage: str, seed: int, steps: int) -> float
             loss = recipe.loss(model, batch)
         precision.backward(loss)
         precision.step(optimizer)
-        losses.append(float(loss.detach()))
-    return sum(losses[-30:]) / len(losses[-30:])
+        found.append(float(loss.detach()))
+    return sum(found[-30:]) / len(found[-30:])
 
 
-def compare(names: list[str], steps: int) -> None:
-    """Print the losses of short runs from three seeds, and their means."""
+def losses(names: list[str], steps: int) -> dict[str, dict[str, list[float]]]:
+    """Return and print the losses of short runs from three seeds, by recipe and contender."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     for name in names:
         for way, (make, releases) in WAYS.items():
             if releases or way.startswith("Lion"):
                 continue
             storage = "bf16" if way.startswith("torch") else "bf16-storage"
-            losses = [loss_of(name, make, storage, seed, steps) for seed in range(3)]
-            listed = " ".join(f"{one:.4f}" for one in losses)
-            print(f"{name:8} {way:56} {listed}   {sum(losses) / 3:.4f}", flush=True)
+            found[name][way] = runs = [loss_of(name, make, storage, seed, steps) for seed in range(3)]
+            print(f"{name:10}{way:56} {' '.join(f'{one:.4f}' for one in runs)}   {sum(runs) / 3:.4f}", flush=True)
+    return found
 
 
 def main() -> None:
-    """Read the command line and print what is asked for."""
+    """Read the command line, print what is asked for and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", metavar="FOLDER", help="where bitsandbytes and torchao are installed")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--loss", type=int, metavar="STEPS", help="train for this many steps in place of measuring")
     parser.add_argument("--recipe", action="append", choices=sorted(_SMALL), help="which of the three; default: all")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--bytes-of", choices=WAYS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.bytes_of:
-        return bytes_of(given.bytes_of)
+        print(json.dumps(bytes_of(given.bytes_of)))
+        return
+    document: dict[str, Any] = {**results.header("bench-optimizers"), "threads": given.threads}
     if given.loss:
-        return compare(given.recipe or sorted(_SMALL), given.loss)
-    print(f"{'bytes a parameter':56} {'reported':>6} {'process':>7}")
-    for way in WAYS:
-        subprocess.run([sys.executable, __file__, "--bytes-of", way], check=True)
-    times(given.peers)
+        document |= {"steps": given.loss, "losses": losses(given.recipe or sorted(_SMALL), given.loss)}
+    else:
+        document |= {"bytes": bytes_by_way(), "seconds": times(given.peers)}
+    if given.json is not None:
+        results.write(given.json, document)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lowp
 from lowp.errors import InvalidInput
 from lowp.kernels.steps import updates
-from lowp.optim import SGD, AdamW, Lion, Muon, join, split
+from lowp.optim import SGD, AdamW, Lion, Muon, join, split, storage
 from lowp.optim.storage import SCALES, Moments
 
 RULES: dict[str, Callable[..., Any]] = {
@@ -111,6 +111,47 @@ def test_bytes_a_parameter(options: dict[str, Any], bytes_each: float) -> None:
     optimizer.step()
     assert weight.grad is not None
     assert (sum(optimizer.memory().values()) + weight.grad.nbytes) / weight.numel() == bytes_each
+
+
+def _most_held(run: Callable[[], Any]) -> int:
+    """Return the largest number of bytes that torch's tensors take beside those that are there already."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    held = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("releases, bytes_each", [(False, 7 + 1 / 16), (True, 5 + 1 / 16)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_no_copy_of_what_is_stored_is_made_on_the_way(
+    releases: bool, bytes_each: float, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, width = 8, 160
+    monkeypatch.setattr(storage, "BLOCK", 1 << 10)
+
+    def train() -> None:
+        precision = lowp.Precision("bf16-storage")
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+        x = torch.randn(2, width).bfloat16()
+        if apart:
+            precision.prepare_model(model)
+        optimizer: Any = AdamW(model.parameters(), moments="int8", masters="split-8")
+        if apart:
+            precision.prepare_optimizer(optimizer)
+        if releases:
+            optimizer.release_gradients()
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+    train()  # what is made once a process
+    wanted = max(bytes_each, 7.0 if apart else 0)  # prepared apart, fp32 values wait for their optimizer
+    assert _most_held(train) < (wanted + 0.5) * count * width**2
 
 
 @pytest.mark.parametrize("moments", ["int8", "fp8", "mxfp4:stochastic", "bf16"])

@@ -180,6 +180,9 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
             self._step_all([places[id(parameter)]])
             parameter.grad = None
 
+        for _, parameter in self._parameters():  # made between gradients, they would leave holes in the memory
+            if parameter.requires_grad and "step" not in self.state[parameter]:
+                self._start(parameter, self.state[parameter])
         self.releases = True
         hooks = [cast(Any, one).register_post_accumulate_grad_hook(step_now) for _, one in self._parameters()]
         return Released(self, tuple(hooks))

@@ -109,8 +109,7 @@ class MasterKeeper:
             for parameter, value in values.items():
                 if self.holds(parameter):
                     whole = shard_of(value.detach().to(parameter.device), parameter)
-                    here = local(whole).to(torch.float32, copy=True)
-                    self.storage.save(local(parameter), local_parts(self._kept(parameter)), here, None)
+                    self.storage.set(parameter, self._kept(parameter), local(whole))
 
     def attach(self, model: nn.Module) -> Attachment:
         """Make `model.state_dict()` return fp32 masters, and `model.load_state_dict()` set them."""
@@ -187,7 +186,7 @@ class StoredModel:
                 continue
             converted.add(parameter)
             if keep and parameter.dtype is not self.storage.dtype and not parameter.is_meta:
-                self.unclaimed[name] = parameter.detach().to(torch.float32, copy=True)
+                self.unclaimed[name] = parameter.detach().to(torch.float32)  # which the parameter leaves
             Storage(self.storage.cast, "none").adopt(parameter, {})
 
     def claim(self, model: nn.Module, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
@@ -241,11 +240,10 @@ class StoredModel:
             if value is not None and owner is not None:
                 owned.setdefault(id(owner), (owner, {}))[1][parameter] = value
             elif value is not None and self.storage.cast is not None:
-                whole = value.detach().to(parameter.device, torch.float32, copy=True)
                 if name in self.unclaimed:
-                    self.unclaimed[name] = whole
+                    self.unclaimed[name] = value.detach().to(parameter.device, torch.float32, copy=True)
                 with torch.no_grad():
-                    self.storage.save(local(parameter), {}, local(shard_of(whole, parameter)), None)
+                    self.storage.set(parameter, {}, local(shard_of(value.detach().to(parameter.device), parameter)))
         self.pending.clear()
         for owner, values in owned.values():
             owner.set_masters(values)

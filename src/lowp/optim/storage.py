@@ -116,27 +116,34 @@ class Storage:
             return
         if parameter.dtype is not self.dtype:
             parameter.grad = None  # has the old dtype
-        # the kept data is contiguous for every memory format of the parameter: optimizers walk it in logical order; in
-        # blocks, since the allocator would keep the memory of whole tensors between
-        here = local(parameter).detach()
-        given, shape = here.reshape(-1), here.shape
+        given = local(parameter).detach()
         if parameter.dtype is not self.dtype:
             parameter.data = torch.empty_like(parameter, dtype=self.dtype)
-            here = parameter.detach()
-        bits = {16: torch.int16, 8: torch.int8}.get(self.remainder_bits, torch.float32)
-        name = "remainder" if self.remainder_bits else MASTER_WEIGHT
-        keeps, kept = bool(self.remainder_bits) or self.kind == "fp32", torch.empty(0)
-        if keeps:
-            kept = torch.empty(shape, dtype=bits, device=here.device)
-        flat = torch.empty_like(given, dtype=self.dtype)
+        if self.remainder_bits or self.kind == "fp32":
+            bits = {16: torch.int16, 8: torch.int8}.get(self.remainder_bits, torch.float32)
+            # contiguous for every memory format of the parameter: optimizers walk it in logical order
+            kept = torch.empty(given.shape, dtype=bits, device=given.device)
+            state["remainder" if self.remainder_bits else MASTER_WEIGHT] = shard_like(kept, parameter)
+        self.set(parameter, state, given)
+
+    def set(self, parameter: Tensor, state: Mapping[str, Tensor], value: Tensor) -> None:
+        """Write a value into a parameter, or a rank's part of it, and what is kept of it, rounded to nearest.
+
+        In blocks, where they stay: the allocator would keep the memory of whole tensors for others.
+        """
+        here, given = local(parameter).detach(), value.detach().reshape(-1)
+        if self.cast is None:
+            here.copy_(given.view(here.shape))
+            return
+        flat = here.view(-1) if here.is_contiguous() else torch.empty_like(given, dtype=self.dtype)
+        kept = {name: local(one).view(-1) for name, one in state.items()}
         size, places = (max(flat.numel(), 1), places_of(parameter)) if self.cast.is_stochastic else (BLOCK, 0)
         for start in range(0, flat.numel(), size):
             piece = slice(start, start + size)
-            part = {name: kept.view(-1)[piece]} if keeps else {}
-            self.save(flat[piece], part, given[piece].to(torch.float32), None, places)
-        here.copy_(flat.view(shape))
-        if keeps:
-            state[name] = shard_like(kept, parameter)
+            block = given[piece].to(flat.device, torch.float32, copy=True)
+            self.save(flat[piece], {name: one[piece] for name, one in kept.items()}, block, None, places)
+        if flat.data_ptr() != here.data_ptr():
+            here.copy_(flat.view(here.shape))
 
     def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return the fp32 value of a stored, unsharded parameter, for an update that `save` writes. May be no copy."""
