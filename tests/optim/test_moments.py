@@ -130,7 +130,7 @@ def _most_held(run: Callable[[], Any]) -> int:
 def test_no_copy_of_what_is_stored_is_made_on_the_way(
     releases: bool, bytes_each: float, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count, width = 8, 160
+    count, width = 16, 160
     monkeypatch.setattr(storage, "BLOCK", 1 << 10)
 
     def train() -> None:
