@@ -112,6 +112,21 @@ def test_weights_take_a_quarter_of_the_bytes() -> None:
         assert size / sum(one.numel() * 4 for one in model.parameters()) < most
 
 
+@pytest.mark.parametrize(("format", "bits"), [("mxfp4", 4.25), ("nvfp4", 4.5), ("mxfp8", 8.25), ("int4", 5)])
+def test_scales_of_a_byte_stay_bytes(format: str, bits: float) -> None:
+    served = lowp.quantize_model(nn.Linear(512, 256, bias=False), format)
+    assert sum(one.nbytes for one in served.buffers()) * 8 == pytest.approx(bits * 512 * 256, abs=8 * 64)
+
+
+def test_states_with_scales_in_fp32_as_they_were_written_before_load() -> None:
+    model, x = nn.Linear(64, 48), torch.randn(2, 64)
+    served, other = (lowp.quantize_model(one, "mxfp4") for one in (model, nn.Linear(64, 48)))
+    state = served.state_dict()
+    state["weight.scales"] = torch.exp2(state["weight.scales"].float() - 127) * state.pop("weight.factor")
+    other.load_state_dict(state)
+    assert torch.equal(other(x), served(x)) and other.state_dict()["weight.scales"].dtype is torch.float32
+
+
 def test_ternary_weights_are_nearer_than_binary_ones() -> None:
     model, x = _network(), _images()
     ternary, binary = (_error(lowp.quantize_model(model, one)(x), model(x)) for one in ("ternary", "binary"))

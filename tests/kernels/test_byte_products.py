@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowp import kernels
+from lowp import casts, kernels
 from lowp.errors import InvalidInput, Unavailable
+from lowp.formats import ScaledFormat
 from lowp.kernels import cpu
+from lowp.kernels.numbers import scaled
 from lowp.kernels.packed import byte_products, byte_rows, few_bits
 from lowp.kernels.packed.byte_rows import Activations, Bytes, Range
 
@@ -155,6 +157,34 @@ def test_four_bit_products_are_those_of_their_definition(group: int, name: str) 
     assert float(error.max()) < 2**-18
     many = few_bits.multiply_codes(x.repeat(4, 1), packed, bias)
     assert torch.equal(many, torch.nn.functional.linear(x.repeat(4, 1), values, bias))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "e2m1@e4m3fn/16", "e2m1@e5m2/32", "e2m1@2^-40..20/32"])
+def test_scales_in_bytes_are_read_as_the_numbers_that_they_are(format: str) -> None:
+    torch.manual_seed(0)
+    scaled_format = casts.parse(format).format
+    assert isinstance(scaled_format, ScaledFormat)
+    size, read = scaled_format.scope.size, few_bits.byte_scales(scaled_format, 0.75)
+    assert read is not None
+    codes, x = torch.randint(0, 16, (21, 200)), torch.randn(3, 200)
+    scales = torch.randint(0, 50, (21, -(-200 // size)), dtype=torch.uint8)
+    scales[0] = 0  # with e8m0 and fp32 a subnormal number
+    numbers = scaled.read_scales(scales, scaled_format).float() * 0.75
+    packed = few_bits.pack_codes(codes, scales, TABLES["e2m1"], size, read)
+    plain = few_bits.pack_codes(codes, numbers, TABLES["e2m1"], size)
+    assert packed.scales.nbytes * 4 == plain.scales.nbytes
+    assert torch.equal(few_bits.code_values(packed), few_bits.code_values(plain))
+    found = few_bits.multiply_codes(x, plain)
+    assert all(torch.equal(few_bits.multiply_codes(x, packed, None, level), found) for level in LEVELS)
+    with kernels.use("reference"):
+        assert torch.equal(few_bits.multiply_codes(x, packed), found)
+
+
+@pytest.mark.parametrize("format", ["int4", "flex16+5", "e2m1@e5m10/32", "e2m1@2^-40..20/row"])
+def test_scales_that_are_no_bytes_of_blocks_or_rows_are_read_as_fp32(format: str) -> None:
+    scaled_format = casts.parse(format).format
+    assert isinstance(scaled_format, ScaledFormat)
+    assert (few_bits.byte_scales(scaled_format, 1.0) is None) == ("/row" not in format)
 
 
 def test_four_bit_products_of_infinite_numbers_are_infinite() -> None:

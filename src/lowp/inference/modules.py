@@ -18,7 +18,7 @@ from lowp.kernels.numbers import packing, scaled
 from lowp.kernels.packed import byte_products, byte_rows, few_bits, few_rows
 from lowp.kernels.packed.byte_products import Panels
 from lowp.kernels.packed.byte_rows import Activations, Bytes, Range
-from lowp.kernels.packed.few_bits import PackedCodes
+from lowp.kernels.packed.few_bits import ByteScales, PackedCodes
 from lowp.kernels.packed.few_rows import StoredRows
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
@@ -147,17 +147,30 @@ class _Coded(Weight):
     """Codes of few bits, which represent integers."""
 
     group: int
+    shift: int
 
     def hold(self, made: PackedCodes) -> None:
         """Keep packed weights in buffers."""
         for name in ("memory", "scales", "levels"):
             self.register_buffer(name, getattr(made, name))
         self.group = made.group
+        if made.read is not None:
+            self.shift = made.read.shift
+            self.register_buffer("factor", made.read.factor)
 
     def codes(self) -> PackedCodes:
         """The packed weight."""
         memory, scales, levels = (self.get_buffer(name) for name in ("memory", "scales", "levels"))
-        return PackedCodes(memory, scales, levels, self.n, self.k, self.group)
+        read = ByteScales(self.shift, self.get_buffer("factor")) if scales.dtype is torch.uint8 else None
+        return PackedCodes(memory, scales, levels, self.n, self.k, self.group, read)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """As every module; scales in fp32, as all formats had them before, stay so."""
+        scales, factor = state_dict.get(f"{prefix}scales"), self._buffers.get("factor")
+        if factor is not None and isinstance(scales, Tensor) and scales.dtype is torch.float32:
+            self._buffers["scales"] = torch.empty_like(scales)
+            state_dict = {f"{prefix}factor": factor, **state_dict}
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def values(self) -> Tensor:
         """The numbers of the codes times the scales of their groups."""
@@ -174,9 +187,9 @@ class Nibble(_Coded):
     def __init__(self, weight: Tensor | Quantized, cast: Cast) -> None:
         super().__init__()
         self.n, self.k = weight.shape
-        codes, scales, group = _nibbles_of(weight, cast)
         levels, unit = _levels_of(cast)
-        self.hold(few_bits.pack_codes(codes, scales * unit, levels, group))
+        codes, scales, group, read = _nibbles_of(weight, cast, unit)
+        self.hold(few_bits.pack_codes(codes, scales, levels, group, read))
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """In whole numbers, of fp32 numbers to 20 bits."""
@@ -219,18 +232,27 @@ def _encoded(weight: Tensor | Quantized, cast: Cast) -> Any:
     return weight if isinstance(weight, Quantized) else kernels.encode(weight.detach().float(), cast)
 
 
-def _nibbles_of(weight: Tensor | Quantized, cast: Cast) -> tuple[Tensor, Tensor, int]:
-    """Codes 0 to 15, a scale a group, and the length of a group: 16, 32 or 64."""
+def _nibbles_of(weight: Tensor | Quantized, cast: Cast, unit: float) -> tuple[Tensor, Tensor, int, ByteScales | None]:
+    """Codes 0 to 15, a scale a group times `unit`, the length of a group (16, 32 or 64), and how bytes are read.
+
+    Scales that are stored as bytes stay so.
+    """
     codes = _encoded(weight, cast)
     n, k = weight.shape
     if isinstance(codes, Tensor):
-        return codes.long() & 15, torch.ones(n, -(-k // 64), dtype=torch.float32, device="cpu"), 64
-    format = scaled.scaled_format(cast)
-    scale = scaled.read_scales(codes.scale, format) * (1.0 if codes.outer is None else codes.outer.double())
-    spread = scaled.spread(scale, weight.shape, format.scope).expand(n, k)
+        scales = torch.full((n, -(-k // 64)), unit, dtype=torch.float32, device="cpu")
+        return codes.long() & 15, scales, 64, None
+    format, of_all = scaled.scaled_format(cast), unit if codes.outer is None else codes.outer.double() * unit
+    read = few_bits.byte_scales(format, of_all)
+    scales = codes.scale if read is not None else (scaled.read_scales(codes.scale, format) * of_all).float()
     size = format.scope.size or 64
     group = next(one for one in (64, 32, 16) if size % one == 0)
-    return codes.payload.long() & 15, spread[:, ::group].float(), group
+    return (
+        codes.payload.long() & 15,
+        scaled.spread(scales, weight.shape, format.scope).expand(n, k)[:, ::group],
+        group,
+        read,
+    )
 
 
 class Sign(_Bytewise, _Coded):

@@ -314,19 +314,23 @@ LOWP_EXPORT void lowp_codes_bytes(const uint8_t* x, int64_t m, int64_t k, int64_
   }
 }
 
-// out[m][n] = rows of digits times panels of codes (see bytes.hpp), plus bias. Arrays of columns are padded to 16.
-//   numbers: m, n, depth, group, planes, bits, offset
+// out[m][n] = rows of digits times panels of codes (see bytes.hpp), plus bias. Arrays of columns are padded to 16;
+// their scales are fp32, or bytes as CodePanel has them.
+//   numbers: m, n, depth, group, planes, bits, offset, shift
 LOWP_EXPORT void lowp_codes_multiply(int level, const int64_t* numbers, const int8_t* digits, const float* row_scales,
                                      const int32_t* row_sums, const uint8_t* memory, const uint8_t* levels,
-                                     const float* column_scales, const float* bias, float* out, int threads) {
+                                     const void* column_scales, float factor, const float* bias, float* out,
+                                     int threads) {
   const ByteKernels& run = kernels(level);
   const int64_t m = numbers[0], n = numbers[1], depth = numbers[2], group = numbers[3], groups = depth / group;
   const int planes = static_cast<int>(numbers[4]), bits = static_cast<int>(numbers[5]);
+  const int shift = static_cast<int>(numbers[7]);
   const int64_t size = depth * kPanel * bits / 8;
   parallel_for(up(n, kPanel) / kPanel, 4, threads, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
-      const CodePanel panel{memory + p * size, levels, column_scales + p * groups * kPanel, static_cast<int32_t>(numbers[6]),
-                            bits, groups, group};
+      const int64_t before = p * groups * kPanel * static_cast<int64_t>(shift == kWholeScales ? sizeof(float) : 1);
+      const CodePanel panel{memory + p * size, levels, static_cast<const uint8_t*>(column_scales) + before, shift, factor,
+                            static_cast<int32_t>(numbers[6]), bits, groups, group};
       for (int64_t i = 0; i < m; i++) {
         const Digits row{digits + i * planes * depth, planes, depth, row_scales + i * groups, row_sums + i * groups};
         float sums[kPanel];

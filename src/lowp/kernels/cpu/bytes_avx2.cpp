@@ -158,6 +158,18 @@ struct Sums {
   }
 };
 
+// Eight scales of a panel.
+inline __m256 scales_at(const CodePanel& panel, int64_t at) {
+  if (panel.shift == kWholeScales) return _mm256_loadu_ps(static_cast<const float*>(panel.scales) + at);
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(panel.scales) + at));
+  const __m256 factor = _mm256_set1_ps(panel.factor);
+  if (panel.shift != kExponentBytes)
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_sll_epi16(_mm_cvtepu8_epi16(bytes), _mm_cvtsi32_si128(panel.shift))), factor);
+  const __m256i exponents = _mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
+  const __m256i none = _mm256_cmpeq_epi32(exponents, _mm256_setzero_si256());  // 2^-127 is subnormal
+  return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_or_si256(exponents, _mm256_srli_epi32(_mm256_slli_epi32(none, 31), 9))), factor);
+}
+
 // The 16-bit sums of one unit of memory cannot saturate: levels are at most 128 with four bits and 2 with fewer, and
 // digits at least -64.
 template <int bits, int planes>
@@ -195,7 +207,7 @@ void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
     for (int h = 0; h < 2; h++) {
       __m256i sum = sums[h][planes - 1];
       for (int p = planes - 2; p >= 0; p--) sum = _mm256_add_epi32(_mm256_slli_epi32(sum, 7), sums[h][p]);
-      const __m256 scales = _mm256_mul_ps(_mm256_set1_ps(row.scales[g]), _mm256_loadu_ps(panel.scales + g * kPanel + 8 * h));
+      const __m256 scales = _mm256_mul_ps(_mm256_set1_ps(row.scales[g]), scales_at(panel, g * kPanel + 8 * h));
       total[h] = _mm256_add_ps(total[h], _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales));
     }
   }

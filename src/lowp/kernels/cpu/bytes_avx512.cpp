@@ -119,6 +119,18 @@ void multiply(const Rows& a, const Panel* panels, int64_t count, float* out, int
   (count == 1 ? multiply_tiles<1> : multiply_tiles<2>)(a, panels, out, stride);
 }
 
+// Sixteen scales of a panel.
+inline __m512 scales_at(const CodePanel& panel, int64_t at) {
+  if (panel.shift == kWholeScales) return _mm512_loadu_ps(static_cast<const float*>(panel.scales) + at);
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(panel.scales) + at));
+  const __m512 factor = _mm512_set1_ps(panel.factor);
+  if (panel.shift != kExponentBytes)
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_sll_epi16(_mm256_cvtepu8_epi16(bytes), _mm_cvtsi32_si128(panel.shift))), factor);
+  const __m512i exponents = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
+  const __mmask16 none = _mm512_testn_epi32_mask(exponents, exponents);  // 2^-127 is subnormal
+  return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_mask_mov_epi32(exponents, none, _mm512_set1_epi32(1 << 22))), factor);
+}
+
 template <int bits, int planes>
 void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
   constexpr int per = 8 / bits, chains = per < 4 ? per : 4;  // independent sums
@@ -152,7 +164,7 @@ void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
 #pragma GCC unroll 4
       for (int c = 0; c < chains; c++) sum = _mm512_add_epi32(sum, sums[p][c]);
     }
-    const __m512 scales = _mm512_mul_ps(_mm512_set1_ps(row.scales[g]), _mm512_loadu_ps(panel.scales + g * kPanel));
+    const __m512 scales = _mm512_mul_ps(_mm512_set1_ps(row.scales[g]), scales_at(panel, g * kPanel));
     total = _mm512_add_ps(total, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales));
   }
   _mm512_storeu_ps(out, total);

@@ -1,7 +1,9 @@
 // The byte products in plain C++, for every machine; the others are tested against them, bit for bit.
+#define LOWP_ISA portable
 #include <cmath>
 
 #include "bytes_block.hpp"
+#include "carrier.hpp"
 
 namespace lowp {
 namespace {
@@ -47,6 +49,13 @@ struct Sums {
   }
 };
 
+float scale_at(const CodePanel& panel, int64_t at) {
+  if (panel.shift == kWholeScales) return static_cast<const float*>(panel.scales)[at];
+  const uint32_t byte = static_cast<const uint8_t*>(panel.scales)[at];
+  const uint32_t exponent = byte ? byte << 23 : 1 << 22;  // 2^-127 is subnormal
+  return bit_cast<float>(panel.shift == kExponentBytes ? exponent : portable::fp32_from_fp16(byte << panel.shift)) * panel.factor;
+}
+
 void codes(const Digits& row, const CodePanel& panel, float* out) {
   const int per = 8 / panel.bits;
   const uint8_t* memory = panel.memory;
@@ -65,8 +74,10 @@ void codes(const Digits& row, const CodePanel& panel, float* out) {
             sums[j] += static_cast<uint32_t>(number) * panel.levels[code];
           }
         }
-    for (int64_t j = 0; j < kPanel; j++)
-      out[j] += static_cast<float>(static_cast<int32_t>(sums[j])) * (row.scales[g] * panel.scales[g * kPanel + j]);
+    for (int64_t j = 0; j < kPanel; j++) {
+      const float scale = scale_at(panel, g * kPanel + j);
+      out[j] += static_cast<float>(static_cast<int32_t>(sums[j])) * (row.scales[g] * scale);
+    }
   }
 }
 

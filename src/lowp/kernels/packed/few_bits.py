@@ -15,28 +15,62 @@ import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput
+from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.packed.byte_products import PANEL
 from lowp.kernels.packed.byte_rows import EIGHT, Bytes, matrix, numbered, on_cpu, up
-from lowp.kernels.packed.few_rows import in_panels
+from lowp.kernels.packed.few_rows import as_halves, in_panels, is_read
 
+EXPONENTS = 23  # kExponentBytes of cpu/bytes.hpp
 BLOCK, FEW = 64, 8  # depth is filled up to it; rows that are streamed past packed weights
 TOP_BITS, LEAST_EXPONENT = 18, -100  # of the whole numbers that fp32 activations become, as in cpu/bytes_lanes.hpp
+
+
+class ByteScales(NamedTuple):
+    """How scales in bytes are read: as exponents, 2 ** (byte - 127), or as the bits of fp16; times a factor."""
+
+    shift: int  # of a byte to the bits of fp16; 23 for exponents, to those of fp32
+    factor: Tensor  # fp32, of all
+
+    def values(self, scales: Tensor) -> Tensor:
+        """In fp32. Scales of finite weights are no NaN."""
+        bits = scales.int() << self.shift
+        if self.shift == EXPONENTS:
+            found = torch.where(bits == 0, 1 << 22, bits).view(torch.float32)  # 2 ** -127 is subnormal
+        else:
+            found = bits.to(torch.int16).view(torch.float16).float()
+        return found * self.factor
+
+
+def byte_scales(format: ScaledFormat, factor: float | Tensor) -> ByteScales | None:
+    """How scales of a format are read as the bytes that `encode` gives; None for those that are none."""
+    scale = format.scale
+    if isinstance(scale, PowerOfTwo) or not scale.has_zero:
+        if scale.bits > 8 or format.scope.kind == "tensor":
+            return None
+        shift, by = EXPONENTS, 2.0 ** (scale.min_exponent + 127)
+    elif scale.bits == 8 and is_read(scale):
+        shift, _, by = as_halves(scale)
+    else:
+        return None
+    return ByteScales(shift, torch.as_tensor(factor * by).to(torch.float32))
 
 
 class PackedCodes(NamedTuple):
     """Weights [n, k] in codes of 1, 2 or 4 bits, each of which represents an integer; made by `pack_codes`.
 
     value = levels[code] * scale. Of `fp32` activations a group of 16, 32 or 64 has a scale; of bytes the whole row.
+    Scales of 8 bits are kept as bytes, see `ByteScales`.
     """
 
     memory: Tensor  # uint8 [n / 16, depth * bits / 32, 16, 4], filled up with code 0
-    scales: Tensor  # fp32 [n / 16, groups, 16]
+    scales: Tensor  # fp32 or uint8 [n / 16, groups, 16]
     levels: Tensor  # int8 [2 ** bits]
     n: int
     k: int
     group: int  # 0: all of the depth
+    read: ByteScales | None = None
 
     @property
     def bits(self) -> int:
@@ -65,8 +99,13 @@ def whole_levels(values: Sequence[float]) -> tuple[list[int], float] | None:
     return (whole, 1 / per_unit) if max(map(abs, whole)) <= 64 else None
 
 
-def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int) -> PackedCodes:
-    """Pack codes (int64 [n, k]) for `levels`, with scales [n, groups]; `group`: 16, 32 or 64 elements, 0 for a row."""
+def pack_codes(
+    codes: Tensor, scales: Tensor, levels: Sequence[int], group: int, read: ByteScales | None = None
+) -> PackedCodes:
+    """Pack codes (int64 [n, k]) for `levels`, with scales [n, groups]; `group`: 16, 32 or 64 elements, 0 for a row.
+
+    `read` tells how to read scales in bytes.
+    """
     n, k = on_cpu(codes, "the weight").shape
     if group not in (0, 16, 32, 64):
         raise InvalidInput(f"scales for groups of {group}: give 16, 32 or 64, or 0 for a scale a row")
@@ -80,9 +119,10 @@ def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int)
     ).reshape(per, 1)
     memory = places.sum(3).to(torch.uint8).transpose(1, 2).contiguous()
     groups = depth // group if group else 1
-    scales = torch.nn.functional.pad(scales.float(), (0, groups - scales.shape[1], 0, width - n))
+    scales = scales.float() if read is None else scales
+    scales = torch.nn.functional.pad(scales, (0, groups - scales.shape[1], 0, width - n))
     scales = scales.reshape(width // PANEL, PANEL, groups).transpose(1, 2).contiguous()
-    return PackedCodes(memory, scales, torch.tensor(levels, dtype=torch.int8, device="cpu"), n, k, group)
+    return PackedCodes(memory, scales, torch.tensor(levels, dtype=torch.int8, device="cpu"), n, k, group, read)
 
 
 def codes_of(w: PackedCodes) -> Tensor:
@@ -107,8 +147,10 @@ def _numbers_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
 def scales_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
     """Return the scales in fp32 [n, groups], or some rows of them."""
     if rows is not None:
-        return w.scales[rows // PANEL, :, rows % PANEL]
-    return w.scales.transpose(1, 2).reshape(-1, w.scales.shape[1])[: w.n]
+        found = w.scales[rows // PANEL, :, rows % PANEL]
+    else:
+        found = w.scales.transpose(1, 2).reshape(-1, w.scales.shape[1])[: w.n]
+    return found if w.read is None else w.read.values(found)
 
 
 def code_values(w: PackedCodes, first: int = 0, count: int | None = None) -> Tensor:
@@ -167,7 +209,8 @@ def _multiplied(x: _Operand, w: PackedCodes, bias: Tensor | None, level: int | N
     out = torch.empty(rows, w.n, dtype=torch.float32, device="cpu")
     offset = -int(min(w.levels.tolist()))
     levels = bytes(one + offset for one in w.levels.tolist()).ljust(16, b"\0")
-    numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset))
+    shift = -1 if w.read is None else w.read.shift
+    numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset, shift))
     cpu.loaded().lowp_codes_multiply(
         cpu.level(level),
         numbers,
@@ -177,6 +220,7 @@ def _multiplied(x: _Operand, w: PackedCodes, bias: Tensor | None, level: int | N
         w.memory,
         levels,
         w.scales,
+        0.0 if w.read is None else float(w.read.factor),
         bias,
         out,
         torch.get_num_threads(),

@@ -66,7 +66,7 @@ def stored_rows(
     """
     if memory.dtype in _SIXTEEN:
         return StoredRows(memory, k)
-    if cast is None or not _is_read(cast.element):
+    if cast is None or not is_read(cast.element):
         return None
     format = cast.format
     if not isinstance(format, ScaledFormat):
@@ -90,12 +90,13 @@ def stored_rows(
 
 
 @functools.cache
-def _is_read(element: FloatFormat | IntFormat) -> bool:
+def is_read(element: FloatFormat | IntFormat) -> bool:
+    """Whether codes of a format of 8 or 6 bits are read: integers, and floats that fp16 has, times a factor."""
     if isinstance(element, IntFormat):
         return element.bits == 8
     if element.bits not in (8, 6) or not element.signed or element.exponent_bits > 5:
         return False
-    shift, last, factor = _as_halves(element)
+    shift, last, factor = as_halves(element)
     with real_tensors():
         codes = torch.arange(1 << element.bits, dtype=torch.uint8, device="cpu")
         places = codes.to(torch.int16) << (8 - element.bits)
@@ -106,7 +107,7 @@ def _is_read(element: FloatFormat | IntFormat) -> bool:
 
 
 @functools.cache
-def _as_halves(element: FloatFormat) -> tuple[int, int, float]:
+def as_halves(element: FloatFormat) -> tuple[int, int, float]:
     """How codes become fp16: the shift of their magnitude of 7 bits, the last that is no NaN, the value's factor."""
     left = 8 - element.bits
     with real_tensors():
@@ -201,7 +202,7 @@ def _described(weight: StoredRows) -> tuple[array[int], Tensor | None, float]:
     element, scales, factor = weight.element, weight.scales, weight.factor
     kind, shift, last = _SIXTEEN.get(weight.memory.dtype, _INTEGERS), 0, 0
     if isinstance(element, FloatFormat):
-        shift, last, of_halves = _as_halves(element)
+        shift, last, of_halves = as_halves(element)
         kind = _SIX if element.bits == 6 else _CODES if last == 127 else _WITH_NAN
         factor *= of_halves
     scale_kind = 0 if scales is None else 1 if scales.dtype is torch.float32 else 2
