@@ -317,3 +317,22 @@ def test_what_a_precision_would_do_is_told(lowp: Callable[..., Any], digits: Pat
     moved = told.partition("predicted change of the loss")[2]
     assert {"0.weight", "2.weight"} <= set(moved.replace(",", "").split()) and "inf" not in moved
     assert "did you mean bf16" in lowp("profile", str(digits), "--precision", "bf61").err
+
+
+def test_layers_of_a_precision_stay_high(lowp: Callable[..., Any], digits: Path, tmp_path: Path) -> None:
+    told = lowp("profile", str(digits), "--precision", "mxfp4:nearest-even").out
+    assert "products: the share flushed, the mean square error" in told and "weight gradient" in told
+    assert " of the layers' predicted changes of the loss, squared, " in told and "[[rule]]" not in told
+    shown = lowp("profile", str(digits), "--precision", "mxfp4:nearest-even", "--high", "1").out
+    policy = tmp_path / "high.toml"
+    lowp("profile", str(digits), "--precision", "mxfp4:nearest-even", "--high", "1", "--policy", str(policy))
+    assert shown.endswith(policy.read_text()) and "1 rules" not in lowp("policy", "check", str(policy)).err
+    document = json.loads(
+        lowp("profile", str(digits), "--precision", "mxfp4:nearest-even", "--high", "1", "--json").out
+    )
+    high = document["precision"]["high"]
+    assert high["policy"] == policy.read_text() and high["kept"] == [next(iter(high["shares"]))]
+    names = {(one["module"], one["product"]) for one in document["precision"]["products"]}
+    assert ("0", "forward") in names and ("2", "weight_gradient") in names
+    without = lowp("profile", str(digits), "--high", "1")
+    assert without.code == 2 and "--high 1 keeps layers of a precision in bf16: give --precision, too" in without.err

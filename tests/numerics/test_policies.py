@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from numerics.small import recorded
+import torch
+from numerics.small import network, recorded
 
 import lowp
 from lowp import presets
-from lowp.numerics.policies import effects, worst
+from lowp.numerics.blocks import BlockLayout
+from lowp.numerics.policies import effects, high_layers, products, readings, sensitivities, worst
 from lowp.numerics.prediction import effect
-from lowp.numerics.record import Key, Record
+from lowp.numerics.record import Key, Part, Record
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +52,71 @@ def test_rules_of_modules_and_the_policy_of_fp32_are_followed(record: Record) ->
     policy = lowp.Policy((lowp.Rule.of("linear", where="3", weight="e2m1"),))
     assert set(effects(record, policy)) == {Key("3", "weight", "weight", "step")}
     assert not effects(record, presets.PRESETS["fp32"].policy)
+
+
+def test_blocks_are_read_along_the_sum_of_each_product(record: Record) -> None:
+    found = products(record, presets.parse("mxfp4:nearest-even").policy)["3", "linear"]
+    seen, blocks = record.tensors, record.part.blocks
+    gradient = Key("3", "linear", "grad", "backward")
+    operand, weight = Key("3", "linear", "input", "forward"), Key("3", "weight", "weight", "step")
+    one, two = BlockLayout(1, "32"), BlockLayout(0, "32")
+    forward, back, updates = (found[one].operands for one in ("forward", "input_gradient", "weight_gradient"))
+    cast = lowp.Cast("mxfp4")
+    assert forward == [effect(seen[key], cast, 1.0, blocks[key, one]) for key in (operand, weight)]
+    assert back[0] == effect(seen[gradient], cast, 1.0, blocks[gradient, one]) and back[1] == forward[1]
+    assert updates[0] == effect(seen[gradient], cast, 1.0, blocks[gradient, two]) and updates[1] == forward[0]
+    assert found["forward"].error == sum(one.error for one in forward)
+    assert found["forward"].flushed == max(one.flushed for one in forward)
+    assert not any(one.is_bound for one in effects(record, presets.parse("mxfp4").policy).values())
+
+
+def test_what_a_product_reads_under_a_cast_of_its_own_is_told(record: Record) -> None:
+    rule = lowp.Rule.of("linear", **OPERANDS, saved="e4m3fn", weight_gradient="input=mxfp4 hadamard=16")
+    found = readings(record, lowp.Policy((rule,)), "3", "linear")
+    layouts = {(one.product, one.key.role): one.layout for one in found}
+    assert layouts["weight_gradient", "input"] == BlockLayout(0, "32", True)
+    assert layouts["weight_gradient", "grad"] == BlockLayout(0, "16", True)
+    assert layouts["input_gradient", "grad"] == BlockLayout(1, "16") and layouts["saved", "input"] is None
+    plain = lowp.Rule.of("linear", **OPERANDS)
+    policies = (lowp.Policy((one,)) for one in (plain, replace(plain, saved="e5m2")))
+    one, kept = (products(record, policy)["3", "linear"] for policy in policies)
+    assert kept["forward"] == one["forward"] and kept["input_gradient"] == one["input_gradient"]
+    assert kept["weight_gradient"] != one["weight_gradient"], "which reads what was kept for backward"
+
+
+OPERANDS = {"input": "nvfp4", "weight": "nvfp4", "grad": "nvfp4"}
+
+
+def test_layers_whose_rounding_costs_the_loss_most_stay_high(record: Record) -> None:
+    policy = lowp.Policy((lowp.Rule.of("linear", **OPERANDS),), name="four")
+    changes = sensitivities(record, policy)
+    high = high_layers(record, policy, 1)
+    squares = {path: sum(one**2 for name, one in changes.items() if name[0] == path) for path in ("0", "3")}
+    assert list(high.shares) == sorted(squares, key=lambda path: -squares[path])
+    assert sum(high.shares.values()) == pytest.approx(1.0) and high.kept == (next(iter(high.shares)),)
+    first, *rest = high.policy.rules
+    assert first.where == high.kept[0] and str(first.weight) == "bf16" and tuple(rest) == policy.rules
+    assert high.policy.name == "four" and lowp.Policy.from_toml(high.policy.to_toml()) == high.policy
+    with lowp.autocast(high.policy) as region:
+        network()(torch.randn(8, 16))
+    assert not region.report().unused
+    assert len(high_layers(record, policy, 9).kept) == 2
+
+
+def test_without_a_number_the_layers_stay_high_that_hold_half_if_they_are_few(record: Record) -> None:
+    policy = lowp.Policy((lowp.Rule.of("linear", **OPERANDS),))
+    alone = high_layers(record, policy)
+    assert len(alone.kept) == (1 if max(alone.shares.values()) >= 0.5 else 0)
+    part = Part.read(record.part.document())
+    for name, seen in part.updates.items():
+        seen.gradient_energy[:] = 1.0 if name in ("0.weight", "3.weight") else 0.0
+    wide = Record(record.header, part)
+    for place in range(9):  # nine layers like the last
+        part.ops[f"more.{place}", "linear"] = replace(part.ops["3", "linear"])
+    even = high_layers(wide, policy)
+    assert not even.kept and even.policy == policy and max(even.shares.values()) < 0.5
+
+
+def test_a_precision_of_16_bits_keeps_no_layer_high(record: Record) -> None:
+    assert not high_layers(record, presets.PRESETS["fp16"].policy).shares
+    assert not high_layers(record, presets.PRESETS["fp32"].policy, 3).kept

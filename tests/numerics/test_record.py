@@ -64,6 +64,25 @@ def test_a_second_model_renames_the_octaves_too(record: Record) -> None:
     assert {key.module.split(".")[0] for one in part.octaves.values() for key in one} == {"first"}
 
 
+def test_blocks_are_merged_and_renamed_and_may_be_missing(record: Record) -> None:
+    both, blocks = record.merge(record), record.part.blocks
+    assert blocks and all(np.array_equal(both.part.blocks[one].counts, 2 * blocks[one].counts) for one in blocks)
+    part = Part.read(record.part.document()).renamed("first")
+    assert {key.module.split(".")[0] for key, _ in part.blocks} == {"first"}
+    document = record.part.document()
+    del document["blocks"]
+    assert not Part.read(document).blocks
+
+
+def test_blocks_that_no_tensor_has_are_refused(record: Record) -> None:
+    document = record.part.document()
+    for place, layout, counts in ((10_000, "1/16", [-290]), (0, "along", [-290]), (0, "1/16", [3, "x"])):
+        with pytest.raises(InvalidInput, match="an entry of it is missing or is not what a profile has there"):
+            Part.read({**document, "blocks": [[place, layout, *counts]]})
+    with pytest.raises(InvalidInput, match="it contains invalid blocks"):
+        Part.read({**document, "blocks": [[0, "1/16", 3]]})
+
+
 def test_records_of_different_models_do_not_merge(record: Record) -> None:
     other = Record({**record.header, "fingerprint": "another"}, record.part)
     with pytest.raises(InvalidInput, match="a model with other parameters"):

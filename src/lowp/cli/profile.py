@@ -26,6 +26,7 @@ from lowp.cli.interrupts import Interrupts
 from lowp.cli.options import DATA, OUTPUT, Option, given, words_of
 from lowp.cli.output import print_json
 from lowp.errors import InvalidInput
+from lowp.report.terminal import console
 
 if TYPE_CHECKING:
     from lowp.numerics.prediction import Window
@@ -80,6 +81,13 @@ OPTIONS = (
     replace(DATA, help="folder or file of the recipe's data set"),
     # further predictions, and their verification by training
     Option("--precision", "also predict the effect of this precision or policy file", "NAME"),
+    Option(
+        "--high",
+        "keep N layers of --precision in bf16, those that cost the loss most; print, or write to --policy, that policy",
+        "N",
+        int,
+        least=1,
+    ),
     Option("--verify", "train with the recommended policy and with fp32, and print the difference", kind=bool),
     Option(
         "--verify-steps",
@@ -143,6 +151,8 @@ def _check(arguments: argparse.Namespace) -> None:
     Budget.parse(arguments.max_overhead)
     if arguments.precision is not None:
         presets.parse(arguments.precision)
+    elif arguments.high is not None:
+        raise InvalidInput(f"--high {arguments.high} keeps layers of a precision in bf16: give --precision, too")
     for path in (arguments.out, arguments.html, arguments.policy, arguments.csv):
         if path is not None:
             files.check_target(path)
@@ -289,7 +299,6 @@ def _report(record: Record, arguments: argparse.Namespace, next_command: str) ->
     from lowp.numerics.advice import advise
     from lowp.report.profile import print_profile, to_csv, to_tensorboard
     from lowp.report.profile_html import page
-    from lowp.report.terminal import console
 
     advice, command = advise(record), next_command
     if arguments.policy is None:
@@ -302,7 +311,7 @@ def _report(record: Record, arguments: argparse.Namespace, next_command: str) ->
     if not arguments.json:
         print_profile(console(), record, advice, next_command)
     if arguments.precision is not None:
-        document["precision"] = _precision(record, arguments.precision, advice.window, arguments.json)
+        document["precision"] = _precision(record, advice.window, arguments)
     if arguments.html is not None:
         _write_page(arguments.html, page(record, advice, command=command), arguments.json)
     if arguments.csv is not None or arguments.tensorboard is not None:
@@ -318,30 +327,37 @@ def _write_page(path: Path, text: str, as_json: bool) -> None:
     print(f"report: {path}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _precision(record: Record, name: str, window: Window, as_json: bool) -> dict[str, Any]:
-    """Return the predicted effect of a precision with the tensors of the largest errors; print it, but for --json."""
-    from lowp.numerics.policies import effects, sensitivities, worst
+def _precision(record: Record, window: Window, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the predicted effect of a precision on tensors, products and the loss; print it, but for --json.
 
-    preset = presets.parse(name)
+    With --high its policy with so many layers in bf16 is written, or printed.
+    """
+    from lowp.numerics.policies import effects, high_layers, products, sensitivities, worst
+    from lowp.report.profile import print_precision
+
+    preset = presets.parse(arguments.precision)
     scaled = preset.loss_scale.kind != "none" and not window.is_unknown
     scale = 2.0**window.recommended if scaled else 1.0
-    predicted = effects(record, preset.policy, scale)
-    overflow = sum(effect.overflows for effect in predicted.values())
+    predicted, of_products = effects(record, preset.policy, scale), products(record, preset.policy, scale)
     changes = sorted(sensitivities(record, preset.policy).items(), key=lambda pair: -pair[1])[:5]
+    high = high_layers(record, preset.policy, arguments.high)
     document = {
-        **{"precision": preset.name, "rounded": len(predicted), "overflow": overflow, "loss_change": dict(changes)},
+        "precision": preset.name,
+        "rounded": len(predicted),
+        "overflow": sum(effect.overflows for effect in predicted.values()),
+        "loss_change": dict(changes),
         "worst": [{**key._asdict(), **asdict(effect)} for key, effect in worst(predicted)],
+        "products": [
+            {"module": module, "op": op, "product": name, "flushed": one.flushed, "error": one.error}
+            for (module, op), found in of_products.items()
+            for name, one in found.items()
+        ],
+        "high": {"kept": list(high.kept), "shares": high.shares, "policy": high.policy.to_toml()},
     }
-    if as_json:
-        return document
-    print(f"{preset.name}: {len(predicted)} tensors are rounded, {overflow} overflow; those that lose most:")
-    for key, effect in worst(predicted):
-        bound = ", a bound" if effect.is_bound else ""
-        print(
-            f"  {key}: {100 * effect.flushed:.3f} % flushed, {100 * effect.overflow:.3f} % too large, "
-            f"{effect.signal_to_noise:.0f} dB{bound}"
-        )
-    if changes:
-        text = ", ".join(f"{name} {size:.1e}" for name, size in changes)
-        print(f"predicted change of the loss if only one of these tensors is rounded: {text}")
+    if not arguments.json:
+        print_precision(console(), preset.name, predicted, of_products, dict(changes), high)
+    if arguments.high is not None and arguments.policy is not None:
+        files.write(arguments.policy, high.policy.to_toml())
+    elif arguments.high is not None and not arguments.json:
+        print(high.policy.to_toml(), end="")
     return document

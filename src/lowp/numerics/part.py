@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowp.errors import InvalidInput
 from lowp.kernels.steps.spectra import ROWS, count_tensor, numbers_at
+from lowp.numerics.blocks import BlockLayout, Blocks, blocks_of
 from lowp.numerics.modes import numbers_of, untransformed
 from lowp.numerics.spectrum import Spectrum, Updates
 
@@ -134,7 +135,7 @@ class Part:
 
     `slopes` are of activations: fp64 [96], the squares of the gradients of the numbers with exponent
     `LOWEST_WEIGHT` + i (the first row: smaller ones, and zeros), estimated from a few numbers of each tensor.
-    `octaves` are the sizes of numbers by step, of which `tensors` has the sum.
+    `octaves` are the sizes of numbers by step, of which `tensors` has the sum. `blocks` are of operands of products.
     """
 
     tensors: dict[Key, Spectrum] = field(default_factory=dict)
@@ -145,12 +146,14 @@ class Part:
     faults: list[dict[str, Any]] = field(default_factory=list)
     slopes: dict[Key, NDArray[np.float64]] = field(default_factory=dict)
     octaves: dict[int, dict[Key, Octaves]] = field(default_factory=dict)
+    blocks: dict[tuple[Key, BlockLayout], Blocks] = field(default_factory=dict)
 
     def add(self, other: Part) -> None:
         """Add another part."""
         _add_up(self.tensors, other.tensors)
         _add_up(self.updates, other.updates)
         _add_up(self.slopes, other.slopes)
+        _add_up(self.blocks, other.blocks)
         for step, octaves in other.octaves.items():
             _add_up(self.octaves.setdefault(step, {}), octaves)
         for place, seen in other.ops.items():
@@ -192,11 +195,12 @@ class Part:
             self.faults,
             {key.of_model(model): slope for key, slope in self.slopes.items()},
             {step: {key.of_model(model): seen for key, seen in one.items()} for step, one in self.octaves.items()},
+            {(key.of_model(model), layout): seen for (key, layout), seen in self.blocks.items()},
         )
 
     # -- JSON -------------------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:
-        """Plain data, which `read` takes back; in `octaves` a tensor is named by its place in `tensors`."""
+        """Plain data, which `read` takes back; `octaves` and `blocks` name a tensor by its place in `tensors`."""
         places = {key: place for place, key in enumerate(self.tensors)}
         return {
             "tensors": [{**key._asdict(), **seen.document()} for key, seen in self.tensors.items()],
@@ -213,6 +217,11 @@ class Part:
                 str(step): [[places[key], seen.first, *seen.counts] for key, seen in one.items() if key in places]
                 for step, one in self.octaves.items()
             },
+            "blocks": [
+                [places[key], str(layout), *seen.document()]
+                for (key, layout), seen in self.blocks.items()
+                if key in places
+            ],
         }
 
     @classmethod
@@ -242,6 +251,8 @@ class Part:
                 int(step): {keys[int(one[0])]: Octaves(int(one[1]), tuple(map(int, one[2:]))) for one in tensors}
                 for step, tensors in document.get("octaves", {}).items()  # a record of an earlier lowp has none
             }
+            for place, layout, *counts in document.get("blocks", []):
+                part.blocks[keys[int(place)], BlockLayout.parse(layout)] = Blocks.read(counts)
             return part
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             if isinstance(error, InvalidInput):
@@ -290,6 +301,7 @@ class CountedTensor(NamedTuple):
 
     spectrum: Spectrum
     print: Print
+    blocks: dict[BlockLayout, Blocks]
 
     def of_model(self, name: str) -> CountedTensor:
         """The same with a model's name before the path."""
@@ -297,11 +309,14 @@ class CountedTensor(NamedTuple):
 
 
 def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> CountedTensor:
-    """Count a tensor divided by `scale`, in one read, and take its print: the sum of its bits, and a few numbers."""
+    """Count a tensor divided by `scale`, and take its print: the sum of its bits, and a few numbers."""
     with untransformed(tensor) as whole:
-        flat = numbers_of(whole.detach()).reshape(-1)
+        x = numbers_of(whole.detach())
+        flat = x.reshape(-1)
         counts, last = count_tensor(flat, scale), flat.numel() - 1
         numbers: list[float] = []
         if last >= 0:
             numbers = numbers_at(flat, [last * place // (_PROBES - 1) for place in range(_PROBES)], scale)
-    return CountedTensor(Spectrum.from_counts(counts, last + 1), Print(key, counts.checksum, tuple(numbers)))
+        seen = Spectrum.from_counts(counts, last + 1)
+        blocks = blocks_of(x, key.role, key.op, seen.maximum * scale) if not seen.nonfinite else {}
+    return CountedTensor(seen, Print(key, counts.checksum, tuple(numbers)), blocks)

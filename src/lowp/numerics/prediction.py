@@ -1,7 +1,8 @@
 """The effect of a number format on a tensor, from the tensor's spectrum: arithmetic on counts, without the tensor.
 
-Float formats are judged directly; a format with a shared scale is judged under the scale for the tensor's largest
-number. For scales of blocks or rows that is a bound: each block's own scale is smaller or equal.
+Float formats are judged directly, a format with one scale under that for the tensor's largest number, and formats
+whose blocks share a scale by the blocks that were counted. Without these, and for rows, the scale of the whole tensor
+is a bound: each group's own scale is smaller or equal.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowp import casts, formats
-from lowp.casts import Cast
+from lowp.casts import Cast, doubles, has_powers_of_two
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.numerics.blocks import RATIOS, SIGNIFICANDS, Blocks, midpoints
 from lowp.numerics.spectrum import LOWEST_UPDATE, LOWEST_WEIGHT, PARTS, Spectrum, Updates
 
 _BIAS = 127
@@ -27,6 +29,7 @@ _STARTS = 1 + np.arange(PARTS) / PARTS
 _MEAN_SQUARES = ((_STARTS + 1 / PARTS) ** 3 - _STARTS**3) * PARTS / 3
 # the mean square, in ulps, of the error of a number that needs so many bits more than the format has
 _ERROR_OF_BITS = np.array([0.0, 1 / 4, 1 / 8, *(1 / 12 + 1 / (6 * 4.0**bits) for bits in range(3, 24))])
+_PLACES = 8  # of scales in an octave
 _ROOM = 3  # powers of two
 _SMALLEST, _LARGEST = -100, 40  # of loss scales: fp32 has a reciprocal, `LossScale` a ceiling
 MOST_FLUSHED = 1e-3  # of the numbers that are not zero: the bound that the window of loss scales keeps
@@ -36,8 +39,8 @@ MOST_FLUSHED = 1e-3  # of the numbers that are not zero: the bound that the wind
 class Effect:
     """The effect of a cast on a tensor. Shares are of the finite nonzero numbers, 0 to 1.
 
-    `signal_to_noise` is in dB, infinite if every number is kept exactly. `is_bound`: scales belong to blocks or rows,
-    whose maxima are not recorded, so that the tensor itself fares at least as well.
+    `signal_to_noise` is in dB, infinite if every number is kept exactly. `is_bound`: scales belong to groups whose
+    maxima are not recorded, so that the tensor itself fares at least as well.
     """
 
     flushed: float
@@ -52,6 +55,11 @@ class Effect:
     def overflows(self) -> bool:
         """Whether any number is rounded beyond the largest of the format."""
         return self.overflow > 0
+
+    @property
+    def error(self) -> float:
+        """The mean square error, as a share of the mean square."""
+        return math.pow(10, -self.signal_to_noise / 10)
 
 
 @dataclass(frozen=True)
@@ -84,16 +92,76 @@ def _grid(format: FloatFormat | IntFormat) -> _Grid:
     return _Grid(format.precision, format.min_exponent, format.maximum, top, flush, ties=format.subnormals)
 
 
-def effect(seen: Spectrum, to: str | Cast | Format, scale: float = 1.0) -> Effect:
-    """Return the effect of a cast on a tensor first multiplied by `scale`, as gradients are by the loss scale."""
+def effect(seen: Spectrum, to: str | Cast | Format, scale: float = 1.0, blocks: Blocks | None = None) -> Effect:
+    """Return the effect of a cast on a tensor first multiplied by `scale`, as gradients are by the loss scale.
+
+    `blocks` are those in which the cast reads the tensor, if its format has blocks and they were counted.
+    """
     format = _format_of(to)
     if seen.nonzero == 0:
         return Effect(0.0, 0.0, 0.0, math.inf, 0.0, _maximum(format))
     bound = False
     if isinstance(format, ScaledFormat):
+        if blocks is not None:
+            return _in_blocks(blocks, to if isinstance(to, Cast) else Cast(format), seen.maximum * scale)
         bound = format.scope.kind != "tensor" or format.outer is not None
         scale, format = scale * _shared_scale(seen.maximum * scale, format), format.element
     return replace(_on_grid(seen, _grid(format), scale), is_bound=bound)
+
+
+def _in_blocks(blocks: Blocks, cast: Cast, largest: float) -> Effect:
+    """The effect of a cast whose blocks share a scale; `largest` is that of the tensor.
+
+    A number is taken to be anywhere in its bin, however large its block is beside others. What a scale cuts off counts
+    as error, not as overflow. The rule 4/6 takes the better of two scales, of which this is one.
+    """
+    format = cast.format
+    assert isinstance(format, ScaledFormat)
+    grid, (tops, of_tops) = _grid(format.element), _tops(blocks, cast, largest)
+    ratios = midpoints()
+    quotient = (ratios.reshape(-1, 1) * tops).clip(1e-30)
+    spacing = np.sqrt(_squared_spacing(np.floor(np.log2(quotient)), grid))
+    down = np.floor(quotient / spacing)
+    kept = np.minimum((np.round(quotient / spacing) if not cast.is_stochastic else down) * spacing, grid.maximum)
+    error, flushed = np.square(1 - kept / quotient), kept == 0.0
+    if cast.is_stochastic:
+        up = quotient / spacing - down
+        inside = quotient < grid.maximum
+        error = np.where(inside, up * (1 - up) * np.square(spacing / quotient), error)
+        flushed = np.where(inside, flushed * (1 - up), 0.0)
+    small = (quotient < math.ldexp(1.0, grid.lowest)) * float(not grid.fixed) - flushed
+    shares = blocks.ratios
+
+    def mean(what: NDArray[np.float64], row: int) -> float:
+        return float(shares[row] @ what.reshape(RATIOS, -1, len(tops)).mean(1) @ of_tops[row])
+
+    noise = mean(error, 1)
+    ratio = -10 * math.log10(noise) if noise else math.inf
+    is_bound = cast.scaling is not None and cast.scaling.rule == "4/6"
+    return Effect(mean(flushed, 0), max(mean(small, 0), 0.0), 0.0, ratio, float(tops.max()), grid.maximum, is_bound)
+
+
+def _tops(blocks: Blocks, cast: Cast, largest: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What the largest numbers of blocks are in units of their scales, and how many blocks: fp64 [n], [2, n]."""
+    format = cast.format
+    assert isinstance(format, ScaledFormat)
+    element, highest = format.element, _maximum(format.element)
+    if has_powers_of_two(format):
+        top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
+        heads = 1 + (np.arange(2 * SIGNIFICANDS) + 0.5) / (2 * SIGNIFICANDS)
+        halved = np.array([doubles(Fraction(head), cast) for head in heads])
+        return heads * 2.0**top / (1 + halved), blocks.significands.repeat(2, 1) / 2
+    if not isinstance(format.scale, FloatFormat) or format.scale.mantissa_bits > 7:
+        return np.array([highest]), np.ones((2, 1))
+    # a scale of few bits is rounded, too; the largest of a block is taken to be anywhere in its octave
+    grid, shares = _grid(format.scale), blocks.below
+    most = grid.maximum if format.outer is not None else largest / highest
+    octaves = np.arange(shares.shape[1], dtype=np.float64)[:, None]
+    scales = most * np.exp2(-octaves - (np.arange(_PLACES) + 0.5) / _PLACES + (octaves > 0) / 2)
+    spacing = np.sqrt(_squared_spacing(np.floor(np.log2(scales)), grid))
+    rounded = np.minimum(np.round(scales / spacing) * spacing, grid.maximum)
+    tops = highest * np.divide(scales, rounded, out=np.zeros_like(scales), where=rounded > 0)
+    return tops.reshape(-1), (shares / _PLACES).repeat(_PLACES, 1)
 
 
 def _on_grid(seen: Spectrum, grid: _Grid, scale: float) -> Effect:

@@ -300,6 +300,9 @@ class WatchMode(TorchFunctionMode):
     def _keep(self, seen: CountedTensor) -> None:
         tensors, key = self.part.tensors, seen.print.key
         tensors[key] = tensors[key] + seen.spectrum if key in tensors else seen.spectrum
+        for layout, counted in seen.blocks.items():
+            known = self.part.blocks.get((key, layout))
+            self.part.blocks[key, layout] = counted if known is None else known + counted
         self._prints.append(seen.print)
 
     # -- the backward pass --------------------------------------------------------------------------------------------

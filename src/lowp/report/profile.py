@@ -17,11 +17,13 @@ from lowp import files
 from lowp.errors import Unavailable
 from lowp.numerics.advice import Advice, FormatVerdict
 from lowp.numerics.part import failure
-from lowp.numerics.prediction import Window, effect
-from lowp.numerics.record import Record
+from lowp.numerics.policies import HighLayers, Product, worst
+from lowp.numerics.prediction import Effect, Window, effect
+from lowp.numerics.record import Key, Record
 from lowp.report.palette import GRADES
 from lowp.report.terminal import plain_table, show
 
+_MOST_LAYERS = 12
 _MARKS = {"error": GRADES["loses"], "warning": GRADES["with care"]}
 
 
@@ -175,6 +177,57 @@ def scale_line(window: Window, part: str = "") -> str:
     if part:
         return f"Scale window of {part} alone 2^{low} ├{bar}┤ 2^{high}: the first step finds what fits the others too"
     return f"Scale window 2^{low} ├{bar}┤ 2^{high}, recommended 2^{window.recommended}"
+
+
+def print_precision(
+    console: Console,
+    name: str,
+    effects: Mapping[Key, Effect],
+    products: Mapping[tuple[str, str], Mapping[str, Product]],
+    changes: Mapping[str, float],
+    high: HighLayers,
+) -> None:
+    """Print what a precision would do: to tensors, to the products of each layer, to the loss."""
+    overflow = sum(one.overflows for one in effects.values())
+    lines = [f"{name}: {len(effects)} tensors are rounded, {overflow} overflow; those that lose most:"]
+    for key, one in worst(effects):
+        bound = ", a bound" if one.is_bound else ""
+        lines.append(
+            f"  {key}: {100 * one.flushed:.3f} % flushed, {100 * one.overflow:.3f} % too large, "
+            f"{one.signal_to_noise:.0f} dB{bound}"
+        )
+    console.print(escape("\n".join(lines)), soft_wrap=True)
+    if products:
+        show(console, product_table(products))
+    if changes:
+        text = ", ".join(f"{name} {size:.1e}" for name, size in changes.items())
+        told = f"predicted change of the loss if only one of these tensors is rounded: {text}"
+        console.print(escape(told), soft_wrap=True)
+    if any(high.shares.values()):
+        console.print(escape(high_line(high)), soft_wrap=True)
+
+
+def product_table(products: Mapping[tuple[str, str], Mapping[str, Product]]) -> Table:
+    """Return a table of the layers whose products have the largest errors, in the order of the model."""
+    largest = sorted(products, key=lambda place: -max(one.error for one in products[place].values()))[:_MOST_LAYERS]
+    names = ("forward", "input_gradient", "weight_gradient")
+    heads = ["layer", *(name.replace("_", " ") for name in names)]
+    table = plain_table("products: the share flushed, the mean square error", heads)
+    for place in products:
+        if place in largest:
+            found = (products[place].get(name) for name in names)
+            cells = ("-" if one is None else f"{100 * one.flushed:.1f} %  {100 * one.error:6.3f} %" for one in found)
+            table.add_row(f"{place[0] or 'the model itself'} {place[1]}", *cells)
+    return table
+
+
+def high_line(high: HighLayers) -> str:
+    """Return which layers to keep in bf16, if any stand out."""
+    shares = {module or "the model itself": share for module, share in high.shares.items()}
+    some = ", ".join(f"{name} {share:.0%}" for name, share in [*shares.items()][:3])
+    kept = ", ".join([*shares][: len(high.kept)])
+    advice = f"keep {kept} in bf16 (--high {len(high.kept)})" if kept else "no layer stands out"
+    return f"{advice}: of the layers' predicted changes of the loss, squared, {some}"
 
 
 # -- exports -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,239 @@
+"""How numbers lie below the largest of their block: what formats whose blocks share a scale do to a tensor.
+
+A few hundred blocks of a tensor are read along each dimension that a product of its op sums. Of a block whose largest
+magnitude is m the ratios |x| / m say what a cast flushes and rounds, by their number and by their energy; the
+significand of m which scale a power of two is; and m beside the largest of the tensor whether a scale of few bits
+holds it. Mergeable, and plain numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lowp.errors import InvalidInput
+from lowp.formats import Format, ScaledFormat
+
+SIZES = (16, 32)
+TURNED = 16  # numbers that a rotation mixes: those of the presets
+_TILE = "16x16"
+_LONGEST, _MOST, _TILES = max(SIZES), 256, 64  # blocks that are read, and tiles
+_POINTS = 8  # of a bin, over which an effect is averaged
+_PARTS, _FINE = 8, 8  # bins of an octave, of the octaves next to the largest
+_OCTAVES = 32
+RATIOS = 1 + _PARTS * _FINE + _OCTAVES  # the first bin: 1 itself; the last: whatever is smaller
+SIGNIFICANDS, BELOW = 16, 32  # bins of the significand of m; octaves of m below the largest of the tensor
+_LENGTH = RATIOS + SIGNIFICANDS + BELOW
+_UNIT = 1e6  # parts of the energy of a tensor
+# by eighths of an octave below 1 the bin of a ratio; whatever is smaller is in the last, and zeros are behind it
+_STEPS = np.arange(_PARTS * (_FINE + _OCTAVES) + 1)
+_BIN_OF = np.where(_STEPS <= _PARTS * _FINE, _STEPS, _PARTS * _FINE + (_STEPS - _PARTS * _FINE + _PARTS - 1) // _PARTS)
+_BIN_OF = np.append(_BIN_OF, [RATIOS - 1] * (127 * _PARTS - len(_BIN_OF)) + [RATIOS])
+_TURN = reduce(np.kron, [np.array([[1.0, 1.0], [1.0, -1.0]], np.float32)] * int(math.log2(TURNED))) / TURNED**0.5
+# of each block other ones, as each call draws its own
+_SIGNS = np.where(np.random.default_rng(0).random((_MOST * _LONGEST // TURNED, TURNED)) < 0.5, -1.0, 1.0)
+
+# the dimension that each product sums of the operands that it reads: of a linear layer's matrices of rows; of a
+# convolution's batch, channels and places
+_SUMMED: dict[str, dict[str, dict[str, int]]] = {
+    "linear": {
+        "forward": {"input": 1, "weight": 1},
+        "input_gradient": {"grad": 1, "weight": 0},
+        "weight_gradient": {"grad": 0, "input": 0},
+    },
+    "conv": {
+        "forward": {"input": 1, "weight": 1},
+        "input_gradient": {"grad": 1, "weight": 0},
+        "weight_gradient": {"grad": -1, "input": -1},
+    },
+    "conv_transpose": {
+        "forward": {"input": 1, "weight": 0},
+        "input_gradient": {"grad": 1, "weight": 1},
+        "weight_gradient": {"grad": -1, "input": -1},
+    },
+}
+
+
+class BlockLayout(NamedTuple):
+    """How blocks lie in a tensor: the dimension that they follow, their size or tiles, and whether they are rotated."""
+
+    axis: int
+    scope: str
+    turned: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.axis}/{self.scope}{' hadamard' * self.turned}"
+
+    @classmethod
+    def parse(cls, text: str) -> BlockLayout:
+        """The layout that `str` printed."""
+        place, _, rest = text.partition("/")
+        scope, _, turned = rest.partition(" ")
+        return cls(int(place), scope, bool(turned))
+
+
+def products_of(op: str) -> dict[str, dict[str, int]]:
+    """By product of an op, and by role of what it reads, the dimension that is summed; empty for other ops."""
+    return _SUMMED.get(op.rstrip("0123456789d"), {})
+
+
+def layout_of(op: str, product: str, role: str, format: Format, hadamard: int = 0) -> BlockLayout | None:
+    """The layout in which a product reads an operand of a format; None where no blocks are counted for it."""
+    axis = products_of(op).get(product, {}).get(role)
+    if not isinstance(format, ScaledFormat) or not format.scope.elements or axis is None or hadamard not in (0, TURNED):
+        return None
+    scope = str(format.scope)
+    return BlockLayout(0 if scope == _TILE else axis, scope, bool(hadamard))
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks of one layout. ``a + b`` is those of both.
+
+    `counts`: int64 [2, 145], of nonzero numbers, and of millionths of the energy of each tensor. In a row 97 bins of
+    ratios (1; eight in each octave down to 2^-8; one in each to 2^-40), 16 of the significand of the largest of
+    the block, and 32 of its octaves below the largest of the tensor.
+    """
+
+    counts: NDArray[np.int64]
+
+    def __add__(self, other: Blocks) -> Blocks:
+        return Blocks(self.counts + other.counts)
+
+    @property
+    def ratios(self) -> NDArray[np.float64]:
+        """Shares by ratio: fp64 [2, 97]."""
+        return _shares(self.counts[:, :RATIOS])
+
+    @property
+    def significands(self) -> NDArray[np.float64]:
+        """Shares by significand of the largest: fp64 [2, 16]."""
+        return _shares(self.counts[:, RATIOS : RATIOS + SIGNIFICANDS])
+
+    @property
+    def below(self) -> NDArray[np.float64]:
+        """Shares by octave of the largest below that of the tensor: fp64 [2, 32]."""
+        return _shares(self.counts[:, RATIOS + SIGNIFICANDS :])
+
+    def document(self) -> list[int]:
+        """Plain data: both rows, with -n for n zeros."""
+        found: list[int] = []
+        for one in self.counts.reshape(-1).tolist():
+            if one or not found or found[-1] >= 0:
+                found.append(one if one else -1)
+            else:
+                found[-1] -= 1
+        return found
+
+    @classmethod
+    def read(cls, document: Any) -> Blocks:
+        """The blocks that `document` wrote; raises InvalidInput for anything else."""
+        numbers: list[int] = []
+        for one in document:
+            numbers.extend([int(one)] if one > 0 else [0] * min(-int(one), 2 * _LENGTH))
+        if len(numbers) != 2 * _LENGTH:
+            raise InvalidInput(f"it contains invalid blocks: {len(numbers)} counts, but there must be {2 * _LENGTH}")
+        return cls(np.array(numbers, np.int64).reshape(2, _LENGTH))
+
+
+@cache
+def midpoints() -> NDArray[np.float64]:
+    """Numbers spread over each bin of ratios: fp64 [97, 8]."""
+    fine = -np.arange(1, _PARTS * _FINE + 1)
+    lower = np.exp2(fine // _PARTS) * (1 + fine % _PARTS / _PARTS)
+    lower = np.concatenate((lower, np.exp2(-_FINE - 1.0 - np.arange(_OCTAVES))))
+    width = np.exp2(np.floor(np.log2(lower)))
+    width[: len(fine)] /= _PARTS
+    spread = lower[:, None] + width[:, None] * (np.arange(_POINTS) + 0.5) / _POINTS
+    return np.concatenate((np.ones((1, _POINTS)), spread))
+
+
+def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    shares: NDArray[np.float64] = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    return shares
+
+
+def blocks_of(x: Tensor, role: str, op: str, largest: float) -> dict[BlockLayout, Blocks]:
+    """Count some blocks of an operand in every layout that a product of its op reads; `largest` is that of the tensor.
+
+    Of a weight the op need not be known. Empty for ops whose products are not known, and without nonzero numbers.
+    """
+    if role == "weight":
+        op = "linear" if x.ndim == 2 else "conv"
+    axes = {product: of[role] for product, of in products_of(op).items() if role in of}
+    if not axes or x.ndim < 2 or not largest:
+        return {}
+    is_linear = op == "linear"
+    if is_linear:
+        x = x.reshape(-1, x.shape[-1])
+    elif role != "weight":
+        dims = int(op[-2])
+        x = x.unsqueeze(0) if x.ndim == dims + 1 else x.flatten(0, -dims - 2)  # one image; or more than one batch
+    found: dict[BlockLayout, Blocks] = {}
+    for axis in dict.fromkeys(axes.values()):
+        blocks = _some(x.movedim(axis, -1), _LONGEST, 1, _MOST)
+        turns = is_linear and axis in (axes[one] for one in axes if one != "forward")
+        for turned, numbers in enumerate([blocks, _turned(blocks)] if turns else [blocks]):
+            layouts = {BlockLayout(axis, str(size), bool(turned)): min(size, numbers.shape[1]) for size in SIZES}
+            found.update(_counted_as(layouts, numbers, largest))
+    if role == "weight" and is_linear:
+        tiles = _some(x, TURNED, TURNED, _TILES)
+        found.update(_counted_as({BlockLayout(0, _TILE): tiles.shape[1]}, tiles, largest))
+    return found
+
+
+def _some(x: Tensor, size: int, rows: int, most: int) -> NDArray[np.float32]:
+    """Some blocks, fp32 [n, size * rows]: neighbours along the last dimension, of so many rows; whole ones, or all."""
+    size, rows = min(size, x.shape[-1]), min(rows, x.shape[-2])
+    blocks = x.unfold(-1, size, size)
+    blocks = blocks.unfold(-3, rows, rows) if rows > 1 else blocks
+    shape = blocks.shape[:-1] if rows == 1 else blocks.shape[:-2]
+    count = math.prod(shape)
+    if count > most:
+        places = (np.arange(most) * ((math.sqrt(5) - 1) / 2) % 1 * count).astype(np.int64)
+        blocks = blocks[np.unravel_index(places, shape)]
+    found: NDArray[np.float32] = blocks.reshape(-1, size * rows).float().cpu().numpy()
+    return found
+
+
+def _turned(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The blocks rotated, by signs that no other has; what is left at the end of short ones stays."""
+    whole = blocks.shape[1] - blocks.shape[1] % TURNED
+    rows = blocks[:, :whole].reshape(-1, TURNED)
+    turned = ((rows * _SIGNS[: len(rows)]).astype(np.float32) @ _TURN).reshape(len(blocks), whole)
+    return np.concatenate((turned, blocks[:, whole:]), axis=1)
+
+
+def _counted_as(
+    layouts: dict[BlockLayout, int], numbers: NDArray[np.float32], largest: float
+) -> dict[BlockLayout, Blocks]:
+    """Count numbers in blocks of each size."""
+    numbers = np.abs(numbers)
+    energy = np.square(numbers.astype(np.float64) / largest)
+    energy *= _UNIT / max(energy.sum(), 1e-300)
+    return {layout: _counted(numbers.reshape(-1, size), energy, largest) for layout, size in layouts.items()}
+
+
+def _counted(numbers: NDArray[np.float32], energy: NDArray[np.float64], largest: float) -> Blocks:
+    """Count blocks of magnitudes [n, size]; `energy`: what share of the whole each has, in units of `_UNIT`."""
+    tops = numbers.max(1)
+    with np.errstate(all="ignore"):
+        ratio = numbers / tops[:, None]  # NaN in blocks of zeros, which count nothing
+    # eight bins of an octave are the exponent and three bits of the significand, counted down from 1
+    bins = _BIN_OF[np.minimum((127 << 3) - (ratio.view(np.int32) >> 20), len(_BIN_OF) - 1)].reshape(-1)
+    fraction, exponent = np.frexp(tops)
+    heads = ((np.maximum(fraction, 0.5) * 2 - 1) * SIGNIFICANDS).astype(int)
+    below = np.clip(math.frexp(largest)[1] - exponent, 0, BELOW - 1)
+    present, energies = (numbers > 0).sum(1), energy.reshape(numbers.shape).sum(1)
+    counts = np.empty((2, _LENGTH))
+    for row, each, whole in ((0, None, present), (1, energy.reshape(-1), energies)):
+        counts[row, :RATIOS] = np.bincount(bins, each, RATIOS + 1)[:RATIOS]
+        counts[row, RATIOS : RATIOS + SIGNIFICANDS] = np.bincount(heads, whole, SIGNIFICANDS)
+        counts[row, RATIOS + SIGNIFICANDS :] = np.bincount(below, whole, BELOW)
+    return Blocks(np.round(counts).astype(np.int64))

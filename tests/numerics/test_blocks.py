@@ -1,0 +1,134 @@
+"""Blocks: what casts whose blocks share a scale do to a tensor, told by ratios of its numbers to their largest."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lowp
+from lowp import casts
+from lowp.errors import InvalidInput
+from lowp.formats import ScaledFormat
+from lowp.kernels.numbers import hadamard
+from lowp.numerics.blocks import BlockLayout, Blocks, blocks_of, layout_of, products_of
+from lowp.numerics.prediction import effect
+from lowp.numerics.spectrum import Spectrum
+from lowp.ops.convolution import Convolution
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
+
+CASTS = ["mxfp8", "mxfp6", "mxfp4", "nvfp4", "mxfp4:ceil", "mxfp8:rceil", "mxfp4:even", "i8s@e8m0/32", "e2m1@fp32/16"]
+CASTS += ["mxfp4:stochastic", "nvfp4:stochastic", "e5m2@e8m0/32", "e2m1@e4m3fn@fp32/16x16"]
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(64, 128, generator=generator)  # as many blocks of 32 as are read
+    return {
+        "gradients": normal * 1e-6,
+        "activations": normal.relu(),
+        "weights": torch.rand(64, 128, generator=generator) - 0.5,
+        "features": normal * torch.exp(torch.randn(128, generator=generator)),
+        "tokens": normal * torch.exp(2 * torch.randn(64, 1, generator=generator)),
+    }
+
+
+def format_of(cast: str) -> ScaledFormat:
+    format = casts.parse(cast).format
+    assert isinstance(format, ScaledFormat)
+    return format
+
+
+def measured(x: Tensor, cast: str) -> tuple[float, float]:
+    """Return the share of nonzero numbers that a cast flushes, and the signal-to-noise ratio in dB."""
+    draws = range(16 if "stochastic" in cast else 1)
+    cut = torch.stack([lowp.quantize(x, cast, **({"seed": seed} if len(draws) > 1 else {})) for seed in draws])
+    ratio = float(len(draws) * (x.double() ** 2).sum() / ((cut.double() - x.double()) ** 2).sum())
+    return float((cut == 0)[:, x != 0].float().mean()), 10 * math.log10(ratio)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("axis", [1, 0])
+def test_what_a_cast_flushes_and_rounds_is_told(cast: str, axis: int) -> None:
+    for what, x in tensors().items():
+        seen = Spectrum.of(x)
+        layout = BlockLayout(0 if "x16" in cast else axis, str(format_of(cast).scope))
+        told = effect(seen, casts.parse(cast), 1.0, blocks_of(x, "weight", "linear", seen.maximum)[layout])
+        flushed, ratio = measured(x if axis else x.t().contiguous(), cast)
+        assert told.flushed == pytest.approx(flushed, abs=0.015), what
+        assert told.signal_to_noise == pytest.approx(ratio, abs=1.0), what
+        assert not told.is_bound and not told.overflows
+
+
+def test_rotated_blocks_are_told_too() -> None:
+    for what, x in tensors().items():
+        seen = Spectrum.of(x)
+        blocks = blocks_of(x, "input", "linear", seen.maximum)[BlockLayout(0, "16", True)]
+        turned = torch.stack([hadamard.rotate(x.t(), hadamard.signs(16, seed, x.device)) for seed in range(8)])
+        flushed, ratio = measured(turned, "nvfp4")
+        told = effect(seen, casts.parse("nvfp4"), 1.0, blocks)
+        assert told.flushed == pytest.approx(flushed, abs=0.015), what
+        assert told.signal_to_noise == pytest.approx(ratio, abs=0.5), what
+
+
+def test_blocks_whose_scale_a_format_of_scales_flushes_are_flushed() -> None:
+    x = torch.randn(64, 128) * torch.exp2(-torch.arange(64.0))[:, None]
+    seen = Spectrum.of(x)
+    told = effect(seen, casts.parse("nvfp4"), 1.0, blocks_of(x, "input", "linear", seen.maximum)[BlockLayout(1, "16")])
+    assert told.flushed == pytest.approx(measured(x, "nvfp4")[0], abs=0.02) and told.flushed > 0.7
+
+
+def test_the_better_of_two_scales_is_a_bound() -> None:
+    x = tensors()["gradients"]
+    seen = Spectrum.of(x)
+    blocks = blocks_of(x, "input", "linear", seen.maximum)[BlockLayout(1, "16")]
+    told = effect(seen, casts.parse("nvfp4:4/6"), 1.0, blocks)
+    assert told.is_bound and told.signal_to_noise < measured(x, "nvfp4:4/6")[1]
+
+
+def _convolution(transposed: bool) -> Convolution:
+    return Convolution((2, 8, 5, 5), (8, 8, 3, 3), (1, 1), (0, 0), (1, 1), transposed, (0, 0), 1)
+
+
+@pytest.mark.parametrize("op", ["linear", "conv2d", "conv_transpose2d"])
+def test_blocks_follow_the_dimension_that_each_product_sums(op: str) -> None:
+    if op == "linear":
+        form: Form = Linear((8, 16), (4, 16))
+        shapes = (2, 2)
+    else:
+        form, shapes = _convolution("transpose" in op), (4, 4)
+    roles = {OUTPUT: ("input", "weight"), FIRST: ("weight", "grad"), SECOND: ("input", "grad")}
+    names = {OUTPUT: "forward", FIRST: "input_gradient", SECOND: "weight_gradient"}
+    for slot, pair in form.contracted.items():
+        told = products_of(op)[names[slot]]
+        for role, axis, dims in zip(roles[slot], pair, shapes, strict=True):
+            last = -1 if told[role] == dims - 1 else told[role]
+            assert last == axis, (names[slot], role)
+
+
+def test_layouts_are_those_of_rows_images_and_weights() -> None:
+    image = torch.randn(3, 40, 6, 7)
+    assert {str(one) for one in blocks_of(image, "input", "conv2d", 5.0)} == {"1/16", "1/32", "-1/16", "-1/32"}
+    assert blocks_of(image[0], "input", "conv2d", 5.0).keys() == blocks_of(image, "input", "conv2d", 5.0).keys()
+    weight = blocks_of(torch.randn(40, 50), "weight", "embedding", 5.0)
+    plain = {"1/16", "1/32", "0/16", "0/32", "0/16x16"}
+    assert {str(one) for one in weight} == plain | {"0/16 hadamard", "0/32 hadamard"}
+    assert not blocks_of(image, "input", "matmul", 5.0) and not blocks_of(image * 0, "input", "conv2d", 0.0)
+    assert layout_of("linear", "weight_gradient", "grad", format_of("nvfp4"), 16) == BlockLayout(0, "16", True)
+    assert layout_of("linear", "weight_gradient", "grad", format_of("nvfp4"), 32) is None
+    assert layout_of("linear", "forward", "weight", format_of("int8")) is None
+
+
+def test_blocks_are_added_and_come_back_from_plain_data() -> None:
+    (blocks, *_) = blocks_of(torch.randn(64, 64), "input", "linear", 5.0).values()
+    twice = blocks + blocks
+    assert np.array_equal(twice.counts, 2 * blocks.counts) and twice.counts[0].sum() == 3 * 2 * 64 * 64
+    assert np.array_equal(Blocks.read(twice.document()).counts, twice.counts)
+    assert len(str(twice.document())) < 1500
+    with pytest.raises(InvalidInput, match="it contains invalid blocks: 3 counts, but there must be 290"):
+        Blocks.read([1, 2, 3])
+    for layout in blocks_of(torch.randn(64, 64), "weight", "linear", 5.0):
+        assert BlockLayout.parse(str(layout)) == layout
