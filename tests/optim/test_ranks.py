@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 import warnings
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowp
 from lowp.errors import InvalidInput, Misuse
 from lowp.optim import blockwise
-from lowp.optim.shards import shard_of
+from lowp.optim.shards import local, shard_of
 
 RANKS = 2
 
@@ -280,11 +281,11 @@ FEW: dict[str, Callable[..., Any]] = {
 }
 
 
-def _steps(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
-    """Return the losses of steps in plain torch, on the same data on all ranks."""
+def _steps(model: nn.Module, optimizer: Any, steps: range, rank: int = 0) -> list[float]:
+    """Return the losses of steps in plain torch, on the same data on all ranks of one number."""
     losses = []
     for _ in steps:
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
         loss = model(x.bfloat16()).float().sub(x[:, :4]).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -298,11 +299,11 @@ def moments_in_few_bits(rank: int, folder: str) -> Any:
     mesh, found = init_device_mesh("cpu", (RANKS,)), {}
 
     def build(make: Callable[..., Any], sharded: bool, seed: int = 0) -> tuple[nn.Module, Any]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 4, bias=False)).bfloat16()
+        model, optimizer = _few(make, seed)
         if sharded:
             fully_shard(model, mesh=mesh)
-        return model, make(model.parameters())
+            optimizer = make(model.parameters())
+        return model, optimizer
 
     for name, make in FEW.items():
         losses = [_steps(*build(make, sharded), range(6)) for sharded in (False, True)]
@@ -319,12 +320,69 @@ def moments_in_few_bits(rank: int, folder: str) -> Any:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         losses.append(begun + _steps(model, optimizer, range(2, 6)))
         found[name] = losses
-    model, optimizer = build(FEW["adamw"], False)
-    wrapped = DistributedDataParallel(model)
-    try:
-        optimizer.release_gradients()
-    except InvalidInput as error:
-        found["refused"] = [f"{error} by {type(wrapped).__name__}"]
+    return found
+
+
+def _few(make: Callable[..., Any], seed: int = 0) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 4, bias=False)).bfloat16()
+    return model, make(model.parameters())
+
+
+def few_bits_in_parallel(rank: int, folder: str) -> Any:
+    """DistributedDataParallel, ranks with their own data: losses and weights of a run, and of one that resumes it."""
+    found = {}
+    for name, make in FEW.items():
+        model, optimizer = _few(make)
+        wrapped = DistributedDataParallel(model)
+        _steps(wrapped, optimizer, range(2), rank)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        other, its_optimizer = _few(make, seed=1)
+        other.load_state_dict(saved[0])
+        its_optimizer.load_state_dict(saved[1])
+        runs = [(wrapped, optimizer), (DistributedDataParallel(other), its_optimizer)]
+        found[name] = [(_steps(*run, range(2, 5), rank), _weights(run[0])) for run in runs]
+    return found
+
+
+def released_too_early(rank: int, folder: str) -> list[str]:
+    """Gradients released of what DistributedDataParallel holds, or will hold."""
+    said = []
+    for is_wrapped_first in (True, False):
+        model, optimizer = _few(FEW["adamw"])
+        wrapped: nn.Module = DistributedDataParallel(model) if is_wrapped_first else model
+        try:
+            optimizer.release_gradients()
+            _steps(wrapped if is_wrapped_first else DistributedDataParallel(model), optimizer, range(1))
+        except InvalidInput as error:
+            said.append(str(error))
+        del wrapped
+    return said
+
+
+def sharded_states(rank: int, folder: str) -> Any:
+    """FSDP2: the share of what is kept that a rank holds, and what a checkpoint opens as in fp32."""
+    mesh, found = init_device_mesh("cpu", (RANKS,)), {}
+    for name, make in FEW.items():
+        (whole, its), (model, optimizer) = _few(make), _few(make)
+        fully_shard(model, mesh=mesh)
+        optimizer = make(model.parameters())
+        for one, optim in ((whole, its), (model, optimizer)):
+            _steps(one, optim, range(2))
+        share = [
+            sum(local(value).nbytes for entry in optim.state.values() for value in entry.values() if value.dim())
+            for optim in (optimizer, its)
+        ]
+        _, state = get_state_dict(model, optimizer)
+        dcp.save({"optimizer": state}, checkpoint_id=f"{folder}/{name} in fp32")
+        opened = {}  # as plain fp32 tensors, without lowp
+        for key, value in its.state_dict()["state"].items():
+            prefix = f"optimizer.state.{key * 2}.weight"
+            opened.update({f"{prefix}.{part}": torch.zeros_like(one) for part, one in value.items()})
+        dcp.load(opened, checkpoint_id=f"{folder}/{name} in fp32")
+        wanted = [one for entry in its.state_dict()["state"].values() for one in entry.values()]
+        is_same = [torch.equal(a, b) and a.dtype is torch.float32 for a, b in zip(opened.values(), wanted, strict=True)]
+        found[name] = share, all(is_same)
     return found
 
 
@@ -332,6 +390,9 @@ JOBS = (
     drawn_in_parts,
     parallel_and_drawn,
     moments_in_few_bits,
+    few_bits_in_parallel,
+    released_too_early,
+    sharded_states,
     data_parallel,
     wrapped_too_early,
     wrapped_before_and_unwrapped,
@@ -400,7 +461,28 @@ def test_shards_of_moments_in_few_bits_step_as_wholes_do_and_resume_to_the_bit(r
     for name in FEW:
         whole, *others = one[name]
         assert whole[-1] < whole[0] and all(losses == whole for losses in others), (name, one[name])
-    assert "cannot be released before DistributedDataParallel has averaged them" in one["refused"][0]
+
+
+def test_few_bits_stay_together_in_data_parallel_and_resume_to_the_bit(result: Any) -> None:
+    one, other = result(few_bits_in_parallel)
+    for name in FEW:
+        (losses, weights), (resumed, its_weights) = one[name]
+        assert weights == its_weights == other[name][0][1], name
+        assert losses == resumed and losses != other[name][0][0], name  # the data differ
+
+
+def test_gradients_of_data_parallel_are_not_released_in_either_order(result: Any) -> None:
+    for said in result(released_too_early):
+        assert len(said) == 2
+        assert all(
+            "cannot be released before DistributedDataParallel has averaged them over the ranks" in one for one in said
+        )
+
+
+def test_a_rank_keeps_its_part_of_few_bits_and_a_checkpoint_opens_in_fp32(result: Any) -> None:
+    for found in result(sharded_states):
+        for name, ((part, whole), opens) in found.items():
+            assert part * RANKS == whole and opens, name
 
 
 def test_what_cannot_be_sharded_says_what_to_do(result: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -58,10 +60,50 @@ def test_a_loss_scale_and_released_gradients_exclude_each_other() -> None:
     optimizer.release_gradients()
     with pytest.raises(Misuse, match="leave release_gradients out, or train without a loss scale"):
         precision.prepare(model, optimizer)
-    scaler = lowp.GradScaler("cpu")
-    for call in (scaler.unscale_, scaler.step):
+    scaler, torch_s = lowp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    torch_s.scale(torch.ones(()))
+    for call in (scaler.unscale_, scaler.step, torch_s.step):
         with pytest.raises(Misuse, match="a loss scale looks at all gradients before the first update"):
             call(optimizer)
+
+
+def test_gradients_that_are_released_cannot_be_accumulated() -> None:
+    model = _model()
+    optimizer = AdamW(model.parameters(), storage=None)
+    attached = optimizer.release_gradients()
+    assert optimizer.release_gradients() is attached
+    x = torch.randn(4, 8)
+    for end in (optimizer.step, optimizer.zero_grad):
+        model(x).sum().backward()
+        end()
+    model(x).sum().backward()
+    before = [one.detach().clone() for one in model.parameters()]
+    with pytest.raises(Misuse, match=r"twice before optimizer\.step\(\): .* gradients cannot be accumulated\. Call"):
+        model(x).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    optimizer.zero_grad()
+    attached.remove()
+    for _ in range(2):
+        model(x).sum().backward()
+    optimizer.step()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_shared_parameter_and_a_frozen_one_are_stepped_as_without_release() -> None:
+    found = []
+    for releases in (False, True):
+        torch.manual_seed(0)
+        embedding, frozen = nn.Embedding(6, 8), nn.Linear(8, 8).requires_grad_(False)
+        optimizer: Any = AdamW([*embedding.parameters(), *frozen.parameters()], lr=1e-2, moments="fp8")
+        if releases:
+            optimizer.release_gradients()
+        for _ in range(3):
+            optimizer.zero_grad()
+            hidden = frozen(embedding(torch.arange(4)))
+            nn.functional.linear(hidden, embedding.weight).square().sum().backward()
+            optimizer.step()
+        found.append([optimizer.master(one) for one in (embedding.weight, frozen.weight)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_region_without_a_loss_scale_trains_with_released_gradients() -> None:

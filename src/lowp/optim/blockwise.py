@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lowp.casts import Cast
 from lowp.compat import private, uncompiled
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, Misuse
 from lowp.kernels.choose import dispatch
 from lowp.kernels.steps import updates
 from lowp.kernels.tracing import is_quiet
 from lowp.ops.observing import everywhere
 from lowp.optim.model_state import MasterKeeper, ParameterNames, own
 from lowp.optim.shards import holder_of, is_sharded, local, places_of, refuse_to_convert, shard_of
+from lowp.optim.skipping import refuse_released
 from lowp.optim.state_dicts import (
     check_shape,
     entries_by_parameter,
@@ -73,16 +73,51 @@ class BlockUpdate(NamedTuple):
     parameter: Tensor
 
 
-class Released(NamedTuple):
+class Released:
     """The hooks by which an optimizer steps inside backward; `remove` removes them."""
 
-    optimizer: BlockwiseOptimizer
-    handles: tuple[RemovableHandle, ...]
+    def __init__(self, optimizer: BlockwiseOptimizer) -> None:
+        self._optimizer, self._is_checked = optimizer, False
+        self._refuse_averaged()
+        self._places = {id(member[1]): (index, member) for index, member in enumerate(optimizer._parameters())}
+        self._stepped: set[int] = set()  # since `end`
+        self._handles = [
+            cast(Any, parameter).register_post_accumulate_grad_hook(self._step)
+            for _, parameter in optimizer._parameters()
+            if parameter.requires_grad
+        ]
+
+    @torch.no_grad()
+    def _step(self, parameter: Tensor) -> None:
+        if not self._is_checked:  # a wrapper may have taken the parameters since
+            self._refuse_averaged()
+            self._is_checked = True
+        if id(parameter) in self._stepped:
+            raise Misuse(
+                "backward has reached a parameter twice before optimizer.step(): with release_gradients every backward "
+                "pass is a step, so that gradients cannot be accumulated. Call optimizer.step() after each backward "
+                "pass, or leave release_gradients out"
+            )
+        self._stepped.add(id(parameter))
+        self._optimizer._step_all([self._places[id(parameter)]])
+        parameter.grad = None
+
+    def _refuse_averaged(self) -> None:
+        """Raise InvalidInput if a wrapper averages the gradients over ranks after they are there."""
+        if (kind := holder_of(parameters_of(self._optimizer))) is not None:
+            raise InvalidInput(
+                f"gradients cannot be released before {kind} has averaged them over the ranks: use fully_shard, which "
+                "averages each before it is released, or leave the step to optimizer.step()"
+            )
+
+    def end(self) -> None:
+        """End a step: the next backward pass is another one."""
+        self._stepped.clear()
 
     def remove(self) -> None:
         """Leave gradients to `step` again."""
-        self.optimizer.releases = False
-        for handle in self.handles:
+        self._optimizer.released = None
+        for handle in self._handles:
             handle.remove()
 
 
@@ -101,7 +136,7 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
     moments: tuple[str, ...] = ()
     in_blocks = True  # False: a parameter is updated as a whole
     allows_fp16_gradients = True
-    releases = False
+    released: Released | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], formats: StateFormats) -> None:
         self.storage = Storage.parse(formats.storage, formats.kind)
@@ -145,6 +180,10 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.released is not None:
+            if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
+                refuse_released(self)
+            self.released.end()
         self._step_all(list(enumerate(self._parameters())))
         return loss
 
@@ -163,29 +202,24 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         `step` then finds nothing to do, and schedulers go on as before. One backward is one step: gradients cannot be
         accumulated, nor clipped by a norm over all of them, nor scaled by a loss scale, all of which need every
         gradient before the first update; Misuse is raised for a loss scale. After fully_shard, whose hooks come first.
-        Raises InvalidInput for parameters of DistributedDataParallel, which averages gradients later. The result's
-        `remove` ends it.
+        Raises InvalidInput for parameters of DistributedDataParallel, which averages gradients later, and Misuse in a
+        second backward pass before `step` or `zero_grad`. The result's `remove` ends it.
 
         Source: Lv et al. 2023, arXiv 2306.09782, section 3.1.
         """
-        if (kind := holder_of(parameters_of(self))) is not None:
-            raise InvalidInput(
-                f"gradients cannot be released before {kind} has averaged them over the ranks: use fully_shard, which "
-                "averages each before it is released, or leave the step to optimizer.step()"
-            )
-        places = {id(member[1]): (index, member) for index, member in enumerate(self._parameters())}
-
-        @torch.no_grad()
-        def step_now(parameter: Tensor) -> None:
-            self._step_all([places[id(parameter)]])
-            parameter.grad = None
-
+        if self.released is not None:
+            return self.released
+        self.released = Released(self)
         for _, parameter in self._parameters():  # made between gradients, they would leave holes in the memory
             if parameter.requires_grad and "step" not in self.state[parameter]:
                 self._start(parameter, self.state[parameter])
-        self.releases = True
-        hooks = [cast(Any, one).register_post_accumulate_grad_hook(step_now) for _, one in self._parameters()]
-        return Released(self, tuple(hooks))
+        return self.released
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) the gradients."""
+        super().zero_grad(set_to_none)
+        if self.released is not None:
+            self.released.end()
 
     def _step_together(self, members: Sequence[_Member]) -> set[int]:
         """Step the parameters that one kernel can step at once, if the device has it; return their ids."""

@@ -21,7 +21,7 @@ def steps_by_itself(optimizer: Optimizer) -> bool:
 
 def refuse_released(optimizer: Optimizer) -> None:
     """Raise Misuse for an optimizer that steps inside backward, by `release_gradients`, before all gradients exist."""
-    if getattr(getattr(optimizer, "inner", optimizer), "releases", False):
+    if getattr(getattr(optimizer, "inner", optimizer), "released", None) is not None:
         raise Misuse(
             "a loss scale looks at all gradients before the first update: leave release_gradients out, or train "
             "without a loss scale, as bf16 does"

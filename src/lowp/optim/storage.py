@@ -308,11 +308,12 @@ def split(value: Tensor, bits: int = 16) -> tuple[Tensor, Tensor]:
         raise InvalidInput(f"split(bits={bits}): a remainder has 16 bits or 8")
     words = value.contiguous().view(torch.int32)
     kept = words if bits == 16 else (words + 0x80) >> 8
-    upper = (kept + (1 << (bits - 1))) >> bits
-    remainder = (kept - (upper << bits)).to(packing.SIGNED[bits // 8])
-    is_nan = (words & 0x7FFF_FFFF) > _EXPONENT_ONES
-    upper = torch.where(is_nan, (words >> 16) | _QUIET_BIT, upper)
-    remainder = remainder.masked_fill(is_nan, 0)
+    upper = (kept + (1 << (bits - 1))).bitwise_right_shift_(bits)
+    remainder = kept.sub(upper, alpha=1 << bits).to(packing.SIGNED[bits // 8])  # torch's shift to the left is slow
+    if not _is_without_nan(value):
+        is_nan = (words & 0x7FFF_FFFF) > _EXPONENT_ONES
+        upper = torch.where(is_nan, (words >> 16) | _QUIET_BIT, upper)
+        remainder = remainder.masked_fill(is_nan, 0)
     return upper.to(torch.int16).view(torch.bfloat16).view(value.shape), remainder.view(value.shape)
 
 
@@ -324,11 +325,16 @@ def join(half: Tensor, remainder: Tensor) -> Tensor:
     """
     if half.dtype != torch.bfloat16 or remainder.dtype not in (torch.int16, torch.int8):
         raise TypeError(f"join takes a bf16 half and an int16 or int8 remainder, not {half.dtype}, {remainder.dtype}")
-    upper = half.contiguous().view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    upper = half.contiguous().view(torch.int16).to(torch.int32).mul_(1 << 16)
     joined = upper.add_(remainder, alpha=1 << (16 - 8 * remainder.element_size())).view(torch.float32)
-    if answers_at_once(half) and math.isfinite(float(joined.sum())):  # a sum of numbers with a NaN is NaN
+    if _is_without_nan(joined):
         return joined
     return torch.where((half == 0) & (remainder < 0), half.to(torch.float32), joined)
+
+
+def _is_without_nan(x: Tensor) -> bool:
+    """Whether there is no NaN, where that is read at once: a sum of numbers with a NaN is NaN. May be False."""
+    return answers_at_once(x) and math.isfinite(float(x.sum()))
 
 
 # -- moments ----------------------------------------------------------------------------------------------------------
