@@ -157,57 +157,71 @@ def has_no_optimizer(session: Session, leaves: list[Tensor]) -> bool:
     return True
 
 
-def install(session: Session) -> None:
-    """Replace torch.autograd.backward and torch.autograd.grad, unless the session changes nothing."""
-    if session.is_plain:
-        return
-    autograd = cast(Any, torch.autograd)
-    original_backward, original_grad = autograd.backward, autograd.grad
-    local = session.local
-    gradients = session.gradients
-    writes = session.preset.policy.parameters is not None
-    scaled = None if gradients is None else _Backward(session, gradients)
+class _Replaced:
+    """torch.autograd.backward and torch.autograd.grad, as one session's script calls them."""
 
-    def apart() -> AbstractContextManager[object]:
+    def __init__(self, session: Session) -> None:
+        self.session, self.local = session, session.local
+        self.originals = torch.autograd.backward, cast(Any, torch.autograd.grad)
+        self.writes = session.preset.policy.parameters is not None
+        self.scaled = None if session.gradients is None else _Backward(session, session.gradients)
+
+    def is_within(self) -> bool:
+        """Whether a pass that runs calls this: a hook, or a reentrant checkpoint, whose gradients are scaled."""
+        return bool(self.local.backward) or _task() != _NO_TASK
+
+    def apart(self) -> AbstractContextManager[object]:
         """Return a context for gradients that the script is given, which no later step may find cut off."""
-        exponents = session.precision.exponents
+        exponents = self.session.precision.exponents
         return nullcontext() if exponents is None else exponents.apart()
 
-    @wraps(original_backward)
-    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        is_within = local.backward or _task() != _NO_TASK
-        # a reentrant checkpoint calls this within a pass, whose gradients are already scaled
-        if session.rests or (is_within and not local.hooks):
-            return original_backward(tensors, grad_tensors, *args, **kwargs)
+    def backward(self, tensors: Any, grad_tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session, scaled, (original, _), is_within = self.session, self.scaled, self.originals, self.is_within()
+        if session.rests or (is_within and not self.local.hooks):
+            return original(tensors, grad_tensors, *args, **kwargs)
         outputs = _tensors(tensors)
         if is_within:  # a hook, which has seen unscaled gradients
             if scaled is not None:
                 scaled.adopted(outputs)
                 grad_tensors = scaled.seeds(outputs, grad_tensors)
             with session.in_pass():
-                return original_backward(outputs, grad_tensors, *args, **kwargs)
+                return original(outputs, grad_tensors, *args, **kwargs)
         session.end_step()
         session.record.backward_passes += 1
         with session.in_pass():
-            if writes and not session.record.steps:
+            if self.writes and not session.record.steps:
                 has_no_optimizer(session, list(leaves_of(one for one in outputs if isinstance(one, Tensor))))
             if scaled is None or not scaled.scales(outputs):
-                return original_backward(outputs, grad_tensors, *args, **kwargs)
-            return _scaled_backward(scaled, original_backward, outputs, grad_tensors, args, kwargs)
+                return original(outputs, grad_tensors, *args, **kwargs)
+            return _scaled_backward(scaled, original, outputs, grad_tensors, args, kwargs)
 
-    @wraps(original_grad)
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        is_within = local.backward or _task() != _NO_TASK
+    def grad(self, outputs: Any, inputs: Any, seeds: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session, scaled, (_, original), is_within = self.session, self.scaled, self.originals, self.is_within()
         # AOTAutograd traces through this function: a scale would become part of the compiled graph
-        if session.rests or (is_within and not local.hooks) or _tracing() is not None:
-            return original_grad(outputs, inputs, grad_outputs, *args, **kwargs)
+        if session.rests or (is_within and not self.local.hooks) or _tracing() is not None:
+            return original(outputs, inputs, seeds, *args, **kwargs)
         several, places = _tensors(outputs), _tensors(inputs)
-        with session.in_pass(), apart():
+        with session.in_pass(), self.apart():
             if scaled is None or not (is_within or scaled.scales(several)):
-                return original_grad(several, places, grad_outputs, *args, **kwargs)
+                return original(several, places, seeds, *args, **kwargs)
             scaling = scaled.limited(several) if is_within else scaled.own(several)
             with scaling:
-                return _unscaled_grad(scaled, original_grad, (several, places, grad_outputs), args, kwargs)
+                return _unscaled_grad(scaled, original, (several, places, seeds), args, kwargs)
+
+
+def install(session: Session) -> None:
+    """Replace torch.autograd.backward and torch.autograd.grad, unless the session changes nothing."""
+    if session.is_plain:
+        return
+    autograd, replaced = cast(Any, torch.autograd), _Replaced(session)
+
+    @wraps(autograd.backward)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return replaced.backward(tensors, grad_tensors, args, kwargs)
+
+    @wraps(autograd.grad)
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return replaced.grad(outputs, inputs, grad_outputs, args, kwargs)
 
     autograd.backward, autograd.grad = backward, grad
 

@@ -201,23 +201,21 @@ def _is_round(number: float) -> bool:
 def _not_finite(history: History, seen: Sight) -> Iterator[Symptom]:
     """Find the first origin of a loss that is not finite, or of weights or buffers."""
     found = _Bad.of(seen)
-    if not (found.loss or found.weights or found.gradients or found.buffers):
+    if not found.any:
         history.saw_finite, history.origin = seen.step, ""
         return
     if history.origin:  # what follows is of the same
         yield Symptom(history.origin, 1.0, "")
         return
     since = f", and in step {history.saw_finite} all was finite" if history.saw_finite >= 0 else ""
-    where = seen.suspects or found.results or found.buffers or found.weights or found.gradients
+    where = [] if found.has_spread else seen.suspects or found.names
     if found.has_spread:
-        where = []
         since += f", and by step {seen.step} a step has spread it to most weights" if since else ""
     history.origin = where[0] if where else "the loss"
     if found.buffers and not (found.results or found.loss or seen.suspects):
         yield Symptom(found.buffers[0], 1.0, f"this buffer is infinite or NaN{since}")
         return
-    what = "the loss" if found.loss else "a weight" if found.weights else "a gradient"
-    first = "its result was" if found.results and not seen.suspects else "its values were"
+    what, first = found.what, "its result was" if found.results and not seen.suspects else "its values were"
     text = f"{what} is infinite or NaN{since}"
     yield Symptom(history.origin, 1.0, f"{text}; {first} the first that {what} comes from" if where else text)
 
@@ -231,6 +229,19 @@ class _Bad(NamedTuple):
     buffers: list[str]
     results: list[str]
     has_spread: bool
+
+    @property
+    def any(self) -> bool:
+        return bool(self.loss or self.weights or self.gradients or self.buffers)
+
+    @property
+    def names(self) -> list[str]:
+        """Those nearest to the origin."""
+        return self.results or self.buffers or self.weights or self.gradients
+
+    @property
+    def what(self) -> str:
+        return "the loss" if self.loss else "a weight" if self.weights else "a gradient"
 
     @classmethod
     def of(cls, seen: Sight) -> _Bad:

@@ -255,17 +255,16 @@ class Engine(TorchFunctionMode):
         call = Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed, None, watch)
         before, self.running = self.running, (row.name, rule is not None)
         try:
-            spots = self.spots
-            predicts = plan.at_site is not None and spots is not None and not functorch_is_active()
-            if predicts and plan.at_site is not None and not has_irregular((args, kwargs)):
-                if plan.is_delayed and self.scales is not None and spots is not None:
-                    spot = spots.spot(self.path.outermost, self.path.current, row.name)
-                    call.scales = SiteScales(self.scales, spot, spots.training)
-                else:
-                    call.writer = self.writer(row.name, call.rule, None if watch is None else watch.at_site)
-                return plan.at_site(call)
-            if plan.run is not None:
-                return plan.run(call)
+            run, spots = plan.at_site, self.spots
+            if run is None or spots is None or functorch_is_active() or has_irregular((args, kwargs)):
+                run = plan.run
+            elif plan.is_delayed and self.scales is not None:
+                spot = spots.spot(self.path.outermost, self.path.current, row.name)
+                call.scales = SiteScales(self.scales, spot, spots.training)
+            else:
+                call.writer = self.writer(row.name, call.rule, None if watch is None else watch.at_site)
+            if run is not None:
+                return run(call)
             return func(*args, **kwargs) if watch is None else observed(row, call)
         except RuntimeError as error:
             return self.without_kernel(error, func, args, kwargs)

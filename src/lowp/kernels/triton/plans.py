@@ -75,19 +75,19 @@ class Layout(NamedTuple):
     """The encoding of a format, a compile-time constant."""
 
     wide: bool
-    integer: bool
-    varying: bool
-    signed: bool
-    has_zero: bool
-    subnormals: bool
-    minus_zero: bool
-    infinity: bool
-    anchored: bool  # fp32's addition counts quanta below the normal numbers
-    summed: bool  # fp32's addition rounds all numbers, too: a power of two with their ulp is not too large
-    next_is_beyond: bool  # overflow has the code after the largest number's
-    in_byte: bool  # the sign is the eighth bit
-    in_nibble: bool  # the sign is the fourth bit
-    nan: str  # "above": codes above infinity's, or all ones; "minus-zero": the code of -0; "none"
+    integer: bool = False
+    varying: bool = False
+    signed: bool = True
+    has_zero: bool = True
+    subnormals: bool = True
+    minus_zero: bool = False
+    infinity: bool = False
+    anchored: bool = False  # fp32's addition counts quanta below the normal numbers
+    summed: bool = False  # fp32's addition rounds all numbers, too: a power of two with their ulp is not too large
+    next_is_beyond: bool = False  # overflow has the code after the largest number's
+    in_byte: bool = False  # the sign is the eighth bit
+    in_nibble: bool = False  # the sign is the fourth bit
+    nan: str = "none"  # "above": codes above infinity's, or all ones; "minus-zero": the code of -0; "none"
     by_product: bool = False  # one product with a power of two decodes numbers below the normal ones, too
     packed: bool = False  # two codes per byte
 
@@ -95,21 +95,21 @@ class Layout(NamedTuple):
 class Codes(NamedTuple):
     """The numbers of an encoding."""
 
-    dropped: int
-    low_field: int
-    smallest_normal: int
-    offset: int  # the difference of the exponent fields of carrier and code, at the position of the code's
-    subnormals_from: int  # the code of the smallest normal number
-    anchor: int  # the bits of 2**23 (2**52), to which a code is added to decode it
-    quantum: int
-    unit_anchor: int  # the bits of the power of two whose ulp is the quantum
-    magnitude_mask: int
-    sign_place: int
-    infinity_code: int
-    nan_code: int
-    most: int  # the code of the largest finite number, or the largest integer
-    least: int  # the magnitude of the smallest integer
-    beyond: int  # the code of overflow, if the cast does not saturate
+    dropped: int = 0
+    low_field: int = 0
+    smallest_normal: int = 0
+    offset: int = 0  # the difference of the exponent fields of carrier and code, at the position of the code's
+    subnormals_from: int = 0  # the code of the smallest normal number
+    anchor: int = 0  # the bits of 2**23 (2**52), to which a code is added to decode it
+    quantum: int = 0
+    unit_anchor: int = 0  # the bits of the power of two whose ulp is the quantum
+    magnitude_mask: int = 0
+    sign_place: int = 0
+    infinity_code: int = 0
+    nan_code: int = 0
+    most: int = 0  # the code of the largest finite number, or the largest integer
+    least: int = 0  # the magnitude of the smallest integer
+    beyond: int = 0  # the code of overflow, if the cast does not saturate
     spread: int = 0  # bits of the exponent field that fp32 has more, for a product
     digits: int = 0  # the bits of fp32 that a code fills, for a product, with the sign
     power: int = 0  # the bits of the power of two that moves the exponent's bias
@@ -132,14 +132,12 @@ def plan(cast: Cast, dtype: torch.dtype) -> CastPlan:
 
 def _form(cast: Cast, p: Parameters) -> CastTraits:
     element = cast.element
-    is_float = isinstance(element, FloatFormat)
-    wide = p.carrier == CARRIERS[torch.float64]
-    varying = not is_float or p.min_exponent + p.carrier.bias > 1
-    is_sum = cast.rounding in _BY_ADDITION and p.parity_offset is None
-    by_noise = cast.is_stochastic and not wide and _adds_noise(cast)
+    wide, varying = p.carrier == CARRIERS[torch.float64], _is_varying(element, p)
     anchored = not varying or _SMALLEST_UNIT <= _unit(cast) <= _LARGEST_UNIT
-    by_addition = is_sum and not wide and p.dropped < p.carrier.mantissa_bits and anchored
-    signed, two_ends = not isinstance(element, FloatFormat) or element.signed, p.minimum != p.maximum
+    by_addition = anchored and not wide and _adds(cast, p)
+    by_noise = not wide and _adds_noise(cast)
+    below = by_noise and varying  # it draws for numbers below the normal ones, too
+    (signed, minus_zero), two_ends = _signs(element), p.minimum != p.maximum
     is_directed = str(cast.rounding) in ("toward-zero", "to-odd", "up", "down")
     return CastTraits(
         wide=wide,
@@ -149,20 +147,35 @@ def _form(cast: Cast, p: Parameters) -> CastTraits:
         cuts=p.dropped > 0 or varying,
         varying=varying,
         by_addition=by_addition,
-        by_sum=by_addition and varying and cast.rounding in _DIRECTED and _is_summed(cast.element, p),
+        by_sum=by_addition and varying and cast.rounding in _DIRECTED and _is_summed(element, p),
         by_noise=by_noise,
-        by_product=by_noise and varying and anchored and _cuts_most(cast, p),
-        reaches_subnormals=by_noise and varying and p.dropped + _low_field(cast, p) <= _DIGITS,
+        by_product=below and anchored and _cuts_most(cast, p),
+        reaches_subnormals=below and p.dropped + _low_field(cast, p) <= _DIGITS,
         by_code=p.parity_offset is not None,
         flush=p.flush_below != 0,
         has_zero=element.has_zero,
         signed=signed,
-        minus_zero=isinstance(element, FloatFormat) and element.has_minus_zero,
+        minus_zero=minus_zero,
         two_ends=two_ends,
         binary=isinstance(element, IntFormat) and element.bits == 1,
         is_directed=is_directed,
         nan_beyond=str(cast.overflow) == "nan" and signed and not (wide or two_ends or is_directed),
     )
+
+
+def _signs(element: FloatFormat | IntFormat) -> tuple[bool, bool]:
+    """Return whether a format has numbers below zero, and whether it has -0."""
+    return (element.signed, element.has_minus_zero) if isinstance(element, FloatFormat) else (True, False)
+
+
+def _is_varying(element: FloatFormat | IntFormat, p: Parameters) -> bool:
+    """Whether more bits are cut from small numbers: the smallest normal one is not the carrier's."""
+    return not isinstance(element, FloatFormat) or p.min_exponent + p.carrier.bias > 1
+
+
+def _adds(cast: Cast, p: Parameters) -> bool:
+    """Whether an addition to the carrier's bits rounds normal numbers."""
+    return cast.rounding in _BY_ADDITION and p.parity_offset is None and p.dropped < p.carrier.mantissa_bits
 
 
 def exact(form: CastTraits) -> CastTraits:
@@ -242,10 +255,9 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     wide = p.carrier == CARRIERS[torch.float64]
     anchor = (mantissa_bits + bias) << mantissa_bits
     if isinstance(format, IntFormat):
-        sizes = (format.bits == 8, format.bits == 4)
-        shape = Layout(wide, True, False, True, True, True, False, False, False, False, False, *sizes, "none")
-        return shape, Codes(0, 0, 0, 0, 0, anchor, p.quantum, 0, 0, 0, 0, 0, format.maximum, -format.minimum, 0)
-    varying, nan = p.min_exponent + bias > 1, format.nan_code
+        shape = Layout(wide=wide, integer=True, in_byte=format.bits == 8, in_nibble=format.bits == 4)
+        return shape, Codes(anchor=anchor, quantum=p.quantum, most=format.maximum, least=-format.minimum)
+    varying, nan = _is_varying(format, p), format.nan_code
     all_ones = (1 << (format.bits - format.signed)) - 1
     infinity = format.infinity_code
     kind = "none" if nan is None else "minus-zero" if nan > all_ones else "above"
@@ -256,7 +268,6 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     anchored = not wide and format.has_zero and _SMALLEST_UNIT <= unit <= _LARGEST_UNIT
     shape = Layout(
         wide=wide,
-        integer=False,
         varying=varying,
         signed=signed,
         has_zero=format.has_zero,
@@ -285,7 +296,6 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         infinity_code=infinity or 0,
         nan_code=_signed64(nan or 0),
         most=most,
-        least=0,
         beyond=beyond,
     )
     return shape, _with_product(codes, format) if shape.by_product else codes

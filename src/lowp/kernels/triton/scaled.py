@@ -110,10 +110,6 @@ def _sharing(cast: Cast, dtype: torch.dtype, codes: bool, form: CastTraits, shap
     if marks and is_direct:  # the codes of a group with a NaN are zeros
         shape = shape._replace(nan="none")
     precision = element.mantissa_bits + 1 if isinstance(element, FloatFormat) else element.bits - 1
-    is_nearest = form.by_addition and form.rounding == "nearest-even" and form.signed and not form.flush
-    has_headroom = cast.scaling is not None and cast.scaling.headroom > 0
-    is_near = not is_power and is_nearest and not has_headroom and _is_near(form, shape, format)
-    is_summed = is_power and not codes and is_nearest and shape.summed
     sharing = Sharing(
         power=is_power,
         low=False,
@@ -123,8 +119,8 @@ def _sharing(cast: Cast, dtype: torch.dtype, codes: bool, form: CastTraits, shap
         loses=loses,
         direct=is_direct,
         low_bits=23 - precision,
-        near=is_near,
-        summed=is_summed and form.minus_zero and form.overflow == "saturate",
+        near=not is_power and _is_near(form, shape, cast),
+        summed=is_power and not codes and _is_summed(form, shape) and form.overflow == "saturate",
         tolerance=0,
     )
     return sharing, shape
@@ -163,12 +159,25 @@ def _of_ratios(found: ScaledCastPlan, cast: Cast) -> ScaledCastPlan | None:
     return found._replace(sharing=sharing, scale_numbers=scale_numbers, scale_codes=scale_codes)
 
 
-def _is_near(form: CastTraits, shape: Layout, format: ScaledFormat) -> bool:
+def _is_nearest(form: CastTraits) -> bool:
+    """Whether a sum in fp32 rounds to nearest even, of both signs."""
+    return form.by_addition and form.rounding == "nearest-even" and form.signed and not form.flush
+
+
+def _is_summed(form: CastTraits, shape: Layout) -> bool:
+    """Whether it does that of all numbers of a format, with -0."""
+    return _is_nearest(form) and shape.summed and form.minus_zero
+
+
+def _is_near(form: CastTraits, shape: Layout, cast: Cast) -> bool:
     """Whether a sum in fp32 rounds quotients to elements, and none but those under a rounded scale overflow.
 
     With headroom 63.5 may become 64 in int8, whose value exceeds the group's largest number, and perhaps fp16's.
     """
-    known = shape.integer or (shape.summed and form.minus_zero)
+    format = definition.scaled_format(cast)
+    if cast.scaling is not None and cast.scaling.headroom > 0:
+        return False
+    known = _is_nearest(form) if shape.integer else _is_summed(form, shape)
     return known and (format.outer is None or (form.overflow == "saturate" and not shape.integer))
 
 

@@ -130,7 +130,7 @@ def direct(
     is_nan = magnitude > infinity_bits(False)
     FOLLOWED: tl.constexpr = LAYOUT.next_is_beyond and (FORM.overflow != "nan" or not LAYOUT.infinity)
     SUMMED: tl.constexpr = LAYOUT.summed and FORM.by_addition and FORM.rounding == "nearest-even"
-    DIRECTED: tl.constexpr = FORM.by_sum and FORM.by_addition and not LAYOUT.integer
+    DIRECTED: tl.constexpr = FORM.by_sum  # of floats, whose neighbours a sum rounds to
     ENDS: tl.constexpr = (SUMMED or DIRECTED) and (FORM.overflow == "saturate" or FOLLOWED)
     if ENDS and DIRECTED:
         sum, binade = directed(magnitude, sign, numbers, FORM)
@@ -148,28 +148,41 @@ def direct(
         size = tl.minimum(code, tl.where(sign != 0, codes.least, codes.most))
         code = tl.where(sign != 0, -size, size)
     else:
-        if ENDS:
-            code = code
-        elif FORM.overflow == "saturate":
-            code = tl.minimum(code, codes.most)
-        elif FOLLOWED:
-            code = tl.minimum(code, codes.beyond)
-        elif FORM.overflow == "nan":
-            code = tl.where(code > codes.most, codes.nan_code, code)
-        else:
-            code = tl.where(code > codes.most, codes.beyond, code)
+        if not ENDS:
+            code = _limited(code, codes, FORM.overflow, FOLLOWED)
         if LAYOUT.nan == "above" and (DIRECTED or FORM.overflow != "nan"):  # otherwise overflow becomes NaN
             code = tl.where(is_nan, codes.nan_code, code)
-        above = 24 if LAYOUT.in_byte else 28 if LAYOUT.in_nibble else 31 - codes.sign_place
-        side = (sign.to(tl.uint32, bitcast=True) >> tl.cast(above, tl.uint32)).to(tl.int32, bitcast=True)
-        if LAYOUT.minus_zero:
-            code = code | side
-        else:
-            if ENDS:
-                code = code & 0x003FFFFF
-            code = tl.where((code == 0) | (code == codes.nan_code), code, code | side)
+        code = _with_side(code, sign, codes, LAYOUT, ENDS)
         if LAYOUT.nan == "minus-zero":
             code = tl.where(is_nan, codes.nan_code, code)
+    return code
+
+
+@triton.jit
+def _limited(code, codes, OVERFLOW: tl.constexpr, FOLLOWED: tl.constexpr):
+    """Return the codes of magnitudes with that of overflow for those above the largest number's."""
+    if OVERFLOW == "saturate":
+        code = tl.minimum(code, codes.most)
+    elif FOLLOWED:
+        code = tl.minimum(code, codes.beyond)
+    elif OVERFLOW == "nan":
+        code = tl.where(code > codes.most, codes.nan_code, code)
+    else:
+        code = tl.where(code > codes.most, codes.beyond, code)
+    return code
+
+
+@triton.jit
+def _with_side(code, sign, codes, LAYOUT: tl.constexpr, ENDS: tl.constexpr):
+    """Return the codes of magnitudes with the bits of their signs; of formats without -0 not those of zero and NaN."""
+    above = 24 if LAYOUT.in_byte else 28 if LAYOUT.in_nibble else 31 - codes.sign_place
+    side = (sign.to(tl.uint32, bitcast=True) >> tl.cast(above, tl.uint32)).to(tl.int32, bitcast=True)
+    if LAYOUT.minus_zero:
+        code = code | side
+    else:
+        if ENDS:
+            code = code & 0x003FFFFF
+        code = tl.where((code == 0) | (code == codes.nan_code), code, code | side)
     return code
 
 
