@@ -11,9 +11,12 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.formats import parse as parse_format
+from lowp.kernels import cpu
 from lowp.policy import Policy, Rule
 
 TILED = ["e2m1@e4m3fn@fp32/16x16", "e4m3fn@e8m0/16x16", "e4m3fn@e8m0/32x32:rceil", "i8s@fp32/4x8", "e5m2@e8m0/1x32"]
+DRAWN = ["e2m1@e4m3fn@fp32/16x16:stochastic", "e4m3fn@e8m0/4x24:stochastic", "e2m1@fp32/2x3:stochastic"]
+TRIED = ["e2m1@e4m3fn@fp32/16x16:4/6", "e2m1@e4m3fn@fp32/32x8:4/6", "e2m1@e4m3fn/3x5:4/6", "e2m1@fp32/2x300:4/6"]
 SHAPES = [(32, 48), (33, 50), (3, 20, 40), (7,), (1, 1), (5, 3), (0, 16)]
 
 
@@ -62,6 +65,21 @@ def test_codes_have_the_values_and_every_implementation_the_same(text: str, shap
 def sides(text: str) -> tuple[int, int]:
     scope = parse(text).format.scope  # type: ignore[union-attr]
     return scope.rows, scope.size
+
+
+@pytest.mark.parametrize("text", [*TILED, *DRAWN, *TRIED])
+def test_the_library_has_the_bits_of_the_definition_with_every_instruction_set(text: str) -> None:
+    for shape in [(33, 50), (17, 600), (4, 6, 3, 3)]:
+        for x in (numbers(*shape), numbers(*shape).double(), numbers(*shape).bfloat16().float()):
+            for bad in (0.0, float("inf"), -float("nan")):
+                x.view(-1)[x.numel() // 2] = bad
+                with kernels.use("bitwise"):
+                    wanted = lowp.quantize(x, text, seed=7)
+                for name in cpu.available():
+                    cpu.select(name)
+                    found = lowp.quantize(x, text, seed=7)
+                    cpu.select(None)
+                    assert torch.equal(found.nan_to_num(9), wanted.nan_to_num(9)), (shape, name)
 
 
 def test_a_matrix_and_its_transpose_have_the_same_numbers_in_square_tiles() -> None:

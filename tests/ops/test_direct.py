@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import kernels
+from lowp.kernels import cpu
 from lowp.ops.direct import Direct, one_dtype
+from lowp.ops.prepared import Back
 from lowp.policy import Policy, Rule
 from lowp.region import handover
 from lowp.region.engine import Engine
@@ -428,6 +430,84 @@ OTHERS = {
     "a stochastic result": {"input": "e4m3fn", "weight": "e4m3fn", "grad": "e5m2", "output": "e5m7:stochastic"},
     "bytes that only layers sum": {"input": "int8", "weight": "int8", "grad": "int8", "accumulate": "int32"},
 }
+
+
+NVFP4, TILES = "nvfp4", "e2m1@e4m3fn@fp32/16x16"
+BY_PRODUCT = {
+    "nvfp4": {"weight": TILES, "weight_gradient": "input=nvfp4 hadamard=16"},
+    "both rotated": {
+        **dict.fromkeys(("input", "weight"), "mxfp4"),
+        "grad": "mxfp4:stochastic",
+        "input_gradient": "weight=mxfp4 hadamard=16",
+        "weight_gradient": "input=mxfp4:stochastic hadamard=8",
+    },
+    "other casts": {"input_gradient": "weight=mxfp8 grad=mxfp6", "weight_gradient": "input=e5m2@fp32/row grad=bf16"},
+    "a gradient alone": {"grad": "mxfp8", "input_gradient": "grad=mxfp4:stochastic", "output": "fp16"},
+    "rotated alone": {"weight": "bf16", "grad": "bf16", "output": None, "weight_gradient": "input=fp32 hadamard=4"},
+    "four or six": {"input": "nvfp4:4/6", "weight": f"{TILES}:4/6", "output": "fp32"},
+}
+MULTIPLIED: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "matrix": (F.linear, (37, 45), (19, 45)),
+    "batches": (F.linear, (3, 12, 64), (48, 64)),
+    "row": (F.linear, (64,), (48, 64)),
+    "matrices": (torch.matmul, (2, 24, 32), (2, 32, 40)),
+    "convolution": (lambda x, w: F.conv2d(x, w, padding=1), (2, 20, 6, 6), (24, 20, 3, 3)),
+}
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("name", BY_PRODUCT)
+def test_products_with_casts_of_their_own_have_the_bits_of_their_definition(
+    name: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isa not in cpu.available():
+        pytest.skip(f"this processor has no {isa}")
+    casts: dict[str, Any] = {"input": NVFP4, "weight": NVFP4, "grad": "nvfp4:stochastic", "output": "bf16"}
+    region = by_rule(**{key: value for key, value in (casts | BY_PRODUCT[name]).items() if value is not None})
+    ran: list[bool] = []
+    back = Back.run
+    monkeypatch.setattr(Back, "run", lambda *given: (found := back(*given), ran.append(found is not None))[0])
+
+    def run(product: str, dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(7)
+        function, *shapes = MULTIPLIED[product]
+        x, w = torch.randn(shapes[0]).to(dtype).requires_grad_(), torch.randn(shapes[1], requires_grad=True)
+        with region():
+            y = function(x, w)
+        return [y, *torch.autograd.grad(y, (x, w), y.detach() * 2)]
+
+    calls = [(product, dtype) for product in MULTIPLIED for dtype in (torch.float32, torch.bfloat16)]
+    calls = [call for call in calls if call[0] != "convolution" or "hadamard" not in str(BY_PRODUCT[name])]
+    taken = taken_straight(monkeypatch)
+    cpu.select(isa)
+    try:
+        fast = [run(*call) for call in calls]
+    finally:
+        cpu.select(None)
+    assert all(taken) and all(ran) and len(taken) == len(ran) == len(calls)
+    take_the_long_way(monkeypatch)
+    for call, straight in zip(calls, fast, strict=True):
+        for one, other in zip(straight, run(*call), strict=True):
+            assert one.dtype is other.dtype and torch.equal(one, other), call
+
+
+def test_what_is_no_number_is_rotated_by_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = by_rule(input="e4m3fn", grad="e5m2", weight_gradient="input=e4m3fn hadamard=4")
+    x, w = torch.randn(8, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
+    x.data[1, 1], x.data[6, 2] = math.inf, math.nan
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(7)
+        with rule():
+            y = F.linear(x, w)
+        return list(torch.autograd.grad(y, (x, w), torch.ones_like(y)))
+
+    fast = run()
+    take_the_long_way(monkeypatch)
+    assert not fast[1].isfinite().all()
+    for one, other in zip(fast, run(), strict=True):
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
 @pytest.mark.parametrize("casts", OTHERS)

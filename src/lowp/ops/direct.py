@@ -25,7 +25,7 @@ from lowp.ops.call import KeptCasts, QuickRegion, RoleCasts, accumulation, sums_
 from lowp.ops.casting import clips, end_of, native_dtype, own_dtype, shielded
 from lowp.ops.prepared import FACTOR, FACTOR_SCALES, UNKNOWN, VALUE, VALUE_SCALES, Found, Prepared
 from lowp.ops.products import gradients
-from lowp.ops.trilinear import Form, Linear
+from lowp.ops.trilinear import FIRST, SECOND, Form, Linear
 from lowp.ops.ways import prepare
 from lowp.policy import Rule
 
@@ -43,7 +43,7 @@ class Direct:
     def __init__(self, rule: Rule) -> None:
         self.rule, self.to_weight = rule, cast(Cast, rule.weight)
         self.narrow, self.sums_bytes = one_dtype(rule), sums_bytes(rule)
-        is_torchs = self.narrow is not None and multiplies("cpu", self.narrow)  # its own product
+        is_torchs = any(multiplies("cpu", dtype) for dtype in dtypes_of_products(rule))  # its own product
         self.ways = [way for way in WAYS if not (way is None and is_torchs)]
         self.bytes_of_rows = rule.input == rule.weight == _INT8
         self.prepared: dict[Hashable, Prepared | None] = {}
@@ -110,7 +110,7 @@ def _recorded(prepared: Prepared, given: list[Any], kept: KeptCasts | None) -> T
     """Return a contraction that gradients are recorded for. `given`, `kept`: as in `Prepared.run`."""
     ends: list[Tensor | None] = [None, None]  # where the gradients of gradients go of operands that are rounded
     for slot, read in enumerate((prepared.x, prepared.weight)):
-        if read.cast is not None:
+        if read.cast is not None and read.raw is None:
             one = given[slot]
             ends[slot] = one if one.is_leaf and one.dtype is torch.float32 else end_of(one)
     return _apply(*given[:3], prepared, given, ends, kept)  # type: ignore[no-any-return]
@@ -130,16 +130,30 @@ def linear_form(first: tuple[int, ...], second: tuple[int, ...]) -> Linear | Non
 def direct(rule: Rule) -> Direct | None:
     """Return how contractions run straight under a rule; None for rules whose casts or sums no program has."""
     sums = accumulation(rule)
-    if rule.is_empty or rule.has_products or rule.saved is not None or not (sums is None or sums.format == "fp32"):
+    if rule.is_empty or rule.saved is not None or not (sums is None or sums.format == "fp32"):
         return None
     if not is_here():
         return None
-    casts = [one for one in (rule.input, rule.weight, rule.grad, rule.output) if one is not None]
-    if not all(rounds(one) and not clips(one) and own_dtype(one) is not torch.float64 for one in casts):
+    if not all(rounds(one) and not clips(one) and own_dtype(one) is not torch.float64 for one in rule.casts):
         return None
     if rule.output is not None and isinstance(rule.output.format, ScaledFormat):
         return None
     return Direct(rule)
+
+
+def dtypes_of_products(rule: Rule) -> set[torch.dtype]:
+    """Return the 16-bit dtypes to which a rule rounds both operands and the result of one of the three products."""
+    if not rule.has_products:
+        return {one} if (one := one_dtype(rule)) is not None else set()
+    casts, found = RoleCasts(rule), set()
+    products = [(rule.input, rule.weight)]
+    for target, other in ((FIRST, rule.weight), (SECOND, rule.input)):
+        own = casts.of_product(target)
+        products.append((own.other or other, own.grad or rule.grad or rule.output))
+    for pair in products:
+        dtypes = {None if one is None else native_dtype(one) for one in (*pair, rule.output)}
+        found |= dtypes if len(dtypes) == 1 else set()
+    return {one for one in found if one in (torch.float16, torch.bfloat16)}
 
 
 def one_dtype(rule: Rule) -> torch.dtype | None:

@@ -22,6 +22,8 @@ from lowp.kernels.products.programs import (
     Memory,
     ProductStep,
     Program,
+    RotationStep,
+    SignsStep,
     Step,
     follows,
     is_reached,
@@ -29,9 +31,9 @@ from lowp.kernels.products.programs import (
     strides_of,
 )
 from lowp.kernels.products.scratch import Scratch
-from lowp.ops.call import KeptCasts
+from lowp.ops.call import KeptCasts, RoleCasts
 from lowp.ops.casting import carrier_dtype, depends_on_axis, native_dtype, own_dtype
-from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form, Linear
 from lowp.policy import Rule
 
 # places in a forward program
@@ -48,19 +50,26 @@ Found = list[Tensor | None]
 class Read(NamedTuple):
     """How an operand is read: by a cast, or as it is; and the values that are multiplied.
 
-    `copies`: the operand is made contiguous first. Groups with a shared scale run along `axis`.
+    `copies`: the operand is made contiguous first. Groups with a shared scale run along `axis`. `raw`: the operand as
+    it comes, if backward reads that and rounds it anew; otherwise it reads the values.
     """
 
     cast: Cast | None
     empty: _Empty
     copies: bool = False
     axis: int = -1
+    raw: _Empty | None = None
+
+    @property
+    def saved(self) -> _Empty:
+        """What backward reads."""
+        return self.empty if self.raw is None else self.raw
 
     def has(self, saved: Tensor | None) -> bool:
-        """Whether what was saved lies as the values did: hooks on saved tensors may have moved it."""
+        """Whether what was saved lies as it did: hooks on saved tensors may have moved it."""
         if saved is None:
             return True
-        _, strides, dtype = self.empty
+        _, strides, dtype = self.saved
         return saved.stride() == strides and saved.dtype is dtype and (dtype is not torch.int8 or is_on_host(saved))
 
 
@@ -74,6 +83,13 @@ class Made(NamedTuple):
     def of(cls, found: Matrices, dtype: torch.dtype) -> Made:
         """Return the result of a product."""
         return cls((found.shape, strides_of(found.shape), dtype), found.finish)
+
+
+class Turned(NamedTuple):
+    """A copy of the gradient, in a shape, with an axis moved to its end."""
+
+    shape: tuple[int, ...]
+    axis: int
 
 
 class ForwardProgram(NamedTuple):
@@ -117,6 +133,7 @@ class Prepared:
 
         `kept`: the region's casts, that of the weight among them. Raises NotFinite.
         """
+        saves_value, saves_factor = saves_value and self.x.raw is None, saves_factor and self.weight.raw is None
         weight, to, keeps = cast(Tensor, given[WEIGHT]), self.weight.cast, False
         if kept is not None and self.keeps_weight and weight.requires_grad and weight.is_leaf:
             given[FACTOR], sign = kept.look(weight, cast(Cast, to))
@@ -201,14 +218,14 @@ def is_read(to: Cast) -> bool:
 class Back(NamedTuple):
     """The gradients of a contraction as one program.
 
-    `made`: the tensors that it writes, and axes that are moved to the end of copies of the gradient which it reads;
-    `results`: the places of the gradients of x, the weight and the bias, and what gives them their shapes, or what
-    makes them of all tensors. `copies`: as in `Read`.
+    `made`: the tensors that it writes, and copies of the gradient that it reads; `results`: the places of the gradients
+    of x, the weight and the bias, and what gives them their shapes, or what makes them of all tensors. `copies`: as in
+    `Read`.
     """
 
     program: Program
     copies: bool
-    made: Sequence[_Empty | int]
+    made: Sequence[_Empty | Turned]
     results: Sequence[tuple[int | None, Finish | None]] | Callable[[Found, Scratch], Found]
 
     def run(self, gradient: Tensor, values: Sequence[Tensor | None]) -> Found | None:
@@ -232,8 +249,8 @@ class Back(NamedTuple):
             gradient = gradient.contiguous()
         tensors: Found = [gradient, ones(), *values]
         for one in self.made:
-            if isinstance(one, int):
-                moved = gradient.movedim(one, -1)
+            if isinstance(one, Turned):
+                moved = gradient.view(one.shape).movedim(one.axis, -1)
                 made = empty(moved.shape, strides_of(tuple(moved.shape)), dtype=moved.dtype, device=_CPU)
                 tensors.append(made.copy_(moved))
             else:
@@ -243,73 +260,131 @@ class Back(NamedTuple):
 
 
 class Builder:
-    """Builds the program of a contraction's gradients, in the order in which the definition casts and multiplies."""
+    """Builds the program of a contraction's gradients, in the order in which the definition casts and multiplies.
 
-    def __init__(self, prepared: Prepared, gradient: Tensor, bias_dtype: torch.dtype | None) -> None:
-        self.prepared, self.bias_dtype = prepared, bias_dtype
-        shape, strides, dtype = tuple(gradient.shape), gradient.stride(), gradient.dtype
-        to = prepared.rule.grad
-        self.cast = None if to is None or own_dtype(to) is dtype else to
-        whole = strides_of(shape)
-        self.copies = strides != whole and (self.cast is not None or len(shape) != 2 or not is_reached(shape, strides))
-        self.gradient = Memory(GRADIENT, shape, whole if self.copies else strides, dtype)
+    `keeps`: values of casts are tensors that outlive the program, in fp32.
+    """
+
+    def __init__(
+        self, prepared: Prepared, gradient: Tensor, bias_dtype: torch.dtype | None, keeps: bool = False
+    ) -> None:
+        self.prepared, self.bias_dtype, self.keeps = prepared, bias_dtype, keeps
+        rule, form, shape = prepared.rule, prepared.form, tuple(gradient.shape)
+        self.is_apart = rule.has_products  # whether products have casts of their own
+        if self.is_apart and isinstance(form, Linear) and len(form.second) == 2:
+            rows = math.prod(form.first[:-1])
+            form, shape = Linear((rows, form.first[-1]), form.second), (rows, form.second[0])
+        self.form = form
+        casts = RoleCasts(rule)
+        self.products = casts.of_product(FIRST), casts.of_product(SECOND)
+        grads = [one.grad or rule.grad for one in self.products] + [rule.grad]
+        self.casts_gradient = any(self.is_cast(to, gradient.dtype) for to in grads)
+        self.is_possible = not any(to is not None and self._loses(to, shape) for to in grads)
+        whole, strides = strides_of(shape), gradient.stride()
+        is_read = not (self.casts_gradient or self.is_apart) and len(shape) == 2 and is_reached(shape, strides)
+        self.copies = strides != whole and not is_read
+        self.gradient = Memory(GRADIENT, shape, strides if is_read else whole, gradient.dtype)
         self.steps: list[Step] = []
-        self.made: list[_Empty | int] = []
+        self.made: list[_Empty | Turned] = []
         self.owned: list[int] = []
-        self.incoming: dict[int, Memory] = {}
+        self.incoming: dict[tuple[int, Cast | None], Memory] = {}
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether steps cast the gradient."""
-        if self.cast is None or not isinstance(self.cast.format, ScaledFormat):
-            return True
-        loses = self.cast.format.scope.kind == "tensor" and self.gradient.shape[-1:] >= (FEATURES,)  # of many some
-        return not loses and self.gradient.dtype is torch.float32
+    @staticmethod
+    def is_cast(to: Cast | None, dtype: torch.dtype) -> bool:
+        """Whether numbers in a dtype are rounded by a cast."""
+        return to is not None and own_dtype(to) is not dtype
+
+    @staticmethod
+    def _loses(to: Cast, shape: tuple[int, ...]) -> bool:
+        """Whether a gradient may lose columns under one scale, which the definition warns of."""
+        return isinstance(to.format, ScaledFormat) and to.format.scope.kind == "tensor" and shape[-1:] >= (FEATURES,)
 
     def back(self, needs: tuple[bool, ...]) -> Back | None:
         """Return the gradients asked for; None if they are no products of matrices as they lie, or no step casts."""
-        prepared = self.prepared
         if not self.is_possible:
             return None
         results: list[tuple[int | None, Finish | None]] = [(None, None)] * 3
-        for slot, place, read in ((FIRST, SECOND_VALUE, prepared.weight), (SECOND, FIRST_VALUE, prepared.x)):
+        for slot in (FIRST, SECOND):
             if not needs[slot]:
                 continue
-            value = Memory(place, *read.empty)
-            found = matrices(prepared.form, slot, value, self.cast_along(prepared.form.contracted[slot][1]))
-            if found is None or found.is_redrawn(prepared.rule.output):
+            operands = self.operands(slot)
+            found = None if operands is None else matrices(self.form, slot, *operands)
+            if found is None or found.is_redrawn(self.prepared.rule.output):
                 return None
-            results[slot] = self._product(found, prepared.shapes[slot][1])
+            results[slot] = self._product(found, *self.prepared.shapes[slot])
         if needs[2]:
-            found = _rows(self.cast_along(-1))
+            found = _rows(self.cast_along(-1, self.prepared.rule.grad))
             if found is None or self.bias_dtype is None:
                 return None
-            results[2] = self._product(found, self.bias_dtype)
+            results[2] = self._product(found, found.shape, self.bias_dtype)
         return self.finished(self.copies, results)
 
-    def cast_along(self, axis: int, dtype: torch.dtype | None = None, keeps: bool = False) -> Memory:
-        """Return the gradient as an operand; scales of rows and blocks follow the contracted dimension.
+    def operands(self, slot: int) -> tuple[Memory, Memory] | None:
+        """Return what the product for a slot multiplies: of the other operand, and of the gradient."""
+        prepared, own, axes = self.prepared, self.products[slot], self.form.contracted[slot]
+        place, read = (SECOND_VALUE, prepared.weight) if slot == FIRST else (FIRST_VALUE, prepared.x)
+        value, to = Memory(place, *read.saved), own.grad or prepared.rule.grad
+        if self.is_apart and isinstance(self.form, Linear):
+            shape = self.form.second if slot == FIRST else self.form.first
+            if value.shape != shape and value.strides != strides_of(value.shape):
+                return None
+            value = value._replace(shape=shape, strides=value.strides if value.shape == shape else strides_of(shape))
+        if own.other is None:
+            return value, self.cast_along(axes[1], to)
+        if value.strides != strides_of(value.shape):
+            return None
+        if not own.hadamard:
+            again = self._cast(value, own.other, axes[0])
+            return None if again is None else (again, self.cast_along(axes[1], to))
+        rotated = cast(tuple[int, int], self.form.rotated(slot, own.hadamard))
+        signs = self.own((own.hadamard,), torch.float32)
+        self.steps.append(SignsStep(own.hadamard, signs))
+        pair = []
+        for one, by, axis in ((value, own.other, rotated[0]), (self.gradient, to, rotated[1])):
+            turned = self._place(one.shape, one.strides, torch.float32)
+            self.steps.append(RotationStep(one, signs, turned.place, own.hadamard, axis))
+            pair.append(turned if by is None else self._cast(turned, by, axis))
+        return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
 
-        `keeps`: its values are a tensor that outlives the program.
-        """
-        if self.cast is None:
+    def cast_along(self, axis: int, to: Cast | None) -> Memory:
+        """Return the gradient as an operand; scales of rows and blocks follow the contracted dimension."""
+        if to is None or not self.is_cast(to, self.gradient.dtype):
             return self.gradient
-        axis = axis if depends_on_axis(self.cast) else -1
-        if axis not in self.incoming:
-            shape, dtype = self.gradient.shape, dtype or carrier_dtype(self.cast)
-            source, along, strides = self.gradient, axis, self.gradient.strides
-            if not follows(shape, self.cast, axis):
-                order = [index for index in range(len(shape)) if index != axis] + [axis]
-                turned = tuple(shape[index] for index in order)
-                source = Memory(self.make(axis), turned, strides_of(turned), self.gradient.dtype)
-                lying = dict(zip(order, source.strides, strict=True))
-                strides, along = tuple(lying[index] for index in range(len(shape))), -1
-            to = self.make((shape, strides, dtype)) if keeps else self.own(shape, dtype)
-            self.steps.append(CastStep(source, to, self.cast, dtype, along))
-            self.incoming[axis] = Memory(to, shape, strides, dtype)
-        return self.incoming[axis]
+        key = axis if depends_on_axis(to) else -1, to
+        if key not in self.incoming:
+            source = self.gradient
+            self.incoming[key] = self._cast(source, to, key[0]) or self._cast_turned(source, to, key[0])
+        return self.incoming[key]
 
-    def make(self, one: _Empty | int) -> int:
+    def _cast(self, source: Memory, to: Cast, axis: int) -> Memory | None:
+        """Return the values of a cast, laid as their source; None where no step casts along the axis as that lies."""
+        axis = axis if depends_on_axis(to) else -1
+        if not self.is_cast(to, source.dtype):
+            return source
+        if not follows(source.shape, to, axis):
+            return None
+        made = self._place(source.shape, source.strides, torch.float32 if self.keeps else carrier_dtype(to))
+        self.steps.append(CastStep(source, made.place, to, made.dtype, axis))
+        return made
+
+    def _cast_turned(self, source: Memory, to: Cast, axis: int) -> Memory:
+        """Return the values of a cast along the last dimension of a copy of the gradient, in which that is the axis."""
+        shape = source.shape
+        order = [index for index in range(len(shape)) if index != axis] + [axis]
+        turned = tuple(shape[index] for index in order)
+        source = Memory(self.make(Turned(shape, axis)), turned, strides_of(turned), source.dtype)
+        lying = dict(zip(order, source.strides, strict=True))
+        strides, dtype = tuple(lying[index] for index in range(len(shape))), carrier_dtype(to)
+        made = self._place(shape, strides, torch.float32 if self.keeps else dtype)
+        self.steps.append(CastStep(source, made.place, to, made.dtype))
+        return made
+
+    def _place(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Memory:
+        """Return memory for what a product reads, or another step."""
+        place = self.make((shape, strides, dtype)) if self.keeps else self.own(shape, dtype)
+        return Memory(place, shape, strides, dtype)
+
+    def make(self, one: _Empty | Turned) -> int:
         """Return the place of one more tensor."""
         self.made.append(one)
         return FIRST_VALUE + (4 if self.prepared.has_scales else 2) + len(self.made) - 1
@@ -323,8 +398,10 @@ class Builder:
         """Return the program."""
         return Back(Program(self.steps, self.owned), copies, self.made, results)
 
-    def _product(self, found: Matrices, dtype: torch.dtype) -> tuple[int, Finish | None]:
-        to = self.make((found.shape, strides_of(found.shape), dtype))
+    def _product(self, found: Matrices, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, Finish | None]:
+        """Multiply into a tensor of this shape, in a dtype."""
+        shape = shape if found.finish is None else found.shape
+        to = self.make((shape, strides_of(shape), dtype))
         written = _of_result(self.prepared.rule.output, dtype)
         self.steps.append(ProductStep(found.left, found.right, NOWHERE, to, dtype, written))
         return to, found.finish

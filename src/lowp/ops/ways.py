@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ from lowp.kernels.products.programs import (
     strides_of,
 )
 from lowp.kernels.products.scratch import Scratch
-from lowp.ops.casting import carrier_dtype, native_dtype, own_dtype, result_dtype, rounded
+from lowp.ops.call import RoleCasts
+from lowp.ops.casting import carrier_dtype, depends_on_axis, native_dtype, own_dtype, result_dtype, rounded
 from lowp.ops.prepared import (
     BIAS,
     FACTOR,
@@ -60,7 +61,7 @@ from lowp.ops.prepared import (
     matrices,
 )
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form, Linear
-from lowp.policy import Rule
+from lowp.policy import Operands, Rule
 
 # -- codes of int8 ------------------------------------------------------------------------------------------------
 
@@ -187,52 +188,63 @@ class ByTorch(Prepared):
         output = self.rule.output
         if output is None or native_dtype(output) is dtype:
             return result.to(dtype)
-        key = tuple(result.shape), result.stride(), dtype
+        key, rounded_in = (tuple(result.shape), result.stride()), result_dtype(output)
         program = self.written.get(key)
         if program is None:
             source = Memory(0, (result.numel(),), (1,), torch.float32)
-            program = self.written[key] = Program([CastStep(source, 1, output, dtype)])
+            program = self.written[key] = Program([CastStep(source, 1, output, rounded_in)])
         if not is_dense(*key[:2]) or (output.is_stochastic and not result.is_contiguous()):
             result = result.contiguous()
-        out = torch.empty_strided(result.shape, result.stride(), dtype=dtype, device="cpu")
+        out = torch.empty_strided(result.shape, result.stride(), dtype=rounded_in, device="cpu")
         program([result, out])
-        return out
+        return out.to(dtype)
 
     def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
-        builder = Builder(self, gradient, bias_dtype)
-        cast, copies = builder.cast, builder.copies and builder.cast is not None
+        builder = Builder(self, gradient, bias_dtype, keeps=True)
+        copies = builder.copies and (builder.casts_gradient or builder.is_apart)
         if not builder.is_possible:
             return None
-        if copies and cast is not None and is_read(cast) and is_dense(tuple(gradient.shape), gradient.stride()):
-            copies = False  # each number alone: in the order of memory
-            builder.gradient = builder.gradient._replace(strides=gradient.stride())
-        elif copies and not torch.empty_like(gradient, device="meta").is_contiguous():
+        to = self.rule.grad
+        if copies and not builder.is_apart and to is not None and is_read(to):
+            if is_dense(tuple(gradient.shape), gradient.stride()):
+                copies = False  # each number alone: in the order of memory
+                builder.gradient = builder.gradient._replace(strides=gradient.stride())
+        if copies and not torch.empty_like(gradient, device="meta").is_contiguous():
             return None  # whose values have the strides of the gradient
-        axes = [self.form.contracted[slot][1] for slot in (FIRST, SECOND)]
-        incoming = [
-            builder.cast_along(axis, torch.float32, keeps=True).place if needed else None
-            for axis, needed in zip((*axes, -1), needs, strict=True)
-        ]
-        return builder.finished(copies, partial(self._multiplied, incoming, bias_dtype))
+        pairs: list[tuple[int, int] | None] = [None, None]
+        for slot in (FIRST, SECOND):
+            if needs[slot]:
+                operands = builder.operands(slot)
+                if operands is None:
+                    return None
+                pairs[slot] = operands[0].place, operands[1].place
+        summed = builder.cast_along(-1, to).place if needs[2] and bias_dtype is not None else None
+        return builder.finished(copies, partial(self._multiplied, pairs, summed, bias_dtype))
 
     def _multiplied(
-        self, incoming: list[int | None], bias_dtype: torch.dtype | None, tensors: Found, scratch: Scratch
+        self,
+        pairs: list[tuple[int, int] | None],
+        summed: int | None,
+        bias_dtype: torch.dtype | None,
+        tensors: Found,
+        scratch: Scratch,
     ) -> Found:
-        """Return the gradients of x, the weight and the bias from that of the result, at places of its own for each."""
+        """Return the gradients of x and the weight from the places of their operands; `summed`: that of the bias."""
         found: Found = [None] * 3
-        wide = {place: scratch.wide(tensors[place]) for place in incoming if place is not None}  # type: ignore[arg-type]
-        values = [None if one is None else scratch.wide(one) for one in tensors[FIRST_VALUE : SECOND_VALUE + 1]]
-        if self.is_contiguous and (place := incoming[FIRST]) is not None and place == incoming[SECOND]:
-            found[:2] = self.form.gradients(values[0], values[1], wide[place])  # type: ignore[arg-type]
+        first, second = pairs
+        places = {place for pair in (*pairs, (summed,)) for place in pair or () if place is not None}
+        wide = {place: scratch.wide(cast(Tensor, tensors[place])) for place in places}
+        if self.is_contiguous and first is not None and second is not None and first[1] == second[1]:
+            found[:2] = self.form.gradients(wide[second[0]], wide[first[0]], wide[first[1]])
         else:
-            for slot in (FIRST, SECOND):
-                if (place := incoming[slot]) is not None:
-                    found[slot] = self.form.product(slot, values[1 - slot], wide[place])  # type: ignore[arg-type]
+            for slot, pair in enumerate(pairs):
+                if pair is not None:
+                    found[slot] = self.form.product(slot, wide[pair[0]], wide[pair[1]])
         for slot in (FIRST, SECOND):
             if (result := found[slot]) is not None:
                 found[slot] = self.finished(result, self.shapes[slot][1])
-        if (place := incoming[2]) is not None and bias_dtype is not None:
-            found[2] = self.finished(self.form.bias_gradient(wide[place]), bias_dtype)
+        if summed is not None and bias_dtype is not None:
+            found[2] = self.finished(self.form.bias_gradient(wide[summed]), bias_dtype)
         return found
 
 
@@ -253,7 +265,12 @@ def prepare(
         is_served = about[2] is about[5] is torch.float32 and max(*other, math.prod(shape[:-1])) <= MOST_DEPTH
         return InBytes(rule, form, about) if is_served and not multiplies_bytes() else None  # in tiles, by torch
     axes = form.contracted[OUTPUT]
-    x, weight = _read(rule.input, about[:3], axes[0]), _read(rule.weight, about[3:], axes[1])
+    casts = RoleCasts(rule)
+    of_input, of_weight = casts.of_product(FIRST), casts.of_product(SECOND)
+    for slot, one in ((FIRST, of_input), (SECOND, of_weight)):
+        if one.hadamard and form.rotated(slot, one.hadamard) is None:
+            return None  # the definition refuses it
+    x, weight = _read(rule.input, about[:3], axes[0], of_weight), _read(rule.weight, about[3:], axes[1], of_input)
     if x is None or weight is None:
         return None
     if not form.are_matrices:
@@ -264,15 +281,17 @@ def prepare(
     return Prepared(rule, form, x, weight, Made.of(found, result_dtype(rule.output)), about)
 
 
-def _read(to: Cast | None, about: tuple[Any, ...], axis: int) -> Read | None:
-    """Return how an operand is read; None where no program does it."""
+def _read(to: Cast | None, about: tuple[Any, ...], axis: int, again: Operands) -> Read | None:
+    """Return how an operand is read; None where no program does it. `again`: of the product that reads it backward."""
     shape, strides, dtype = tuple(about[0]), about[1], about[2]
+    raw = None if again.other is None else (shape, strides, dtype)
     if to is None or own_dtype(to) is dtype:
-        return Read(None, (shape, strides, dtype))
+        return Read(None, (shape, strides, dtype), raw=raw)
+    axis = axis if depends_on_axis(to) else -1
     is_shared = isinstance(to.format, ScaledFormat)
-    if is_shared and not (dtype is torch.float32 and follows(shape, to, axis)):
+    if is_shared and not follows(shape, to, axis):
         return None
     whole = strides_of(shape)
     if not is_shared and not to.is_stochastic and is_dense(shape, strides):
-        return Read(to, (shape, strides, carrier_dtype(to)))
-    return Read(to, (shape, whole, carrier_dtype(to)), strides != whole, axis)
+        return Read(to, (shape, strides, carrier_dtype(to)), raw=raw)
+    return Read(to, (shape, whole, carrier_dtype(to)), strides != whole, axis, raw)

@@ -6,6 +6,7 @@ It finds the scales of casts of which `scaled.follow_largest` is true; others ar
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,35 +21,50 @@ from lowp.kernels.numbers.philox import Seed
 from lowp.quantized import Quantized
 
 _LOST = 1  # kLost of cpu/cast.hpp
+_MOST_COLUMNS = 256  # kBeside
 
 
 def quantize_groups(x: Tensor, cast: Cast, seed: Seed, out: Tensor | None = None) -> Tensor | None:
     """Return `x` rounded under its own scales, in `out` (which may be x) if given; None for casts left to `scaled`."""
-    return quantize_scaled(x, cast, None, seed, out) if x.numel() and scaled.follow_largest(cast) else None
+    layout = groups_along(x.shape, cast, -1) if x.numel() and scaled.follow_largest(cast) else None
+    if layout is None:
+        return None
+    out = torch.empty_like(x) if out is None else out
+    _quantize(x, cast, layout, None, None, seed, out)
+    return out
 
 
 def quantize_scaled(
     x: Tensor,
     cast: Cast,
-    scale: Tensor | None,
+    scale: Tensor,
     seed: Seed,
-    out: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Return `x` rounded under scales in the shape of its groups (fp64, contiguous), or its own (None).
+    """Return `x` rounded under scales in the shape of its groups (fp64, contiguous).
 
     With a `zero_point` for every scale the integer element is limited so that their sum is in the format's range.
     """
-    out = torch.empty_like(x) if out is None else out
-    scope = scaled.scaled_format(cast).scope
-    if scale is not None and scope.kind == "tile":
+    out, scope = torch.empty_like(x), scaled.scaled_format(cast).scope
+    if scope.kind == "tile":
         scale = scaled.of_rows(scale, x.shape, scope).contiguous()
         zero_point = None if zero_point is None else scaled.of_rows(zero_point, x.shape, scope)
-    layout = (*_layout(x.shape, scope), 1)
-    met = _quantize(x, cast, layout, scale, zero_point, seed, out)
-    if met & _LOST:
-        raise InvalidInput(scaled.cannot_hold(cast, x.dtype))
+    _quantize(x, cast, GroupLayout(*_layout(x.shape, scope)), scale, zero_point, seed, out)
     return out
+
+
+class GroupLayout(NamedTuple):
+    """How many numbers a tensor has, how many a row of them, and how many neighbours there share a scale.
+
+    `inner`: the distance of a row's numbers; `across`: how many neighbouring rows share scales, where they lie as
+    columns.
+    """
+
+    numbers: int
+    row: int
+    group: int
+    inner: int = 1
+    across: int = 1
 
 
 def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int) -> bool:
@@ -77,36 +93,48 @@ def quantize_measured(x: Tensor, cast: Cast, scale: float, seed: Seed, out: Tens
     return largest[0], bool(is_finite)
 
 
-def groups_along(shape: torch.Size, cast: Cast, axis: int) -> tuple[int, int, int, int] | None:
-    """Return the `_layout` of groups along `axis`, and the distance of a row's numbers.
+def groups_along(shape: torch.Size, cast: Cast, axis: int) -> GroupLayout | None:
+    """Return the layout of groups along `axis`.
 
-    None for groups of whole channels, which are cast as if `axis` were moved to the last place. There random words are
-    counted.
+    None for groups of whole channels and tiles, which are cast as if `axis` were moved to the last place, and for tiles
+    of very many columns. There random words are counted.
     """
     scope, last = scaled.scaled_format(cast).scope, len(shape) - 1
+    if scope.kind == "tile" and last > 0 and axis in (-1, last):
+        return _tiles(shape, scope)
     if axis in (-1, last) or scope.kind == "tensor":
-        return *_layout(shape, scope), 1
-    if scope.kind == "channel" and last > 1:
+        return GroupLayout(*_layout(shape, scope))
+    if scope.kind == "tile" or (scope.kind == "channel" and last > 1):
         return None
     row, inner = shape[axis], shape[axis % (last + 1) + 1 :].numel()
-    return shape.numel(), row, scaled.block_size(scope, row) if scope.kind == "block" else row, inner
+    return GroupLayout(shape.numel(), row, scaled.block_size(scope, row) if scope.kind == "block" else row, inner)
+
+
+def _tiles(shape: torch.Size, scope: Scope) -> GroupLayout | None:
+    """Return the layout of tiles: as groups along columns, or where they are as wide as a row of whole rows."""
+    height, width = shape[-2:]
+    rows, columns = scaled.tile_rows(scope, shape), scaled.block_size(scope, width)
+    if columns >= width:
+        return GroupLayout(shape.numel(), height * width, rows * width)
+    return GroupLayout(shape.numel(), height, rows, width, columns) if columns <= _MOST_COLUMNS else None
 
 
 def _quantize(
     x: Tensor,
     cast: Cast,
-    layout: tuple[int, int, int, int],
+    layout: GroupLayout,
     scale: Tensor | None,
     zero_point: Tensor | None,
     seed: Seed,
     out: Tensor,
 ) -> int:
-    """Cast x into `out`; return what the library met. `layout`: see `_layout`, and the distance of a row's numbers."""
+    """Cast x into `out`; return what the library met, where a scale was found: an infinity or a NaN."""
     points = None if zero_point is None else zero_point.to(torch.int32).contiguous()
     met: int = cpu.loaded().lowp_quantize_groups(
         sharing_parameters(cast),
         TYPE_NUMBERS[x.dtype],
         x,
+        TYPE_NUMBERS[out.dtype],
         out,
         *layout,
         scale,
@@ -114,14 +142,14 @@ def _quantize(
         *cpu.drawn_bits(seed),
         torch.get_num_threads(),
     )
-    _check(min(met, 0), cast, x.dtype)
+    _check(met if met < 0 else met & _LOST, cast, x.dtype)
     return met
 
 
 def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
     """Return codes, scales as in `Quantized`, the outer scale, and the number of NaNs without a code; or None."""
     format = scaled.scaled_format(cast)
-    if not x.numel() or not scaled.follow_largest(cast) or format.element.bits > 16:
+    if not x.numel() or not scaled.follow_largest(cast) or format.element.bits > 16 or format.scope.kind == "tile":
         return None
     count, row, group = _layout(x.shape, format.scope)
     is_packed = packed and _fills_bytes(x.shape, group, format.bits)

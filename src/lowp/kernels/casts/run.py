@@ -172,7 +172,7 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
         scales = scaled.choose(x, cast)
     if module is cpu and x.numel():
         by = scaled.divisor(scales).expand(scales.scale.shape).contiguous()
-        return cpu_groups.quantize_scaled(x, cast, by, seed, None, scales.zero_point)
+        return cpu_groups.quantize_scaled(x, cast, by, seed, scales.zero_point)
     wide = widen(x)
     return scaled.values(scaled.elements(wide, cast, scales, _element_cast(module, seed)), cast, scales, x.dtype)
 

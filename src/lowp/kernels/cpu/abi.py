@@ -132,8 +132,14 @@ class RoundingBlock(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("cast", "sharing")),
-        *((name, c_int64) for name in ("type", "out_type", "count", "row", "group", "inner")),
+        *((name, c_int64) for name in ("type", "out_type", "count", "row", "group", "inner", "across")),
     )
+
+
+class RotationBlock(Structure):
+    """struct lowp_rotation of cpu/product.hpp."""
+
+    _fields_ = (*((name, c_int64) for name in ("type", "size", "count", "length", "inner")),)
 
 
 class CodesBlock(Structure):
@@ -159,6 +165,7 @@ class StepBlock(Structure):
         ("rounding", RoundingBlock),
         ("codes", CodesBlock),
         ("bytes", BytesBlock),
+        ("rotation", RotationBlock),
     )
 
 
@@ -178,7 +185,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_decode": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int)),
     "lowp_quantize_groups": (
         c_int,
-        (c_void_p, c_int, c_void_p, c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_uint64, c_int64, c_int),
+        (c_void_p, *(c_int, c_void_p) * 2, *(c_int64,) * 5, c_void_p, c_void_p, c_uint64, c_int64, c_int),
     ),
     "lowp_quantize_measured": (
         c_int,

@@ -106,7 +106,7 @@ struct Task {
 };
 
 // `group` neighbours of each row of `row` elements share a scale (the last group of a row may be shorter). Neighbours are
-// `inner` elements apart: with more than one, rows lie beside each other as columns.
+// `inner` elements apart: with more than one, rows lie beside each other as columns, `across` of which share scales, too.
 struct Groups {
   const lowp_sharing* sharing;
   int64_t row, group;
@@ -116,11 +116,25 @@ struct Groups {
   void* stored;               // the scales as they are kept, or null
   int32_t stored_bytes;       // of one
   bool packed;                // codes fill no whole bytes
-  int64_t inner = 1;
+  int64_t inner = 1, across = 1;
 };
 
-inline constexpr int64_t kMostTried = 64;  // numbers of a group whose scale `tries_four`
-inline constexpr int64_t kBeside = 256;  // whose groups are cast at a time: 32 numbers each stay in the L1 cache
+inline constexpr int64_t kMostTried = 256;  // numbers of a group whose scale `tries_four`
+inline constexpr int64_t kBeside = 256;     // columns whose groups are cast at a time: 32 numbers each stay in the L1 cache
+
+// How many columns are cast at a time: whole groups.
+constexpr int64_t beside(const Groups& groups) { return kBeside / groups.across * groups.across; }
+
+// Blocks of `size` numbers, `inner` apart, of lines of `length` that are rotated (lowp/kernels/numbers/hadamard.py); what a
+// line has beyond its last whole block stays. From any type to fp32.
+struct Rotation {
+  const void* in;
+  float* out;
+  const float* signs;
+  int64_t type, size, length, inner;
+};
+
+inline constexpr int64_t kRotated = 8192;  // numbers that are rotated at a time
 
 // What the cast of groups met: a value that the type of the result lacks, and, where scales are found, an infinity or a NaN.
 enum Met : int { kLost = 1, kNotFinite = 2 };
@@ -234,6 +248,7 @@ struct Kernels {
   void (*random_block)(uint64_t seed, const uint32_t* counter, uint32_t* out);
   bool (*narrow)(const float* in, int type, uint16_t* out, int64_t count);
   void (*read_lines)(const Lines&, float* to, int64_t stride);
+  bool (*rotate)(const Rotation&, int64_t begin, int64_t end);  // parts of lines, see rotate.hpp; whether all is finite
   void (*step)(const lowp_rule&, const Stepping&, int64_t begin, int64_t end);  // at most kBlock numbers, of whole groups
 };
 

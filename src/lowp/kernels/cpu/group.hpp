@@ -145,10 +145,14 @@ struct ScaleOf {
       alignas(64) double numbers[kMostTried];
       const int64_t count = numbers_of(group, numbers);
       const double by_six = scale[group] * second, by_four = four[group] * second;
-      const bool is_better = count == 16 && length == 16
-                                 ? error<Length<16>>(numbers, {}, 16, by_four) < error<Length<16>>(numbers, {}, 16, by_six)
-                                 : error(numbers, count, length, by_four) < error(numbers, count, length, by_six);
-      if (is_better) scale[group] = four[group];
+      const auto is_better = [&](auto whole) {
+        return error(numbers, whole, length, by_four) < error(numbers, whole, length, by_six);
+      };
+      const bool takes_four = count != length ? is_better(count)
+                              : count == 16   ? is_better(Length<16>{})
+                              : count == 256  ? is_better(Length<256>{})
+                                              : is_better(count);
+      if (takes_four) scale[group] = four[group];
     }
   }
 

@@ -8,6 +8,7 @@
 #include <new>
 
 #include "calls.hpp"
+#include "product.hpp"
 
 namespace lowp {
 namespace {
@@ -50,23 +51,25 @@ void find_outer(const Task& task, Groups& groups, int64_t count, int threads) {
 }
 
 // Rows of numbers `inner` apart that draw: their random words are those of the tensor in which every row lies together.
-// Tiles of whole rows are gathered, cast and put back. fp32; returns as `share`.
+// Tiles of whole rows are gathered, cast and put back. To fp32; returns as `share`.
 int draw_across(const Task& task, const Groups& groups, int64_t count, int threads) {
   constexpr int64_t kTile = 16 * 1024;  // numbers
   const Kernels& kernel = kernels();
   const int64_t row = groups.row, inner = groups.inner, outer = count / (row * inner);
-  const int64_t beside = std::min(inner, std::max<int64_t>(16, kTile / row / 16 * 16)), tiles = (inner + beside - 1) / beside;
+  const int64_t most = std::min({inner, kBlock, std::max<int64_t>(16, kTile / row / 16 * 16)}), tiles = (inner + most - 1) / most;
   std::atomic<int> met{0};
   parallel_for(outer * tiles, 1, enough_threads(count, threads), [&](int64_t begin, int64_t end) noexcept {
-    const std::unique_ptr<float[]> tile(new (std::nothrow) float[2 * beside * row]);
+    const std::unique_ptr<float[]> tile(new (std::nothrow) float[2 * most * row + kBlock]);
     if (tile == nullptr) met = -1;
     for (int64_t part = begin; part < end && met >= 0; ++part) {
-      const int64_t first = part % tiles * beside, columns = std::min(beside, inner - first);
+      const int64_t first = part % tiles * most, columns = std::min(most, inner - first);
       const int64_t corner = part / tiles * row * inner + first, index = part / tiles * row * inner + first * row;
-      const float* const in = static_cast<const float*>(task.in) + corner;
       float *const out = static_cast<float*>(task.out) + corner, *const gathered = tile.get(), *const cast = gathered + columns * row;
-      for (int64_t k = 0; k < row; ++k)
-        for (int64_t i = 0; i < columns; ++i) gathered[i * row + k] = in[k * inner + i];
+      float* const line = tile.get() + 2 * most * row;
+      for (int64_t k = 0; k < row; ++k) {
+        kernel.read_lines({task.in, task.in_type, nullptr, 0, corner + k * inner, 0, 1, columns, 0, 0, false}, line, 0);
+        for (int64_t i = 0; i < columns; ++i) gathered[i * row + k] = line[i];
+      }
       const Task own{nullptr, gathered, cast, kFp32, kFp32, task.seed, false, task.index + index};
       const Groups rows{groups.sharing, row, groups.group, groups.outer, nullptr, nullptr, nullptr, 0, false};
       met |= kernel.quantize_groups(own, rows, 0, columns * row);
@@ -85,8 +88,8 @@ int share(const Task& task, Groups& groups, int64_t count, int threads, Work wor
   std::unique_ptr<double[]> scales;
   find_outer(task, groups, count, threads);
   if (groups.inner > 1) {
-    const int64_t columns = std::min(groups.inner, kBeside), bands = count / (groups.row * groups.inner) * groups_of_row(groups);
-    const int64_t parts = (groups.inner + kBeside - 1) / kBeside;
+    const int64_t columns = std::min(groups.inner, beside(groups)), bands = count / (groups.row * groups.inner) * groups_of_row(groups);
+    const int64_t parts = (groups.inner + beside(groups) - 1) / beside(groups);
     parallel_for(bands * parts, std::max<int64_t>(kBlock / (columns * std::min(groups.group, groups.row)), 1), used, work);
     return 0;
   }
@@ -119,16 +122,16 @@ int share(const Task& task, Groups& groups, int64_t count, int threads, Work wor
 using namespace lowp;
 
 // x has rows of `row` elements, `group` of which share a scale. `scale`: those of all groups; null: they are found, and an
-// infinity or a NaN is told. `inner`: the distance of a row's elements; above one scales must be found, of fp32 where numbers
-// draw, as elements of the tensor in which rows lie together.
-LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, const void* x, void* out, int64_t count,
-                                     int64_t row, int64_t group, int64_t inner, const double* scale,
+// infinity or a NaN is told. `inner`: the distance of a row's elements; above one scales must be found, and numbers draw, in
+// fp32, as elements of the tensor in which rows lie together, or of x where `across` columns, at most kBeside, share scales.
+LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, const void* x, int out_type, void* out, int64_t count,
+                                     int64_t row, int64_t group, int64_t inner, int64_t across, const double* scale,
                                      const int32_t* zero_point, uint64_t seed, int64_t index, int threads) {
-  const bool stream = !draws(sharing->element.rounding) && streams(x, out, count * bytes_of(type));
-  const Task task{nullptr, x, out, type, type, seed, stream, index};
-  Groups groups{sharing, row, group, 1, scale, zero_point, nullptr, 0, false, inner};
+  const bool stream = !draws(sharing->element.rounding) && streams(x, out, count * bytes_of(out_type));
+  const Task task{nullptr, x, out, type, out_type, seed, stream, index};
+  Groups groups{sharing, row, group, 1, scale, zero_point, nullptr, 0, false, inner, across};
   const Kernels& kernel = kernels();
-  if (inner > 1 && draws(sharing->element.rounding)) {
+  if (inner > 1 && across == 1 && draws(sharing->element.rounding)) {
     find_outer(task, groups, count, threads);
     return draw_across(task, groups, count, threads);
   }

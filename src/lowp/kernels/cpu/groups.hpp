@@ -17,9 +17,11 @@ struct Strip {
   bool follows = false;  // under the scales of the strip before
   Runs runs;
 
-  // A row of `columns` groups that lie beside each other.
-  Strip(int64_t first_group, int64_t columns) : group(first_group), rest(0), count(columns) {
-    runs.number = columns, runs.each = 1;
+  // A row of `columns` numbers, `across` neighbours of which are in a group.
+  Strip(int64_t columns, int64_t across) : group(0), rest(0), count(columns) {
+    runs.number = (columns + across - 1) / across, runs.each = columns % across == 0 ? across : 0;
+    for (int64_t run = 0; across > 1 && run < runs.number; ++run)
+      runs.length[run] = static_cast<int32_t>(smaller(across, columns - run * across));
   }
 
   Strip(const Groups& groups, int64_t first, int64_t end, bool whole) {
@@ -243,17 +245,33 @@ static double outer_scale(const lowp_sharing& sharing, double largest) {
   return ratio == 0 ? 1.0 : rounded > sharing.outer_smallest ? rounded : sharing.outer_smallest;
 }
 
-// The same of groups that lie beside each other: of at most kBeside at a time, numbered from `begin` to `end`.
+// Of `count` columns the largest of each `across` neighbours, in place; with a minus sign if one has it. Returns their number.
+static int64_t largest_across(double* found, int64_t count, int64_t across) {
+  if (across == 1) return count;
+  int64_t number = 0;
+  for (int64_t begin = 0; begin < count; begin += across, ++number) {
+    uint64_t most = 0, sign = 0;
+    for (int64_t i = begin; i < smaller(begin + across, count); ++i) {
+      const uint64_t bits = bits_of(found[i]), magnitude = bits & Constants<F64>::kMagnitude;
+      most = magnitude > most ? magnitude : most, sign |= bits ^ magnitude;
+    }
+    found[number] = LOWP_ISA::number(most | sign);
+  }
+  return number;
+}
+
+// The same of groups that lie beside each other: of at most `beside` columns at a time, numbered from `begin` to `end`.
 template <class C, class Use>
 static bool each_row_of_columns(const Task& task, const Groups& groups, int64_t begin, int64_t end, Use use) {
   using Bits = typename C::Bits;
   const ScaleOf scale_of(*groups.sharing);
   alignas(64) Bits buffer[kBeside], largest[kBeside];
   alignas(64) double scale[kBeside], found[kBeside];
-  const int64_t parts = (groups.inner + kBeside - 1) / kBeside, of_row = (groups.row + groups.group - 1) / groups.group;
+  const int64_t across = groups.across, most = beside(groups), parts = (groups.inner + most - 1) / most;
+  const int64_t of_row = (groups.row + groups.group - 1) / groups.group;
   bool finite = true;
   for (int64_t part = begin; part < end; ++part) {
-    const int64_t column = part % parts * kBeside, count = smaller(kBeside, groups.inner - column);
+    const int64_t column = part % parts * most, count = smaller(most, groups.inner - column);
     const int64_t band = part / parts, above = band % of_row * groups.group, rows = smaller(groups.group, groups.row - above);
     const int64_t corner = (band / of_row * groups.row + above) * groups.inner + column;
     const auto row_of = [&](int64_t row) {
@@ -268,16 +286,23 @@ static bool each_row_of_columns(const Task& task, const Groups& groups, int64_t 
       for (int64_t i = 0; i < count; ++i)
         if (largest[i] >= Constants<C>::kInf) found[i] = -wide_number(others[i]);
     }
-    finite &= scale_of(found, count, groups.outer, scale);
+    const int64_t number = largest_across(found, count, across);
+    finite &= scale_of(found, number, groups.outer, scale);
     if (groups.sharing->tries_four) {
-      alignas(64) Bits one[1];
-      scale_of.try_four(found, count, groups.group, groups.outer, [&](int64_t of, double* numbers) {
-        for (int64_t row = 0; row < rows; ++row)
-          numbers[row] = finite_magnitude<C>(*load<C>(task.in, task.in_type, corner + row * groups.inner + of, 1, one));
-        return rows;
+      alignas(64) Bits line[kBeside];
+      scale_of.try_four(found, number, groups.group * across, groups.outer, [&](int64_t of, double* numbers) {
+        const int64_t width = smaller(across, count - of * across);
+        for (int64_t row = 0; row < groups.group; ++row) {
+          double* const to = numbers + row * across;
+          for (int64_t i = 0; i < across; ++i) to[i] = 0;
+          if (row >= rows) continue;
+          const Bits* const in = load<C>(task.in, task.in_type, corner + row * groups.inner + of * across, width, line);
+          for (int64_t i = 0; i < width; ++i) to[i] = finite_magnitude<C>(in[i]);
+        }
+        return groups.group * across;
       }, scale);
     }
-    Strip strip(0, count);
+    Strip strip(count, across);
     for (int64_t row = 0; row < rows; ++row, strip.follows = true)
       use(row_of(row), corner + row * groups.inner, strip, scale);
   }

@@ -119,12 +119,32 @@ Ended run(const Product& product, int threads) {
 // Ends at an infinity or a NaN among numbers that share scales.
 Ended round(const lowp_rounding& step, const void* x, void* out, uint64_t seed, int threads) {
   if (step.sharing != nullptr)
-    return lowp_quantize_groups(step.sharing, kFp32, x, out, step.count, step.row, step.group, step.inner, nullptr, nullptr,
-                                seed, 0, threads) == 0
+    return lowp_quantize_groups(step.sharing, static_cast<int>(step.type), x, kFp32, out, step.count, step.row, step.group,
+                                step.inner, step.across, nullptr, nullptr, seed, 0, threads) == 0
                ? kWhole
                : kInfinite;
   lowp_quantize(step.cast, static_cast<int>(step.type), x, static_cast<int>(step.out_type), out, step.count, seed, 0, 1, threads);
   return kWhole;
+}
+
+// -1 where the lowest bit of a number's random word is set, else 1.
+void draw_signs(int64_t size, uint64_t seed, float* signs) {
+  uint32_t words[256 + 4];
+  kernels().random_words(seed, 0, (size + 3) / 4, words);
+  for (int64_t i = 0; i < size; ++i) signs[i] = words[i] & 1 ? -1.0f : 1.0f;
+}
+
+Ended rotate(const lowp_rotation& step, const void* x, const float* signs, float* out, int threads) {
+  const Kernels& kernel = kernels();
+  const Rotation rotation{x, out, signs, step.type, step.size, step.length, step.inner};
+  const int64_t parts = step.inner > 1 ? parts_of(step.inner, kRotated / step.size) * parts_of(step.length, step.size)
+                                       : parts_of(step.length, kRotated);
+  std::atomic<bool> finite{true};
+  parallel_for(step.count / (step.length * step.inner) * parts, 1, enough_threads(step.count, threads),
+               [&](int64_t begin, int64_t end) {
+                 if (!kernel.rotate(rotation, begin, end)) finite = false;
+               });
+  return finite ? kWhole : kInfinite;
 }
 
 }  // namespace
@@ -133,7 +153,8 @@ Ended round(const lowp_rounding& step, const void* x, void* out, uint64_t seed, 
 // Runs steps, see product.hpp, one after the other. The places of a step are: of a product its left and right operand, its
 // bias (fp32, or none) and its result; of a cast what it reads, and fourth what it writes; of codes the matrix, the factors
 // of its columns or none, and fourth and fifth codes and scales; of a product of codes left, right, bias, result, and the
-// scales of both, the latter or none. Its seeds are those of left, right and result, or of the one cast. Returns 0; 1 if the
+// scales of both, the latter or none; of signs fourth what is written; of a rotation what is read, signs, and fourth what is
+// written. Its seeds are those of left, right and result, or of the one cast. Returns 0; 1 if the
 // program ended at an infinity or a NaN; 2 if memory ran out.
 LOWP_EXPORT int lowp_program(const lowp_steps* program, const int64_t* addresses, const uint64_t* seeds, int threads) {
   using namespace lowp;
@@ -162,6 +183,12 @@ LOWP_EXPORT int lowp_program(const lowp_steps* program, const int64_t* addresses
           break;
         case kBytes:
           ended = multiply(step.bytes, codes(0), codes(1), numbers(4), numbers(5), numbers(2), numbers(3), threads);
+          break;
+        case kSigns:
+          draw_signs(step.rotation.size, seed(0), numbers(3));
+          break;
+        case kRotation:
+          ended = rotate(step.rotation, at(0), numbers(1), numbers(3), threads);
           break;
       }
     }

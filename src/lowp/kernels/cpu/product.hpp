@@ -32,9 +32,15 @@ struct lowp_plan {
 // stay, or with `sharing` end the program.
 struct lowp_rounding {
   const lowp_cast* cast;        // of each number alone, or
-  const lowp_sharing* sharing;  // under shared scales, from fp32 to fp32; `row`, `group` and `inner` as in Groups
+  const lowp_sharing* sharing;  // under shared scales, to fp32; `row`, `group`, `inner` and `across` as in Groups
   int64_t type, out_type;       // Carriers, except fp64
-  int64_t count, row, group, inner;
+  int64_t count, row, group, inner, across;
+};
+
+// Blocks of `size` numbers, `inner` apart, of lines of `length`, rotated into a tensor of fp32; or, without lines, the signs
+// of a rotation. What is not finite afterwards ends the program.
+struct lowp_rotation {
+  int64_t type, size, count, length, inner;
 };
 
 // Rows of a matrix in int8 under a scale each, in fp32. Element (i, k) of the matrix is at data[i * line + k * step]; it may
@@ -50,9 +56,9 @@ struct lowp_bytes {
   int64_t rows, columns, depth, line, step;
 };
 
-enum StepKind : int64_t { kRounding = 0, kProduct = 1, kCodes = 2, kBytes = 3 };
+enum StepKind : int64_t { kRounding = 0, kProduct = 1, kCodes = 2, kBytes = 3, kSigns = 4, kRotation = 5 };
 
-// A step of a program: a product, or a cast of what later steps multiply.
+// A step of a program: a product, or what is done to its operands before.
 struct lowp_step {
   int64_t kind;
   int64_t places[6];  // of its tensors among the addresses; -1: none; below: of byte -2 - place of the program's own memory
@@ -61,6 +67,7 @@ struct lowp_step {
   lowp_rounding rounding;
   lowp_codes codes;
   lowp_bytes bytes;
+  lowp_rotation rotation;
 };
 
 // `own`: bytes of memory for what only later steps read.

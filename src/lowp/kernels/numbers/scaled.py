@@ -26,7 +26,7 @@ FP32 = FORMATS["fp32"]
 assert isinstance(FP32, FloatFormat)
 TO_FP32 = Cast(FP32, overflow=Overflow.SATURATE)
 
-MOST_TRIED = 64  # kMostTried of cpu/cast.hpp
+MOST_TRIED = 256  # kMostTried of cpu/cast.hpp
 
 ElementCast = Callable[[Tensor, Cast], Tensor]
 
@@ -297,8 +297,6 @@ def follow_largest(cast: Cast) -> bool:
     """
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or format.affine or format.element.bits == 1:
-        return False
-    if format.scope.kind == "tile":
         return False
     if scaling.rule == "4/6" and not 0 < format.scope.elements <= MOST_TRIED:
         return False

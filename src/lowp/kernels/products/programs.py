@@ -48,13 +48,14 @@ class Memory(NamedTuple):
 
 
 Places = tuple[int, int, int, int, int, int]
+Drawn = tuple[bool, ...]
 
 
 class CastStep(NamedTuple):
     """A step that writes the values of a cast of contiguous `source` to the place `to`, in `dtype`.
 
-    Groups with a shared scale run along `axis`, with fp32 numbers on both sides. Infinities and NaN stay; under shared
-    scales they end the program.
+    Groups with a shared scale run along `axis`, and are written in fp32. Infinities and NaN stay; under shared scales
+    they end the program.
     """
 
     source: Memory
@@ -63,20 +64,53 @@ class CastStep(NamedTuple):
     dtype: torch.dtype
     axis: int = -1
 
-    def describe(self, block: Any) -> tuple[Places, tuple[Cast | None, ...]]:
-        """Fill a step's block; return the places of its tensors, and the casts that may draw."""
+    def describe(self, block: Any) -> tuple[Places, Drawn]:
+        """Fill a step's block; return the places of its tensors, and which of its seeds are drawn."""
         source, cast = self.source, self.cast
         block.kind, rounding = _ROUNDING, block.rounding
         rounding.type, rounding.out_type = TYPE_NUMBERS[source.dtype], TYPE_NUMBERS[self.dtype]
         rounding.count = math.prod(source.shape)
         if isinstance(cast.format, ScaledFormat):
             layout = groups_along(torch.Size(source.shape), cast, self.axis)
-            assert layout is not None and source.dtype is self.dtype is torch.float32
+            assert layout is not None and self.dtype is torch.float32
             rounding.sharing = sharing_address(cast)
-            _, rounding.row, rounding.group, rounding.inner = layout
+            _, rounding.row, rounding.group, rounding.inner, rounding.across = layout
         else:
             rounding.cast = cast_address(cast)
-        return (source.place, NOWHERE, NOWHERE, self.to, NOWHERE, NOWHERE), (cast,)
+        return (source.place, NOWHERE, NOWHERE, self.to, NOWHERE, NOWHERE), (cast.is_stochastic,)
+
+
+class SignsStep(NamedTuple):
+    """A step that draws the signs of a rotation of blocks of `size` numbers, to the place `to`."""
+
+    size: int
+    to: int
+
+    def describe(self, block: Any) -> tuple[Places, Drawn]:
+        """As `CastStep.describe`."""
+        block.kind, block.rotation.size = _SIGNS, self.size
+        return (NOWHERE, NOWHERE, NOWHERE, self.to, NOWHERE, NOWHERE), (True,)
+
+
+class RotationStep(NamedTuple):
+    """A step that writes contiguous `source` in fp32 to the place `to`, with blocks along `axis` rotated by signs.
+
+    See `hadamard.rotate`. What is not finite in a rotated block ends the program.
+    """
+
+    source: Memory
+    signs: int
+    to: int
+    size: int
+    axis: int
+
+    def describe(self, block: Any) -> tuple[Places, Drawn]:
+        """As `CastStep.describe`."""
+        source, shape = self.source, self.source.shape
+        axis, block.kind, rotation = self.axis % len(shape), _ROTATION, block.rotation
+        rotation.type, rotation.size, rotation.count = TYPE_NUMBERS[source.dtype], self.size, math.prod(shape)
+        rotation.length, rotation.inner = shape[axis], math.prod(shape[axis + 1 :])
+        return (source.place, self.signs, NOWHERE, self.to, NOWHERE, NOWHERE), ()
 
 
 class ProductStep(NamedTuple):
@@ -92,7 +126,7 @@ class ProductStep(NamedTuple):
     dtype: torch.dtype
     cast: Cast | None = None
 
-    def describe(self, block: Any) -> tuple[Places, tuple[Cast | None, ...]]:
+    def describe(self, block: Any) -> tuple[Places, Drawn]:
         """As `CastStep.describe`. At most two leading dimensions may have more than one matrix."""
         block.kind, plan = _PRODUCT, block.product
         rows, columns = self.left.shape, self.right.shape
@@ -107,7 +141,8 @@ class ProductStep(NamedTuple):
         plan.out_batch[:], plan.out_line = _pair([out[index] for index in leading], 0), out[-2]
         plan.cast, plan.type = cast_address(self.cast), TYPE_NUMBERS[self.dtype]
         places = self.left.place, self.right.place, self.bias, self.to, NOWHERE, NOWHERE
-        return places, (self.left.cast, self.right.cast, self.cast)
+        casts = self.left.cast, self.right.cast, self.cast
+        return places, tuple(one is not None and one.is_stochastic for one in casts)
 
 
 class CodesStep(NamedTuple):
@@ -123,12 +158,12 @@ class CodesStep(NamedTuple):
     scales: int
     cast: Cast
 
-    def describe(self, block: Any) -> tuple[Places, tuple[Cast | None, ...]]:
+    def describe(self, block: Any) -> tuple[Places, Drawn]:
         """As `CastStep.describe`."""
         block.kind, codes = _CODES, block.codes
         codes.sharing = sharing_address(self.cast)
         codes.rows, codes.columns, codes.line, codes.step = *self.source.shape, *self.source.strides
-        return (self.source.place, self.factor, NOWHERE, self.codes, self.scales, NOWHERE), (self.cast,)
+        return (self.source.place, self.factor, NOWHERE, self.codes, self.scales, NOWHERE), (self.cast.is_stochastic,)
 
 
 class BytesStep(NamedTuple):
@@ -145,7 +180,7 @@ class BytesStep(NamedTuple):
     left_scales: int
     right_scales: int = NOWHERE
 
-    def describe(self, block: Any) -> tuple[Places, tuple[Cast | None, ...]]:
+    def describe(self, block: Any) -> tuple[Places, Drawn]:
         """As `CastStep.describe`."""
         block.kind, plan, depth = _BYTES, block.bytes, self.left.shape[1]
         if self.right.shape[1] != depth or depth > MOST_DEPTH:
@@ -155,8 +190,8 @@ class BytesStep(NamedTuple):
         return (self.left.place, self.right.place, self.bias, self.to, self.left_scales, self.right_scales), ()
 
 
-Step = CastStep | ProductStep | CodesStep | BytesStep
-_ROUNDING, _PRODUCT, _CODES, _BYTES = range(4)  # StepKind of cpu/product.hpp
+Step = CastStep | SignsStep | RotationStep | ProductStep | CodesStep | BytesStep
+_ROUNDING, _PRODUCT, _CODES, _BYTES, _SIGNS, _ROTATION = range(6)  # StepKind of cpu/product.hpp
 
 
 class Program:
@@ -174,10 +209,9 @@ class Program:
         starts = [0, *accumulate(-(-size // _LINE) * _LINE for size in owned)]
         blocks, draws = step_blocks(len(steps)), list[int]()
         for index, (block, step) in enumerate(zip(blocks, steps, strict=True)):
-            places, casts = step.describe(block)
+            places, drawn = step.describe(block)
             block.places[:] = [at if at >= NOWHERE else own(starts[own(at)]) for at in places]
-            for at, cast in enumerate(casts):
-                is_drawn = cast is not None and cast.is_stochastic
+            for at, is_drawn in enumerate(drawn):
                 block.seeds[at] = len(draws) if is_drawn else NOWHERE
                 draws += [3 * index + at] if is_drawn else []
         self._draws = tuple(draws)  # places of seeds, in the order of steps
