@@ -2,7 +2,10 @@
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
 from typing import Any, TypeGuard
 
 from rich.style import Style
@@ -20,31 +23,76 @@ _STYLES = {verdict: GRADES[grade].terminal for verdict, grade in _GRADES.items()
 # -- a comparison -----------------------------------------------------------------------------------------------------
 def comparison_tables(document: Mapping[str, Any]) -> list[Table]:
     """Return tables with one line per precision: convergence, cost and losses of the format, and shared exponents."""
+    document = named(document)
     exponents = exponent_table(document)
     return [_convergence(document), _costs(document), *([] if exponents is None else [exponents])]
+
+
+def named(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the document with policy files called by their name without folder, where that tells them apart."""
+    rows = document["variants"]
+    files = [row.get("precision", "") for row in rows]
+    short = [
+        row["label"].replace(file, Path(file).stem) if _is_file(file) else row["label"]
+        for row, file in zip(rows, files, strict=True)
+    ]
+    count = Counter(short)
+    names = [name if count[name] == 1 else row["label"] for name, row in zip(short, rows, strict=True)]
+    return {**document, "variants": [{**row, "label": name} for name, row in zip(names, rows, strict=True)]}
+
+
+def _is_file(precision: str) -> bool:
+    return precision.endswith(".toml")
 
 
 def _convergence(document: Mapping[str, Any]) -> Table:
     recipe, metric = document["recipe"], document["recipe"]["metric"]
     seeds = len(document["seeds"])
     title = f"{recipe['name']}: mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}"
-    table = plain_table(title, ["precision", metric, "loss", "gap to\nfp32", "in seed\ndeviations", "verdict"])
+    with_steps = _has_steps(document)
+    columns = ["precision", metric, "loss", "gap to\nfp32", *["to the\nrow above"] * with_steps]
+    table = plain_table(title, [*columns, "in seed\ndeviations", "verdict"])
+    above = None
     for row in document["variants"]:
-        statistics, verdict = row.get("statistics"), row.get("verdict") or {}
-        if statistics is None:
-            table.add_row(row["label"], *[_NOTHING] * 4, "not run")
+        numbers, verdict = row.get("statistics"), row.get("verdict") or {}
+        if numbers is None:
+            table.add_row(row["label"], *[_NOTHING] * (len(columns)), "not run")
             continue
         words = Text(verdict.get("verdict", "no fp32 to judge by"), _STYLES.get(verdict.get("verdict", ""), ""))
         baseline = row["label"] == document["baseline"]
         table.add_row(
             row["label"],
-            _spread(statistics[metric], recipe["metric_is_share"]),
-            _spread(statistics["loss"], False),
+            _spread(numbers[metric], recipe["metric_is_share"]),
+            _spread(numbers["loss"], False),
             _NOTHING if baseline else _gap(verdict.get("gap"), recipe["metric_is_share"]),
+            *[_step(row, above, recipe)] * with_steps,
             _NOTHING if baseline else _signed(verdict.get("gap_in_deviations"), "{:+.1f}"),
             words,
         )
+        above = row
     return table
+
+
+def _has_steps(document: Mapping[str, Any]) -> bool:
+    """Whether rows are compared with those above: several are policy files, as of single ingredients."""
+    return sum(_is_file(row.get("precision", "")) for row in document["variants"]) > 1
+
+
+def _step(row: Mapping[str, Any], above: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> str:
+    """Return by how much a row is worse than the one above: mean and deviation of the differences of equal seeds."""
+    if above is None:
+        return _NOTHING
+    found, before = (
+        dict(zip((run["seed"] for run in one["runs"]), one["statistics"][recipe["metric"]]["values"], strict=True))
+        for one in (row, above)
+    )
+    pairs = [(found[seed], before[seed]) for seed in found if seed in before]
+    if not pairs or not all(_is_number(one) for pair in pairs for one in pair):
+        return _NOTHING
+    gaps = [two - one if recipe["higher_is_better"] else one - two for one, two in pairs]
+    share = recipe["metric_is_share"]
+    spread = f" ± {_gap(stdev(gaps), share)[1:]}" if len(gaps) > 1 else ""
+    return _gap(mean(gaps), share) + spread
 
 
 def _costs(document: Mapping[str, Any]) -> Table:
@@ -79,6 +127,7 @@ def _is_measured(document: Mapping[str, Any]) -> bool:
 
 def notes(document: Mapping[str, Any], width: int = WIDTH) -> str:
     """Return the text below the tables: the reasons of the verdicts, the methods, the machine."""
+    document = named(document)
     lines = [
         f"{row['label']}: {row['verdict']['verdict']}: {row['verdict']['reason']}."
         for row in document["variants"]
@@ -86,7 +135,8 @@ def notes(document: Mapping[str, Any], width: int = WIDTH) -> str:
     ]
     left_out = () if _is_measured(document) else ("time", "memory")
     methods = [f"{text}." for name, text in document["methods"].items() if name not in left_out]
-    lines += ["gap to fp32: + is worse, - better.", *methods]
+    steps = ["to the row above: the same, of runs with the same seed."] * _has_steps(document)
+    lines += ["gap to fp32: + is worse, - better.", *steps, *methods]
     versions = document["versions"]
     lines.append(f"{document['machine']['words']}; torch {versions['torch']}, lowp {versions['lowp']}.")
     return "\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in lines)

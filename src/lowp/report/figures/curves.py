@@ -9,6 +9,7 @@ from typing import Any
 from lowp.report.figures import style
 from lowp.report.palette import GREY, series
 from lowp.report.plots import new_figure, save
+from lowp.report.tables import named
 
 _DASHES = ("-", "--", "-.", ":")
 _TOP_FIVE = "top5"
@@ -23,6 +24,7 @@ def curves(document: Mapping[str, Any], path: Path) -> None:
 
     A line is the mean over the seeds, a band reaches from the lowest to the highest; the grey band is fp32's seeds.
     """
+    document = named(document)
     measures = _measures(document)
     figure = style.figure(0.8 + 2.2 * len(measures), _result(document))
     panels = style.panels(figure, len(measures))
