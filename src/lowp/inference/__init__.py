@@ -8,6 +8,7 @@ from lowp.inference.exporting import export_onnx
 from lowp.inference.measuring import Footprint, footprint
 from lowp.inference.mismatch import ServingMismatch, mismatch
 from lowp.inference.quantizing import quantize_model, unquantized
+from lowp.inference.saving import load, save
 from lowp.inference.training import training_policy
 
 __all__ = [
@@ -18,8 +19,10 @@ __all__ = [
     "attention",
     "export_onnx",
     "footprint",
+    "load",
     "mismatch",
     "quantize_model",
+    "save",
     "training_policy",
     "unquantized",
 ]

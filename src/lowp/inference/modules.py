@@ -348,9 +348,15 @@ class Served(nn.Module, ABC):
         self.register_buffer("bias", None if bias is None else bias.detach().clone().float())
         for name, value in geometry.items():
             setattr(self, name, value)
+        self._geometry = geometry
+        self.describe()
+
+    def describe(self) -> None:
+        """Keep the text of what the layer is beside its tensors."""
+        weight = self.weight
         of_weight = {name: value for name, value in vars(weight).items() if isinstance(value, (int, str))}
         held = [name for name, one in weight._buffers.items() if one is not None]
-        self.text = json.dumps([type(self).__name__, geometry, type(weight).__name__, of_weight, held])
+        self.text = json.dumps([type(self).__name__, self._geometry, type(weight).__name__, of_weight, held])
 
     def forward(self, x: Tensor) -> Tensor:
         """What the layer that this one replaces returns, computed with the packed weight."""

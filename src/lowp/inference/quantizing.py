@@ -24,7 +24,7 @@ from lowp.inference.modules import ServedEmbedding, ServedLinear, Weight, packed
 from lowp.inference.rounding import SecondMoments, Sensitivity, check_rounding
 from lowp.kernels.packed.byte_rows import Range
 
-_UNQUANTIZED = "_lowp_unquantized"
+_MADE = "_lowp_served"
 _ROLES = ("query", "key", "value", "out")
 
 
@@ -87,7 +87,8 @@ def quantize_model(
             served = made
         else:
             _put(served, name, made)
-    object.__setattr__(served, _UNQUANTIZED, reasons)
+    made_as = {"format": str(cast), "bits": bits, "attention": attention, "kept": reasons}
+    object.__setattr__(served, _MADE, made_as)
     return served
 
 
@@ -115,11 +116,16 @@ def _chosen(model: nn.Module, keep: tuple[str, ...]) -> tuple[dict[str, nn.Modul
 
 def unquantized(model: nn.Module) -> Mapping[str, str]:
     """The layers with weights that `quantize_model` did not replace, with the reasons."""
-    found = getattr(model, _UNQUANTIZED, None)
-    if found is None:
-        raise InvalidInput("unquantized needs a model from lowp.quantize_model")
-    reasons: Mapping[str, str] = found
+    reasons: Mapping[str, str] = made_of(model)["kept"]
     return reasons
+
+
+def made_of(model: nn.Module) -> Mapping[str, Any]:
+    """What `quantize_model` was asked for: format, bits, attention, and the layers it kept."""
+    found: Mapping[str, Any] | None = getattr(model, _MADE, None)
+    if found is None:
+        raise InvalidInput(f"{type(model).__name__} is not a model from lowp.quantize_model, which is needed here")
+    return found
 
 
 def _check_format(cast: Cast) -> None:

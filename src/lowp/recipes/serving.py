@@ -80,14 +80,19 @@ class Serving:
             begun = time.perf_counter()
             metrics = _evaluated(trained, model)
             seconds = min(seconds, time.perf_counter() - begun)
-        costs = footprint(model, forward=lambda module: trained.recipe.loss(module, _batches(trained, 1)[0]))
+        costs = footprint(
+            model,
+            forward=lambda module: trained.recipe.loss(
+                module, _batches(trained.data, trained.batch, trained.device, 1)[0]
+            ),
+        )
         fp32_modules = {} if format == "fp32" else dict(unquantized(model))
         return {"format": format, "numbers": metrics, "seconds": seconds, **asdict(costs), "unquantized": fp32_modules}
 
     def _served(self, trained: Training, format: str) -> nn.Module:
         if format == "fp32":
             return trained.model.eval()
-        batches = _batches(trained, _CALIBRATED_ON)
+        batches = _batches(trained.data, trained.batch, trained.device)
         return quantize_model(trained.model, format, batches, forward=trained.recipe.loss)
 
     def _recovered(self, format: str, on_epoch: Callable[[str], None], stop: Callable[[], bool]) -> dict[str, Any]:
@@ -118,10 +123,15 @@ class Serving:
         }
 
 
-def _batches(trained: Training, count: int) -> list[Any]:
-    examples = trained.data.training
-    indices = torch.split(torch.arange(min(len(examples), count * trained.batch)), trained.batch)
-    return [moved(examples.batch(part), trained.device) for part in indices]
+def _batches(data: Data, batch: int, device: torch.device, count: int = _CALIBRATED_ON) -> list[Any]:
+    indices = torch.split(torch.arange(min(len(data.training), count * batch)), batch)
+    return [moved(data.training.batch(part), device) for part in indices]
+
+
+def served_as(settings: Settings, model: nn.Module, format: str, rounding: str) -> nn.Module:
+    """Return a recipe's model as it is served, calibrated on batches of the training set."""
+    batches = _batches(load_data(settings), settings.batch or 1, torch.device("cpu"))
+    return quantize_model(model, format, batches, rounding=rounding, forward=_result_of(get(settings.recipe)))
 
 
 def _evaluated(trained: Training, model: nn.Module) -> Mapping[str, float]:
@@ -165,7 +175,7 @@ def settings_of(path: Path, recipe: str | None, size: str | None, state: State) 
                 return Settings(name, size=one).filled()
     raise InvalidInput(
         f"{path} has the {len(wanted)} tensors of no recipe, such as {next(iter(wanted), 'none')}: name the recipe by "
-        "--recipe NAME, your own as module:NAME; in Python lowp.mismatch takes any model"
+        "--recipe NAME, your own as module:NAME; lowp.mismatch and lowp.quantize_model take any model"
     )
 
 
@@ -183,7 +193,6 @@ def read_model(path: Path, recipe: str | None, size: str | None) -> tuple[Settin
     state = portable.load(path, dtype=torch.float32)
     settings = settings_of(path, recipe, size, state)
     found = get(settings.recipe)
-    check(found)
     model = found.make_model(found.size(settings.size))
     try:
         model.load_state_dict(state)
@@ -197,6 +206,7 @@ def compared(
 ) -> tuple[ServingMismatch, Data]:
     """Compare on the first batches of the validation set; return the data, too."""
     recipe = get(settings.recipe)
+    check(recipe)
     data = load_data(settings) if data is None else data
     device = torch.device(settings.device)
     indices = torch.split(torch.arange(len(data.validation)), settings.batch or 1)[:_BATCHES]
