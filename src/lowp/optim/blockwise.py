@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 
 from lowp.casts import Cast
 from lowp.compat import private, uncompiled
-from lowp.errors import InvalidInput, Misuse
+from lowp.errors import InvalidInput, Misuse, unknown
 from lowp.kernels.choose import dispatch
 from lowp.kernels.steps import updates
 from lowp.kernels.tracing import is_quiet
@@ -21,12 +22,11 @@ from lowp.optim.model_state import MasterKeeper, ParameterNames, own
 from lowp.optim.shards import holder_of, is_sharded, local, places_of, refuse_to_convert, shard_of
 from lowp.optim.skipping import refuse_released
 from lowp.optim.state_dicts import (
+    Checkpointed,
     check_shape,
     entries_by_parameter,
     packed_groups,
     parameters_of,
-    with_loading_hooks,
-    with_saving_hooks,
 )
 from lowp.optim.storage import (
     BLOCK,
@@ -48,8 +48,8 @@ _COPIED = ("storage", "kept", "moments", "names", "seed")  # attributes that a c
 _Member = tuple[int, tuple[dict[str, Any], nn.Parameter]]  # a parameter, its group, and its place among all
 
 
-class StateFormats(NamedTuple):
-    """How an optimizer stores weights and moments: the arguments as the user gave them, unchecked."""
+class FormatOptions(TypedDict, total=False):
+    """Arguments that all of lowp's optimizers take, by keyword, as `AdamW` documents them."""
 
     storage: str | Cast | None
     split: bool
@@ -57,10 +57,36 @@ class StateFormats(NamedTuple):
     moments: str | Cast
     seed: int
 
-    @property
-    def kind(self) -> str:
-        """The kind of masters: as asked for, or by `split`."""
-        return self.masters or ("split" if self.split and self.storage is not None else "fp32")
+
+_ONE_WAY = (
+    "there is one implementation here, block by block, with the same results and without waiting for the device: "
+    "leave it out"
+)
+_INSTEAD = {
+    "fused": _ONE_WAY,
+    "foreach": _ONE_WAY,
+    "capturable": "counters and moments are on the device already: leave it out",
+    "differentiable": "the update writes stored weights in place: use torch's optimizer on fp32 parameters",
+    "amsgrad": (
+        "the largest second moment is not kept here: wrap torch's optimizer, "
+        "lowp.MasterWeights(torch.optim.AdamW(params, amsgrad=True))"
+    ),
+}
+
+
+def _admitted(optimizer: type, options: Mapping[str, Any]) -> FormatOptions:
+    """Return the options that are lowp's. Raises InvalidInput for others of torch's, TypeError for unknown ones.
+
+    An argument of torch's that is None or False is accepted, since it requests nothing.
+    """
+    kind, own = f"lowp.optim.{optimizer.__name__}", FormatOptions.__annotations__
+    for name, value in options.items():
+        if name not in own and name not in _INSTEAD:
+            others = [one for one in inspect.signature(optimizer).parameters if one not in ("params", "options")]
+            raise TypeError(unknown(f"argument of {kind}", name, [*others, *own]))
+        if name not in own and value:
+            raise InvalidInput(f"{kind} does not take {name}={value}: {_INSTEAD[name]}")
+    return cast(FormatOptions, {name: value for name, value in options.items() if name in own})
 
 
 class BlockUpdate(NamedTuple):
@@ -121,7 +147,7 @@ class Released:
             handle.remove()
 
 
-class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
+class BlockwiseOptimizer(MasterKeeper, Checkpointed):
     """An optimizer whose parameters are stored in few bits and updated in fp32, block by block.
 
     A subclass is the rule: `moments` (the names of its per-element state), `numbers`, and `update_block`, torch's own
@@ -138,11 +164,14 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
     allows_fp16_gradients = True
     released: Released | None = None
 
-    def __init__(self, params: Any, defaults: dict[str, Any], formats: StateFormats) -> None:
-        self.storage = Storage.parse(formats.storage, formats.kind)
-        self.kept = Moments.parse(formats.moments)
-        check_seed(formats.seed)
-        self.seed = formats.seed
+    def __init__(self, params: Any, defaults: dict[str, Any], options: FormatOptions) -> None:
+        given = _admitted(type(self), options)
+        storage, is_split = given.get("storage", "bf16"), given.get("split", True)
+        masters = "split" if is_split and storage is not None else "fp32"
+        self.storage = Storage.parse(storage, given.get("masters") or masters)
+        self.kept = Moments.parse(given.get("moments", "fp32"))
+        self.seed = given.get("seed", 0)
+        check_seed(self.seed)
         self.names = ParameterNames()
         self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
@@ -397,14 +426,8 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
         return {name: value for name, value in self.state[parameter].items() if name in STORAGE_STATE}
 
     # -- checkpoints and copies -----------------------------------------------------------------------------------
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, with ``master_weight`` (fp32) in the place of whatever the storage keeps.
-
-        Before the first step the moments are made, zeros and a step of 0, so that what loads into it finds its places.
-        """
-        return with_saving_hooks(self, self._packed)
-
     def _packed(self) -> dict[str, Any]:
+        # before the first step the moments are made, so that what loads into the dictionary finds its places
         entries = {}
         for index, parameter in enumerate(parameters_of(self)):
             state = self.state[parameter]
@@ -416,14 +439,6 @@ class BlockwiseOptimizer(MasterKeeper, torch.optim.Optimizer):
                 entry[MASTER_WEIGHT] = self.master(parameter).clone()
             entries[index] = entry
         return {"state": entries, "param_groups": packed_groups(self)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a dictionary of `state_dict` of any storage, or of the torch optimizer of the same name.
-
-        Moments are put into the format that this optimizer keeps them in; a ``master_weight`` sets the parameter.
-        Raises InvalidInput for what does not fit the parameters, before anything changes.
-        """
-        with_loading_hooks(self, state_dict, self._load)
 
     @torch.no_grad()
     def _load(self, state_dict: dict[str, Any]) -> None:

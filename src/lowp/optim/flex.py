@@ -23,10 +23,10 @@ from lowp.exponents import SharedExponents, StepWriter
 from lowp.kernels.int16 import payloads
 from lowp.ops.observing import everywhere, step
 from lowp.optim.masters import Wrapper
-from lowp.optim.model_state import Attachment, StoredModel, attach, given_names, own
+from lowp.optim.model_state import Attachment, MasterKeeper, StoredModel, attach, given_names, own
 from lowp.optim.shards import Wholes, is_sharded, local
 from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
-from lowp.optim.state_dicts import entries_by_parameter, parameters_of, with_loading_hooks, with_saving_hooks
+from lowp.optim.state_dicts import entries_by_parameter, parameters_of
 from lowp.optim.storage import SQUARES, Storage
 from lowp.scaling.powers import times
 
@@ -82,7 +82,7 @@ class _Row(NamedTuple):
     steps: tuple[str, str]
 
 
-class FlexWeights(Wrapper):
+class FlexWeights(MasterKeeper, Wrapper):
     """Lets any torch optimizer train parameters that are int16 under shared exponents, without masters.
 
     The parameters are written when the wrapper is made, and stay fp32 tensors whose values the format holds. A step of
@@ -105,7 +105,7 @@ class FlexWeights(Wrapper):
         stored: Container[Tensor] = (),
     ) -> None:
         super().__init__(optimizer)
-        self.cast, self.exponents = cast, exponents
+        self.cast, self.exponents, self.storage = cast, exponents, Storage(None, "none")
         self._names: dict[Tensor, str] = {**given_names(optimizer), **(names or {})}
         self._buffers: dict[str, tuple[Callable[[], nn.Module | None], str]] = {}
         self._adopted: set[Tensor] = set()
@@ -285,12 +285,8 @@ class FlexWeights(Wrapper):
             for name in ("running_mean", "running_var"):
                 if isinstance(getattr(module, name, None), Tensor):
                     self._buffers[f"{path}.{name}".lstrip(".")] = (weakref.ref(module), name)
-        names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in self._adopted]
-        return attach(model, StoredModel(Storage(None, "none"), names, self))
-
-    def master(self, parameter: Tensor) -> Tensor:
-        """The value of a parameter: there is no wider one."""
-        return parameter.detach()
+        names = [name for name, one in model.named_parameters(remove_duplicate=False) if self.holds(one)]
+        return attach(model, StoredModel(self.storage, names, self))
 
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Write what has been put into parameters, as by `model.load_state_dict`, to the format."""
@@ -308,15 +304,11 @@ class FlexWeights(Wrapper):
         """Whether a tensor is a parameter of this optimizer."""
         return parameter in self._adopted
 
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's dictionary; the weights are in the model's, the exponents in the precision's."""
-        return with_saving_hooks(
-            self, lambda: {**self.inner.state_dict(), "flex_weights": {"version": _VERSION, "cast": str(self.cast)}}
-        )
+    def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load such a dictionary, or the inner optimizer's own. Raises InvalidInput for one of another version."""
-        with_loading_hooks(self, state_dict, self._load)
+    def _packed(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "flex_weights": {"version": _VERSION, "cast": str(self.cast)}}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         entries_by_parameter(self, state_dict)

@@ -18,16 +18,11 @@ from lowp.ops.observing import Watch
 from lowp.optim.model_state import MasterKeeper, ParameterNames, own
 from lowp.optim.shards import is_sharded, is_zero, local, local_parts, places_of
 from lowp.optim.skipping import begin_momentum
-from lowp.optim.state_dicts import (
-    entries_by_parameter,
-    parameters_of,
-    with_loading_hooks,
-    with_saving_hooks,
-)
+from lowp.optim.state_dicts import Checkpointed, entries_by_parameter, parameters_of
 from lowp.optim.storage import MASTER_WEIGHT, Storage, check_seed, seed_of
 
 
-class Wrapper(torch.optim.Optimizer):
+class Wrapper(Checkpointed):
     """An optimizer whose parameter groups, defaults and state are those of `inner`. A subclass implements `step`.
 
     Raises TypeError for anything other than a torch optimizer.
@@ -278,10 +273,6 @@ class MasterWeights(MasterKeeper, Wrapper):
         return evaluate
 
     # -- checkpoints and copies -----------------------------------------------------------------------------------
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's dictionary, with a ``master_weight`` (fp32) in the state of each parameter."""
-        return with_saving_hooks(self, self._packed)
-
     def _packed(self) -> dict[str, Any]:
         self.steps = max(self.steps, *(int(there) for there in self._steps_there.values()), 0)  # counts graph replays
         with self._on_masters():
@@ -294,14 +285,6 @@ class MasterWeights(MasterKeeper, Wrapper):
             for number, master in sorted(numbered.items())
         }
         return packed
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a dictionary of `state_dict`, of any storage and kind, or one of the inner optimizer.
-
-        If it contains no masters, the current masters are kept. Raises InvalidInput, with nothing changed, if it
-        belongs to another model.
-        """
-        with_loading_hooks(self, state_dict, self._load)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         saved = entries_by_parameter(self, state_dict)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +28,12 @@ from lowp.ops.observing import Watch, everywhere, step
 from lowp.optim.shards import is_sharded, local, local_parts, shard_like, shard_of
 from lowp.optim.storage import MASTER_WEIGHT, STORAGE_STATE, Storage
 
-
-class Owner(Protocol):
-    """An object that keeps the fp32 values of parameters."""
-
-    def master(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 value of a stored parameter."""
-
-    def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Set fp32 values by parameter, and write the parameters."""
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether this object keeps this very parameter, by a strong reference."""
-
-
 # by the id of the parameter, which no other tensor has while its owner holds it; a weak reference to the parameter
 # itself would keep torch.utils.swap_tensors from exchanging it
 _owners: dict[int, weakref.ReferenceType[Any]] = {}
 
 
-def own(owner: Owner, parameters: Iterable[Tensor]) -> None:
+def own(owner: MasterKeeper, parameters: Iterable[Tensor]) -> None:
     """Make `owner` the source of the parameters' fp32 values, as long as it exists and holds them."""
     places = [id(parameter) for parameter in parameters]
 
@@ -59,10 +46,10 @@ def own(owner: Owner, parameters: Iterable[Tensor]) -> None:
     _owners.update(dict.fromkeys(places, reference))
 
 
-def owner_of(parameter: Tensor) -> Owner | None:
+def owner_of(parameter: Tensor) -> MasterKeeper | None:
     """Return the owner of a parameter's fp32 value, or None."""
     reference = _owners.get(id(parameter))
-    found: Owner | None = None if reference is None else reference()
+    found: MasterKeeper | None = None if reference is None else reference()
     return found if found is not None and found.holds(parameter) else None
 
 
@@ -77,7 +64,7 @@ class Attachment(NamedTuple):
             handle.remove()
 
 
-class MasterKeeper:
+class MasterKeeper(ABC):
     """What an optimizer tells of the fp32 values behind its parameters: the face of masters of every storage."""
 
     storage: Storage
@@ -85,13 +72,13 @@ class MasterKeeper:
     param_groups: Any
     state: Any
 
+    @abstractmethod
     def holds(self, parameter: Tensor) -> bool:
-        """Whether a tensor is a parameter of this optimizer."""
-        raise NotImplementedError
+        """Whether this very tensor is a parameter of this optimizer, which then has a strong reference to it."""
 
+    @abstractmethod
     def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the tensors kept for the fp32 value of a parameter that this optimizer holds."""
-        raise NotImplementedError
 
     def master(self, parameter: Tensor) -> Tensor:
         """The fp32 value behind a stored parameter; a DTensor's is a DTensor."""
@@ -141,9 +128,9 @@ class StoredModel:
     parameters that were stored before their optimizer existed. A copy has neither.
     """
 
-    def __init__(self, storage: Storage, names: Iterable[str] = (), owner: Owner | None = None) -> None:
+    def __init__(self, storage: Storage, names: Iterable[str] = (), owner: MasterKeeper | None = None) -> None:
         self.storage, self.names = storage, set(names)
-        self.owners: list[Owner] = [] if owner is None else [owner]
+        self.owners: list[MasterKeeper] = [] if owner is None else [owner]
         self.unclaimed: dict[str, Tensor] = {}
         self.pending: dict[str, Tensor] = {}
 
@@ -234,7 +221,7 @@ class StoredModel:
 
     def take(self, model: nn.Module, incompatible: Any) -> None:
         """Set the masters to the loaded values; parameters without an owner are rounded into the storage."""
-        owned: dict[int, tuple[Owner, dict[Tensor, Tensor]]] = {}
+        owned: dict[int, tuple[MasterKeeper, dict[Tensor, Tensor]]] = {}
         for name, parameter in self.mine(model):
             value, owner = self.pending.get(name), owner_of(parameter)
             if value is not None and owner is not None:

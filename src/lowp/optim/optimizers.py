@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from lowp.casts import Cast
 from lowp.compat import private
-from lowp.errors import InvalidInput, unknown
+from lowp.errors import InvalidInput
 from lowp.kernels.steps import updates
-from lowp.optim.blockwise import BlockUpdate, BlockwiseOptimizer, StateFormats
+from lowp.optim.blockwise import BlockUpdate, BlockwiseOptimizer, FormatOptions
 from lowp.optim.shards import is_sharded, local, shard_like, shard_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _orthogonalized = cast(Callable[..., Tensor], private("torch.optim._muon._zeropower_via_newtonschulz"))
 
@@ -48,18 +49,12 @@ class AdamW(BlockwiseOptimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
-        storage: str | Cast | None = "bf16",
-        split: bool = True,
-        masters: str | None = None,
-        moments: str | Cast = "fp32",
-        seed: int = 0,
-        **others: Any,
+        **options: Unpack[FormatOptions],
     ) -> None:
-        refuse_others(type(self), others)
         _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         _check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, StateFormats(storage, split, masters, moments, seed))
+        super().__init__(params, defaults, options)
 
     def numbers(self, group: dict[str, Any]) -> updates.AdamWNumbers:
         """The numbers of a kernel's AdamW."""
@@ -105,14 +100,8 @@ class SGD(BlockwiseOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        storage: str | Cast | None = "bf16",
-        split: bool = True,
-        masters: str | None = None,
-        moments: str | Cast = "fp32",
-        seed: int = 0,
-        **others: Any,
+        **options: Unpack[FormatOptions],
     ) -> None:
-        refuse_others(type(self), others)
         _check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise InvalidInput("nesterov=True needs a momentum above zero and dampening=0")
@@ -121,7 +110,7 @@ class SGD(BlockwiseOptimizer):
             **{"nesterov": nesterov, "maximize": maximize},
         }
         self.moments = ("momentum_buffer",) if momentum else ()
-        super().__init__(params, defaults, StateFormats(storage, split, masters, moments, seed))
+        super().__init__(params, defaults, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have momentum even if the others have none."""
@@ -173,18 +162,12 @@ class Lion(BlockwiseOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        storage: str | Cast | None = "bf16",
-        split: bool = True,
-        masters: str | None = None,
-        moments: str | Cast = "fp32",
-        seed: int = 0,
-        **others: Any,
+        **options: Unpack[FormatOptions],
     ) -> None:
-        refuse_others(type(self), others)
         _check_not_negative(lr=lr, weight_decay=weight_decay)
         _check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, StateFormats(storage, split, masters, moments, seed))
+        super().__init__(params, defaults, options)
 
     def numbers(self, group: dict[str, Any]) -> updates.LionNumbers:
         """The numbers of a kernel's Lion."""
@@ -216,15 +199,8 @@ class Muon(BlockwiseOptimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
-        *,
-        storage: str | Cast | None = "bf16",
-        split: bool = True,
-        masters: str | None = None,
-        moments: str | Cast = "fp32",
-        seed: int = 0,
-        **others: Any,
+        **options: Unpack[FormatOptions],
     ) -> None:
-        refuse_others(type(self), others)
         _check_not_negative(lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise InvalidInput(f"adjust_lr_fn={adjust_lr_fn!r}: give 'original' or 'match_rms_adamw'")
@@ -232,7 +208,7 @@ class Muon(BlockwiseOptimizer):
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn},
         }
-        super().__init__(params, defaults, StateFormats(storage, split, masters, moments, seed))
+        super().__init__(params, defaults, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices. Raises InvalidInput for parameters of another number of dimensions."""
@@ -274,33 +250,3 @@ def _check_not_negative(**given: float) -> None:
 def _check_betas(betas: tuple[float, float]) -> None:
     if not all(0 <= beta < 1 for beta in betas):
         raise InvalidInput(f"betas={betas}: give two numbers in [0, 1)")
-
-
-_ONE_WAY = (
-    "there is one implementation here, block by block, with the same results and without waiting for the device: "
-    "leave it out"
-)
-_INSTEAD = {
-    "fused": _ONE_WAY,
-    "foreach": _ONE_WAY,
-    "capturable": "counters and moments are on the device already: leave it out",
-    "differentiable": "the update writes stored weights in place: use torch's optimizer on fp32 parameters",
-    "amsgrad": (
-        "the largest second moment is not kept here: wrap torch's optimizer, "
-        "lowp.MasterWeights(torch.optim.AdamW(params, amsgrad=True))"
-    ),
-}
-
-
-def refuse_others(optimizer: type, others: Mapping[str, Any]) -> None:
-    """Raise for unsupported arguments: InvalidInput for torch's own, TypeError for unknown ones.
-
-    An argument of torch's that is None or False is accepted, since it requests nothing.
-    """
-    kind = f"lowp.optim.{optimizer.__name__}"
-    for name, value in others.items():
-        if name not in _INSTEAD:
-            allowed = [one for one in inspect.signature(optimizer).parameters if one not in ("params", "others")]
-            raise TypeError(unknown(f"argument of {kind}", name, allowed))
-        if value:
-            raise InvalidInput(f"{kind} does not take {name}={value}: {_INSTEAD[name]}")

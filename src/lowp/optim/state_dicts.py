@@ -1,11 +1,12 @@
-"""The hooks and the layout of `state_dict` and `load_state_dict` that lowp's optimizers share with torch's."""
+"""`state_dict` and `load_state_dict` of lowp's optimizers, in torch's layout, and what a saved state must have."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,30 +18,45 @@ from lowp.optim.storage import MASTER_WEIGHT
 Optimizer = torch.optim.Optimizer
 
 
-def with_saving_hooks(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of `make`, after the hooks registered for `state_dict` have seen and changed it."""
-    for before in optimizer._optimizer_state_dict_pre_hooks.values():
-        before(optimizer)
-    state = make()
-    for after in optimizer._optimizer_state_dict_post_hooks.values():
-        changed = after(optimizer, state)
-        state = state if changed is None else changed
-    return state
+class Checkpointed(torch.optim.Optimizer):
+    """An optimizer that packs and loads its own state, between the hooks that are registered with torch."""
 
+    @abstractmethod
+    def _packed(self) -> dict[str, Any]:
+        """Return the state as a dictionary."""
 
-def with_loading_hooks(optimizer: Any, state: Any, load: Callable[[dict[str, Any]], None]) -> None:
-    """Call `load` with a state dictionary as changed by the hooks registered for `load_state_dict`.
+    @abstractmethod
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Load such a dictionary. Raises InvalidInput, with nothing changed, for that of another model."""
 
-    Raises InvalidInput if it is not an optimizer's state.
-    """
-    require_optimizer_state(state)
-    state = dict(state)
-    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        changed = before(optimizer, state)
-        state = state if changed is None else changed
-    load(state)
-    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
-        after(optimizer)
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with ``master_weight`` (fp32) in the place of whatever is kept of a parameter in few bits.
+
+        The weights themselves are in the model's, shared exponents in the precision's.
+        """
+        hooks: Any = self
+        for before in hooks._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self._packed()
+        for after in hooks._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a dictionary of `state_dict`, of any storage, or of the torch optimizer of this name or inside.
+
+        A ``master_weight`` sets the parameter, and moments are put into the format in which this optimizer keeps them.
+        Raises InvalidInput for what does not fit the parameters, before anything changes.
+        """
+        require_optimizer_state(state_dict)
+        state, hooks = dict(state_dict), cast(Any, self)
+        for before in hooks._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state)
+            state = state if changed is None else changed
+        self._load(state)
+        for after in hooks._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 def require_optimizer_state(state: Any) -> None:
