@@ -16,7 +16,8 @@ from lowp import distributed, precision_state, presets, region
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import DelayedScales, SharedExponents, is_flexpoint
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
-from lowp.optim.skipping import refuse_released, skipping
+from lowp.optim.releasing import refuse_released
+from lowp.optim.skipping import skipping
 from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset

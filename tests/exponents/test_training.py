@@ -16,7 +16,7 @@ from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.kernels.int16.mantissas import NOT_FINITE, own_exponent, to_mantissas, values
 from lowp.optim import FlexWeights
-from lowp.optim.flex import SQUARES
+from lowp.optim.moments import SQUARES
 from lowp.precision import Precision
 from lowp.region import autocast
 from lowp.step import NonFiniteGradients

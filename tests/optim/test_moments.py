@@ -13,7 +13,7 @@ import lowp
 from lowp.errors import InvalidInput
 from lowp.kernels.steps import updates
 from lowp.optim import SGD, AdamW, Lion, Muon, join, split, storage
-from lowp.optim.storage import SCALES, Moments
+from lowp.optim.moments import SCALES, Moments
 
 RULES: dict[str, Callable[..., Any]] = {
     "adamw": lambda p, **k: AdamW(p, lr=1e-2, weight_decay=0.1, **k),

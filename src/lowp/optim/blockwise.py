@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from lowp.casts import Cast
 from lowp.compat import private, uncompiled
-from lowp.errors import InvalidInput, Misuse, unknown
+from lowp.errors import InvalidInput
 from lowp.kernels.choose import dispatch
 from lowp.kernels.steps import updates
 from lowp.kernels.tracing import is_quiet
 from lowp.ops.observing import everywhere
 from lowp.optim.model_state import MasterKeeper, ParameterNames, own
-from lowp.optim.shards import holder_of, is_sharded, local, places_of, refuse_to_convert, shard_of
-from lowp.optim.skipping import refuse_released
+from lowp.optim.moments import SCALES, SQUARES, FormatOptions, Moments, admitted
+from lowp.optim.releasing import Released, refuse_released
+from lowp.optim.shards import is_sharded, local, places_of, refuse_to_convert, shard_of
 from lowp.optim.state_dicts import (
     Checkpointed,
     check_shape,
@@ -28,17 +27,7 @@ from lowp.optim.state_dicts import (
     packed_groups,
     parameters_of,
 )
-from lowp.optim.storage import (
-    BLOCK,
-    MASTER_WEIGHT,
-    SCALES,
-    SQUARES,
-    STORAGE_STATE,
-    Moments,
-    Storage,
-    check_seed,
-    seed_of,
-)
+from lowp.optim.storage import BLOCK, MASTER_WEIGHT, STORAGE_STATE, Storage, check_seed, seed_of
 from lowp.scaling.loss_scale import inverse_of
 
 _foreach_add_ = cast(Callable[[list[Tensor], Any], None], private("torch._foreach_add_"))
@@ -46,47 +35,6 @@ _COPIED = ("storage", "kept", "moments", "names", "seed")  # attributes that a c
 
 
 _Member = tuple[int, tuple[dict[str, Any], nn.Parameter]]  # a parameter, its group, and its place among all
-
-
-class FormatOptions(TypedDict, total=False):
-    """Arguments that all of lowp's optimizers take, by keyword, as `AdamW` documents them."""
-
-    storage: str | Cast | None
-    split: bool
-    masters: str | None
-    moments: str | Cast
-    seed: int
-
-
-_ONE_WAY = (
-    "there is one implementation here, block by block, with the same results and without waiting for the device: "
-    "leave it out"
-)
-_INSTEAD = {
-    "fused": _ONE_WAY,
-    "foreach": _ONE_WAY,
-    "capturable": "counters and moments are on the device already: leave it out",
-    "differentiable": "the update writes stored weights in place: use torch's optimizer on fp32 parameters",
-    "amsgrad": (
-        "the largest second moment is not kept here: wrap torch's optimizer, "
-        "lowp.MasterWeights(torch.optim.AdamW(params, amsgrad=True))"
-    ),
-}
-
-
-def _admitted(optimizer: type, options: Mapping[str, Any]) -> FormatOptions:
-    """Return the options that are lowp's. Raises InvalidInput for others of torch's, TypeError for unknown ones.
-
-    An argument of torch's that is None or False is accepted, since it requests nothing.
-    """
-    kind, own = f"lowp.optim.{optimizer.__name__}", FormatOptions.__annotations__
-    for name, value in options.items():
-        if name not in own and name not in _INSTEAD:
-            others = [one for one in inspect.signature(optimizer).parameters if one not in ("params", "options")]
-            raise TypeError(unknown(f"argument of {kind}", name, [*others, *own]))
-        if name not in own and value:
-            raise InvalidInput(f"{kind} does not take {name}={value}: {_INSTEAD[name]}")
-    return cast(FormatOptions, {name: value for name, value in options.items() if name in own})
 
 
 class BlockUpdate(NamedTuple):
@@ -97,54 +45,6 @@ class BlockUpdate(NamedTuple):
     moments: dict[str, Tensor]
     step: Tensor  # the number of earlier steps
     parameter: Tensor
-
-
-class Released:
-    """The hooks by which an optimizer steps inside backward; `remove` removes them."""
-
-    def __init__(self, optimizer: BlockwiseOptimizer) -> None:
-        self._optimizer, self._is_checked = optimizer, False
-        self._refuse_averaged()
-        self._places = {id(member[1]): (index, member) for index, member in enumerate(optimizer._parameters())}
-        self._stepped: set[int] = set()  # since `end`
-        self._handles = [
-            cast(Any, parameter).register_post_accumulate_grad_hook(self._step)
-            for _, parameter in optimizer._parameters()
-            if parameter.requires_grad
-        ]
-
-    @torch.no_grad()
-    def _step(self, parameter: Tensor) -> None:
-        if not self._is_checked:  # a wrapper may have taken the parameters since
-            self._refuse_averaged()
-            self._is_checked = True
-        if id(parameter) in self._stepped:
-            raise Misuse(
-                "backward has reached a parameter twice before optimizer.step(): with release_gradients every backward "
-                "pass is a step, so that gradients cannot be accumulated. Call optimizer.step() after each backward "
-                "pass, or leave release_gradients out"
-            )
-        self._stepped.add(id(parameter))
-        self._optimizer._step_all([self._places[id(parameter)]])
-        parameter.grad = None
-
-    def _refuse_averaged(self) -> None:
-        """Raise InvalidInput if a wrapper averages the gradients over ranks after they are there."""
-        if (kind := holder_of(parameters_of(self._optimizer))) is not None:
-            raise InvalidInput(
-                f"gradients cannot be released before {kind} has averaged them over the ranks: use fully_shard, which "
-                "averages each before it is released, or leave the step to optimizer.step()"
-            )
-
-    def end(self) -> None:
-        """End a step: the next backward pass is another one."""
-        self._stepped.clear()
-
-    def remove(self) -> None:
-        """Leave gradients to `step` again."""
-        self._optimizer.released = None
-        for handle in self._handles:
-            handle.remove()
 
 
 class BlockwiseOptimizer(MasterKeeper, Checkpointed):
@@ -165,7 +65,7 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
     released: Released | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: FormatOptions) -> None:
-        given = _admitted(type(self), options)
+        given = admitted(type(self), options)
         storage, is_split = given.get("storage", "bf16"), given.get("split", True)
         masters = "split" if is_split and storage is not None else "fp32"
         self.storage = Storage.parse(storage, given.get("masters") or masters)
@@ -238,7 +138,8 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         """
         if self.released is not None:
             return self.released
-        self.released = Released(self)
+        places = {id(member[1]): (index, member) for index, member in enumerate(self._parameters())}
+        self.released = Released(self, lambda parameter: self._step_all([places[id(parameter)]]))
         for _, parameter in self._parameters():  # made between gradients, they would leave holes in the memory
             if parameter.requires_grad and "step" not in self.state[parameter]:
                 self._start(parameter, self.state[parameter])
@@ -271,30 +172,39 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         return {id(parameter) for found in alike.values() for _, (_, parameter) in found}
 
     def _has_kernel(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> bool:
-        """Whether a kernel steps a parameter, if there are no observers: contiguous, with a gradient of one part.
-
-        Triton's take split storage and plain fp32, and fp32 moments of unsharded parameters. The C++ library takes
-        every storage but a copy, and every format of moments; fp32 moments are torch's arithmetic, bit for bit, if
-        torch has the rule.
-        """
-        here, there, storage = local(parameter), local(gradient), self.storage
-        if everywhere or gradient.is_sparse or not (here.is_contiguous() and there.is_contiguous() and here.numel()):
+        """Whether a kernel steps a parameter: contiguous, not empty, with a gradient of one part, and no observers."""
+        here, there, numbers, state = local(parameter), local(gradient), self.numbers(group), self.state[parameter]
+        if everywhere or numbers is None or here.dtype is not self.storage.dtype:
             return False
-        numbers = self.numbers(group)
-        if numbers is None or there.dtype not in updates.GRADIENTS or here.dtype is not storage.dtype:
+        if gradient.is_sparse or there.dtype not in updates.GRADIENTS or not here.numel():
             return False
-        state = self.state[parameter]
         if "step" not in state:
             self._start(parameter, state)
-        if not all(name in state and local(state[name]).is_contiguous() for name in self.moments):
+        if not all(name in state for name in self.moments):
+            return False
+        if not all(one.is_contiguous() for one in (here, there, *(local(state[name]) for name in self.moments))):
             return False
         if updates.has_kernels(parameter.device):
-            is_taken = not is_sharded(parameter) and not isinstance(numbers, updates.LionNumbers)
-            return is_taken and str(self.kept.cast) == "fp32" and (storage.cast is None or storage.kind == "split")
+            return self._fits_triton(parameter, numbers)
+        return self._fits_library(parameter, numbers) and updates.fits_library(there, self.kept.cast)
+
+    def _fits_triton(self, parameter: Tensor, numbers: updates.Numbers) -> bool:
+        """Whether Triton's kernels step it: unsharded, fp32 moments, and weights in fp32 or split in two."""
+        is_plain = not is_sharded(parameter) and str(self.kept.cast) == "fp32"
+        is_stored = self.storage.cast is None or self.storage.kind == "split"
+        return is_plain and is_stored and not isinstance(numbers, updates.LionNumbers)
+
+    def _fits_library(self, parameter: Tensor, numbers: updates.Numbers) -> bool:
+        """Whether the C++ library steps it: any storage but a copy, any moments but those of torch's arithmetic.
+
+        That arithmetic, on fp32 moments of a rule that torch has, is torch's bit for bit.
+        """
         if not (dispatch.uses_library() and is_quiet() and self._rounds_as_kernels(parameter.device, numbers)):
             return False
-        is_kept = isinstance(self._places(parameter), int) and (storage.cast is None or storage.kind != "fp32")
-        return is_kept and all(updates.fits_library(one, self.kept.cast) for one in (here, there))
+        is_kept = isinstance(self._places(parameter), int) and (
+            self.storage.cast is None or self.storage.kind != "fp32"
+        )
+        return is_kept and updates.fits_library(local(parameter), self.kept.cast)
 
     def _rounds_as_kernels(self, device: torch.device, numbers: updates.Numbers | None) -> bool:
         """Whether an update has the bits of the kernels, and not those of torch's optimizer of the same name."""

@@ -24,10 +24,11 @@ from lowp.kernels.int16 import payloads
 from lowp.ops.observing import everywhere, step
 from lowp.optim.masters import Wrapper
 from lowp.optim.model_state import Attachment, MasterKeeper, StoredModel, attach, given_names, own
+from lowp.optim.moments import SQUARES
 from lowp.optim.shards import Wholes, is_sharded, local
 from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import entries_by_parameter, parameters_of
-from lowp.optim.storage import SQUARES, Storage
+from lowp.optim.storage import Storage
 from lowp.scaling.powers import times
 
 _VERSION = 1

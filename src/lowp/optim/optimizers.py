@@ -13,7 +13,8 @@ from torch.optim.adamw import adamw
 from lowp.compat import private
 from lowp.errors import InvalidInput
 from lowp.kernels.steps import updates
-from lowp.optim.blockwise import BlockUpdate, BlockwiseOptimizer, FormatOptions
+from lowp.optim.blockwise import BlockUpdate, BlockwiseOptimizer
+from lowp.optim.moments import FormatOptions
 from lowp.optim.shards import is_sharded, local, shard_like, shard_of
 
 if TYPE_CHECKING:
@@ -109,14 +110,13 @@ class SGD(BlockwiseOptimizer):
             **{"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay},
             **{"nesterov": nesterov, "maximize": maximize},
         }
-        self.moments = ("momentum_buffer",) if momentum else ()
         super().__init__(params, defaults, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have momentum even if the others have none."""
-        if param_group.get("momentum", 0.0):
-            self.moments = ("momentum_buffer",)
         super().add_param_group(param_group)
+        if self.param_groups[-1]["momentum"]:
+            self.moments = ("momentum_buffer",)
 
     def numbers(self, group: dict[str, Any]) -> updates.SgdNumbers:
         """The numbers of a kernel's SGD."""

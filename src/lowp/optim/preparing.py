@@ -67,12 +67,33 @@ def _refuse_scripted(model: nn.Module, storage: str) -> None:
         )
 
 
-class MasterStorage:
+class _Prepared:
+    """Models that were prepared, as long as they exist, each with what is known of it."""
+
+    def __init__(self) -> None:
+        self._models: list[tuple[Callable[[], nn.Module | None], Any]] = []
+
+    def release(self, model: nn.Module) -> None:
+        """Drop the fp32 values of a model's parameters that no optimizer has claimed, if there are any."""
+
+    def _living(self) -> Iterator[tuple[nn.Module, Any]]:
+        for reference, known in self._models:
+            if (model := reference()) is not None:
+                yield model, known
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_models": list(self._living())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_models": [(weakref.ref(model), known) for model, known in state["_models"]]})
+
+
+class MasterStorage(_Prepared):
     """Models whose parameters are stored in few bits, and optimizers that keep their masters."""
 
     def __init__(self, storage: Storage, seed: int) -> None:
+        super().__init__()
         self.storage, self.seed = storage, seed
-        self._models: list[tuple[Callable[[], nn.Module | None], StoredModel]] = []
 
     def model(self, model: nn.Module) -> None:
         """Convert the parameters in place. Raises InvalidInput, with nothing changed, if the model is wrapped."""
@@ -124,19 +145,8 @@ class MasterStorage:
             if found is unwrapped(model):
                 stored.unclaimed.clear()
 
-    def _living(self) -> Iterator[tuple[nn.Module, StoredModel]]:
-        for reference, stored in self._models:
-            if (model := reference()) is not None:
-                yield model, stored
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_models": list(self._living())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "_models": [(weakref.ref(model), stored) for model, stored in state["_models"]]})
-
-
-class FlexStorage:
+class FlexStorage(_Prepared):
     """Models whose parameters are stored under shared exponents, and optimizers that write all that they change."""
 
     def __init__(self, cast: Cast, exponents: SharedExponents | None) -> None:
@@ -145,9 +155,9 @@ class FlexStorage:
                 f"parameters={cast} needs a rule that rounds results in the same way, such as "
                 f"Rule.of(output={str(cast)!r})"
             )
+        super().__init__()
         self.cast, self.exponents = cast, exponents
         self._names: dict[Tensor, str] = {}
-        self._models: list[Callable[[], nn.Module | None]] = []
 
     def model(self, model: nn.Module) -> None:
         """Write the parameters, in place, under exponents that belong to their names."""
@@ -162,7 +172,7 @@ class FlexStorage:
         if not new:
             return
         prefix = f"model {len(self._models) + 1}: " if self._models else ""
-        self._models.append(weakref.ref(unwrapped(model)))
+        self._models.append((weakref.ref(unwrapped(model)), prefix))
         self.exponents.passes.keep_sites_of(model)
         with torch.no_grad():
             for parameter, name in new.items():
@@ -178,32 +188,19 @@ class FlexStorage:
         self._follow_shards()
         own_names = {one: self._names[one] for one in parameters_of(optimizer) if one in self._names}
         wrapped = FlexWeights(optimizer, self.cast, self.exponents, own_names, stored=own_names)
-        for reference in self._models:
-            model = reference()
-            if model is not None and any(one in own_names for one in model.parameters()):
+        for model, _ in self._living():
+            if any(one in own_names for one in model.parameters()):
                 wrapped.attach(model)
         return wrapped
 
     def _follow_shards(self) -> None:
         """Give the names of parameters that FSDP2 has sharded since to their shards. Raises InvalidInput for others."""
-        for number, reference in enumerate(self._models, 1):
-            if (model := reference()) is None:
-                continue
-            prefix = f"model {number}: " if number > 1 else ""
+        for model, prefix in self._living():
             shards = {prefix + name: one for name, one in model.named_parameters() if is_sharded(one)}
             gathered = {id(one) for part in model.modules() if is_fully_sharded(part) for one in part.parameters()}
             refuse_shards(self.cast, [one for one in shards.values() if id(one) not in gathered or is_split_twice(one)])
             stored = {one: name for name, one in shards.items() if name in self._names.values()}
             self._names = {one: name for one, name in self._names.items() if name not in shards} | stored
-
-    def release(self, model: nn.Module) -> None:
-        """Do nothing: no values are kept for a later optimizer."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_models": [model for reference in self._models if (model := reference()) is not None]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "_models": [weakref.ref(model) for model in state["_models"]]})
 
 
 Preparation: TypeAlias = MasterStorage | FlexStorage

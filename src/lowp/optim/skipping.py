@@ -10,22 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lowp.errors import Misuse
 from lowp.optim.shards import local
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step takes `found_inf`, a tensor of its device, and changes nothing where that is set."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def refuse_released(optimizer: Optimizer) -> None:
-    """Raise Misuse for an optimizer that steps inside backward, by `release_gradients`, before all gradients exist."""
-    if getattr(getattr(optimizer, "inner", optimizer), "released", None) is not None:
-        raise Misuse(
-            "a loss scale looks at all gradients before the first update: leave release_gradients out, or train "
-            "without a loss scale, as bf16 does"
-        )
 
 
 def starts_momentum(optimizer: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""How a parameter stored in few bits keeps its fp32 value (a copy, a remainder, or nothing), and its moments."""
+"""How a parameter stored in few bits keeps its fp32 value: a copy, a remainder, or nothing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import Tensor
 from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, brief, unknown
-from lowp.formats import FloatFormat, ScaledFormat
+from lowp.formats import FloatFormat
 from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.numbers import packing
 from lowp.kernels.steps import stored
 from lowp.kernels.steps.stored import Weight
 from lowp.optim.shards import holder_of, is_sharded, local, places_of, quantize_at, shard_like, sharing
-from lowp.quantized import Quantized
 
 KINDS = ("fp32", "split", "split-8", "stochastic", "none")
+# 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
+BLOCK = 1 << 16
 MASTER_WEIGHT = "master_weight"  # the entry of a parameter's state that holds its fp32 value
 STORAGE_STATE = (MASTER_WEIGHT, "remainder")  # the entries that belong to its storage
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _OF_24_BITS = casts.parse("e8m15:stochastic-8")  # the 8 bits that are lost decide: no update is lost on average
 # each step and tensor is rounded with its own seed: these odd constants spread the three counters over 64 bits
 _SEED_OF_STEP, _SEED_OF_TENSOR, _SEED_OF_SLOT = 0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9
@@ -61,7 +62,7 @@ class Storage:
     @property
     def dtype(self) -> torch.dtype:
         """The torch dtype of a stored parameter."""
-        return torch.float32 if self.cast is None else _DTYPES.get(str(self.cast.format), torch.float32)
+        return torch.float32 if self.cast is None else DTYPES.get(str(self.cast.format), torch.float32)
 
     @property
     def remainder_bits(self) -> int:
@@ -335,114 +336,3 @@ def join(half: Tensor, remainder: Tensor) -> Tensor:
 def _is_without_nan(x: Tensor) -> bool:
     """Whether there is no NaN, where that is read at once: a sum of numbers with a NaN is NaN. May be False."""
     return answers_at_once(x) and math.isfinite(float(x.sum()))
-
-
-# -- moments ----------------------------------------------------------------------------------------------------------
-# 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
-BLOCK = 1 << 16
-SCALES = "_scales"  # ends the name of what is kept beside the codes of a moment
-# State keys under which optimizers keep a mean or sum of squares: Adam and its kin, RMSprop, Adadelta, Adagrad.
-SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
-# Rounded to nearest they would stall: 0.001 of a second moment is below half a unit of each.
-_SHORT = {"bf16": "bf16:stochastic", "int8": "mxint8:stochastic", "fp8": "mxfp8:stochastic"}
-
-
-@dataclass(frozen=True)
-class Moments:
-    """The format in which an optimizer keeps its moments: fp32, bf16, or any format whose blocks share a scale.
-
-    Blocks count along the whole tensor. Of a mean of squares it is the root that a block keeps, which spans half as
-    many binary places; a root above zero becomes the smallest number of the block, never zero, by which a step would be
-    divided. NaN is kept as 0, infinities as the largest number.
-    """
-
-    cast: Cast
-
-    @classmethod
-    def parse(cls, moments: str | Cast) -> Moments:
-        """Read a cast, or one of the short names bf16, int8 and fp8, which round stochastically."""
-        found = cls(casts.parse(_SHORT.get(moments, moments) if isinstance(moments, str) else moments))
-        format = found.cast.format
-        if isinstance(format, ScaledFormat):
-            size = format.scope.size
-            is_blocks = format.scope.kind == "block" and size & (size - 1) == 0 and 4 <= format.bits <= 16
-            scaling = found.cast.scaling
-            is_one = format.outer is None and not format.affine and scaling is not None and scaling.kind == "current"
-            if is_blocks and is_one and size <= BLOCK and getattr(format.element, "signed", True):
-                return found
-        elif str(format) in ("fp32", "bf16"):
-            return found
-        raise InvalidInput(
-            f"moments={moments}: give fp32, bf16, int8, fp8, or a format whose blocks of a power of two share one "
-            "scale, such as mxfp4:stochastic"
-        )
-
-    @property
-    def format(self) -> ScaledFormat | None:
-        """The format of codes under scales; None for bf16 and fp32."""
-        return self.cast.format if isinstance(self.cast.format, ScaledFormat) else None
-
-    def start(self, parameter: Tensor, name: str) -> dict[str, Tensor]:
-        """Return a moment of zeros, as it is kept of a parameter's part on this rank."""
-        if self.format is None:
-            dtype, layout = _DTYPES[str(self.cast.format)], torch.contiguous_format
-            return {name: torch.zeros_like(parameter, dtype=dtype, memory_format=layout, requires_grad=False)}
-        here, size, bits = local(parameter), self.format.scope.size, self.format.bits
-        block = kernels.encode(torch.zeros(size, device=here.device), self.cast, packed=True)
-        shape = here.shape if bits >= 8 else torch.Size((-(-here.numel() * bits // 8),))
-        codes = torch.zeros(shape, dtype=block.payload.dtype, device=here.device)
-        return {name: codes, name + SCALES: block.scale.repeat(-(-here.numel() // size))}
-
-    def load(self, state: Mapping[str, Tensor], name: str, piece: slice) -> Tensor:
-        """Return a piece of a moment in fp32; the memory itself if that is what is kept."""
-        kept = state[name].view(-1)
-        if self.format is None:
-            return kept[piece].to(torch.float32)
-        bits, size = self.format.bits, self.format.scope.size
-        count, is_packed = piece.stop - piece.start, bits < 8
-        codes = kept[piece.start * bits // 8 : -(-piece.stop * bits // 8)] if is_packed else kept[piece]
-        scales = state[name + SCALES][piece.start // size : -(-piece.stop // size)]
-        values: Tensor = kernels.dequantize(Quantized(codes, scales, self.cast, length=count if is_packed else None))
-        return values.square_() if name in SQUARES else values
-
-    def save(
-        self,
-        state: Mapping[str, Tensor],
-        name: str,
-        piece: slice,
-        value: Tensor,
-        draw: tuple[int | Tensor, int | Tensor],
-        skip: Tensor | None = None,
-    ) -> None:
-        """Write a piece of a moment, which may change `value`; nothing where `skip` is set.
-
-        `draw`: the seed, and the places of the numbers among those that share it, a range for blocks.
-        """
-        kept, (seed, places) = state[name].view(-1), draw
-        if self.format is None:
-            if kept.dtype is not torch.float32:
-                kept[piece] = quantize_at(value.nan_to_num_(), self.cast, seed, places).to(kept.dtype)
-            elif kept.data_ptr() + 4 * piece.start != value.data_ptr():
-                kept[piece] = value
-            return
-        value.nan_to_num_()
-        if name in SQUARES:
-            value = value.double().sqrt_().float()  # rounded to nearest, unlike torch's fp32 root on a CPU
-        assert isinstance(places, int)
-        coded = kernels.encode(value, self.cast, seed=seed, offset=places)
-        bits, size = self.format.bits, self.format.scope.size
-        codes = coded.payload.view(packing.SIGNED[coded.payload.element_size()])
-        if name in SQUARES:
-            codes = codes.masked_fill((codes == 0) & (value > 0), 1)
-        codes = packing.pack(codes, self.format.element)
-        start = piece.start * bits // 8 if bits < 8 else piece.start
-        scales = state[name + SCALES][piece.start // size : -(-piece.stop // size)]
-        for place, written in ((kept[start : start + codes.numel()], codes), (scales, coded.scale)):
-            place.copy_(written if skip is None else torch.where(skip, place, written.view(place.dtype)))
-
-    def whole(self, parameter: Tensor, state: Mapping[str, Tensor], name: str) -> Tensor:
-        """Return a moment of a parameter as its optimizer's torch namesake keeps it; bf16 stays bf16."""
-        if self.format is None:
-            return state[name]
-        here = local(parameter)
-        return shard_like(self.load(state, name, slice(0, here.numel())).view(here.shape), parameter)

@@ -12,7 +12,7 @@ from lowp import distributed
 from lowp.compat import private, real_tensors
 from lowp.errors import Misuse
 from lowp.kernels.choose import hardware
-from lowp.optim.skipping import refuse_released
+from lowp.optim.releasing import refuse_released
 from lowp.scaling import SMALLEST_SCALE, AdaptiveLossScale
 from lowp.scaling.loss_scale import inverse_of, underflow, widest_dtype
 from lowp.step import gradients as grads

@@ -15,7 +15,8 @@ from torch.amp.grad_scaler import OptState
 
 from lowp.errors import InvalidInput, Misuse
 from lowp.kernels.choose import hardware
-from lowp.optim.skipping import begin_momentum, refuse_released, steps_by_itself
+from lowp.optim.releasing import refuse_released
+from lowp.optim.skipping import begin_momentum, steps_by_itself
 from lowp.presets import LossScale
 from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaling
 from lowp.step import gradients as grads
