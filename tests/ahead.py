@@ -23,7 +23,7 @@ from lowp.kernels.triton import predictions as exponents
 from lowp.kernels.triton import steps
 from lowp.kernels.triton.device import casts, codes, counts, predictions, products, scaled, updates
 from lowp.kernels.triton.device import mantissas as sixteen
-from lowp.kernels.triton.launch import BLOCK, CAST_ROUNDS, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
+from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
 from lowp.kernels.triton.products import CHAINED_TILE, TILE
 from lowp.kernels.triton.scaled import Shared, planned, warps_of
@@ -186,18 +186,13 @@ def packed(configuration: Configuration) -> Configuration:
     return configuration._replace(name=name, constants=constants, bytes=size)
 
 
-def statistics(dtype: torch.dtype, cast: Cast | None = None) -> Configuration:
-    """Return the kernel of a tensor's statistics, or the one that casts, too, in the same read."""
-    form, numbers = (None, None) if cast is None else plan(cast, dtype)
-    pointer = f"*{INTEGER_NAMES[dtype.itemsize]}"
-    types = {"x": pointer, "out": pointer, "seed": "*i64", "partial": "*i64", "count": "i32"}
-    arguments = types | {"numbers": _typed(False, numbers or Numbers(*[0] * len(Numbers._fields)))}
-    constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "FORM": None if form is None else exact(form)}
-    rounds = ROUNDS if cast is None else CAST_ROUNDS
-    constants |= {"OTHERS": True, "TAIL": False, "ROUNDS": rounds, "BLOCK": BLOCK}
-    name = f"{'statistics' if cast is None else f'quantize and count {cast}'} {DTYPES[dtype]}"
-    size = dtype.itemsize if cast is None else 2 * dtype.itemsize
-    return Configuration(name, counts.statistics, arguments, constants, BLOCK * rounds, size, COUNTING_WARPS)
+def statistics(dtype: torch.dtype) -> Configuration:
+    """Return the kernel of a tensor's statistics."""
+    arguments = {"x": f"*{INTEGER_NAMES[dtype.itemsize]}", "partial": "*i64", "count": "i32"}
+    constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "OTHERS": True, "TAIL": False, "ROUNDS": ROUNDS}
+    constants["BLOCK"] = BLOCK
+    name, block = f"statistics {DTYPES[dtype]}", BLOCK * ROUNDS
+    return Configuration(name, counts.statistics, arguments, constants, block, dtype.itemsize, COUNTING_WARPS)
 
 
 def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 2048) -> Configuration:
@@ -341,7 +336,6 @@ def configurations() -> Iterator[Configuration]:
         yield from map(packed, (encode(four_bits, dtype), decode(four_bits, dtype)))
         yield from (packed(shared(text, dtype, True)) for text in ("mxfp4", "nvfp4"))
     yield from (statistics(dtype) for dtype in (torch.float32, *half, torch.float64))
-    yield from (statistics(dtype, parse("e4m3fn")) for dtype in (torch.float32, *half))
     for text in SHARED:
         yield from (shared(text, dtype, codes) for dtype in (torch.float32, *half) for codes in (False, True))
     for dtype in (torch.float32, *half):

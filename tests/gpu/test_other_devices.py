@@ -21,7 +21,7 @@ from lowp.errors import Unavailable
 from lowp.formats import FORMATS, FloatFormat, IntFormat
 from lowp.kernels.casts import run
 from lowp.kernels.choose import dispatch
-from lowp.kernels.numbers import bitwise, floats, scaled
+from lowp.kernels.numbers import bitwise, floats, packing
 from lowp.scaling import loss_scale
 
 
@@ -101,7 +101,7 @@ def _has_codes(element: FloatFormat | IntFormat, x: Tensor) -> bool:
 
 
 def _every_code(element: FloatFormat | IntFormat) -> Tensor:
-    dtype = scaled.code_dtype(element)
+    dtype = packing.code_dtype(element)
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     if element.bits <= 16:
         codes = torch.arange(0, 1 << element.bits, 1 if element.bits <= 12 else 11)

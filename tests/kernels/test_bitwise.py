@@ -17,8 +17,7 @@ from lowp.kernels import IMPLEMENTATIONS, available
 from lowp.kernels.casts import checks
 from lowp.kernels.numbers import bitwise, native, philox, reference
 from lowp.kernels.numbers.floats import widen16
-from lowp.kernels.numbers.packing import as_integers, wrapped
-from lowp.kernels.numbers.scaled import code_dtype
+from lowp.kernels.numbers.packing import as_integers, code_dtype, wrapped
 
 FAST = [name for name in available() if name not in ("reference", "native")]
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

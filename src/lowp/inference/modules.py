@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels.numbers import packing, scaled
+from lowp.kernels.numbers import groups, packing, scaled
 from lowp.kernels.packed import byte_products, byte_rows, few_bits, few_rows
 from lowp.kernels.packed.byte_products import Panels
 from lowp.kernels.packed.byte_rows import Activations, Bytes, Range
@@ -249,7 +249,7 @@ def _nibbles_of(weight: Tensor | Quantized, cast: Cast, unit: float) -> tuple[Te
     group = next(one for one in (64, 32, 16) if size % one == 0)
     return (
         codes.payload.long() & 15,
-        scaled.spread(scales, weight.shape, format.scope).expand(n, k)[:, ::group],
+        groups.spread(scales, weight.shape, format.scope).expand(n, k)[:, ::group],
         group,
         read,
     )

@@ -23,7 +23,7 @@ from lowp.casts import Cast, Overflow, parse
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import FloatFormat, ScaledFormat
 from lowp.inference.convolutions import Geometry
-from lowp.kernels.numbers import scaled
+from lowp.kernels.numbers import groups, scaled
 from lowp.quantized import Quantized
 
 ROUNDINGS = ("nearest", "gptq")
@@ -121,7 +121,7 @@ def gptq(weight: Tensor, cast: Cast, moments: Tensor) -> Tensor | Quantized:
     scale, outer = scaled.read_scales(found.scale, format), 1.0 if found.outer is None else found.outer.double()
     if cast.scaling == parse(format).scaling and isinstance(format.scale, FloatFormat) and not scaled.is_mean(format):
         scale = _scale_of_least_error(weight, cast, (scale, outer), columns.worth)
-    spread = scaled.spread(scale * outer, weight.shape, format.scope).expand(weight.shape)
+    spread = groups.spread(scale * outer, weight.shape, format.scope).expand(weight.shape)
     elements = columns.elements(weight, spread, cast.element_cast)
     codes = kernels.encode(elements, Cast(format.element))
     return replace(found, payload=codes, scale=scaled.stored_scales(scale, format))
@@ -135,9 +135,9 @@ def _scale_of_least_error(weight: Tensor, cast: Cast, of_nearest: tuple[Tensor, 
     least, best = torch.full_like(scale, torch.inf), scale
     for factor in _FACTORS:
         tried = kernels.quantize(scale * factor, to).clamp(min=format.scale.smallest_normal)
-        unit = scaled.spread(tried * outer, weight.shape, format.scope)
+        unit = groups.spread(tried * outer, weight.shape, format.scope)
         errors = (kernels.quantize(weight / unit, element) * unit - weight).square() * worth
-        error = scaled.fold(errors, format.scope).sum(-1)
+        error = groups.fold(errors, format.scope).sum(-1)
         best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
     return best
 

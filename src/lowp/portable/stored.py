@@ -14,7 +14,7 @@ from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, brief
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, ScaledFormat
-from lowp.kernels.numbers import scaled
+from lowp.kernels.numbers import groups, packing, scaled
 from lowp.kernels.numbers.floats import CARRIERS
 from lowp.quantized import Quantized
 
@@ -117,10 +117,10 @@ def _overflowed(x: Tensor, cast: Cast, limit: Tensor | float) -> int:
     """Return how many finite numbers are at or beyond the limit."""
     if isinstance(limit, Tensor):
         scope = scaled.scaled_format(cast).scope
-        largest = scaled.fold(x.abs(), scope).amax(-1)
+        largest = groups.fold(x.abs(), scope).amax(-1)
         if not bool((largest.reshape(limit.shape) >= limit).any()):
             return 0
-        limit = scaled.spread(limit, x.shape, scope)
+        limit = groups.spread(limit, x.shape, scope)
     elif max(map(abs, torch.aminmax(x))) < limit:
         return 0
     return int((x.isfinite() & (x.double().abs() >= limit)).sum())
@@ -218,11 +218,11 @@ def unpack(name: str, packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     in_a_file = shape if whole else torch.Size((*shape[:-1], -(-length * bits // 8)))
     if isinstance(format, ScaledFormat) and not shape:  # a 0-d tensor is not packed
         whole, in_a_file = True, shape
-    dtype = scaled.code_dtype(element) if whole else torch.uint8
+    dtype = packing.code_dtype(element) if whole else torch.uint8
     codes = _part(name, parts, "payload", dtype, in_a_file)
     if not isinstance(format, ScaledFormat):
         return _values(codes, cast, packed.shape, packed.dtype)
-    group = torch.Size(scaled.group_shape(shape, format.scope))
+    group = torch.Size(groups.group_shape(shape, format.scope))
     scale = _part(name, parts, "scale", scaled.stored_scale_dtype(format), group)
     outer = _part(name, parts, "outer", torch.float32, torch.Size(())) if format.outer is not None else None
     zero_point = _part(name, parts, "zero_point", torch.int32, group) if format.affine else None

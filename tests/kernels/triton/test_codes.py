@@ -14,8 +14,7 @@ from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import triton
 from lowp.kernels.numbers import bitwise, packing, reference
-from lowp.kernels.numbers.packing import as_integers, wrapped
-from lowp.kernels.numbers.scaled import code_dtype
+from lowp.kernels.numbers.packing import as_integers, code_dtype, wrapped
 
 SEED = 0x1234_5678_9ABC_DEF0
 SOME = ["fp16", "bf16-tpu", "e4m3fn", "e4m3fnuz", "e8m0", "e2m1", "ue5m3nuz", "e8m10ftz", "fp64", "i8s", "i25"]
@@ -122,20 +121,6 @@ def test_exponents_in_and_outside_of_the_window_and_zeros_are_counted(power: int
 def test_statistics_of_nothing_are_zero() -> None:
     histogram, *numbers = triton.statistics(torch.empty(0))
     assert histogram.sum() == 0 and [float(number) for number in numbers] == [0.0] * 5
-
-
-@pytest.mark.parametrize("name", ["e4m3fn", "bf16:stochastic"])
-def test_one_read_casts_and_counts(name: str) -> None:
-    from lowp.kernels.triton import calls
-
-    cast, x = parse(name), inputs(parse("e5m7").element, torch.float32, random=500)
-    wanted, found = torch.empty_like(x), torch.empty_like(x)
-    bitwise.quantize(x, cast, SEED, wanted)
-    seen = calls.quantize_and_count(x, cast, SEED, found)
-    assert torch.equal(bits(found), bits(wanted))
-    assert all(torch.equal(one, other) for one, other in zip(seen, triton.statistics(x), strict=True))
-    with pytest.raises(InvalidInput, match=r"computed in fp64: call lowp.quantize and lowp.statistics"):
-        calls.quantize_and_count(x, parse("e8m0"), SEED, found)
 
 
 FOUR_BITS = ["e2m1", "e3m0finite", "i4", "i4s"]

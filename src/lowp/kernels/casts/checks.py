@@ -12,11 +12,13 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding, has_powers_of_two, parse
 from lowp.compat import real_tensors
 from lowp.errors import InvalidInput, Misuse
-from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, ScaledFormat
+from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.formats.checks import whole_number
 from lowp.kernels.choose.dispatch import fastest
-from lowp.kernels.numbers import scaled
-from lowp.kernels.numbers.floats import CARRIERS, narrow, widen
+from lowp.kernels.numbers import bitwise
+from lowp.kernels.numbers.floats import CARRIERS, floor_log2, home, narrow, two_to_the, widen
+from lowp.kernels.numbers.groups import group_shape
+from lowp.kernels.numbers.scaled import FP32, Scales, cannot_hold, exponent_range, scaled_format
 
 LARGEST_OFFSET = 1 << 62
 
@@ -34,7 +36,7 @@ def plan(cast: str | Cast | Format | torch.dtype, dtype: torch.dtype) -> Cast:
     planned = as_cast(cast)
     check_dtype(dtype)
     if not holds(planned, dtype):
-        raise InvalidInput(scaled.cannot_hold(planned, dtype))
+        raise InvalidInput(cannot_hold(planned, dtype))
     return planned
 
 
@@ -79,15 +81,82 @@ def draw(x: Tensor, seed: int | Tensor, offset: Any) -> tuple[int | Tensor, int]
     return seed, first
 
 
-def scales(scale: Any, cast: Cast, x: Tensor) -> scaled.Scales | None:
-    """Return the caller's scales, checked; None if the cast finds its own."""
+def scales(scale: object, cast: Cast, x: Tensor) -> Scales | None:
+    """Return the caller's scales: a number, or a tensor with one per group; (scale, zero_point) if affine.
+
+    None if the cast finds its own. Scales in fp32 are rounded to it. Raises ValueError for a wrong shape, and for a
+    scale that is not positive or, if it must be a power of two, not a number of its format.
+    """
     if scale is None:
         return None
     if cast.scaling is None:
         raise InvalidInput(
             f"{cast} has no shared scale for scale=: use a format with one, such as {cast.format.spelling}@fp32/tensor"
         )
-    return scaled.given(scale, cast, x)
+    format = scaled_format(cast)
+    if format.outer is not None:
+        raise InvalidInput(f"{cast}: its two levels of scale are always computed from the tensor: omit scale=")
+    zero_point = None
+    if format.affine:
+        if not isinstance(scale, tuple) or len(scale) != 2:
+            raise InvalidInput(f"{cast} is affine: give scale=(scale, zero_point)")
+        scale, offset = scale
+        zero_point = _given(offset, "zero_point", cast, x).round()
+        _check_zero_point(zero_point, offset, cast)
+    found = _given(scale, "scale", cast, x)
+    if format.scale == FP32:
+        found = widen(found.to(torch.float32))
+    if not found.is_cuda and not bool(_is_scale(found, format.scale).all()):
+        raise InvalidInput(
+            f"{cast}: scale {scale} is not a number of the format of its scale, {format.scale}: "
+            "give positive numbers of that format"
+        )
+    return Scales(found, zero_point)
+
+
+def _check_zero_point(zero_point: Tensor, given: object, cast: Cast) -> None:
+    element = cast.element
+    if zero_point.is_cuda or bool(((zero_point >= element.minimum) & (zero_point <= element.maximum)).all()):
+        return
+    raise InvalidInput(
+        f"{cast}: zero point {given} is not a number of {element}: "
+        f"give whole numbers from {element.minimum} to {element.maximum}"
+    )
+
+
+def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor)):
+        raise TypeError(f"{cast}: {name} must be a number or a tensor, not {type(scale).__name__}")
+    shape = group_shape(x.shape, scaled_format(cast).scope)
+    if isinstance(scale, Tensor):
+        if scale.is_meta or scale.layout is not torch.strided or scale.is_complex():
+            raise TypeError(
+                f"{cast}: {name} must be a strided tensor of real numbers, not {scale.layout} {scale.dtype}"
+            )
+        if scale.dtype not in CARRIERS:
+            scale = scale.to(home(scale.device)).to(torch.float64)
+        found = scale.detach().to(home(x.device))
+    else:
+        found = torch.full((), float(scale), dtype=torch.float64, device=home(x.device))
+    count = 1
+    for size in shape:
+        count *= size
+    if found.numel() == 1:
+        return widen(found.reshape(()).expand(shape))
+    if found.numel() != count:
+        expected = f"shape {shape}" if shape else "one number"
+        raise InvalidInput(f"{cast}: {name} has shape {tuple(found.shape)}; a tensor {tuple(x.shape)} takes {expected}")
+    return widen(found.reshape(shape))
+
+
+def _is_scale(scale: Tensor, format: FloatFormat | PowerOfTwo) -> Tensor:
+    if isinstance(format, FloatFormat) and format.has_zero:
+        return (bitwise.quantized(scale, Cast(format)) == scale) & (scale > 0) & scale.isfinite()
+    lowest, highest = exponent_range(format)
+    exponent = floor_log2(scale)
+    inside = (scale > 0) & scale.isfinite() & (exponent >= lowest) & (exponent <= highest)
+    found = inside & (two_to_the(exponent.clamp(-1022, 1023)) == scale)
+    return found | scale.isnan() if isinstance(format, FloatFormat) else found
 
 
 def check_out(x: Tensor, out: Any) -> None:
@@ -124,7 +193,7 @@ def element(format: str | Format | Cast | torch.dtype) -> FloatFormat | IntForma
 def holds(cast: Cast, dtype: torch.dtype) -> bool:
     """Whether `dtype` can hold every result of `cast` on numbers of `dtype`; a 16-bit dtype is tried whole."""
     if cast.scaling is not None:
-        return _fits(scaled.scaled_format(cast), dtype)
+        return _fits(scaled_format(cast), dtype)
     if dtype.itemsize > 2:
         return dtype == torch.float64 or holds_format(cast.element, dtype) or _is_identity_on_fp32(cast)
     both_ways = (Rounding.UP, Rounding.DOWN) if cast.is_stochastic else (cast.rounding,)

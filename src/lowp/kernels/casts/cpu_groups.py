@@ -16,7 +16,7 @@ from lowp.errors import InvalidInput
 from lowp.formats import Scope
 from lowp.kernels import cpu
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, sharing_parameters
-from lowp.kernels.numbers import packing, scaled
+from lowp.kernels.numbers import groups, packing, scaled
 from lowp.kernels.numbers.philox import Seed
 from lowp.quantized import Quantized
 
@@ -47,8 +47,8 @@ def quantize_scaled(
     """
     out, scope = torch.empty_like(x), scaled.scaled_format(cast).scope
     if scope.kind == "tile":
-        scale = scaled.of_rows(scale, x.shape, scope).contiguous()
-        zero_point = None if zero_point is None else scaled.of_rows(zero_point, x.shape, scope)
+        scale = groups.of_rows(scale, x.shape, scope).contiguous()
+        zero_point = None if zero_point is None else groups.of_rows(zero_point, x.shape, scope)
     _quantize(x, cast, GroupLayout(*_layout(x.shape, scope)), scale, zero_point, seed, out)
     return out
 
@@ -107,13 +107,13 @@ def groups_along(shape: torch.Size, cast: Cast, axis: int) -> GroupLayout | None
     if scope.kind == "tile" or (scope.kind == "channel" and last > 1):
         return None
     row, inner = shape[axis], shape[axis % (last + 1) + 1 :].numel()
-    return GroupLayout(shape.numel(), row, scaled.block_size(scope, row) if scope.kind == "block" else row, inner)
+    return GroupLayout(shape.numel(), row, groups.block_size(scope, row) if scope.kind == "block" else row, inner)
 
 
 def _tiles(shape: torch.Size, scope: Scope) -> GroupLayout | None:
     """Return the layout of tiles: as groups along columns, or where they are as wide as a row of whole rows."""
     height, width = shape[-2:]
-    rows, columns = scaled.tile_rows(scope, shape), scaled.block_size(scope, width)
+    rows, columns = groups.tile_rows(scope, shape), groups.block_size(scope, width)
     if columns >= width:
         return GroupLayout(shape.numel(), height * width, rows * width)
     return GroupLayout(shape.numel(), height, rows, width, columns) if columns <= _MOST_COLUMNS else None
@@ -154,9 +154,9 @@ def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tens
     count, row, group = _layout(x.shape, format.scope)
     is_packed = packed and _fills_bytes(x.shape, group, format.bits)
     shape = (*x.shape[:-1], (x.shape[-1] * format.bits + 7) // 8) if is_packed else x.shape
-    codes = torch.empty(shape, dtype=torch.uint8 if is_packed else scaled.code_dtype(format.element), device="cpu")
+    codes = torch.empty(shape, dtype=torch.uint8 if is_packed else packing.code_dtype(format.element), device="cpu")
     scales = torch.empty(
-        scaled.group_shape(x.shape, format.scope), dtype=scaled.stored_scale_dtype(format), device="cpu"
+        groups.group_shape(x.shape, format.scope), dtype=scaled.stored_scale_dtype(format), device="cpu"
     )
     outer = array("d", (1.0,))
     nans: int = cpu.loaded().lowp_encode_groups(
@@ -187,14 +187,14 @@ def decode_groups(q: Quantized) -> Tensor | None:
         return None
     count, row, group = _layout(shape, format.scope)
     is_packed = q.length is not None
-    kept = torch.uint8 if is_packed else scaled.code_dtype(format.element)
+    kept = torch.uint8 if is_packed else packing.code_dtype(format.element)
     if not count or format.element.bits > 16 or q.payload.dtype is not kept:
         return None
     if is_packed and not (
         _fills_bytes(shape, group, format.bits) and q.payload.shape[-1] == (shape[-1] * format.bits + 7) // 8
     ):
         return None
-    if q.scale.shape != scaled.group_shape(shape, format.scope) or q.scale.dtype is not scaled.stored_scale_dtype(
+    if q.scale.shape != groups.group_shape(shape, format.scope) or q.scale.dtype is not scaled.stored_scale_dtype(
         format
     ):
         return None
@@ -226,7 +226,7 @@ def _layout(shape: torch.Size, scope: Scope) -> tuple[int, int, int]:
     if scope.kind == "tensor" or not shape:
         return count, count, count
     row = count // max(shape[0], 1) if scope.kind == "channel" else shape[-1]
-    return count, row, scaled.block_size(scope, row) if scope.kind in ("block", "tile") else row
+    return count, row, groups.block_size(scope, row) if scope.kind in ("block", "tile") else row
 
 
 def _fills_bytes(shape: torch.Size, group: int, bits: int) -> bool:

@@ -21,7 +21,7 @@ from lowp.kernels import cpu, tracing
 from lowp.kernels.casts import arrays, checks, cpu_groups, run, shards, verbs
 from lowp.kernels.casts.verbs import DIRECT
 from lowp.kernels.choose.dispatch import implementation, uses_library
-from lowp.kernels.numbers import scaled
+from lowp.kernels.numbers import packing
 from lowp.kernels.numbers.floats import CARRIERS
 from lowp.kernels.numbers.statistics import Statistics
 from lowp.kernels.tracing import is_compiling, is_eager
@@ -165,7 +165,7 @@ def encode(
         checks.check_dtype(x.dtype)
         checks.check_packed(packed)
         if cast.scaling is None and not packed and _goes_straight(x, scale, seed, offset):  # as in quantize
-            codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
+            codes = torch.empty(x.shape, dtype=packing.code_dtype(cast.element), device=x.device)
             if nans := cpu.encode(x, cast, seed, codes):
                 run.refuse_nans(nans, x, cast.element)
             return codes
@@ -211,7 +211,7 @@ def decode(
         if dtype not in CARRIERS:
             raise TypeError(f"decode gives tensors of {checks.carriers()}, not of {dtype}")
         element = checks.element(format)
-        expected = scaled.code_dtype(element)
+        expected = packing.code_dtype(element)
         if codes.dtype != expected and not (packed and codes.dtype == torch.uint8):
             raise InvalidInput(f"codes of {element} are {expected}, as lowp.encode gives them, not {codes.dtype}")
         if not checks.holds_format(element, dtype):

@@ -20,7 +20,7 @@ from lowp.kernels import cpu
 from lowp.kernels.casts import cpu_groups
 from lowp.kernels.int16 import cpu_int16
 from lowp.kernels.int16.mantissas import NOT_FINITE, has_mantissas
-from lowp.kernels.numbers import packing, scaled
+from lowp.kernels.numbers import groups, packing, scaled
 from lowp.kernels.numbers.floats import home, narrow, widen
 from lowp.kernels.numbers.philox import Seed
 from lowp.kernels.numbers.scaled import Scales
@@ -69,7 +69,7 @@ def encode(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, packed: bool) 
         refuse_nans(made[1], x, cast.element)
         found: Tensor = made[0]
         return found
-    codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
+    codes = torch.empty(x.shape, dtype=packing.code_dtype(cast.element), device=x.device)
     refuse_nans(module.encode(_readable(x).contiguous(), cast, seed, codes), x, cast.element)
     return packing.pack(codes, cast.element) if packed else codes
 
@@ -142,9 +142,9 @@ def _payload(module: ModuleType, x: Tensor, cast: Cast, scales: Scales, seed: Se
     """Return the codes of the elements; 0 in a group whose scale is NaN."""
     format, wide, by = scaled.scaled_format(cast), widen(x), scaled.divisor(scales)
     if module is cpu and scales.zero_point is None and bool((by.isfinite() & (by > 0)).all()):
-        return encode(module, wide / scaled.spread(by, x.shape, format.scope), cast.element_cast, seed, packed)
+        return encode(module, wide / groups.spread(by, x.shape, format.scope), cast.element_cast, seed, packed)
     element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
-    poisoned = scaled.spread(scales.scale, x.shape, format.scope).isnan()
+    poisoned = groups.spread(scales.scale, x.shape, format.scope).isnan()
     return encode(module, torch.where(poisoned, 0.0, element), Cast(format.element), 0, packed)
 
 

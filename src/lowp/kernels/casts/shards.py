@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from lowp.casts import Cast
 from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.formats import Scope
-from lowp.kernels.numbers import scaled
+from lowp.kernels.numbers import groups, scaled
 from lowp.kernels.tracing import is_sharded
 
 _taught: list[Any] = []
@@ -89,12 +89,12 @@ def in_whole(quantize: Callable[[Tensor, Cast], Tensor], x: Tensor, ends: Tensor
     scope = scaled.scaled_format(cast).scope
     if scope.kind == "tensor":
         return quantize(torch.cat([x.reshape(-1), added]), cast)[: x.numel()].reshape(x.shape)
-    folded = scaled.fold(x, scope)
+    folded = groups.fold(x, scope)
     rows = folded.reshape(-1, folded.shape[-1])
     width = max(rows.shape[1], 3)
     rows = torch.cat([pad(rows, (0, width - rows.shape[1])), pad(added, (0, width - 3)).unsqueeze(0)])
     result = quantize(rows, _by_row(cast))[:-1, : folded.shape[-1]].reshape(folded.shape)
-    return scaled.unfold(result, x.shape, scope)
+    return groups.unfold(result, x.shape, scope)
 
 
 @remembered_by_identity

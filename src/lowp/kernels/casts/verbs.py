@@ -22,7 +22,7 @@ from lowp.formats import FloatFormat, Format, IntFormat
 from lowp.kernels import tracing
 from lowp.kernels.casts import checks, run, shards
 from lowp.kernels.choose.dispatch import implementation
-from lowp.kernels.numbers import packing, scaled
+from lowp.kernels.numbers import groups, packing, scaled
 from lowp.kernels.numbers.floats import home
 from lowp.kernels.numbers.philox import Draw, Seed
 from lowp.quantized import Quantized
@@ -102,7 +102,7 @@ def _fake_codes(x: Tensor, cast: str, *given: Any) -> Tensor:
 
 def _codes_like(x: Tensor, element: FloatFormat | IntFormat, packed: bool) -> Tensor:
     if not packed or packing.fills_bytes(element):
-        return x.new_empty(x.shape, dtype=scaled.code_dtype(element))
+        return x.new_empty(x.shape, dtype=packing.code_dtype(element))
     length = x.shape[-1] if x.ndim else 1
     return x.new_empty((*x.shape[:-1], (length * element.bits + 7) // 8), dtype=torch.uint8)
 
@@ -122,11 +122,11 @@ def _encode_scaled(x: Tensor, cast: str | Cast, *given: Any) -> tuple[Tensor, Te
 def _fake_scaled_codes(x: Tensor, cast: str, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     checks.check_dtype(x.dtype)
     format = scaled.scaled_format(checks.as_cast(cast))
-    groups = scaled.group_shape(x.shape, format.scope)
+    shape = groups.group_shape(x.shape, format.scope)
     return (
         _codes_like(x, format.element, given[-1] and x.ndim > 0),
-        x.new_empty(groups, dtype=scaled.stored_scale_dtype(format)),
-        x.new_empty(groups, dtype=torch.int32) if format.affine else x.new_empty(0),
+        x.new_empty(shape, dtype=scaled.stored_scale_dtype(format)),
+        x.new_empty(shape, dtype=torch.int32) if format.affine else x.new_empty(0),
         x.new_empty((), dtype=torch.float32) if format.outer is not None else x.new_empty(0),
     )
 

@@ -99,3 +99,15 @@ def as_integers(codes: Tensor) -> Tensor:
 def wrapped(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return integer codes modulo the width of `dtype`, in `dtype`, signed or not."""
     return codes.to(SIGNED[dtype.itemsize]).view(dtype)
+
+
+def code_dtype(element: FloatFormat | IntFormat) -> torch.dtype:
+    """Return the smallest dtype of a code: unsigned for float formats, signed two's complement for integers."""
+    signed = isinstance(element, IntFormat)
+    if element.bits <= 8:
+        return torch.int8 if signed else torch.uint8
+    if element.bits <= 16:
+        return torch.int16 if signed else torch.uint16
+    if element.bits <= 32:
+        return torch.int32 if signed else torch.uint32
+    return torch.uint64

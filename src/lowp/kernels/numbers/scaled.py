@@ -19,8 +19,9 @@ from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
 from lowp.kernels.numbers import bitwise
-from lowp.kernels.numbers.floats import CARRIERS, floor_log2, home, largest_finite, maximum, narrow, two_to_the, widen
-from lowp.kernels.numbers.packing import as_integers
+from lowp.kernels.numbers.floats import floor_log2, largest_finite, maximum, narrow, two_to_the, widen
+from lowp.kernels.numbers.groups import fold, group_shape, spread
+from lowp.kernels.numbers.packing import as_integers, code_dtype
 
 FP32 = FORMATS["fp32"]
 assert isinstance(FP32, FloatFormat)
@@ -43,82 +44,6 @@ def scaled_format(cast: Cast) -> ScaledFormat:
     """Return the cast's format, which has a shared scale."""
     assert isinstance(cast.format, ScaledFormat)
     return cast.format
-
-
-def group_shape(shape: torch.Size, scope: Scope) -> tuple[int, ...]:
-    """Return the shape of the scales of a tensor of this shape; a 0-d tensor counts as one of length 1."""
-    if scope.kind == "tensor":
-        return ()
-    if scope.kind == "channel":
-        return tuple(shape[:1]) or (1,)
-    if scope.kind == "row":
-        return tuple(shape[:-1])
-    blocks = -(-(shape[-1] if shape else 1) // scope.size)
-    if scope.kind == "tile" and len(shape) > 1:
-        return (*shape[:-2], -(-shape[-2] // scope.rows), blocks)
-    return (*shape[:-1], blocks)
-
-
-def fold(x: Tensor, scope: Scope) -> Tensor:
-    """Return the elements with those of a group along the last dimension; partial blocks are padded with zeros."""
-    if scope.kind == "tensor":
-        return x.reshape(-1)
-    if x.ndim == 0:
-        x = x.reshape(1)
-    if scope.kind == "row":
-        return x
-    if scope.kind == "channel":
-        return x.reshape(x.shape[0], x[:1].numel())
-    size = block_size(scope, x.shape[-1])
-    if missing := -x.shape[-1] % size:
-        x = torch.nn.functional.pad(x, (0, missing))
-    if scope.kind != "tile" or x.ndim == 1:
-        return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
-    rows = tile_rows(scope, x.shape)
-    if missing := -x.shape[-2] % rows:
-        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-    tiles = x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows, x.shape[-1] // size, size)
-    return tiles.transpose(-3, -2).flatten(-2)
-
-
-def unfold(folded: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
-    """Return a tensor of this shape from the elements that `fold` has ordered by their groups."""
-    if scope.kind == "tile" and len(shape) > 1:
-        rows = tile_rows(scope, shape)
-        tiles = folded.reshape(*folded.shape[:-1], rows, folded.shape[-1] // rows).transpose(-3, -2)
-        return tiles.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]]
-    if scope.kind in ("block", "tile"):
-        folded = folded.flatten(-2)[..., : shape[-1] if shape else 1]
-    return folded.reshape(shape)
-
-
-def tile_rows(scope: Scope, shape: torch.Size) -> int:
-    """Return how many neighbouring rows share a scale in a tensor of at least two dimensions."""
-    return min(scope.rows, max(shape[-2], 1))
-
-
-def of_rows(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
-    """Return the scales of the blocks of every row; those given but for tiles."""
-    if scope.kind != "tile" or len(shape) < 2:
-        return scale
-    return scale.repeat_interleave(tile_rows(scope, shape), dim=-2)[..., : shape[-2], :]
-
-
-def block_size(scope: Scope, length: int) -> int:
-    """Return how many neighbours in a row share a scale: the block size, or the length of a shorter row."""
-    return min(scope.size, max(length, 1))
-
-
-def spread(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
-    """Return the scale of every element, in a shape that broadcasts to the tensor's."""
-    if scope.kind == "tensor" or not shape:
-        return scale.reshape(())
-    if scope.kind == "channel":
-        return scale.reshape(-1, *(1,) * (len(shape) - 1))
-    if scope.kind == "row":
-        return scale.unsqueeze(-1)
-    scale = of_rows(scale, shape, scope)
-    return scale.repeat_interleave(block_size(scope, shape[-1]), dim=-1)[..., : shape[-1]]
 
 
 # -- choice of scales -------------------------------------------------------------------------------------------------
@@ -196,7 +121,7 @@ def _ratio(largest: Tensor, of_all: Tensor, cast: Cast) -> tuple[Tensor, Tensor 
     if format.outer is None:
         return _rounded_scale(largest / highest, format.scale), None
     outer = outer_scale(of_all, cast)
-    scale = _rounded(largest / highest / outer, Cast(format.scale, overflow=Overflow.SATURATE))
+    scale = bitwise.quantized(largest / highest / outer, Cast(format.scale, overflow=Overflow.SATURATE))
     return scale, outer
 
 
@@ -214,7 +139,7 @@ def _four_or_six(x: Tensor, largest: Tensor, of_all: Tensor, cast: Cast) -> tupl
     for target in (highest, 4.0):
         ratio = largest / target if outer is None else largest / target / outer
         to = Cast(format.scale, overflow=Overflow.SATURATE)
-        scale = _rounded_scale(ratio, format.scale) if outer is None else _rounded(ratio, to)
+        scale = _rounded_scale(ratio, format.scale) if outer is None else bitwise.quantized(ratio, to)
         by = (scale if outer is None else scale * outer).unsqueeze(-1)
         quotient = torch.where(by == 0, 0.0, numbers / by).clamp_(max=highest)
         step = torch.where(
@@ -256,16 +181,9 @@ def largest_scaled(cast: Cast) -> float:
     return 2.0 ** math.floor(math.log2(format.scale.maximum * 4 / highest)) * highest
 
 
-def _rounded(x: Tensor, cast: Cast) -> Tensor:
-    """Return fp64 numbers rounded by an elementwise cast."""
-    values = torch.empty_like(x, memory_format=torch.contiguous_format)
-    bitwise.quantize(x.contiguous(), cast, 0, values)
-    return values
-
-
 def _rounded_scale(scale: Tensor, format: FloatFormat) -> Tensor:
     """Return a scale in its format: 1 for an all-zero group, otherwise normal, as subnormal numbers have few bits."""
-    rounded = _rounded(scale, Cast(format, overflow=Overflow.SATURATE))
+    rounded = bitwise.quantized(scale, Cast(format, overflow=Overflow.SATURATE))
     return torch.where(scale == 0, 1.0, rounded.clamp(min=format.smallest_normal))
 
 
@@ -359,10 +277,10 @@ def values(element: Tensor, cast: Cast, scales: Scales, dtype: torch.dtype) -> T
     if dtype == torch.float64:
         return narrow(wide, dtype)
     if dtype != torch.float32 and not has_powers_of_two(scaled_format(cast)):
-        return narrow(_rounded(wide, replace(_TO_16_BITS[dtype], overflow=Overflow.SATURATE)), dtype)
-    found = narrow(_rounded(wide, TO_FP32), torch.float32)
+        return narrow(bitwise.quantized(wide, replace(_TO_16_BITS[dtype], overflow=Overflow.SATURATE)), dtype)
+    found = narrow(bitwise.quantized(wide, TO_FP32), torch.float32)
     if dtype != torch.float32:
-        rounded = narrow(_rounded(found, _TO_16_BITS[dtype]), dtype)
+        rounded = narrow(bitwise.quantized(found, _TO_16_BITS[dtype]), dtype)
         if not torch.equal(widen(rounded).nan_to_num(), widen(found).nan_to_num()):
             raise InvalidInput(cannot_hold(cast, dtype))
         return rounded
@@ -378,79 +296,7 @@ def cannot_hold(cast: Cast, dtype: torch.dtype) -> str:
     return f"{cast}: {dtype} cannot hold every result exactly: convert to {wider} first"
 
 
-# -- given scales and stored scales -----------------------------------------------------------------------------------
-def given(scale: object, cast: Cast, x: Tensor) -> Scales:
-    """Return scales given by the caller: a number, or a tensor with one per group; (scale, zero_point) if affine.
-
-    Scales in fp32 are rounded to it. Raises ValueError for a wrong shape, and for a scale that is not positive or, if
-    it must be a power of two, not a number of its format.
-    """
-    format = scaled_format(cast)
-    if format.outer is not None:
-        raise InvalidInput(f"{cast}: its two levels of scale are always computed from the tensor: omit scale=")
-    zero_point = None
-    if format.affine:
-        if not isinstance(scale, tuple) or len(scale) != 2:
-            raise InvalidInput(f"{cast} is affine: give scale=(scale, zero_point)")
-        scale, offset = scale
-        zero_point = _given(offset, "zero_point", cast, x).round()
-        _check_zero_point(zero_point, offset, cast)
-    found = _given(scale, "scale", cast, x)
-    if format.scale == FP32:
-        found = widen(found.to(torch.float32))
-    if not found.is_cuda and not bool(_is_scale(found, format.scale).all()):
-        raise InvalidInput(
-            f"{cast}: scale {scale} is not a number of the format of its scale, {format.scale}: "
-            "give positive numbers of that format"
-        )
-    return Scales(found, zero_point)
-
-
-def _check_zero_point(zero_point: Tensor, given: object, cast: Cast) -> None:
-    element = cast.element
-    if zero_point.is_cuda or bool(((zero_point >= element.minimum) & (zero_point <= element.maximum)).all()):
-        return
-    raise InvalidInput(
-        f"{cast}: zero point {given} is not a number of {element}: "
-        f"give whole numbers from {element.minimum} to {element.maximum}"
-    )
-
-
-def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor)):
-        raise TypeError(f"{cast}: {name} must be a number or a tensor, not {type(scale).__name__}")
-    shape = group_shape(x.shape, scaled_format(cast).scope)
-    if isinstance(scale, Tensor):
-        if scale.is_meta or scale.layout is not torch.strided or scale.is_complex():
-            raise TypeError(
-                f"{cast}: {name} must be a strided tensor of real numbers, not {scale.layout} {scale.dtype}"
-            )
-        if scale.dtype not in CARRIERS:
-            scale = scale.to(home(scale.device)).to(torch.float64)
-        found = scale.detach().to(home(x.device))
-    else:
-        found = torch.full((), float(scale), dtype=torch.float64, device=home(x.device))
-    count = 1
-    for size in shape:
-        count *= size
-    if found.numel() == 1:
-        return widen(found.reshape(()).expand(shape))
-    if found.numel() != count:
-        expected = f"shape {shape}" if shape else "one number"
-        raise InvalidInput(f"{cast}: {name} has shape {tuple(found.shape)}; a tensor {tuple(x.shape)} takes {expected}")
-    return widen(found.reshape(shape))
-
-
-def _is_scale(scale: Tensor, format: FloatFormat | PowerOfTwo) -> Tensor:
-    if isinstance(format, FloatFormat) and format.has_zero:
-        return (_rounded(scale, Cast(format)) == scale) & (scale > 0) & scale.isfinite()
-    lowest, highest = exponent_range(format)
-    exponent = floor_log2(scale)
-    inside = (scale > 0) & scale.isfinite() & (exponent >= lowest) & (exponent <= highest)
-    found = inside & (two_to_the(exponent.clamp(-1022, 1023)) == scale)
-    return found | scale.isnan() if isinstance(format, FloatFormat) else found
-
-
+# -- stored scales ----------------------------------------------------------------------------------------------------
 def stored_scales(scale: Tensor, format: ScaledFormat) -> Tensor:
     """Return scales as `Quantized` stores them: fp32 values, codes, or exponents."""
     if isinstance(format.scale, PowerOfTwo):
@@ -487,15 +333,3 @@ def read_scales(stored: Tensor, format: ScaledFormat) -> Tensor:
     if format.scale == FP32:
         return widen(stored)
     return bitwise.decoded(stored, format.scale, torch.float64)
-
-
-def code_dtype(element: FloatFormat | IntFormat) -> torch.dtype:
-    """Return the smallest dtype of a code: unsigned for float formats, signed two's complement for integers."""
-    signed = isinstance(element, IntFormat)
-    if element.bits <= 8:
-        return torch.int8 if signed else torch.uint8
-    if element.bits <= 16:
-        return torch.int16 if signed else torch.uint16
-    if element.bits <= 32:
-        return torch.int32 if signed else torch.uint32
-    return torch.uint64

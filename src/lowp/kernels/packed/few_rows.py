@@ -26,7 +26,7 @@ from lowp.compat import real_tensors
 from lowp.formats import FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
-from lowp.kernels.numbers import bitwise, packing, scaled
+from lowp.kernels.numbers import bitwise, groups, packing, scaled
 from lowp.kernels.packed.byte_rows import up
 
 SUMS = 16  # partial ones, as in cpu/rows.hpp
@@ -83,7 +83,7 @@ def stored_rows(
         factor *= 2.0 ** (format.scale.min_exponent + 127)
     elif scale.dtype is not torch.float32:
         scale = scaled.read_scales(scale, format).float()
-    together = scaled.tile_rows(scope, torch.Size((memory.shape[0], k))) if scope.kind == "tile" else 1
+    together = groups.tile_rows(scope, torch.Size((memory.shape[0], k))) if scope.kind == "tile" else 1
     return StoredRows(
         memory, k, cast.element, scale if scale.ndim == 2 else scale[:, None], scope.size, together, factor
     )

@@ -6,20 +6,18 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.numbers.philox import Seed, drawn
 from lowp.kernels.triton.device import casts, codes, counts
 from lowp.kernels.triton.launch import (
     BLOCK,
-    CAST_ROUNDS,
     COUNTING_WARPS,
     ROUNDS,
     WIDE_BLOCK,
     launch,
     programs_for,
 )
-from lowp.kernels.triton.plans import DTYPES, CastTraits, Numbers, exact, is_direct, layout, plan
+from lowp.kernels.triton.plans import DTYPES, exact, is_direct, layout, plan
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -112,35 +110,11 @@ def decode(raw: Tensor, format: FloatFormat | IntFormat, out: Tensor, packed: bo
 
 def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the exponent histogram, maximum, sum of squares, zeros, NaNs and infinities."""
-    return _counted(x.contiguous(), None, x, 0, None)
-
-
-def quantize_and_count(
-    x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Write the values that `cast` makes of `x` into `out`, and return x's statistics, in one read.
-
-    Both are contiguous and do not share memory. Supports formats whose numbers fp32 represents; raises
-    InvalidInput for others.
-    """
-    form, numbers = plan(cast, x.dtype)
-    if form.wide and x.dtype != torch.float64:
-        raise InvalidInput(f"{cast} of {x.dtype} is computed in fp64: call lowp.quantize and lowp.statistics")
-    return _counted(x, exact(form), out, seed, numbers)
-
-
-def _counted(
-    x: Tensor, form: CastTraits | None, out: Tensor, seed: int | Tensor, numbers: Numbers | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    count = x.numel()
-    rounds = 1 if x.is_cpu else ROUNDS if form is None else CAST_ROUNDS
-    programs = programs_for(x, count, BLOCK * rounds)
-    partial = torch.zeros(programs, 264, dtype=torch.int64, device=x.device)
+    x, count, rounds = x.contiguous(), x.numel(), 1 if x.is_cpu else ROUNDS
+    partial = torch.zeros(programs_for(x, count, BLOCK * rounds), 264, dtype=torch.int64, device=x.device)
     if count:
-        key, _ = key_of(x, seed, form is not None and form.random_bits > 0)
-        given = (integers(x), integers(out), key, partial, count, numbers or Numbers(*[0] * len(Numbers._fields)))
-        flags = (DTYPES[x.dtype], form, True, count % 16 != 0, rounds)
-        launch(counts.statistics, x, -(-count // rounds), BLOCK, *given, *flags, warps=COUNTING_WARPS)
+        given = (integers(x), partial, count, DTYPES[x.dtype], True, count % 16 != 0, rounds)
+        launch(counts.statistics, x, -(-count // rounds), BLOCK, *given, warps=COUNTING_WARPS)
     return merged(partial)
 
 

@@ -22,7 +22,6 @@ Kernel = Any  # the result of triton.jit, which has no type stubs
 BLOCK = 2048  # elements per program
 WIDE_BLOCK = 512  # the same with 64-bit arithmetic
 ROUNDS = 4  # blocks that a program counts before it writes its counts
-CAST_ROUNDS = 3  # the same for a program that also casts: four would spill a register on sm_100
 COUNTING_WARPS = 8  # for such a program: its counts are in registers
 INTERPRETED_BLOCK = 1 << 17  # the interpreter's time depends on the number of operations: few and long ones
 

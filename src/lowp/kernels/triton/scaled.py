@@ -12,7 +12,7 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding, carry_of
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels.numbers import packing
+from lowp.kernels.numbers import groups, packing
 from lowp.kernels.numbers import scaled as definition
 from lowp.kernels.numbers.floats import widen
 from lowp.kernels.numbers.philox import Seed, drawn
@@ -239,10 +239,10 @@ def _launched(
     x = x.contiguous()
     packed = packed and format.element.bits == 4 and x.shape[-1] % 2 == 0
     shape = (*x.shape[:-1], x.shape[-1] // 2) if packed else x.shape
-    dtype = torch.uint8 if packed else definition.code_dtype(format.element) if codes else x.dtype
+    dtype = torch.uint8 if packed else packing.code_dtype(format.element) if codes else x.dtype
     out = torch.empty(shape, dtype=dtype, device=x.device)
-    groups = definition.group_shape(x.shape, format.scope) if codes else (1,)
-    scales = torch.empty(groups, dtype=definition.stored_scale_dtype(format), device=x.device)
+    sizes = groups.group_shape(x.shape, format.scope) if codes else (1,)
+    scales = torch.empty(sizes, dtype=definition.stored_scale_dtype(format), device=x.device)
     lost = torch.zeros((), dtype=torch.int32, device=x.device) if made.sharing.loses else None
     outer = _outer(x, cast) if made.sharing.outer else None
     key, first = key_of(x, seed, made.form.random_bits > 0)
@@ -278,7 +278,7 @@ def _group(x: Tensor, cast: Cast) -> int | None:
         return x[0].numel()
     if scope.kind == "row":
         return x.shape[-1]
-    size = definition.block_size(scope, x.shape[-1])
+    size = groups.block_size(scope, x.shape[-1])
     return size if 1 < size <= _LONGEST_BLOCK and size & (size - 1) == 0 and x.shape[-1] % size == 0 else None
 
 

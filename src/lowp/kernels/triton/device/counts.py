@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from lowp.kernels.triton.device.bits import infinity_bits, read, widened, write
-from lowp.kernels.triton.device.rounding import cast
+from lowp.kernels.triton.device.bits import infinity_bits, read, widened
 
 
 @triton.jit
@@ -18,14 +17,12 @@ def _field(magnitude, WIDE: tl.constexpr):
     return field
 
 
-@triton.jit(do_not_specialize=["count", "numbers"])
+@triton.jit(do_not_specialize=["count"])
 def statistics(
-    x, out, seed, partial, count, numbers, DTYPE: tl.constexpr, FORM: tl.constexpr, OTHERS: tl.constexpr,
-    TAIL: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    x, partial, count, DTYPE: tl.constexpr, OTHERS: tl.constexpr, TAIL: tl.constexpr, ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count ROUNDS blocks in every program; `merged` adds up the results in the order of the programs.
-
-    With a FORM the values of its cast are written into `out`, which is not `x`; element 0 has the logical index 0.
 
     A histogram of 32 bins takes a third of the instructions of one with 256. Its first 31 bins are exponents, starting
     two above the largest of the first block and descending; the last bin counts zeros. If its largest or smallest
@@ -39,7 +36,6 @@ def statistics(
     places = start + tl.arange(0, BLOCK)
     if not TAIL:
         count = count // 16 * 16
-    key = tl.load(seed) if FORM is not None and FORM.random_bits > 0 else 0
     magnitude, _sign = read(x, places, places < count, DTYPE, WIDE)
     known = tl.where(magnitude < infinity_bits(WIDE), magnitude, 0)
     top = tl.minimum(tl.reduce(_field(known, WIDE), 0, tl.standard._elementwise_max) + 2, 254)
@@ -49,10 +45,7 @@ def statistics(
     window = tl.histogram((magnitude & 0).to(tl.int32), LAST + 1, mask=places < 0)
     for turn in tl.static_range(0, ROUNDS):
         here = places + turn * BLOCK
-        magnitude, sign = read(x, here, here < count, DTYPE, WIDE)
-        if FORM is not None:
-            value, side = cast(magnitude, sign, start + turn * BLOCK, key, numbers, FORM, BLOCK)
-            write(out, here, here < count, value, side, DTYPE, WIDE)
+        magnitude, _sign = read(x, here, here < count, DTYPE, WIDE)
         below = tl.minimum((top - _field(magnitude, WIDE)).to(tl.uint32, bitcast=True), LAST)
         window += tl.histogram(below.to(tl.int32, bitcast=True), LAST + 1)
         largest = tl.maximum(largest, magnitude)
