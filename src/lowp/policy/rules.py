@@ -1,22 +1,14 @@
-"""A policy: which number format every tensor of a training step is rounded to, as rules that are data. No torch.
-
-A rule names ops (or classes of ops) and modules, and gives one cast for each role a tensor plays there. The first rule
-that matches wins. A policy is frozen, hashable, printable; it is read from and written to TOML.
-"""
+"""Rules: the ops and modules that a rule names, and one cast for each role a tensor plays there."""
 
 from __future__ import annotations
 
-import importlib
-import re
-import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from lowp import casts
-from lowp.casts import Cast, LossScale
+from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, brief, unknown
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat, Scope
 
@@ -29,13 +21,10 @@ OP_CLASSES = {
     "promote": "ops of several tensors that take the widest type among them: cat, stack, addcmul, where",
     "pointwise": "every other floating-point op, in the type of its input",
 }
-_LONGEST_TEXT = 1 << 18  # bytes of a policy: thousands of rules
-_MOST_DOTS = 8
-_STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
-_CAST_ROLES = ("input", "weight", "grad", "output", "saved")
+CAST_ROLES = ("input", "weight", "grad", "output", "saved")
 # the products of the backward pass, and the operands that each of them reads
-_PRODUCTS = {"input_gradient": ("grad", "weight"), "weight_gradient": ("grad", "input")}
-_OF_OPERANDS = "delayed scales are for the operands of products, input, weight and grad: give"
+PRODUCTS = {"input_gradient": ("grad", "weight"), "weight_gradient": ("grad", "input")}
+OF_OPERANDS = "delayed scales are for the operands of products, input, weight and grad: give"
 HADAMARD_SIZES = tuple(2**power for power in range(1, 9))
 
 
@@ -97,7 +86,7 @@ class Operands:
     def __post_init__(self) -> None:
         for role in ("input", "weight", "grad"):
             if (value := getattr(self, role)) is not None:
-                object.__setattr__(self, role, _carried(role, casts.parse(value)))
+                object.__setattr__(self, role, carried(role, casts.parse(value)))
         size = self.hadamard
         if type(size) is not int or (size and size not in HADAMARD_SIZES):
             raise InvalidInput(f"hadamard={size!r}: give a power of two from 2 to 256, or 0 for none")
@@ -114,7 +103,7 @@ class Operands:
                 raise InvalidInput(f"{' '.join(map('='.join, pairs))}: a key is given twice")
         if not isinstance(given, Mapping):
             raise InvalidInput(f'{brief(given)} is not the casts of a product: give text, as "grad=bf16 input=bf16"')
-        _known_keys(given, [one.name for one in fields(cls)], "a product of the backward pass")
+        known_keys(given, [one.name for one in fields(cls)], "a product of the backward pass")
         size = given.get("hadamard", 0)
         size = int(size) if isinstance(size, str) and size.isdecimal() else size
         texts = {key: value for key, value in given.items() if key != "hadamard"}
@@ -173,14 +162,14 @@ class Rule:
         ops = (self.ops,) if isinstance(self.ops, str) else tuple(self.ops)
         object.__setattr__(self, "ops", ops)
         for text in (self.where, *ops):
-            _check_text(text, "where and ops of a rule")
-        for role in _CAST_ROLES:
+            check_text(text, "where and ops of a rule")
+        for role in CAST_ROLES:
             value = getattr(self, role)
             if value is not None:
-                object.__setattr__(self, role, _carried(role, casts.parse(value)))
+                object.__setattr__(self, role, carried(role, casts.parse(value)))
         if self.accumulate is not None:
             object.__setattr__(self, "accumulate", Accumulation.parse(self.accumulate))
-        for product in _PRODUCTS:
+        for product in PRODUCTS:
             if (value := getattr(self, product)) is not None:
                 operands = Operands.parse(value)
                 object.__setattr__(self, product, None if operands == Operands() else operands)
@@ -211,8 +200,8 @@ class Rule:
 
     def matches(self, op: str, op_class: str, path: str) -> bool:
         """Whether the rule speaks of this op at this module path ('' outside any module)."""
-        named = not self.ops or any(_is_like(op, name) or name == op_class for name in self.ops)
-        return named and (self.where == "*" or _is_like(path, self.where))
+        named = not self.ops or any(is_like(op, name) or name == op_class for name in self.ops)
+        return named and (self.where == "*" or is_like(path, self.where))
 
     @property
     def is_empty(self) -> bool:
@@ -234,10 +223,10 @@ class Rule:
         """The same rule, in which every tensor has the scale of its own maximum where that of this one is delayed."""
         if not self.is_delayed:
             return self
-        roles = {role: cast.current for role in _CAST_ROLES if (cast := getattr(self, role)) is not None}
+        roles = {role: cast.current for role in CAST_ROLES if (cast := getattr(self, role)) is not None}
         products = {
             product: replace(own, **{role: cast.current for role, cast in own.casts.items()})
-            for product in _PRODUCTS
+            for product in PRODUCTS
             if (own := getattr(self, product)) is not None
         }
         return replace(self, **roles, **products)
@@ -259,152 +248,17 @@ class Rule:
         return tuple(one for one in given if one is not None)
 
     def __str__(self) -> str:
-        given = [f"{role}={getattr(self, role)}" for role in (*_CAST_ROLES, "accumulate") if getattr(self, role)]
-        given += [f"{product}=({getattr(self, product)})" for product in _PRODUCTS if getattr(self, product)]
+        given = [f"{role}={getattr(self, role)}" for role in (*CAST_ROLES, "accumulate") if getattr(self, role)]
+        given += [f"{product}=({getattr(self, product)})" for product in PRODUCTS if getattr(self, product)]
         place = "" if self.where == "*" else f" in {self.where or 'the model itself'}"
         return f"{' '.join(self.ops) or 'every op'}{place}: {' '.join(given) or 'as it is'}"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """A list of rules, of which the first match applies; the op table; and the format that stores the parameters.
-
-    `parameters=None` leaves the parameters unchanged (fp32). `table` is the op table: ``lowp-1`` is the same on
-    every device; ``torch-2.13-cpu`` and ``torch-2.13-cuda`` are torch's own lists. `loss_scale` is the default of a
-    run with this policy; None: dynamic if gradients are rounded to a narrow exponent. A region alone does not scale the
-    loss.
-    """
-
-    rules: tuple[Rule, ...] = ()
-    parameters: Cast | None = None
-    table: str = "lowp-1"
-    name: str = field(default="", compare=False)
-    loss_scale: LossScale | None = None
-
-    TABLES = ("lowp-1", "torch-2.13-cpu", "torch-2.13-cuda")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))
-        _check_text(self.name, "the name of a policy")
-        if self.table not in self.TABLES:
-            raise UnknownName(unknown("op table", self.table, self.TABLES))
-        if self.parameters is not None:
-            object.__setattr__(self, "parameters", _carried("parameters", casts.parse(self.parameters)))
-            if self.parameters.is_delayed:
-                raise InvalidInput(f"parameters={self.parameters}: {_OF_OPERANDS} {self.parameters.current}")
-        if self.loss_scale is not None:
-            object.__setattr__(self, "loss_scale", LossScale.parse(self.loss_scale))
-
-    def match(self, op: str, op_class: str, path: str = "") -> Rule | None:
-        """The first rule for this op of this class at this module path, or None."""
-        return next((rule for rule in self.rules if rule.matches(op, op_class, path)), None)
-
-    @property
-    def uses_paths(self) -> bool:
-        """Whether any rule asks where an op runs, so that a region must follow the modules."""
-        return any(rule.where != "*" for rule in self.rules)
-
-    def before(self, *rules: Rule) -> Policy:
-        """The policy with these rules put first, so that they take precedence."""
-        return replace(self, rules=(*rules, *self.rules))
-
-    def unused(self, used: Iterable[Rule]) -> tuple[Rule, ...]:
-        """The rules that are not among those used, in order."""
-        seen = set(used)
-        return tuple(rule for rule in self.rules if rule not in seen)
-
-    # -- text -----------------------------------------------------------------------------------------------------
-    def to_toml(self) -> str:
-        """The policy as TOML, which `from_toml` reads back to an equal policy."""
-        import tomli_w  # here, for only what writes a policy needs it
-
-        return tomli_w.dumps(self.document())
-
-    def document(self) -> dict[str, Any]:
-        """The policy as plain data, with the keys of a policy file."""
-        texts = {"name": self.name, "table": self.table, "parameters": str(self.parameters or "")}
-        texts["loss_scale"] = "" if self.loss_scale is None else str(self.loss_scale)
-        rules = [_rule_values(rule) for rule in self.rules]
-        return {key: value for key, value in {**texts, "rule": rules}.items() if value}
-
-    @classmethod
-    def from_toml(cls, text: str, source: str = "policy") -> Policy:
-        """A policy from TOML text of up to 256 KiB; `source` names it in errors.
-
-        Raises InvalidInput with the near names for an unknown key, format, rounding or table.
-        """
-        if len(text) > _LONGEST_TEXT:
-            raise InvalidInput(_too_long(source, len(text)))
-        try:
-            data = _read_toml(text)
-        except ValueError as error:
-            raise InvalidInput(f"{source} is not TOML: {error}") from None
-        _known_keys(data, ("name", "table", "parameters", "loss_scale", "rule"), source)
-        rules = data.pop("rule", [])
-        if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-            raise InvalidInput(f"{source}: rules must be [[rule]] tables")
-        if isinstance(data.get("loss_scale"), (int, float)):
-            data["loss_scale"] = str(data["loss_scale"])
-        try:
-            given = _strings(data)
-            parameters = casts.parse(given["parameters"]) if "parameters" in given else None
-            parsed = tuple(_rule(rule, index) for index, rule in enumerate(rules, 1))
-            scale = LossScale.parse(given["loss_scale"]) if "loss_scale" in given else None
-            return cls(parsed, parameters, given.get("table", "lowp-1"), given.get("name", ""), scale)
-        except ValueError as error:
-            raise InvalidInput(f"{source}: {error}") from None
-
-    @classmethod
-    def load(cls, path: str | Path) -> Policy:
-        """A policy from a TOML file."""
-        path = Path(path)
-        if not path.is_file():
-            raise InvalidInput(
-                f"there is no policy file {path}: give a TOML file, as `lowp policy show fp16 --toml` prints one"
-            )
-        size = path.stat().st_size
-        if size > _LONGEST_TEXT:
-            raise InvalidInput(_too_long(path, size))
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidInput(f"{path} is not UTF-8 text, which TOML requires: {error}") from None
-        return cls.from_toml(text, str(path))
-
-    def __str__(self) -> str:
-        head = (
-            f"policy {self.name or 'unnamed'} on op table {self.table}, parameters {self.parameters or 'as they are'}"
-        )
-        return "\n".join([head, *(f"  {index}. {rule}" for index, rule in enumerate(self.rules, 1))])
-
-
-def _read_toml(text: str) -> dict[str, Any]:
-    """Return the tables of TOML text. Raises ValueError for other text, or for deeper nesting than any policy has.
-
-    Dots outside strings are counted first: the time to read a key grows with the square of its parts, and no key of a
-    policy has two parts.
-    """
-    dots = max((line.count(".") for line in _STRING.sub("", text).splitlines()), default=0)
-    if dots > _MOST_DOTS:
-        raise ValueError(f"a line has {dots} dots outside strings, but a policy has no dotted keys")
-    # the standard library's reader, or before Python 3.11 the package that it was taken from
-    reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    try:
-        data: dict[str, Any] = reader.loads(text)
-    except RecursionError:
-        raise ValueError("its values are nested too deeply") from None
-    return data
-
-
-def _too_long(source: object, length: int) -> str:
-    return f"{source} is {length:,} bytes long, and a policy has {_LONGEST_TEXT:,} at most: is it another file?"
 
 
 def _cast(text: str | Cast | None) -> Cast | None:
     return None if text is None else casts.parse(text)
 
 
-def _carried(role: str, cast: Cast) -> Cast:
+def carried(role: str, cast: Cast) -> Cast:
     """Return the cast. Raises InvalidInput for a range beyond fp32's, in which a training step carries values."""
     format, carrier = cast.format, FORMATS["fp32"]
     assert isinstance(carrier, FloatFormat)
@@ -419,7 +273,7 @@ def _carried(role: str, cast: Cast) -> Cast:
 
 def _check_products(rule: Rule) -> None:
     """Raise InvalidInput for casts of products that no product has, or that its sums cannot read."""
-    for product, read in _PRODUCTS.items():
+    for product, read in PRODUCTS.items():
         operands: Operands | None = getattr(rule, product)
         if operands is None:
             continue
@@ -447,7 +301,7 @@ def _check_delayed(rule: Rule) -> None:
     """Raise InvalidInput for a delayed scale that no operand of a product can have."""
     for role in ("output", "saved"):
         if (cast := getattr(rule, role)) is not None and cast.is_delayed:
-            raise InvalidInput(f"{role}={cast}: {_OF_OPERANDS} {cast.current}")
+            raise InvalidInput(f"{role}={cast}: {OF_OPERANDS} {cast.current}")
     for cast in rule.casts:
         format = cast.format
         if not cast.is_delayed or not isinstance(format, ScaledFormat):
@@ -465,7 +319,7 @@ def _check_delayed(rule: Rule) -> None:
         raise InvalidInput(f"output={output} is written at sites, whose operands are the values written: omit delayed")
 
 
-def _check_text(value: object, what: str) -> None:
+def check_text(value: object, what: str) -> None:
     """Raise InvalidInput for a text that a file cannot hold: a policy is saved in every checkpoint."""
     if not isinstance(value, str):
         raise InvalidInput(f"{what} must be text, not {brief(value)}")
@@ -473,55 +327,13 @@ def _check_text(value: object, what: str) -> None:
         raise InvalidInput(f"{what} must be valid Unicode text, not {brief(value)}: it has an unpaired surrogate")
 
 
-def _rule_values(rule: Rule) -> dict[str, Any]:
-    """Return the entries of a rule by the keys of a policy file."""
-    values: dict[str, Any] = {"ops": list(rule.ops)} if rule.ops else {}
-    if rule.where != "*":
-        values["where"] = rule.where
-    roles = (*_CAST_ROLES, "accumulate")
-    values |= {role: str(getattr(rule, role)) for role in roles if getattr(rule, role) is not None}
-    return values | {product: getattr(rule, product).values() for product in _PRODUCTS if getattr(rule, product)}
-
-
-def _rule(data: Mapping[str, object], index: int) -> Rule:
-    place = f"rule {index}"
-    _known_keys(data, [one.name for one in fields(Rule)], place)
-    ops = data.get("ops", ())
-    if isinstance(ops, str):
-        ops = (ops,)
-    if not isinstance(ops, (list, tuple)) or not all(isinstance(op, str) for op in ops):
-        raise InvalidInput(f'{place}: ops must be a list of names, as in ["linear", "conv*"], not {ops!r}')
-    try:
-        products: dict[str, Any] = {key: data[key] for key in _PRODUCTS if key in data}
-        return Rule.of(*ops, **_strings({key: data[key] for key in data if key not in ("ops", *_PRODUCTS)}), **products)
-    except ValueError as error:
-        raise InvalidInput(f"{place}: {error}") from None
-
-
-def _strings(data: Mapping[str, object]) -> dict[str, str]:
-    strings = {}
-    for key, value in data.items():
-        if not isinstance(value, str):
-            raise InvalidInput(f'{key} must be text, as in {key} = "fp16", not {value!r}')
-        strings[key] = value
-    return strings
-
-
-def _known_keys(data: Mapping[str, object], allowed: Iterable[str], source: str) -> None:
-    for key in data:
-        if key not in allowed:
-            raise UnknownName(f"{source}: " + unknown("key", key, allowed))
-
-
-def _is_like(name: str, pattern: str) -> bool:
+def is_like(name: str, pattern: str) -> bool:
     """Whether a name matches a pattern. Most patterns are plain names; torch.compile warns about tracing fnmatch."""
     return name == pattern or (any(one in pattern for one in "*?[") and fnmatchcase(name, pattern))
 
 
-def check_ops(policy: Policy, known: Iterable[str]) -> None:
-    """Raise UnknownName for a rule with an op or class that is not in the table (a pattern must match one)."""
-    names = [*OP_CLASSES, *known]
-    for rule in policy.rules:
-        for op in rule.ops:
-            if not any(_is_like(name, op) for name in names):
-                raise UnknownName(f"rule {str(rule)!r}: " + unknown("op", op, names, shown=OP_CLASSES))
+def known_keys(data: Mapping[str, object], allowed: Iterable[str], source: str) -> None:
+    """Raise UnknownName for a key that is not allowed."""
+    for key in data:
+        if key not in allowed:
+            raise UnknownName(f"{source}: " + unknown("key", key, allowed))
