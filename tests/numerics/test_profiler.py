@@ -319,7 +319,7 @@ def test_the_budget_spreads_a_look_over_steps(monkeypatch: pytest.MonkeyPatch) -
     budget, rounds, seen = Budget(0.03, started=0.0), Rounds(), []
     cost = {"small": 0.01, "large": 0.2, "middle": 0.05}
     for name in cost:
-        rounds.add(name)
+        rounds.add(name, 3e-4)
     for step in range(400):
         clock[0] += 1.0
         chosen = rounds.turn(step, budget.room)
@@ -337,8 +337,8 @@ def test_the_budget_spreads_a_look_over_steps(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_round_begins_when_it_is_due_and_no_module_waits() -> None:
     rounds = Rounds()
-    rounds.add("a")
-    rounds.add("b")
+    rounds.add("a", 3e-4)
+    rounds.add("b", 3e-4)
     assert rounds.turn(0, 0.0) == [] and rounds.idle_steps(0) == 0
     assert rounds.turn(1, math.inf) == ["a", "b"]
     rounds.looked(["a", "b"], 1.0)
@@ -400,12 +400,10 @@ def test_guarding_rests_when_it_has_had_its_part_and_goes_on_later(monkeypatch: 
     assert budget.may_guard(0.5), "0.1 s of half of what is left of 0.3 s"
     budget.spent(0.1, False)
     assert not budget.may_guard(0.5)
-    now[0] = budget.time_of_guarding(0.5)
-    assert now[0] < 30 and budget.idle == 0.05
-    budget.idle *= budget.training / 9.75  # what idle steps have cost goes on
-    assert budget.guarding == pytest.approx(0.5 * (0.03 * budget.training - budget.idle), rel=0.01)
+    now[0] = 30.0
+    assert budget.may_guard(0.5) and budget.idle == 0.05
     budget.pass_by(1.0)
-    assert math.isinf(budget.time_of_guarding(0.5)) and not budget.may_guard(0.5)
+    assert not budget.may_guard(0.5)
     assert Budget(None).may_guard(0.1)
 
 
@@ -445,10 +443,9 @@ def test_an_allowance_is_room_until_the_share_is_more(monkeypatch: pytest.Monkey
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     budget = Budget(0.03, 0.25, started=0.0)
-    assert budget.room == 0.25 and budget.time_of(0.25) == budget.time_of_guarding(0.5) == 0.0
+    assert budget.room == 0.25 and budget.may_guard(0.5)
     budget.spent(0.2, False)
     assert budget.room == pytest.approx(0.05) and not budget.may_guard(0.5)
-    assert budget.time_of(0.1) == pytest.approx(0.2 + 0.3 / 0.03)
     now[0] = 10.2
     assert budget.room == pytest.approx(0.1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +107,10 @@ class Print(NamedTuple):
     checksum: int
     numbers: tuple[float, ...]
 
+    def of_model(self, name: str) -> Print:
+        """The same with a model's name before the path."""
+        return self._replace(key=self.key.of_model(name))
+
 
 class Octaves(NamedTuple):
     """How many numbers of a tensor a step had in each octave, from the octave 2^first on."""
@@ -181,21 +185,20 @@ class Part:
         def path(own: str) -> str:
             return f"{model}.{own}" if own else model
 
+        def keyed(counts: Mapping[Key, Any]) -> dict[Key, Any]:
+            return {key.of_model(model): seen for key, seen in counts.items()}
+
         for seen in self.ops.values():
             seen.parameters = {role: path(name) for role, name in seen.parameters.items()}
-        return Part(
-            {key.of_model(model): seen for key, seen in self.tensors.items()},
-            {path(name): seen for name, seen in self.updates.items()},
-            {(path(module), op): seen for (module, op), seen in self.ops.items()},
-            self.steps,
-            {
-                step: [one._replace(key=one.key.of_model(model)) for one in prints]
-                for step, prints in self.prints.items()
-            },
-            self.faults,
-            {key.of_model(model): slope for key, slope in self.slopes.items()},
-            {step: {key.of_model(model): seen for key, seen in one.items()} for step, one in self.octaves.items()},
-            {(key.of_model(model), layout): seen for (key, layout), seen in self.blocks.items()},
+        return replace(
+            self,
+            tensors=keyed(self.tensors),
+            updates={path(name): seen for name, seen in self.updates.items()},
+            ops={(path(module), op): seen for (module, op), seen in self.ops.items()},
+            prints={step: [one.of_model(model) for one in prints] for step, prints in self.prints.items()},
+            slopes=keyed(self.slopes),
+            octaves={step: keyed(one) for step, one in self.octaves.items()},
+            blocks={(key.of_model(model), layout): seen for (key, layout), seen in self.blocks.items()},
         )
 
     # -- JSON -------------------------------------------------------------------------------------------------------
@@ -230,22 +233,22 @@ class Part:
         try:
             part = cls()
             for one in document["tensors"]:
-                part.tensors[_key(one["module"], one["op"], one["role"], one["phase"])] = Spectrum.read(one)
+                part.tensors[_key(one)] = Spectrum.read(one)
             for one in document["updates"]:
                 part.updates[str(one["parameter"])] = Updates.read(one)
             for one in document["ops"]:
-                own = {name.name: one[name.name] for name in fields(OpSeen)}
-                part.ops[str(one["module"]), str(one["op"])] = OpSeen(**own)
+                part.ops[str(one["module"]), str(one["op"])] = OpSeen(**{name: one[name] for name in _OF_OPS})
             part.steps = [StepSeen(**one) for one in document["steps"]]
             part.prints = {
                 int(step): [
-                    Print(_key(*one[:4]), int(one[4]), tuple(float(number) for number in one[5])) for one in prints
+                    Print(_key(dict(zip(Key._fields, one, strict=False))), int(one[4]), tuple(map(float, one[5])))
+                    for one in prints
                 ]
                 for step, prints in document["prints"].items()
             }
             part.faults = [dict(one) for one in document["faults"]]
             for one in document["slopes"]:
-                part.slopes[_key(one["module"], one["op"], one["role"], one["phase"])] = _slope(one["energy"])
+                part.slopes[_key(one)] = _slope(one["energy"])
             keys = list(part.tensors)
             part.octaves = {
                 int(step): {keys[int(one[0])]: Octaves(int(one[1]), tuple(map(int, one[2:]))) for one in tensors}
@@ -273,10 +276,14 @@ def _fill(mine: StepSeen, other: StepSeen) -> None:
     mine.skipped, mine.sampled = mine.skipped or other.skipped, mine.sampled or other.sampled
 
 
-def _key(module: Any, op: Any, role: Any, phase: Any) -> Key:
-    if role not in ROLES or phase not in PHASES:
-        raise InvalidInput(f"it counts a role {role!r} in a phase {phase!r}, which no profile has")
-    return Key(str(module), str(op), role, phase)
+_OF_OPS = [one.name for one in fields(OpSeen)]
+
+
+def _key(entry: Mapping[str, Any]) -> Key:
+    key = Key(*(str(entry[name]) for name in Key._fields))
+    if key.role not in ROLES or key.phase not in PHASES:
+        raise InvalidInput(f"it counts a role {key.role!r} in a phase {key.phase!r}, which no profile has")
+    return key
 
 
 def _slope(energy: Any) -> NDArray[np.float64]:
@@ -305,7 +312,7 @@ class CountedTensor(NamedTuple):
 
     def of_model(self, name: str) -> CountedTensor:
         """The same with a model's name before the path."""
-        return self._replace(print=self.print._replace(key=self.print.key.of_model(name)))
+        return self._replace(print=self.print.of_model(name))
 
 
 def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> CountedTensor:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.errors import Misuse
+from lowp.numerics.divergence import Fault
 from lowp.numerics.guard import Guard, StepHooks
 from lowp.numerics.models import Cycle, Models
 from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
 from lowp.numerics.plan import Clock, RecordingPlan
-from lowp.numerics.record import Part, Record, Recording, StepSeen, merged_over_ranks
+from lowp.numerics.record import Part, Record, Recording, merged_over_ranks
 from lowp.numerics.sampling import Budget
-from lowp.numerics.tape import beside, calls_again
+from lowp.numerics.tape import beside
 from lowp.numerics.watching import WatchMode
 from lowp.numerics.windows import WatchedScale, initial_scale
 from lowp.ops.casting import functorch_is_active, is_jit_tracing
@@ -56,7 +58,7 @@ class Profiler:
         self._scale = WatchedScale(scaler if scaler is not None else getattr(precision, "scaler", None))
         self._precision, self._title, self._divergence = precision, title, divergence
         self._paths, self._clock = Paths(self.models), Clock(self.budget)
-        self.plan = RecordingPlan(self.models, self._paths, self._clock, divergence)
+        self.plan = RecordingPlan(self.models, self._clock, divergence)
         self._kept = Recording(self._described(), None if out is None else Path(out))
         self._watch: WatchMode | None = None
         self._guard = Guard(self.models, self._saw_loss, self._looking_away, divergence)
@@ -112,7 +114,6 @@ class Profiler:
         for end in self._ends:
             end()
         self._hooks.put(False)
-        self.plan.stop()
         self._drop_watch()
         self._guard.forget()
         self.budget.end()
@@ -200,9 +201,6 @@ class Profiler:
                 self._skip_step()
             if self.plan.modules and self._watch is None:
                 self._begin_watch(module)
-            elif self.plan.wants_sizes and not self.plan.beside:
-                self._stance.set(False)
-                self.plan.begin_sizing(module)
             if self.plan.guards and torch.is_grad_enabled() and not functorch_is_active():
                 self._guard.unguarded = self.step - self._guarded
                 self._guard.begin(module, args, kwargs)
@@ -263,7 +261,7 @@ class Profiler:
         if self._watch is not None:
             self._watch.pause()
             self._watch = None
-        self._stance.set(not self.plan.is_sizing)
+        self._stance.set(True)
 
     # -- the backward pass --------------------------------------------------------------------------------------------
     def _saw_loss(self, loss: Tensor) -> None:
@@ -274,29 +272,26 @@ class Profiler:
         seen.scale = scale if self._scale.is_used else None
         if loss.numel() == 1:
             seen.loss = float(loss.detach()) / scale
-            self._kept.add_fault(self._guard.saw_loss(loss, seen, scale))
+            self._keep_fault(self._guard.saw_loss(loss, seen, scale))
         self._spent(started)
+
+    def _keep_fault(self, fault: Fault | None) -> None:
+        if fault is not None:
+            self._kept.add(Part(faults=[fault.document()]))
 
     def _after_backward(self, gradient: Tensor | None) -> None:
         """Run a compiled step once more, as it was written, where it is looked at."""
-        watch, plan, tape = self._watch, self.plan, self._guard.tape
-        if not plan.beside or (watch is None and not plan.wants_sizes):
+        watch, tape = self._watch, self._guard.tape
+        if watch is None or not watch.beside:
             return
         started = time.perf_counter()
-        if watch is not None:
-            watch.pause()
+        watch.pause()
         try:
             with self._guard.replaying(), beside(tape, self.models):
-                if watch is not None:
-                    watch.look_again(tape, gradient)
-                else:
-                    plan.begin_sizing(None)
-                    calls_again(tape)
-                    plan.end_sizing()
+                watch.look_again(tape, gradient)
         except Exception as error:  # of the model's own code, which need not run twice: the training goes on
-            plan.failed(f"{type(error).__name__}: {error}".splitlines()[0][:200])
-        if watch is not None:
-            watch.follow()
+            self.plan.failed(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        watch.follow()
         self._spent(started)
 
     @contextmanager
@@ -329,7 +324,7 @@ class Profiler:
             if self.plan.guards:
                 self._guard.close()
                 seen = self._guard.current(self.step)
-                self._kept.add_fault(self._guard.before_step([one for _, one in parameters], seen, self._scale.value()))
+                self._keep_fault(self._guard.before_step([one for _, one in parameters], seen, self._scale.value()))
             if self._watch is not None:
                 self._scale.feed(self._watch.exponents())
                 self._watch.before_step(parameters)
@@ -337,7 +332,7 @@ class Profiler:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
-        if optimizer is self._alone and self.plan.rests(self.step, started):
+        if optimizer is self._alone and self.plan.rests(self.step):
             self.step += 1
             self._clock.pass_by(started)
             return
@@ -349,8 +344,6 @@ class Profiler:
             self._guard.forget()
         if self._watch is not None:
             self._watch.after_step(parameters)
-        if self.plan.end_sizing():
-            self._stance.set(True)
         if self._cycle.ends_with(optimizer):
             self._spent(started)
             self._end_step()
@@ -382,7 +375,7 @@ class Profiler:
             seen.sampled = seen.is_finite or not self._kept.part.tensors
             if not seen.sampled:  # a training that has diverged says nothing of the formats
                 part = Part(prints=part.prints)
-            part.steps = [StepSeen(**vars(seen))]
+            part.steps = [replace(seen)]
             self._kept.add(part)
             self._drop_watch()
         elif self._scale.is_used:

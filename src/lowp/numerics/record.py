@@ -10,17 +10,15 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TextIO
 
 from lowp import distributed, files
 from lowp.errors import InvalidInput, brief
 from lowp.numerics.part import PHASES, ROLES, Key, Octaves, OpSeen, Part, Print, StepSeen
 from lowp.numerics.spectrum import Spectrum, Updates
-
-if TYPE_CHECKING:
-    from lowp.numerics.divergence import Fault
 
 __all__ = ["KIND", "PHASES", "ROLES", "VERSION", "Key", "Octaves", "OpSeen", "Part", "Print", "Record", "StepSeen"]
 
@@ -118,9 +116,8 @@ class Record:
     def merge(self, other: Record) -> Record:
         """One record of both runs, such as two ranks of one training; InvalidInput where the models differ."""
         other.check_model(str(self.header.get("fingerprint")))
-        part = Part()
-        part.add(Part.read(self.part.document()))
-        part.add(Part.read(other.part.document()))
+        part = deepcopy(self.part)
+        part.add(deepcopy(other.part))
         header = {**self.header, "ranks": self.header.get("ranks", 1) + other.header.get("ranks", 1)}
         return Record(header, part, dict(self.sampling), self.complete and other.complete)
 
@@ -235,54 +232,53 @@ def _whole_lines(text: str) -> Iterator[Mapping[str, Any]]:
 
 # -- a record that grows -----------------------------------------------------------------------------------------------
 class Recording:
-    """The header and the parts of a record that grows; with `out` each part is also written to that file at once."""
+    """The header and the parts of a record that grows.
+
+    With `out` each part is also a line of that file at once, so that the steps of a killed run are kept.
+    """
 
     def __init__(self, header: dict[str, Any], out: Path | None) -> None:
         self.header, self.part = header, Part()
+        self.path: Path | None = None  # the file, once it has been begun
         self._out = out
-        self._journal: Journal | None = None
-
-    @property
-    def path(self) -> Path | None:
-        """The file, once it has been begun."""
-        return None if self._journal is None else self._journal.path
+        self._file: TextIO | None = None
 
     def begin(self, max_overhead: float | None) -> None:
         """Create the file, if there is to be one."""
         if self._out is not None:
-            self._journal = Journal(self._out, {**self.header, "max_overhead": max_overhead})
+            self.path = files.check_target(self._out)
+            self._file = self.path.open("w", encoding="utf-8")
+            head = {"kind": KIND, "version": VERSION, "lines": True, "complete": False}
+            self._write({**head, **self.header, "max_overhead": max_overhead})
 
     def close(self) -> None:
         """Close the file."""
-        if self._journal is not None:
-            self._journal.close()
+        if self._file is not None:
+            self._file.close()
 
     def describe(self, header: dict[str, Any], renamed: str) -> None:
         """Take a new header, after a model was added; `renamed` is the new name of the first model, or ''."""
         if renamed:
             self.part = self.part.renamed(renamed)
         self.header = {**header, "started": self.header["started"]}
-        if self._journal is not None:
-            self._journal.add_models(self.header, renamed)
+        self._write({"models": self.header, "first": renamed})
 
     def add(self, part: Part) -> None:
         """Add what was counted in some steps."""
         self.part.add(part)
-        if self._journal is not None:
-            self._journal.add(part)
-
-    def add_fault(self, fault: Fault | None) -> None:
-        """Add where a loss or a gradient was not finite, if it was."""
-        if fault is not None:
-            self.part.faults.append(fault.document())
-            if self._journal is not None:
-                self._journal.add(Part(faults=[fault.document()]))
+        if self._file is not None:
+            self._write(part.document())
 
     def add_scale(self, seen: StepSeen) -> None:
         """Add a step that was not recorded, if its loss scale differs from that of the step before."""
         before = self.part.steps[-1] if self.part.steps else None
         if seen.scale is not None and (before is None or before.scale != seen.scale):
-            self.part.add(Part(steps=[StepSeen(**vars(seen))]))
+            self.part.add(Part(steps=[replace(seen)]))
+
+    def _write(self, document: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(document, separators=(",", ":")) + "\n")
+            self._file.flush()
 
 
 def merged_over_ranks(record: Record) -> Record | None:
@@ -295,31 +291,6 @@ def merged_over_ranks(record: Record) -> Record | None:
     for fingerprint, document in others[1:]:
         record = record.merge(Record({"fingerprint": fingerprint}, Part.read(document)))
     return record
-
-
-class Journal:
-    """A file that gets one line per step, so that the steps of a killed run are kept."""
-
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        self.path = files.check_target(path)
-        self._file = self.path.open("w", encoding="utf-8")
-        self._write({"kind": KIND, "version": VERSION, "lines": True, "complete": False, **header})
-
-    def add(self, part: Part) -> None:
-        """Write the data of one step."""
-        self._write(part.document())
-
-    def add_models(self, header: Mapping[str, Any], first: str) -> None:
-        """Write that there is one more model; `first` is what the first one is called from now on, '' if as before."""
-        self._write({"models": dict(header), "first": first})
-
-    def close(self) -> None:
-        """Leave the file as it is."""
-        self._file.close()
-
-    def _write(self, document: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(document, separators=(",", ":")) + "\n")
-        self._file.flush()
 
 
 # -- the first difference of two runs ----------------------------------------------------------------------------------

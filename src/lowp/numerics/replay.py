@@ -58,6 +58,12 @@ class Event:
         """Whether the numbers were there before any operation ran."""
         return self.phase == "given"
 
+    def read(self, nan: int, parent: Event | None) -> None:
+        """Note an input that was not finite, and what made it so."""
+        self.finite_inputs, self.nan_inputs = False, self.nan_inputs or nan > 0
+        if parent is not None and parent is not self:
+            self.parents.append(parent)
+
     def ancestors(self) -> list[Event]:
         """This event and all that led to it, in the order in which they ran."""
         found: dict[int, Event] = {}
@@ -140,20 +146,21 @@ class Trace:
         bad = [(one, state) for one in results if any(state := state_of(one))]
         if not bad or (operation in _ALIASES and all(_address(one) in self._bad for one, _ in bad)):
             return
-        node = _current_node()
-        phase, place = "forward", self.current or Place(operation, self.paths.current, "")
-        if node is not None:
-            phase, place = "backward", _marks(node).get(_MARK) or Place(_node_name(node), "", "")
-        nan, inf = (sum(state[i] for _, state in bad) for i in (0, 1))
-        event = self._add(operation, place, phase, (nan, inf), [one for one, _ in given])
-        for one, (nans, _) in ((one, state) for one, state in given if any(state)):
-            event.finite_inputs, event.nan_inputs = False, event.nan_inputs or nans > 0
-            parent = self.event_of(one)
-            if parent is not None and parent is not event:
-                event.parents.append(parent)
+        nan, inf = map(sum, zip(*(state for _, state in bad), strict=True))
+        event = self._add(operation, *self._place_of(operation), (nan, inf), [one for one, _ in given])
+        for one, state in given:
+            if any(state):
+                event.read(state[0], self.event_of(one))
         event.fills = not nan and operation in _FILLS and (event.finite_inputs or _all_fill(event.parents))
         for one, _ in bad:
             self._bad[_address(one)] = (event, one)
+
+    def _place_of(self, operation: str) -> tuple[Place, str]:
+        """Where the running operation belongs, and in which pass."""
+        node = _current_node()
+        if node is None:
+            return self.current or Place(operation, self.paths.current, ""), "forward"
+        return _marks(node).get(_MARK) or Place(_node_name(node), "", ""), "backward"
 
     def _add(self, operation: str, place: Place, phase: str, state: tuple[int, int], given: list[Tensor]) -> Event:
         event = Event(len(self.events), operation, place, phase, *state, ranges_of(given))

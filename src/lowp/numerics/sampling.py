@@ -11,7 +11,6 @@ from lowp.errors import InvalidInput
 
 _SHARE, _ALLOWANCE = 0.03, 0.25  # of the time, and seconds: the default
 _EVERY = 50
-_A_LOOK = 3e-4  # seconds, where nothing is known of a module
 _MARGIN = 1.5
 
 
@@ -94,22 +93,9 @@ class Budget:
         """Seconds that may have been spent until now."""
         return max((self.share or 0.0) * self.training, self.allowance)
 
-    def time_of(self, seconds: float) -> float:
-        """When there will be room for so many seconds, on the clock, if nothing is spent before."""
-        if self.own + seconds <= self.allowance:
-            return self.started
-        return math.inf if not self.share else self.started + self.own + (self.own + seconds) / self.share
-
     def may_guard(self, part: float) -> bool:
         """Whether guarding has taken no more than a part of what idle steps leave of the budget."""
         return self.share is None or self.guarding <= part * (self._earned - self.idle)
-
-    def time_of_guarding(self, part: float) -> float:
-        """When it may guard again, on the clock, if idle steps go on to cost what they have so far."""
-        if self.guarding <= part * (self.allowance - self.idle):
-            return self.started
-        left = (self.share or 0.0) - self.idle / self.training
-        return self.started + self.own + self.guarding / (part * left) if left > 0 else math.inf
 
     @property
     def total(self) -> float:
@@ -131,7 +117,7 @@ class Rounds:
     """Whose turn it is: a look goes round all modules, in each step as many of them as there is time for.
 
     A round begins at each step that `is_sampled`, or as soon after it as the round before has ended. What a module
-    costs is guessed before its first turn, from its parameters and from how far the guesses for others were wrong.
+    costs is guessed before its first turn, corrected by how far the guesses for others were wrong.
     """
 
     def __init__(self) -> None:
@@ -143,14 +129,9 @@ class Rounds:
         self._due = False
         self._asked = -1  # the last step that was asked about
 
-    def add(self, module: str) -> None:
-        """Let a module take part from the next round on."""
-        self._costs.setdefault(module, _A_LOOK)
-
-    def guess(self, module: str, seconds: float) -> None:
-        """Set what a look at a module may cost, before it had its first turn."""
-        if module not in self._measured:
-            self._costs[module] = seconds
+    def add(self, module: str, seconds: float) -> None:
+        """Let a module take part from the next round on; `seconds` is what a look at it may cost."""
+        self._costs.setdefault(module, seconds)
 
     def cost(self, module: str) -> float:
         """What a look at a module costs, in seconds, as far as it is known; where it is guessed, rather too much."""
@@ -194,11 +175,6 @@ class Rounds:
                 break
             chosen.append(module)
         return chosen
-
-    @property
-    def next_cost(self) -> float:
-        """What a look at the module costs whose turn is next, in seconds."""
-        return self.cost(self._waiting[0]) if self._waiting else 0.0
 
     def idle_steps(self, step: int) -> int:
         """The next step in which it is anyone's turn, 0 where one waits for its turn already."""

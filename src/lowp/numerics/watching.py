@@ -68,8 +68,7 @@ class WatchMode(TorchFunctionMode):
         self.beside, self.is_complete = beside, not beside  # complete: ops were looked at
         self._paths, self._models, self._scale, self._place = paths, models, scale, place
         self._modules = None if modules is None else frozenset(modules)
-        self._weight_gradients: dict[str, CountedTensor] = {}
-        self._gradients: dict[int, CountedTensor] = {}
+        self._gradients: dict[int | str, CountedTensor] = {}  # by hook, those of parameters by name
         self._slopes: dict[int, tuple[Key, NDArray[np.float64]]] = {}
         self._hooked = 0
         self._computed_again: nn.Module | None = None
@@ -101,13 +100,13 @@ class WatchMode(TorchFunctionMode):
         """Put the name of the only model so far before each path."""
         self._first = model
         self.part = self.part.renamed(model)
-        self._prints = [one._replace(key=one.key.of_model(model)) for one in self._prints]
-        self._gradients = {number: seen.of_model(model) for number, seen in self._gradients.items()}
+        self._prints = [one.of_model(model) for one in self._prints]
+        self._gradients = {
+            f"{model}.{name}" if isinstance(name, str) else name: seen.of_model(model)
+            for name, seen in self._gradients.items()
+        }
         self._told = [seen.of_model(model) for seen in self._told]
         self._slopes = {number: (key.of_model(model), slope) for number, (key, slope) in self._slopes.items()}
-        self._weight_gradients = {
-            f"{model}.{name}": seen.of_model(model) for name, seen in self._weight_gradients.items()
-        }
 
     def follow(self, running: nn.Module | None = None) -> None:
         """Follow the modules that are called from now on; `running` is a model whose call has begun."""
@@ -208,7 +207,7 @@ class WatchMode(TorchFunctionMode):
         gradient = parameter.grad
         if gradient is not None:
             key = parameter_key(name, "weight_grad", "backward")
-            self._weight_gradients[name] = looked_at(key, gradient, self._scale())
+            self._gradients[name] = looked_at(key, gradient, self._scale())
         self._spent(started, self._costs.hook)
 
     @cached_property
@@ -267,7 +266,7 @@ class WatchMode(TorchFunctionMode):
         if torch.is_grad_enabled() and not functorch_is_active():
             for one in outputs:
                 if one.requires_grad and one.grad_fn is not None and (one.ndim or reads):
-                    self._await_gradient(Key(module, op, "grad", "backward"), one)
+                    self._await(one, Key(module, op, "grad", "backward"), self._count_gradient)
                     if op_class in _SENSITIVE:
                         self._await_slope(Key(module, op, "output", "forward"), one)
 
@@ -306,37 +305,35 @@ class WatchMode(TorchFunctionMode):
         self._prints.append(seen.print)
 
     # -- the backward pass --------------------------------------------------------------------------------------------
-    def _await_gradient(self, key: Key, output: Tensor) -> None:
-        """Count the gradient of an output; the last one of each hook, where a pass is tried with several scales."""
+    def _await(self, tensor: Tensor, key: Key, arrived: Callable[[int, Key, Tensor], None]) -> None:
+        """Be told of the gradient of a tensor; the last one of each number counts, where scales are tried."""
         self._hooked += 1
         number, first = self._hooked, self._first
 
-        def arrived(gradient: Tensor) -> None:
+        def told(gradient: Tensor) -> None:
             started = time.perf_counter()
-            name = key if first == self._first else key.of_model(self._first)
-            self._gradients[number] = looked_at(name, gradient, self._scale())
+            arrived(number, key if first == self._first else key.of_model(self._first), gradient)
             self._spent(started, self._costs.hook)
 
-        output.register_hook(arrived)  # type: ignore[no-untyped-call]
+        tensor.register_hook(told)  # type: ignore[no-untyped-call]
+
+    def _count_gradient(self, number: int, key: Key, gradient: Tensor) -> None:
+        self._gradients[number] = looked_at(key, gradient, self._scale())
 
     def _await_slope(self, key: Key, activation: Tensor) -> None:
         """Keep some numbers of an activation until their gradients come, which are kept by the exponents of these."""
         kept = numbers_of(activation.detach())
         if kept.is_meta or kept.is_complex() or not kept.numel():
             return
-        self._hooked += 1
-        number, first, numbers = self._hooked, self._first, sampled(kept, _SAMPLED)
+        numbers = sampled(kept, _SAMPLED)
         times = kept.numel() / numbers.numel()
 
-        def arrived(gradient: Tensor) -> None:
-            started = time.perf_counter()
-            name = key if first == self._first else key.of_model(self._first)
+        def count(number: int, key: Key, gradient: Tensor) -> None:
             found = sampled(numbers_of(gradient), _SAMPLED)
             if found.numel() == numbers.numel():  # of a sharded tensor's gradient torch may show another part
-                self._slopes[number] = name, times * slope_of(numbers, found, self._scale())
-            self._spent(started, self._costs.hook)
+                self._slopes[number] = key, times * slope_of(numbers, found, self._scale())
 
-        activation.register_hook(arrived)  # type: ignore[no-untyped-call]
+        self._await(activation, key, count)
 
     # -- the optimizer's step -----------------------------------------------------------------------------------------
     def before_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -347,7 +344,7 @@ class WatchMode(TorchFunctionMode):
             weight = numbers_of(parameter.detach())
             self._count(parameter_key(name, "weight", "step"), weight)
             self._weights[name] = weight.clone()
-            if name not in self._weight_gradients and parameter.grad is not None:
+            if name not in self._gradients and parameter.grad is not None:
                 self._count(parameter_key(name, "weight_grad", "backward"), numbers_of(parameter.grad))
 
     def after_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -367,20 +364,20 @@ class WatchMode(TorchFunctionMode):
         """How many gradients of activations of this step are in each octave, without the loss scale."""
         counts = np.zeros(256, np.int64)
         for seen in (*self._gradients.values(), *self._told):
-            counts += seen.spectrum.octaves
+            if seen.print.key.role == "grad":
+                counts += seen.spectrum.octaves
         return counts
 
     def finish(self) -> Part:
         """Count the gradients that have arrived and return all that was seen."""
         self.pause()
-        for seen in (*self._gradients.values(), *self._told, *self._weight_gradients.values()):
+        for seen in (*self._gradients.values(), *self._told):
             self._keep(seen)
         for key, slope in self._slopes.values():
             self.part.slopes[key] = self.part.slopes[key] + slope if key in self.part.slopes else slope
         self._gradients.clear()
         self._slopes.clear()
         self._told.clear()
-        self._weight_gradients.clear()
         self.part.prints[self.step] = self._prints
         self.part.octaves[self.step] = {
             key: Octaves.of(seen) for key, seen in self.part.tensors.items() if key.role != "input" and seen.nonzero
