@@ -139,7 +139,7 @@ REFUSED = {
     "nvfp4:rceil": "nvfp4: the rule rceil is for scales that are powers of two, as of mxfp8",
     "dfp16:ceil": "integers under one exponent have that of floor by their definition",
     "mxfp8:delayed(rule=ceil)": "scaling delayed: the rule ceil is for current scales",
-    "mxfp8:current(rule=up)": "unknown rule of a scale 'up'; allowed: floor, rceil, ceil, even, 4/6",
+    "mxfp8:current(rule=up)": "unknown rule of a scale 'up'; allowed: floor, rceil, ceil, even, 4/6, eden",
     "mxfp4:4/6": "mxfp4: the rule 4/6 is for elements e2m1 under scales with a mantissa, as of nvfp4: omit it",
     "int4:4/6": "int4: the rule 4/6 is for elements e2m1",
     "dfp16:delayed(size=3)": "unknown scaling argument 'size'",

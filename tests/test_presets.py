@@ -87,6 +87,15 @@ def test_four_bits_have_stochastic_and_rotated_gradients_and_a_last_layer_in_bf1
     assert len(bare.policy.rules) == 1 and str(bare.policy.rules[0].grad) == name
 
 
+def test_quartet2_rounds_forward_by_four_or_six_and_all_that_backward_reads_without_bias() -> None:
+    policy = PRESETS["quartet2"].policy
+    rule, last = (policy.match("linear", "contraction", path) for path in ("blocks.0.widen", "lm_head"))
+    assert rule is not None and last is not None and str(last.weight) == "bf16"
+    assert (str(rule.input), str(rule.weight), rule.grad, str(rule.output)) == ("nvfp4:4/6", "nvfp4:4/6", None, "bf16")
+    assert str(rule.input_gradient) == "weight=nvfp4:eden grad=nvfp4:eden hadamard=32"
+    assert str(rule.weight_gradient) == "input=nvfp4:eden grad=nvfp4:eden hadamard=32"
+
+
 @pytest.mark.parametrize(
     ("text", "scale", "forward", "backward"),
     [

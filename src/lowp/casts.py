@@ -85,7 +85,10 @@ class ScalingSpec:
     that: ``rceil`` for s > t, so that nothing saturates (as Blackwell GPUs convert to e8m0); ``ceil`` for s > 1;
     ``even`` if s, rounded to the element's digits, is 2. ``4/6`` is for elements e2m1 under scales with a mantissa: a
     scale takes the largest magnitude of its group to 6, or to 4 if that gives a smaller sum of squared errors of
-    nearest elements (Cook et al. 2025, arXiv 2512.02010).
+    nearest elements (Cook et al. 2025, arXiv 2512.02010). ``eden`` is for the same, of tensors that were rotated at
+    random: elements are rounded to nearest, and the scale of a group is multiplied by <x, x> / <x, q> of its numbers x
+    and their values q and rounded stochastically. After the rotation is undone the mean of many such casts is x, with
+    half of the squared error of stochastic elements (MS-EDEN, Panferov et al. 2026, arXiv 2601.22813).
     """
 
     kind: str
@@ -96,7 +99,7 @@ class ScalingSpec:
     rule: str = "floor"
 
     KINDS = ("current", "delayed", "autoflex", "static", "frozen", "reactive")
-    RULES = ("floor", "rceil", "ceil", "even", "4/6")
+    RULES = ("floor", "rceil", "ceil", "even", "4/6", "eden")
 
     def __post_init__(self) -> None:
         checks.text("the kind of a scaling", self.kind)
@@ -255,7 +258,7 @@ class Cast:
         if isinstance(self.format, ScaledFormat):
             set_(self, "scaling", self.scaling or ScalingSpec("current"))
             _check_static(self.format, self.scaling.exponent if self.scaling else None)
-            _check_rule(self.format, self.scaling.rule if self.scaling else "floor")
+            _check_rule(self.format, self.scaling.rule if self.scaling else "floor", self.rounding)
         elif self.scaling is not None:
             raise InvalidInput(f"{self.format} has no shared scale: omit the scaling {self.scaling}")
         self._check_random_bits()
@@ -289,7 +292,12 @@ class Cast:
     @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether the result depends on a seed."""
-        return self.rounding.is_stochastic
+        return self.rounding.is_stochastic or self.is_corrected
+
+    @functools.cached_property
+    def is_corrected(self) -> bool:
+        """Whether scales are corrected after the elements are known, by the rule eden."""
+        return self.scaling is not None and self.scaling.rule == "eden"
 
     @functools.cached_property
     def is_delayed(self) -> bool:
@@ -338,13 +346,15 @@ def _check_static(format: ScaledFormat, exponent: int | None) -> None:
         )
 
 
-def _check_rule(format: ScaledFormat, rule: str) -> None:
+def _check_rule(format: ScaledFormat, rule: str, rounding: Rounding) -> None:
     if rule == "floor":
         return
-    if rule == "4/6":
+    if rule == "eden" and rounding is not Rounding.NEAREST_EVEN:
+        raise InvalidInput(f"the rule eden rounds elements to nearest, and scales stochastically: omit {rounding}")
+    if rule in ("4/6", "eden"):
         if format.element != formats.FORMATS["e2m1"] or has_powers_of_two(format):
             raise InvalidInput(
-                f"{format}: the rule 4/6 is for elements e2m1 under scales with a mantissa, as of nvfp4: omit it"
+                f"{format}: the rule {rule} is for elements e2m1 under scales with a mantissa, as of nvfp4: omit it"
             )
         return
     if not has_powers_of_two(format):
@@ -412,8 +422,8 @@ def parse(text: str | Cast | Format | Dtype) -> Cast:
     A floating dtype of torch is the format of its name. Roundings: nearest-even, nearest-away, toward-zero, up, down,
     to-odd, stochastic, and with N random bits stochastic-N, stochastic-b-N, stochastic-c-N. Overflow: inf, nan,
     saturate. Scaling: current, delayed(window=16), autoflex(headroom=1), static(-8), and a current scale's rule: floor,
-    rceil, ceil, even, as in ``mxfp8:rceil``, and 4/6, as in ``nvfp4:4/6``. The words after the format may come in any
-    order. Raises ValueError with the near names for anything else.
+    rceil, ceil, even, as in ``mxfp8:rceil``, and 4/6 and eden, as in ``nvfp4:4/6``. The words after the format may come
+    in any order. Raises ValueError with the near names for anything else.
     """
     if isinstance(text, Cast):
         return text

@@ -83,18 +83,37 @@ def _int8() -> Policy:
 _LAST = ("", "*head", "*classif*")
 
 
+def _but_the_last(*rules: Rule) -> Policy:
+    """Rules for layers, but for the last one; all else as bf16."""
+    bf16 = _sixteen_bit("bf16")
+    return replace(bf16, rules=(*(replace(bf16.rules[0], where=last) for last in _LAST), *rules, *bf16.rules))
+
+
 def _four_bits(operand: str, weight: str, input_gradient: str | None = None) -> Policy:
-    """Linear layers and convolutions in four bits, but for the last one; all else as bf16.
+    """Linear layers and convolutions in four bits.
 
     Gradients are rounded stochastically. Both operands of a linear weight's gradient are rotated, and those of the
     input's where its weight is named.
     """
-    bf16 = _sixteen_bit("bf16")
     casts = {"input": operand, "weight": weight, "grad": f"{operand}:stochastic", "output": "bf16"}
     turned = f"input={operand} hadamard=16"
     linear = Rule.of("linear", **casts, input_gradient=input_gradient, weight_gradient=turned)
-    rules = (linear, Rule.of("conv*", **casts))
-    return replace(bf16, rules=(*(replace(bf16.rules[0], where=last) for last in _LAST), *rules, *bf16.rules))
+    return _but_the_last(linear, Rule.of("conv*", **casts))
+
+
+def _quartet2() -> Policy:
+    """Linear layers in nvfp4: forward under scales by 4/6, both operands of both gradients rotated and unbiased.
+
+    What backward reads is rounded from the tensors as they came, not from the values of forward. The authors' training
+    code rotates 32 numbers, their kernels 128, for layers whose sums are so long.
+    """
+    casts = {"input": "nvfp4:4/6", "weight": "nvfp4:4/6", "output": "bf16"}
+    backward = {f"{product}_gradient": f"grad=nvfp4:eden {other}=nvfp4:eden hadamard=32" for product, other in _READ}
+    return _but_the_last(Rule.of("linear", **casts, **backward))
+
+
+# the operand of forward that each product of the backward pass reads
+_READ = (("input", "weight"), ("weight", "input"))
 
 
 # scalings whose exponents belong to sites
@@ -224,6 +243,14 @@ _ROWS = [
         Masters(),
         "linear layers in mxfp4, gradients stochastic, operands of both gradients rotated; the rest as bf16",
         "stochastic and rotated gradients as in Tseng et al. 2025, arXiv 2502.20586",
+    ),
+    Preset(
+        "quartet2",
+        _quartet2(),
+        LossScale(),
+        Masters(),
+        "linear layers in nvfp4, forward under scales by 4/6, both gradients rotated and unbiased; the rest as bf16",
+        "Quartet II, Panferov et al. 2026, arXiv 2601.22813",
     ),
 ]
 

@@ -154,6 +154,10 @@ def _scale(number: Number, cast: Cast, exponent: int | None, scale: Fraction | N
         raise InvalidInput(
             f"{cast.format} needs the smallest and the largest value of a tensor: it cannot be shown for one number"
         )
+    if cast.is_corrected and scale is None:
+        raise InvalidInput(
+            f"{cast} corrects the scale of a block at random by all its numbers: give --scale, or show {cast.format}"
+        )
     if exponent is not None and scale is not None:
         raise InvalidInput("--exponent and --scale both set the shared scale: give one of them")
     low, high = _exponents(cast.format)

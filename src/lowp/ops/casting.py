@@ -139,7 +139,7 @@ class _StraightThrough(torch.autograd.Function):
         x, to, dtype, seed, axis = arguments
         x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
         seeds = [seed] * info.batch_size if in_dims[3] is None else seed.unbind()
-        if isinstance(to.format, ScaledFormat) or to.rounding.is_stochastic:  # each example has its own scale or draws
+        if isinstance(to.format, ScaledFormat) or to.is_stochastic:  # each example has its own scale or draws
             examples = zip(x, seeds, strict=True)
             return torch.stack([_straight_through(one, to, dtype, draws, axis) for one, draws in examples]), 0
         return _straight_through(x, to, dtype, seed, axis if axis < 0 else axis + 1), 0
@@ -252,7 +252,7 @@ def rounded(
     if is_irregular(x) and x.layout is torch.strided:  # autograd cannot read the sizes of such a tensor
         return torch.nested.as_nested_tensor([rounded(one, to, seed, axis, dtype) for one in x.unbind()])
     drawn: Tensor | int = 0
-    if to.rounding.is_stochastic:
+    if to.is_stochastic:
         drawn = draw_seed(x.device) if seed is draw_seed else seed()
     if not (x.requires_grad and torch.is_grad_enabled()) and not functorch_is_active():
         return _quantized(x, to, drawn, axis).to(wanted)  # no graph, no node

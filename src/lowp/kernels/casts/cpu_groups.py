@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import Scope
 from lowp.kernels import cpu
@@ -26,12 +27,20 @@ _MOST_COLUMNS = 256  # kBeside
 
 def quantize_groups(x: Tensor, cast: Cast, seed: Seed, out: Tensor | None = None) -> Tensor | None:
     """Return `x` rounded under its own scales, in `out` (which may be x) if given; None for casts left to `scaled`."""
-    layout = groups_along(x.shape, cast, -1) if x.numel() and scaled.follow_largest(cast) else None
+    layout = groups_along(x.shape, cast, -1) if x.numel() and is_one_pass(cast) else None
     if layout is None:
         return None
     out = torch.empty_like(x) if out is None else out
     _quantize(x, cast, layout, None, None, seed, out)
     return out
+
+
+@remembered_by_identity
+def is_one_pass(cast: Cast) -> bool:
+    """Whether the library finds the scales: they follow from the largest magnitudes, or from the elements of blocks."""
+    scope = scaled.scaled_format(cast).scope
+    is_short = scope.kind == "block" and scope.elements <= scaled.MOST_TRIED
+    return scaled.follow_largest(cast) or (cast.is_corrected and is_short)
 
 
 def quantize_scaled(

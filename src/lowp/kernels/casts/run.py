@@ -131,8 +131,10 @@ def encode_scaled(
         payload, kept, outer, nans = made
         refuse_nans(nans, x, format.element)
         return payload, kept, None, outer
-    scales = scaled.choose(x, cast) if scales is None else scales
+    is_given, scales = scales is not None, scaled.choose(x, cast) if scales is None else scales
     payload = _payload(module, x, cast, scales, seed, packed).to(device)
+    if cast.is_corrected and not is_given:
+        scales = scaled.corrected(x, cast, scales, _elements(module, x, cast, scales, seed), seed)
     zero_point = None if scales.zero_point is None else scales.zero_point.to(device, torch.int32)
     outer = None if scales.outer is None else narrow(scales.outer, torch.float32).to(device)
     return payload, scaled.stored_scales(scales.scale, format).to(device), zero_point, outer
@@ -170,11 +172,17 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
         return found  # type: ignore[no-any-return]
     if scales is None:
         scales = scaled.choose(x, cast)
+        if cast.is_corrected:
+            element = _elements(module, x, cast, scales, seed)
+            return scaled.values(element, cast, scaled.corrected(x, cast, scales, element, seed), x.dtype)
     if module is cpu and x.numel():
         by = scaled.divisor(scales).expand(scales.scale.shape).contiguous()
         return cpu_groups.quantize_scaled(x, cast, by, seed, scales.zero_point)
-    wide = widen(x)
-    return scaled.values(scaled.elements(wide, cast, scales, _element_cast(module, seed)), cast, scales, x.dtype)
+    return scaled.values(_elements(module, x, cast, scales, seed), cast, scales, x.dtype)
+
+
+def _elements(module: ModuleType, x: Tensor, cast: Cast, scales: Scales, seed: Seed) -> Tensor:
+    return scaled.elements(widen(x), cast, scales, _element_cast(module, seed))
 
 
 def _of_groups(module: ModuleType) -> ModuleType:
@@ -186,9 +194,9 @@ def _of_groups(module: ModuleType) -> ModuleType:
 def is_one_pass(cast: Cast) -> bool:
     """Whether the C++ library rounds a whole fp32 tensor in one call.
 
-    Such casts are element-wise, or their scales follow from the largest magnitudes.
+    Such casts are element-wise, or their scales follow from the largest magnitudes, or from the elements.
     """
-    return not isinstance(cast.format, ScaledFormat) or scaled.follow_largest(cast)
+    return not isinstance(cast.format, ScaledFormat) or cpu_groups.is_one_pass(cast)
 
 
 def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int = -1) -> bool:

@@ -46,7 +46,7 @@ class SharingBlock(Structure):
     _fields_ = (
         *((name, CastBlock) for name in ("element", "scale", "outer")),
         *((name, c_int32) for name in ("power", "top", "lowest", "last", "of_zeros", "marks")),
-        *((name, c_int32) for name in ("stored_from", "tries_four")),
+        *((name, c_int32) for name in ("stored_from", "tries_four", "corrects")),
         *((name, c_double) for name in ("headroom", "highest", "outer_highest", "smallest", "outer_smallest")),
         ("carry", c_int64),
     )
@@ -291,7 +291,7 @@ def sharing_parameters(cast: Cast) -> object:
     if not isinstance(format, ScaledFormat) or scaling is None:
         return None
     element, scale = format.element, format.scale
-    block = SharingBlock(element=_block(cast.element_cast), highest=element.maximum, headroom=2.0**scaling.headroom)
+    block = SharingBlock(element=_block(cast.element_cast), highest=scaled.aim(cast), headroom=2.0**scaling.headroom)
     if isinstance(scale, FloatFormat):
         block.scale, block.smallest = _block(Cast(scale, overflow=Overflow.SATURATE)), scale.smallest_normal
         block.marks = scale.bits <= 8 and scale.has_nan and scaling.kind == "current"
@@ -309,7 +309,7 @@ def sharing_parameters(cast: Cast) -> object:
     elif outer := format.outer:
         block.outer, block.outer_smallest = _block(Cast(outer, overflow=Overflow.SATURATE)), outer.smallest_normal
         block.outer_highest = scaled.largest_scaled(cast)
-    block.tries_four = scaling.rule == "4/6"
+    block.tries_four, block.corrects = scaling.rule == "4/6", cast.is_corrected
     return byref(block)
 
 

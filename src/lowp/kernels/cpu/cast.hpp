@@ -35,8 +35,9 @@ struct lowp_sharing {
   int32_t marks;                    // the scale of a group with an infinity or a NaN is NaN
   int32_t stored_from;              // a scale is kept as its exponent minus this, as an fp32 number, or as a code
   int32_t tries_four;               // e2m1: whether the largest number becomes 4 where that has a smaller error than 6
+  int32_t corrects;                 // e2m1: whether a scale is multiplied by <x, x> / <x, q>, and rounded stochastically
   double headroom;                  // the largest number counts as this many times as large
-  double highest, outer_highest;    // the largest element, and that times the largest scale
+  double highest, outer_highest;    // what the largest number is divided to, and that times the largest scale
   double smallest, outer_smallest;  // the smallest normal numbers of both scales
   int64_t carry;                    // added to the bits of the largest number before its exponent is read
 };
@@ -119,7 +120,7 @@ struct Groups {
   int64_t inner = 1, across = 1;
 };
 
-inline constexpr int64_t kMostTried = 256;  // numbers of a group whose scale `tries_four`
+inline constexpr int64_t kMostTried = 256;  // numbers of a group whose scale `tries_four` or `corrects`
 inline constexpr int64_t kBeside = 256;     // columns whose groups are cast at a time: 32 numbers each stay in the L1 cache
 
 // How many columns are cast at a time: whole groups.

@@ -131,7 +131,7 @@ LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, cons
   const Task task{nullptr, x, out, type, out_type, seed, stream, index};
   Groups groups{sharing, row, group, 1, scale, zero_point, nullptr, 0, false, inner, across};
   const Kernels& kernel = kernels();
-  if (inner > 1 && across == 1 && draws(sharing->element.rounding)) {
+  if (inner > 1 && across == 1 && (draws(sharing->element.rounding) || sharing->corrects)) {
     find_outer(task, groups, count, threads);
     return draw_across(task, groups, count, threads);
   }

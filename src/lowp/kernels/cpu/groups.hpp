@@ -355,6 +355,36 @@ static inline void widen(const uint32_t* in, uint64_t* out, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = bits_of(static_cast<double>(number(in[i])));
 }
 
+// The scales of a strip's values, where they are corrected: the definition is `corrected` of numbers/scaled.py.
+template <class Bits, class Element>
+static const double* corrected(const Task& task, const Groups& groups, const Bits* in, const Element* element, const Strip& strip,
+                               const double* scale, double* out) {
+  const int64_t of_row = (groups.row + groups.group - 1) / groups.group;
+  const int64_t first = task.index / groups.row * of_row + strip.group;
+  lowp_cast random = groups.sharing->scale;
+  random.rounding = kStochastic;
+  each_run(strip.runs, [&](int64_t run, int64_t begin, int64_t count) {
+    alignas(64) double squares[kMostTried], products[kMostTried];
+    const double by = scale[run] * groups.outer;
+    int64_t size = 1;
+    while (size < groups.group) size *= 2;
+    for (int64_t i = 0; i < size; ++i) {
+      const double x = i < count ? static_cast<double>(number(in[begin + i])) : 0;
+      const double quotient = by > 0 && x - x == 0 ? x / by : 0;
+      squares[i] = quotient * quotient;
+      products[i] = quotient == 0 ? 0 : quotient * static_cast<double>(number(element[begin + i]));
+    }
+    while (size > 1) {
+      size /= 2;
+      LOWP_RUN_LOOP
+      for (int64_t i = 0; i < size; ++i) squares[i] += squares[i + size], products[i] += products[i + size];
+    }
+    const double wanted = scale[run] * (products[0] == 0 ? 1 : squares[0] / products[0]);
+    out[run] = wanted == wanted ? cast_general(wanted, random, task.seed, first + run) : wanted;
+  });
+  return out;
+}
+
 // The elements of each strip: in_fp32(elements, index, strip, scales), or in_fp64 if fp32 does not decide or x is fp64;
 // neither where whole(cast, numbers, index, strip, scales) is true.
 template <class C, class Whole, class Narrow, class Wide>
@@ -364,6 +394,8 @@ static bool each_strip_rounded(const Task& task, const Groups& groups, int64_t b
   alignas(64) uint32_t buffer[kBlock + 4], narrow[kBlock];
   alignas(64) uint64_t wide[kBlock];
   alignas(64) float inverse[kBlock];
+  alignas(64) double other[kBlock];
+  const bool corrects = groups.sharing->corrects && groups.scale == nullptr;
   bool reaches = false;
   return each_strip<C>(task, groups, begin, end, [&](auto* in, int64_t first, const Strip& strip, const double* scale) {
     const int64_t count = strip.count;
@@ -372,15 +404,15 @@ static bool each_strip_rounded(const Task& task, const Groups& groups, int64_t b
     const int32_t* const points = groups.zero_point == nullptr ? nullptr : groups.zero_point + strip.group;
     if constexpr (sizeof(*in) == 4) {
       if (!strip.follows) reaches = points == nullptr && cast.invert(strip.runs, scale, groups.outer, inverse);
-      if (reaches && whole(cast, in, first, strip, scale, inverse)) return;
+      if (reaches && !corrects && whole(cast, in, first, strip, scale, inverse)) return;
       if (reaches && cast.elements(in, strip.runs, inverse, scale, groups.outer, words, first, count, narrow))
-        return in_fp32(narrow, first, strip, scale);
+        return in_fp32(narrow, first, strip, corrects ? corrected(task, groups, in, narrow, strip, scale, other) : scale);
       widen(in, wide, count);
     } else {
       std::memcpy(wide, in, sizeof(wide[0]) * static_cast<size_t>(count));
     }
     cast.elements(wide, strip.runs, scale, groups.outer, points, words, first, count, wide);
-    in_fp64(wide, first, strip, scale);
+    in_fp64(wide, first, strip, corrects ? corrected(task, groups, in, wide, strip, scale, other) : scale);
   });
 }
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Overflow, carry_of, has_powers_of_two
+from lowp.casts import Cast, Overflow, Rounding, carry_of, has_powers_of_two
 from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
@@ -22,11 +22,13 @@ from lowp.kernels.numbers import bitwise
 from lowp.kernels.numbers.floats import floor_log2, largest_finite, maximum, narrow, two_to_the, widen
 from lowp.kernels.numbers.groups import fold, group_shape, spread
 from lowp.kernels.numbers.packing import as_integers, code_dtype
+from lowp.kernels.numbers.philox import Draw, Seed
 
 FP32 = FORMATS["fp32"]
 assert isinstance(FP32, FloatFormat)
 TO_FP32 = Cast(FP32, overflow=Overflow.SATURATE)
 
+_EDEN = 0.93 * 17 / 16  # of the authors' code: a few clipped numbers cost less than a coarser grid
 MOST_TRIED = 256  # kMostTried of cpu/cast.hpp
 
 ElementCast = Callable[[Tensor, Cast], Tensor]
@@ -117,7 +119,7 @@ def _ratio(largest: Tensor, of_all: Tensor, cast: Cast) -> tuple[Tensor, Tensor 
     """Return scale = largest / element's maximum (/ outer), rounded to the scale's format, and the outer scale."""
     format = scaled_format(cast)
     assert isinstance(format.scale, FloatFormat)
-    highest = float(format.element.maximum)
+    highest = aim(cast)
     if format.outer is None:
         return _rounded_scale(largest / highest, format.scale), None
     outer = outer_scale(of_all, cast)
@@ -171,14 +173,20 @@ def outer_scale(largest: Tensor, cast: Cast) -> Tensor:
 def largest_scaled(cast: Cast) -> float:
     """Return what the largest number of a tensor becomes under its outer scale: the largest scale times element.
 
-    Under the rule 4/6 that scale is the power of two of which 6 / 4 times is in the format of scales, too: 256 of e4m3.
+    Under the rules 4/6 and eden that scale is the power of two of which 6 / 4 times is in the format of scales, too: of
+    e4m3 256.
     """
     format = scaled_format(cast)
     assert isinstance(format.scale, FloatFormat)
-    highest = float(format.element.maximum)
-    if cast.scaling is None or cast.scaling.rule != "4/6":
+    highest = aim(cast)
+    if cast.scaling is None or cast.scaling.rule not in ("4/6", "eden"):
         return format.scale.maximum * highest
-    return 2.0 ** math.floor(math.log2(format.scale.maximum * 4 / highest)) * highest
+    return 2.0 ** math.floor(math.log2(format.scale.maximum * 4 / 6)) * highest
+
+
+def aim(cast: Cast) -> float:
+    """Return what the largest number of a group is divided to: the largest element, with eden a little more."""
+    return float(cast.element.maximum) / (_EDEN if cast.is_corrected else 1.0)
 
 
 def _rounded_scale(scale: Tensor, format: FloatFormat) -> Tensor:
@@ -216,7 +224,7 @@ def follow_largest(cast: Cast) -> bool:
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or format.affine or format.element.bits == 1:
         return False
-    if scaling.rule == "4/6" and not 0 < format.scope.elements <= MOST_TRIED:
+    if cast.is_corrected or (scaling.rule == "4/6" and not 0 < format.scope.elements <= MOST_TRIED):
         return False
     if isinstance(format.element, FloatFormat) and not format.element.has_zero:
         return False
@@ -266,6 +274,25 @@ def elements(x: Tensor, cast: Cast, scales: Scales, element_cast: ElementCast) -
     wide = Cast(IntFormat("wide", min(element.bits + 2, 32)), cast.rounding, None, None, cast.random_bits)
     zero_point = spread(scales.zero_point, x.shape, format.scope)
     return (element_cast(quotient, wide) + zero_point).clamp(element.minimum, element.maximum)
+
+
+def corrected(x: Tensor, cast: Cast, scales: Scales, element: Tensor, seed: Seed) -> Scales:
+    """Return the scales by the rule eden, of the finite numbers of x whose elements under these scales are known."""
+    format = scaled_format(cast)
+    assert isinstance(format.scale, FloatFormat)
+    by = spread(divisor(scales), x.shape, format.scope)
+    quotient = torch.where(x.isfinite() & (by > 0), widen(x) / by, 0.0)
+    squares, products = (
+        _sum_by_halves(fold(quotient * one, format.scope))
+        for one in (quotient, torch.where(quotient == 0, 0.0, element))
+    )
+    wanted = scales.scale * torch.where(products == 0, 1.0, squares / products)
+    if isinstance(seed, Draw):  # of a part of a tensor, which begins at a row
+        blocks = scales.scale.shape[-1] if scales.scale.ndim else 1
+        seed = Draw(seed.seed, seed.first // (x.shape[-1] if x.ndim else 1) * blocks)
+    return scales._replace(
+        scale=bitwise.quantized(wanted, Cast(format.scale, Rounding.STOCHASTIC, Overflow.SATURATE), seed)
+    )
 
 
 def values(element: Tensor, cast: Cast, scales: Scales, dtype: torch.dtype) -> Tensor:

@@ -20,11 +20,10 @@ from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
 from lowp.formats import FloatFormat, ScaledFormat
 from lowp.kernels import cpu
-from lowp.kernels.casts.cpu_groups import groups_along
+from lowp.kernels.casts.cpu_groups import groups_along, is_one_pass
 from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, cast_address, sharing_address, step_blocks, steps_block
 from lowp.kernels.int16.mantissas import has_mantissas
-from lowp.kernels.numbers import scaled
 from lowp.kernels.packed.byte_products import MOST_DEPTH
 from lowp.kernels.tracing import is_quiet, is_wrapped
 
@@ -283,9 +282,9 @@ def is_here() -> bool:
 
 @remembered_by_identity
 def rounds(cast: Cast) -> bool:
-    """Whether a program has a step for a cast: of elements, or with scales that follow from its groups' maxima."""
+    """Whether a program has a step for a cast: of elements, or with scales that the library finds."""
     if isinstance(cast.format, ScaledFormat):
-        return scaled.follow_largest(cast) and not has_mantissas(cast)
+        return is_one_pass(cast) and not has_mantissas(cast)
     return not isinstance(cast.format, FloatFormat) or cast.format.bits <= 32
 
 
