@@ -87,6 +87,16 @@ def test_four_bits_have_stochastic_and_rotated_gradients_and_a_last_layer_in_bf1
     assert len(bare.policy.rules) == 1 and str(bare.policy.rules[0].grad) == name
 
 
+def test_mxfp8_rceil_has_blocks_along_the_sum_of_each_product_and_mxfp8_is_the_format_alone() -> None:
+    policy = PRESETS["mxfp8-rceil"].policy
+    rule, last = (policy.match("linear", "contraction", path) for path in ("blocks.0.widen", "lm_head"))
+    assert rule is not None and last is not None and str(last.weight) == "bf16"
+    assert {str(cast) for cast in rule.casts} == {"mxfp8:rceil", "bf16"} and str(rule.output) == "bf16"
+    assert (str(rule.input_gradient), str(rule.weight_gradient)) == ("weight=mxfp8:rceil", "input=mxfp8:rceil")
+    (bare,) = parse("mxfp8").policy.rules
+    assert str(bare.grad) == "mxfp8" and bare.output is None and not bare.has_products
+
+
 def test_quartet2_rounds_forward_by_four_or_six_and_all_that_backward_reads_without_bias() -> None:
     policy = PRESETS["quartet2"].policy
     rule, last = (policy.match("linear", "contraction", path) for path in ("blocks.0.widen", "lm_head"))

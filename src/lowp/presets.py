@@ -112,6 +112,13 @@ def _quartet2() -> Policy:
     return _but_the_last(Rule.of("linear", **casts, **backward))
 
 
+def _mxfp8() -> Policy:
+    """Linear layers in mxfp8 whose blocks lie along the sum of each product, and whose scales cut nothing off."""
+    cast = "mxfp8:rceil"
+    backward = {f"{product}_gradient": f"{other}={cast}" for product, other in _READ}
+    return _but_the_last(Rule.of("linear", input=cast, weight=cast, grad=cast, output="bf16", **backward))
+
+
 # the operand of forward that each product of the backward pass reads
 _READ = (("input", "weight"), ("weight", "input"))
 
@@ -227,6 +234,14 @@ _ROWS = [
         Masters(),
         "as fp8, under scales from the maxima of earlier steps, so that a cast reads its tensor once",
         "DelayedScaling of NVIDIA's Transformer Engine with its defaults",
+    ),
+    Preset(
+        "mxfp8-rceil",
+        _mxfp8(),
+        LossScale(),
+        Masters(),
+        "linear layers in e4m3, blocks of 32 along the sum of each product, scales rounded up; the rest as bf16",
+        "Mishra et al. 2025 (NVIDIA), arXiv 2506.08027",
     ),
     Preset(
         "nvfp4",
