@@ -313,6 +313,10 @@ def test_vmap_of_codes_and_statistics_is_the_loop(dimension: int) -> None:
             assert torch.equal(found, torch.stack([call(each) for each in x.unbind(dimension)]))
     alone = torch.func.vmap(lambda x: encode(x, "e2m1", packed=True))(x[0, 0])
     assert torch.equal(alone, torch.stack([encode(one, "e2m1", packed=True) for one in x[0, 0]]))
+    for text, packed in (("e4m3fn", False), ("e2m1", True)):
+        codes = encode(x.movedim(dimension, 0).contiguous(), text, packed=packed)
+        back = torch.func.vmap(functools.partial(decode, format=text, packed=packed, length=7 if packed else None))
+        assert torch.equal(back(codes), decode(codes, text, packed=packed, length=7 if packed else None))
     found = torch.func.vmap(lambda x: statistics(x).exponent_histogram, in_dims=dimension)(x)
     assert torch.equal(found, torch.stack([statistics(each).exponent_histogram for each in x.unbind(dimension)]))
 

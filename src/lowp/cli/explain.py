@@ -188,12 +188,10 @@ def _update(arguments: argparse.Namespace) -> object:
 def _number(text: str, arguments: argparse.Namespace) -> object:
     parts = split_expression(text, arguments.bits)
     target = arguments.to or arguments.within
-    random = None if arguments.random is None else _fraction(arguments.random, "--random")
     if target is None:
         option = "--in, for example --in fp16" if parts else "--to, for example --to fp16"
         raise InvalidInput(f"{text}: the format is missing: give {option}; `lowp formats` lists the formats")
-    if random is not None and not any(parse_cast(one).is_stochastic for one in (target, arguments.within) if one):
-        raise InvalidInput(f"--random is for a stochastic cast, and {target} is none: give {target}:stochastic")
+    random = _random(target, arguments)
     source = arguments.source or _element_format(arguments.within or target)
     if parts:
         return _expression(parts, source, random, arguments)
@@ -213,6 +211,16 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
         scale=None if arguments.scale is None else _fraction(arguments.scale, "--scale"),
         random=random,
     )
+
+
+def _random(target: str, arguments: argparse.Namespace) -> Fraction | None:
+    """Return the number that --random gives, for a cast that draws one."""
+    if arguments.random is None:
+        return None
+    random = _fraction(arguments.random, "--random")
+    if not any(parse_cast(one).is_stochastic for one in (target, arguments.within) if one):
+        raise InvalidInput(f"--random is for a stochastic cast, and {target} is none: give {target}:stochastic")
+    return random
 
 
 def _expression(

@@ -87,18 +87,20 @@ def strips(record: Record, other: Record | None = None) -> dict[str, Any]:
         rows[name].append(row)
     left_out = {name: max(0, len(_fewer(found)) - _MOST_ROWS) for name, found in rows.items()}
     shown = {name: _fewer(found)[:_MOST_ROWS] for name, found in rows.items()}
-    every = [row.all for found in shown.values() for row in found]
     return {
         "maps": {name: [row.document() for row in found] for name, found in shown.items()},
         "left_out": left_out,
-        "axis": [
-            max(min([one.first for one in every] + [-27]) - 1, _SMALLEST),
-            min(max([one.first + len(one.counts) for one in every] + [18]) + 1, _LARGEST),
-        ],
+        "axis": _axis([row.all for found in shown.values() for row in found]),
         "steps": [_step(record, step) for step in steps],
         "formats": {name: _limits(name) for name in FORMATS_SHOWN},
         "scaled": _SCALED,
     }
+
+
+def _axis(every: list[Octaves]) -> list[int]:
+    """Return the first and the last binary place that is shown."""
+    lowest = min([one.first for one in every] + [-27]) - 1
+    return [max(lowest, _SMALLEST), min(max([one.first + len(one.counts) for one in every] + [18]) + 1, _LARGEST)]
 
 
 def _limits(name: str) -> dict[str, Any]:
