@@ -17,7 +17,7 @@ from lowp.errors import InvalidInput, UnknownName
 from lowp.inference import attention, footprint, unquantized
 from lowp.inference.convolutions import ServedConvolution
 from lowp.inference.modules import Int8, ServedLinear, Weight
-from lowp.kernels.packed import byte_products, byte_rows
+from lowp.kernels.packed import byte_products, byte_rows, few_rows
 from lowp.recipes.data.digits import TRAINING, read_digits
 
 # relative error of the output, of a network with random weights: about the error of the format
@@ -125,6 +125,26 @@ def test_states_with_scales_in_fp32_as_they_were_written_before_load() -> None:
     state["weight.scales"] = torch.exp2(state["weight.scales"].float() - 127) * state.pop("weight.factor")
     other.load_state_dict(state)
     assert torch.equal(other(x), served(x)) and other.state_dict()["weight.scales"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("format", ["int4", "nvfp4", "mxfp8", "bf16", "e5m7", "ternary"])
+def test_convolutions_decode_some_channels_at_a_time(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(4, 150, 3, padding=1), torch.randn(2, 4, 6, 5)
+    served = lowp.quantize_model(layer, format)
+    assert isinstance(served, ServedConvolution)
+    wanted, sizes = served(x), []
+    whole = ServedConvolution.dense
+
+    def dense(self: ServedConvolution, matrix: Tensor | None = None) -> Tensor:
+        found = whole(self, matrix)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(ServedConvolution, "dense", dense)
+    monkeypatch.setattr(few_rows, "PANEL", 64 * 36)
+    torch.testing.assert_close(served(x), wanted, rtol=1e-5, atol=1e-5)
+    assert sizes == [64, 64, 22]
 
 
 def test_ternary_weights_are_nearer_than_binary_ones() -> None:

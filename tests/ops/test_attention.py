@@ -22,7 +22,7 @@ from lowp.kernels.products import scratch as scratch_memory
 from lowp.kernels.products.attention import widened
 from lowp.kernels.products.scratch import Scratch
 from lowp.ops import attention
-from lowp.policy import Rule
+from lowp.policy import Policy, Rule
 from lowp.region import autocast
 
 EXACT = Rule.of(input="fp32", weight="fp32", grad="fp32", output="fp32")
@@ -151,6 +151,73 @@ def test_multi_head_attention_trains() -> None:
     for plain, exact, narrow in zip(*gradients, strict=True):
         assert (plain - exact).abs().max() <= 1e-5 * plain.abs().max() + 1e-6
         assert (plain - narrow).abs().max() <= 2e-2 * plain.abs().max() + 1e-6
+
+
+class Pieces(nn.Module):
+    """Attention as calls of linear layers, in the order and the pieces of the one call."""
+
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> tuple[Tensor]:
+        module, weight = self.attention, self.attention.in_proj_weight
+        if weight is None:
+            weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+            parts = [F.linear(x, one) for x, one in zip((query, key, value), weights, strict=True)]
+        elif query is key:
+            parts = list(F.linear(query, weight).chunk(3, -1))
+        else:
+            parts = [F.linear(query, weight[:32]), *F.linear(key, weight[32:]).chunk(2, -1)]
+        q, k, v = (part.unflatten(-1, (2, 16)).permute(1, 2, 0, 3) for part in parts)
+        found = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        return (F.linear(found, module.out_proj.weight),)
+
+
+class Around(nn.Module):
+    """A model with a layer, which is not its last one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        found: Tensor = self.layer(query, key, key, need_weights=False)[0]
+        return found
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["self", "cross", "sizes"])
+def test_projections_of_multi_head_attention_have_the_rule_of_linear_layers(name: str, kind: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"kdim": 16, "vdim": 16} if kind == "sizes" else {}
+    layer, query = nn.MultiheadAttention(32, 2, bias=False, **sizes), torch.randn(5, 3, 32)
+    key = {"self": query, "cross": torch.randn(7, 3, 32), "sizes": torch.randn(7, 3, 16)}[kind]
+    found = []
+    for model in (Around(layer), Around(Pieces(layer))):
+        with autocast(name):
+            found.append(model(query, key))
+    assert torch.equal(*found)
+    with autocast("bf16"):
+        assert not torch.equal(Around(layer)(query, key).float(), found[0].float())
+    found[0].float().square().sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def test_a_rule_that_names_multi_head_attention_holds_for_its_projections() -> None:
+    layer, x = nn.MultiheadAttention(16, 2), torch.randn(4, 2, 16)
+    rules = (
+        Rule.of("multi_head_attention_forward", input="fp32"),
+        Rule.of("linear", input="e2m1", weight="e2m1"),
+        Rule.of("contraction", input="fp32"),
+    )
+    wanted = layer(x, x, x)[0]
+    with pytest.warns(UserWarning, match="nothing matched rule 2"), autocast(Policy(rules)):
+        torch.testing.assert_close(layer(x, x, x)[0], wanted)
+    for _ in range(2):
+        with autocast(Policy(rules[1:])) as region:
+            assert (layer(x, x, x)[0] - wanted).norm() > 0.05 * wanted.norm()
+        assert not region.report().unused
 
 
 def test_what_multi_head_attention_refuses_is_refused_in_its_words() -> None:

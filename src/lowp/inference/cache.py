@@ -34,6 +34,7 @@ class KeyValueCache:
                 f"a cache in {self.cast}: give fp32, bf16, fp16, or a format of 8 bits without a scale or with one a "
                 "row, as int8 or e4m3fn@fp32/row"
             )
+        self._is_plain = str(self.cast) in _DTYPES
         self._layers: dict[int, tuple[_Kept, _Kept]] = {}
 
     @property
@@ -41,12 +42,9 @@ class KeyValueCache:
         """Bytes of the codes and scales, of all positions that have room."""
         return sum(kept.nbytes for pair in self._layers.values() for kept in pair)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Keep the keys and values of new positions, and return their causal attention over all so far.
-
-        Tensors are [N, heads, positions, size]. `advance` moves on when every layer has attended.
-        """
-        count, heads, new, size = query.shape
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> tuple[_Kept, _Kept]:
+        """Keep the keys and values of new positions, [N, heads, positions, size], without attention."""
+        count, heads, new, size = key.shape
         if self.positions + new > self.length:
             raise InvalidInput(
                 f"{self.positions + new} positions do not fit a cache of {self.length}: make it longer, or generate "
@@ -55,9 +53,21 @@ class KeyValueCache:
         if layer not in self._layers:
             room = (count * heads, self.length, size)
             self._layers[layer] = _Kept(room, self, False), _Kept(room, self, True)
-        keys, values = self._layers[layer]
-        keys.write(self.positions, key.flatten(0, 1))
-        values.write(self.positions, value.flatten(0, 1))
+        both = torch.stack([key.detach(), value.detach()]).flatten(1, 2)  # encoded in one call
+        codes = both if self._is_plain else kernels.encode(both.float(), self.cast)
+        for i, kept in enumerate(self._layers[layer]):
+            kept.write(self.positions, (codes if isinstance(codes, Tensor) else codes.payload)[i])
+            if not isinstance(codes, Tensor):
+                kept.write_scales(self.positions, codes.scale[i])
+        return self._layers[layer]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Keep the keys and values of new positions, and return their causal attention over all so far.
+
+        Tensors are [N, heads, positions, size]. `advance` moves on when every layer has attended.
+        """
+        count, heads, new, size = query.shape
+        keys, values = self.keep(layer, key, value)
         end = self.positions + new
         scores = keys.product(query.flatten(0, 1).float(), end) / math.sqrt(size)
         if new > 1:
@@ -84,15 +94,15 @@ class _Kept:
         self._scales = torch.zeros(heads, positions, dtype=torch.float32, device="cpu")
         self.nbytes = self._memory.nbytes + (self._scales.nbytes if self._cast.scaling is not None else 0)
 
-    def write(self, begin: int, x: Tensor) -> None:
-        """Keep what is at some positions: x [heads, new, size]."""
-        end = begin + x.shape[1]
-        codes = x if self._plain else kernels.encode(x.detach().float().contiguous(), self._cast)
-        if not isinstance(codes, Tensor):
-            self._scales[:, begin:end] = codes.scale
-            codes = codes.payload
+    def write(self, begin: int, codes: Tensor) -> None:
+        """Keep what is at some positions: numbers or codes [heads, new, size]."""
+        end = begin + codes.shape[1]
         place = self._memory[:, :, begin:end] if self._is_value else self._memory[:, begin:end]
         place.copy_(codes.transpose(1, 2) if self._is_value else codes)
+
+    def write_scales(self, begin: int, scales: Tensor) -> None:
+        """Keep the scales [heads, new] of some positions."""
+        self._scales[:, begin : begin + scales.shape[1]] = scales
 
     def product(self, x: Tensor, end: int) -> Tensor:
         """Of queries with the keys of positions up to `end`, or of their probabilities with the values."""
@@ -105,4 +115,6 @@ class _Kept:
         if scaled and self._is_value:
             x = x * self._scales[:, None, :end]
         weight = StoredRows(memory, memory.shape[2], element, scales)
+        if x.shape[1] <= FEW:
+            return contract_packed((x, weight))
         return torch.cat([contract_packed((some.contiguous(), weight)) for some in torch.split(x, FEW, 1)], 1)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowp.inference.modules import Int8, Served, Weight
-from lowp.kernels.packed import byte_rows
+from lowp.kernels.packed import byte_rows, few_rows
 from lowp.kernels.packed.byte_products import PANEL
 from lowp.kernels.packed.byte_rows import Bytes
 from lowp.kernels.products import contract_packed
@@ -91,9 +91,9 @@ class ServedConvolution(Served):
         super().__init__(weight, module.bias, dimensions=len(module.kernel_size), geometry=Geometry.of(module))
 
     def dense(self, matrix: Tensor | None = None) -> Tensor:
-        """The weight in fp32, or another such matrix, in torch's order: [out, channels of the group, height, width]."""
+        """The weight in fp32, or other rows of such a matrix, in torch's order: [out, channels of the group, ...]."""
         matrix = self.weight.values() if matrix is None else matrix
-        return matrix.reshape(self.weight.n, *self.geometry.kernel, -1).permute(0, 3, 1, 2)
+        return matrix.reshape(len(matrix), *self.geometry.kernel, -1).permute(0, 3, 1, 2)
 
     def image(self, x: Tensor) -> Tensor:
         """The input as `Geometry.image` gives it."""
@@ -117,10 +117,23 @@ class ServedConvolution(Served):
     def _convolved(self, image: Tensor) -> Tensor:
         weight = self.weight
         if not isinstance(weight, Int8):
-            return self.geometry.convolved(image, self.dense(), self._bias())
+            return self._in_panels(image)
         if self.geometry.groups == 1 or weight.n // self.geometry.groups % PANEL == 0:
             return self._in_bytes(image, weight)
         return self._in_whole_numbers(image, weight)
+
+    def _in_panels(self, image: Tensor) -> Tensor:
+        """By torch's convolution of the values, of which those of some output channels at a time are in memory."""
+        weight, bias = self.weight, self._bias()
+        step = max(64, few_rows.PANEL // max(weight.k, 1) // 64 * 64)
+        if weight.n <= step or self.geometry.groups > 1:
+            return self.geometry.convolved(image, self.dense(), bias)
+        results = []
+        for first in range(0, weight.n, step):
+            values = weight.values_of(first, min(step, weight.n - first))
+            some = None if bias is None else bias[first : first + len(values)]
+            results.append(self.geometry.convolved(image, self.dense(values), some))
+        return torch.cat(results, 1)
 
     def _in_bytes(self, image: Tensor, weight: Int8) -> Tensor:
         """By lowp's products, group by group, with channels last."""

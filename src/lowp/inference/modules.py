@@ -61,6 +61,10 @@ class Weight(nn.Module, ABC):
     def values(self) -> Tensor:
         """The weight in fp32 [n, k], in the order of the layer's own weight."""
 
+    def values_of(self, first: int, count: int) -> Tensor:
+        """The values of some rows, of which the first is a multiple of 64."""
+        return self.values()[first : first + count]
+
     @abstractmethod
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Return rows @ weight.T + bias in fp32, of rows fp32 [m, k]."""
@@ -175,6 +179,10 @@ class _Coded(Weight):
     def values(self) -> Tensor:
         """The numbers of the codes times the scales of their groups."""
         return few_bits.code_values(self.codes())
+
+    def values_of(self, first: int, count: int) -> Tensor:
+        """Of these alone."""
+        return few_bits.code_values(self.codes(), first, count)
 
     def rows_at(self, indices: Tensor) -> Tensor:
         """Of these alone."""
@@ -305,6 +313,11 @@ class Stored(Weight):
             return self.get_buffer("part").float()
         parts = {name.removeprefix("part").replace("_", ".", 1): one for name, one in held.items() if one is not None}
         return unpack("", Packed(parse(self.cast), (self.n, self.k), torch.float32), parts)
+
+    def values_of(self, first: int, count: int) -> Tensor:
+        """Of these alone, in formats that the product of few rows reads."""
+        rows = self.rows()
+        return super().values_of(first, count) if rows is None else few_rows.values(rows, first, count)
 
     def rows_at(self, indices: Tensor) -> Tensor:
         """Of these alone, in formats that the product of few rows reads."""

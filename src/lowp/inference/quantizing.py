@@ -192,7 +192,7 @@ def _calibrated(
                 moments.setdefault(name, SecondMoments()).add(layer, x.detach())
 
     batches, readers, sensitivity = 0, _Readers(chosen), Sensitivity()
-    with ExitStack() as stack, torch.set_grad_enabled(how.by_moments), readers:
+    with ExitStack() as stack, torch.inference_mode(False), torch.set_grad_enabled(how.by_moments), readers:
         for name, module in chosen.items():
             if how.by_moments and isinstance(module, nn.Embedding):
                 stack.callback(module.register_forward_hook(sensitivity.hook(name)).remove)

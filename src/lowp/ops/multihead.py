@@ -1,13 +1,16 @@
 """The runner of multi_head_attention_forward, which nn.MultiheadAttention makes as ONE call.
 
 Its own body cannot run under a function mode (it would call itself forever), so its steps are repeated here:
-projections, attention, projection, each under the rule. The probabilities, if the caller requests them, are the softmax
-of scores rounded as outputs, computed in fp32 and rounded like the scores.
+projections, attention, projection, each under the rule, or the projections under that of linear layers. The
+probabilities, if the caller requests them, are the softmax of scores rounded as outputs, computed in fp32 and rounded
+like the scores.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,15 +72,24 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+def with_projections(rule: Rule) -> Callable[[Call], Any]:
+    """Return the runner whose projections have a rule of their own."""
+    return runner(partial(_forward, projections=rule))
+
+
 @runner
 def multi_head_attention_forward(call: Call) -> tuple[Tensor, Tensor | None]:
     """F.multi_head_attention_forward: (time, batch, features) or unbatched (time, features) in, the same out."""
+    return _forward(call)
+
+
+def _forward(call: Call, projections: Rule | None = None) -> tuple[Tensor, Tensor | None]:
     required = [name for name in _Arguments._fields if name not in _DEFAULTS]
     given = _Arguments(*bound(call, *required, **_DEFAULTS))
     check(given.query, given.key, given.value, given.in_proj_weight, given.out_proj_weight)
     _validate(given)
     if given.query.dim() == 3:
-        return _batched(call, given)
+        return _batched(call, given, projections)
     mask = given.key_padding_mask
     single = given._replace(
         query=given.query.unsqueeze(1),
@@ -85,7 +97,7 @@ def multi_head_attention_forward(call: Call) -> tuple[Tensor, Tensor | None]:
         value=given.value.unsqueeze(1),
         key_padding_mask=None if mask is None else mask.unsqueeze(0),
     )
-    result, weights = _batched(call, _same_objects(given, single))
+    result, weights = _batched(call, _same_objects(given, single), projections)
     return result.squeeze(1), None if weights is None else weights.squeeze(0)
 
 
@@ -111,8 +123,8 @@ def _validate(given: _Arguments) -> None:
         require(mask is None or mask.dtype is torch.bool or mask.is_floating_point())
 
 
-def _batched(call: Call, given: _Arguments) -> tuple[Tensor, Tensor | None]:
-    query, key, value = _projected(call, given)
+def _batched(call: Call, given: _Arguments, rule: Rule | None) -> tuple[Tensor, Tensor | None]:
+    query, key, value = _projected(call, given, rule)
     length, batch = query.shape[0], query.shape[1]
     heads, size = given.num_heads, query.shape[2] // given.num_heads
     mask, causal = _attention_mask(given)
@@ -139,17 +151,17 @@ def _batched(call: Call, given: _Arguments) -> tuple[Tensor, Tensor | None]:
         settings = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal and mask is None}
         result = scaled_dot_product_attention(call.inner(F.scaled_dot_product_attention, (query, key, value), settings))
     result = result.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
-    return linear(call.inner(F.linear, (result, given.out_proj_weight, given.out_proj_bias))), weights
+    return linear(call.inner(F.linear, (result, given.out_proj_weight, given.out_proj_bias), rule=rule)), weights
 
 
-def _projected(call: Call, given: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _projected(call: Call, given: _Arguments, rule: Rule | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value after their projections, in as few products as the inputs allow."""
     query, key, value = given.query, given.key, given.value
     packed, bias, size = given.in_proj_weight, given.in_proj_bias, query.shape[-1]
 
     def projected(x: Tensor, weight: Tensor | None, start: int, stop: int) -> Tensor:
         part = None if bias is None else bias[start * size : stop * size]
-        result: Tensor = linear(call.inner(F.linear, (x, weight, part)))
+        result: Tensor = linear(call.inner(F.linear, (x, weight, part), rule=rule))
         return result
 
     if given.use_separate_proj_weight:
@@ -161,7 +173,7 @@ def _projected(call: Call, given: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
     if packed is None:
         raise Mismatch
     if key is value and query is key:
-        first, second, third = linear(call.inner(F.linear, (query, packed, bias))).chunk(3, -1)
+        first, second, third = linear(call.inner(F.linear, (query, packed, bias), rule=rule)).chunk(3, -1)
         return first, second, third
     if key is value:
         second, third = projected(key, packed[size:], 1, 3).chunk(2, -1)

@@ -243,18 +243,27 @@ def _unfit(x: Tensor, cast: Cast, errors: Errors) -> str:
     """Return which numbers of a tensor the format cannot represent; '' if it represents all."""
     element = cast.element
     low, high = (float(one) for one in torch.aminmax(x))  # NaN if there is one
-    nonfinite = 0 if math.isfinite(low) and math.isfinite(high) else int(x.numel() - x.isfinite().sum())
-    nans = int(x.isnan().sum()) if nonfinite else 0
+    is_finite = math.isfinite(low) and math.isfinite(high)
     floating = element if isinstance(element, FloatFormat) and not isinstance(cast.format, ScaledFormat) else None
-    has_all = floating is not None and (floating.has_nan or not nans) and (floating.has_infinity or nonfinite == nans)
-    if nonfinite and not has_all:
-        return f"holds {nans} NaN and {nonfinite - nans} infinite numbers, which {cast.format} has not"
-    limit = overflow_limit(element)
-    if floating is not None and cast.overflow != "saturate" and (nonfinite or max(-low, high) >= limit):
-        beyond = int((x.isfinite() & (x.double().abs() >= limit)).sum())
+    if not is_finite and (missing := _missing(x, floating)):
+        return f"holds {missing}, which {cast.format} has not"
+    if floating is not None and cast.overflow != "saturate":
+        limit = overflow_limit(floating)
+        beyond = 0
+        if not is_finite or max(-low, high) >= limit:
+            beyond = int((x.isfinite() & (x.double().abs() >= limit)).sum())
         if beyond:
             errors.overflowed = beyond
-            return f"{beyond} numbers are beyond {element.maximum:g}; {cast.format}:saturate would cut them"
+            return f"{beyond} numbers are beyond {floating.maximum:g}; {cast.format}:saturate would cut them"
     if isinstance(element, FloatFormat) and not element.signed and bool((x < 0).any()):
         return f"holds negative numbers, which {cast.format} has not"
     return ""
+
+
+def _missing(x: Tensor, format: FloatFormat | None) -> str:
+    """Return how many numbers are not finite, if a format lacks them; None: integers, or one with a shared scale."""
+    nans, infinite = int(x.isnan().sum()), int(x.isinf().sum())
+    has_nans, has_infinities = (False, False) if format is None else (format.has_nan, format.has_infinity)
+    if (has_nans or not nans) and (has_infinities or not infinite):
+        return ""
+    return f"{nans} NaN and {infinite} infinite numbers"

@@ -21,6 +21,7 @@ from lowp.ops.call import Call, Quick
 from lowp.ops.casting import result_dtype
 from lowp.ops.generic import sixteen_bit
 from lowp.ops.int16.masks import has_integer_operands
+from lowp.ops.multihead import with_projections
 from lowp.ops.rows import BY_ITSELF
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
     ways: tuple[Way, ...] = ()  # to be tried in this order before the runner, without observers
     is_delayed: bool = False  # a cast has a scale from earlier steps
     suspends: bool = False  # the function is a backward pass, to which no rule applies
+    inner: Rule | None = None  # that of an attention's projections, if it is another one
 
 
 Plans = dict[Callable[..., Any], "Plan | None"]
@@ -130,7 +132,7 @@ class Rulebook:
             return plans[function]
         plan = self._planned(function, row, path)
         if plan.rule is not None:
-            self._used.add(plan.rule)
+            self._used.update({plan.rule, plan.inner or plan.rule})
             self._ops[row.name] = None
         elif row.is_contraction and self.policy.rules:
             self.missed(f"{row.name} in {path}" if path else row.name)
@@ -167,6 +169,9 @@ class Rulebook:
         rounds = (row.is_contraction or bool(row.product)) and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
         run, way = self._runner(row, rule), hand_over(function, row, rule, self.main_dtype())
+        if (inner := self._of_projections(row, rule, path)) is not None:
+            run = with_projections(inner.current if inner.is_delayed else inner)
+            return Plan(row, rule, run, None, rounds, looks or _looks(inner), inner=inner)
         is_plain = run is None and way is None and row.op_class != "structural"
         return Plan(row, rule, run, None, rounds, looks, way, quick, (as_it_is,) if is_plain else _ways(way, quick))
 
@@ -176,6 +181,15 @@ class Rulebook:
             return table.runner(row.masked)
         always = row.op_class == "promote" or row.runner == "generic:refused"
         return row.run(rule) if always or (rule is not None and not rule.is_empty) else None
+
+    def _of_projections(self, row: Row, rule: Rule | None, path: str) -> Rule | None:
+        """Return the rule of linear layers for the projections of an attention, unless a rule names the attention."""
+        if row.name != "multi_head_attention_forward" or rule is None or row.name in rule.ops:
+            return None
+        found = self.policy.match("linear", "contraction", path)
+        if found is None or found is rule:
+            return None
+        return found
 
     def _of_contractions(self, row: Row, path: str) -> Rule | None:
         """Return the rule of contractions for a product that torch only promotes, if its results stay as wide."""

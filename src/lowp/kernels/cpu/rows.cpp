@@ -53,11 +53,11 @@ LOWP_EXPORT void lowp_rows_multiply(int level, const void* x, int64_t m, int64_t
   const RowKernels& run = kernels(level);
   const Matrices all = matrices(memory, numbers, scales, factor);
   const int64_t n = all.first.n, size = stride * (all.first.kind <= kRowBf16 ? 8 : 4);
-  const int64_t blocks = (n + kColumns - 1) / kColumns;
-  parallel_for(all.count * blocks, 4, threads, [&](int64_t begin, int64_t end) {
+  const int64_t most = m == 1 ? kColumns * kMostRows : kColumns, blocks = (n + most - 1) / most;
+  parallel_for(all.count * blocks, m == 1 ? 1 : 4, threads, [&](int64_t begin, int64_t end) {
     double sums[kColumns * kMostRows];
     for (int64_t block = begin; block < end; block++) {
-      const int64_t at = block / blocks, j = block % blocks * kColumns, columns = n - j < kColumns ? n - j : kColumns;
+      const int64_t at = block / blocks, j = block % blocks * most, columns = n - j < most ? n - j : most;
       const RowMatrix w = all[at];
       const char* const rows_of = static_cast<const char*>(x) + at * m * size;
       for (int64_t first = 0; first < m; first += kMostRows) {

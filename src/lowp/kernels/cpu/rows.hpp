@@ -34,7 +34,8 @@ struct RowMatrix {
 
 struct RowKernels {
   // sums[columns][rows] of the products of `columns` rows of weights from `first` on with x[rows][stride], which is zero
-  // from k to a multiple of 16, in fp64 for weights of 16 bits, else fp32; at most kColumns and kMostRows. 
+  // from k to a multiple of 16, in fp64 for weights of 16 bits, else fp32; at most kColumns and kMostRows, or as many columns
+  // as both together for one row.
   void (*multiply)(const RowMatrix& weights, int64_t first, int64_t columns, const void* x, int64_t stride, int64_t rows,
                    double* sums);
   // out[k]: a row of weights in fp32.
@@ -330,6 +331,33 @@ static void multiply_column(const RowMatrix& w, int64_t column, const Sum<kind>*
   }
 }
 
+// The sixteen sums of each of `count` numbers, added by halves.
+template <class T>
+static void add_halves(T* sums, int64_t count, double* out) {
+  int64_t i = 0;
+#if defined(__AVX2__)
+  if constexpr (sizeof(T) == 4)
+    for (; i + 4 <= count; i += 4) {
+      __m128 four[4];
+#pragma GCC unroll 4
+      for (int64_t c = 0; c < 4; c++) {
+        const float* const from = sums + (i + c) * kRowSums;
+        const __m256 eight = _mm256_add_ps(_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8));
+        four[c] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+      }
+      _MM_TRANSPOSE4_PS(four[0], four[1], four[2], four[3]);
+      const __m128 found = _mm_add_ps(_mm_add_ps(four[0], four[2]), _mm_add_ps(four[1], four[3]));
+      _mm256_storeu_pd(out + i, _mm256_cvtps_pd(found));
+    }
+#endif
+  for (; i < count; i++) {
+    T* const some = sums + i * kRowSums;
+    for (int64_t half = kRowSums / 2; half; half /= 2)
+      for (int64_t t = 0; t < half; t++) some[t] += some[t + half];
+    out[i] = static_cast<double>(some[0]);
+  }
+}
+
 template <int64_t kind>
 static void multiply_in(const RowMatrix& w, int64_t first, int64_t columns, const void* given, int64_t stride, int64_t rows,
                         double* out) {
@@ -345,12 +373,7 @@ static void multiply_in(const RowMatrix& w, int64_t first, int64_t columns, cons
     else
       multiply_column<kind>(w, first + c, x, stride, rows, sums + c * rows * kRowSums);
   }
-  for (int64_t i = 0; i < columns * rows; i++) {
-    Sum<kind>* const some = sums + i * kRowSums;
-    for (int64_t half = kRowSums / 2; half; half /= 2)
-      for (int64_t t = 0; t < half; t++) some[t] += some[t + half];
-    out[i] = static_cast<double>(some[0]);
-  }
+  add_halves(sums, columns * rows, out);
 }
 
 template <int64_t kind>

@@ -135,7 +135,7 @@ def multiply(x: Tensor, weight: Tensor | StoredRows, bias: Tensor | None = None,
             return x @ torch.stack([values(one) for one in _each(weight)]).transpose(1, 2)
         return in_panels(x, functools.partial(values, weight), (weight.n, k), bias)
     wide = x.detach().double() if weight.element is None else x.detach()
-    wide = F.pad(wide, (0, up(k, SUMS) - k)).contiguous()
+    wide = F.pad(wide, (0, -k % SUMS)).contiguous() if k % SUMS else wide.contiguous()
     bias = None if bias is None else bias.detach().float().contiguous()
     if not uses_library():
         if several:
