@@ -18,9 +18,9 @@ from torch_versions import compiles_regions
 
 import lowp
 from lowp.errors import InvalidInput, Misuse
-from lowp.numerics import plan as clock_of_profiler
 from lowp.numerics import watching
-from lowp.numerics.plan import CallCosts, Clock
+from lowp.numerics.models import Models
+from lowp.numerics.plan import Clock, RecordingPlan
 from lowp.numerics.profiler import Profiler
 from lowp.numerics.record import Key, Record
 from lowp.numerics.sampling import Budget, Rounds, is_sampled
@@ -407,6 +407,21 @@ def test_guarding_rests_when_it_has_had_its_part_and_goes_on_later(monkeypatch: 
     assert Budget(None).may_guard(0.1)
 
 
+def test_rests_double_until_something_is_done() -> None:
+    plan = RecordingPlan(Models(network()), Clock(Budget(0.03)), divergence=False)
+    plan.rounds.turn(200, 0.0)  # a round is due, for which there is no room
+    ends = []
+    for _ in range(3):
+        plan.rest(200)
+        ends.append(next(step for step in range(200, 300) if not plan.rests(step)))
+    assert ends == [208, 216, 232]
+    plan.take_turns()
+    plan._clock.budget.allowance = 10.0
+    plan.decide(250)
+    plan.rest(250)
+    assert plan.modules and plan.rests(257) and not plan.rests(258)
+
+
 def test_a_run_that_is_too_short_for_a_look_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -427,8 +442,6 @@ def test_by_default_a_training_of_milliseconds_is_seen_whole(monkeypatch: pytest
         return looked_at(*given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(watching, "looked_at", costly)
-    for module in (clock_of_profiler, watching):
-        monkeypatch.setattr(module, "call_costs", lambda: CallCosts(1e-6, 1e-6))  # not those of a busy machine
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lowp.profile(model, optimizer) as profile:

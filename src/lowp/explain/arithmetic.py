@@ -9,7 +9,7 @@ from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.explain.exact import AnyCast, Rounded, round_exact
-from lowp.explain.numbers import LENGTH_LIMIT, NAN, NUMBER, ZERO, Number, binary, parse_number
+from lowp.explain.numbers import LENGTH_LIMIT, NAN, NUMBER, ZERO, Given, Number, binary
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 
 OPERATORS = {"+": "sum", "-": "difference", "*": "product", "/": "quotient"}
@@ -79,40 +79,37 @@ class Arithmetic:
         return self.rounded.code
 
 
-Operand = Number | Fraction | float | int | str
-
-
-def add(left: Operand, right: Operand, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
+def add(left: Given, right: Given, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
     """left + right: both rounded to the format first, then the exact sum rounded once (to `result`, where given)."""
     return evaluate("+", left, right, cast, result)
 
 
-def subtract(left: Operand, right: Operand, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
+def subtract(left: Given, right: Given, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
     """left - right, as `add`."""
     return evaluate("-", left, right, cast, result)
 
 
-def multiply(left: Operand, right: Operand, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
+def multiply(left: Given, right: Given, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
     """left * right, as `add`."""
     return evaluate("*", left, right, cast, result)
 
 
-def divide(left: Operand, right: Operand, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
+def divide(left: Given, right: Given, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
     """left / right, as `add`."""
     return evaluate("/", left, right, cast, result)
 
 
 def evaluate(
     operator: str,
-    left: Operand,
-    right: Operand,
+    left: Given,
+    right: Given,
     cast: AnyCast,
     result: AnyCast | None = None,
     random: Fraction | None = None,
 ) -> Arithmetic:
     """One of + - * / on two numbers rounded to `cast`; specials as in IEEE 754-2019 section 6 and 7.
 
-    Operands are rounded to nearest even whatever the cast says (its rounding is that of the operation); the exact
+    Givens are rounded to nearest even whatever the cast says (its rounding is that of the operation); the exact
     result is rounded once by `result`, or by `cast`.
     """
     operator = _SPELLED.get(operator, operator)
@@ -128,16 +125,14 @@ def evaluate(
                 "the mantissas of flex16+5 and dfp16; "
                 f"--to {each.format} shows one number"
             )
-    first, second = (round_exact(_read(x, cast), Cast(cast.format, overflow=cast.overflow)) for x in (left, right))
+    first, second = (
+        round_exact(Number.of(x, cast.format), Cast(cast.format, overflow=cast.overflow)) for x in (left, right)
+    )
     exact = exact_result(operator, first.result, second.result, target.rounding is Rounding.DOWN)
     rounded = round_exact(exact, target, random)
     signed = -second.result if operator == "-" else second.result
     aligned = _align(first, second, signed) if operator in "+-" else None
     return Arithmetic(operator, cast, first, second, exact, rounded, _wider(exact, target), aligned)
-
-
-def _read(value: Operand, cast: Cast) -> Number:
-    return parse_number(value, cast.format) if isinstance(value, str) else Number.of(value)
 
 
 def _wider(exact: Number, cast: Cast) -> Rounded | None:

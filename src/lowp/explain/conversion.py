@@ -7,7 +7,7 @@ from lowp.casts import Cast, doubles
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
 from lowp.explain.exact import AnyCast, Outcome, Rounded, difference, outcomes, round_exact
-from lowp.explain.numbers import Number, floor_log2, parse_number
+from lowp.explain.numbers import Given, Number, floor_log2
 from lowp.formats import FloatFormat, PowerOfTwo, ScaledFormat
 from lowp.formats import parse as parse_format
 
@@ -87,7 +87,7 @@ class Conversion:
 
 
 def convert(
-    value: Number | Fraction | float | int | str,
+    value: Given,
     to: AnyCast,
     *,
     via: AnyCast | None = None,
@@ -103,7 +103,7 @@ def convert(
     number as its largest. `random` in [0, 1) decides a stochastic cast. Raises ValueError for what contradicts itself.
     """
     source_format = None if source is None else parse_format(source)
-    number = parse_number(value, source_format) if isinstance(value, str) else Number.of(value)
+    number = Number.of(value, source_format)
     cast = parse_cast(to)
     before = number
     first = None

@@ -7,7 +7,7 @@ from math import floor
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
-from lowp.explain.numbers import Number, code_of_value, floor_log2, times_power
+from lowp.explain.numbers import Given, Number, code_of_value, floor_log2, times_power
 from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
 from lowp.formats.text_enum import TextEnum
 
@@ -128,7 +128,7 @@ class Rounded:
         return abs(self.error) / self.given.magnitude
 
 
-def round_exact(value: Number | Fraction | float | int | str, cast: AnyCast, random: Fraction | None = None) -> Rounded:
+def round_exact(value: Given, cast: AnyCast, random: Fraction | None = None) -> Rounded:
     """Round one exact number: the definition.
 
     `random` in [0, 1) is the random number of a stochastic cast: away from zero where its first N bits, as a number,
@@ -299,9 +299,7 @@ class Outcome:
     rounded: Rounded
 
 
-def outcomes(
-    value: Number | Fraction | float | int | str, cast: AnyCast, random: Fraction | None = None
-) -> tuple[Outcome, ...]:
+def outcomes(value: Given, cast: AnyCast, random: Fraction | None = None) -> tuple[Outcome, ...]:
     """Return every possible result, the likelier first: two for a stochastic cast without `random`, else one."""
     number, cast = Number.of(value), parse_cast(cast)
     if not cast.is_stochastic or random is not None:

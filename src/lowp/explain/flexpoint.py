@@ -14,10 +14,8 @@ from fractions import Fraction
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.explain.conversion import convert
-from lowp.explain.numbers import Number, binary, decimal_text, line
+from lowp.explain.numbers import Given, binary, decimal_text, line
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-
-Operand = Number | Fraction | float | int | str
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def flex_sum(left: FlexNumber, right: FlexNumber, cast: Cast, minus: bool = Fals
 
 
 def flex_arithmetic(
-    operator: str, left: Operand, right: Operand, cast: Cast, exponent: int | None = None
+    operator: str, left: Given, right: Given, cast: Cast, exponent: int | None = None
 ) -> FlexArithmetic:
     """left + right, left - right or left * right of two numbers, each under `exponent` or under its own.
 
@@ -153,7 +151,7 @@ def flex_arithmetic(
     return flex_sum(first, second, cast, minus=operator == "-")
 
 
-def flex_number(value: Operand, cast: Cast, exponent: int | None = None) -> FlexNumber:
+def flex_number(value: Given, cast: Cast, exponent: int | None = None) -> FlexNumber:
     """A number as the format holds it, under `exponent` or under the one that it would have alone."""
     if not is_flex(cast):
         raise InvalidInput(f"{cast.format} has no mantissas under a shared exponent: give flex16+5 or dfp16")

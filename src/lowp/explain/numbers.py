@@ -143,12 +143,12 @@ class Number:
     special: str = ""
 
     @classmethod
-    def of(cls, value: Number | Fraction | float | int | str) -> Number:
-        """Return a Python number as a Number; a float counts with its exact value."""
+    def of(cls, value: Given, source: Format | str | None = None) -> Number:
+        """Return a Python number or a text as a Number; a float counts with its exact value, bits are of `source`."""
         if isinstance(value, Number):
             return value
         if isinstance(value, str):
-            return parse_number(value)
+            return parse_number(value, source)
         if isinstance(value, float):
             negative = copysign(1.0, value) < 0
             if isnan(value) or isinf(value):
@@ -181,6 +181,7 @@ class Number:
         return ("-" if self.negative else "") + (self.special or decimal_text(self.magnitude))
 
 
+Given = Number | Fraction | float | int | str  # what a user may give for a number
 NAN = Number(Fraction(0), special="nan")
 ZERO = Number(Fraction(0))
 

@@ -265,16 +265,17 @@ def as_json(value: object) -> object:
     data = {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Rounded):
         data["bits"] = None if value.code is None else bits_text(value.code, value.format)
-        more: tuple[str, ...] = ("guard", "round_bit", "sticky", "error", "error_ulp", "relative_error", "is_exact")
-    elif isinstance(value, Conversion):
-        more = ("result", "error", "error_ulp", "relative_error")
-    elif isinstance(value, FlexNumber):
-        more = ("value",)
-    elif isinstance(value, FlexArithmetic):
-        more = ("result",)
-    else:
-        more = ()
-    return {**data, **{name: as_json(getattr(value, name)) for name in more}}
+    return {**data, **{name: as_json(getattr(value, name)) for name in _DERIVED.get(type(value), ())}}
+
+
+# the properties that plain data has beside the fields
+_ERRORS = ("error", "error_ulp", "relative_error")
+_DERIVED: dict[type, tuple[str, ...]] = {
+    Rounded: ("guard", "round_bit", "sticky", *_ERRORS, "is_exact"),
+    Conversion: ("result", *_ERRORS),
+    FlexNumber: ("value",),
+    FlexArithmetic: ("result",),
+}
 
 
 def _number(value: Fraction) -> int | float | str:

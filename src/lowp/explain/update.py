@@ -7,7 +7,7 @@ from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
 from lowp.explain.exact import AnyCast, Outcome, Rounded, outcomes, round_exact, share_away
-from lowp.explain.numbers import Number, floor_log2, parse_number
+from lowp.explain.numbers import Given, Number, floor_log2
 from lowp.formats import FloatFormat
 from lowp.formats.text_enum import TextEnum
 
@@ -123,8 +123,8 @@ def _bias(results: tuple[Outcome, ...], total: Fraction) -> Fraction | None:
 
 
 def weight_update(
-    weight: Number | Fraction | float | int | str,
-    gradient: Number | Fraction | float | int | str,
+    weight: Given,
+    gradient: Given,
     cast: AnyCast,
     *,
     steps: int = 1,
@@ -172,8 +172,8 @@ def weight_update(
     )
 
 
-def _operand(value: Number | Fraction | float | int | str, cast: Cast) -> Rounded:
-    number = parse_number(value, cast.format) if isinstance(value, str) else Number.of(value)
+def _operand(value: Given, cast: Cast) -> Rounded:
+    number = Number.of(value, cast.format)
     rounded = round_exact(number, Cast(cast.format, overflow=cast.overflow))
     if not rounded.result.is_finite:
         raise InvalidInput(f"{number} is {rounded.result} in {cast.format}: an update needs finite numbers")

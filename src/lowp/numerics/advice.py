@@ -23,7 +23,6 @@ _LOST_WHOLLY = 0.99
 _LEAST_SIGNAL = 20.0  # dB that an operand keeps: an error of a tenth of its size
 _LEAST_SIGNAL_OF_GRADIENTS = 12.0
 _MANY_SKIPPED = 0.1
-_FITS = "no gradient overflows or is flushed there; other layers fit under one scale, if there are any"
 _HALF = {"float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -91,8 +90,8 @@ def advise(record: Record) -> Advice:
     found = [
         *_faults(record),
         *_lost(record),
-        *_kept_in_bf16("N204", outside, "no fp16 loss scale fits", _FITS),
-        *_kept_in_bf16("N205", large, "too large for fp16, or nearly", "no overflow in the forward pass"),
+        *_kept_in_bf16("N204", outside, "no fp16 loss scale fits"),
+        *_kept_in_bf16("N205", large, "too large for fp16, or nearly"),
         *_half_losses(record),
         *_skipped(record, window),
     ]
@@ -248,26 +247,17 @@ def _lost(record: Record) -> list[Finding]:
     path, _, own = sample.rpartition(".")
     weight = record.tensors[Key(path, own, "weight", "step")].maximum
     update = record.tensors[Key(path, own, "update", "step")].maximum
-    return [
-        Finding(
-            "N101",
-            "error" if stored else "warning",
-            f"{len(stalled)} of {len(shares)} parameters: {how_many} updates are lost in pure bf16",
-            f"{sample}: |w| up to {weight:.3g}, |update| up to {update:.3g}, needs more than {weight * 2.0**-9:.3g}",
-            "keep master weights",
-            "every update arrives; the presets bf16 and fp16 keep them",
-            tuple(stalled),
-        )
-    ]
+    summary = f"{len(stalled)} of {len(shares)} parameters: {how_many} updates are lost in pure bf16"
+    evidence = f"{sample}: |w| up to {weight:.3g}, |update| up to {update:.3g}, needs more than {weight * 2.0**-9:.3g}"
+    return [Finding("N101", summary, evidence, tuple(stalled), severity="error" if stored else "")]
 
 
-def _kept_in_bf16(id: str, found: dict[str, str], what: str, effect: str) -> list[Finding]:
+def _kept_in_bf16(id: str, found: dict[str, str], what: str) -> list[Finding]:
     """Return a finding for the modules that fp16 does not take, if there are any; `found` says why by module."""
     if not found:
         return []
     first = next(iter(found))
-    evidence = f"{first or 'the model'}: {found[first]}"
-    return [Finding(id, "error", f"{_some(found)}: {what}", evidence, "keep in bf16", effect, tuple(found))]
+    return [Finding(id, f"{_some(found)}: {what}", f"{first or 'the model'}: {found[first]}", tuple(found))]
 
 
 def _half_losses(record: Record) -> list[Finding]:
@@ -275,52 +265,28 @@ def _half_losses(record: Record) -> list[Finding]:
     for (module, op), seen in record.ops.items():
         dtype = seen.dtypes.get("input", "")
         if seen.op_class == "wide" and (dtype in _HALF or (module == "" and dtype in ("fp16", "bf16"))):
-            found.append(
-                Finding(
-                    "N310",
-                    "warning",
-                    f"{op} reads {_HALF.get(dtype, dtype)} ({seen.line or module})",
-                    f"{seen.calls} calls on {dtype}",
-                    "call .float() first",
-                    "sums and logarithms in fp32",
-                    (module,),
-                )
-            )
+            summary = f"{op} reads {_HALF.get(dtype, dtype)} ({seen.line or module})"
+            found.append(Finding("N310", summary, f"{seen.calls} calls on {dtype}", (module,)))
     return found[:1]
 
 
 def _faults(record: Record) -> list[Finding]:
-    return [
-        Finding(
-            "N401",
-            "error",
-            f"{failure(fault)}, first in {fault['op'] or 'an unknown operation'}"
-            + (f" of {fault['module']}" if fault["module"] else ""),
-            " ".join(filter(None, [fault["line"], f"{fault['nan']} NaN, {fault['inf']} infinite."])),
-            fault["hint"],
-            "what follows is finite",
-            (fault["module"],),
-        )
-        for fault in record.part.faults[:1]
-    ]
+    found = []
+    for fault in record.part.faults[:1]:
+        where = f" of {fault['module']}" if fault["module"] else ""
+        summary = f"{failure(fault)}, first in {fault['op'] or 'an unknown operation'}{where}"
+        evidence = " ".join(filter(None, [fault["line"], f"{fault['nan']} NaN, {fault['inf']} infinite."]))
+        found.append(Finding("N401", summary, evidence, (fault["module"],), change=fault["hint"]))
+    return found
 
 
 def _skipped(record: Record, window: Window) -> list[Finding]:
     skipped, steps = sum(one.skipped for one in record.steps), int(record.sampling.get("steps") or 0)
     if steps < 20 or skipped <= _MANY_SKIPPED * steps:
         return []
-    return [
-        Finding(
-            "N402",
-            "error",
-            f"{skipped} of {steps} steps were skipped",
-            f"the window of scales is 2^{window.lowest} to 2^{window.highest}",
-            f"begin with {loss_scale_of(record, window)}"
-            if record.is_partial
-            else f"begin with 2^{window.recommended}",
-            "no step is lost",
-        )
-    ]
+    scale = loss_scale_of(record, window) if record.is_partial else f"2^{window.recommended}"
+    evidence = f"the window of scales is 2^{window.lowest} to 2^{window.highest}"
+    return [Finding("N402", f"{skipped} of {steps} steps were skipped", evidence, change=f"begin with {scale}")]
 
 
 # -- the policy -------------------------------------------------------------------------------------------------------

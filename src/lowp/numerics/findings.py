@@ -19,6 +19,9 @@ class Kind:
     change: str
     source: str = ""
     brief: str = ""  # what to do, in a line
+    severity: str = ""  # of a finding of a profile, and in few words what to do, and what that does
+    act: str = ""
+    effect: str = ""
 
     @property
     def advice(self) -> str:
@@ -28,15 +31,23 @@ class Kind:
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding of one profile. `severity`: ``error`` if training suffers, ``warning`` if it may."""
+    """A finding of one profile. `severity`: ``error`` if training suffers, ``warning`` if it may.
+
+    It, `change` and `effect` are those of the kind where they are not given.
+    """
 
     id: str
-    severity: str
     summary: str
     evidence: str
-    change: str
-    effect: str
     modules: tuple[str, ...] = ()
+    severity: str = ""
+    change: str = ""
+    effect: str = ""
+
+    def __post_init__(self) -> None:
+        row = self.kind
+        for name, usual in (("severity", row.severity), ("change", row.act), ("effect", row.effect)):
+            object.__setattr__(self, name, getattr(self, name) or usual)
 
     @property
     def kind(self) -> Kind:

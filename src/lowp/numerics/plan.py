@@ -5,21 +5,16 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from lowp import distributed
-from lowp.compat import has_compiled, is_compiled, real_tensors
+from lowp.compat import has_compiled, is_compiled
 from lowp.numerics.models import Models
 from lowp.numerics.sampling import Budget, Rounds
 
+MODE, HOOK = 2e-6, 1.2e-6  # seconds that torch takes to call a function mode, and a hook, which these cannot see
 _TYPICAL = 20  # number of steps whose time is typical of a step
-_CACHE = 1 << 19  # numbers
 _MOST_HIDDEN = 3.0  # times what is measured of guarding; of half-millisecond steps it is two to three
 _LOOKS = 5  # the last steps that were looked at, which say what a look hides
 
@@ -33,7 +28,7 @@ class Clock:
     """
 
     def __init__(self, budget: Budget) -> None:
-        self.budget, self.costs = budget, call_costs()
+        self.budget = budget
         self._plain: deque[float] = deque(maxlen=_TYPICAL)  # seconds of steps that were not looked at, without own time
         self._idle: deque[float] = deque(maxlen=_TYPICAL)  # of those of which nothing was kept
         self._guarded: deque[float] = deque(maxlen=_TYPICAL)
@@ -47,14 +42,14 @@ class Clock:
 
     def spent_since(self, started: float, looking: bool) -> None:
         """Count what ran in a hook since it was entered."""
-        self.budget.spent(time.perf_counter() - started + self.costs.hook, looking)
+        self.budget.spent(time.perf_counter() - started + HOOK, looking)
 
     def pass_by(self, started: float) -> None:
         """Count a step of which nothing is kept, which has just ended, and the time that this takes."""
         self._idle.append(started - self._begun)
         self._plain.append(started - self._begun)
         self._begun = started
-        self.budget.pass_by(time.perf_counter() - started + self.costs.hook)
+        self.budget.pass_by(time.perf_counter() - started + HOOK)
 
     def end_unwatched(self, guarded: bool) -> None:
         """End a step that was not looked at."""
@@ -96,50 +91,6 @@ class Clock:
             self._guard_costs = statistics.median(self._guarded) - statistics.median(self._idle)
             self._guarded.clear()
         return min(max(self._guard_costs - own, 0.0), _MOST_HIDDEN * own)
-
-
-class CallCosts(NamedTuple):
-    """Seconds that torch needs to call a function mode for one of its functions, and a hook."""
-
-    mode: float
-    hook: float
-
-
-@cache
-def call_costs() -> CallCosts:
-    """What calls of Python cost around what is written in them, measured once: the profiler cannot see it otherwise."""
-    with real_tensors():
-        x, module, other = torch.zeros(1, device="cpu"), nn.Identity(), torch.zeros(_CACHE, device="cpu")
-        plain, called = _typical(partial(torch.neg, x), other), _typical(partial(module, x), other)
-        with _Nothing():
-            mode = _typical(partial(torch.neg, x), other) - plain
-        handle = module.register_forward_hook(_Nothing.hook)
-        try:
-            return CallCosts(max(mode, 0.0), max(_typical(partial(module, x), other) - called, 0.0))
-        finally:
-            handle.remove()
-
-
-def _typical(call: Callable[[], object], other: Tensor, runs: int = 21) -> float:
-    """The median of some calls, between which the caches are used for something else, as by a training."""
-    taken = []
-    for _ in range(runs):
-        other.neg_()
-        started = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
-
-
-class _Nothing(TorchFunctionMode):
-    """A function mode, and a hook, that add nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def hook(module: nn.Module, given: Any, output: Any) -> None:
-        pass
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lowp.numerics.divergence import Fault
 from lowp.numerics.guard import Guard, StepHooks
 from lowp.numerics.models import Cycle, Models
 from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
-from lowp.numerics.plan import Clock, RecordingPlan
+from lowp.numerics.plan import MODE, Clock, RecordingPlan
 from lowp.numerics.record import Part, Record, Recording, merged_over_ranks
 from lowp.numerics.sampling import Budget
 from lowp.numerics.tape import beside
@@ -380,7 +380,7 @@ class Profiler:
             self._drop_watch()
         elif self._scale.is_used:
             self._kept.add_scale(self._guard.current(self.step))
-        self.budget.spent(self._guard.take_seconds(self._clock.costs.mode), False)
+        self.budget.spent(self._guard.take_seconds(MODE), False)
         self.budget.spent(time.perf_counter() - started, watch is not None)
         if watch is not None:
             self.budget.spent(watch.seconds, True)

@@ -32,7 +32,7 @@ from lowp.numerics.modes import (
     tensors_in,
 )
 from lowp.numerics.part import CountedTensor, looked_at, parameter_key
-from lowp.numerics.plan import call_costs
+from lowp.numerics.plan import HOOK, MODE
 from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print
 from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.numerics.tape import Tape, calls_again
@@ -79,7 +79,6 @@ class WatchMode(TorchFunctionMode):
         self._passes = 0
         self._is_on = False
         self._first = ""  # what the first model was called when there came to be several
-        self._costs = call_costs()
         self.on_backward: Callable[[Tensor], None] = lambda loss: None
 
     # -- where it looks -----------------------------------------------------------------------------------------------
@@ -167,7 +166,7 @@ class WatchMode(TorchFunctionMode):
         elif self.looks_at(self._paths.current) and not is_on(self):
             self._computed_again = module  # a checkpoint computes again, where no mode is in force
             put_on(self, depth())
-        self._spent(started, self._costs.hook)
+        self._spent(started, HOOK)
 
     def _left(self, module: nn.Module, result: Any) -> None:
         started = time.perf_counter()
@@ -176,7 +175,7 @@ class WatchMode(TorchFunctionMode):
             take_off(self)
         elif not in_backward():
             self._turn(self.looks_at(self._paths.around))
-        self._spent(started, self._costs.hook)
+        self._spent(started, HOOK)
 
     def _spent(self, started: float, around: float) -> None:
         self.seconds += time.perf_counter() - started + around
@@ -198,7 +197,7 @@ class WatchMode(TorchFunctionMode):
         row = op_of(func)
         if row is not None and self.looks_at(self._paths.current) and not self._in_region():
             self._saw(row.name, row.op_class, row.operands, (args, kwargs), result)
-        self._spent(started, self._costs.mode)
+        self._spent(started, MODE)
         return result
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
@@ -208,7 +207,7 @@ class WatchMode(TorchFunctionMode):
         if gradient is not None:
             key = parameter_key(name, "weight_grad", "backward")
             self._gradients[name] = looked_at(key, gradient, self._scale())
-        self._spent(started, self._costs.hook)
+        self._spent(started, HOOK)
 
     @cached_property
     def _addresses(self) -> dict[int, str]:
@@ -313,7 +312,7 @@ class WatchMode(TorchFunctionMode):
         def told(gradient: Tensor) -> None:
             started = time.perf_counter()
             arrived(number, key if first == self._first else key.of_model(self._first), gradient)
-            self._spent(started, self._costs.hook)
+            self._spent(started, HOOK)
 
         tensor.register_hook(told)  # type: ignore[no-untyped-call]
 
