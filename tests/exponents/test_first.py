@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowp.exponents.first import FirstExponents
+from lowp.exponents.scalings import FirstExponents
 from lowp.scaling import Autoflex, Reactive
 
 SCALINGS = (

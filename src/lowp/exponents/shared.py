@@ -49,18 +49,9 @@ class SharedExponents:
         self.has_told_most = False  # about tensors of which most was cut off
 
     # -- writing --------------------------------------------------------------------------------------------------
-    def write(
-        self,
-        x: Tensor,
-        cast: Cast,
-        site: str,
-        *,
-        training: bool = True,
-        unless_exact: bool = False,
-        in_place: bool = False,
-    ) -> Tensor:
+    def write(self, x: Tensor, cast: Cast, site: str, **how: bool) -> Tensor:
         """Return the values of `written`, which takes the same arguments."""
-        return self.written(x, cast, site, training=training, unless_exact=unless_exact, in_place=in_place)[0]
+        return self.written(x, cast, site, **how)[0]
 
     def written(
         self,

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.compat import widest_float
-from lowp.exponents.first import FirstExponents
-from lowp.exponents.scalings import current, scaling_of
+from lowp.exponents.scalings import FirstExponents, current, scaling_of
 from lowp.exponents.sites import is_result
 from lowp.kernels.choose.dispatch import by_triton, has_integer_kernels, runs_triton, uses_library
 from lowp.kernels.int16 import entries, payloads

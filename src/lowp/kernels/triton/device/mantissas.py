@@ -166,7 +166,7 @@ def begin(
     """Let an entry that has not started begin with the exponent that `guesses` has for the largest finite number.
 
     `when`, int8: whether the write that follows counts. Nothing is read of an entry that has started. bounds: fp64
-    [size], and guesses: int32 [2 size + 1], see `lowp.exponents.first`; `of_zeros` is the guess of zeros, which start
+    [size], and guesses: int32 [2 size + 1], of `FirstExponents`; `of_zeros` is the guess of zeros, which start
     nothing. scratch: int32 [2], zeros before and after.
     """
     anew = tl.load(started + index) == 0
