@@ -69,7 +69,7 @@ class Read(NamedTuple):
         """Whether what was saved lies as it did: hooks on saved tensors may have moved it."""
         if saved is None:
             return True
-        _, strides, dtype = self.saved
+        _, strides, dtype = self.raw or self.empty  # `saved`, in no function
         return saved.stride() == strides and saved.dtype is dtype and (dtype is not torch.int8 or is_on_host(saved))
 
 
