@@ -4,10 +4,10 @@
     python bench/optimizers.py --loss 200 [--recipe gpt] [--json FILE]
 
 `reported`: parameters, masters, moments and gradients of 32 matrices of 2**22. `process`: the peak growth of the
-resident memory of a process of its own with it, two steps in. `step`: the fastest of 15 steps of 2**22 numbers, all
-contenders in turn. bitsandbytes and torchao are timed if FOLDER has them (`pip install --no-deps --target FOLDER
-bitsandbytes torchao`). `--loss`: the mean loss of the last 30 steps from three seeds, in bf16, on small networks of the
-recipes.
+resident memory of a process of its own with it, two steps in. `step`: processor time of the fastest of 15 steps of
+2**22 numbers, all contenders in turn. bitsandbytes and torchao are timed if FOLDER has them (`pip install --no-deps
+--target FOLDER bitsandbytes torchao`). `--loss`: the mean loss of the last 30 steps from three seeds, in bf16, on small
+networks of the recipes.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def times(folder: str | None) -> dict[str, float]:
         taken[name] = optimizer
     for _ in range(15):
         for name, optimizer in taken.items():
-            start = time.perf_counter()
+            start = time.process_time()
             optimizer.step()
-            best[name] = min(best[name], time.perf_counter() - start)
+            best[name] = min(best[name], time.process_time() - start)
     for name, seconds in best.items():
         print(f"{name:56} {1e3 * seconds:7.1f} ms", flush=True)
     return best

@@ -6,9 +6,9 @@ Takes a quarter of an hour on two idle cores. Every bench writes `bench/results/
 description of the machine; NAME-avx2 is the same with all libraries limited to AVX2, NAME-1 with one thread, and
 bench-NAME what `lowp bench` writes of a recipe. Other results are not changed. `--beside zen4` keeps the results of
 another processor and writes NAME-zen4.json beside them. On a busy machine set OMP_WAIT_POLICY=PASSIVE, so that waiting
-threads release their cores. `bench/exactness.py` and `bench/debuggers.py`, which need libraries that no extra installs,
-`bench/gpu_static.py`, which compiles for half an hour, and `bench/runs.py`, of runs on data sets, have pages of their
-own, which they write or whose tests compare them.
+threads release their cores. `bench/exactness.py`, `bench/debuggers.py` and `bench/optimizers.py --peers`, which need
+libraries that no extra installs, `bench/gpu_static.py`, which compiles for half an hour, and `bench/runs.py`, of runs
+on data sets, have pages of their own, which they write or whose tests compare them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ RUNS: dict[str, list[str]] = {
     "inference-avx2": ["inference.py", "--avx2"],
     "memory": ["memory.py"],
     "exchange": ["exchange.py"],
+    "optimizers-loss": ["optimizers.py", "--loss", "200"],
     "int16-memory": ["int16_memory.py"],
     "monitoring-faults": ["monitoring.py", "faults"],
     "monitoring-quiet": ["monitoring.py", "quiet"],

@@ -163,7 +163,23 @@ def compressed() -> Rows:
     ]
 
 
+def optimizers() -> Rows:
+    """Return bytes a parameter, the time of a step, and losses of short runs, with the spread of fp32 AdamW's seeds."""
+    measured, losses = result("optimizers"), result("optimizers-loss")["losses"]
+    rows = []
+    for way in {**measured["bytes"], **measured["seconds"]}:
+        held, seconds = measured["bytes"].get(way, {}), measured["seconds"].get(way)
+        cells = [told(held.get(key), 2) for key in ("reported", "process")]
+        runs = [losses[recipe].get(way) for recipe in sorted(losses)]
+        means = ["-" if one is None else told(sum(one) / len(one), 3) for one in runs]
+        if way == "torch.optim.AdamW":
+            means = [f"{mean} ({span(one, 3)})" for mean, one in zip(means, runs, strict=True)]
+        rows.append([f"`{way}`", *cells, told(None if seconds is None else 1e3 * seconds, 1), *means])
+    return rows
+
+
 TABLES = (
+    Table("bench/results/README.md", "optimizer | bytes a parameter", optimizers),
     Table("docs/ranks.md", "recipe, ranks | gradients", compressed),
     Table("bench/results/README.md", "network, AVX2 | format", lambda: steps("step-avx2")),
     Table("bench/results/README.md", "network, AVX-512 | format", lambda: steps("step")),

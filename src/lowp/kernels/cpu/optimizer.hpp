@@ -95,20 +95,16 @@ static void store_codes(const lowp_moment& kept, void* to, void* scales, const T
   if (bits < 8) pack(few, count, bits, reinterpret_cast<uint8_t*>(at(to, begin * bits / 8, 1)));
 }
 
-// Keeps a moment, of which NaN becomes 0 and infinities the largest number.
+// Keeps a moment, given its root where that is kept. NaN becomes 0 and infinities the largest number.
 static void store_moment(const lowp_rule& rule, const Stepping& one, int slot, int64_t begin, int64_t count, float* moment) {
-  constexpr float kLargest = 0x1.fffffep127f;
   const lowp_moment& kept = rule.moments[slot];
+  const float largest = kept.root ? 0x1.fffffep63f : 0x1.fffffep127f;  // the root of the largest number
   if (kept.sharing != nullptr || kept.cast != nullptr) {
     LOWP_VECTOR_LOOP
     for (int64_t i = 0; i < count; ++i) {
-      const float x = moment[i], below = x > kLargest ? kLargest : x, within = below < -kLargest ? -kLargest : below;
+      const float x = moment[i], below = x > largest ? largest : x, within = below < -largest ? -largest : below;
       moment[i] = x != x ? 0 : within;
     }
-  }
-  if (kept.root) {
-    LOWP_VECTOR_LOOP
-    for (int64_t i = 0; i < count; ++i) moment[i] = __builtin_sqrtf(moment[i]);
   }
   const int type = static_cast<int>(kept.type);
   const uint64_t seed = one.seed * kSeedOfStep + static_cast<uint64_t>(slot + 1) * kSeedOfTensor;
@@ -122,19 +118,20 @@ static void store_moment(const lowp_rule& rule, const Stepping& one, int slot, i
 }
 
 // -- rules ------------------------------------------------------------------------------------------------------------
-// numbers: 1 - beta1, beta1, beta2, 1 - beta2, epsilon. rates: 1 - lr * decay, -lr / (1 - beta1^n), sqrt(1 - beta2^n).
+// numbers: 1 - beta1, beta1, beta2, 1 - beta2, epsilon. rates: 1 - lr * decay, -lr / (1 - beta1^n), sqrt(1 - beta2^n). Leaves the
+// root of the second moment where that is kept.
 static void adamw(const lowp_rule& rule, const float* rates, float* weight, const float* gradient, float* average, float* square,
                   int64_t count) {
   const float first = rule.numbers[0], rest = rule.numbers[1], beta2 = rule.numbers[2], second = rule.numbers[3];
   const float epsilon = rule.numbers[4], kept = rates[0], size = rates[1], root_of = rates[2];
-  const bool near = (rule.flags & kNear) != 0;
+  const bool near = (rule.flags & kNear) != 0, keeps_root = rule.moments[1].root != 0;
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
     const float g = gradient[i], away = g - average[i];
     const float mean = near ? average[i] + away * first : g - away * rest;
-    const float squares = square[i] * beta2 + g * second * g;
-    average[i] = mean, square[i] = squares;
-    weight[i] = weight[i] * kept + mean * size / (__builtin_sqrtf(squares) / root_of + epsilon);
+    const float squares = square[i] * beta2 + g * second * g, root = __builtin_sqrtf(squares);
+    average[i] = mean, square[i] = keeps_root ? root : squares;
+    weight[i] = weight[i] * kept + mean * size / (root / root_of + epsilon);
   }
 }
 
