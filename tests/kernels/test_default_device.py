@@ -101,7 +101,9 @@ def layers() -> object:
     for x, weight, shape in ((X, X.clone(), None), (*convolved, SHAPE)):
         for output in (None, FLEX):
             plan = LayerPlan(x.shape, weight.shape, shape, (to, to, to), output)
-            result = plan.forward(x, weight, None, None, (table.block, places[0]), True)
+            memory = cpu_int16.memory_of(x, weight)
+            assert memory is not None
+            result = plan.forward(memory, None, (table.block, places[0]), True)
             assert result is not None
             made, *saved = result
             gradients = plan.backward(made.values, None, saved, table.block, places[1:])  # type: ignore[arg-type]

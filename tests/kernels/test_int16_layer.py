@@ -15,7 +15,7 @@ from lowp.casts import Cast, parse
 from lowp.exponents.table import ExponentTable
 from lowp.kernels import cpu
 from lowp.kernels.int16 import entries
-from lowp.kernels.int16.cpu_int16 import Seen
+from lowp.kernels.int16.cpu_int16 import Seen, memory_of
 from lowp.kernels.int16.integer import (
     Bias,
     ConvolutionShape,
@@ -61,7 +61,9 @@ class Case:
         self.x, self.weight, self.bias, self.gradient = (torch.randn(*one, generator=draw) * by for one, by in shapes)
 
     def forward(self, bias: Tensor | None, target: Target = (None, 0), keeps: bool = True) -> Any:
-        return self.plan.forward(self.x, self.weight, bias, None, target, keeps)
+        memory = memory_of(self.x, self.weight, *([] if bias is None else [bias]))
+        assert memory is not None
+        return self.plan.forward(memory, None, target, keeps)
 
     def product(self, slot: int, a: Mantissas, b: Mantissas, bias: Bias | None = None, **to: Any) -> Any:
         """Return a product of two operands in the order of a convolution's: exact `to` an exponent, or in chains."""
@@ -180,11 +182,13 @@ def test_kept_mantissas_are_compared_with_their_tensor() -> None:
     case = Case("small")
     known = words(case.x, DFP16)
     exact = values(known.payload, known.exponent)
-    found = case.plan.forward(exact, case.weight, None, (known, True), (None, 0), False)
-    whole = case.plan.forward(exact, case.weight, None, None, (None, 0), False)
+    memory = memory_of(exact, case.weight)
+    assert memory is not None
+    found = case.plan.forward(memory, (known, True), (None, 0), False)
+    whole = case.plan.forward(memory, None, (None, 0), False)
     assert found is not None and whole is not None and torch.equal(found[0].values, whole[0].values)
     exact[0, 0] += 1
-    assert case.plan.forward(exact, case.weight, None, (known, True), (None, 0), False) is None
+    assert case.plan.forward(memory, (known, True), (None, 0), False) is None
 
 
 def test_who_counts_operations_sees_them_one_by_one() -> None:

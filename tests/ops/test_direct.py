@@ -275,7 +275,9 @@ def test_a_backward_pass_computes_as_it_is_told(way: str, monkeypatch: pytest.Mo
 
 
 @small_matrices
-def test_a_weight_used_twice_in_an_entry_gets_the_gradient_of_one_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradients_of_a_weight_used_twice_are_rounded_each_and_added_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def run() -> list[Tensor]:
         x, weight, bias = tensors(((5, 3), (3, 3)), torch.float32)
         with lowp.autocast("fp16"):

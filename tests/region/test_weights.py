@@ -291,9 +291,9 @@ def test_nothing_is_held_after_an_entry_and_by_threads_apart() -> None:
 
 
 def test_casts_that_backward_keeps_are_told() -> None:
-    layer, region = nn.Linear(4, 4), autocast("fp16")
+    layer, region = nn.Linear(40, 40), autocast("fp16")
     with region:
-        y = layer(torch.randn(2, 4, requires_grad=True) + 1)
+        y = layer(torch.randn(2, 40, requires_grad=True) + 1)
     assert [one.dtype for one in region.cast_weights()] == [torch.float16]
     del y
     assert region.cast_weights() == []

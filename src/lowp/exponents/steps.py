@@ -11,7 +11,7 @@ from lowp.exponents.shared import SharedExponents
 from lowp.exponents.sites import features_axis, is_of_optimizer
 from lowp.exponents.table import ExponentTable
 from lowp.kernels.int16 import entries, low_words
-from lowp.kernels.int16.cpu_int16 import is_direct
+from lowp.kernels.int16.cpu_int16 import memory_of
 
 
 class StepWriter:
@@ -52,12 +52,12 @@ class StepWriter:
 
 def _held(table: ExponentTable, weights: Sequence[Tensor], sites: Sequence[tuple[str, str]]) -> entries.Steps | None:
     """Return the steps to come of weights; None if there are none."""
-    ready, places, are_direct = list[Tensor](), list[int](), is_direct(*weights)
+    ready, places, are_direct = list[Tensor](), list[int](), memory_of(*weights) is not None
     for weight, (update_site, site) in zip(weights, sites, strict=True):
         update, own = table.names.get(update_site), table.names.get(site)
         if update is None or own is None or update in table.written or own in table.written:
             continue
-        if are_direct or is_direct(weight):
+        if are_direct or memory_of(weight) is not None:
             ready.append(weight)
             places += (update, own)
     if len(set(places)) < len(places):  # two parameters of one name
@@ -74,7 +74,7 @@ def _chosen(
         return [], list(range(len(tensors)))
     if not table.written.keys().isdisjoint(map(table.names.get, sites)):  # not for the first time in a step
         return [], list(range(len(tensors)))
-    are_direct, given, rest = is_direct(*tensors), [], []
+    are_direct, given, rest = memory_of(*tensors) is not None, [], []
     for place, (x, site) in enumerate(zip(tensors, sites, strict=True)):
         how: int | None = entries.ROOTS if place in squares else entries.VALUES
         if max(x.shape, default=0) >= low_words.FEATURES and features_axis(site, x) is not None:
@@ -83,7 +83,7 @@ def _chosen(
         index = table.names.get(site)
         if index is None:  # of the rest, too: entries are in the order of sites
             index = table.index(site)
-        if how is None or not (are_direct or is_direct(x)):
+        if how is None or not (are_direct or memory_of(x) is not None):
             rest.append(place)
         else:
             given.append((x, index, how))

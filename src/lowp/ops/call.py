@@ -27,9 +27,6 @@ Quick = Callable[[Callable[..., Any], "tuple[Any, ...]", "dict[str, Any]", "Quic
 class KeptCasts(Protocol):
     """The casts of plain leaf parameters that a region keeps."""
 
-    def narrowed(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
-        """Return a weight in the 16-bit dtype of its cast, attached to the graph if gradients are recorded."""
-
     def look(self, weight: Tensor, to: Cast) -> tuple[Tensor | None, Any]:
         """Return the values of a cast that may be used again, detached from the graph, and the weight's sign."""
 

@@ -8,22 +8,24 @@ rule is decided once, what depends on shapes, strides and dtypes once for each o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, parse
+from lowp.casts import parse
 from lowp.compat import applied_at_once, real_tensors, remembered_by_identity
 from lowp.formats import ScaledFormat
+from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.choose.hardware import multiplies
 from lowp.kernels.int16.integer import NotFinite
-from lowp.kernels.products.programs import WAYS, are_ordinary, is_here, rounds, serves
+from lowp.kernels.products.programs import WAYS, is_here, rounds
+from lowp.kernels.tracing import is_quiet
 from lowp.ops.call import KeptCasts, QuickRegion, RoleCasts, accumulation, sums_bytes
 from lowp.ops.casting import clips, end_of, native_dtype, own_dtype, shielded
-from lowp.ops.prepared import FACTOR, FACTOR_SCALES, UNKNOWN, VALUE, VALUE_SCALES, Found, Prepared
+from lowp.ops.prepared import FACTOR, FACTOR_SCALES, UNKNOWN, VALUE, VALUE_SCALES, Found, Given, Prepared
 from lowp.ops.products import gradients
 from lowp.ops.trilinear import FIRST, SECOND, Form, Linear
 from lowp.ops.ways import prepare
@@ -38,11 +40,10 @@ _INT8 = parse("int8")
 class Direct:
     """How the contractions of a rule run: its casts, and what is known of its calls by shapes, strides and dtypes."""
 
-    __slots__ = ("bytes_of_rows", "narrow", "prepared", "rule", "sums_bytes", "to_weight", "ways")
+    __slots__ = ("bytes_of_rows", "prepared", "rule", "sums_bytes", "ways")
 
     def __init__(self, rule: Rule) -> None:
-        self.rule, self.to_weight = rule, cast(Cast, rule.weight)
-        self.narrow, self.sums_bytes = one_dtype(rule), sums_bytes(rule)
+        self.rule, self.sums_bytes = rule, sums_bytes(rule)
         is_torchs = any(multiplies("cpu", dtype) for dtype in dtypes_of_products(rule))  # its own product
         self.ways = [way for way in WAYS if not (way is None and is_torchs)]
         self.bytes_of_rows = rule.input == rule.weight == _INT8
@@ -70,26 +71,29 @@ class Direct:
 
         `key` tells the forms of these shapes apart, which `form_of` makes of the shapes. `kept`: the region's casts.
         """
-        if chosen() not in self.ways or not are_ordinary(x, weight, bias):
+        if chosen() not in self.ways or not is_quiet():
+            return None
+        memory = cpu.addresses((x, weight) if bias is None else (x, weight, bias))
+        if memory is None:
             return None
         is_recorded = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if is_recorded and (narrow := self.narrow) is not None:  # by torch's own nodes, which cost less than others
-            x = x if x.dtype is narrow else x.to(narrow)
-            if weight.dtype is not narrow:  # one for all uses, in which their gradients meet, as under torch.autocast
-                is_kept = kept is not None and weight.requires_grad and weight.is_leaf
-                weight = kept.narrowed(weight, self.to_weight, narrow) if is_kept else weight.to(narrow)  # type: ignore[union-attr]
         about = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype
         whole = key, is_recorded, *about, bias if bias is None else (bias.shape, bias.dtype, bias.is_contiguous())
-        prepared = self.prepared.get(whole, UNKNOWN)
+        prepared: Prepared | None = self.prepared.get(whole, UNKNOWN)
         if prepared is UNKNOWN:
             prepared = self._learnt(whole, form_of, bias)
         if prepared is None:
             return None
-        given = [x, weight, bias, None, None, None, None, None]
+        given = Given([x, weight, bias, None, None, None, None, None], [*memory, 0, 0, 0, 0, 0, 0][:8], kept)
         try:
-            return _recorded(prepared, given, kept) if is_recorded else prepared.run(given, False, False, kept)
+            if not is_recorded:
+                return prepared.run(given, False, False)
+            rounds_x, rounds_weight = prepared.rounds
+            # where the gradients of gradients go of operands that are rounded
+            ends = end_of(x) if rounds_x else None, end_of(weight) if rounds_weight else None
+            return _apply(x, weight, bias, prepared, given, ends)  # type: ignore[no-any-return]
         except NotFinite:
             return None
 
@@ -104,16 +108,6 @@ class Direct:
             self.prepared.clear()
         self.prepared[whole] = found
         return found
-
-
-def _recorded(prepared: Prepared, given: list[Any], kept: KeptCasts | None) -> Tensor:
-    """Return a contraction that gradients are recorded for. `given`, `kept`: as in `Prepared.run`."""
-    ends: list[Tensor | None] = [None, None]  # where the gradients of gradients go of operands that are rounded
-    for slot, read in enumerate((prepared.x, prepared.weight)):
-        if read.cast is not None and read.raw is None:
-            one = given[slot]
-            ends[slot] = one if one.is_leaf and one.dtype is torch.float32 else end_of(one)
-    return _apply(*given[:3], prepared, given, ends, kept)  # type: ignore[no-any-return]
 
 
 def _has_rows(shape: tuple[int, ...]) -> bool:
@@ -175,36 +169,34 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Any, prepared: Prepared, given: list[Any], ends: Any, kept: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, prepared: Prepared, given: Given, ends: Any
     ) -> Tensor:
         first, second, *_ = ctx.needs_input_grad
-        out = prepared.run(given, second, first, kept)
+        out, tensors = prepared.run(given, second, first), given.tensors
         values: Found = [None, None]
         if second:
-            values[0] = x if ends[0] is None else given[VALUE]
+            values[0] = x if ends[0] is None else tensors[VALUE]
         if first:
-            values[1] = weight if ends[1] is None else given[FACTOR]
+            values[1] = weight if ends[1] is None else tensors[FACTOR]
         if prepared.has_scales:
-            values += [given[VALUE_SCALES] if second else None, given[FACTOR_SCALES] if first else None]
+            values += [tensors[VALUE_SCALES] if second else None, tensors[FACTOR_SCALES] if first else None]
         ctx.save_for_backward(*values)
-        ctx.prepared, ctx.bias_dtype = prepared, None if bias is None else bias.dtype
-        ctx.edges = ends
+        ctx.about = prepared, None if bias is None else bias.dtype, ends
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return shielded(_gradients, gradient, ctx)
+        return *shielded(_gradients, gradient, ctx), None, None, None
 
 
 _apply = applied_at_once(_Direct)
 
 
-def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
-    prepared, needs, values = ctx.prepared, ctx.needs_input_grad[:3], ctx.saved_tensors
-    if not torch.is_grad_enabled() and serves(gradient, *(values[2:] if prepared.has_scales else values)):
-        are_these = prepared.x.has(values[0]) and prepared.weight.has(values[1])
-        back = prepared.back(gradient, needs, ctx.bias_dtype) if are_these else None
-        if back is not None and (found := back.run(gradient, values)) is not None:
-            return *found, None, None, None, None
+def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
+    (prepared, bias_dtype, ends), needs, values = ctx.about, ctx.needs_input_grad[:3], ctx.saved_tensors
+    if not torch.is_grad_enabled() and chosen() in WAYS and is_quiet():
+        found = prepared.gradients(gradient, values, needs, bias_dtype)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
     casts = RoleCasts(prepared.rule, accumulation(prepared.rule))
-    return *gradients(prepared.form, casts, needs, ctx.bias_dtype, gradient, values, ctx.edges), None, None, None, None
+    return gradients(prepared.form, casts, needs, bias_dtype, gradient, values, ends)

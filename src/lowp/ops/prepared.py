@@ -12,7 +12,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import real_tensors
 from lowp.formats import ScaledFormat
-from lowp.kernels.choose.hardware import is_on_host
+from lowp.kernels import cpu
 from lowp.kernels.int16.integer import NotFinite
 from lowp.kernels.int16.low_words import FEATURES
 from lowp.kernels.products.fp32_products import ones
@@ -43,8 +43,9 @@ GRADIENT, ONES, FIRST_VALUE, SECOND_VALUE, FIRST_SCALES, SECOND_SCALES = range(6
 SMALL = 1024  # elements of a weight that is rounded anew at each use, in less time than a look for a kept cast
 
 _CPU = torch.device("cpu")
+_AND_CODES = cpu.FLOATS | cpu.traits_of(torch.int8)
 _Empty = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what torch.empty_strided makes a tensor of
-Found = list[Tensor | None]
+Found = list[Any]  # tensors, and None for those that are not there
 
 
 class Read(NamedTuple):
@@ -64,13 +65,6 @@ class Read(NamedTuple):
     def saved(self) -> _Empty:
         """What backward reads."""
         return self.empty if self.raw is None else self.raw
-
-    def has(self, saved: Tensor | None) -> bool:
-        """Whether what was saved lies as it did: hooks on saved tensors may have moved it."""
-        if saved is None:
-            return True
-        _, strides, dtype = self.raw or self.empty  # `saved`, in no function
-        return saved.stride() == strides and saved.dtype is dtype and (dtype is not torch.int8 or is_on_host(saved))
 
 
 class Made(NamedTuple):
@@ -100,6 +94,14 @@ class ForwardProgram(NamedTuple):
     copies: Sequence[int]
 
 
+class Given(NamedTuple):
+    """The tensors of a call at their places in a forward program, their addresses, and the region's casts."""
+
+    tensors: Found
+    memory: list[int]
+    kept: KeptCasts | None
+
+
 class Prepared:
     """Contractions of given shapes, strides and dtypes under a rule: operands, result, programs of matrices."""
 
@@ -110,7 +112,9 @@ class Prepared:
         "is_small",
         "keeps_weight",
         "out",
+        "rounds",
         "rule",
+        "saved",
         "shapes",
         "weight",
         "x",
@@ -120,6 +124,8 @@ class Prepared:
     def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, out: Made, about: tuple[Any, ...]) -> None:
         self.rule, self.form, self.x, self.weight, self.out = rule, form, x, weight, out
         self.shapes = (tuple(about[0]), about[2]), (tuple(about[3]), about[5])
+        self.saved = x.saved, weight.saved
+        self.rounds = [one.cast is not None and one.raw is None for one in (x, weight)]  # what backward reads
         self.is_small = math.prod(about[3]) <= SMALL
         to = weight.cast
         self.keeps_weight = to is not None and (weight.axis == -1 or not depends_on_axis(to))
@@ -128,31 +134,32 @@ class Prepared:
         self.forwards: dict[tuple[bool, bool, bool], ForwardProgram] = {}
         self.backs: dict[Hashable, Back | None] = {}
 
-    def run(self, given: Found, saves_value: bool, saves_factor: bool, kept: KeptCasts | None) -> Tensor:
-        """Return the result of x, weight and bias; the values of casts that are saved are left in their places.
-
-        `kept`: the region's casts, that of the weight among them. Raises NotFinite.
-        """
+    def run(self, given: Given, saves_value: bool, saves_factor: bool) -> Tensor:
+        """Return the result; the values of casts that are saved are left in their places. Raises NotFinite."""
         saves_value, saves_factor = saves_value and self.x.raw is None, saves_factor and self.weight.raw is None
-        weight, to, keeps = cast(Tensor, given[WEIGHT]), self.weight.cast, False
-        if kept is not None and self.keeps_weight and weight.requires_grad and weight.is_leaf:
-            given[FACTOR], sign = kept.look(weight, cast(Cast, to))
-            keeps = given[FACTOR] is None
-            saves_factor = saves_factor or keeps
-        key = saves_value, saves_factor, given[FACTOR] is None
-        forward = self.forwards.get(key) or self._forward(key, given[BIAS])
-        for place in forward.copies:
-            one = cast(Tensor, given[place])
-            given[place] = one.contiguous() if place != BIAS else one.float().contiguous()
-        for place, (shape, strides, dtype) in forward.made:
-            given[place] = torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
-        if not forward.program(given):
+        (tensors, memory, kept), keeps = given, False
+        if self.keeps_weight and kept is not None and (weight := tensors[WEIGHT]).requires_grad and weight.is_leaf:
+            factor, sign = kept.look(weight, cast(Cast, self.weight.cast))
+            if factor is None:
+                keeps = saves_factor = True
+            else:
+                tensors[FACTOR], memory[FACTOR] = factor, factor.data_ptr()
+        key = saves_value, saves_factor, tensors[FACTOR] is None
+        program, made, copies = self.forwards.get(key) or self._forward(key, tensors[BIAS])
+        for place in copies:
+            one = tensors[place]
+            tensors[place] = one = one.contiguous() if place != BIAS else one.float().contiguous()
+            memory[place] = one.data_ptr()
+        for place, (shape, strides, dtype) in made:
+            tensors[place] = one = torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
+            memory[place] = one.data_ptr()
+        if not program.run(memory):
             raise NotFinite
         if keeps:
-            kept.keep(weight, to, sign, given[FACTOR])  # type: ignore[union-attr, arg-type]
-        out, finish = given[OUT], self.out.finish
+            kept.keep(weight, cast(Cast, self.weight.cast), sign, tensors[FACTOR])  # type: ignore[union-attr]
+        out, finish = tensors[OUT], self.out.finish
         if out is None:
-            return self._computed(given)
+            return self._computed(tensors)
         return out if finish is None else finish(out)
 
     def _computed(self, given: Found) -> Tensor:
@@ -194,14 +201,22 @@ class Prepared:
         steps.append(ProductStep(found.left, found.right, BIAS, OUT, dtype, _of_result(self.rule.output, dtype)))
         return ForwardProgram(Program(steps, owned), made, ())
 
-    def back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
-        """Return how the gradients asked for follow from that of the result; None for what the definition runs."""
+    def gradients(
+        self, gradient: Tensor, values: Sequence[Tensor | None], needs: tuple[bool, ...], bias_dtype: torch.dtype | None
+    ) -> Found | None:
+        """Return the gradients asked for, of x, the weight and the bias; None for what the definition runs."""
+        memory = cpu.addresses((gradient, *values), _AND_CODES if self.has_scales else cpu.FLOATS)
+        if memory is None:
+            return None
+        for saved, (_, strides, dtype) in zip(values, self.saved, strict=False):
+            if saved is not None and (saved.stride() != strides or saved.dtype is not dtype):
+                return None  # hooks on saved tensors have moved it
         key = gradient.stride(), gradient.dtype, needs
-        found: Back | None = self.backs.get(key, UNKNOWN)
+        found = self.backs.get(key, UNKNOWN)
         if found is UNKNOWN:
             with real_tensors():
                 found = self.backs[key] = self._back(gradient, needs, bias_dtype)
-        return found
+        return None if found is None else found.run(gradient, values, memory)
 
     def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
         return Builder(self, gradient, bias_dtype).back(needs)
@@ -228,35 +243,40 @@ class Back(NamedTuple):
     made: Sequence[_Empty | Turned]
     results: Sequence[tuple[int | None, Finish | None]] | Callable[[Found, Scratch], Found]
 
-    def run(self, gradient: Tensor, values: Sequence[Tensor | None]) -> Found | None:
-        """Return the gradients of both operands and of the bias; None where the definition has to say what they are."""
-        if callable(self.results):  # none of the tensors that are made is returned
+    def run(self, gradient: Tensor, values: Sequence[Tensor | None], memory: list[int]) -> Found | None:
+        """Return the gradients of both operands and of the bias; None where the definition has to say what they are.
+
+        `memory`: the addresses of the gradient and the values.
+        """
+        results, tensors = self.results, Found((gradient, ones(), *values))
+        memory.insert(ONES, tensors[ONES].data_ptr())
+        if callable(results):  # none of the tensors that are made is returned
             with Scratch() as scratch:
-                tensors = self._tensors(gradient, values, scratch.strided)
-                return self.results(tensors, scratch) if self.program(tensors) else None
-        tensors = self._tensors(gradient, values, torch.empty_strided)
-        if not self.program(tensors):
+                return results(tensors, scratch) if self._runs(tensors, memory, scratch.strided) else None
+        if not self._runs(tensors, memory, torch.empty_strided):
             return None
         found: Found = []
-        for place, finish in self.results:
+        for place, finish in results:
             result = None if place is None else tensors[place]
             found.append(result if result is None or finish is None else finish(result))
         return found
 
-    def _tensors(self, gradient: Tensor, values: Sequence[Tensor | None], empty: Callable[..., Tensor]) -> Found:
-        """Return the tensors of the program: the gradient, what was saved, and those that it makes."""
-        if self.copies:
-            gradient = gradient.contiguous()
-        tensors: Found = [gradient, ones(), *values]
-        for one in self.made:
-            if isinstance(one, Turned):
-                moved = gradient.view(one.shape).movedim(one.axis, -1)
-                made = empty(moved.shape, strides_of(tuple(moved.shape)), dtype=moved.dtype, device=_CPU)
-                tensors.append(made.copy_(moved))
+    def _runs(self, tensors: Found, memory: list[int], empty: Callable[..., Tensor]) -> bool:
+        """Make the tensors that the program writes, and run it; return whether it came to its end."""
+        program, copies, made, _ = self
+        if copies:
+            tensors[GRADIENT] = tensors[GRADIENT].contiguous()
+            memory[GRADIENT] = tensors[GRADIENT].data_ptr()
+        for what in made:
+            if isinstance(what, Turned):
+                moved = tensors[GRADIENT].view(what.shape).movedim(what.axis, -1)
+                one = empty(moved.shape, strides_of(tuple(moved.shape)), dtype=moved.dtype, device=_CPU).copy_(moved)
             else:
-                shape, strides, dtype = one
-                tensors.append(empty(shape, strides, dtype=dtype, device=_CPU))
-        return tensors
+                shape, strides, dtype = what
+                one = empty(shape, strides, dtype=dtype, device=_CPU)
+            tensors.append(one)
+            memory.append(one.data_ptr())
+        return program.run(memory)
 
 
 class Builder:

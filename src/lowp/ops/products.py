@@ -116,7 +116,7 @@ def _operand(call: Call, casts: RoleCasts, x: Tensor, form: Form, slot: int) -> 
             value = cast_operand(call, casts, x, role, axis).detach()
         is_followed = is_followed or is_transformed
         return Operand(edge(x, dtype), value, raw=x.detach()) if is_followed else Operand(value, raw=x)
-    if not is_followed or to is None or carrier_dtype(to) in (x.dtype, dtype):
+    if not is_followed or to is None or carrier_dtype(to) is x.dtype:
         return operand(x, cast_operand(call, casts, x, role, axis), dtype)
     with torch.no_grad():  # the gradient uses the edge: the cast needs no node
         value = cast_operand(call, casts, x, role, axis)

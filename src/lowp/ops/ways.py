@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,15 +179,17 @@ class ByTorch(Prepared):
         x = given[X] if self.x.cast is None else given[VALUE]
         weight = given[WEIGHT] if self.weight.cast is None else given[FACTOR]
         with Scratch() as scratch:
-            result = self.form.product(OUTPUT, scratch.wide(x), scratch.wide(weight), given[BIAS])  # type: ignore[arg-type]
+            result = self.form.product(OUTPUT, scratch.wide(x), scratch.wide(weight), given[BIAS])
         dtype = self.out.empty[2]
         return result.to(dtype) if self.is_torchs else self.finished(result, dtype)
 
     def finished(self, result: Tensor, dtype: torch.dtype) -> Tensor:
         """Return fp32 numbers rounded by the rule's output, in `dtype`."""
         output = self.rule.output
-        if output is None or native_dtype(output) is dtype:
+        if output is None or (narrow := native_dtype(output)) is dtype:
             return result.to(dtype)
+        if narrow is not None:
+            return result.to(narrow).to(dtype)
         key, rounded_in = (tuple(result.shape), result.stride()), result_dtype(output)
         program = self.written.get(key)
         if program is None:
@@ -233,7 +235,7 @@ class ByTorch(Prepared):
         found: Found = [None] * 3
         first, second = pairs
         places = {place for pair in (*pairs, (summed,)) for place in pair or () if place is not None}
-        wide = {place: scratch.wide(cast(Tensor, tensors[place])) for place in places}
+        wide = {place: scratch.wide(tensors[place]) for place in places}
         if self.is_contiguous and first is not None and second is not None and first[1] == second[1]:
             found[:2] = self.form.gradients(wide[second[0]], wide[first[0]], wide[first[1]])
         else:

@@ -177,47 +177,49 @@ class Engine(TorchFunctionMode):
         """Run one call by the rule that matches it."""
         kwargs = kwargs or {}
         if is_compiling():
-            if not COMPILES_REGIONS:
-                refuse_compiled_region()
-            ours = self.active and self.is_ours(args, kwargs)
-            return self.apply(func, args, kwargs) if ours else func(*args, **kwargs)
-        if func in self.passing and self.look is None:
+            return self._compiled(func, args, kwargs)
+        if self.look is not None:
+            self.look()
+        elif func in self.passing:
             return func(*args, **kwargs)
         if func in WRITES_UNSEEN:
             self.weights.note(func, args)
-        plan = self._plan(func, args, kwargs)
-        if plan is None:
-            return func(*args, **kwargs)
-        if self.resting is not None and self.rests():
-            with _DisableAutocast():
-                return func(*args, **kwargs)
-        if not (self.observers or everywhere):
-            for way in plan.ways:
-                result = way(self, plan, func, args, kwargs)
-                if result is not ELSEWHERE:
-                    if plan.rounds:
-                        self.rulebook.has_rounded = True
-                    return result
-        with _DisableAutocast():
-            return self._run(plan, func, args, kwargs)
-
-    def _plan(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
-        """Return the plan of a call; None if it runs as it is, or the region does not apply to it."""
-        if self.look is not None:
-            self.look()
         # a compiler's backend runs traced code, which already contains the casts
         if not self.active or getattr(_of_thread, "tracing_context", None) is not None:
-            return None
+            return func(*args, **kwargs)
         if self.path.running and self.path.settle(sys._getframe()):
             self.move()
         plan = self.plans.get(func, _UNKNOWN)
         if plan is _UNKNOWN:
-            plan = self.rulebook.find(func, self.path.current)
-            if plan is None and func not in WRITES_UNSEEN:
-                self.passing.add(func)
+            plan = self._found(func)
         if self.is_on_host:  # as `is_ours`, which asks each device
-            return plan if _is_enabled("cpu") and _get_dtype("cpu") is self.dtype else None
-        return plan if plan is None or self.is_ours(args, kwargs) else None
+            is_ours = _is_enabled("cpu") and _get_dtype("cpu") is self.dtype
+        else:
+            is_ours = self.is_ours(args, kwargs)
+        if plan is None or not is_ours:
+            return func(*args, **kwargs)
+        if not (self.observers or everywhere or self.resting):
+            for way in plan.ways:
+                result = way(self, plan, func, args, kwargs)
+                if result is not ELSEWHERE:
+                    self.rulebook.has_rounded |= plan.rounds
+                    return result
+        with _DisableAutocast():
+            return self._run(plan, func, args, kwargs)
+
+    def _compiled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call that torch.compile traces."""
+        if not COMPILES_REGIONS:
+            refuse_compiled_region()
+        ours = self.active and self.is_ours(args, kwargs)
+        return self.apply(func, args, kwargs) if ours else func(*args, **kwargs)
+
+    def _found(self, func: Callable[..., Any]) -> Plan | None:
+        """Return the plan of a function that is called for the first time at this path."""
+        plan = self.rulebook.find(func, self.path.current)
+        if plan is None and func not in WRITES_UNSEEN:
+            self.passing.add(func)
+        return plan
 
     def apply(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call in this region, also while torch.compile traces it."""
@@ -244,6 +246,8 @@ class Engine(TorchFunctionMode):
 
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call by its runner, in a shield from torch.autocast."""
+        if self.resting is not None and self.rests():
+            return func(*args, **kwargs)
         if plan.suspends:
             return self._suspended(func, args, kwargs)
         row, rule = plan.row, plan.rule
@@ -255,14 +259,7 @@ class Engine(TorchFunctionMode):
         call = Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed, None, watch)
         before, self.running = self.running, (row.name, rule is not None)
         try:
-            run, spots = plan.at_site, self.spots
-            if run is None or spots is None or functorch_is_active() or has_irregular((args, kwargs)):
-                run = plan.run
-            elif plan.is_delayed and self.scales is not None:
-                spot = spots.spot(self.path.outermost, self.path.current, row.name)
-                call.scales = SiteScales(self.scales, spot, spots.training)
-            else:
-                call.writer = self.writer(row.name, call.rule, None if watch is None else watch.at_site)
+            run = plan.run if plan.at_site is None else self._placed(plan, call)
             if run is not None:
                 return run(call)
             return func(*args, **kwargs) if watch is None else observed(row, call)
@@ -270,6 +267,18 @@ class Engine(TorchFunctionMode):
             return self.without_kernel(error, func, args, kwargs)
         finally:
             self.running = before
+
+    def _placed(self, plan: Plan, call: Call) -> Callable[[Call], Any] | None:
+        """Return the runner of a call whose results, or scales, have a site, which the call is given, if it has one."""
+        spots, given = self.spots, (*call.args, *call.kwargs.values()) if call.kwargs else call.args
+        if spots is None or functorch_is_active() or has_irregular(given):
+            return plan.run
+        if plan.is_delayed and self.scales is not None:
+            spot = spots.spot(self.path.outermost, self.path.current, call.op)
+            call.scales = SiteScales(self.scales, spot, spots.training)
+        else:
+            call.writer = self.writer(call.op, call.rule, None if call.watch is None else call.watch.at_site)
+        return plan.at_site
 
     def _watch(self, row: Row) -> Watch | None:
         """Return the object that passes an op's tensors to observers; None in torch.func: its tensors have no data."""

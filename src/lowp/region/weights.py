@@ -173,14 +173,6 @@ class WeightCasts:
         known = None if held is None else self._known(weight, to, sign)
         return self.keep(weight, to, sign, carried(weight, to)) if known is None else known
 
-    def narrowed(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
-        """Return a plain leaf in the 16-bit dtype of its cast, where nothing is traced; otherwise as `__call__`."""
-        if torch.is_inference_mode_enabled():
-            return weight.to(dtype)
-        sign, held = self._sign(weight), self._entries.get(id(weight))
-        known = None if held is None else self._known(weight, to, sign)
-        return self.keep(weight, to, sign, weight.to(dtype)) if known is None else known
-
     def look(self, weight: Tensor, to: Cast) -> tuple[Tensor | None, _Sign | None]:
         """Return the values of a plain leaf's cast, detached from the graph, if they can be reused; and its sign."""
         if torch.is_inference_mode_enabled():

@@ -20,6 +20,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_uint32, c_void_p
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.cpu.abi import SIGNATURES, TYPE_NUMBERS, format_parameters, parameters
 from lowp.kernels.numbers.philox import Seed, drawn
+from lowp.kernels.tracing import is_wrapped
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
 PATH = Path(os.environ.get("LOWP_CPU_LIBRARY") or Path(__file__).parent / "liblowp_cpu.so")
@@ -81,18 +83,13 @@ def _guarded(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
         passed = [*given]
         for place in places:
             one = passed[place]
-            if type(one) is Tensor and one.is_cpu:
-                pointer = one.data_ptr()  # without a call of our own where there is memory: see `begin`
-                is_known = pointer >= LOW or pointer != one.storage_offset() * one.element_size()
+            if isinstance(one, Tensor):  # as `address`, in no function where there is memory
+                is_known = type(one) in PLAIN and one.is_cpu and (pointer := one.data_ptr()) >= LOW
                 passed[place] = pointer if is_known else address(one)
-            elif isinstance(one, Tensor):
-                passed[place] = address(one)
             elif isinstance(one, array):
                 passed[place] = one.buffer_info()[0]
             elif isinstance(one, list):
-                table = _numbers(one)
-                passed[place] = table.buffer_info()[0]
-                given += (table,)  # it lives as long
+                passed[place] = struct.pack(f"{len(one)}q", *numbers_of(one))
             elif isinstance(one, int):
                 raise TypeError(f"a number for the memory at {place} of {function}: give the tensor or array")
         return function(*passed)
@@ -101,18 +98,17 @@ def _guarded(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
     return skipped_by_compilers(call)
 
 
-def _numbers(given: Sequence[int | Tensor | None]) -> array[int]:
-    """Return numbers, and in the place of each tensor its `address`."""
-    numbers = array("q", bytes(8 * len(given)))
-    for place, one in enumerate(given):
-        if type(one) is int:
-            numbers[place] = one
-        elif one is not None:
-            assert isinstance(one, Tensor)
-            pointer = one.data_ptr() if type(one) in PLAIN and one.is_cpu else 0
-            is_known = pointer >= LOW or pointer != one.storage_offset() * one.element_size()
-            numbers[place] = pointer if is_known else address(one)
-    return numbers
+def numbers_of(given: Sequence[int | Tensor | None]) -> list[int]:
+    """Return numbers, and in the place of each tensor its `address`; 0 for None."""
+    rest = iter(addresses_of([one for one in given if isinstance(one, Tensor)]))
+    return [next(rest) if isinstance(one, Tensor) else one or 0 for one in given]
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the `address` of each tensor, by a few functions for all."""
+    is_plain = PLAIN.issuperset(map(type, tensors)) and all(map(_is_on_cpu, tensors))
+    found = list(map(_pointer, tensors)) if is_plain else []
+    return found if min(found, default=0) >= LOW else [address(x) for x in tensors]
 
 
 def uses_own_threads() -> bool:
@@ -238,7 +234,7 @@ def available(own: ctypes.CDLL | None = None) -> tuple[str, ...]:
     return tuple(name for level, name in enumerate(INSTRUCTION_SETS) if level <= best)
 
 
-PLAIN = (Tensor, Parameter)
+PLAIN = frozenset((Tensor, Parameter))
 
 
 def address(x: Tensor) -> int:
@@ -248,7 +244,7 @@ def address(x: Tensor) -> int:
     wrapper), and for elements without memory.
     """
     kind = type(x)
-    if kind in PLAIN and x.is_cpu and not x.storage_offset() and (pointer := x.data_ptr()):
+    if kind in PLAIN and x.is_cpu and (pointer := x.data_ptr()) >= LOW:
         return pointer  # as of most, at the least cost
     if not x.is_cpu or (kind not in PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__):
         raise InvalidInput(
@@ -256,6 +252,43 @@ def address(x: Tensor) -> int:
             "give a torch.Tensor on the CPU"
         )
     return begin(x)
+
+
+_traits = attrgetter("is_cpu", "layout", "is_nested", "dtype")
+_pointer, _is_negative, _is_on_cpu = Tensor.data_ptr, Tensor.is_neg, attrgetter("is_cpu")
+Traits = frozenset[tuple[Any, ...]]
+
+
+def traits_of(*dtypes: torch.dtype) -> Traits:
+    """Return what tells an ordinary tensor in one of these dtypes."""
+    return frozenset((True, torch.strided, False, dtype) for dtype in dtypes)
+
+
+FLOATS: Traits = traits_of(torch.float32, torch.float16, torch.bfloat16)
+
+
+def addresses(tensors: Sequence[Any], kinds: Traits = FLOATS) -> list[int] | None:
+    """Return where these tensors lie, 0 for None; None if one is not ordinary.
+
+    The one test of an ordinary tensor: with memory on a CPU, in one of the dtypes of `kinds`. Whether torch has to see
+    the call is another: `is_quiet`. An operand that a gradient is recorded for must be passed by an autograd Function.
+    Raises InvalidInput for elements without memory.
+    """
+    if not PLAIN.issuperset(map(type, tensors)):
+        given = [x for x in tensors if x is not None]
+        found = addresses(given, kinds) if len(given) < len(tensors) else None
+        rest = iter(found or ())
+        return None if found is None else [0 if x is None else next(rest) for x in tensors]
+    if not kinds.issuperset(map(_traits, tensors)):
+        return None
+    if any(map(_is_negative, tensors)) or any(map(is_wrapped, tensors)):
+        return None
+    found = list(map(_pointer, tensors))
+    if min(found, default=LOW) < LOW:
+        if any(x._is_zerotensor() for x in tensors):
+            return None
+        found = list(map(begin, tensors))
+    return found
 
 
 def begin(x: Tensor) -> int:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +19,10 @@ from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu
-from lowp.kernels.choose.dispatch import uses_library
+from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, parameters
+
+_FP32 = cpu.traits_of(torch.float32)
 
 
 class Seen(NamedTuple):
@@ -32,24 +36,13 @@ class Seen(NamedTuple):
     elements: int
 
 
-def is_direct(*tensors: Tensor) -> bool:
-    """Whether the C++ library can read the tensors' memory directly."""
-    try:
-        for x in tensors:
-            if not (
-                type(x) in cpu.PLAIN
-                and x.dtype is torch.float32
-                and x.is_cpu
-                and x.layout is torch.strided
-                and x.is_contiguous()
-                and not (x.is_neg() or x.is_nested)
-                and not x._is_zerotensor()
-                and x.data_ptr() % 4 == 0
-            ):
-                return False
-        return uses_library()
-    except RuntimeError:  # what outlived its torch.func transform: a wrapper without storage, which torch opens
-        return False
+def memory_of(*tensors: Tensor) -> list[int] | None:
+    """Return where contiguous tensors of fp32 lie; None if the C++ library cannot read one of them directly."""
+    if chosen() not in (None, "cpu") or cpu.library() is None:
+        return None
+    found = cpu.addresses(tensors, _FP32)
+    is_read = found is not None and all(map(Tensor.is_contiguous, tensors)) and not reduce(or_, found, 0) % 4
+    return found if is_read else None
 
 
 def to_int16(
@@ -153,10 +146,10 @@ def are_int16(tensors: Sequence[Kept]) -> list[bool]:
 
 def given_of(tensors: Sequence[Kept]) -> array[int]:
     """Return what the library is given of such tensors, which have to live as long: six numbers of each."""
-    given: list[Any] = []
-    for x, payload, exponent, lie in tensors:
-        given += (x, payload, *lie, exponent)
-    return cpu._numbers(given)
+    given, rest = array("q"), iter(cpu.addresses_of([one for kept in tensors for one in kept[:3]]))
+    for *_, lie in tensors:
+        given.extend((next(rest), next(rest), *lie, next(rest)))
+    return given
 
 
 def differences(given: array[int]) -> array[int]:
@@ -182,7 +175,7 @@ def relu(x: Tensor, mantissas: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor
 
     Both are contiguous. None under exponents beyond 100.
     """
-    if not is_direct(x):
+    if memory_of(x) is None:
         return None
     payload, result = torch.empty_like(mantissas), torch.empty_like(x)
     given = x, mantissas, exponent, payload, result

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,9 @@ def write(
     holds it, and whether anything is not finite. Mantissas and values are those of `mantissas_and_values`.
     """
     exponent = torch.empty((), dtype=torch.int32, device="cpu")
-    row = [index, VALUES, TYPE_NUMBERS[x.dtype], x, payload, values, x.numel(), 0, exponent]
+    memory = cpu.addresses_of((x, values, exponent) if payload is None else (x, values, exponent, payload))
+    at, to, under, *mantissas = memory
+    row = array("q", (index, VALUES, TYPE_NUMBERS[x.dtype], at, *(mantissas or (0,)), to, x.numel(), 0, under))
     found = cpu.loaded().lowp_write_entries(table, mantissa_block(cast), row, 1, torch.get_num_threads())
     return exponent, found != 0
 
@@ -62,17 +64,15 @@ def write(
 def write_in_place(
     table: object, cast: Cast, given: Sequence[tuple[Tensor, int, int]], steps: Steps | None = None
 ) -> Sequence[int]:
-    """Write `steps`, and fp32 tensors that `is_direct` accepts, in place, each under its entry: all in one call.
+    """Write `steps`, and fp32 tensors that `memory_of` finds, in place, each under its entry: all in one call.
 
     `given`: each tensor, its entry and how it is written. VALUES: as values of the format. TWO_WORDS: as the sum of two
     words, the second 14 places lower; what is not finite becomes NaN. ROOTS: as squares of values of the format, of
     which none but those of zeros vanishes; NaN also stands for the root of a negative number. Returns the entries.
     """
-    rows, tensors, places = list[Any](), list[Tensor](), list[int]()
-    for x, index, how in given:
-        rows += [index, how, 0, x, None, x, x.numel(), _LOW_BITS, None]
-        tensors.append(x)
-        places.append(index)
+    rows, tensors, places = array("q"), [x for x, *_ in given], [index for _, index, _ in given]
+    for (x, index, how), at in zip(given, cpu.addresses_of(tensors), strict=True):
+        rows.extend((index, how, 0, at, 0, at, x.numel(), _LOW_BITS, 0))
     held = (None, 0, None) if steps is None else (steps.rows, len(steps.weights), steps.told)
     cpu.loaded().lowp_end_entries(table, mantissa_block(cast), *held, rows or None, len(given), torch.get_num_threads())
     if steps is not None:
@@ -101,11 +101,10 @@ class Steps:
         for one in weights:
             begins.append(begins[-1] + -(-one.numel() // _APART) * _APART)
         memory = torch.empty(begins[-1], dtype=torch.int16, device="cpu")
-        start, words = memory.data_ptr(), list[Any]()
-        for place, one in enumerate(weights):
+        start, given, told = memory.data_ptr(), array("q"), array("q", bytes(16 * len(weights)))
+        for place, (one, at) in enumerate(zip(weights, cpu.addresses_of(weights), strict=True)):
             payload = start + memory.element_size() * begins[place]
-            words += (*entries[2 * place : 2 * place + 2], one, payload, one.numel())
-        given, told = cpu._numbers(words), array("q", bytes(16 * len(weights)))
+            given.extend((*entries[2 * place : 2 * place + 2], at, payload, one.numel()))
         cpu.loaded().lowp_hold_entries(table, given, len(weights), torch.get_num_threads(), told)
         if not all(told[1::2]):
             kept = [place for place, fits in enumerate(told[1::2]) if fits]

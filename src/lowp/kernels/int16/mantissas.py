@@ -26,7 +26,7 @@ from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import answers_at_once, by_triton, uses_library
 from lowp.kernels.int16 import cpu_int16
-from lowp.kernels.int16.cpu_int16 import Seen, is_direct
+from lowp.kernels.int16.cpu_int16 import Seen, memory_of
 from lowp.kernels.numbers import bitwise
 from lowp.kernels.numbers.floats import two_to_the
 from lowp.kernels.numbers.philox import Draw, Seed
@@ -83,7 +83,7 @@ def _is_served(x: Tensor) -> bool:
 
 def _is_direct(x: Tensor) -> bool:
     """Whether it can read the tensor's memory directly, too."""
-    return answers_at_once(x) and is_direct(x)
+    return answers_at_once(x) and memory_of(x) is not None
 
 
 # -- exponents --------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def exact(x: Tensor, cast: Cast, hint: Tensor | None = None) -> tuple[bool | Ten
 def exact_at_once(x: Tensor, cast: Cast) -> tuple[bool, Tensor]:
     """Return `exact` of a tensor on a CPU, without a hint."""
     lying = x.detach() if x.is_contiguous() else as_it_lies(x.detach())[0]
-    if is_direct(lying):
+    if memory_of(lying) is not None:
         return cpu_int16.is_exact_int16(lying, cast)
     plain = Cast(cast.format, cast.rounding, cast.overflow)
     exponent = own_exponent(x, plain)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
@@ -25,9 +26,8 @@ from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, cast_address, sharing_address, step_blocks, steps_block
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.packed.byte_products import MOST_DEPTH
-from lowp.kernels.tracing import is_quiet, is_wrapped
+from lowp.kernels.tracing import is_quiet
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WAYS = (None, "cpu")  # what `chosen` answers where programs run
 NOWHERE = -1  # the place of a tensor that is not there: the last of the addresses is a null pointer
 
@@ -217,27 +217,29 @@ class Program:
         self._blocks, self._address = steps_block(blocks, starts[-1])
 
     def __call__(self, tensors: Sequence[Tensor | None], seeds: Sequence[int] | None = None) -> bool:
-        """Run the steps on the tensors at their places; return whether they came to their end.
+        """Run the steps on the tensors at their places, see `run`."""
+        return self.run([0 if one is None else one.data_ptr() for one in tensors], seeds)
+
+    def run(self, memory: Sequence[int], seeds: Sequence[int] | None = None) -> bool:
+        """Run the steps on tensors at these addresses, by place; return whether they came to their end.
 
         They do not after an infinity or a NaN among numbers that share scales. `seeds`: three a step, unsigned; by
         default those of stochastic casts are drawn, in the order of the steps. Raises MemoryError.
         """
-        addresses = []
-        for one in tensors:  # a comprehension would be a function
-            addresses.append(0 if one is None else one.data_ptr())
-        memory, words = array("q", addresses), None
+        words = None
         if self._draws:
             if seeds is None:  # as by `draw_seed`, one after the other
                 drawn = array("Q", torch.randint(2**62, (len(self._draws),), device="cpu").tolist())
             else:
                 drawn = array("Q", [seeds[at] for at in self._draws])
             words = drawn.buffer_info()[0]
-        status = self._run(self._address, memory.buffer_info()[0], words, torch.get_num_threads())
+        status: int = self._run(self._address, _PACKED[len(memory)](*memory), words, torch.get_num_threads())
         if status > 1:
             raise MemoryError(f"no memory for the panels of a product on {torch.get_num_threads()} threads")
         return not status
 
 
+_PACKED = [struct.Struct(f"{count}q").pack for count in range(64)]  # numbers as bytes, in less time than an array takes
 _LINE = 64  # bytes: the program's own tensors begin at lines of the cache
 
 
@@ -248,30 +250,7 @@ def own(index: int) -> int:
 
 def serves(*tensors: Tensor | None) -> bool:
     """Whether programs may read these: the library computes, and all are ordinary."""
-    return chosen() in WAYS and is_here() and are_ordinary(*tensors)
-
-
-def are_ordinary(*tensors: Tensor | None) -> bool:
-    """Whether these are tensors with memory on a CPU, of up to 32 bits, unseen by torch. None counts as one.
-
-    The one test of an ordinary tensor. An operand that a gradient is recorded for must be passed by an autograd
-    Function.
-    """
-    if not is_quiet():
-        return False
-    for x in tensors:
-        if x is None:
-            continue
-        if type(x) not in cpu.PLAIN or not x.is_cpu or x.dtype not in _DTYPES or x.layout is not torch.strided:
-            return False
-        if x.is_nested or x.is_neg() or is_wrapped(x):
-            return False
-        pointer = x.data_ptr()
-        if (
-            pointer < cpu.LOW and pointer == x.storage_offset() * x.element_size() and x.numel()
-        ):  # freed: see `cpu.begin`
-            return False
-    return True
+    return chosen() in WAYS and is_here() and is_quiet() and cpu.addresses(tensors) is not None
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from lowp.casts import Cast
 from lowp.compat import applied_at_once
 from lowp.exponents import ExponentTable, SiteWriter, is_flexpoint
 from lowp.kernels.int16 import payloads
-from lowp.kernels.int16.cpu_int16 import is_direct
+from lowp.kernels.int16.cpu_int16 import memory_of
 from lowp.kernels.int16.layer import Known, LayerPlan, serves
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.ops.call import Call, Quick, QuickRegion, RoleCasts
@@ -76,7 +76,7 @@ def quick(rule: Rule, form_of: FormOf, general: Callable[[Call], Any]) -> Quick:
         if kwargs or len(args) < 2 or (is_written and region.spots is None) or list in map(type, args[3:]):
             return None
         x, weight, bias = tensors = args[:3] if len(args) > 2 else (*args, None)
-        if not (is_direct(x, weight) if bias is None else is_direct(x, weight, bias)):
+        if (memory := memory_of(*(tensors if bias is not None else args[:2]))) is None:
             return None
         key = function.__name__, x.shape, weight.shape, None if bias is None else bias.shape, args[3:]
         product = products[key] if key in products else plan(key)
@@ -87,7 +87,7 @@ def quick(rule: Rule, form_of: FormOf, general: Callable[[Call], Any]) -> Quick:
             results = Results.of(region.writer(op, rule), x, weight) if is_written else None
             return _in_parts(product, tensors, rule, results)
         writer = region.writer(op, rule) if is_written else None
-        done = _done(product, tensors, writer, stays, follows)
+        done = _done(product, x, memory, writer, stays, follows)
         if done is None:
             return None if writer is None else cast(Tensor, general(Call(op, function, args, {}, rule, writer=writer)))
         if not follows:
@@ -127,7 +127,9 @@ def _roles(x: Tensor, weight: Tensor) -> tuple[str, str]:
     return (WEIGHT_GRADIENT, INPUT_GRADIENT) if isinstance(x, nn.Parameter) else (INPUT_GRADIENT, f"{INPUT_GRADIENT} 2")
 
 
-def _done(product: Contraction, tensors: Operands, writer: SiteWriter | None, stays: bool, keeps: bool) -> Done | None:
+def _done(
+    product: Contraction, x: Tensor, memory: list[int], writer: SiteWriter | None, stays: bool, keeps: bool
+) -> Done | None:
     """Return the output, and what backward reads; None where the general path has to run.
 
     `stays`: mantissas that were kept of x are those that the rule's cast makes of it.
@@ -139,7 +141,7 @@ def _done(product: Contraction, tensors: Operands, writer: SiteWriter | None, st
         entry = writer.entry(OUTPUT_ROLE) if known_place is None else (known_place[0], known_place[1][0])
     if product.plan is None or (writer is not None and entry is None):
         return None
-    x, to = tensors[0], cast(Cast, product.casts.rule.input)
+    to = cast(Cast, product.casts.rule.input)
     known: Known | None = None
     if stays and (kept := payloads.kept(x, to.format)) is not None:
         known = kept, True
@@ -149,7 +151,7 @@ def _done(product: Contraction, tensors: Operands, writer: SiteWriter | None, st
     if known is not None and not known[0].payload.is_contiguous():
         return None
     table, place = (None, 0) if entry is None else entry
-    found = product.plan.forward(*tensors, known, (None if table is None else table.block, place), keeps)
+    found = product.plan.forward(memory, known, (None if table is None else table.block, place), keeps)
     if found is None:
         return None
     made, *saved = found

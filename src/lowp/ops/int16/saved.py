@@ -25,7 +25,7 @@ from lowp.compat import gradients_of, private, real_tensors
 from lowp.exponents import SiteWriter
 from lowp.kernels.choose.dispatch import answers_at_once, has_integer_kernels
 from lowp.kernels.int16 import payloads
-from lowp.kernels.int16.cpu_int16 import is_direct
+from lowp.kernels.int16.cpu_int16 import memory_of
 from lowp.kernels.int16.mantissas import values
 from lowp.ops.call import Call
 from lowp.ops.casting import edge, shielded
@@ -378,7 +378,7 @@ def _is_alone(x: Tensor, others: Tensors) -> bool:
 
     False of small tensors, which are not worth the question.
     """
-    if x.numel() < LEAST_IN_PLACE or x._base is not None or not is_direct(x):
+    if x.numel() < LEAST_IN_PLACE or x._base is not None or memory_of(x) is None:
         return False
     memory = x.untyped_storage()
     if memory.nbytes() != x.numel() * x.element_size():
