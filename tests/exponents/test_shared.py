@@ -11,7 +11,7 @@ from torch import Tensor
 from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
 from lowp.exponents import Flush, SharedExponents, StepWriter, class_of, scaling_of, table
-from lowp.kernels.choose.dispatch import uses_library
+from lowp.kernels.choose.dispatch import available, use, uses_library
 
 FLEX = parse("flex16+5:autoflex")
 
@@ -167,6 +167,32 @@ def test_outside_of_training_nothing_is_remembered_and_nothing_saturates() -> No
     )
     fixed = parse("flex16+5:static(-8)")
     assert exponents.write(torch.tensor([1000.0]), fixed, "output of z", training=False) == 32767 / 256
+
+
+def test_outside_of_training_the_values_are_the_same_without_the_library() -> None:
+    x, found = torch.tensor([1000.0, 0.3, torch.nan]), []
+    for way in available():
+        with use(way):
+            found.append(SharedExponents().write(x, FLEX, "output of y", training=False))
+    for one in found:
+        torch.testing.assert_close(one, found[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_largest_number_is_that_of_those_that_are_finite() -> None:
+    for is_known in (True, False):
+        assert table.largest(torch.tensor([-3.0, torch.inf, torch.nan]), is_known) == 3
+        assert table.largest(torch.tensor([torch.inf]), is_known) == table.largest(torch.empty(0), is_known) == 0
+
+
+def test_an_entry_counts_as_written_if_one_of_its_writes_does() -> None:
+    entry = table.ExponentTable(FLEX, torch.device("cpu"))
+    places, (no, yes) = [entry.index(f"output of {name}") for name in "abc"], torch.tensor([False, True])
+    record = entry.seen[0].clone()
+    for place, *counts in zip(places, (no, no, no), (no, yes, True), strict=True):
+        entry.note(place, record, counts[0])
+        assert entry.written[place] is no
+        entry.note(place, record, counts[1])
+    assert [bool(entry.written[place]) for place in places] == [False, True, True]
 
 
 def test_apart_a_write_is_as_outside_of_training() -> None:

@@ -15,6 +15,7 @@ import lowp
 from lowp.casts import parse
 from lowp.exponents.table import ExponentTable
 from lowp.kernels import available, cpu, dequantize, use
+from lowp.kernels.casts.functions import quantize_measured
 from lowp.kernels.cpu import abi
 from lowp.kernels.int16 import cpu_int16, entries, integer, mantissas, masks
 from lowp.kernels.int16.integer import ConvolutionShape
@@ -164,6 +165,7 @@ def library_functions() -> object:
         spectra.largest_of([X]),
         spectra.some_of([X]),
         spectra.count_updates(X, before, weight),
+        quantize_measured(X, parse("e4m3fn@fp32/tensor"), torch.tensor(0.5, device="cpu"), 0),
         *(out, weight, old),
     ]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_versions import compiles_regions
 
+import lowp
 from lowp import kernels
 from lowp.errors import Unavailable
 from lowp.kernels import cpu
@@ -321,3 +322,18 @@ def test_torch_compile_gives_the_same_numbers_in_one_graph(name: str, rule: Rule
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     for one, other in zip(gradients(function), gradients(compiled), strict=True):
         torch.testing.assert_close(one, other, rtol=2.0**-8, atol=1e-4)
+
+
+def test_the_gradient_of_a_matrix_that_is_added_is_not_in_memory_that_later_passes_use() -> None:
+    def gradients(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        given = [torch.randn(256, 256, requires_grad=True) for _ in range(3)]
+        with lowp.autocast("e5m7"):
+            y = torch.addmm(*given)
+        return list(torch.autograd.grad(y, given, torch.randn(256, 256)))
+
+    with kernels.use("bitwise"):  # where the definition runs
+        found = gradients(0)
+        kept = [one.clone() for one in found]
+        gradients(1)
+    assert all(map(torch.equal, found, kept))

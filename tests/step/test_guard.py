@@ -245,10 +245,23 @@ def test_a_guard_counts_puts_statistics_back_and_gives_up() -> None:
         assert (float(norm.running_mean[0]) == kept) == stepped
     assert guard.skipped_steps == 1
     given_up = []
-    for hopeless in (True, True, False, True, True, True):
+    for hopeless in (True, True, False, True, True, True, True, True, True):
         guard.count(hopeless)
         given_up.append(guard.too_many())
-    assert given_up == [False] * 5 + [True]
+    assert given_up == [False] * 5 + [True, False, False, True]
+
+
+def test_a_guard_of_one_step_gives_up_when_it_has_read_of_a_hopeless_one() -> None:
+    guard = StepGuard(patience=1)
+    assert [guard.too_many(torch.tensor(count)) for count in (0, 1, 0, 0)] == [False, False, True, False]
+
+
+def test_a_loss_that_is_bad_is_told_though_the_gradients_are_not() -> None:
+    model, optimizer, precision = _training("fp32")
+    with precision.autocast():
+        precision.backward(model(torch.ones(4, 4)).sum() + torch.inf)
+    with pytest.warns(UserWarning, match="step 1: the loss or a gradient is infinite or NaN"):
+        precision.step(optimizer)
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -341,3 +341,19 @@ def test_a_scaler_whose_fp16_check_was_patched_out_still_works() -> None:
     optimizer = one_parameter([1.0], dtype=torch.float16)
     scaler.step(optimizer)
     assert bool(scaler.stepped)
+
+
+def test_a_function_in_the_place_of_the_unscaling_is_called_in_every_class_and_object() -> None:
+    class Scaler(GradScaler):
+        def _unscale_grads_(self, *given: Any) -> Any:
+            called.append(self)
+            return super()._unscale_grads_(*given)
+
+    called: list[GradScaler] = []
+    own, other = Scaler("cpu", init_scale=4.0), GradScaler("cpu", init_scale=4.0)
+    original = other._unscale_grads_
+    other._unscale_grads_ = lambda *given: (called.append(other), original(*given))[1]  # type: ignore[method-assign]
+    for scaler in (own, other):
+        scaler.scale(torch.ones(()))
+        scaler.step(one_parameter([1.0]))
+    assert called == [own, other]
