@@ -269,9 +269,8 @@ def prepare(
     axes = form.contracted[OUTPUT]
     casts = RoleCasts(rule)
     of_input, of_weight = casts.of_product(FIRST), casts.of_product(SECOND)
-    for slot, one in ((FIRST, of_input), (SECOND, of_weight)):
-        if one.hadamard and form.rotated(slot, one.hadamard) is None:
-            return None  # the definition refuses it
+    if not (_rotates(form, FIRST, of_input) and _rotates(form, SECOND, of_weight)):
+        return None  # the definition refuses it
     x, weight = _read(rule.input, about[:3], axes[0], of_weight), _read(rule.weight, about[3:], axes[1], of_input)
     if x is None or weight is None:
         return None
@@ -281,6 +280,11 @@ def prepare(
     if found is None or found.is_redrawn(rule.output):
         return None
     return Prepared(rule, form, x, weight, Made.of(found, result_dtype(rule.output)), about)
+
+
+def _rotates(form: Form, slot: int, own: Operands) -> bool:
+    """Whether the operands of a product are rotated as its casts say, if they say so."""
+    return not own.hadamard or form.rotated(slot, own.hadamard) is not None
 
 
 def _read(to: Cast | None, about: tuple[Any, ...], axis: int, again: Operands) -> Read | None:

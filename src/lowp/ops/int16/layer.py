@@ -57,46 +57,63 @@ def quick(rule: Rule, form_of: FormOf, general: Callable[[Call], Any]) -> Quick:
     `form_of` returns the form of a function's name, the shapes of operands and bias, and further arguments; None for
     calls that are left to a runner. `general` runs a call that has its writer.
     """
-    casts, planned = RoleCasts(rule, rule.accumulate), all(map(serves, (rule.input, rule.weight, rule.grad)))
-    is_written, stays = rule.output is not None, kept_as(cast(Cast, rule.input))
-    products: dict[tuple[Any, ...], Contraction | None] = {}
+    return _Layers(rule, form_of, general).run
 
-    def plan(key: tuple[Any, ...]) -> Contraction | None:
-        if len(products) >= _MOST_SHAPES:
-            products.clear()
-        form = form_of(*key)
-        if form is not None:
-            layer = _plan(form, rule) if planned else None
-            products[key] = Contraction(form, casts, integer_gradients, key[0], layer)
-        else:
-            products[key] = None
-        return products[key]
 
-    def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
+class _Layers:
+    """The layers of a rule, and what is known of them by function, shapes and further arguments."""
+
+    def __init__(self, rule: Rule, form_of: FormOf, general: Callable[[Call], Any]) -> None:
+        self.rule, self.form_of, self.general = rule, form_of, general
+        self.casts, self.has_plans = (
+            RoleCasts(rule, rule.accumulate),
+            all(map(serves, (rule.input, rule.weight, rule.grad))),
+        )
+        self.is_written, self.stays = rule.output is not None, kept_as(cast(Cast, rule.input))
+        self.products: dict[tuple[Any, ...], Contraction | None] = {}
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
+        """Run a call; None, with nothing done, for what is left to a runner."""
+        is_written, products = self.is_written, self.products
         if kwargs or len(args) < 2 or (is_written and region.spots is None) or list in map(type, args[3:]):
             return None
         x, weight, bias = tensors = args[:3] if len(args) > 2 else (*args, None)
         if (memory := memory_of(*(tensors if bias is not None else args[:2]))) is None:
             return None
         key = function.__name__, x.shape, weight.shape, None if bias is None else bias.shape, args[3:]
-        product = products[key] if key in products else plan(key)
+        product = products[key] if key in products else self._learnt(key)
         if product is None:
             return None
-        follows, op = torch.is_grad_enabled(), product.op
+        follows, op, rule = torch.is_grad_enabled(), product.op, self.rule
         if product.plan is None or (is_written and not follows):
             results = Results.of(region.writer(op, rule), x, weight) if is_written else None
             return _in_parts(product, tensors, rule, results)
         writer = region.writer(op, rule) if is_written else None
-        done = _done(product, x, memory, writer, stays, follows)
-        if done is None:
-            return None if writer is None else cast(Tensor, general(Call(op, function, args, {}, rule, writer=writer)))
-        if not follows:
-            return done.result
-        results = None if writer is None else Results(writer, _roles(x, weight))
-        first = x if x.numel() <= _FEW else end_of(x)
-        return cast(Tensor, _apply(first, weight if weight.is_leaf else end_of(weight), bias, done, product, results))
+        done = _done(product, x, memory, writer, self.stays, follows)
+        if done is not None:
+            return _recorded(product, tensors, done, writer) if follows else done.result
+        if writer is None:
+            return None
+        return cast(Tensor, self.general(Call(op, function, args, {}, rule, writer=writer)))
 
-    return run
+    def _learnt(self, key: tuple[Any, ...]) -> Contraction | None:
+        """Return what is known of a call from now on."""
+        if len(self.products) >= _MOST_SHAPES:
+            self.products.clear()
+        form, found = self.form_of(*key), None
+        if form is not None:
+            layer = _plan(form, self.rule) if self.has_plans else None
+            found = Contraction(form, self.casts, integer_gradients, key[0], layer)
+        self.products[key] = found
+        return found
+
+
+def _recorded(product: Contraction, tensors: Operands, done: Done, writer: SiteWriter | None) -> Tensor:
+    """Return a result as part of the graph."""
+    x, weight, bias = tensors
+    results = None if writer is None else Results(writer, _roles(x, weight))
+    first = x if x.numel() <= _FEW else end_of(x)
+    return cast(Tensor, _apply(first, weight if weight.is_leaf else end_of(weight), bias, done, product, results))
 
 
 def _in_parts(product: Contraction, tensors: Operands, rule: Rule, results: Results | None) -> Tensor | None:
