@@ -86,7 +86,7 @@ class Direct:
             prepared = self._learnt(whole, form_of, bias)
         if prepared is None:
             return None
-        given = Given([x, weight, bias, None, None, None, None, None], [*memory, 0, 0, 0, 0, 0, 0][:8], kept)
+        given = [x, weight, bias, None, None, None, None, None], [*memory, 0, 0, 0, 0, 0, 0][:8], kept
         try:
             if not is_recorded:
                 return prepared.run(given, False, False)
@@ -172,7 +172,7 @@ class _Direct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, prepared: Prepared, given: Given, ends: Any
     ) -> Tensor:
         first, second, *_ = ctx.needs_input_grad
-        out, tensors = prepared.run(given, second, first), given.tensors
+        out, tensors = prepared.run(given, second, first), given[0]
         values: Found = [None, None]
         if second:
             values[0] = x if ends[0] is None else tensors[VALUE]

@@ -46,6 +46,9 @@ _CPU = torch.device("cpu")
 _AND_CODES = cpu.FLOATS | cpu.traits_of(torch.int8)
 _Empty = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what torch.empty_strided makes a tensor of
 Found = list[Any]  # tensors, and None for those that are not there
+Given = tuple[
+    Found, list[int], "KeptCasts | None"
+]  # those of a call at their places, their addresses, a region's casts
 
 
 class Read(NamedTuple):
@@ -94,14 +97,6 @@ class ForwardProgram(NamedTuple):
     copies: Sequence[int]
 
 
-class Given(NamedTuple):
-    """The tensors of a call at their places in a forward program, their addresses, and the region's casts."""
-
-    tensors: Found
-    memory: list[int]
-    kept: KeptCasts | None
-
-
 class Prepared:
     """Contractions of given shapes, strides and dtypes under a rule: operands, result, programs of matrices."""
 
@@ -124,7 +119,7 @@ class Prepared:
     def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, out: Made, about: tuple[Any, ...]) -> None:
         self.rule, self.form, self.x, self.weight, self.out = rule, form, x, weight, out
         self.shapes = (tuple(about[0]), about[2]), (tuple(about[3]), about[5])
-        self.saved = x.saved, weight.saved
+        self.saved = x.saved[1:], weight.saved[1:]  # how that lies which backward reads
         self.rounds = [one.cast is not None and one.raw is None for one in (x, weight)]  # what backward reads
         self.is_small = math.prod(about[3]) <= SMALL
         to = weight.cast
@@ -208,8 +203,8 @@ class Prepared:
         memory = cpu.addresses((gradient, *values), _AND_CODES if self.has_scales else cpu.FLOATS)
         if memory is None:
             return None
-        for saved, (_, strides, dtype) in zip(values, self.saved, strict=False):
-            if saved is not None and (saved.stride() != strides or saved.dtype is not dtype):
+        for saved, lies in zip(values, self.saved, strict=False):
+            if saved is not None and (saved.stride(), saved.dtype) != lies:
                 return None  # hooks on saved tensors have moved it
         key = gradient.stride(), gradient.dtype, needs
         found = self.backs.get(key, UNKNOWN)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ _FUSED = (_ATTENTION, "scaled_dot_product_attention")
 _OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_weights among them
 
 
-class HandOver(NamedTuple):
+@dataclass(frozen=True, slots=True)  # as a `Plan`
+class HandOver:
     """An op, the devices on which torch's dispatcher does what the op's rule says, and the cast of its weights.
 
     `dtype` is the dtype of the region. `is_usual`: the CPU multiplies it itself, so that most calls are handed over,

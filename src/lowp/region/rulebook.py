@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ _BACKWARD = ("backward", "grad")
 _OF_PRESETS = frozenset(rule for preset in PRESETS.values() for rule in preset.policy.rules)
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # of a NamedTuple the interpreter looks up each field anew
+class Plan:
     """How calls of one function at one path run: its table row, the rule that matches it, and the runner."""
 
     row: Row

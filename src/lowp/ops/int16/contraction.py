@@ -12,6 +12,7 @@ Source: Das et al. 2018, arXiv 1802.00930 (DFP-16); Koester et al. 2017, arXiv 1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, cast
@@ -72,7 +73,8 @@ def integer_contraction(
     return apply(end_of(first), end_of(second), bias, (a, b), product, results)
 
 
-class Contraction(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # of a NamedTuple the interpreter looks up each field anew
+class Contraction:
     """The form, the casts and the fp32 gradients of a contraction of mantissas.
 
     `plan`: of a layer whose gradients one call of the C++ library computes.
