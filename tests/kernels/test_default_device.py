@@ -60,8 +60,9 @@ def casts() -> object:
         return [*found, lowp.quantize(X, "fp16"), lowp.quantize(X, "bf16")]
 
 
-def affine_scale() -> object:
-    return lowp.quantize(X, "int8-affine", scale=(0.1, 3))
+def given_scales() -> object:
+    measured = quantize_measured(X, parse("e4m3fn@fp32/tensor"), torch.tensor(0.5, device="cpu"), 0)
+    return [lowp.quantize(X, "int8-affine", scale=(0.1, 3)), *measured]
 
 
 def products() -> object:
@@ -229,7 +230,7 @@ def by_librarys_products(model: torch.nn.Module, format: str, x: Tensor) -> list
 
 
 @pytest.mark.parametrize(
-    "calls", [casts, affine_scale, products, under_exponents, library_functions, optimizers, regions, served]
+    "calls", [casts, given_scales, products, under_exponents, library_functions, optimizers, regions, served]
 )
 def test_every_kernel_gives_the_same_under_a_foreign_default_device(calls: Callable[[], object]) -> None:
     if cpu.library() is None and calls is library_functions:
@@ -261,7 +262,7 @@ def test_these_calls_reach_every_function_of_the_library(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cpu, "library", Recorder)
     monkeypatch.setattr(cpu, "loaded", Recorder)
-    for calls in (casts, products, under_exponents, library_functions, optimizers, served):
+    for calls in (casts, given_scales, products, under_exponents, library_functions, optimizers, served):
         calls()
     kept = {"lowp_program"}  # by programs, of which `regions` runs some
     assert Recorder.called >= abi.SIGNATURES.keys() - {"lowp_build", "lowp_casts_select", "lowp_set_team", *kept}

@@ -203,6 +203,29 @@ def test_groups_along_another_dimension_have_the_bits_of_rows(text: str) -> None
                 assert found.is_contiguous() or not runs
 
 
+SHORT = ["nvfp4", "int8", "mxfp4", "i8s@e4m3fn/16", "e4m3fn@fp32/row", "e3m2@e4m3fn@fp32/12", "e2m1@fp32/40"]
+
+
+@pytest.mark.parametrize("mode", ["nearest-even", "stochastic"])
+@pytest.mark.parametrize("text", SHORT)
+def test_numbers_of_few_bits_near_midpoints_and_along_columns_have_the_bits_of_the_definition(
+    text: str, mode: str
+) -> None:
+    cast, generator = parse(f"{text}:{mode}"), torch.Generator().manual_seed(11)
+    for shape in ((96, 300), (2, 40, 17), (37, 45)):
+        normal = torch.randn(shape, generator=generator)
+        for x in (normal, normal.bfloat16(), torch.randint(-8, 9, shape, generator=generator) / 2, normal.half()):
+            for axis in range(len(shape)):
+                rows = x.float().movedim(axis, -1).contiguous()
+                with kernels.use("bitwise"):
+                    wanted = kernels.quantize(rows, cast, seed=12345678901).movedim(-1, axis)
+                for name in SETS:
+                    cpu.select(name)
+                    out, along = torch.empty(shape), axis if axis < len(shape) - 1 else -1
+                    assert cpu_groups.quantize_finite(x, cast, 12345678901, out, along)
+                    assert torch.equal(out, wanted), (name, shape, x.dtype, axis)
+
+
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "int8", "e2m1@fp32/7", "mxfp4:static(0)", "e4m3fn@fp32/20000"])
 @pytest.mark.parametrize("shape", [(3, 70), (2, 17_000), (5, 40_000)], ids=str)
 def test_a_cast_tells_whether_all_numbers_are_finite(text: str, shape: tuple[int, int]) -> None:

@@ -118,6 +118,11 @@ struct Groups {
   int32_t stored_bytes;       // of one
   bool packed;                // codes fill no whole bytes
   int64_t inner = 1, across = 1;
+
+  // Whether numbers draw as those of the tensor in which the rows that lie beside each other lie together: four neighbours
+  // of a row have the words of one counter.
+  bool draws_across() const { return inner > 1 && across == 1 && draws(sharing->element.rounding); }
+  bool has_whole_counters() const { return row % 4 == 0 && (group % 4 == 0 || group >= row); }
 };
 
 inline constexpr int64_t kMostTried = 256;  // numbers of a group whose scale `tries_four` or `corrects`

@@ -246,13 +246,23 @@ struct Quick {
   uint32_t step;               // from the exponent of a number to that of the power
   uint32_t limit, beyond;      // the largest magnitude, and what larger ones become
   float far;                   // from the power to the distance from an element at which a quotient is in doubt
+  uint32_t discard, drop;      // stochastic floats: the bits that are cut, and of a word those that do not decide
 };
+
+enum Draws { kNone, kWord };  // whether a random word decides about an element
 
 static inline bool is_quick(const lowp_cast& cast) {
   if (cast.rounding != kNearestEven) return false;
   if (cast.kind == kInteger) return cast.bits <= 16;
   return cast.kind == kFloat && cast.mantissa_bits > 0 && cast.mantissa_bits < 16 && cast.minus_zero && cast.is_signed &&
          cast.subnormals && cast.has_zero && cast.min_exponent > -60 && cast.maximum < 0x1p60;
+}
+
+// The same of stochastic casts, of floats whose cut bits one word decides.
+static inline bool is_drawn_quickly(const lowp_cast& cast, const Caster<F32>& caster) {
+  if (cast.rounding != kStochastic || cast.random_bits != 0) return false;
+  if (cast.kind == kInteger) return cast.bits <= 8;
+  return cast.kind == kFloat && caster.quick != nullptr && caster.lane.form == kPlain && cast.mantissa_bits < 4;
 }
 
 static inline Quick make_quick(const lowp_cast& cast, const Lane<F32>& lane) {
@@ -263,6 +273,7 @@ static inline Quick make_quick(const lowp_cast& cast, const Lane<F32>& lane) {
   quick.cap = bits_of(4 * quick.upper), quick.beyond = static_cast<uint32_t>(lane.beyond[0]);
   quick.step = static_cast<uint32_t>(lane.shift) << 23;
   quick.far = power_of_two<F32>(-24) - power_of_two<F32>(-21 - lane.shift);
+  quick.discard = ~static_cast<uint32_t>(lane.keep), quick.drop = static_cast<uint32_t>(32 - lane.shift);
   return quick;
 }
 
@@ -294,6 +305,35 @@ static inline uint32_t quick_element(uint32_t bits, const Quick& quick, uint32_t
   }
 }
 
+// The same by a random word. A number is rounded away from zero where the word, as a fraction, is below what is cut; the error
+// of a quotient may decide where both are near, also one near 0 and the other near 1.
+template <bool kWholes>
+static inline uint32_t drawn_element(uint32_t bits, uint32_t word, const Quick& quick, uint32_t& doubt) {
+  const uint32_t a = bits & 0x7fffffff, sign = bits ^ a;
+  uint32_t result;
+  if constexpr (kWholes) {
+    constexpr float kMagic = 0x1p23f, kMost = 512;  // one magnitude has a rounding error below 2**-15, and quotients one of 2**-14
+    const float x = number(a), limited = x > kMost ? kMost : x;
+    const float sum = limited + static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
+    const float nearest = (sum + kMagic) - kMagic, whole = nearest > sum ? nearest - 1 : nearest;
+    doubt |= mask<F32>(__builtin_fabsf(sum - nearest) <= 0x1p-12f);
+    const float upper = sign != 0 ? -quick.lower : quick.upper, found = whole > upper ? upper : whole;
+    result = bits_of(found) | (sign & mask<F32>(found != 0));
+    return choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan | sign, result);
+  } else {
+    constexpr uint32_t kNear = 16;  // of 2**(23 - m) a step, where a quotient has an error of 2**(m - 21) of it, m < 4
+    const uint32_t below = mask<F32>(static_cast<int32_t>(a) < static_cast<int32_t>(quick.smallest));
+    const float offset = number(quick.smallest);
+    const uint32_t sum = choose<uint32_t>(below, bits_of(number(a) + offset), a) + (~word >> quick.drop);
+    doubt |= mask<F32>(((sum + kNear) & quick.discard) < 2 * kNear);
+    const uint32_t kept = sum & ~quick.discard;
+    result = choose<uint32_t>(below, bits_of(number(kept) - offset), kept);
+    result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(result) > static_cast<int32_t>(quick.limit)), quick.beyond, result);
+    result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan, result);
+    return result | sign;
+  }
+}
+
 // Beyond fp32's largest number values become that, whose bits are before those of infinity.
 static inline uint32_t value_of(uint32_t element, float factor, float second) {
   const uint32_t value = bits_of(number(element) * factor * second);
@@ -313,14 +353,35 @@ static inline uint32_t divide_run(const uint32_t* in, int64_t count, float inver
   return small;
 }
 
+// The same of runs of one number.
+static inline uint32_t divide_each(const uint32_t* in, int64_t count, const float* inverse, uint32_t* out) {
+  constexpr int32_t kSmallestNormal = 0x00800000;
+  uint32_t small = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t quotient = bits_of(number(in[i]) * inverse[i]);
+    small |= mask<F32>(static_cast<int32_t>(quotient & 0x7fffffff) < kSmallestNormal) & (in[i] & 0x7fffffff);
+    out[i] = quotient;
+  }
+  return small;
+}
+
+// An element to nearest, or by a random word.
+template <bool kWholes, bool kExact, Draws kDraws>
+static inline uint32_t element_of(uint32_t bits, const uint32_t* word, const Quick& quick, uint32_t& doubt) {
+  if constexpr (kDraws == kWord) return drawn_element<kWholes>(bits, *word, quick, doubt);
+  return quick_element<kWholes, kExact>(bits, quick, doubt);
+}
+
 // The same as `cast_run` for runs of one number. Returns bits where one is in doubt.
-template <bool kWholes, bool kExact, bool kValues>
-static inline uint32_t cast_each(const uint32_t* in, int64_t count, const float* inverse, const double* scale, float second,
-                                 const Quick& quick, uint32_t* out) {
+template <bool kWholes, bool kExact, Draws kDraws, bool kValues>
+static inline uint32_t cast_each(const uint32_t* in, const uint32_t* words, int64_t count, const float* inverse,
+                                 const double* scale, float second, const Quick& quick, uint32_t* out) {
   uint32_t doubt = 0;
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
-    const uint32_t element = quick_element<kWholes, kExact>(bits_of(number(in[i]) * inverse[i]), quick, doubt);
+    const uint32_t element =
+        element_of<kWholes, kExact, kDraws>(bits_of(number(in[i]) * inverse[i]), words + i, quick, doubt);
     out[i] = kValues ? value_of(element, static_cast<float>(scale[i]), second) : element;
   }
   return doubt;
@@ -328,15 +389,15 @@ static inline uint32_t cast_each(const uint32_t* in, int64_t count, const float*
 
 // The values of a run or, without `kValues`, its elements. `doubts` get bits where one is in doubt: one each, if the length
 // is constant, so that runs need no sum of theirs; otherwise the first.
-template <bool kWholes, bool kExact, bool kValues, class Count>
-static inline void cast_run(const uint32_t* in, Count count, float inverse, float factor, float second,
+template <bool kWholes, bool kExact, Draws kDraws, bool kValues, class Count>
+static inline void cast_run(const uint32_t* in, const uint32_t* words, Count count, float inverse, float factor, float second,
                             const Quick& quick, uint32_t* out, uint32_t* doubts) {
   const int64_t length = count;
   uint32_t doubt = 0;
   LOWP_RUN_LOOP
   for (int64_t i = 0; i < length; ++i) {
     uint32_t own = 0;
-    const uint32_t element = quick_element<kWholes, kExact>(bits_of(number(in[i]) * inverse), quick, own);
+    const uint32_t element = element_of<kWholes, kExact, kDraws>(bits_of(number(in[i]) * inverse), words + i, quick, own);
     out[i] = kValues ? value_of(element, factor, second) : element;
     if (kExact) continue;
     if (is_constant(count))
@@ -352,21 +413,28 @@ struct GroupCast {
   Caster<F32> narrow;
   Caster<F64> wide;
   bool is_quick_cast;  // in fp32 by the quick cast; only under powers of two by others
+  bool is_drawn;       // the quick cast is stochastic
   bool in_fp32;
   bool small_counts;  // whether it matters that a number is too small for fp32 under its scale
   Quick quick;
   uint64_t seed;
   int64_t index;
 
-  GroupCast(const lowp_sharing& given, uint64_t given_seed, int64_t first)
+  // `step`: the distance of the indices of neighbours, which determine random words.
+  GroupCast(const lowp_sharing& given, uint64_t given_seed, int64_t first, int64_t step)
       : sharing(given), narrow(given.element, given_seed, first), wide(given.element, given_seed, first),
-        is_quick_cast(is_quick(given.element)), quick(make_quick(given.element, narrow.lane)), seed(given_seed),
+        is_quick_cast(is_quick(given.element)), is_drawn(false), quick(make_quick(given.element, narrow.lane)), seed(given_seed),
         index(first) {
     const lowp_cast& element = sharing.element;
     const bool is_float = element.kind == kFloat;
     const bool nearest = element.rounding == kNearestEven || element.rounding == kNearestAway;
     in_fp32 = narrow.kernel != nullptr && (!is_float || (element.is_signed && element.min_exponent > -90));
-    if (!sharing.power) in_fp32 = is_quick_cast && element.bits <= 8;
+    narrow.step = wide.step = step;
+    if (!sharing.power) {
+      is_drawn = is_drawn_quickly(element, narrow);
+      is_quick_cast |= is_drawn;
+      in_fp32 = is_quick_cast && element.bits <= 8;
+    }
     if (sharing.outer.bits) in_fp32 = in_fp32 && has_small_products(sharing);
     small_counts = !nearest && element.rounding != kTowardZero;
   }
@@ -377,20 +445,29 @@ struct GroupCast {
   bool elements(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
                 const uint32_t* words, int64_t first, int64_t count, uint32_t* out) const {
     alignas(64) uint32_t quotients[kBlock];
-    if (is_quick_cast) return cast_strip<false>(in, runs, inverse, scale, outer, out);
+    if (is_quick_cast) {
+      cast_strip<false>(in, runs, inverse, scale, outer, words, first, out);
+      return true;
+    }
     uint32_t small = 0;
-    each_run(runs, [&](int64_t run, int64_t begin, auto length) {
-      small |= divide_run(in + begin, length, inverse[run], quotients + begin);
-    });
+    if (runs.each == 1) {
+      small = divide_each(in, runs.number, inverse, quotients);
+    } else {
+      each_run(runs, [&](int64_t run, int64_t begin, auto length) {
+        small |= divide_run(in + begin, length, inverse[run], quotients + begin);
+      });
+    }
     if (small != 0 && small_counts) return false;
     mark(runs, scale, quotients, uint32_t{0});
     narrow.with_words(quotients, out, first, count, words);
     return true;
   }
 
-  // The values of a strip in one step. Returns false if there is no such step or fp32 does not decide.
-  bool all(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer, uint32_t* out) const {
-    return is_quick_cast && cast_strip<true>(in, runs, inverse, scale, outer, out);
+  // The values of a strip in one step. Returns false if there is no such step.
+  bool all(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
+           const uint32_t* words, int64_t first, uint32_t* out) const {
+    if (is_quick_cast) cast_strip<true>(in, runs, inverse, scale, outer, words, first, out);
+    return is_quick_cast;
   }
 
   // The same in fp64; `in` may be `out`. With zero points the element is limited so that their sum is in the range.
@@ -433,36 +510,99 @@ struct GroupCast {
   }
 
  private:
+  // What a strip is cast by and with.
+  struct Given {
+    const uint32_t* in;
+    const Runs& runs;
+    const float* inverse;
+    const double* scale;
+    double outer;
+    const uint32_t* words;
+    int64_t first;
+    uint32_t* out;
+  };
+
   template <bool kValues>
-  bool cast_strip(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
-                  uint32_t* out) const {
-    const bool exact = sharing.power != 0;
-    const auto run = sharing.element.kind != kInteger
-                         ? exact ? &GroupCast::cast_runs<false, true, kValues> : &GroupCast::cast_runs<false, false, kValues>
-                     : exact ? &GroupCast::cast_runs<true, true, kValues>
-                             : &GroupCast::cast_runs<true, false, kValues>;
-    if ((this->*run)(in, runs, inverse, scale, outer, out) != 0) return false;
+  void cast_strip(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
+                  const uint32_t* words, int64_t first, uint32_t* out) const {
+    const Given given{in, runs, inverse, scale, outer, words, first, out};
+    const bool wholes = sharing.element.kind == kInteger;
+    if (sharing.power)
+      wholes ? cast_runs<true, true, kNone, kValues>(given) : cast_runs<false, true, kNone, kValues>(given);
+    else if (is_drawn)
+      wholes ? cast_surely<true, kWord, kValues>(given) : cast_surely<false, kWord, kValues>(given);
+    else
+      wholes ? cast_surely<true, kNone, kValues>(given) : cast_surely<false, kNone, kValues>(given);
     mark(runs, scale, out, kValues ? Constants<F32>::kQuietNan : 0);
-    return true;
   }
 
-  template <bool kWholes, bool kExact, bool kValues>
-  __attribute__((noinline)) uint32_t cast_runs(const uint32_t* in, const Runs& runs, const float* inverse,
-                                               const double* scale, double outer, uint32_t* out) const {
+  template <bool kWholes, Draws kDraws, bool kValues>
+  void cast_surely(const Given& given) const {
+    if (cast_runs<kWholes, false, kDraws, kValues>(given) != 0) settle_runs<kWholes, kDraws, kValues>(given);
+  }
+
+  template <bool kWholes, bool kExact, Draws kDraws, bool kValues>
+  __attribute__((noinline)) uint32_t cast_runs(const Given& given) const {
     const Quick constants = quick;
-    const float second = static_cast<float>(outer);
-    if (runs.each == 1) return cast_each<kWholes, kExact, kValues>(in, runs.number, inverse, scale, second, constants, out);
+    const Runs& runs = given.runs;
+    const float second = static_cast<float>(given.outer);
+    if (runs.each == 1)
+      return cast_each<kWholes, kExact, kDraws, kValues>(given.in, given.words, runs.number, given.inverse, given.scale, second,
+                                                         constants, given.out);
     alignas(64) uint32_t doubts[32] = {};
     const auto cast = [&](int64_t run, int64_t begin, auto count) {
-      prefetch(in + begin, count);
-      cast_run<kWholes, kExact, kValues>(in + begin, count, inverse[run], static_cast<float>(scale[run]), second, constants,
-                                         out + begin, doubts);
+      prefetch(given.in + begin, count);
+      cast_run<kWholes, kExact, kDraws, kValues>(given.in + begin, given.words + begin, count, given.inverse[run],
+                                                 static_cast<float>(given.scale[run]), second, constants, given.out + begin, doubts);
     };
     each_run(runs, [&](int64_t run, int64_t begin, auto length) {
       if (is_constant(length)) return cast(run, begin, length);
       for (int64_t done = 0; done < length; done += kAhead) cast(run, begin + done, smaller(kAhead, length - done));
     });
     return largest_of<F32, false>(doubts, 32);
+  }
+
+  // A strip with quotients in doubt, of which there are few: once more, and in fp64 the few numbers beside each of them.
+  template <bool kWholes, Draws kDraws, bool kValues>
+  __attribute__((noinline)) void settle_runs(const Given& given) const {
+    constexpr int64_t kFew = 16;
+    const Quick constants = quick;
+    const float second = static_cast<float>(given.outer);
+    if (given.runs.each == 1) {
+      for (int64_t begin = 0; begin < given.runs.number; begin += kFew) {
+        const int64_t end = smaller(begin + kFew, given.runs.number);
+        if (cast_each<kWholes, false, kDraws, kValues>(given.in + begin, given.words + begin, end - begin, given.inverse + begin,
+                                                       given.scale + begin, second, constants, given.out + begin) == 0)
+          continue;
+        for (int64_t i = begin; i < end; ++i) settle<kValues>(given, i, i, 1);
+      }
+      return;
+    }
+    each_run(given.runs, [&](int64_t run, int64_t first, int64_t length) {
+      for (int64_t begin = first; begin < first + length; begin += kFew) {
+        const int64_t count = smaller(kFew, first + length - begin);
+        uint32_t doubt = 0;
+        cast_run<kWholes, false, kDraws, kValues>(given.in + begin, given.words + begin, count, given.inverse[run],
+                                                  static_cast<float>(given.scale[run]), second, constants, given.out + begin, &doubt);
+        if (doubt != 0) settle<kValues>(given, run, begin, count);
+      }
+    });
+  }
+
+  // At most 16 numbers of a run, in fp64.
+  template <bool kValues>
+  void settle(const Given& given, int64_t run, int64_t begin, int64_t count) const {
+    alignas(64) uint64_t quotients[16];
+    const double divisor = given.scale[run] * given.outer;
+    const float factor = static_cast<float>(given.scale[run]), second = static_cast<float>(given.outer);
+    const uint32_t* const in = given.in + begin;
+    for (int64_t i = 0; i < count; ++i)
+      quotients[i] = bits_of(divisor == 0 ? wide_number(in[i]) * 0.0 : wide_number(in[i]) / divisor);
+    wide.with_words(quotients, quotients, given.first + begin * wide.step, count, given.words + begin);
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t element = bits_of(static_cast<float>(number(quotients[i])));
+      given.out[begin + i] = kValues ? value_of(element, factor, second) : element;
+    }
   }
 
   // Writes what stands for numbers under a scale of NaN.
@@ -489,6 +629,12 @@ static inline void multiply_run(const uint32_t* in, int64_t count, float factor,
 __attribute__((noinline)) static void values(const uint32_t* element, const Runs& runs, const double* scale, double outer,
                                              uint32_t* out) {
   const float second = static_cast<float>(outer);
+  if (runs.each == 1) {
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < runs.number; ++i)
+      out[i] = value_of(element[i], scale[i] == scale[i] ? static_cast<float>(scale[i]) : number(Constants<F32>::kQuietNan), second);
+    return;
+  }
   each_run(runs, [&](int64_t run, int64_t begin, auto length) {
     const float factor = scale[run] == scale[run] ? static_cast<float>(scale[run]) : number(Constants<F32>::kQuietNan);
     multiply_run(element + begin, length, factor, second, out + begin);

@@ -131,7 +131,8 @@ LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, cons
   const Task task{nullptr, x, out, type, out_type, seed, stream, index};
   Groups groups{sharing, row, group, 1, scale, zero_point, nullptr, 0, false, inner, across};
   const Kernels& kernel = kernels();
-  if (inner > 1 && across == 1 && (draws(sharing->element.rounding) || sharing->corrects)) {
+  const bool draws_apart = groups.draws_across() && !(groups.has_whole_counters() && index % 4 == 0);
+  if (draws_apart || (sharing->corrects && inner > 1 && across == 1)) {
     find_outer(task, groups, count, threads);
     return draw_across(task, groups, count, threads);
   }

@@ -15,6 +15,8 @@ struct Strip {
   int64_t rest;   // of the first group
   int64_t count = 0;
   bool follows = false;  // under the scales of the strip before
+  const uint32_t* words = nullptr;  // the random words of columns, and
+  int64_t index = 0;                // of the first of them
   Runs runs;
 
   // A row of `columns` numbers, `across` neighbours of which are in a group.
@@ -303,8 +305,16 @@ static bool each_row_of_columns(const Task& task, const Groups& groups, int64_t 
       }, scale);
     }
     Strip strip(count, across);
-    for (int64_t row = 0; row < rows; ++row, strip.follows = true)
+    alignas(64) uint32_t words[4 * kBeside];
+    const int64_t index = task.index + (band / of_row * groups.inner + column) * groups.row + above;
+    for (int64_t row = 0; row < rows; ++row, strip.follows = true) {
+      if (groups.draws_across()) {
+        const uint64_t first = static_cast<uint64_t>(index + row) / 4, distance = static_cast<uint64_t>(groups.row) / 4;
+        if (row % 4 == 0) random_words_across(task.seed, first, distance, count, words);
+        strip.words = words + row % 4 * count, strip.index = index + row - task.index;
+      }
       use(row_of(row), corner + row * groups.inner, strip, scale);
+    }
   }
   return finite;
 }
@@ -390,7 +400,7 @@ static const double* corrected(const Task& task, const Groups& groups, const Bit
 template <class C, class Whole, class Narrow, class Wide>
 static bool each_strip_rounded(const Task& task, const Groups& groups, int64_t begin, int64_t end, Whole whole,
                                Narrow in_fp32, Wide in_fp64) {
-  const GroupCast cast(*groups.sharing, task.seed, task.index);
+  const GroupCast cast(*groups.sharing, task.seed, task.index, groups.draws_across() ? groups.row : 1);
   alignas(64) uint32_t buffer[kBlock + 4], narrow[kBlock];
   alignas(64) uint64_t wide[kBlock];
   alignas(64) float inverse[kBlock];
@@ -399,19 +409,20 @@ static bool each_strip_rounded(const Task& task, const Groups& groups, int64_t b
   bool reaches = false;
   return each_strip<C>(task, groups, begin, end, [&](auto* in, int64_t first, const Strip& strip, const double* scale) {
     const int64_t count = strip.count;
-    const uint32_t* words = buffer;
-    if (draws(cast.sharing.element.rounding)) words = words_from(task.seed, task.index + first, count, buffer);
+    const uint32_t* words = strip.words == nullptr ? buffer : strip.words;
+    const int64_t drawn = strip.words == nullptr ? first : strip.index;
+    if (draws(cast.sharing.element.rounding) && words == buffer) words = words_from(task.seed, task.index + first, count, buffer);
     const int32_t* const points = groups.zero_point == nullptr ? nullptr : groups.zero_point + strip.group;
     if constexpr (sizeof(*in) == 4) {
       if (!strip.follows) reaches = points == nullptr && cast.invert(strip.runs, scale, groups.outer, inverse);
-      if (reaches && !corrects && whole(cast, in, first, strip, scale, inverse)) return;
-      if (reaches && cast.elements(in, strip.runs, inverse, scale, groups.outer, words, first, count, narrow))
+      if (reaches && !corrects && whole(cast, in, first, strip, scale, inverse, words, drawn)) return;
+      if (reaches && cast.elements(in, strip.runs, inverse, scale, groups.outer, words, drawn, count, narrow))
         return in_fp32(narrow, first, strip, corrects ? corrected(task, groups, in, narrow, strip, scale, other) : scale);
       widen(in, wide, count);
     } else {
       std::memcpy(wide, in, sizeof(wide[0]) * static_cast<size_t>(count));
     }
-    cast.elements(wide, strip.runs, scale, groups.outer, points, words, first, count, wide);
+    cast.elements(wide, strip.runs, scale, groups.outer, points, words, drawn, count, wide);
     in_fp64(wide, first, strip, corrects ? corrected(task, groups, in, wide, strip, scale, other) : scale);
   });
 }
@@ -439,9 +450,9 @@ static int quantize_groups_in(const Task& task, const Groups& groups, int64_t be
     if (!direct) lost |= write(result, task, first, strip.count);
   };
   const auto whole = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const double* scale,
-                         const float* inverse) {
+                         const float* inverse, const uint32_t* words, int64_t drawn) {
     uint32_t* const out = direct ? static_cast<uint32_t*>(task.out) + first : result;
-    if (!narrow || !cast.all(in, strip.runs, inverse, scale, groups.outer, out)) return false;
+    if (!narrow || !cast.all(in, strip.runs, inverse, scale, groups.outer, words, drawn, out)) return false;
     if (!direct) lost |= write(result, task, first, strip.count);
     return true;
   };

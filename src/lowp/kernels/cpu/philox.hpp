@@ -120,14 +120,13 @@ struct Schedule {
   }
 };
 
-// CHAINS * kLanes counters, four words each.
+// The four words of CHAINS * kLanes counters.
 template <int CHAINS>
-static inline void philox_step(const Schedule& schedule, uint64_t counter, uint32_t* out) {
+static inline void philox_rounds(const Schedule& schedule, const Words* counters, Words* c0, Words* c1, Words* c2, Words* c3) {
   const Words m0 = words_set(kMultiplier0), m1 = words_set(kMultiplier1);
-  Words c0[CHAINS], c1[CHAINS], c2[CHAINS], c3[CHAINS];
 #pragma GCC unroll 8
   for (int chain = 0; chain < CHAINS; ++chain) {
-    const Words a = words_multiply(words_first(counter + static_cast<uint64_t>(chain * kLanes)), m0);
+    const Words a = words_multiply(counters[chain], m0);
     const Words b = words_multiply(words_xor(words_upper(a), schedule.key1[0]), m1);
     c0[chain] = words_xor(words_upper(b), schedule.key0[1]);
     c1[chain] = b;
@@ -145,6 +144,15 @@ static inline void philox_step(const Schedule& schedule, uint64_t counter, uint3
       c3[chain] = a;
     }
   }
+}
+
+// The same of neighbours, four words each, stored one after the other.
+template <int CHAINS>
+static inline void philox_step(const Schedule& schedule, uint64_t counter, uint32_t* out) {
+  Words counters[CHAINS], c0[CHAINS], c1[CHAINS], c2[CHAINS], c3[CHAINS];
+#pragma GCC unroll 8
+  for (int chain = 0; chain < CHAINS; ++chain) counters[chain] = words_first(counter + static_cast<uint64_t>(chain * kLanes));
+  philox_rounds<CHAINS>(schedule, counters, c0, c1, c2, c3);
 #pragma GCC unroll 8
   for (int chain = 0; chain < CHAINS; ++chain)
     words_store(out + chain * kLanes * 4, words_pair(c0[chain], c1[chain]), words_pair(c2[chain], c3[chain]));
@@ -176,6 +184,33 @@ static void random_words(uint64_t seed, uint64_t counter, int64_t counters, uint
   int64_t done = 0;
   if (counters > 0 && counter >> 32 == last >> 32) done = random_words_alike(seed, counter, counters, out);
   for (; done < counters; ++done) philox_at(seed, counter + static_cast<uint64_t>(done), 0, out + 4 * done);
+}
+
+// The words of `count` counters, `stride` apart: word j of counter i at out[j * count + i].
+static void random_words_across(uint64_t seed, uint64_t first, uint64_t stride, int64_t count, uint32_t* out) {
+  int64_t done = 0;
+#if defined(__x86_64__)
+  constexpr int64_t kAtOnce = kChains * kLanes;
+  const uint64_t last = first + static_cast<uint64_t>(count - 1) * stride;
+  if (first >> 32 == last >> 32) {
+    const Schedule schedule(seed, first);
+    for (; done + kAtOnce <= count; done += kAtOnce) {
+      alignas(64) uint64_t at[kAtOnce], found[4][kAtOnce];
+      for (int64_t i = 0; i < kAtOnce; ++i) at[i] = first + static_cast<uint64_t>(done + i) * stride;
+      Words counters[kChains], words[4][kChains];
+      std::memcpy(counters, at, sizeof(at));
+      philox_rounds<kChains>(schedule, counters, words[0], words[1], words[2], words[3]);
+      std::memcpy(found, words, sizeof(found));
+      for (int64_t word = 0; word < 4; ++word)
+        for (int64_t i = 0; i < kAtOnce; ++i) out[word * count + done + i] = static_cast<uint32_t>(found[word][i]);
+    }
+  }
+#endif
+  for (; done < count; ++done) {
+    uint32_t words[4];
+    philox_at(seed, first + static_cast<uint64_t>(done) * stride, 0, words);
+    for (int64_t word = 0; word < 4; ++word) out[word * count + done] = words[word];
+  }
 }
 
 // The words of `count` elements from `index` on; `buffer` has room for four more.

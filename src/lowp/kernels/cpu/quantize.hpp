@@ -11,7 +11,7 @@ template <class C>
 struct Caster {
   const lowp_cast& cast;
   uint64_t seed;
-  int64_t offset;
+  int64_t offset, step = 1;  // of the indices of neighbours
   Lane<C> lane;
   CastNumbers<C> kernel, quick;
 
@@ -51,7 +51,7 @@ struct Caster {
  private:
   void one_by_one(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count) const {
     for (int64_t i = 0; i < count; ++i) {
-      const double value = cast_general(static_cast<double>(number(in[i])), cast, seed, offset + begin + i);
+      const double value = cast_general(static_cast<double>(number(in[i])), cast, seed, offset + begin + i * step);
       out[i] = bits_of(static_cast<typename C::Number>(value));
     }
   }
