@@ -21,7 +21,7 @@ from lowp.ops.convolution import Convolution
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 
 CASTS = ["mxfp8", "mxfp6", "mxfp4", "nvfp4", "mxfp4:ceil", "mxfp8:rceil", "mxfp4:even", "i8s@e8m0/32", "e2m1@fp32/16"]
-CASTS += ["mxfp4:stochastic", "nvfp4:stochastic", "e5m2@e8m0/32", "e2m1@e4m3fn@fp32/16x16"]
+CASTS += ["mxfp4:stochastic", "nvfp4:stochastic", "nvfp4:eden", "e5m2@e8m0/32", "e2m1@e4m3fn@fp32/16x16"]
 
 
 def tensors() -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def format_of(cast: str) -> ScaledFormat:
 
 def measured(x: Tensor, cast: str) -> tuple[float, float]:
     """Return the share of nonzero numbers that a cast flushes, and the signal-to-noise ratio in dB."""
-    draws = range(16 if "stochastic" in cast else 1)
+    draws = range(16 if casts.parse(cast).is_stochastic else 1)
     cut = torch.stack([lowp.quantize(x, cast, **({"seed": seed} if len(draws) > 1 else {})) for seed in draws])
     ratio = float(len(draws) * (x.double() ** 2).sum() / ((cut.double() - x.double()) ** 2).sum())
     return float((cut == 0)[:, x != 0].float().mean()), 10 * math.log10(ratio)
@@ -63,12 +63,13 @@ def test_what_a_cast_flushes_and_rounds_is_told(cast: str, axis: int) -> None:
         assert not told.is_bound and not told.overflows
 
 
-def test_rotated_blocks_are_told_too() -> None:
+@pytest.mark.parametrize("turned", [16, 32])
+def test_rotated_blocks_are_told_too(turned: int) -> None:
     for what, x in tensors().items():
         seen = Spectrum.of(x)
-        blocks = blocks_of(x, "input", "linear", seen.maximum)[BlockLayout(0, "16", True)]
-        turned = torch.stack([hadamard.rotate(x.t(), hadamard.signs(16, seed, x.device)) for seed in range(8)])
-        flushed, ratio = measured(turned, "nvfp4")
+        blocks = blocks_of(x, "input", "linear", seen.maximum)[BlockLayout(0, "16", turned)]
+        rotated = [hadamard.rotate(x.t(), hadamard.signs(turned, seed, x.device)) for seed in range(8)]
+        flushed, ratio = measured(torch.stack(rotated), "nvfp4")
         told = effect(seen, casts.parse("nvfp4"), 1.0, blocks)
         assert told.flushed == pytest.approx(flushed, abs=0.015), what
         assert told.signal_to_noise == pytest.approx(ratio, abs=0.5), what
@@ -115,10 +116,11 @@ def test_layouts_are_those_of_rows_images_and_weights() -> None:
     assert blocks_of(image[0], "input", "conv2d", 5.0).keys() == blocks_of(image, "input", "conv2d", 5.0).keys()
     weight = blocks_of(torch.randn(40, 50), "weight", "embedding", 5.0)
     plain = {"1/16", "1/32", "0/16", "0/32", "0/16x16"}
-    assert {str(one) for one in weight} == plain | {"0/16 hadamard", "0/32 hadamard"}
+    turned = {f"0/{size} hadamard={turned}" for size in (16, 32) for turned in (16, 32)}
+    assert {str(one) for one in weight} == plain | turned
     assert not blocks_of(image, "input", "matmul", 5.0) and not blocks_of(image * 0, "input", "conv2d", 0.0)
-    assert layout_of("linear", "weight_gradient", "grad", format_of("nvfp4"), 16) == BlockLayout(0, "16", True)
-    assert layout_of("linear", "weight_gradient", "grad", format_of("nvfp4"), 32) is None
+    assert layout_of("linear", "weight_gradient", "grad", format_of("nvfp4"), 16) == BlockLayout(0, "16", 16)
+    assert layout_of("linear", "weight_gradient", "grad", format_of("nvfp4"), 64) is None
     assert layout_of("linear", "forward", "weight", format_of("int8")) is None
 
 

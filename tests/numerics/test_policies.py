@@ -10,6 +10,7 @@ from numerics.small import network, recorded
 
 import lowp
 from lowp import presets
+from lowp.formats import ScaledFormat
 from lowp.numerics.blocks import BlockLayout
 from lowp.numerics.policies import effects, high_layers, products, readings, sensitivities, worst
 from lowp.numerics.prediction import effect
@@ -74,8 +75,8 @@ def test_what_a_product_reads_under_a_cast_of_its_own_is_told(record: Record) ->
     rule = lowp.Rule.of("linear", **OPERANDS, saved="e4m3fn", weight_gradient="input=mxfp4 hadamard=16")
     found = readings(record, lowp.Policy((rule,)), "3", "linear")
     layouts = {(one.product, one.key.role): one.layout for one in found}
-    assert layouts["weight_gradient", "input"] == BlockLayout(0, "32", True)
-    assert layouts["weight_gradient", "grad"] == BlockLayout(0, "16", True)
+    assert layouts["weight_gradient", "input"] == BlockLayout(0, "32", 16)
+    assert layouts["weight_gradient", "grad"] == BlockLayout(0, "16", 16)
     assert layouts["input_gradient", "grad"] == BlockLayout(1, "16") and layouts["saved", "input"] is None
     plain = lowp.Rule.of("linear", **OPERANDS)
     policies = (lowp.Policy((one,)) for one in (plain, replace(plain, saved="e5m2")))
@@ -120,3 +121,12 @@ def test_without_a_number_the_layers_stay_high_that_hold_half_if_they_are_few(re
 def test_a_precision_of_16_bits_keeps_no_layer_high(record: Record) -> None:
     assert not high_layers(record, presets.PRESETS["fp16"].policy).shares
     assert not high_layers(record, presets.PRESETS["fp32"].policy, 3).kept
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_the_blocks_that_a_preset_reads_are_counted(record: Record, preset: str) -> None:
+    for place in (("0", "linear"), ("3", "linear")):
+        for one in readings(record, presets.PRESETS[preset].policy, *place):
+            format = one.cast.format
+            if one.product in ("forward", "input_gradient", "weight_gradient") and isinstance(format, ScaledFormat):
+                assert not format.scope.elements or (one.key, one.layout) in record.part.blocks, str(one)

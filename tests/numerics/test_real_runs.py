@@ -198,4 +198,4 @@ def laid_out(x: torch.Tensor, key: Key, layout: BlockLayout) -> torch.Tensor:
         x = x.movedim(layout.axis, -1).contiguous()
     if not layout.turned:
         return x
-    return torch.stack([hadamard.rotate(x, hadamard.signs(16, seed, x.device)) for seed in range(8)])
+    return torch.stack([hadamard.rotate(x, hadamard.signs(layout.turned, seed, x.device)) for seed in range(8)])

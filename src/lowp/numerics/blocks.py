@@ -21,7 +21,7 @@ from lowp.errors import InvalidInput
 from lowp.formats import Format, ScaledFormat
 
 SIZES = (16, 32)
-TURNED = 16  # numbers that a rotation mixes: those of the presets
+TURNED = (16, 32)  # numbers that a rotation mixes: those of the presets
 _TILE = "16x16"
 _LONGEST, _MOST, _TILES = max(SIZES), 256, 64  # blocks that are read, and tiles
 _POINTS = 8  # of a bin, over which an effect is averaged
@@ -35,9 +35,10 @@ _UNIT = 1e6  # parts of the energy of a tensor
 _STEPS = np.arange(_PARTS * (_FINE + _OCTAVES) + 1)
 _BIN_OF = np.where(_STEPS <= _PARTS * _FINE, _STEPS, _PARTS * _FINE + (_STEPS - _PARTS * _FINE + _PARTS - 1) // _PARTS)
 _BIN_OF = np.append(_BIN_OF, [RATIOS - 1] * (127 * _PARTS - len(_BIN_OF)) + [RATIOS])
-_TURN = reduce(np.kron, [np.array([[1.0, 1.0], [1.0, -1.0]], np.float32)] * int(math.log2(TURNED))) / TURNED**0.5
+_PAIR = np.array([[1.0, 1.0], [1.0, -1.0]], np.float32)
+_TURN = {size: reduce(np.kron, [_PAIR] * int(math.log2(size))) / math.sqrt(size) for size in TURNED}
 # of each block other ones, as each call draws its own
-_SIGNS = np.where(np.random.default_rng(0).random((_MOST * _LONGEST // TURNED, TURNED)) < 0.5, -1.0, 1.0)
+_SIGNS = np.where(np.random.default_rng(0).random(_MOST * _LONGEST) < 0.5, np.float32(-1), np.float32(1))
 
 # the dimension that each product sums of the operands that it reads: of a linear layer's matrices of rows; of a
 # convolution's batch, channels and places
@@ -61,21 +62,21 @@ _SUMMED: dict[str, dict[str, dict[str, int]]] = {
 
 
 class BlockLayout(NamedTuple):
-    """How blocks lie in a tensor: the dimension that they follow, their size or tiles, and whether they are rotated."""
+    """How blocks lie in a tensor: the dimension that they follow, their size or tiles, and how many are rotated."""
 
     axis: int
     scope: str
-    turned: bool = False
+    turned: int = 0
 
     def __str__(self) -> str:
-        return f"{self.axis}/{self.scope}{' hadamard' * self.turned}"
+        return f"{self.axis}/{self.scope}" + (f" hadamard={self.turned}" if self.turned else "")
 
     @classmethod
     def parse(cls, text: str) -> BlockLayout:
         """The layout that `str` printed."""
         place, _, rest = text.partition("/")
-        scope, _, turned = rest.partition(" ")
-        return cls(int(place), scope, bool(turned))
+        scope, _, turned = rest.partition(" hadamard=")
+        return cls(int(place), scope, int(turned or 0))
 
 
 def products_of(op: str) -> dict[str, dict[str, int]]:
@@ -86,10 +87,15 @@ def products_of(op: str) -> dict[str, dict[str, int]]:
 def layout_of(op: str, product: str, role: str, format: Format, hadamard: int = 0) -> BlockLayout | None:
     """The layout in which a product reads an operand of a format; None where no blocks are counted for it."""
     axis = products_of(op).get(product, {}).get(role)
-    if not isinstance(format, ScaledFormat) or not format.scope.elements or axis is None or hadamard not in (0, TURNED):
+    if (
+        not isinstance(format, ScaledFormat)
+        or not format.scope.elements
+        or axis is None
+        or hadamard not in (0, *TURNED)
+    ):
         return None
     scope = str(format.scope)
-    return BlockLayout(0 if scope == _TILE else axis, scope, bool(hadamard))
+    return BlockLayout(0 if scope == _TILE else axis, scope, hadamard)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,11 +185,11 @@ def blocks_of(x: Tensor, role: str, op: str, largest: float) -> dict[BlockLayout
     for axis in dict.fromkeys(axes.values()):
         blocks = _some(x.movedim(axis, -1), _LONGEST, 1, _MOST)
         turns = is_linear and axis in (axes[one] for one in axes if one != "forward")
-        for turned, numbers in enumerate([blocks, _turned(blocks)] if turns else [blocks]):
-            layouts = {BlockLayout(axis, str(size), bool(turned)): min(size, numbers.shape[1]) for size in SIZES}
-            found.update(_counted_as(layouts, numbers, largest))
+        for turned in (0, *TURNED) if turns else (0,):
+            layouts = {BlockLayout(axis, str(size), turned): min(size, blocks.shape[1]) for size in SIZES}
+            found.update(_counted_as(layouts, _turned(blocks, turned) if turned else blocks, largest))
     if role == "weight" and is_linear:
-        tiles = _some(x, TURNED, TURNED, _TILES)
+        tiles = _some(x, 16, 16, _TILES)
         found.update(_counted_as({BlockLayout(0, _TILE): tiles.shape[1]}, tiles, largest))
     return found
 
@@ -202,12 +208,12 @@ def _some(x: Tensor, size: int, rows: int, most: int) -> NDArray[np.float32]:
     return found
 
 
-def _turned(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
+def _turned(blocks: NDArray[np.float32], size: int) -> NDArray[np.float32]:
     """The blocks rotated, by signs that no other has; what is left at the end of short ones stays."""
-    whole = blocks.shape[1] - blocks.shape[1] % TURNED
-    rows = blocks[:, :whole].reshape(-1, TURNED)
-    turned = ((rows * _SIGNS[: len(rows)]).astype(np.float32) @ _TURN).reshape(len(blocks), whole)
-    return np.concatenate((turned, blocks[:, whole:]), axis=1)
+    whole = blocks.shape[1] - blocks.shape[1] % size
+    numbers = blocks[:, :whole].reshape(-1)
+    turned = (numbers * _SIGNS[: len(numbers)]).reshape(-1, size) @ _TURN[size]
+    return np.concatenate((turned.reshape(len(blocks), whole), blocks[:, whole:]), axis=1)
 
 
 def _counted_as(

@@ -122,9 +122,10 @@ def _in_blocks(blocks: Blocks, cast: Cast, largest: float) -> Effect:
     quotient = (ratios.reshape(-1, 1) * tops).clip(1e-30)
     spacing = np.sqrt(_squared_spacing(np.floor(np.log2(quotient)), grid))
     down = np.floor(quotient / spacing)
-    kept = np.minimum((np.round(quotient / spacing) if not cast.is_stochastic else down) * spacing, grid.maximum)
+    is_stochastic = cast.rounding.is_stochastic
+    kept = np.minimum((down if is_stochastic else np.round(quotient / spacing)) * spacing, grid.maximum)
     error, flushed = np.square(1 - kept / quotient), kept == 0.0
-    if cast.is_stochastic:
+    if is_stochastic:
         up = quotient / spacing - down
         inside = quotient < grid.maximum
         error = np.where(inside, up * (1 - up) * np.square(spacing / quotient), error)
