@@ -28,9 +28,10 @@ def data() -> list[Tensor]:
     return [3 * torch.randn(24, 16, generator=generator) for _ in range(2)]
 
 
-def test_numbers_are_those_of_their_definitions(model: nn.Module, data: list[Tensor]) -> None:
-    (row,) = lowp.mismatch(model, data, ["int8"], layers=0).rows
-    served = lowp.quantize_model(model, "int8", data)
+@pytest.mark.parametrize("format", ["int8", "nvfp4", "mxfp4", "int4"])
+def test_numbers_are_those_of_their_definitions(format: str, model: nn.Module, data: list[Tensor]) -> None:
+    (row,) = lowp.mismatch(model, data, [format], layers=0).rows
+    served = lowp.quantize_model(model, format, data)
     x = torch.cat(data)
     with torch.no_grad():
         ours, theirs = (F.log_softmax(one(x).double(), 1) for one in (model, served))

@@ -125,6 +125,15 @@ def test_an_embedding_is_rounded_so_that_the_results_of_the_model_change_least(f
     assert not any(parameter.requires_grad for parameter in ours.parameters())
 
 
+def test_inference_mode_around_the_call_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = _Reader(), [torch.arange(20)]
+    wanted = lowp.quantize_model(model, "int4", x, rounding="gptq")
+    with torch.inference_mode():
+        found = lowp.quantize_model(model, "int4", x, rounding="gptq")
+    assert torch.equal(found.table.weight.values(), wanted.table.weight.values())
+
+
 def test_an_embedding_to_which_no_gradient_leads_is_rounded_to_nearest() -> None:
     model, x = _Reader("none"), torch.arange(50)
     nearest, ours = (lowp.quantize_model(model, "int4", [x], rounding=one) for one in ("nearest", "gptq"))

@@ -7,9 +7,8 @@ from lowp.inference.calibration import METHODS
 from lowp.inference.exporting import export_onnx
 from lowp.inference.measuring import Footprint, footprint
 from lowp.inference.mismatch import ServingMismatch, mismatch
-from lowp.inference.quantizing import quantize_model, unquantized
+from lowp.inference.quantizing import quantize_model, training_policy, unquantized
 from lowp.inference.saving import load, save
-from lowp.inference.training import training_policy
 
 __all__ = [
     "METHODS",

@@ -90,7 +90,7 @@ def _coded(module: ServedLinear) -> _Coded | None:
     weight = module.weight
     if isinstance(weight, Nibble):
         held = weight.codes()
-        whole = few_bits.whole_levels(list(FORMATS["e2m1"].values()))  # type: ignore[union-attr]
+        whole = few_bits.levels_of(FORMATS["e2m1"])  # type: ignore[arg-type]
         assert whole is not None
         levels, codes = held.levels.tolist(), few_bits.codes_of(held)
         scales = few_bits.scales_of(held)[:, : -(-held.k // held.group)]  # the depth of panels is filled up

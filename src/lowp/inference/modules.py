@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lowp import kernels
 from lowp.casts import Cast, parse
-from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels.numbers import groups, packing, scaled
 from lowp.kernels.packed import byte_products, byte_rows, few_bits, few_rows
 from lowp.kernels.packed.byte_products import Panels
@@ -195,44 +194,15 @@ class Nibble(_Coded):
     def __init__(self, weight: Tensor | Quantized, cast: Cast) -> None:
         super().__init__()
         self.n, self.k = weight.shape
-        levels, unit = _levels_of(cast)
+        found = few_bits.levels_of(cast.element)
+        assert found is not None  # `packed` has seen it
+        levels, unit = found
         codes, scales, group, read = _nibbles_of(weight, cast, unit)
         self.hold(few_bits.pack_codes(codes, scales, levels, group, read))
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """In whole numbers, of fp32 numbers to 20 bits."""
         return contract_packed((rows, self.codes()), bias)
-
-
-def _levels_of(cast: Cast) -> tuple[list[int], float]:
-    """Return the values of the 16 codes of a format as integers, and their unit."""
-    element = cast.element
-    if isinstance(element, IntFormat):  # two's complement
-        return [code - (code >> 3 << 4) for code in range(16)], 1.0
-    found = few_bits.whole_levels(list(element.values()))
-    assert found is not None  # `is_nibble` has seen it
-    return found
-
-
-def is_nibble(cast: Cast) -> bool:
-    """Whether a format is four bits or less under scales that the packed kernel has."""
-    format, element = cast.format, cast.element
-    if element.bits == 4 and not isinstance(format, ScaledFormat):
-        return _is_whole(element)
-    if not isinstance(format, ScaledFormat) or format.affine:
-        return False
-    if isinstance(element, IntFormat):
-        fits = 2 <= element.bits <= 4
-    else:
-        fits = element.bits == 4 and _is_whole(element)
-    return fits and (format.scope.kind in ("tensor", "row") or format.scope.size % 16 == 0)
-
-
-def _is_whole(element: FloatFormat | IntFormat) -> bool:
-    """Whether all codes of a floating-point format are multiples of a unit, as far as the kernel counts."""
-    if not isinstance(element, FloatFormat) or not element.signed or element.has_nan or element.has_infinity:
-        return False
-    return few_bits.whole_levels(list(element.values())) is not None
 
 
 def _encoded(weight: Tensor | Quantized, cast: Cast) -> Any:
@@ -338,12 +308,11 @@ class Stored(Weight):
 
 def packed(weight: Tensor | Quantized, cast: Cast, over: Range | None, highest: int) -> Weight:
     """A weight [n, k], or its codes, in the form that its format is served in."""
-    element = cast.element
     if str(cast) == "int8":
         return Int8(weight, over, highest)
     if str(cast) in ("binary", "ternary"):
         return Sign(weight, cast, over, highest)
-    if is_nibble(cast) and element.bits > 1:
+    if few_bits.is_read(cast):
         return Nibble(weight, cast)
     return Stored(weight, cast)
 

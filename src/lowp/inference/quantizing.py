@@ -1,4 +1,4 @@
-"""`quantize_model`: the layers of a trained model in few bits, for inference."""
+"""`quantize_model`: the layers of a trained model in few bits, for inference; and policies that train for it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lowp.inference.convolutions import ServedConvolution, matrix_of
 from lowp.inference.modules import ServedEmbedding, ServedLinear, Weight, packed
 from lowp.inference.rounding import SecondMoments, Sensitivity, check_rounding
 from lowp.kernels.packed.byte_rows import Range
+from lowp.policy import Policy, Rule
 
 _MADE = "_lowp_served"
 _ROLES = ("query", "key", "value", "out")
@@ -71,7 +72,8 @@ def quantize_model(
         kind = type(calibration_data).__name__
         raise InvalidInput(f"calibration_data is one batch, a {kind}: give a list of batches, such as [x]")
     ActivationRange(calibration)  # raises for an unknown method before any work
-    served = copy.deepcopy(model).eval().requires_grad_(False)
+    with torch.inference_mode(False):  # gptq takes gradients of it
+        served = copy.deepcopy(model).eval().requires_grad_(False)
     chosen, reasons = _chosen(served, tuple(keep))
     seen = _Seen({}, {})
     if calibration_data is not None:
@@ -126,6 +128,19 @@ def made_of(model: nn.Module) -> Mapping[str, Any]:
     if found is None:
         raise InvalidInput(f"{type(model).__name__} is not a model from lowp.quantize_model, which is needed here")
     return found
+
+
+def training_policy(format: str | Cast | Format) -> Policy:
+    """The policy under which `lowp.autocast` and `lowp.Precision` train for `quantize_model` in this format.
+
+    Every contraction reads its weight rounded to the format, and with int8 its input too; gradients pass straight
+    through the rounding (Bengio et al. 2013, arXiv 1308.3432). Weights and gradients stay fp32.
+    If a format clips, weights beyond half a step above its largest value get no gradient (Hubara et al. 2016, arXiv
+    1609.07061): in ternary and binary, whose scale is a mean and not the maximum.
+    """
+    cast = casts.parse(format)
+    rounded = cast if str(cast) == "int8" else None
+    return Policy((Rule(("contraction",), input=rounded, weight=cast),))
 
 
 def _check_format(cast: Cast) -> None:

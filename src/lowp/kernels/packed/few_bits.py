@@ -14,13 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.formats import PowerOfTwo, ScaledFormat
+from lowp.formats import FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.packed.byte_products import PANEL
 from lowp.kernels.packed.byte_rows import EIGHT, Bytes, matrix, numbered, on_cpu, up
-from lowp.kernels.packed.few_rows import as_halves, in_panels, is_read
+from lowp.kernels.packed.few_rows import as_halves, in_panels
+from lowp.kernels.packed.few_rows import is_read as are_halves
 
 EXPONENTS = 23  # kExponentBytes of cpu/bytes.hpp
 BLOCK, FEW = 64, 8  # depth is filled up to it; rows that are streamed past packed weights
@@ -50,7 +52,7 @@ def byte_scales(format: ScaledFormat, factor: float | Tensor) -> ByteScales | No
         if scale.bits > 8 or format.scope.kind == "tensor":
             return None
         shift, by = EXPONENTS, 2.0 ** (scale.min_exponent + 127)
-    elif scale.bits == 8 and is_read(scale):
+    elif scale.bits == 8 and are_halves(scale):
         shift, _, by = as_halves(scale)
     else:
         return None
@@ -97,6 +99,25 @@ def whole_levels(values: Sequence[float]) -> tuple[list[int], float] | None:
     per_unit = max(float(value).as_integer_ratio()[1] for value in values)  # of floats a power of two
     whole = [int(value * per_unit) for value in values]
     return (whole, 1 / per_unit) if max(map(abs, whole)) <= 64 else None
+
+
+def levels_of(element: FloatFormat | IntFormat) -> tuple[list[int], float] | None:
+    """The values of the 16 codes of a format of up to 4 bits as whole numbers, and their unit; None for others."""
+    if isinstance(element, IntFormat):  # two's complement
+        return ([code - (code >> 3 << 4) for code in range(16)], 1.0) if 2 <= element.bits <= 4 else None
+    if element.bits != 4 or not element.signed or element.has_nan or element.has_infinity:
+        return None
+    return whole_levels(list(element.values()))
+
+
+def is_read(cast: Cast) -> bool:
+    """Whether a format is four bits or less under scales that the product has."""
+    format = cast.format
+    if levels_of(cast.element) is None:
+        return False
+    if not isinstance(format, ScaledFormat):
+        return isinstance(format, FloatFormat)
+    return not format.affine and (format.scope.kind in ("tensor", "row") or format.scope.size % 16 == 0)
 
 
 def pack_codes(
