@@ -1,7 +1,5 @@
 """lowp: low-precision training of neural networks. The public names, loaded when first used (PEP 562)."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 __version__ = "0.1.0"

@@ -1,7 +1,5 @@
 """`python -m lowp` is the command `lowp`."""
 
-from __future__ import annotations
-
 import sys
 
 from lowp.cli import main

@@ -5,8 +5,6 @@ an untrusted file can fail to load but cannot run code. Its ``model`` entry is f
 stored in, so ``torch.load(path, weights_only=True)["model"]`` opens it without lowp.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -4,8 +4,6 @@ lowp uses names that torch does not promise to keep. No other module uses a name
 (a test checks this). A missing name raises one error, which says which torch version has the name.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

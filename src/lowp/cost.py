@@ -8,8 +8,6 @@ hidden bit counts), because a multiplier is an array of that many full adders; f
 adders linearly in the width. Every number tells whether it is from the table or such an estimate.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat

@@ -4,8 +4,6 @@ Every text says what was given, what is allowed (the nearest first) and, if it i
 line prints a LowpError as one line; any other exception is a defect and shows its traceback.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Files that are replaced completely or not at all, by one process at a time; only regular files are replaced."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

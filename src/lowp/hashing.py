@@ -1,7 +1,5 @@
 """Cached hashes of frozen values, which are needed at every call of an op."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any, TypeVar
 

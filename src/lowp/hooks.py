@@ -1,7 +1,5 @@
 """Callbacks: lists of them, and hooks that copies and pickles of a module do not have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

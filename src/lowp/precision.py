@@ -1,7 +1,5 @@
 """A precision as one value: the casts, the loss scale, and how master weights are kept."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The state of a `Precision` in a checkpoint: its version and entries, and the check before anything is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any

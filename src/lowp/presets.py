@@ -1,7 +1,5 @@
 """Named precisions: a policy, a loss scale and the kind of master weights, each with its source. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`lowp.profile`: records a training, to predict what every number format would do to it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from lowp import files

@@ -1,7 +1,5 @@
 """The states of all random number generators of a training run, as plain values for a checkpoint."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

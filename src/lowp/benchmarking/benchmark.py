@@ -1,7 +1,5 @@
 """A benchmark of recipes: steps in fp32, torch.amp and lowp timed in turns, with memory, operations and estimates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

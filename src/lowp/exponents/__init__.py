@@ -1,7 +1,5 @@
 """Shared exponents of the sites of a training step: every tensor is int16 under its own power of two."""
 
-from __future__ import annotations
-
 from lowp.exponents.delayed import DelayedScales, SiteScales
 from lowp.exponents.scalings import is_flexpoint, scaling_of
 from lowp.exponents.shared import SharedExponents

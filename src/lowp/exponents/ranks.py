@@ -6,8 +6,6 @@ every rank, and one all-reduce per step has a column for each. A rank that did n
 New sites are announced with that all-reduce, gathered once, and appended in sorted order.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Tables of sites in a checkpoint, of shared exponents and of delayed scales: what is saved, and how it is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The scaling that a cast with shared exponents describes, the same cast without one, and exponents of first writes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ an evaluation does not change the training and does not depend on earlier evalua
 Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 2.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What an optimizer's step writes on a CPU, in one call of the C++ library before it and one after it."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 
 from torch import Tensor

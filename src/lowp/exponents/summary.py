@@ -1,7 +1,5 @@
 """A summary of the writes under shared exponents, in numbers, by class of tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ all the same and left out of everything that remembers writes. So the numbers ar
 makes the decisions anew at each replay.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cached_property

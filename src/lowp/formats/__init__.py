@@ -7,8 +7,6 @@ Sources: IEEE 754-2019 (binary16/32/64); OCP OFP8 1.0 (e4m3fn, e5m2); OCP MX 1.0
 Koester et al. 2017, arXiv 1711.02213 (flex16+5); Das et al. 2018, arXiv 1802.00930 (DFP-16).
 """
 
-from __future__ import annotations
-
 from lowp.formats.scaled import Format, PowerOfTwo, ScaledFormat, Scope
 from lowp.formats.table import ALIASES, parse
 from lowp.formats.types import FORMATS, FloatFormat, IntFormat, Specials

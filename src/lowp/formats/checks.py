@@ -1,7 +1,5 @@
 """Checks of the arguments of the constructors of formats and casts."""
 
-from __future__ import annotations
-
 from numbers import Integral, Real
 from typing import Protocol
 

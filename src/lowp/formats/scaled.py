@@ -1,7 +1,5 @@
 """Formats with a shared scale: the element, the scale, and the scope that shares it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from lowp.errors import InvalidInput, UnknownName, unknown

@@ -1,7 +1,5 @@
 """The named formats, and the grammar of spelled formats."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

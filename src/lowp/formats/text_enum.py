@@ -1,7 +1,5 @@
 """Enumerations whose members are texts and print as these texts (enum.StrEnum, which Python 3.10 lacks)."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 

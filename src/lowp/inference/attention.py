@@ -1,7 +1,5 @@
 """Attention whose two products are of bytes, quantised as they come."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

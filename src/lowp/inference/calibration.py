@@ -1,7 +1,5 @@
 """The range that activations are quantised over: found once from data, or anew for every tensor."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Linear layers in formats that ONNX has (INT4, FLOAT4E2M1, FLOAT8E4M3FN, FLOAT8E5
 DequantizeLinear gives the numbers that the served layer multiplies, bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """What a model takes to serve: bytes of weights, multiplications, and an estimate of their energy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How far log-probabilities in training numerics are from those in which a model is served, and which layers do it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The layers of a served model: packed weights in buffers, products by `kernels.products.contract_packed`."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from dataclasses import replace

@@ -4,8 +4,6 @@ An operator runs what the layer runs by itself, so that the bits are the same. A
 beside its tensors; the program that `torch.export` makes of a model can be loaded where this module is imported.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """Files of served models: the packed weights as they are, and how they were made."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

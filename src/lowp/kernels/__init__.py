@@ -5,8 +5,6 @@ uses torch's dtypes for the few casts where they are exact. `cpu` is the C++ lib
 kernels/README.md.
 """
 
-from __future__ import annotations
-
 from lowp.kernels.casts.functions import decode, dequantize, encode, quantize, statistics
 from lowp.kernels.choose.dispatch import IMPLEMENTATIONS, available, use
 from lowp.kernels.numbers.statistics import Statistics

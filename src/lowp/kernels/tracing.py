@@ -1,7 +1,5 @@
 """Tests of whether torch must see a call: compilers, modes, torch.func, subclasses, fake tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Alarms: told once of each layer and kind, and again only if it gets worse."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The file of a monitor: a line of JSON for its beginning, one for each look, and one for its end. No torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """One look at a step: numbers of its activations, gradients, weights and buffers, none of which is waited for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 

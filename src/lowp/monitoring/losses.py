@@ -1,7 +1,5 @@
 """The losses of every step, of which a look judges those since the look before, and what they came from."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

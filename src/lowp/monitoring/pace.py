@@ -1,7 +1,5 @@
 """When a monitor looks: as often as the time allows that looks have taken so far."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

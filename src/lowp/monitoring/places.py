@@ -1,7 +1,5 @@
 """Where a monitor listens: calls of modules, backward passes, and the object that scales the loss of a step."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Whether the ranks of DistributedDataParallel hold the same weights, told by their store: no rank waits for others."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import count

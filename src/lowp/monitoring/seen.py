@@ -1,7 +1,5 @@
 """What a monitor knows of a run on the host: the numbers of one look, and those that later looks are compared with."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

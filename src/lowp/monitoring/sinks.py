@@ -1,7 +1,5 @@
 """Where the numbers of a monitor go: a JSONL file, TensorBoard, a run of W&B, or any function of a dictionary."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a monitor knows of models and optimizers beside numbers of tensors: dtypes, rates, scale, what is trained."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace

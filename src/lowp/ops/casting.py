@@ -4,8 +4,6 @@ Values of fp16, bf16, fp32 and fp64 are carried in their torch dtype, other form
 is carried in the smallest torch dtype that holds the format, so that the tensors saved for backward may take 16 bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

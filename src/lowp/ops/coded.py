@@ -4,8 +4,6 @@ Of int8 the sums are exact: this is the definition of what the C++ library compu
 torch's scaled product sums in fp32; torch has none of batches and no convolution. A byte a number is kept for backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast

@@ -5,8 +5,6 @@ has the role `input`, the second `weight`; a parameter is the weight also if it 
 fp64, integers and complex numbers are passed to the function itself, and so is a call that the function would refuse.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps

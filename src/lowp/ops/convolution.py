@@ -4,8 +4,6 @@ The input has the role `input`, the kernel `weight`. All three products are torc
 backward, on the rounded operands.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ observer sees, on other devices, under casts that no program has, and all gradie
 rule is decided once, what depends on shapes, strides and dtypes once for each of them (`prepared`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Computation in fp32 of inputs in 16 bits, without keeping fp32 tensors for backward."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

@@ -5,8 +5,6 @@ complex numbers stay unchanged. In-place and out= forms compute out of place and
 keeps its dtype.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import replace

@@ -6,8 +6,6 @@ values that backward reads are those of the cast. Scales by block run along the 
 enclose these, as of a checkpoint, get the codes. Source: Xi et al. 2024 (COAT), arXiv 2410.19313.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast

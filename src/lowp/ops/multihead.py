@@ -6,8 +6,6 @@ probabilities, if the caller requests them, are the softmax of scores rounded as
 like the scores.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

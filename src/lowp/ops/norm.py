@@ -7,8 +7,6 @@ in 16 bits alone. On CPUs batch and group norm's are, and of layer norm the forw
 the weight in 16 bits. `lowp.kernels.use` with another way than torch's has all of them made of fp32 ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The function runs unchanged. Hooks see its gradients and do not change them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ All casts of a step go through `lowp.ops.call.RoleCasts.cast`, which reports the
 `Watch`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

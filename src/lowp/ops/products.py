@@ -16,8 +16,6 @@ the same signs. The bias sums the gradient as `grad` rounds it. Gradients of gra
 was rounded; their own incoming gradients are rounded by `grad`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ Every projection is a contraction under the rule: of the input for all steps at 
 The gates and an LSTM's memory are fp32; hidden states are rounded as outputs, the memory once, when it is returned.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A step takes the two projections of all gates side by side (of the input and of 
 are those of torch.nn.LSTM, GRU and RNN.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

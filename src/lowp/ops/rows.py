@@ -4,8 +4,6 @@ To add an op, write its name into the row that it belongs to, or a row of its ow
 no row are pointwise, or structural (`table.is_structural`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module

@@ -5,8 +5,6 @@ inputs and the hidden states as they were written (16 bits where the format has 
 steps at once; the weight's gradient is one product over all steps, summed in fp32, instead of one rounding a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Reads a call by the public signature of its function, and writes into the call's `out=`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Runners of softmax and log_softmax: read in the rule's format, computed in fp32, written in the rule's output."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

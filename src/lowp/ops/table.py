@@ -8,8 +8,6 @@ An op has one name for all its spellings: ``matmul`` is torch.matmul, Tensor.mat
 and torch.ops.aten.matmul. `row_of` finds the row of a function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache

@@ -4,8 +4,6 @@ Read off aten/src/ATen/autocast_mode.h and autocast_mode.cpp of torch 2.13.0. A 
 ``pow.Scalar``. Ops on no list run in the dtype of their inputs.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 # list -> what it does: lower_precision_fp casts to the region's dtype; fp32 casts to fp32; fp32_set_opt_dtype and

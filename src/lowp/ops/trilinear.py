@@ -5,8 +5,6 @@ operands of the other two, in the order FIRST, SECOND, OUTPUT, in the dtype it i
 plain fp32 training makes.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -5,8 +5,6 @@ torch's own product is faster (oneDNN's convolutions), with the casts as program
 them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable
 from functools import partial

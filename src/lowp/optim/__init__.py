@@ -1,7 +1,5 @@
 """Optimizers for parameters stored in few bits: master weights around any of torch, SGD, AdamW, Lion and Muon."""
 
-from __future__ import annotations
-
 from lowp.optim.flex import FlexWeights
 from lowp.optim.masters import MasterWeights
 from lowp.optim.optimizers import SGD, AdamW, Lion, Muon

@@ -1,7 +1,5 @@
 """The base of lowp's own optimizers: update a parameter in fp32, one cache-sized block at a time, and store it back."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 4: "all tensors" are flex
 optimizer's state, with the hyper-parameters of the fp32 run.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

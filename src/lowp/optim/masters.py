@@ -1,7 +1,5 @@
 """Optimizers around other ones: master weights, so that the model stores few bits and the optimizer sees fp32."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ A model is converted before DistributedDataParallel or fully_shard gets its para
 that. Until then the fp32 values are kept with the model, and an optimizer claims those of its parameters.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """Optimizers that step inside backward: a parameter as soon as its gradient is there, which is freed at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

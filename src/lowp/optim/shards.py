@@ -1,7 +1,5 @@
 """Tensors sharded over ranks (DTensor): updates are element-wise, so each rank works on its local part."""
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

@@ -1,7 +1,5 @@
 """What an optimizer says of steps that a device decides to skip, and nobody reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """`state_dict` and `load_state_dict` of lowp's optimizers, in torch's layout, and what a saved state must have."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping

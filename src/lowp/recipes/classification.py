@@ -4,8 +4,6 @@
 that of large matrix products, which are faster in integers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ the mean over the patches is classified, as in Beyer, Zhai, Kolesnikov 2022, arX
 without the causal mask.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """lowp.autocast: a region of code in which a policy's rules, or torch's own lists, decide how ops run."""
 
-from __future__ import annotations
-
 from lowp.ops.observing import Observation
 from lowp.region.context import autocast
 from lowp.region.following import at_rest

@@ -10,8 +10,6 @@ The method object is released, however. That closes the generator, which then le
 A decorated generator or coroutine is in the region only while it runs. Its caller and other tasks are not.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import sys

@@ -9,8 +9,6 @@ first use in an entry, and the region casts and keeps it from the second use on.
 weights of a call in one launch. Ops for which torch differs from the rule run with lowp's own runner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ Two kinds of writes are not noticed: through a raw address taken before the entr
 thread. Call `forget_all` after such a write.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ is a tuple of tensors on the device and is saved in checkpoints. Nothing here wa
 a loss scale where the host knows the step.
 """
 
-from __future__ import annotations
-
 from typing import Protocol, TypeVar
 
 import torch

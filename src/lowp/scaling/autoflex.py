@@ -7,8 +7,6 @@ One state holds all entries as vectors; an entry is one tensor that one operatio
 function works on all entries at once, on their device, without waiting for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple

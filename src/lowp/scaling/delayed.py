@@ -5,8 +5,6 @@ the recipe DelayedScaling of NVIDIA's Transformer Engine (its user guide, "Using
 arXiv 2209.05433, section 3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

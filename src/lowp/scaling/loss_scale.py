@@ -6,8 +6,6 @@ A scale always stays a finite fp32 number between its floor and its ceiling. tor
 the next finite gradients become 0 * inf = NaN and are written into the weights.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real

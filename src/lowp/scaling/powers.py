@@ -1,7 +1,5 @@
 """Powers of two on devices that may lack fp64, frexp and ldexp, such as Apple's GPUs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ the elements overflowed since the last check, and halved if no more than that sh
 reacts to overflows that Autoflex predicts, and serves for comparison.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ loss scale moves is decided in `lowp.scaling.loss_scale`; `searching` finds the 
 training loop.
 """
 
-from __future__ import annotations
-
 from lowp.step.guard import StepGuard, as_flag
 from lowp.step.mistakes import FirstStep, Trained, expect_step, step_comes
 from lowp.step.provenance import NonFinite, NonFiniteGradients

@@ -1,7 +1,5 @@
 """The gradients of an optimizer: collected, grouped by device and dtype, unscaled, checked, and counted by exponent."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

@@ -5,8 +5,6 @@ statistics after a skipped step, counts skipped steps, gives up when nothing hel
 longer finite. Nothing in it waits for the device, except reading `skipped_steps`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager

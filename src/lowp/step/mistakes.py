@@ -3,8 +3,6 @@
 Forgotten are unscaling before a step or before clipping, and the region.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 import weakref

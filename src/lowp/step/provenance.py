@@ -1,7 +1,5 @@
 """Records where the first non-finite gradient was: on the device without waiting, and read only on request."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence

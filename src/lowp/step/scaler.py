@@ -1,7 +1,5 @@
 """The scaler itself: torch's methods, and lowp's additions to them."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 import weakref

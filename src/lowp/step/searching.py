@@ -1,7 +1,5 @@
 """Finds the initial loss scale in the first backward instead of by skipped steps."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps without a loss scale: skipped if what they read, or a shared exponent met, is infinite or NaN."""
 
-from __future__ import annotations
-
 import cmath
 import math
 import warnings

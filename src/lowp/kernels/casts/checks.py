@@ -1,7 +1,5 @@
 """Argument checks of the public functions: casts and dtypes, seeds, scales, results, and dtypes that can hold them."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

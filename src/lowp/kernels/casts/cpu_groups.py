@@ -3,8 +3,6 @@
 It finds the scales of casts of which `scaled.follow_largest` is true; others are given.
 """
 
-from __future__ import annotations
-
 from array import array
 from typing import NamedTuple
 

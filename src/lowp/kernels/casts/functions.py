@@ -4,8 +4,6 @@ Ordinary calls run it directly; calls that torch must see (torch.compile, torch.
 operator.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

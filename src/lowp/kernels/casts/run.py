@@ -4,8 +4,6 @@ Each function receives the implementation to run. Tensors are plain: no gradient
 in fp64, on the CPU for devices without fp64.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import ModuleType
 

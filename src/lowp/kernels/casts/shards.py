@@ -5,8 +5,6 @@ the whole tensor, by one small all-reduce. Stochastic casts draw by an element's
 means need all elements: such tensors are gathered first. Codes and statistics are those of the whole, on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

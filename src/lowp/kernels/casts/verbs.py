@@ -6,8 +6,6 @@ nothing recompiles, as a 0-d int64 tensor. The gradient of a cast passes straigh
 1308.3432).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple

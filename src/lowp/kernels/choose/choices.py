@@ -1,7 +1,5 @@
 """The kernels chosen on this machine, the reasons, and how to force others, in words."""
 
-from __future__ import annotations
-
 import torch
 
 from lowp.compat import accelerator

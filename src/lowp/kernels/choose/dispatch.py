@@ -3,8 +3,6 @@
 Casts call `implementation`; products and payloads of integers call `forced`, `uses_library` and `has_integer_kernels`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -15,8 +15,6 @@ Bytes are torch's where the processor reports tiles for them (AMX-INT8) and noth
 held to less than VNNI, `torch._int_mm` gives wrong sums (torch 2.13).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Mapping

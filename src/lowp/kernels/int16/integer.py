@@ -21,8 +21,6 @@ windows; below 8.0, for which Triton does not compile such products, the definit
 by the host: a call waits for the device. All of it is forward only: autograd sees nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import NamedTuple

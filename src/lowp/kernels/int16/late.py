@@ -1,7 +1,5 @@
 """Numbers of a device on the host, available once their copy has arrived; nothing waits for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

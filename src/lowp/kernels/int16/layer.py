@@ -6,8 +6,6 @@ of its entry in a table, which the library reads there. Mantissas that were kept
 same call, before they are used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from struct import Struct

@@ -8,8 +8,6 @@ the int16 mantissas under its exponent, and what they leave as int16 mantissas `
 products is the sum of two then. Both words together are carried as one fp32 number, which holds them exactly.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -10,8 +10,6 @@ the C++ library and Triton's kernels give the same ones. Triton's take a launch 
 its mantissas.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

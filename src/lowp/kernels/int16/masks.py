@@ -1,7 +1,5 @@
 """Which elements of a tensor pass: kept eight to a byte, and used on gradients, in one pass over each."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ to infinity. Rounding clears the low bits that the format lacks and perhaps adds
 the mantissa raises the exponent by itself. fp32 runs in int32, fp64 in int64, fp16 and bf16 as fp32.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

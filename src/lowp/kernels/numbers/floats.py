@@ -5,8 +5,6 @@ Conversions between the dtypes here are exact in every mode, and keep the sign o
 the canonical quiet one: sign | 0x7fc00000 in fp32, and likewise in the other dtypes.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

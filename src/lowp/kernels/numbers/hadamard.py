@@ -6,8 +6,6 @@ stays, while a large number is spread over its block before a cast to few bits. 
 Source: Tseng et al. 2024 (QuIP#, arXiv 2402.04396), Sylvester's matrix; the signs by bit 0 of Philox words.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

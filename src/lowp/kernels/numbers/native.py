@@ -4,8 +4,6 @@ fp32 to fp16 and bf16 in nearest-even, and the format of the carrier itself. Not
 overflow between versions), fp64 to 16 bits (torch rounds twice, through fp32), fp64 to fp32 (flush-to-zero changes it).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Codes that fill no whole bytes, side by side: bit j * bits of a row is the lowest bit of its code j."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

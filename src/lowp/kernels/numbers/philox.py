@@ -4,8 +4,6 @@ Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". The w
 ``tl.randint4x(seed, offset)``. A uint32 is held in an int64, so that 32 x 32 bit products fit (the sign bit is masked).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

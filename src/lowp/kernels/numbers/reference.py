@@ -4,8 +4,6 @@ The other implementations equal this one bit for bit. It is written for clarity,
 rules.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

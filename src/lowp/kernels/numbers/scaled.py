@@ -4,8 +4,6 @@ All computations are in fp64, so that there is one rounding to the element and o
 that cast elements are arguments, and the rest is common to all implementations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 `byte_products` uses them. The C++ library computes them, or the torch code here, which is the definition.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from typing import NamedTuple

@@ -4,8 +4,6 @@ The C++ library computes them. Without it, and if `lowp.kernels.use` selects ano
 below does. This code is the definition: the bits are the same on every machine and in every implementation.
 """
 
-from __future__ import annotations
-
 import functools
 from array import array
 from collections.abc import Sequence

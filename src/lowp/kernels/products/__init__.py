@@ -1,7 +1,5 @@
 """Products: `contract`, which chooses how one runs, and programs of casts and products."""
 
-from __future__ import annotations
-
 from lowp.kernels.products.contraction import (
     ProductForm,
     contract,

@@ -7,8 +7,6 @@ arXiv 2510.04212). So `split` also keeps the part removed by the rounding, in bf
 every number in backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 

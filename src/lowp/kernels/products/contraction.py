@@ -21,8 +21,6 @@ product on every CPU and ``reference`` the definitions; ``bitwise`` and ``cpu`` 
 all devices, the former with torch's operations only, the latter with the C++ library's integers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

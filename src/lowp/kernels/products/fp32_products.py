@@ -5,8 +5,6 @@ rounded once, over `DEPTH` elements in order of depth, from +0 (cpu/product.hpp)
 while they are packed; `defined` is the same in torch's operations.
 """
 
-from __future__ import annotations
-
 import functools
 from array import array
 from typing import Any

@@ -1,7 +1,5 @@
 """Products of fp8 numbers under one scale per tensor, by torch's own product: for chips with fp8 (from sm_89)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 

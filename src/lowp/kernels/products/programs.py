@@ -4,8 +4,6 @@ A program is built once for tensors of given shapes, strides and dtypes. A produ
 every processor, see `fp32_products`; its result, and an operand where it is packed, may be rounded.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import struct

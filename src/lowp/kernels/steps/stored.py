@@ -4,8 +4,6 @@ The tensors of rounded values that the same in torch operations would make never
 since their bits are those of the operations that write them.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 The functions in torch's operations are the definition: each operation is rounded to nearest, none are fused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 triton is imported when a kernel is first used.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 

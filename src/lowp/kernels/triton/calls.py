@@ -1,7 +1,5 @@
 """Calls of the kernels on tensors and casts."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Launches of kernels: on the device of their tensors, or in Triton's interpreter for tensors on the CPU."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """int16 under an exponent of a device: tensors and casts as the kernels' arguments, and what they found."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Formats of one form share a compiled kernel: e4m3fn and e5m2 to nearest even dif
 triton.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Autoflex on a device: what the writes of a step do to a table, in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

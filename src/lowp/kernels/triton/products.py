@@ -1,7 +1,5 @@
 """Exact and chained products of int16 matrices, split along the depth so that sums of digits fit int32."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Casts to formats with a scale per block or row: values, or codes and scales, in one launch if supported."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

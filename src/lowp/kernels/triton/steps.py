@@ -1,7 +1,5 @@
 """Steps and checks of many tensors in one launch, by tables of addresses."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ ReLU, a view or a pooling) stays unchanged. Ops that move or select elements wri
 Source: Koester et al. 2017, arXiv 1711.02213, section 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

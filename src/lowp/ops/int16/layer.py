@@ -6,8 +6,6 @@ first writes at a site, checkpoints that run again, observers, listeners, second
 that are not finite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

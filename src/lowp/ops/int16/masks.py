@@ -6,8 +6,6 @@ byte; results and gradients have the bits of torch's own functions, which run in
 and subclasses, torch.func, torch.compile and forward-mode derivatives.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Nodes of the graph that write results and gradients under the shared exponents of sites."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

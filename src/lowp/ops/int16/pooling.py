@@ -4,8 +4,6 @@ The result keeps the exponent of the input and is not written. ReLU saves the ma
 the next contraction also saves; a pooling saves the indices of its maxima, in the smallest sufficient integer dtype.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

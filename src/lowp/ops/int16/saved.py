@@ -9,8 +9,6 @@ result, which the next contraction reads as well, and a pooling the indices of i
 Double backward runs torch's own functions on the same values, as part of the graph.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

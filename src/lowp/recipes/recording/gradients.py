@@ -1,7 +1,5 @@
 """Records of the gradients of weights and activations, of updates, and of what they lose in 16 bits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Figures of gradients and updates, after figures 2 and 3 of Micikevicius et al. 2018, arXiv 1710.03740."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
