@@ -114,8 +114,8 @@ def test_every_package_that_is_imported_is_declared_and_the_other_way_round(repo
             elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 imported |= {one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and one.value}
     packages = {name.partition(".")[0] for name in imported if isinstance(name, str)} - {"lowp"}
-    # triton comes with torch's builds for GPUs, sitecustomize is the user's, tomllib is Python's own from 3.11 on
-    foreign = packages - set(sys.stdlib_module_names) - {"", "sitecustomize", "tomllib", "triton"}
+    # triton and typing_extensions come with torch, sitecustomize is the user's, tomllib is Python's own from 3.11 on
+    foreign = packages - set(sys.stdlib_module_names) - {"", "sitecustomize", "tomllib", "triton", "typing_extensions"}
     foreign.add("lightning")  # imported by the name of that of its packages which a script uses
     foreign.add("onnxscript")  # imported by torch.onnx
     with (repository / "pyproject.toml").open("rb") as file:
