@@ -43,7 +43,7 @@ GRADIENT, ONES, FIRST_VALUE, SECOND_VALUE, FIRST_SCALES, SECOND_SCALES = range(6
 SMALL = 1024  # elements of a weight that is rounded anew at each use, in less time than a look for a kept cast
 
 _CPU = torch.device("cpu")
-_AND_CODES = cpu.FLOATS | cpu.traits_of(torch.int8)
+_AND_CODES = *cpu.FLOATS, torch.int8
 _Empty = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what torch.empty_strided makes a tensor of
 Found = list[Any]  # tensors, and None for those that are not there
 Given = tuple[

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import reduce
-from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, parameters
 
-_FP32 = cpu.traits_of(torch.float32)
+_FP32 = (torch.float32,)
 
 
 class Seen(NamedTuple):
@@ -40,9 +38,11 @@ def memory_of(*tensors: Tensor) -> list[int] | None:
     """Return where contiguous tensors of fp32 lie; None if the C++ library cannot read one of them directly."""
     if chosen() not in (None, "cpu") or cpu.library() is None:
         return None
-    found = cpu.addresses(tensors, _FP32)
-    is_read = found is not None and all(map(Tensor.is_contiguous, tensors)) and not reduce(or_, found, 0) % 4
-    return found if is_read else None
+    if (found := cpu.addresses(tensors, _FP32)) is not None:
+        for x, pointer in zip(tensors, found, strict=True):
+            if not x.is_contiguous() or pointer & 3:
+                return None
+    return found
 
 
 def to_int16(
