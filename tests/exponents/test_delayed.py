@@ -347,3 +347,18 @@ def test_the_current_form_of_a_rule_keeps_its_margin_and_all_else() -> None:
         "linear", input="bf16", grad=own, weight_gradient=f"input={whole}", accumulate="fp16/16"
     )
     assert rule.is_delayed and not rule.current.is_delayed and rule.current.current == rule.current
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of a Function
+def test_compiled_code_takes_each_tensors_own_maximum() -> None:
+    found = []
+    for precision in ("fp8-delayed", "fp8"):
+        torch._dynamo.reset()
+        model = Net()
+        compiled = torch.compile(model, backend="aot_eager")
+        with lowp.autocast(precision):
+            loss = compiled(torch.arange(12.0).reshape(2, 6)).square().sum()
+        loss.backward()
+        found.append((loss.detach(), model.first.weight.grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
