@@ -55,7 +55,8 @@ class OnnxRuntime(nn.Module):
         super().__init__()
         onnx, runtime = importlib.import_module("onnx"), importlib.import_module("onnxruntime")
         quantizer: Any = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
-        logging.getLogger(quantizer.__name__).setLevel(logging.WARNING)  # it tells of every node
+        for name in (quantizer.__name__, "onnx_ir", "onnxscript"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # they tell of every node
         length = torch.export.Dim.DYNAMIC
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
