@@ -347,6 +347,21 @@ def test_a_round_begins_when_it_is_due_and_no_module_waits() -> None:
     assert rounds.turn(5, math.inf) == ["a", "b"] and rounds.turn(5, 0.1) == []
 
 
+def test_a_first_look_that_takes_far_longer_than_was_guessed_does_not_stand_for_all() -> None:
+    rounds = Rounds()
+    rounds.add("a", 1e-3)
+    rounds.add("b", 1e-3)
+    rounds.turn(0, math.inf)
+    rounds.looked(["a"], 2e-3)
+    assert rounds.cost("a") == 2e-3 and rounds.cost("b") == pytest.approx(1.5 * 2e-3)
+    again = Rounds()
+    again.add("a", 1e-3)
+    again.add("b", 1e-3)
+    again.turn(0, math.inf)
+    again.looked(["a"], 1.0)
+    assert again.cost("a") == 1.0 and again.cost("b") == pytest.approx(1.5 * 4e-3)
+
+
 def test_what_a_look_costs_is_held_to_a_budget_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])

@@ -99,7 +99,7 @@ _GUARD, _GUARD_AGAIN = 0.5, 0.8  # of the budget, what guarding may take; and of
 _MOST_FAILURES = 3
 _GUARD_FIRST = 0.3  # the same until each module was looked at once
 # where guesses of what a look at a module costs begin, in seconds; looks that were made correct them
-_A_TENSOR, _A_NUMBER, _TENSORS, _A_LOOK = 5e-5, 3e-9, 4, 3e-4
+_A_TENSOR, _A_NUMBER, _TENSORS, _A_LOOK, _BLOCKS = 5e-5, 3e-9, 4, 3e-4, 2e-3
 
 
 class RecordingPlan:
@@ -205,6 +205,8 @@ class RecordingPlan:
 
 def _guessed_cost(module: nn.Module) -> float:
     """Return how long a look at a module may take, in seconds, before any was made: by its parameters."""
-    own = [one.numel() for one in module.parameters(recurse=False)]
-    # input, output and gradient; of a parameter value, gradient and update, which is counted twice
-    return max(_TENSORS * (1 + len(own)) * _A_TENSOR + 3 * _TENSORS * sum(own) * _A_NUMBER, _A_LOOK)
+    parameters = list(module.parameters(recurse=False))
+    numbers = sum(one.numel() for one in parameters)
+    # input, output and gradient; of a parameter value, gradient and update, which is counted twice; blocks of a product
+    seconds = _TENSORS * (1 + len(parameters)) * _A_TENSOR + 3 * _TENSORS * numbers * _A_NUMBER
+    return max(seconds, _A_LOOK) + _BLOCKS * any(one.ndim > 1 for one in parameters)

@@ -12,6 +12,7 @@ from lowp.errors import InvalidInput
 _SHARE, _ALLOWANCE = 0.03, 0.25  # of the time, and seconds: the default
 _EVERY = 50
 _MARGIN = 1.5
+_MOST_WRONG = 4.0  # times a guess: a first look in a region takes longer than those after it
 
 
 def is_sampled(step: int) -> bool:
@@ -135,7 +136,7 @@ class Rounds:
 
     def cost(self, module: str) -> float:
         """What a look at a module costs, in seconds, as far as it is known; where it is guessed, rather too much."""
-        factor = _MARGIN * (self._found / self._guessed if self._guessed else 1.0)
+        factor = _MARGIN * (min(self._found / self._guessed, _MOST_WRONG) if self._guessed else 1.0)
         return self._costs[module] * (1.0 if module in self._measured else factor)
 
     @property
