@@ -14,6 +14,7 @@ from torch_versions import compiles_regions
 
 from lowp.ops import casting
 from lowp.policy import Policy, Rule
+from lowp.precision import Precision
 from lowp.presets import PRESETS
 from lowp.region import autocast, context
 
@@ -192,3 +193,30 @@ def test_torch_spelling_inside_a_compiled_function(model: Net) -> None:
             return model.first(x)
 
     assert torch.compile(run, backend="aot_eager")(torch.randn(3, 8)).dtype is torch.bfloat16
+
+
+@compiles
+@pytest.mark.parametrize("precision", ["fp8-delayed", "flex16+5", "nvfp4"])
+def test_a_region_that_follows_modules_compiles_a_model_once_however_often_it_is_entered(precision: str) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, plan = torch.compile(model, backend=counter), Precision(precision)
+    compiled, optimizer = plan.prepare(compiled, torch.optim.SGD(model.parameters(), lr=1e-3))
+    for _ in range(3):
+        with plan.autocast():
+            loss = compiled(torch.randn(4, 32)).float().pow(2).mean()
+        plan.backward(loss)
+        plan.step(optimizer)
+    assert counter.frame_count == 1
+
+
+@compiles
+def test_both_operands_of_a_compiled_product_are_rotated_by_the_same_signs() -> None:
+    torch._dynamo.reset()
+    linear, x, gradient = nn.Linear(64, 48), torch.randn(32, 64), torch.randn(32, 48)
+    casts = {"input": "fp16", "weight": "fp16", "grad": "fp16", "weight_gradient": "input=fp16 hadamard=16"}
+    with autocast(Policy((Rule.of("linear", **casts),))):
+        torch.compile(linear, backend="aot_eager")(x).backward(gradient)
+    assert linear.weight.grad is not None
+    torch.testing.assert_close(linear.weight.grad, gradient.t() @ x, rtol=0.0, atol=0.05)

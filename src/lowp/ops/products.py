@@ -341,8 +341,11 @@ def _operands_of(form: Form, casts: RoleCasts, target: int, other: Operand, inco
     x, signs = other.connected if incoming.scratch is None else other.plain, None
     if own.hadamard:
         axis, gradient_axis = cast("tuple[int, int]", form.rotated(target, own.hadamard))
-        seed = draw_seed(x.device) if casts.seed is draw_seed else casts.seed()
-        signs = hadamard.signs(own.hadamard, seed, x.device)
+        if torch.compiler.is_compiling():
+            signs = hadamard.signs_traced(incoming.gradient, own.hadamard, target)
+        else:
+            seed = draw_seed(x.device) if casts.seed is draw_seed else casts.seed()
+            signs = hadamard.signs(own.hadamard, seed, x.device)
         x = hadamard.rotate(x, signs, axis)
     casts.tell_as(x, casts.roles[other_slot], own.other)
     dtype = torch.float32 if incoming.scratch is None else carrier_dtype(own.other)

@@ -168,8 +168,8 @@ class Engine(TorchFunctionMode):
         return self
 
     def move(self) -> None:
-        """Use the plans of the present module path."""
-        self.plans = self.rulebook.plans(self.path.current)
+        """Use the plans of the present path; none in compiled code, for which a new path is one to compile again."""
+        self.plans = {} if is_compiling() else self.rulebook.plans(self.path.current)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -216,7 +216,8 @@ class Engine(TorchFunctionMode):
 
     def _found(self, func: Callable[..., Any]) -> Plan | None:
         """Return the plan of a function that is called for the first time at this path."""
-        plan = self.rulebook.find(func, self.path.current)
+        self.move()  # compiled code leaves the plans of its place unknown
+        plan = self.plans[func] if func in self.plans else self.rulebook.find(func, self.path.current)
         if plan is None and func not in WRITES_UNSEEN:
             self.passing.add(func)
         return plan

@@ -29,13 +29,12 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp.compat import private
 from lowp.exponents import Spots, Trail
 from lowp.region.engine import Engine, ModulePath
-from lowp.region.entries import Entry, current, current_engine, following
+from lowp.region.entries import Entry, current, current_engine, following, own
 
 _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -57,50 +56,56 @@ _OF_WRAPPERS: Any = (
 )
 
 
-def follow_modules(entry: Entry) -> None:
-    """Register module hooks that keep an entry's module path up to date.
+class _Hooks(threading.local):
+    """This thread's module hooks, the same in every region: torch.compile compiles again for a hook it has not seen.
 
-    Each entry has its own hooks, so that threads share no state that needs a lock: an exception raised by a signal just
-    after a lock was taken would leave it locked.
+    Each thread has its own, so that threads share no state that needs a lock: an exception raised by a signal just
+    after a lock was taken would leave it locked. torch's own numbers of hooks are not negative.
     """
+
+    def __init__(self) -> None:
+        self.number = -threading.get_ident()
+        self.enter, self.leave = partial(_enter_module, self.number), partial(_leave_module, self.number)
+
+
+def follow_modules(entry: Entry) -> None:
+    """Have this thread's module hooks keep an entry's module path up to date."""
     # Hooks are also called for a compiled module's wrapper. That is harmless: wrappers are transparent to paths.
     if _OF_WRAPPERS not in warnings.filters:
         warnings.filterwarnings("ignore", message=_OF_WRAPPERS[1].pattern, category=UserWarning)
     entry.follows = True  # set first: `unfollow_modules` must also run if a signal interrupts the lines below
-    register_module_forward_pre_hook(partial(_enter_module, entry))
-    register_module_forward_hook(partial(_leave_module, entry), always_call=True)
+    _pre_hooks[_here.number] = _here.enter
+    _hooks_always_called[_here.number] = True
+    _hooks[_here.number] = _here.leave
 
 
 def unfollow_modules(entry: Entry) -> None:
-    """Remove an entry's module hooks, if it has any.
-
-    The hooks are searched in torch's registries: a signal may have come before their handles were known.
-    """
+    """Remove this thread's module hooks with the last entry that has them. A second call changes nothing."""
     if not entry.follows:
         return
-    for hooks in (_pre_hooks, _hooks):
-        for number, hook in list(hooks.items()):
-            if isinstance(hook, partial) and hook.args[:1] and hook.args[0] is entry:
-                _hooks_always_called.pop(number, None)
-                hooks.pop(number, None)
+    if not any(one.follows for one in own() if one is not entry):
+        for hooks in (_pre_hooks, _hooks, _hooks_always_called):
+            hooks.pop(_here.number, None)
     entry.follows = False
 
 
-def _engine_behind(hooked: Entry) -> Engine | None:
-    """Return the engine whose path a hook of this entry updates. None in another thread or if an inner entry has hooks.
+def _engine_behind(number: int) -> Engine | None:
+    """Return the engine whose path a thread's hook updates; None in another thread, or if no entry has hooks.
 
     An inner entry without hooks (a policy without paths) shares the path of the outer one. Compiled code, which writes
     at no sites, follows modules only if rules have paths.
     """
+    if number != _here.number:
+        return None
     entry = current()
     engine = None if entry is None else entry.engine
-    if engine is None or (torch.compiler.is_compiling() and not engine.uses_paths):
+    if entry is None or engine is None or (torch.compiler.is_compiling() and not engine.uses_paths):
         return None
-    return engine if entry is hooked or following() is hooked else None
+    return engine if entry.follows or following() is not None else None
 
 
-def _enter_module(entry: Entry, module: nn.Module, arguments: Any) -> None:
-    engine = _engine_behind(entry)
+def _enter_module(number: int, module: nn.Module, arguments: Any) -> None:
+    engine = _engine_behind(number)
     if engine is not None:
         is_compiling = torch.compiler.is_compiling()
         if engine.spots is not None and not engine.path.running and not is_compiling:
@@ -110,12 +115,15 @@ def _enter_module(entry: Entry, module: nn.Module, arguments: Any) -> None:
             engine.move()
 
 
-def _leave_module(entry: Entry, module: nn.Module, arguments: Any, output: Any) -> None:
-    engine = _engine_behind(entry)
+def _leave_module(number: int, module: nn.Module, arguments: Any, output: Any) -> None:
+    engine = _engine_behind(number)
     if engine is not None:
         engine.path.leave(module)
         if engine.uses_paths:
             engine.move()
+
+
+_here = _Hooks()
 
 
 # -- recomputation and worker threads -----------------------------------------------------------------------------

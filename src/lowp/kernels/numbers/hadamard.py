@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowp.compat import is_transformed
-from lowp.kernels.numbers.philox import words
+from lowp.kernels.numbers.philox import draw_seed, words
 from lowp.kernels.tracing import is_sharded
 
 
@@ -21,6 +21,21 @@ def signs(size: int, seed: Tensor | int, device: torch.device) -> Tensor:
     """Return the signs of a block, fp32[size]: -1 where the first bit of a number's word is set."""
     drawn = words(torch.empty(size, device=device), seed)
     return 1.0 - 2.0 * (drawn & 1).float()
+
+
+@torch.library.custom_op("lowp::hadamard_signs", mutates_args=())
+def signs_traced(gradient: Tensor, size: int, product: int) -> Tensor:
+    """Draw the signs of one of the products that read a gradient, where torch.compile traces the backward pass.
+
+    What depends on no gradient, torch.compile may run in forward and once more in backward. Of an operand that forward
+    can rotate and of the gradient, each would get signs of its own; the number tells products of one gradient apart.
+    """
+    return signs(size, draw_seed(gradient.device), gradient.device)
+
+
+@signs_traced.register_fake
+def _(gradient: Tensor, size: int, product: int) -> Tensor:
+    return gradient.new_empty(size, dtype=torch.float32)
 
 
 def rotate(x: Tensor, signs: Tensor, axis: int = -1) -> Tensor:
