@@ -353,7 +353,8 @@ def test_a_function_in_the_place_of_the_unscaling_is_called_in_every_class_and_o
     own, other = Scaler("cpu", init_scale=4.0), GradScaler("cpu", init_scale=4.0)
     original = other._unscale_grads_
     other._unscale_grads_ = lambda *given: (called.append(other), original(*given))[1]  # type: ignore[method-assign]
-    for scaler in (own, other):
+    for scaler in (own, other, own, other):  # the first step of each takes a sample
         scaler.scale(torch.ones(()))
         scaler.step(one_parameter([1.0]))
-    assert called == [own, other]
+        scaler.update()
+    assert called == [own, other, own, other]
