@@ -30,7 +30,8 @@ HELD = {
     "avx2": ("avx2", "AVX2", "AVX2"),
     "avx512": ("avx512", "AVX512", "AVX512_CORE_VNNI"),
 }
-NETWORKS, PRECISIONS = ("mlp", "cnn", "transformer"), ("bf16", "fp16", "e4m3fn", "mxfp8", "e5m7")
+NETWORKS = "mlp", "cnn", "transformer"
+PRECISIONS = "bf16", "fp16", "e4m3fn", "mxfp8", "nvfp4", "e5m7"
 
 
 def _check(runs: Callable[[int], Iterator[str]]) -> None:

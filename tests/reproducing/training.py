@@ -78,7 +78,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
     "cnn": cnn,
     "transformer": transformer,
 }
-PRECISIONS = ("bf16", "fp16", "e4m3fn", "fp8", "mxfp8", "e5m7", "dfp16", "fp32")
+PRECISIONS = ("bf16", "fp16", "e4m3fn", "fp8", "mxfp8", "mxfp4", "nvfp4", "e5m7", "dfp16", "fp32")
 
 
 def trained(network: str, name: str) -> str:
