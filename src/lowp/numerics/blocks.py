@@ -182,16 +182,21 @@ def blocks_of(x: Tensor, role: str, op: str, largest: float) -> dict[BlockLayout
         dims = int(op[-2])
         x = x.unsqueeze(0) if x.ndim == dims + 1 else x.flatten(0, -dims - 2)  # one image; or more than one batch
     found: dict[BlockLayout, Blocks] = {}
+    backward = {of for product, of in axes.items() if product != "forward" and is_linear}
     for axis in dict.fromkeys(axes.values()):
         blocks = _some(x.movedim(axis, -1), _LONGEST, 1, _MOST)
-        turns = is_linear and axis in (axes[one] for one in axes if one != "forward")
-        for turned in (0, *TURNED) if turns else (0,):
-            layouts = {BlockLayout(axis, str(size), turned): min(size, blocks.shape[1]) for size in SIZES}
-            found.update(_counted_as(layouts, _turned(blocks, turned) if turned else blocks, largest))
+        for turned in (0, *TURNED) if axis in backward else (0,):
+            found.update(_of_sizes(axis, turned, _turned(blocks, turned) if turned else blocks, largest))
     if role == "weight" and is_linear:
         tiles = _some(x, 16, 16, _TILES)
         found.update(_counted_as({BlockLayout(0, _TILE): tiles.shape[1]}, tiles, largest))
     return found
+
+
+def _of_sizes(axis: int, turned: int, blocks: NDArray[np.float32], largest: float) -> dict[BlockLayout, Blocks]:
+    """Count the longest blocks as blocks of every size."""
+    layouts = {BlockLayout(axis, str(size), turned): min(size, blocks.shape[1]) for size in SIZES}
+    return _counted_as(layouts, blocks, largest)
 
 
 def _some(x: Tensor, size: int, rows: int, most: int) -> NDArray[np.float32]:

@@ -152,9 +152,7 @@ class Rulebook:
         return known[function]
 
     def _plan(self, function: Callable[..., Any], row: Row, path: str) -> Plan:
-        rule = self.policy.match(row.name, row.op_class, path)
-        if rule is None and row.product:
-            rule = self._of_contractions(row, path)
+        rule = self.policy.match(row.name, row.op_class, path) or self._of_contractions(row, path)
         if row.runner == "generic:refused" and not self._refuses:
             row = replace(row, runner="generic:wide")
         quick = row.quickly(rule)
@@ -167,11 +165,11 @@ class Rulebook:
         if rule is not None and rule.is_delayed:  # other ops, and those without sites, have scales of the present step
             run = row.run(rule) if row.at_site == BY_ITSELF else None
             return Plan(row, rule, _under(rule.current, row.run(rule.current)), run, True, True, is_delayed=True)
-        rounds = (row.is_contraction or bool(row.product)) and rule is not None and not rule.is_empty
+        rounds = bool(row.is_contraction or row.product) and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
         run, way = self._runner(row, rule), hand_over(function, row, rule, self.main_dtype())
         if (inner := self._of_projections(row, rule, path)) is not None:
-            run = with_projections(inner.current if inner.is_delayed else inner)
+            run = with_projections(inner.current)
             return Plan(row, rule, run, None, rounds, looks or _looks(inner), inner=inner)
         is_plain = run is None and way is None and row.op_class != "structural"
         return Plan(row, rule, run, None, rounds, looks, way, quick, (as_it_is,) if is_plain else _ways(way, quick))
@@ -194,7 +192,7 @@ class Rulebook:
 
     def _of_contractions(self, row: Row, path: str) -> Rule | None:
         """Return the rule of contractions for a product that torch only promotes, if its results stay as wide."""
-        rule = self.policy.match(row.name, "contraction", path)
+        rule = self.policy.match(row.name, "contraction", path) if row.product else None
         return rule if rule is not None and rule.output is None else None
 
     def missed(self, name: str) -> None:
