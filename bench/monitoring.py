@@ -2,18 +2,19 @@
 
   python bench/monitoring.py faults [--modes plain,compiled,ddp]
   python bench/monitoring.py quiet [--recipes digits,gpt] [--precisions fp32,bf16] [--seconds 20]
-  python bench/monitoring.py cost [--recipes digits,unet] [--pairs 9] [--seconds 1]
+  python bench/monitoring.py cost [--recipes digits,unet] [--precisions fp32] [--seconds 4]
 
 `faults` prints which of the faults in tests/planted.py are named, by which finding, and how many steps after they
-began. `quiet` trains recipes and prints the alarms, of which there should be none. `cost` compares trainings with and
-without a monitor, in turns, by the processor time of one thread, in which other programs do not count. `--json` also
-writes the results, as `bench/record.py` does.
+began. `quiet` trains recipes and prints the alarms, of which there should be none. `cost` compares the steps of a
+training with and without its monitor, in turns, by the processor time of the thread. `--json` also writes the results,
+as `bench/record.py` does.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import itertools
 import statistics
@@ -21,15 +22,15 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import lowp
 from lowp.recipes import RECIPES, results
-from lowp.recipes.training import Settings, Training, load_data, threads_of
+from lowp.recipes.training import Settings, Training, threads_of
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -124,69 +125,86 @@ def _alarms(name: str, precision: str, seconds: float) -> tuple[list[str], int, 
 
 
 # -- cost -------------------------------------------------------------------------------------------------------------
+_AFTER = 5  # steps after a look which it makes longer, as caches are cold
+
+
+class Clock:
+    """The processor time of this thread but for the turns of a training in which its monitor is away."""
+
+    def __init__(self) -> None:
+        self.away = 0.0
+        for module in ("monitor", "pace", "places"):
+            vars(importlib.import_module(f"lowp.monitoring.{module}"))["now"] = self
+
+    def __call__(self) -> float:
+        return time.thread_time() - self.away
+
+    @contextlib.contextmanager
+    def without(self, monitor: lowp.Monitor, training: Training) -> Iterator[None]:
+        """Take the monitor off the training."""
+        started, wrapper = time.thread_time(), torch.autograd.backward
+        hooks = training.optimizer._optimizer_step_post_hooks
+        kept = dict(hooks)
+        hooks.clear()
+        torch.autograd.backward = getattr(wrapper, "__wrapped__", wrapper)
+        yield
+        torch.autograd.backward = wrapper
+        hooks.update(kept)
+        self.away += time.thread_time() - started
+
+
 def cost(given: argparse.Namespace) -> tuple[bool, Result]:
-    """Print the share of the time that a monitor takes; whether it is at most 2 %, and the shares."""
+    """Print the share of the time that a monitor takes; whether it is at most 2 %, and the shares.
+
+    One training is watched and is not, in turns of a few milliseconds. Other programs make some steps slower, so that
+    a usual step is the lower quartile of its kind, and a look what the steps about it have in the median more.
+    """
     torch.set_num_threads(1)
-    found: Result = {}
-    print("recipe       ms a step   processor time (quartiles)   wall clock   as measured by itself   looks")
-    for name in given.recipes.split(","):
-        settings, data = Settings(name), load_data(Settings(name))
-        _trained(Training(settings, data), 5)
-        a_step = _trained(Training(settings, data), 5).processor / 5
-        steps = max(int(given.seconds / a_step), 5)
-        plain = [_trained(Training(settings, data), steps)]
-        watched = []
-        for _ in range(given.pairs):
-            watched.append(_trained(Training(settings, data), steps, lowp.Monitor))
-            plain.append(_trained(Training(settings, data), steps))
-        added = [2 * one.processor / (a.processor + b.processor) - 1
-                 for one, (a, b) in zip(watched, itertools.pairwise(plain), strict=True)]  # fmt: skip
-        wall = [2 * one.wall / (a.wall + b.wall) - 1
-                for one, (a, b) in zip(watched, itertools.pairwise(plain), strict=True)]  # fmt: skip
-        low, middle, high = statistics.quantiles(added, n=4) if len(added) > 1 else added * 3
-        found[name] = {
-            "ms": round(1e3 * min(one.processor for one in plain) / steps, 3), "steps": steps, "runs": given.pairs,
-            "added": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)],
-            "added_wall": round(statistics.median(wall), 4),
-            "own": round(statistics.median(one.own for one in watched), 4), "looks": watched[0].looks,
-        }  # fmt: skip
-        one = found[name]
-        print(f"{name:<12} {one['ms']:>9.2f}   {middle:+.1%} ({low:+.1%} to {high:+.1%})     "
-              f"{one['added_wall']:+.1%}        {one['own']:.1%}                    {one['looks']} of {steps}",
+    clock, found = Clock(), {}
+    print("recipe       ms a step   added   by steps without looks   by looks        as measured by itself")
+    for name, precision in itertools.product(given.recipes.split(","), given.precisions.split(",")):
+        key = name if precision == "fp32" else f"{name} in {precision}"
+        found[key] = one = _cost(Training(Settings(name, precision)), clock, given.seconds)
+        print(f"{name:<6} {precision:<5} {one['ms']:>9.2f}   {one['added']:+.1%}   {one['idle']:+.1%}            "
+              f"        {one['looking']:+.1%} ({one['looks']:>2})      {one['own']:.1%} of {one['steps']} steps",
               flush=True)  # fmt: skip
     return all(one["added"] <= 0.02 for one in found.values()), found
 
 
-class Trained(NamedTuple):
-    """What a training took, in seconds; a monitor's overhead as it says, and its looks."""
+def _cost(training: Training, clock: Clock, seconds: float) -> Result:
+    batches = [training.data.training.batch(torch.arange(training.batch) + place * training.batch,
+                                            training._generator(place + 1)) for place in range(2)]  # fmt: skip
 
-    processor: float
-    wall: float
-    own: float
-    looks: int
+    def steps(count: int) -> list[float]:
+        taken = []
+        for place in range(count):
+            started = time.thread_time()
+            training.step(batches[place % 2])
+            taken.append(time.thread_time() - started)
+        return taken
 
-
-def _trained(training: Training, steps: int, monitor: Callable[..., lowp.Monitor] | None = None) -> Trained:
-    """Train without evaluations."""
-    looks: list[int] = []
-    watch = monitor and monitor(
-        training.model, training.optimizer, precision=training.precision, sinks=lambda record: looks.append(1)
-    )
-    training.history.append({"loss": 0.0, "epoch": 0})  # no evaluation of the model before training
-    taken = 0
-    started, wall = time.process_time(), time.perf_counter()
-    while taken < steps:
-        before = training.step_of_epoch
-        ends = before + steps - taken
-        is_whole = training._run_epoch(lambda ends=ends: training.step_of_epoch >= ends, None)  # type: ignore[misc]
-        taken += training.step_of_epoch - before
-        if is_whole:
-            training.step_of_epoch = 0
-            training.epoch = (training.epoch + 1) % training.epochs
-    if watch is not None:
-        watch.close()
-    seconds, wall = time.process_time() - started, time.perf_counter() - wall
-    return Trained(seconds, wall, 0.0 if watch is None else watch.overhead, len(looks))
+    a_turn = max(int(0.01 / statistics.median(steps(20))), 2)
+    looked: list[int] = []
+    monitor = lowp.Monitor(training.model, training.optimizer, precision=training.precision,
+                           sinks=lambda record: looked.append(record["step"]))  # fmt: skip
+    watched: list[float] = []
+    alone: list[float] = []
+    while sum(watched) < seconds:
+        watched += steps(a_turn)
+        while monitor._look is not None:
+            watched += steps(1)
+        with clock.without(monitor, training):
+            alone += steps(a_turn)[1:]
+    monitor.close()
+    usual, base = (statistics.quantiles(one, n=4)[0] for one in (watched, alone))
+    middle, inner = statistics.median(watched), [step for step in looked if 0 < step < len(watched) - _AFTER]
+    a_look = sum(statistics.median(watched[step + place] for step in inner) - middle for place in range(-1, _AFTER))
+    looking = a_look * len(looked) / len(watched)
+    return {
+        "ms": round(1e3 * base, 3), "steps": len(watched), "looks": len(looked), "idle": round(usual / base - 1, 4),
+        "looking": round(looking / base, 4), "added": round((usual + looking) / base - 1, 4),
+        "own": round(monitor.overhead, 4),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -195,12 +213,12 @@ def main() -> None:
     parser.add_argument("what", choices=("faults", "quiet", "cost"))
     parser.add_argument("--modes", default=",".join(planted.MODES))
     parser.add_argument("--recipes", help="default: all for quiet, digits and unet for cost")
-    parser.add_argument("--precisions", default=PRECISIONS)
-    parser.add_argument("--seconds", type=float, help="of one training (default: 5, of cost 1)")
-    parser.add_argument("--pairs", type=int, default=9, help="of trainings with and without a monitor")
+    parser.add_argument("--precisions", help=f"default: fp32 for cost, {PRECISIONS} for quiet")
+    parser.add_argument("--seconds", type=float, help="of one training (default: 5, of cost 4)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    given.seconds = given.seconds or (1.0 if given.what == "cost" else 5.0)
+    given.seconds = given.seconds or (4.0 if given.what == "cost" else 5.0)
+    given.precisions = given.precisions or ("fp32" if given.what == "cost" else PRECISIONS)
     given.recipes = given.recipes or ("digits,unet" if given.what == "cost" else ",".join(RECIPES))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

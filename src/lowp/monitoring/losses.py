@@ -4,60 +4,87 @@ import math
 import statistics
 import sys
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lowp.kernels.int16.late import at_once
 from lowp.monitoring.look import Look, by_device
+from lowp.monitoring.places import Listener
 from lowp.monitoring.seen import Spike
 from lowp.numerics.models import Models
 from lowp.numerics.modes import numbers_of
 
 _MOST = 4096  # between two looks
-_LATEST, _ENOUGH, _RENEWED = 64, 16, 16  # losses that say what is usual, how many must, and when that is read anew
+_LATEST, _ENOUGH = 64, 16  # losses that say what is usual, and how many must
 _SPIKE = 4.0  # times the largest of the latest losses
 
 
-class Losses:
+class Losses(Listener):
     """Losses without their scale, and the scales; those of a device as its tensors, which nothing waits for."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, told: Callable[[Tensor, bool], bool]) -> None:
+        super().__init__(told, _ENOUGH)
         self._models = models
         self._seen: deque[tuple[int, float | Tensor, float | Tensor | None]] = deque(maxlen=_MOST)
         self._latest: deque[float] = deque(maxlen=_LATEST)
-        self._count, self._limit = 0, sys.float_info.max  # a loss that is not above this is as usual
+        self._limit = sys.float_info.max  # a loss that is not above this is as usual
         self.spikes: list[Spike] = []
         # weights that were not finite when the loss became so; None while it is finite
         self.suspects: list[str] | None = None
+        self._follows = False  # whether the loss of the step before was seen
+        self.is_plain = False  # whether usual ones may be kept where they are heard
+
+    def keep(self, is_plain: bool) -> None:
+        """Say whether usual losses may be kept where they are heard, without `told`, as nothing else is to be done."""
+        self.is_plain = is_plain
+        self._set_limit()
+
+    def wake(self) -> None:
+        """Expect losses that do not follow those before."""
+        self._follows = False
+        self._set_limit()
 
     def add(self, step: int, loss: Tensor, scale: Tensor | None = None, scaled: bool = False) -> bool:
         """Add the loss of a step; `scaled`: it carries the scale. Return whether it calls for a look."""
-        if scale is None and not loss.dim():  # as in most steps
-            value, factor = at_once(loss), None
-        else:
-            value, factor = _unscaled(loss, scale, scaled)
+        self._collect(step)
+        value, factor = _unscaled(loss, scale, scaled)
         self._seen.append((step, value, factor))
         return isinstance(value, float) and self.judge(step, value)
 
     def judge(self, step: int, loss: float) -> bool:
         """Take a loss in; return whether it is far above the latest ones, or the first that is not finite."""
-        is_usual = loss <= self._limit
-        if not is_usual and not math.isfinite(loss):
+        follows, self._follows = self._follows, True
+        if not math.isfinite(loss):
             is_first = self.suspects is None
-            self.suspects = self._not_finite() if self.suspects is None else self.suspects
+            if self.suspects is None:
+                self.suspects = self._not_finite() if follows else []
+            self._set_limit()
             return is_first
-        spikes = not is_usual and self._spikes(step, loss)
+        spikes = self._spikes(step, loss)
         self.suspects = None
         self._latest.append(loss)
-        self._count += 1
-        if self._count % _RENEWED == 0 and (largest := max(self._latest)) > 0:
-            self._limit = _SPIKE * largest
+        if len(self._latest) >= _ENOUGH and (largest := max(self._latest)) > 0:
+            self._limit, self.most = _SPIKE * largest, _LATEST
+        self._set_limit()
         return spikes
 
+    def _collect(self, step: int) -> None:
+        """Take in those that were kept where they were heard; as none of them is bad, their steps do not matter."""
+        self._latest.extend(self.usual)
+        self._seen.extend([(step, loss, None) for loss in self.usual])
+        self.usual.clear()
+
+    def _set_limit(self) -> None:
+        is_usual = self.is_plain and self._follows and self.suspects is None
+        self.limit = self._limit if is_usual else -math.inf
+
     def _spikes(self, step: int, loss: float) -> bool:
+        if loss <= self._limit or len(self._latest) < _ENOUGH:
+            return False
         usual, largest = statistics.median(self._latest), max(self._latest)
-        if self._count < _ENOUGH or not loss > max(_SPIKE * largest, 2 * _SPIKE * usual):
+        if not loss > max(_SPIKE * largest, 2 * _SPIKE * usual):
             return False
         self.spikes.append(Spike(step, loss, largest, usual))
         return True
@@ -86,6 +113,7 @@ class Losses:
 
         The scales go there, too.
         """
+        self._collect(look.step)
         found: list[tuple[int, float]] = []
         late = []
         for place, (step, loss, scale) in enumerate(self._seen):
@@ -106,7 +134,7 @@ def _unscaled(loss: Tensor, scale: Tensor | None, scaled: bool) -> tuple[float |
     found = at_once(loss.reshape(()) if loss.dim() else loss)
     if scale is None:
         return found, None
-    factor = at_once(scale.reshape(()))
+    factor = at_once(scale.reshape(()) if scale.dim() else scale)
     if not scaled:
         return found, factor
     if isinstance(factor, Tensor):

@@ -71,9 +71,9 @@ class Monitor:
       a function is called with the Alarm. Alarms are also kept in `alarms`.
     * patience: in how many looks in a row most kinds of alarms must hold.
     * max_overhead: the share of the time that looks may take, 0.02 or ``"2%"``; None looks at every step. The first
-      step is looked at in any case, as is the one after a loss that has ceased to be finite or is far above the others.
-      The share of the first second, 20 ms, is spent sooner, and where something seems wrong a few looks are taken in
-      advance.
+      step is looked at in any case, as is the one after a loss that has ceased to be finite or is far above the others;
+      of steps below 1.6 ms a part of the losses is seen, in turns. The share of the first four seconds,
+      80 ms, is spent sooner, and where something seems wrong a few looks are taken in advance.
 
     An error of the monitor, or of a sink, ends it with a line on standard error, which `failure` keeps; the training
     goes on. Nothing waits for a device: numbers of a GPU are judged when they have arrived, some steps later. `close`
@@ -114,11 +114,12 @@ class Monitor:
         self._look_at = 0  # the next step that may be looked at
         self._is_urgent = False  # whether the next one is in any case, as the loss has ceased to be finite
         self._wakes = 0  # the step before which nothing but counting is to be done
-        self._is_idle = False  # whether this is so for backward passes, too
+        self._hears, self._turn = False, 0  # whether backward passes are heard between looks, and before which step
+        self._unheard: Callable[[], None] | None = None  # ends that they are
         self._calls = places.Calls(self.models, self._pace, self._saw_output)
         self._ends_of_look: list[Callable[[], None]] = []
         self._waiting: deque[tuple[Look, Sight]] = deque()
-        self._losses = Losses(self.models)
+        self._losses = Losses(self.models, self._sees_backward)
         self._compared: list[tuple[str, Tensor]] = []
         self._passes, self._added = 0, True  # backward passes since the last step
         self._probe: tuple[str, nn.Parameter] | None = None  # a parameter that tells of the gradients between passes
@@ -131,7 +132,7 @@ class Monitor:
             [register_optimizer_step_pre_hook] if not given else [one.register_step_pre_hook for one in given]
         )
         self._ends: list[Callable[[], None]] = [one(after).remove for one in register]
-        self._ends.append(places.listen(self._sees_backward))
+        self._ends.append(self._rest)
         self._begin()
 
     def __enter__(self) -> Monitor:
@@ -142,6 +143,7 @@ class Monitor:
 
     def close(self) -> None:
         """Stop watching, after the numbers that are under way have been judged; waits for a device."""
+        self._pace.charge(self.step, self._unheard is not None)
         for end in self._ends:
             end()
         self._ends.clear()
@@ -150,7 +152,7 @@ class Monitor:
         for look, _ in self._waiting:
             look.wait()
         self._collect()
-        self._pace.charge(self.step)
+        self._pace.charge(self.step, False)
         self._pace.budget.end()
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
@@ -181,11 +183,25 @@ class Monitor:
         return self._pace.budget.overhead
 
     # -- a step -------------------------------------------------------------------------------------------------------
+    def _listen(self) -> None:
+        """Hear of backward passes from now on."""
+        if self._unheard is None:
+            self._unheard = places.listen(self._losses)
+            self._losses.wake()
+
+    def _rest(self) -> None:
+        """Hear of none."""
+        if self._unheard is not None:
+            self._unheard()
+        self._unheard = None
+
     def _begin(self) -> None:
         """Prepare to look at the coming step."""
         started = now()
+        self._listen()
         self._look = Look(self.step, of_flushed=self._state.scaler is None)
-        self._probe, self._is_idle = None, False
+        self._probe, self._wakes = None, 0
+        self._losses.keep(False)
         self._calls.start()
         before = Uncopied(self._before_step)
         self._ends_of_look = [self._calls.stop, *(register(before).remove for register in self._before)]
@@ -207,18 +223,13 @@ class Monitor:
 
     def _sees_backward(self, loss: Tensor, ended: bool) -> bool:
         """Take a backward pass into account. Return whether its end is of interest, too."""
-        if not self._is_idle:
-            started = now()
-            is_wanted = bool(self._saw_backward(loss, ended))
-            self._pace.spent(started)
-            return is_wanted
-        self._passes += 1
-        try:
-            if not loss.dim() and self._losses.add(self.step, loss):
-                self._wakes, self._is_urgent = 0, True
-        except Exception as error:
-            self._fail(error)
-        return False
+        if self._losses.is_plain:
+            self._saw_loss(loss)
+            return False
+        started = now()
+        is_wanted = bool(self._saw_backward(loss, ended))
+        self._pace.spent(started) if self._look is not None else self._pace.heard(started)
+        return is_wanted
 
     @_harmless
     def _saw_backward(self, loss: Tensor, ended: bool) -> bool:
@@ -228,7 +239,7 @@ class Monitor:
             if self._passes > 1:
                 self._add_probe("latest")
             return False
-        if self._had and self._is_alone and self._probe is not None and self._probe[1].grad is None:
+        if self._passes and self._had and self._is_alone and self._probe is not None and self._probe[1].grad is None:
             self._skips += 1  # the loss scaler has skipped the optimizer's step
             self._is_urgent = self._is_urgent or (self._skips % _SKIPS == 0 and self._pace.may_confirm())
             self._end_step()
@@ -236,8 +247,7 @@ class Monitor:
             self._find_probe()
             self._add_probe("carried")
         self._passes += 1
-        if not loss.dim() or loss.numel() == 1:
-            self._saw_loss(loss)
+        self._saw_loss(loss)
         look = self._look
         if look is not None and self._passes % _MOST_PASSES == 0 and self._state.scale is not None:
             self._end_look(look)
@@ -248,13 +258,16 @@ class Monitor:
             named = ((name, one) for name, one in self.models.named_parameters() if one.grad is not None)
             self._probe = next(named, None)
 
+    @_harmless
     def _saw_loss(self, loss: Tensor) -> None:
+        if loss.numel() != 1:
+            return
         scale = None if self._state.scaler is None else self._state.scale
         scaled = scale is not None and self.losses_are_scaled()
         if self._look is not None:
             self._added = self._added and adds_up(loss, scaled)
         if self._losses.add(self.step, loss, scale, scaled):
-            self._is_urgent = True
+            self._wakes, self._is_urgent = 0, True
 
     def _add_probe(self, kind: str) -> None:
         """Note a gradient between passes: whether they add up, and whether the script divides them before the step."""
@@ -270,7 +283,7 @@ class Monitor:
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step; all that is done in nearly all of them."""
-        if self.step < self._wakes and optimizer is self._alone and self._is_idle:
+        if self.step < self._wakes and optimizer is self._alone:
             self.step += 1
             self._passes = 0
         else:
@@ -316,14 +329,27 @@ class Monitor:
             self._collect()
         if look is not None:
             self._pace.looked(look.step)
+        self._pace.charge(self.step, self._unheard is not None)
         if self.step >= self._look_at or self._is_urgent:
             self._look_at = self._pace.next(self.step)
             if self._is_urgent or self._look_at == self.step:
                 self._is_urgent, self._look_at = False, self.step + 1
                 self._begin()
-        state, ranks = self._state, self._ranks
-        self._is_idle = self._look is None and state.scaler is None and not state.searches and self._is_alone
-        self._wakes = self.step if self._waiting else min(self._look_at - 1, ranks.next_after(self.step))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Decide until when steps are but counted, and losses seen."""
+        counts = self._look is None and not self._state.searches and self._is_alone
+        self._losses.keep(counts and self._state.scaler is None)
+        if not counts or self._waiting:
+            self._wakes = 0
+            return
+        if self.step >= self._turn:
+            heard, unheard = self._pace.turns(self.step)
+            self._hears = not self._hears or not unheard
+            self._turn = self.step + (heard if self._hears else unheard)
+        (self._listen if self._hears else self._rest)()
+        self._wakes = min(self._look_at, self._turn, self._ranks.next_after(self.step) + 1) - 1
 
     # -- the end of a look --------------------------------------------------------------------------------------------
     def _end_look(self, look: Look) -> None:

@@ -7,11 +7,13 @@ from collections import deque
 
 from lowp.numerics.sampling import Budget
 
-_BEGINNING = 1.0  # seconds whose share is spent sooner
-_IDLE = 2e-6  # seconds that a step takes which is not looked at
+_BEGINNING = 4.0  # seconds whose share is spent sooner
+_COUNTED, _HEARD = 2e-6, 4e-6  # seconds that a step takes which is counted, and more if its loss is seen
+_HEARING, _TURN = 0.0025, 256  # of the time that losses may take; steps of a turn, where not all are seen
 _TYPICAL, _WARM = 5, 0.25  # looks that say what one takes; the part of the first one that later ones take
-_COLD, _MOST_COLD = 0.7, 4e-4  # of a look, and seconds: what the steps after it take longer, with cold caches
+_COLD, _MOST_COLD = 0.9, 8e-4  # of a look, and seconds: what the steps after it take longer, with cold caches
 _APART, _MOST_APART = 4, 8  # steps between two looks: a quarter of those so far, 8 at most
+_AGAIN = 8  # of the steps since the last look, a part after which the time is asked again
 _CONFIRMING = 4  # looks that may be taken in advance where something seems wrong
 
 # the processor time of the thread, in which other programs do not count; where it is told in coarse steps, the time
@@ -21,8 +23,8 @@ now = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 e
 class Pace:
     """Counts what a monitor takes, and says which step is looked at next.
 
-    The first look is free. In the first second more of its share is spent at the beginning: after t seconds as much as
-    of the root of t seconds; but not in one step after the other, as that of a first step that compiles would be gone
+    The first look is free. Of the first four seconds' share more is spent at the beginning: after t seconds as much as
+    of the root of 4 t seconds; but not in one step after the other, as that of a first step that compiles would be gone
     at once. `seconds` were spent and are not charged yet.
     """
 
@@ -33,10 +35,22 @@ class Pace:
         self._cost = self._first = 0.0  # what the next one may take, and what the first one took
         self.seconds, self._counted = 0.0, 0  # and steps that are charged
         self._last = 0  # step that was looked at
+        self._hearing = 0.0  # seconds that a loss has taken lately which is not as usual: under a loss scale
 
     def spent(self, started: float, hidden: float = 0.0) -> None:
         """Count what ran since it was entered, and what is not seen from within."""
         self.seconds += now() - started + hidden
+
+    def heard(self, started: float) -> None:
+        """Count what ran before or after a backward pass, since it was entered."""
+        seconds = now() - started
+        self.seconds += seconds
+        self._hearing += (2 * seconds - self._hearing) / _TURN
+
+    def turns(self, step: int) -> tuple[int, int]:
+        """Return of how many steps the losses are seen, and of how many after these they are not."""
+        part = (_HEARD + self._hearing) * step / (_HEARING * self.budget.training)  # of the share, if all were seen
+        return _TURN, 0 if part <= 1 or self.budget.share is None else math.ceil(_TURN * (part - 1))
 
     def looked(self, step: int) -> None:
         """Take what was spent for what a look takes, and count what it hides."""
@@ -45,10 +59,10 @@ class Pace:
         self._costs.append(self.seconds)
         self._cost = statistics.median(self._costs) * (1.0 if len(self._costs) > 1 else _WARM)
 
-    def charge(self, step: int) -> None:
-        """Take what was spent, and the steps that were not looked at, off the budget."""
+    def charge(self, step: int, heard: bool) -> None:
+        """Take what was spent, and the steps that were not looked at, off the budget; `heard`: losses were seen."""
         self.budget.spent(self.seconds, True)
-        self.budget.pass_by(_IDLE * (step - self._counted))
+        self.budget.pass_by((_COUNTED + heard * _HEARD) * (step - self._counted))
         self.seconds, self._counted = 0.0, step
 
     def may_confirm(self) -> bool:
@@ -56,8 +70,7 @@ class Pace:
         return self.budget.room > -_CONFIRMING * self._cost
 
     def next(self, step: int) -> int:
-        """Return `step` if there is time for a look at it, else a later one, 1 or more, before which there is none."""
-        self.charge(step)
+        """Return `step` if there is time for a look at it, else a later one that there will be time for."""
         budget, share = self.budget, self.budget.share
         if share is None:
             return step
@@ -68,4 +81,5 @@ class Pace:
         seconds = (wanted - self._first) / share
         seconds = seconds * seconds / _BEGINNING if seconds < _BEGINNING else wanted / share
         later = math.ceil(step * (seconds / budget.training - 1.0))
-        return step + min(max(later, 1), step)  # a step may have been unlike those to come
+        least = max((step - self._last) // _AGAIN, 1)
+        return step + min(max(later, least), step)  # a step may have been unlike those to come

@@ -1,5 +1,6 @@
 """Where a monitor listens: calls of modules, backward passes, and the object that scales the loss of a step."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,18 +21,31 @@ from lowp.numerics.tape import random_state, set_random_state
 from lowp.precision import Precision
 
 _CALLERS = 10  # frames between an optimizer's hook and the scaler that steps it
-Told = Callable[[Tensor, bool], bool]
-_listeners: list[Told] = []
+
+
+class Listener:
+    """What hears of backward passes: `told` is called with the loss of each before it, and False.
+
+    Where that returns true it is called after the pass, too, with True. A loss on the host that is not above `limit` is
+    appended to `usual` instead, up to `most` of them: in nearly all steps this is all, without a call.
+    """
+
+    __slots__ = ("limit", "most", "told", "usual")
+
+    def __init__(self, told: Callable[[Tensor, bool], bool], most: int) -> None:
+        self.told, self.most, self.limit, self.usual = told, most, -math.inf, list[float]()
+
+
+_listeners: list[Listener] = []
 _original: list[Callable[..., Any]] = []
 
 
-def listen(callback: Told) -> Callable[[], None]:
-    """Call `callback` with the loss of each backward pass before it, and False; return what ends this.
+def listen(listener: Listener) -> Callable[[], None]:
+    """Let a listener hear of backward passes; return what ends this.
 
-    Where it returns true it is called after the pass, too, with True.
     `Tensor.backward`, GradScaler and lowp's Precision all call torch.autograd.backward.
     """
-    end = listed(_listeners, callback)
+    end = listed(_listeners, listener)
     if not _original:
         _original.append(torch.autograd.backward)
         setattr(torch.autograd, "backward", _wrapped(torch.autograd.backward))  # noqa: B010
@@ -48,15 +62,17 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @skipped_by_compilers
     @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(tensors, Tensor) or in_backward():  # of a checkpoint
-            return original(tensors, *args, **kwargs)
-        told = []
-        for one in tuple(_listeners):  # a comprehension would be a function
-            if one(tensors, False):
-                told.append(one)
+        told: list[Listener] = []
+        if isinstance(tensors, Tensor) and not (tensors.dim() and in_backward()):  # of a checkpoint
+            loss = tensors.item() if tensors.is_cpu and not tensors.dim() else math.inf
+            for one in tuple(_listeners):  # a comprehension would be a function
+                if loss <= one.limit and len(one.usual) < one.most:
+                    one.usual.append(loss)
+                elif one.told(tensors, False):
+                    told.append(one)
         result = original(tensors, *args, **kwargs)
         for one in told:
-            one(tensors, True)
+            one.told(tensors, True)
         return result
 
     return backward

@@ -248,8 +248,7 @@ class _Bad(NamedTuple):
         bad = [step for step, loss in seen.losses if not math.isfinite(loss)]
         weights = _bad(seen, "weight")
         gradients = _bad(seen, "gradient") if seen.scale is None else []  # of a scaled loss they may be
-        is_earlier = bool(bad) and bad[0] < seen.step and not seen.suspects
-        has_spread = is_earlier and 2 * len(weights) > len(seen.numbers.get("weight", ()))
+        has_spread = bool(bad) and not seen.suspects and 2 * len(weights) > len(seen.numbers.get("weight", ()))
         return cls(bool(bad), weights, gradients, _bad(seen, "buffer"), _bad(seen, "activation"), has_spread)
 
 

@@ -169,7 +169,7 @@ class RunState:
             look.step,
             {},
             losses,
-            steps=max(look.step - self._step, 1),
+            steps=len({step for step, _ in losses}) or max(look.step - self._step, 1),
             backwards=passes,
             adds_up=added,
             half=look.half,
