@@ -59,14 +59,15 @@ class Mutant:
     start: int
     end: int
     new: str
+    text: str  # of the line
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}  {self.change}"
 
     @property
     def key(self) -> str:
-        """What names it in the list of equal ones, which lines may pass by."""
-        return f"{self.file}  {self.change}"
+        """What names it in the list of equal ones, which lines may pass by; a number alone is known by its line."""
+        return f"{self.file}  {self.change}" + (f"  in  {self.text}" if self.change[0].isdigit() else "")
 
     def planted(self, source: bytes) -> bytes:
         return source[: self.start] + self.new.encode() + source[self.end :]
@@ -77,8 +78,9 @@ def mutants(path: Path) -> list[Mutant]:
     """Return every mutant of a file."""
     source = path.read_bytes()
     starts = [0]
-    for text in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(text))
+    lines = source.splitlines(keepends=True)
+    for line in lines:
+        starts.append(starts[-1] + len(line))
     found = []
     for node, new in _changes(ast.parse(source)):
         assert node.end_lineno is not None and node.end_col_offset is not None
@@ -86,7 +88,8 @@ def mutants(path: Path) -> list[Mutant]:
         old, changed = ast.unparse(node), ast.unparse(new)
         text = f"({changed})" if isinstance(new, ast.expr) else changed
         file = path.relative_to(SOURCES).as_posix()
-        found.append(Mutant(file, node.lineno, f"{old}  ->  {changed}", start, end, text))
+        line = lines[node.lineno - 1].decode().strip()
+        found.append(Mutant(file, node.lineno, f"{old}  ->  {changed}", start, end, text, line))
     return found
 
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 from exact_casts import FORMATS_TRIED, bits
 
+import lowp
 from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput, Unavailable, UnknownName
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import Statistics, cpu, decode, encode, quantize, statistics, use
 from lowp.kernels.choose import dispatch
+from lowp.kernels.numbers import packing
 
 EVERY_CAST = ["e4m3fn", "e4m3fn:stochastic", "mxfp4", "int8:stochastic", "flex16+5", "int8-affine"]
 
@@ -287,6 +289,14 @@ def test_packing_puts_the_first_code_lowest() -> None:
     assert encode(torch.tensor([1.0, -6.0, 1.0]), "e2m1", packed=True).tolist() == [0xF2, 0x02]
     assert encode(torch.tensor([1.0, -1.0, -1.0]), "i1", packed=True).tolist() == [0b110]
     assert decode(torch.tensor([0xF2, 0x02], dtype=torch.uint8), "e2m1", packed=True).tolist() == [1.0, -6.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["i1", "i3", "i4", "e2m1", "e3m2"])
+def test_codes_of_every_integer_dtype_are_packed_alike(name: str) -> None:
+    x = torch.randn(3, 13, generator=torch.Generator().manual_seed(0))
+    codes, packed = encode(x, name), encode(x, name, packed=True)
+    for dtype in (torch.int16, torch.int32, torch.int64):
+        assert torch.equal(packing.pack(codes.to(dtype), lowp.format(name)), packed)
 
 
 def test_codes_are_those_of_torch() -> None:

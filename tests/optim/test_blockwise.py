@@ -11,6 +11,7 @@ from torch import nn
 
 import lowp
 from lowp.errors import InvalidInput
+from lowp.kernels.steps import updates
 from lowp.optim import SGD, AdamW, blockwise
 from lowp.optim.blockwise import BlockUpdate, BlockwiseOptimizer
 
@@ -301,3 +302,21 @@ def test_what_is_no_optimizers_state_is_refused(state: Any, text: str) -> None:
     for optimizer in (AdamW(_parameters()), lowp.MasterWeights(torch.optim.AdamW(_parameters()))):
         with pytest.raises(InvalidInput, match=text):
             optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("storage", "calls"),
+    [({}, [2]), ({"storage": None}, [2]), ({"split": False}, []), ({"storage": "fp16", "split": False}, [])],
+)
+def test_a_device_with_kernels_steps_weights_in_fp32_or_in_two_parts_by_one(
+    storage: dict[str, Any], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [nn.Parameter(torch.ones(size)) for size in (3, 5)]
+    optimizer = lowp.optim.AdamW(weights, **storage)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    called: list[int] = []
+    monkeypatch.setattr(updates, "has_kernels", lambda device: True)
+    monkeypatch.setattr(updates, "step", lambda columns, *_: called.append(len(columns.weights)))
+    optimizer.step()
+    assert called == calls

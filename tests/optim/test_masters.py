@@ -12,6 +12,7 @@ from torch import nn
 from lowp.errors import InvalidInput
 from lowp.optim import SGD, MasterWeights
 from lowp.optim.skipping import steps_by_itself
+from lowp.optim.storage import _signed
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
@@ -265,3 +266,9 @@ def test_equal_tensors_are_rounded_independently() -> None:
         twin.grad = torch.ones_like(twin)
     optimizer.step()
     assert not torch.equal(twins[0], twins[1])
+
+
+@pytest.mark.parametrize("word", [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, (3 << 64) + (1 << 63)])
+def test_the_words_of_a_seed_are_taken_modulo_the_int64_of_a_device(word: int) -> None:
+    found = _signed(word)
+    assert -(1 << 63) <= found < 1 << 63 and (found - word) % (1 << 64) == 0

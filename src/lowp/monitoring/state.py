@@ -97,7 +97,7 @@ class RunState:
         self._searches = 0 if scaler is not None or precision is not None else self._searches - 1
         self.scaler = scaler
         self._exponents = getattr(precision, "exponents", None)
-        if scaler is not None and self._resumed > 0:
+        if self._resumed > 0:
             self._is_fresh = _is_fresh(scaler)
 
     # -- in a look ----------------------------------------------------------------------------------------------------

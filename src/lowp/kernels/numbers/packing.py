@@ -24,12 +24,10 @@ def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
     if fills_bytes(format):
         return codes
     codes = codes.reshape(1) if codes.ndim == 0 else codes
+    codes = codes == -1 if bits == 1 else codes  # the sign
     if 8 % bits == 0 and codes.dtype.itemsize == 1:
         return _pack_bytes(codes, bits)
-    wide = as_integers(codes)
-    if bits == 1:
-        wide = wide >> 1  # -1 -> ...111, +1 -> 0
-    single = wide.unsqueeze(-1) >> torch.arange(bits, device=codes.device) & 1
+    single = as_integers(codes).unsqueeze(-1) >> torch.arange(bits, device=codes.device) & 1
     row = single.flatten(-2)
     row = torch.nn.functional.pad(row, (0, -row.shape[-1] % 8))
     row = row.reshape(*row.shape[:-1], row.shape[-1] // 8, 8)
@@ -38,8 +36,6 @@ def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
 
 def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
     """Codes of 1, 2 or 4 bits in bytes, several to a byte."""
-    if bits == 1:
-        codes = codes < 0
     places = codes.to(torch.uint8) & ((1 << bits) - 1)
     each = 8 // bits
     places = torch.nn.functional.pad(places, (0, -places.shape[-1] % each))

@@ -122,11 +122,10 @@ def write(
     record = torch.zeros(WORDS, dtype=torch.int64, device=x.device) if row is None else row
     flags, halves = record.view(torch.int8)[8 * _FLAGS :], record.view(torch.int32)
     form, numbers = rounding(cast)
-    key, _ = key_of(x, 0, form.random_bits > 0)
     place = exponents if when is None else exponents[index] if otherwise is None else otherwise
     flag = flags if when is None else when.view(torch.int8)  # not looked at, as is the place then
     _over(
-        mantissas.write, x, integers(x), integers(out), exponents, key, flag, place, record, flags, x.numel(), index,
+        mantissas.write, x, integers(x), integers(out), exponents, flag, place, record, flags, x.numel(), index,
         numbers, int16_element(cast).minimum, when is not None, DTYPES[x.dtype], form,
     )  # fmt: skip
     exponent = halves[2 * _EXPONENT]

@@ -194,7 +194,7 @@ def begin(
 
 @triton.jit(do_not_specialize=["index", "numbers"])
 def write(
-    x, out, exponents, seed, when, otherwise, record, flags, total, index, numbers, LOWEST: tl.constexpr,
+    x, out, exponents, when, otherwise, record, flags, total, index, numbers, LOWEST: tl.constexpr,
     WHEN: tl.constexpr, DTYPE: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the values of a tensor under an exponent in fp32; what is not finite stays as it is.
@@ -207,10 +207,9 @@ def write(
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     places = start + tl.arange(0, BLOCK)
-    key = tl.load(seed) if FORM.random_bits > 0 else 0
     exponent = tl.load(exponents + index)
     magnitude, sign = read(x, places, places < total, DTYPE, False)
-    whole = _rounded(magnitude, sign, exponent, start, key, numbers, FORM, BLOCK)
+    whole = _rounded(magnitude, sign, exponent, start, tl.cast(0, tl.int64), numbers, FORM, BLOCK)
     kept = tl.minimum(tl.maximum(whole, LOWEST), 32767)
     one, other = _powers(exponent)
     value = ((kept + _ANCHOR).to(tl.float32, bitcast=True) - 12582912.0) * one * other

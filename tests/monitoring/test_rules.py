@@ -1,0 +1,153 @@
+"""The bounds of the monitor's rules: what is at a bound raises no alarm, what is beyond it does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowp
+from lowp.monitoring.alarms import Alarm, Alarms
+from lowp.monitoring.losses import Losses
+from lowp.monitoring.seen import Sight, Spike
+from lowp.numerics.models import Models
+
+Looks = list[Sight]
+
+
+def look(numbers: dict[str, dict[str, float]] | None = None, **fields: Any) -> Sight:
+    return Sight(fields.pop("step", 0), numbers or {}, **fields)
+
+
+def alarms(looks: Looks, patience: int = 1) -> list[Alarm]:
+    judge = Alarms(patience)
+    return [alarm for seen in looks for alarm in judge.judge(seen)]
+
+
+def one(kind: str, value: float, **fields: Any) -> Looks:
+    """One look, at a weight "a.weight" or a result of "a"."""
+    return [look({kind: {"a" if kind in ("activation", "flushed") else "a.weight": value}}, **fields)]
+
+
+def update(ratio: float, weight: float = 1.0, **fields: Any) -> Looks:
+    numbers = {"weight": {"a.weight": weight}, "update": {"a.weight": ratio}}
+    return [look(numbers, **{"matrices": {"a.weight"}, **fields})]
+
+
+def rates(rate: float) -> Looks:
+    return [*one("lost", 0.0, rates={"a.weight": 1.0}), *one("lost", 1.0, rates={"a.weight": rate})]
+
+
+def weights(*sizes: float) -> Looks:
+    return [look({"weight": {"a.weight": size}}, matrices={"a.weight"}) for size in sizes]
+
+
+def results(first: float, last: float) -> Looks:
+    return [seen for size in (first, first, first, last) for seen in one("activation", size)]
+
+
+def clipped(limit: float, scales: list[float]) -> Looks:
+    return [look({"gradient": {"a.weight": limit / scale}}, scale=scale) for scale in scales]
+
+
+def skips(skipped: int, steps: int, scale: float | None = 1.0) -> Looks:
+    return [look(skipped=skipped, steps=steps, scale=scale)]
+
+
+def average(share: float, moved: float = 1.0) -> Looks:
+    return [look({"update": {"a.weight": moved}}, averages={"ema": share})]
+
+
+@pytest.mark.parametrize(
+    ("id", "at", "beyond"),
+    [
+        ("N101", one("lost", 0.95), one("lost", 0.96)),
+        ("N101", one("lost", 1.0, rates={"a.weight": 0.0}), one("lost", 1.0, rates={"a.weight": 1e-9})),
+        ("N101", rates(0.01), rates(0.011)),  # of the largest rate: a schedule has ended
+        ("N101", one("lost", 1.0, is_kept=lambda name: True), one("lost", 1.0, is_kept=lambda name: False)),
+        ("N103", update(0.35), update(0.36)),
+        ("N103", update(math.inf), update(1e30)),
+        ("N103", update(1.0, matrices=set()), update(1.0)),
+        ("N103", update(1.0, weight=0.0), update(1.0, weight=1e-30)),
+        ("N104", weights(16.0, 1.0), weights(16.0, 0.99)),
+        ("N102", one("gradient", 0.0, half=["a"]), one("gradient", 0.0)),
+        ("N102", [*one("gradient", 1.0), *one("gradient", 0.0)], one("gradient", 0.0)),
+        ("N205", one("activation", 32752.0, half=["a"]), one("activation", 32753.0, half=["a"])),
+        ("N205", one("activation", math.inf), one("activation", math.inf, half=["a"])),
+        ("N206", one("flushed", 0.5), one("flushed", 0.51)),
+        ("N206", one("flushed", 1.0, scale=1.0), one("flushed", 1.0)),
+        ("N206", one("gradient", 1e-30, half=["a"]), one("gradient", 0.0, half=["a"])),
+        ("N301", results(200.0, 6400.0), results(200.0, 6401.0)),
+        ("N301", results(1.0, 4096.0), results(1.0, 4097.0)),
+        ("N301", results(1.0, math.inf), results(1.0, 1e30)),
+        ("N301", results(1.0, 5000.0)[1:], results(1.0, 5000.0)),  # three looks say how it began
+        ("N302", one("activation", 1e-30), one("activation", 0.0)),
+        ("N303", [look(saturated={"a": 0.5})], [look(saturated={"a": 0.51})]),
+        ("N402", skips(9, 90), skips(9, 89)),
+        ("N402", skips(8, 20), skips(9, 20)),
+        ("N402", skips(9, 15), skips(9, 16)),
+        ("N402", skips(9, 20, scale=None), skips(5, 10) + skips(4, 10)),
+        ("N207", [look(scale=1.0, is_fresh_scale=True)], [look(scale=1.0, is_fresh_scale=True, resumed=1)]),
+        ("N207", [look(scale=1.0, resumed=1)], [look(scale=1.0, jump=(1.0, 8.0))]),
+        ("N208", clipped(0.01, [1.9, 4.0, 2.0, 4.0]), clipped(0.01, [2.0, 4.0, 2.0, 4.0])),
+        ("N208", clipped(0.01, [2.0, 4.0, 2.0]), clipped(0.01, [2.0, 4.0, 2.0, 4.0])),
+        ("N208", clipped(0.04, [2.0, 4.0, 2.0, 4.0]), clipped(0.039, [2.0, 4.0, 2.0, 4.0])),
+        ("N208", clipped(0.0131, [2.0] * 4), clipped(1.0, [1024.0] * 4)),  # people choose round limits
+        ("N403", [look()], [look(spikes=[Spike(0, 5.0, 1.0, 1.0)])]),
+        ("N404", [look(backwards=3, adds_up=True)], [look(backwards=4, adds_up=True)]),
+        ("N404", [look(backwards=9)], [look(backwards=9, adds_up=True)]),
+        ("N501", [look(dtypes={"a": "float32"})] * 2, [look(dtypes={"a": one}) for one in ("float32", "float16")]),
+        ("N502", [look()], [look(left=["a"])]),
+        ("N503", [look()], [look(apart={"a": (1, 0.5)})]),
+        ("N504", average(0.75), average(0.76)),
+        ("N504", average(1.0, moved=0.0), average(1.0, moved=1e-9)),
+        ("N505", [look(compared={"a": 0.02})], [look(compared={"a": 0.021})]),
+        ("N505", [look(compared={"a": 0.0})], [look(compared={"a": math.nan})]),
+    ],
+)
+def test_what_is_at_a_bound_raises_no_alarm_and_what_is_beyond_it_does(id: str, at: Looks, beyond: Looks) -> None:
+    assert id not in [alarm.id for alarm in alarms(at)]
+    assert [alarm.id for alarm in alarms(beyond)].count(id) == 1
+
+
+def test_what_is_ten_times_worse_is_told_again() -> None:
+    looks = [*one("activation", 1.0) * 3, *(one("activation", size)[0] for size in (5e3, 4.9e4, 5e4, 5.1e4))]
+    assert [alarm.value for alarm in alarms(looks) if alarm.id == "N301"] == [5e3, 5e4]
+
+
+def test_a_sign_that_has_gone_is_waited_for_anew() -> None:
+    bad, good = one("lost", 1.0), one("lost", 0.0)
+    told = alarms(
+        [look({"lost": seen[0].numbers["lost"]}, step=step) for step, seen in enumerate([bad, good, bad, bad])], 2
+    )
+    assert [(alarm.since, alarm.step) for alarm in told] == [(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("latest", "at", "beyond"),
+    [([1.0] * 16, 8.0, 8.1), ([1.0] * 15 + [4.0], 16.0, 16.1), ([1.0] * 15, 1e9, math.inf)],
+)
+def test_a_loss_is_a_spike_above_four_times_the_largest_and_eight_times_the_median_of_sixteen(
+    latest: list[float], at: float, beyond: float
+) -> None:
+    for loss, is_told in ((at, False), (beyond, True)):
+        losses = Losses(Models(nn.Linear(1, 1)))
+        assert not any(losses.judge(step, one) for step, one in enumerate(latest))
+        assert losses.judge(16, loss) is is_told
+        assert [one.loss for one in losses.spikes] == ([loss] if is_told and loss < math.inf else [])
+
+
+def test_a_gradient_that_is_thrown_away_is_no_skipped_step() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    without = torch.amp.GradScaler("cpu", enabled=False)
+    with lowp.Monitor(model, optimizer, scaler=without, max_overhead=None) as monitor:
+        for _ in range(4):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    assert monitor.step == 4
