@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lowp
 from lowp import compat
 from lowp.kernels.choose import dispatch, hardware
-from lowp.kernels.numbers import bitwise, floats
+from lowp.kernels.numbers import bitwise, floats, scaled
 from lowp.ops import direct
 from lowp.presets import PRESETS
 from lowp.scaling import loss_scale
@@ -27,7 +27,7 @@ from lowp.scaling import loss_scale
 @pytest.fixture(autouse=True)
 def _as_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let tensors of the CPU be as far away as a device's, which has no fp64."""
-    for module in (compat, bitwise, floats, loss_scale):
+    for module in (compat, bitwise, floats, scaled, loss_scale):
         monkeypatch.setattr(module, "has_fp64", lambda device: False)
     monkeypatch.setattr(dispatch, "is_on_host", lambda x: False)
     monkeypatch.setattr(hardware, "is_on_host", lambda x: False)

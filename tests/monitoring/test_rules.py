@@ -134,7 +134,7 @@ def test_a_loss_is_a_spike_above_four_times_the_largest_and_eight_times_the_medi
     latest: list[float], at: float, beyond: float
 ) -> None:
     for loss, is_told in ((at, False), (beyond, True)):
-        losses = Losses(Models(nn.Linear(1, 1)))
+        losses = Losses(Models(nn.Linear(1, 1)), lambda loss, ended: False)
         assert not any(losses.judge(step, one) for step, one in enumerate(latest))
         assert losses.judge(16, loss) is is_told
         assert [one.loss for one in losses.spikes] == ([loss] if is_told and loss < math.inf else [])

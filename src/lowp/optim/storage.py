@@ -136,14 +136,15 @@ class Storage:
         if self.cast is None:
             here.copy_(given.view(here.shape))
             return
-        flat = here.view(-1) if here.is_contiguous() else torch.empty_like(given, dtype=self.dtype)
+        is_flat = here.is_contiguous()
+        flat = here.view(-1) if is_flat else torch.empty_like(given, dtype=self.dtype)
         kept = {name: local(one).view(-1) for name, one in state.items()}
         size, places = (max(flat.numel(), 1), places_of(parameter)) if self.cast.is_stochastic else (BLOCK, 0)
         for start in range(0, flat.numel(), size):
             piece = slice(start, start + size)
             block = given[piece].to(flat.device, torch.float32, copy=True)
             self.save(flat[piece], {name: one[piece] for name, one in kept.items()}, block, None, places)
-        if flat.data_ptr() != here.data_ptr():
+        if not is_flat:
             here.copy_(flat.view(here.shape))
 
     def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:

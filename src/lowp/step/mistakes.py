@@ -226,7 +226,8 @@ class Trained:
         storage = getattr(owner, "storage", None) or getattr(self._storing, "storage", None)
         stored = torch.float32 if storage is None else storage.dtype
         name = path or f"a parameter of shape {tuple(parameter.shape)}"
-        if not parameter.is_floating_point() or (storage is not None and storage.cast is None):
+        is_as_given = self._storing is None and storage is not None and storage.cast is None
+        if not parameter.is_floating_point() or is_as_given:
             return
         if (storage is not None or self._storing is not None) and dtype is not stored:
             raise InvalidInput(

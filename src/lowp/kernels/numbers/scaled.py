@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding, carry_of, has_powers_of_two
-from lowp.compat import remembered_by_identity
+from lowp.compat import has_fp64, remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
 from lowp.kernels.numbers import bitwise
@@ -100,8 +100,12 @@ def _power_of_two(largest: Tensor, cast: Cast) -> Tensor:
 
 
 def scale_of_maxima(largest: Tensor, cast: Cast) -> Tensor:
-    """Return the scales of groups with these largest magnitudes, in their dtype, for formats without outer scale."""
-    format, wide = scaled_format(cast), widen(largest)
+    """Return the scales of groups with these largest magnitudes, in their dtype, for formats without outer scale.
+
+    On a device without fp64 a ratio is that of fp32.
+    """
+    format = scaled_format(cast)
+    wide = widen(largest) if has_fp64(largest.device.type) else largest
     if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
         return _power_of_two(wide, cast).to(largest.dtype)
     headroom = 0 if cast.scaling is None else cast.scaling.headroom
