@@ -50,6 +50,14 @@ def measured(x: Tensor, cast: str) -> tuple[float, float]:
     return float((cut == 0)[:, x != 0].float().mean()), 10 * math.log10(ratio)
 
 
+def test_blocks_of_zeros_count_nothing() -> None:
+    x, zeros = tensors()["weights"][:32], torch.zeros(32, 128)
+    found, padded = (blocks_of(one, "weight", "linear", 0.5) for one in (x, torch.cat((x, zeros))))
+    plain = [layout for layout in found if not layout.turned]  # signs of rotations go by place
+    assert plain and all(np.array_equal(found[layout].counts, padded[layout].counts) for layout in plain)
+    assert not any(one.counts.any() for one in blocks_of(zeros, "weight", "linear", 0.5).values())
+
+
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("axis", [1, 0])
 def test_what_a_cast_flushes_and_rounds_is_told(cast: str, axis: int) -> None:

@@ -234,8 +234,8 @@ def _counted_as(
 def _counted(numbers: NDArray[np.float32], energy: NDArray[np.float64], largest: float) -> Blocks:
     """Count blocks of magnitudes [n, size]; `energy`: what share of the whole each has, in units of `_UNIT`."""
     tops = numbers.max(1)
-    with np.errstate(all="ignore"):
-        ratio = numbers / tops[:, None]  # NaN in blocks of zeros, which count nothing
+    # 0 in blocks of zeros, which count nothing; by a division by 0 processors make NaNs of different signs
+    ratio = np.divide(numbers, tops[:, None], out=np.zeros_like(numbers), where=tops[:, None] > 0)
     # eight bins of an octave are the exponent and three bits of the significand, counted down from 1
     bins = _BIN_OF[np.minimum((127 << 3) - (ratio.view(np.int32) >> 20), len(_BIN_OF) - 1)].reshape(-1)
     fraction, exponent = np.frexp(tops)
