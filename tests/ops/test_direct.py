@@ -107,6 +107,19 @@ def test_calls_made_of_their_arguments_alone_give_the_same_bits(
         assert one.dtype is other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("output", ["e4m3fn", "e4m3fn:saturate", "e2m1", "e5m2"])
+def test_infinities_of_results_and_gradients_stay_for_a_loss_scale_to_see(output: str) -> None:
+    x, weight = torch.tensor([[math.inf, 1.0], [-math.inf, 2.0], [3.0, 4.0]]), torch.ones(2, 2)
+    given = [x.requires_grad_(), weight.requires_grad_()]
+    with lowp.autocast(Policy((Rule.of("contraction", output=output, grad="fp32"),))):
+        y = F.linear(*given)
+        of_x, of_weight = torch.autograd.grad(y, given, torch.tensor([[1.0, 1.0], [0.0, 1.0], [-math.inf, 0.0]]))
+    assert y[:2].tolist() == [[math.inf] * 2, [-math.inf] * 2] and y[2].isfinite().all()
+    assert of_x[2].tolist() == [-math.inf] * 2 and of_x[:2].isfinite().all()
+    assert not of_weight.isfinite().any(1)[0]
+
+
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 def test_linear_layers_at_sites_give_the_same_bits_from_their_arguments(
     twice: bool, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast
+from lowp.casts import Cast, Overflow
 from lowp.compat import real_tensors
 from lowp.formats import ScaledFormat
 from lowp.kernels import cpu
@@ -185,15 +185,15 @@ class Prepared:
                 if is_saved:
                     made.append((to, read.empty))
                 else:
-                    to = own(len(owned))
-                    owned.append(math.prod(shape) * read.empty[2].itemsize)
+                    to = _owned(owned, shape, read.empty[2])
                 steps.append(CastStep(memory, to, read.cast, read.empty[2], read.axis))
                 memory = memory._replace(place=to, dtype=read.empty[2])
             operands.append(memory)
         found = matrices(self.form, OUTPUT, *operands)
         assert found is not None  # as `prepare` has seen
         dtype = self.out.empty[2]
-        steps.append(ProductStep(found.left, found.right, BIAS, OUT, dtype, _of_result(self.rule.output, dtype)))
+        product = ProductStep(found.left, found.right, BIAS, OUT, dtype, _of_result(self.rule.output, dtype))
+        steps += _with_infinities(product, owned)
         return ForwardProgram(Program(steps, owned), made, ())
 
     def gradients(
@@ -406,8 +406,7 @@ class Builder:
 
     def own(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Return the place of numbers that only the program reads."""
-        self.owned.append(math.prod(shape) * dtype.itemsize)
-        return own(len(self.owned) - 1)
+        return _owned(self.owned, shape, dtype)
 
     def finished(self, copies: bool, results: Any) -> Back:
         """Return the program."""
@@ -418,13 +417,30 @@ class Builder:
         shape = shape if found.finish is None else found.shape
         to = self.make((shape, strides_of(shape), dtype))
         written = _of_result(self.prepared.rule.output, dtype)
-        self.steps.append(ProductStep(found.left, found.right, NOWHERE, to, dtype, written))
+        self.steps += _with_infinities(ProductStep(found.left, found.right, NOWHERE, to, dtype, written), self.owned)
         return to, found.finish
+
+
+def _owned(sizes: list[int], shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the place of numbers that only a program reads, which has memory of these sizes."""
+    sizes.append(math.prod(shape) * dtype.itemsize)
+    return own(len(sizes) - 1)
 
 
 def _of_result(output: Cast | None, dtype: torch.dtype) -> Cast | None:
     """Return the cast of a result; None where writing it in `dtype` is the cast."""
     return None if output is None or native_dtype(output) is dtype else output
+
+
+def _with_infinities(product: ProductStep, owned: list[int]) -> list[Step]:
+    """Return the steps of a product: a cast that makes something else of infinities is a step, in which they stay."""
+    to = product.cast
+    if to is None or to.overflow is Overflow.INFINITY:
+        return [product]
+    shape = (*product.left.shape[:-1], product.right.shape[-1])
+    sums = Memory(_owned(owned, shape, torch.float32), shape, strides_of(shape), torch.float32)
+    apart = product._replace(to=sums.place, dtype=torch.float32, cast=None)
+    return [apart, CastStep(sums, product.to, to, product.dtype)]
 
 
 # -- matrices -----------------------------------------------------------------------------------------------------
