@@ -20,6 +20,7 @@ def function(é: int = 3) -> list[1]:
     assert é > 0
     if not é or é < 4:
         raise ValueError(f"{é + 1}", 5)
+    zip(é, strict=True)
     return é * 2 if é else -é
 '''
 
@@ -40,11 +41,11 @@ def test_a_fault_changes_one_expression_that_runs(file: Path) -> None:
         "6  not é or é < 4  ->  not (not é or é < 4)",
         "6  not é or é < 4  ->  not é and é < 4",
         "6  é < 4  ->  é <= 4",
-        "8  -é  ->  é",
-        "8  2  ->  3",
-        "8  return é * 2 if é else -é  ->  return None",
-        "8  é  ->  not é",
-        "8  é * 2  ->  é / 2",
+        "9  -é  ->  é",
+        "9  2  ->  3",
+        "9  return é * 2 if é else -é  ->  return None",
+        "9  é  ->  not é",
+        "9  é * 2  ->  é / 2",
     ]
 
 

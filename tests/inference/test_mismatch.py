@@ -94,6 +94,14 @@ def test_results_of_other_shapes_and_kinds_are_understood(data: list[Tensor]) ->
         assert found.rows[0].tokens == 48 and found.rows[0].mean > 0
 
 
+def test_batches_of_arguments_by_place_and_by_name_are_those_of_one_argument(
+    model: nn.Module, data: list[Tensor]
+) -> None:
+    expected = lowp.mismatch(model, data, ["int8"], layers=0).rows
+    assert lowp.mismatch(model, [(one,) for one in data], ["int8"], layers=0).rows == expected
+    assert lowp.mismatch(model, [{"input": one} for one in data], ["int8"], layers=0).rows == expected
+
+
 class Tied(nn.Module):
     """A language model whose scores are products with its table of embeddings."""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowp.errors import InvalidInput
 from lowp.optim import SGD, MasterWeights
-from lowp.optim.skipping import steps_by_itself
+from lowp.optim.skipping import begin_momentum, steps_by_itself
 from lowp.optim.storage import _signed
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -272,3 +272,12 @@ def test_equal_tensors_are_rounded_independently() -> None:
 def test_the_words_of_a_seed_are_taken_modulo_the_int64_of_a_device(word: int) -> None:
     found = _signed(word)
     assert -(1 << 63) <= found < 1 << 63 and (found - word) % (1 << 64) == 0
+
+
+def test_momentum_begins_at_minus_zero_where_there_is_a_gradient() -> None:
+    with_one, without = weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    with_one.grad = torch.ones(3)
+    assert not begin_momentum(optimizer)
+    begun = optimizer.state[with_one]["momentum_buffer"]
+    assert not begun.any() and bool(begun.signbit().all()) and without not in optimizer.state

@@ -133,7 +133,7 @@ class _Call:
                 f"the model gives {shape}, which has no scores of two classes or more along dim={self._dim}: give "
                 "forward=, which returns the logits, or another dim="
             )
-        return scores.double().movedim(self._dim, -1).flatten(0, -2).log_softmax(-1)
+        return scores.double().movedim(self._dim, -1).flatten(0, -2).log_softmax(1)
 
 
 def _scores(found: Any) -> Tensor | None:
