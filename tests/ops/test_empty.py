@@ -27,13 +27,16 @@ from .. import forked
 from .cases import CHAINS, CONTRACTIONS
 
 Shape = tuple[int, ...]
-PRECISIONS = "fp16 bf16 bf16-tpu bf16-trunc e5m7 e4m3fn fp8 mxfp8 nvfp4 int8 dfp16 flex16+5 torch-2.13-cpu".split()
+PRECISIONS = (
+    "fp16 bf16 bf16-tpu bf16-trunc e5m7 e4m3fn fp8 fp8-delayed mxfp8 nvfp4 int8 dfp16 flex16+5 torch-2.13-cpu".split()
+)
 PREPARED = "fp16 bf16-storage fp16-storage fp16-naive e4m3fn dfp16 flex16+5".split()
 # masks have one shape, and heads are in groups; with beta=0 torch gives the input a gradient of zeros, lowp none
 CALLS = {**CONTRACTIONS, **CHAINS}
 OTHERS = ("attention masked", "attention grouped", "addmm without input")
 LAYERS: dict[str, tuple[Callable[[Shape], Any], Shape]] = {
     "linear": (lambda n: nn.Linear(n[2], 3), (2, 5, 4)),
+    "two layers": (lambda n: nn.Sequential(nn.Linear(n[1], 32), nn.Linear(32, 3)), (2, 32)),
     "batch norm": (lambda n: nn.BatchNorm1d(n[1]), (2, 4, 5)),
     "batch norm in evaluation": (lambda n: nn.BatchNorm2d(n[1]).eval(), (2, 4, 5, 3)),
     "instance norm": (lambda n: nn.InstanceNorm1d(n[1], affine=True), (2, 4, 5)),
@@ -168,6 +171,11 @@ def test_attention_without_heads_width_rows_or_keys_is_that_of_fp32_in_every_pre
 def test_layers_of_empty_tensors_give_what_they_give_in_fp32(every: bool, tmp_path: Path) -> None:
     given = [(name, places) for name, (_, shape) in LAYERS.items() for places in with_places(shape)]
     run_in_turn(applied, given, PRECISIONS, every, tmp_path)
+
+
+def test_empty_batches_are_rotated_and_cast_under_delayed_scales(tmp_path: Path) -> None:
+    given = [("two layers", (0, 32)), ("convolution", (0, 4, 5, 5))]
+    run_in_turn(applied, given, ("mxfp4", "quartet2", "nvfp4", "fp8-delayed"), True, tmp_path)
 
 
 @SOME_OR_ALL

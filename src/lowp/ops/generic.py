@@ -136,9 +136,10 @@ def _by_role(call: Call) -> _Change:
 def irregular(call: Call) -> Any:
     """Run a product of sparse or nested tensors in fp32, with rounded operands and a rounded result.
 
-    A bias is added unrounded. The gradients are those that torch computes in fp32 from the rounded operands.
+    A bias is added unrounded. The gradients are those that torch computes in fp32 from the rounded operands. Operands
+    have no sites: each is rounded under the scale of its own maximum.
     """
-    rule = call.rule
+    rule = call.rule.current
     if rule.output is not None and call.writer is not None:  # at no site, under the exponent of its own maximum
         rule = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
     args, bias = _with_own_bias(call)

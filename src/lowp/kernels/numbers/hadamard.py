@@ -64,10 +64,10 @@ def _rotated(blocks: Tensor, signs: Tensor) -> Tensor:
     """Return blocks [outer, block, number, inner] rotated; each round reads one of two buffers and writes the other."""
     found, other = (blocks.new_empty(blocks.shape) for _ in range(2))
     torch.mul(blocks, signs, out=found)
-    outer, _, size, inner = blocks.shape
+    outer, count, size, inner = blocks.shape
     step = 1
-    while step < size:
-        pairs, written = (one.view(outer, -1, 2, step, inner) for one in (found, other))
+    while step < size:  # of an empty tensor, view could not tell how many pairs there are
+        pairs, written = (one.view(outer, count * size // (2 * step), 2, step, inner) for one in (found, other))
         torch.add(pairs[:, :, 0], pairs[:, :, 1], out=written[:, :, 0])
         torch.sub(pairs[:, :, 0], pairs[:, :, 1], out=written[:, :, 1])
         found, other, step = other, found, 2 * step
@@ -76,10 +76,10 @@ def _rotated(blocks: Tensor, signs: Tensor) -> Tensor:
 
 def _differentiable(blocks: Tensor, signs: Tensor) -> Tensor:
     """Return the same as part of the autograd graph, which takes many times as long."""
-    found, (outer, _, size, inner) = blocks * signs, blocks.shape
+    found, (outer, count, size, inner) = blocks * signs, blocks.shape
     step = 1
     while step < size:
-        first, second = found.reshape(outer, -1, 2, step, inner).unbind(2)
+        first, second = found.reshape(outer, count * size // (2 * step), 2, step, inner).unbind(2)
         found, step = torch.stack((first + second, first - second), 2), 2 * step
     return found.reshape(blocks.shape) * (1 / math.sqrt(size))
 
