@@ -12,6 +12,7 @@ from torch import nn
 import lowp
 from lowp.monitoring.alarms import Alarm, Alarms
 from lowp.monitoring.losses import Losses
+from lowp.monitoring.pace import Pace
 from lowp.monitoring.seen import Sight, Spike
 from lowp.numerics.models import Models
 
@@ -126,6 +127,14 @@ def test_a_sign_that_has_gone_is_waited_for_anew() -> None:
     assert [(alarm.since, alarm.step) for alarm in told] == [(2, 3)]
 
 
+def test_a_sign_calls_for_further_looks_until_it_is_told() -> None:
+    judge, suspects = Alarms(patience=3), []
+    for share in (0.0, 1.0, 1.0, 1.0, 1.0):
+        judge.judge(look({"lost": {"a.weight": share, "b.weight": 0.0}}))
+        suspects.append(judge.suspects)
+    assert suspects == [False, True, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("latest", "at", "beyond"),
     [([1.0] * 16, 8.0, 8.1), ([1.0] * 15 + [4.0], 16.0, 16.1), ([1.0] * 15, 1e9, math.inf)],
@@ -151,3 +160,65 @@ def test_a_gradient_that_is_thrown_away_is_no_skipped_step() -> None:
                 model(torch.ones(2, 4)).square().mean().backward()
             optimizer.step()
     assert monitor.step == 4
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_loss_scale_that_starts_anew_is_told_where_the_optimizer_goes_on(steps: int, given: bool) -> None:
+    model, records = nn.Linear(4, 4), list[dict[str, Any]]()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(scaler: torch.amp.GradScaler) -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return float(loss.detach())
+
+    for _ in range(steps):
+        step(torch.amp.GradScaler("cpu"))
+    scaler = torch.amp.GradScaler("cpu")
+    watched = lowp.Monitor(model, optimizer if given else None, scaler=scaler, max_overhead=None, sinks=records.append)
+    with watched as monitor:
+        losses = [step(scaler) for _ in range(3)]
+    assert [alarm.id for alarm in monitor.alarms] == (["N207"] if steps else [])
+    assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-4)
+
+
+# -- pace -------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def pace(monkeypatch: pytest.MonkeyPatch) -> tuple[Pace, list[float]]:
+    """Return a pace that begins at 0, and its clock."""
+    clock = [0.0]
+    monkeypatch.setattr("lowp.monitoring.pace.now", lambda: clock[0])
+    return Pace(0.02), clock
+
+
+def test_losses_are_heard_in_turns_where_all_would_take_too_long(pace: tuple[Pace, list[float]]) -> None:
+    paced, clock = pace
+    clock[0] = 1.0
+    assert paced.turns(600) == (256, 0)
+    heard, not_heard = paced.turns(1250)  # twice as many as there is time for
+    assert heard == 256 and 250 <= not_heard <= 260
+    clock[0] += 512e-6
+    paced.heard(1.0)  # each takes as long again, as far as is known from one
+    heard, not_heard = paced.turns(1250)
+    assert heard == 256 and 3 * 250 <= not_heard <= 3 * 260
+
+
+def test_the_time_is_asked_again_about_when_there_is_enough_for_a_look(pace: tuple[Pace, list[float]]) -> None:
+    paced, clock = pace
+    looks, asked, at = 0, 0, 0
+    for step in range(1500):
+        clock[0] += 0.01
+        if step >= at:
+            asked, at = asked + 1, paced.next(step)
+            paced.charge(step, False)
+        if step == at:
+            looks, at, started = looks + 1, step + 1, clock[0]
+            clock[0] += 4e-3
+            paced.spent(started)
+            paced.looked(step)
+            paced.charge(step, False)
+    assert looks > 20 and asked <= 3 * looks

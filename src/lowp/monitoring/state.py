@@ -105,6 +105,7 @@ class RunState:
         """Note what an optimizer holds; `parameters` are the same list while it holds the same."""
         if self._resumed < 0:
             self._resumed = max(_steps_of(optimizer) - 1, 0)
+            self._is_fresh = self._resumed > 0 and _is_fresh(self.scaler)
         held = self._held.get(id(optimizer))
         if held is None or held.parameters is not parameters or held.groups != _sizes(optimizer):
             held = self._held[id(optimizer)] = _Held(optimizer, parameters)
