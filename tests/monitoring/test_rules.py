@@ -11,6 +11,7 @@ from torch import nn
 
 import lowp
 from lowp.monitoring.alarms import Alarm, Alarms
+from lowp.monitoring.look import Look
 from lowp.monitoring.losses import Losses
 from lowp.monitoring.pace import Pace
 from lowp.monitoring.seen import Sight, Spike
@@ -147,6 +148,18 @@ def test_a_loss_is_a_spike_above_four_times_the_largest_and_eight_times_the_medi
         assert not any(losses.judge(step, one) for step, one in enumerate(latest))
         assert losses.judge(16, loss) is is_told
         assert [one.loss for one in losses.spikes] == ([loss] if is_told and loss < math.inf else [])
+
+
+def test_a_loss_of_the_host_is_divided_by_a_scale_that_lies_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale, seen = torch.tensor(1024.0), Look(0, of_flushed=False)
+    monkeypatch.setattr("lowp.monitoring.losses.at_once", lambda x: x if x is scale else float(x))
+    losses = Losses(Models(nn.Linear(1, 1)), lambda loss, ended: False)
+    losses.add(0, torch.tensor(2048.0), scale, scaled=True)
+    ((step, loss),) = losses.move_to(seen)
+    assert step == 0 and math.isnan(loss)  # as it is not known before the device has answered
+    seen.send()
+    numbers = seen.read()
+    assert numbers is not None and numbers["loss"] == {"0": 2.0} and numbers["scales"] == {"0": 1024.0}
 
 
 def test_a_gradient_that_is_thrown_away_is_no_skipped_step() -> None:
