@@ -91,6 +91,16 @@ def test_losses_of_steps_that_are_shorter_than_a_millisecond_are_heard_in_turns(
     assert alarm.layer == "the loss" and "a step has spread it to most weights" in alarm.text
 
 
+def test_a_backward_pass_from_a_complex_number_goes_on_unseen(run: planted.Run) -> None:
+    run.watch()
+    for step in range(20):  # in looks and between them
+        run.step(step)
+        z = torch.ones((), dtype=torch.complex64, requires_grad=True)
+        torch.autograd.backward(z * 2, torch.ones((), dtype=torch.complex64))
+        assert z.grad == 2
+    run.train(0)  # closes the monitor, which has not failed
+
+
 def test_skipped_steps_call_for_a_look_where_there_is_no_time_for_others(run: planted.Run) -> None:
     planted.restless_scale(run)
     run.watch(max_overhead=1e-9)

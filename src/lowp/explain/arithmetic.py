@@ -109,7 +109,7 @@ def evaluate(
 ) -> Arithmetic:
     """One of + - * / on two numbers rounded to `cast`; specials as in IEEE 754-2019 section 6 and 7.
 
-    Givens are rounded to nearest even whatever the cast says (its rounding is that of the operation); the exact
+    Operands are rounded to nearest even whatever the cast says (its rounding is that of the operation); the exact
     result is rounded once by `result`, or by `cast`.
     """
     operator = _SPELLED.get(operator, operator)

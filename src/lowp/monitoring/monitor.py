@@ -260,7 +260,7 @@ class Monitor:
 
     @_harmless
     def _saw_loss(self, loss: Tensor) -> None:
-        if loss.numel() != 1:
+        if loss.numel() != 1 or loss.is_complex():
             return
         scale = None if self._state.scaler is None else self._state.scale
         scaled = scale is not None and self.losses_are_scaled()

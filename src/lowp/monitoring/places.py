@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowp import distributed
 from lowp.compat import forward_hooks, is_compiled, is_compiled_in_place, skipped_by_compilers, unwrapped
 from lowp.hooks import Uncopied, listed
+from lowp.kernels.choose.hardware import is_on_host
 from lowp.monitoring.pace import Pace, now
 from lowp.numerics.models import Models
 from lowp.numerics.modes import in_backward
@@ -64,9 +65,10 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         told: list[Listener] = []
         if isinstance(tensors, Tensor) and not (tensors.dim() and in_backward()):  # of a checkpoint
-            loss = tensors.item() if tensors.is_cpu and not tensors.dim() else math.inf
+            is_read = type(tensors) is Tensor and not tensors.dim() and is_on_host(tensors)
+            loss = tensors.item() if is_read else math.inf
             for one in tuple(_listeners):  # a comprehension would be a function
-                if loss <= one.limit and len(one.usual) < one.most:
+                if type(loss) is float and loss <= one.limit and len(one.usual) < one.most:
                     one.usual.append(loss)
                 elif one.told(tensors, False):
                     told.append(one)
