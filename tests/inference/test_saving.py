@@ -54,6 +54,16 @@ def test_a_served_model_has_the_same_bits_when_it_is_opened_again(format: str, t
     assert path.stat().st_size < sum(one.nbytes for one in served.state_dict().values()) + 8192
 
 
+def test_the_numbers_of_the_model_that_takes_a_file_do_not_count(tmp_path: Path) -> None:
+    served, other, path = lowp.quantize_model(_network(0), "nvfp4"), _network(1), tmp_path / "served.safetensors"
+    inference.save(served, path)
+    for parameter in other.parameters():
+        nn.init.constant_(parameter, torch.nan)  # as memory that nobody has set may be
+    indices = torch.arange(12).reshape(2, 6)
+    assert torch.equal(inference.load(other, path)(indices), served(indices))
+    assert all(one.isnan().all() and one.requires_grad for one in other.parameters())
+
+
 def test_ranges_of_activations_are_those_that_were_saved(tmp_path: Path) -> None:
     x, path = torch.randn(4, 8), tmp_path / "served.safetensors"
     for data in (None, [x]):

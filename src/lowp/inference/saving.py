@@ -1,5 +1,6 @@
 """Files of served models: the packed weights as they are, and how they were made."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     try:
         made = json.loads(text)
         format, bits, attention, kept = (made[name] for name in ("format", "bits", "attention", "kept"))
-        served = quantize_model(model, format, bits=bits, keep=kept, attention=attention)
+        served = quantize_model(_finite(model), format, bits=bits, keep=kept, attention=attention)
         for name in made["static"]:
             layer: Any = served.get_submodule(name)
             layer.weight.dynamic = False
@@ -63,6 +64,16 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     except (InvalidInput, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise InvalidInput(f"{path} does not fit the model: {error}") from None
     return served
+
+
+def _finite(model: nn.Module) -> nn.Module:
+    """Return the model, or a copy with zeros for parameters that were never set: layers of NaN are not packed."""
+    if all(bool(one.isfinite().all()) for one in model.parameters()):
+        return model
+    model = copy.deepcopy(model).requires_grad_(False)
+    for one in model.parameters():
+        one.zero_()
+    return model
 
 
 def _check(served: nn.Module, state: dict[str, torch.Tensor]) -> None:
