@@ -59,6 +59,10 @@ def skips(skipped: int, steps: int, scale: float | None = 1.0) -> Looks:
     return [look(skipped=skipped, steps=steps, scale=scale)]
 
 
+def reached(norm: float, **fields: Any) -> Looks:
+    return [look({"gradient": {"a.weight": norm, "b.weight": 1.0}}, **fields)]
+
+
 def average(share: float, moved: float = 1.0) -> Looks:
     return [look({"update": {"a.weight": moved}}, averages={"ema": share})]
 
@@ -77,6 +81,8 @@ def average(share: float, moved: float = 1.0) -> Looks:
         ("N104", weights(16.0, 1.0), weights(16.0, 0.99)),
         ("N102", one("gradient", 0.0, half=["a"]), one("gradient", 0.0)),
         ("N102", [*one("gradient", 1.0), *one("gradient", 0.0)], one("gradient", 0.0)),
+        ("N102", reached(0.0, matrices={"b.weight"}), reached(0.0, matrices={"a.weight"})),
+        ("N102", reached(1.0, missing=["a.bias"]), reached(1.0, missing=["c.weight"])),
         ("N205", one("activation", 32752.0, half=["a"]), one("activation", 32753.0, half=["a"])),
         ("N205", one("activation", math.inf), one("activation", math.inf, half=["a"])),
         ("N206", one("flushed", 0.5), one("flushed", 0.51)),
@@ -150,6 +156,23 @@ def test_a_loss_is_a_spike_above_four_times_the_largest_and_eight_times_the_medi
         assert [one.loss for one in losses.spikes] == ([loss] if is_told and loss < math.inf else [])
 
 
+def test_gradients_of_eight_results_in_fp16_are_counted_in_a_look() -> None:
+    seen = Look(0, of_flushed=True)
+    results = [torch.ones(2, dtype=torch.float16, requires_grad=True) for _ in range(12)]
+    for number, one in enumerate(results):
+        seen.saw_output(f"layers.{number}", one)
+    assert sum(bool(one._backward_hooks) for one in results) == 8
+
+
+def test_the_share_of_lost_updates_is_that_of_the_numbers_with_a_gradient() -> None:
+    weight, records = nn.Linear(4, 1, bias=False), list[dict[str, Any]]()
+    optimizer = torch.optim.SGD(weight.parameters(), lr=1e-12)
+    with lowp.Monitor(weight, optimizer, sinks=records.append):
+        weight(torch.tensor([0.0, 0.0, 1.0, 0.0])).sum().backward()
+        optimizer.step()
+    assert records[0]["groups"]["model"]["lost"] == 1
+
+
 def test_a_loss_of_the_host_is_divided_by_a_scale_that_lies_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     scale, seen = torch.tensor(1024.0), Look(0, of_flushed=False)
     monkeypatch.setattr("lowp.monitoring.losses.at_once", lambda x: x if x is scale else float(x))
@@ -192,8 +215,8 @@ def test_a_loss_scale_that_starts_anew_is_told_where_the_optimizer_goes_on(steps
     for _ in range(steps):
         step(torch.amp.GradScaler("cpu"))
     scaler = torch.amp.GradScaler("cpu")
-    watched = lowp.Monitor(model, optimizer if given else None, scaler=scaler, max_overhead=None, sinks=records.append)
-    with watched as monitor:
+    told: dict[str, Any] = {"optimizer": optimizer, "scaler": scaler} if given else {}  # else they are found
+    with lowp.Monitor(model, **told, max_overhead=None, sinks=records.append) as monitor:
         losses = [step(scaler) for _ in range(3)]
     assert [alarm.id for alarm in monitor.alarms] == (["N207"] if steps else [])
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-4)

@@ -13,6 +13,7 @@ import lowp
 from lowp.exponents import SharedExponents, StepWriter
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.int16 import payloads
+from lowp.optim.shards import Wholes
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -132,3 +133,21 @@ def test_a_parameter_group_that_is_added_between_steps_is_trained() -> None:
             optimizer.inner.add_param_group({"params": list(second.parameters())})  # type: ignore[attr-defined]
     assert not torch.equal(second.weight, before)
     assert payloads.is_exact(second.weight.detach(), lowp.casts.parse("flex16+5"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "flex", "dfp"),
+    [
+        ([-1.0, 2.0**-15], True, False),  # -32768 is the lowest mantissa of one, -32767 of the other
+        ([1.0, 2.0**-15], False, False),
+        ([-1.0, 2.0**-14], True, True),
+        ([-1.5, 2.0**-15], False, False),
+        ([-(2.0**-16), 2.0**-31], True, False),  # the smallest exponent of flex16+5
+        ([-(2.0**-17), 2.0**-32], False, False),
+    ],
+)
+def test_parts_of_a_tensor_are_exact_where_one_exponent_holds_all_their_numbers(
+    numbers: list[float], flex: bool, dfp: bool
+) -> None:
+    for name, expected in (("flex16+5", flex), ("dfp16", dfp)):
+        assert Wholes(()).are_exact([torch.tensor(numbers)], lowp.casts.parse(name)) == [expected]
