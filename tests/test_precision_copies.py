@@ -79,7 +79,7 @@ def test_a_copy_puts_the_statistics_of_its_own_model_back() -> None:
     precision.backward(loss)
     precision.step(optimizer)
     assert all(torch.equal(value, kept) for value, kept in zip(model.buffers(), before, strict=True))
-    assert precision.nonfinite is not None and precision.nonfinite.name == "3.bias"
+    assert precision.nonfinite is not None and precision.nonfinite.name == "3.weight"
     assert precision.skipped_steps == 1 and training[2].skipped_steps == 0
 
 

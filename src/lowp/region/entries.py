@@ -155,11 +155,6 @@ def current_engine() -> Engine | None:
     return None if entry is None else entry.engine
 
 
-def own() -> list[Entry]:
-    """Return this thread's entries, from the outermost inwards."""
-    return _local.entries
-
-
 def following() -> Entry | None:
     """Return the innermost entry with module hooks that applies to the code that runs."""
     return next((one for one in reversed(_local.entries) if one.follows and not one.is_elsewhere), None)

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowp.compat import private
 from lowp.exponents import Spots, Trail
 from lowp.region.engine import Engine, ModulePath
-from lowp.region.entries import Entry, current, current_engine, following, own
+from lowp.region.entries import Entry, current, current_engine, following
 
 _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -65,6 +65,7 @@ class _Hooks(threading.local):
 
     def __init__(self) -> None:
         self.number = -threading.get_ident()
+        self.entries: list[Entry] = []  # those that have the hooks
         self.enter, self.leave = partial(_enter_module, self.number), partial(_leave_module, self.number)
 
 
@@ -74,6 +75,7 @@ def follow_modules(entry: Entry) -> None:
     if _OF_WRAPPERS not in warnings.filters:
         warnings.filterwarnings("ignore", message=_OF_WRAPPERS[1].pattern, category=UserWarning)
     entry.follows = True  # set first: `unfollow_modules` must also run if a signal interrupts the lines below
+    _here.entries.append(entry)
     _pre_hooks[_here.number] = _here.enter
     _hooks_always_called[_here.number] = True
     _hooks[_here.number] = _here.leave
@@ -83,7 +85,9 @@ def unfollow_modules(entry: Entry) -> None:
     """Remove this thread's module hooks with the last entry that has them. A second call changes nothing."""
     if not entry.follows:
         return
-    if not any(one.follows for one in own() if one is not entry):
+    if entry in _here.entries:
+        _here.entries.remove(entry)
+    if not _here.entries:
         for hooks in (_pre_hooks, _hooks, _hooks_always_called):
             hooks.pop(_here.number, None)
     entry.follows = False

@@ -112,11 +112,18 @@ class Names:
         return names
 
     def backward_order(self, optimizer: torch.optim.Optimizer) -> list[int]:
-        """Return the positions of an optimizer's parameters, in the order in which their gradients become ready."""
-        parameters = parameters_of(optimizer)
+        """Return the positions of an optimizer's parameters, in the order in which their gradients become ready.
+
+        A module's own follow each other in their own order: which of them is ready first differs between kernels.
+        """
+        parameters, names = parameters_of(optimizer), self.of(optimizer)
         known = {parameter: self._order[place] for place, parameter in self._parameters() if place in self._order}
         unknown = len(self._order)
-        return sorted(range(len(parameters)), key=lambda place: (known.get(parameters[place], unknown), -place))
+        order = sorted(range(len(parameters)), key=lambda place: (known.get(parameters[place], unknown), -place))
+        modules: dict[str, list[int]] = {}
+        for place in order:
+            modules.setdefault(names[place].rpartition(".")[0] or names[place], []).append(place)
+        return [place for own in modules.values() for place in sorted(own)]
 
     def _reached(self, place: int, parameter: torch.Tensor) -> None:
         self._order.setdefault(place, len(self._order))

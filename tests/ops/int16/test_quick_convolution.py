@@ -59,7 +59,7 @@ def test_they_have_the_bits_and_the_sites_of_the_general_path(precision: str, mo
     general: list[str] = []
     run = Engine._run
     monkeypatch.setattr(
-        Engine, "_run", lambda self, plan, *given: general.append(plan[0].name) or run(self, plan, *given)
+        Engine, "_run", lambda self, plan, *given: general.append(plan.row.name) or run(self, plan, *given)
     )
     quick = trained(precision)
     assert not [name for name in general if name.startswith("conv")]
