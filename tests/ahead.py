@@ -24,11 +24,12 @@ from lowp.kernels.triton import steps
 from lowp.kernels.triton.device import casts, codes, counts, predictions, products, scaled, updates
 from lowp.kernels.triton.device import mantissas as sixteen
 from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
-from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
+from lowp.kernels.triton.plans import DTYPES, Codes, Numbers, exact, is_direct, layout, plan
 from lowp.kernels.triton.products import CHAINED_TILE, TILE
 from lowp.kernels.triton.scaled import Shared, planned, warps_of
 from lowp.kernels.triton.steps import Momentum, Moves, Way
 
+INTEGER_NAMES = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}  # Triton's dtypes, by bytes
 CHUNK = steps.BLOCK * steps.ROUNDS  # elements per program of steps and of gradient checks
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _JUMP = re.compile(r"\bBRA\S*\s.*?(0x[0-9a-f]+)")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp.casts import Cast, parse
 from lowp.compat import COMPILES_REGIONS
+from lowp.errors import InvalidInput
 from lowp.kernels import decode, dequantize, encode, quantize, statistics, use
 from lowp.kernels.casts.functions import quantize_operand
 from lowp.kernels.numbers import bitwise
@@ -293,6 +294,13 @@ def test_vmap_is_the_loop(text: str, dimension: int) -> None:
     x = torch.randn(4, 4, 20)
     found = torch.func.vmap(lambda x: quantize(x, text, seed=9), in_dims=dimension)(x)
     assert torch.equal(found, torch.stack([quantize(each, text, seed=9) for each in x.unbind(dimension)]))
+
+
+def test_a_scale_that_a_format_has_not_is_refused_under_vmap_too() -> None:
+    x = torch.randn(3, 4)
+    for call in (quantize, encode):
+        with pytest.raises(InvalidInput, match="bf16 has no shared scale for scale="):
+            torch.func.vmap(lambda one, call=call: call(one, "bf16", scale=2.0))(x)
 
 
 def test_vmap_over_seeds_and_scales() -> None:

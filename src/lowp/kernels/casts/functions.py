@@ -168,8 +168,7 @@ def encode(
                 run.refuse_nans(nans, x, cast.element)
             return codes
         seed, offset = checks.draw(x, seed, offset)
-        if is_direct := is_eager(x):
-            checks.scales(scale, cast, x)
+        is_direct = is_eager(x)
     call: Any = DIRECT if is_direct else torch.ops.lowp
     if is_direct:
         given: tuple[Any, ...] = (cast, scale, None, seed, None, offset)
@@ -177,6 +176,7 @@ def encode(
         x = shards.whole(x)
         given = verbs.arguments(x, cast, scale, seed, offset)
     if not verbs.is_scaled(cast):
+        checks.scales(scale, verbs.as_cast(cast), x)  # refuses any
         return call.encode(x.detach(), given[0], *given[3:], packed)
     payload, kept, zero_point, outer = call.encode_scaled(x.detach(), *given, packed)
     is_affine, has_outer, is_whole = verbs.parts(cast)

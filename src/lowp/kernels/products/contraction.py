@@ -44,7 +44,6 @@ from lowp.policy import Accumulation
 
 # Casts to the dtypes that devices multiply; created here, since torch.compile does not trace the construction of a cast
 _TO_NEAREST = {torch.float16: Cast(FORMATS["fp16"]), torch.bfloat16: Cast(FORMATS["bf16"])}
-NARROW = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}  # equals `Tensor.to`, with less overhead
 _BLOCK_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 

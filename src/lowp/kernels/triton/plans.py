@@ -15,7 +15,6 @@ from lowp.kernels.numbers.bitwise import Parameters, parameters
 from lowp.kernels.numbers.floats import CARRIERS
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-INTEGER_NAMES = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}  # Triton's dtypes, by bytes
 _UNLIMITED = 160
 _LARGEST_UNIT = 104  # 2**(104 + 23) is fp32's largest power of two
 _SMALLEST_UNIT = -148  # fp32 represents half of it
