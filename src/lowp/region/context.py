@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lowp import presets
-from lowp.compat import COMPILES_REGIONS, accelerator, refuse_compiled_region
+from lowp.compat import COMPILES_REGIONS, accelerator, constant_when_compiled, refuse_compiled_region
 from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import DelayedScales, SharedExponents, Spots
 from lowp.hooks import listed
@@ -163,10 +163,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         if not COMPILES_REGIONS:
             refuse_compiled_region()
         if self.policy.uses_paths:
-            raise Unavailable(
-                "a policy with rules for module paths cannot be entered inside a compiled function, where modules "
-                "cannot be followed: enter it around the call of the compiled function"
-            )
+            _refuse_paths()
         return self._compiled.apply(func, args, kwargs or {})
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -355,3 +352,12 @@ def _present() -> tuple[str, ...]:
     """Return the device types on which ops can run on this machine."""
     kind = accelerator()
     return ("cpu",) if kind is None else ("cpu", kind)
+
+
+@constant_when_compiled
+def _refuse_paths() -> None:
+    """Raise while torch.compile traces: what traced code raises would break the graph, and run it in fp32, unsaid."""
+    raise Unavailable(
+        "a policy with rules for module paths cannot be entered inside a compiled function, where modules "
+        "cannot be followed: enter it around the call of the compiled function"
+    )
