@@ -136,7 +136,6 @@ MAY_ASK = {
     "distributed.py": "a group's back ends are told by device",
     "exponents/ranks.py": "entries are made on the device that the other ranks' are on",
     "step/": "the scale is placed where the gradients are",
-    "monitoring/places.py": "a loss on an accelerator is not read",
     "ops/attention.py": "the state of a device's random generator",
     "optim/masters.py": "state is placed where the parameters are",
     "optim/optimizers.py": "a counter and a rate on an accelerator are not read",
