@@ -221,3 +221,20 @@ def test_both_operands_of_a_compiled_product_are_rotated_by_the_same_signs() -> 
         torch.compile(linear, backend="aot_eager")(x).backward(gradient)
     assert linear.weight.grad is not None
     torch.testing.assert_close(linear.weight.grad, gradient.t() @ x, rtol=0.0, atol=0.05)
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, where Dynamo has given up on a function
+def test_a_region_inside_a_function_that_the_compiler_gives_up_on_rounds_and_is_left() -> None:
+    torch._dynamo.reset()
+    layer, x, region = nn.Linear(8, 8), torch.randn(3, 8), autocast("e5m7")
+
+    def run(x: Tensor) -> Tensor:
+        with region:
+            for _ in range(2):
+                x = layer(x)
+                torch._dynamo.graph_break()
+        return x
+
+    assert torch.equal(torch.compile(run, backend="eager")(x), run(x))
+    assert not torch.is_autocast_enabled("cpu")

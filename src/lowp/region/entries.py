@@ -309,6 +309,11 @@ def autocast_state() -> list[State]:
     """
     if torch.compiler.is_compiling():
         return []
+    return present_state()
+
+
+def present_state() -> list[State]:
+    """Return the same, while torch.compile traces, too: it follows the entry of a region where it has given up."""
     return [(device, _is_enabled(device), _get_dtype(device)) for device in devices()]
 
 
