@@ -32,6 +32,7 @@ class LowpAccelerator(Accelerator):  # type: ignore[misc]
     """
 
     lowp: lowp.Precision
+    scaler: Any
 
     def __init__(self, precision: Any, **options: Any) -> None:
         super().__init__(**options)
@@ -77,9 +78,15 @@ class LowpAccelerator(Accelerator):  # type: ignore[misc]
             yield
 
     def save_state(self, *args: Any, **options: Any) -> Any:
-        """Save the state, as Accelerator.save_state does."""
-        with self.scaler.uncounted():
-            return super().save_state(*args, **options)
+        """Save the state, as Accelerator.save_state does; one process writes the scaler's file, not all at once."""
+        scaler, on_each_node = self.scaler, self.project_configuration.save_on_each_node
+        writes = self.is_local_main_process if on_each_node else self.is_main_process
+        try:
+            self.scaler = scaler if writes else None
+            with scaler.uncounted():
+                return super().save_state(*args, **options)
+        finally:
+            self.scaler = scaler
 
     def load_state(self, *args: Any, **options: Any) -> None:
         """Load a state, as Accelerator.load_state does."""
