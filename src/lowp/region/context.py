@@ -184,7 +184,6 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         """Activate an entry. `_undo` reverts all of this, wherever it was interrupted."""
         self.was_entered = True
         entries.push(entry)
-        entry.before = entries.present_state()
         outer = entry.outer
         if path is None:
             path = outer.engine.path if outer is not None and outer.engine is not None else ModulePath()

@@ -68,7 +68,7 @@ def push(entry: Entry) -> None:
         _answer_for_who_asks()
     settle()
     entry.outer = current()
-    entry.before = autocast_state()
+    entry.before = autocast_state() if isinstance(entry.region, torch.autocast) else present_state()
     engine = None if entry.outer is None else entry.outer.engine
     entry.outer_active = engine is not None and engine.active
     _local.entries.append(entry)
