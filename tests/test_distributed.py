@@ -24,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp import distributed
-from lowp.casts import LossScale, parse
+from lowp.casts import parse
 from lowp.errors import InvalidInput, Misuse
 from lowp.kernels.int16.mantissas import current_mantissas
+from lowp.loss_scale import LossScale
 from lowp.numerics.record import Key, Record
 from lowp.policy import Policy
 from lowp.precision import Precision

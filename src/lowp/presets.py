@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowp import casts, formats
-from lowp.casts import DYNAMIC, Cast, LossScale, Overflow, Rounding
+from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import UnknownName, unknown
 from lowp.formats import FloatFormat, ScaledFormat
 from lowp.formats.checks import Dtype
+from lowp.loss_scale import DYNAMIC, LossScale
 from lowp.policy import Policy, Rule
 
 __all__ = ["PRESETS", "LossScale", "Masters", "Preset", "clipped_gradients", "parse"]

@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import lowp
-from lowp.casts import LossScale
 from lowp.errors import InvalidInput, UnknownName
+from lowp.loss_scale import LossScale
 from lowp.numerics.advice import Advice, advise, modules_of_contractions
 from lowp.numerics.findings import FINDINGS, explained
 from lowp.numerics.policies import cheapest, effects, sensitivities

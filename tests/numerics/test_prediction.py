@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import lowp
-from lowp.casts import LossScale
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat
+from lowp.loss_scale import LossScale
 from lowp.numerics.prediction import Window, effect, lost_updates, scale_window, sensitivity
 from lowp.numerics.spectrum import Spectrum, Updates
 

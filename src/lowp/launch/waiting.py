@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +29,7 @@ class Watcher(Protocol):
     models: Models
 
 
-class Search:
+class Search(ABC):
     """A hook called before each module runs, until the models of a training are known.
 
     A model is a module that no watched model calls: either one that is trained, or, if `takes_untrained`, one called
@@ -52,13 +53,13 @@ class Search:
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
         self.handle = register_module_forward_pre_hook(self)
 
+    @abstractmethod
     def begin(self, module: nn.Module, args: Any) -> Watcher:
         """Watch the first model, whose call with these arguments begins."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, module: nn.Module, args: Any) -> None:
         """Watch one more model."""
-        raise NotImplementedError
 
     def skips(self, module: nn.Module) -> bool:
         """Whether a module that is called is not to be asked about."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lowp import presets
-from lowp.casts import DYNAMIC, LossScale
+from lowp.loss_scale import DYNAMIC, LossScale
 from lowp.numerics.findings import Finding
 from lowp.numerics.part import failure
 from lowp.numerics.prediction import Window, effect, lost_updates

@@ -262,7 +262,7 @@ def carried(x: Tensor, to: Cast | None, seed: Callable[[], Tensor | int] = draw_
     return x if to is None else rounded(x, to, seed, axis, carrier_dtype(to))
 
 
-class _PassedOn(torch.autograd.Function):
+class PassedOn(torch.autograd.Function):
     """A rounded tensor, with the gradient of the tensor that it was."""
 
     @staticmethod
@@ -277,7 +277,7 @@ class _PassedOn(torch.autograd.Function):
 
 def passed_on(x: Tensor, value: Tensor) -> Tensor:
     """Return the values to which x was rounded, detached; part of the autograd graph."""
-    return cast(Tensor, _PassedOn.apply(x, value)) if x.requires_grad and torch.is_grad_enabled() else value  # type: ignore[no-untyped-call]
+    return cast(Tensor, PassedOn.apply(x, value)) if x.requires_grad and torch.is_grad_enabled() else value  # type: ignore[no-untyped-call]
 
 
 # -- operands -----------------------------------------------------------------------------------------------------

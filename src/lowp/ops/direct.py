@@ -23,7 +23,8 @@ from lowp.kernels.products.programs import WAYS, is_here, rounds
 from lowp.kernels.tracing import is_quiet
 from lowp.ops.call import KeptCasts, QuickRegion, RoleCasts, accumulation, sums_bytes
 from lowp.ops.casting import clips, end_of, native_dtype, own_dtype, shielded
-from lowp.ops.prepared import FACTOR, FACTOR_SCALES, UNKNOWN, VALUE, VALUE_SCALES, Found, Given, Prepared
+from lowp.ops.matrices import FACTOR, FACTOR_SCALES, VALUE, VALUE_SCALES
+from lowp.ops.prepared import UNKNOWN, Found, Given, Prepared
 from lowp.ops.products import gradients
 from lowp.ops.trilinear import FIRST, SECOND, Form, Linear
 from lowp.ops.ways import prepare

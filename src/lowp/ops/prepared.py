@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Overflow
+from lowp.casts import Cast
 from lowp.compat import real_tensors
 from lowp.formats import ScaledFormat
 from lowp.kernels import cpu
@@ -20,66 +20,46 @@ from lowp.kernels.products.programs import (
     NOWHERE,
     CastStep,
     Memory,
-    ProductStep,
     Program,
     RotationStep,
     SignsStep,
     Step,
     follows,
     is_reached,
-    own,
     strides_of,
 )
 from lowp.kernels.products.scratch import Scratch
 from lowp.ops.call import KeptCasts, RoleCasts
-from lowp.ops.casting import carrier_dtype, depends_on_axis, native_dtype, own_dtype
+from lowp.ops.casting import carrier_dtype, depends_on_axis, own_dtype
+from lowp.ops.matrices import (
+    BIAS,
+    FACTOR,
+    FIRST_VALUE,
+    GRADIENT,
+    ONES,
+    OUT,
+    SECOND_VALUE,
+    VALUE,
+    WEIGHT,
+    Empty,
+    Made,
+    Matrices,
+    Read,
+    X,
+    matrices,
+    owned_place,
+    rows_of,
+)
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form, Linear
 from lowp.policy import Rule
 
-# places in a forward program
-X, WEIGHT, BIAS, OUT, VALUE, FACTOR, VALUE_SCALES, FACTOR_SCALES = range(8)
-# in a backward program, whose own tensors follow: what was saved of x and of the weight, and scales of codes
-GRADIENT, ONES, FIRST_VALUE, SECOND_VALUE, FIRST_SCALES, SECOND_SCALES = range(6)
 SMALL = 1024  # elements of a weight that is rounded anew at each use, in less time than a look for a kept cast
 
-_CPU = torch.device("cpu")
 _AND_CODES = *cpu.FLOATS, torch.int8
-_Empty = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what torch.empty_strided makes a tensor of
 Found = list[Any]  # tensors, and None for those that are not there
 Given = tuple[
     Found, list[int], "KeptCasts | None"
 ]  # those of a call at their places, their addresses, a region's casts
-
-
-class Read(NamedTuple):
-    """How an operand is read: by a cast, or as it is; and the values that are multiplied.
-
-    `copies`: the operand is made contiguous first. Groups with a shared scale run along `axis`. `raw`: the operand as
-    it comes, if backward reads that and rounds it anew; otherwise it reads the values.
-    """
-
-    cast: Cast | None
-    empty: _Empty
-    copies: bool = False
-    axis: int = -1
-    raw: _Empty | None = None
-
-    @property
-    def saved(self) -> _Empty:
-        """What backward reads."""
-        return self.empty if self.raw is None else self.raw
-
-
-class Made(NamedTuple):
-    """A tensor that a program writes, and what gives a product its final shape."""
-
-    empty: _Empty
-    finish: Finish | None = None
-
-    @classmethod
-    def of(cls, found: Matrices, dtype: torch.dtype) -> Made:
-        """Return the result of a product."""
-        return cls((found.shape, strides_of(found.shape), dtype), found.finish)
 
 
 class Turned(NamedTuple):
@@ -93,7 +73,7 @@ class ForwardProgram(NamedTuple):
     """A forward program, and the tensors made for it, at their places. `copies`: as in `Read`, and of a bias."""
 
     program: Program
-    made: Sequence[tuple[int, _Empty]]
+    made: Sequence[tuple[int, Empty]]
     copies: Sequence[int]
 
 
@@ -115,6 +95,7 @@ class Prepared:
         "x",
     )
     has_scales = False  # whether values are codes, under scales
+    _computed: Callable[[Found], Tensor]  # the result, of those whose programs only round
 
     def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, out: Made, about: tuple[Any, ...]) -> None:
         self.rule, self.form, self.x, self.weight, self.out = rule, form, x, weight, out
@@ -146,7 +127,7 @@ class Prepared:
             tensors[place] = one = one.contiguous() if place != BIAS else one.float().contiguous()
             memory[place] = one.data_ptr()
         for place, (shape, strides, dtype) in made:
-            tensors[place] = one = torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
+            tensors[place] = one = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
             memory[place] = one.data_ptr()
         if not program.run(memory):
             raise NotFinite
@@ -156,10 +137,6 @@ class Prepared:
         if out is None:
             return self._computed(tensors)
         return out if finish is None else finish(out)
-
-    def _computed(self, given: Found) -> Tensor:
-        """Return the result where the program only rounds."""
-        raise NotImplementedError
 
     def _forward(self, key: tuple[bool, bool, bool], bias: Tensor | None) -> ForwardProgram:
         """Return the program of calls that save the same; the operands that no program reads as they lie are copied."""
@@ -185,15 +162,14 @@ class Prepared:
                 if is_saved:
                     made.append((to, read.empty))
                 else:
-                    to = _owned(owned, shape, read.empty[2])
+                    to = owned_place(owned, shape, read.empty[2])
                 steps.append(CastStep(memory, to, read.cast, read.empty[2], read.axis))
                 memory = memory._replace(place=to, dtype=read.empty[2])
             operands.append(memory)
         found = matrices(self.form, OUTPUT, *operands)
         assert found is not None  # as `prepare` has seen
         dtype = self.out.empty[2]
-        product = ProductStep(found.left, found.right, BIAS, OUT, dtype, _of_result(self.rule.output, dtype))
-        steps += _with_infinities(product, owned)
+        steps += found.steps(BIAS, OUT, dtype, self.rule.output, owned)
         return ForwardProgram(Program(steps, owned), made, ())
 
     def gradients(
@@ -235,7 +211,7 @@ class Back(NamedTuple):
 
     program: Program
     copies: bool
-    made: Sequence[_Empty | Turned]
+    made: Sequence[Empty | Turned]
     results: Sequence[tuple[int | None, Finish | None]] | Callable[[Found, Scratch], Found]
 
     def run(self, gradient: Tensor, values: Sequence[Tensor | None], memory: list[int]) -> Found | None:
@@ -265,10 +241,10 @@ class Back(NamedTuple):
         for what in made:
             if isinstance(what, Turned):
                 moved = tensors[GRADIENT].view(what.shape).movedim(what.axis, -1)
-                one = empty(moved.shape, strides_of(tuple(moved.shape)), dtype=moved.dtype, device=_CPU).copy_(moved)
+                one = empty(moved.shape, strides_of(tuple(moved.shape)), dtype=moved.dtype, device="cpu").copy_(moved)
             else:
                 shape, strides, dtype = what
-                one = empty(shape, strides, dtype=dtype, device=_CPU)
+                one = empty(shape, strides, dtype=dtype, device="cpu")
             tensors.append(one)
             memory.append(one.data_ptr())
         return program.run(memory)
@@ -300,7 +276,7 @@ class Builder:
         self.copies = strides != whole and not is_read
         self.gradient = Memory(GRADIENT, shape, strides if is_read else whole, gradient.dtype)
         self.steps: list[Step] = []
-        self.made: list[_Empty | Turned] = []
+        self.made: list[Empty | Turned] = []
         self.owned: list[int] = []
         self.incoming: dict[tuple[int, Cast | None], Memory] = {}
 
@@ -328,7 +304,7 @@ class Builder:
                 return None
             results[slot] = self._product(found, *self.prepared.shapes[slot])
         if needs[2]:
-            found = _rows(self.cast_along(-1, self.prepared.rule.grad))
+            found = rows_of(self.cast_along(-1, self.prepared.rule.grad))
             if found is None or self.bias_dtype is None:
                 return None
             results[2] = self._product(found, found.shape, self.bias_dtype)
@@ -399,14 +375,14 @@ class Builder:
         place = self.make((shape, strides, dtype)) if self.keeps else self.own(shape, dtype)
         return Memory(place, shape, strides, dtype)
 
-    def make(self, one: _Empty | Turned) -> int:
+    def make(self, one: Empty | Turned) -> int:
         """Return the place of one more tensor."""
         self.made.append(one)
         return FIRST_VALUE + (4 if self.prepared.has_scales else 2) + len(self.made) - 1
 
     def own(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Return the place of numbers that only the program reads."""
-        return _owned(self.owned, shape, dtype)
+        return owned_place(self.owned, shape, dtype)
 
     def finished(self, copies: bool, results: Any) -> Back:
         """Return the program."""
@@ -416,78 +392,5 @@ class Builder:
         """Multiply into a tensor of this shape, in a dtype."""
         shape = shape if found.finish is None else found.shape
         to = self.make((shape, strides_of(shape), dtype))
-        written = _of_result(self.prepared.rule.output, dtype)
-        self.steps += _with_infinities(ProductStep(found.left, found.right, NOWHERE, to, dtype, written), self.owned)
+        self.steps += found.steps(NOWHERE, to, dtype, self.prepared.rule.output, self.owned)
         return to, found.finish
-
-
-def _owned(sizes: list[int], shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the place of numbers that only a program reads, which has memory of these sizes."""
-    sizes.append(math.prod(shape) * dtype.itemsize)
-    return own(len(sizes) - 1)
-
-
-def _of_result(output: Cast | None, dtype: torch.dtype) -> Cast | None:
-    """Return the cast of a result; None where writing it in `dtype` is the cast."""
-    return None if output is None or native_dtype(output) is dtype else output
-
-
-def _with_infinities(product: ProductStep, owned: list[int]) -> list[Step]:
-    """Return the steps of a product: a cast that makes something else of infinities is a step, in which they stay."""
-    to = product.cast
-    if to is None or to.overflow is Overflow.INFINITY:
-        return [product]
-    shape = (*product.left.shape[:-1], product.right.shape[-1])
-    sums = Memory(_owned(owned, shape, torch.float32), shape, strides_of(shape), torch.float32)
-    apart = product._replace(to=sums.place, dtype=torch.float32, cast=None)
-    return [apart, CastStep(sums, product.to, to, product.dtype)]
-
-
-# -- matrices -----------------------------------------------------------------------------------------------------
-
-
-class Matrices(NamedTuple):
-    """A product of matrices as they lie: its operands, the shape in which it is written, and what shapes it then."""
-
-    left: Memory
-    right: Memory
-    shape: tuple[int, ...]
-    finish: Finish | None
-
-    def is_redrawn(self, output: Cast | None) -> bool:
-        """Whether a stochastic cast of the result would draw by other places than those of its final shape."""
-        return self.finish is not None and output is not None and output.is_stochastic
-
-
-def matrices(form: Form, slot: int, left: Memory, right: Memory) -> Matrices | None:
-    """Return the product for a slot of a form; None if an operand would have to be copied."""
-    bases = [torch.empty_strided(one.shape, one.strides, device="meta") for one in (left, right)]
-    rows, columns, finish = form.matrices(slot, bases[0], bases[1], batches=2)
-    first, second = (_seen((left, right), bases, view) for view in (rows, columns))  # in any order
-    if first is None or second is None:
-        return None
-    written = torch.empty(*rows.shape[:-1], columns.shape[-1], device="meta")
-    shaped = finish(written)
-    if shaped.is_contiguous():
-        return Matrices(first, second, tuple(shaped.shape), None)
-    return Matrices(first, second, tuple(written.shape), finish)
-
-
-def _rows(incoming: Memory) -> Matrices | None:
-    """Return the sum of a gradient along all dimensions but the last, as a product with ones."""
-    base = torch.empty_strided(incoming.shape, incoming.strides, device="meta")
-    rows = _seen((incoming,), [base], base.reshape(-1, incoming.shape[-1]))
-    if rows is None:
-        return None
-    ones = Memory(ONES, (1, rows.shape[0]), (0, 0), torch.float32)
-    return Matrices(ones, rows, rows.shape[1:], None)
-
-
-def _seen(memories: tuple[Memory, ...], bases: list[Tensor], view: Tensor) -> Memory | None:
-    """Return the operand of which this is a view, as that lies; None for a copy, and what the library does not read."""
-    shape, strides = tuple(view.shape), view.stride()
-    for memory, base in zip(memories, bases, strict=True):
-        if view.untyped_storage()._cdata == base.untyped_storage()._cdata:
-            is_read = is_reached(shape, strides) and not view.storage_offset()
-            return memory._replace(shape=shape, strides=strides) if is_read else None
-    return None

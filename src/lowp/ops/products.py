@@ -26,14 +26,8 @@ import torch
 from torch import Tensor
 
 from lowp import kernels
-from lowp.casts import Cast
 from lowp.compat import with_tangents
 from lowp.errors import Unavailable
-from lowp.formats import ScaledFormat
-from lowp.kernels.int16.low_words import has_low_word, warn_of_loss, with_low_word
-from lowp.kernels.numbers import hadamard
-from lowp.kernels.numbers.philox import draw_seed
-from lowp.kernels.products import ready_operand
 from lowp.kernels.products.scratch import Scratch
 from lowp.ops import coded
 from lowp.ops.call import Call, RoleCasts
@@ -48,17 +42,15 @@ from lowp.ops.casting import (
     shield,
 )
 from lowp.ops.coded import Coded, has_codes, instead, with_scales
+from lowp.ops.incoming import Incoming
 from lowp.ops.int16.contraction import integer_contraction
 from lowp.ops.int16.nodes import fp64_contraction
 from lowp.ops.kept import keeping
-from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Form, Linear
+from lowp.ops.trilinear import FIRST, OTHERS, OUTPUT, SECOND, Einsum, Form, Linear
 from lowp.policy import Rule
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 Saved = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
-
-# the two slots whose operands make the product of a slot, in order
-_OTHERS = {FIRST: (SECOND, OUTPUT), SECOND: (FIRST, OUTPUT), OUTPUT: (FIRST, SECOND)}
 
 
 def summed(casts: RoleCasts) -> RoleCasts:
@@ -266,19 +258,19 @@ def _gradients(
     result: list[Tensor | None] = [None, None]
     with nullcontext() if graph else Scratch() as scratch:
         keeps = wanted.bias and isinstance(form, Einsum)  # the sum for its bias may be the gradient itself
-        incoming = _Incoming(form, casts, gradient, scratch, keeps, {}, [])
-        for index, target in enumerate(_OTHERS[slot]):
+        incoming = Incoming(form, casts, gradient, scratch, keeps, {}, [])
+        for index, target in enumerate(OTHERS[slot]):
             if not wanted.operands[index]:
                 continue
-            other_slot, edge = _OTHERS[slot][1 - index], edges[1 - index]
+            other_slot, edge = OTHERS[slot][1 - index], edges[1 - index]
             value = cast(Tensor, values[1 - index])  # kept, since this gradient was going to be needed
             other = Operand(value) if edge is None else Operand(edge, value)
             if is_apart:
-                pair = _operands_of(form, casts, target, other, incoming)
+                pair = incoming.operands(target, other)
             else:
-                axis = form.contracted[target][_OTHERS[target].index(slot)]
+                axis = form.contracted[target][OTHERS[target].index(slot)]
                 pair = {slot: incoming.along(axis, casts.rule.grad), other_slot: other}
-            left, right = (pair[one] for one in _OTHERS[target])
+            left, right = (pair[one] for one in OTHERS[target])
             if graph:
                 found = product(form, target, casts.once if is_apart else casts, left, right)
             else:
@@ -289,71 +281,6 @@ def _gradients(
             wide = incoming.along(-1, casts.rule.grad).connected
             bias = casts.cast(form.bias_gradient(wide), "bias gradient").to(wanted.bias_dtype)
         return result[0], result[1], bias
-
-
-class _Incoming(NamedTuple):
-    """The gradient of a result as operand of the products of the backward pass, once for each way of rounding it."""
-
-    form: Form
-    casts: RoleCasts
-    gradient: Tensor
-    scratch: Scratch | None
-    keeps: bool
-    found: dict[tuple[int, Cast | None], Operand]
-    told: list[Cast | None]
-
-    def along(self, axis: int, to: Cast | None) -> Operand:
-        """The gradient rounded by a cast; scales of rows and blocks follow the dimension that is summed."""
-        key = axis if depends_on_axis(to) else -1, to
-        if key not in self.found:
-            dtype = None if to is None else carrier_dtype(to)
-            role = "grad" if to == self.casts.rule.grad else "grad 2"
-            value = self.casts.operand(self._tell(self.gradient, to), to, role, key[0], dtype)
-            if self.scratch is None:
-                self.found[key] = operand(self.gradient, value, self.casts.gradient_dtype)
-            else:  # once for all the products and the bias
-                if to is not None and isinstance(self.form, Linear):
-                    value = _whole(self.gradient, value, to)
-                self.found[key] = Operand(ready_operand(value, None if self.keeps else self.scratch))
-        return self.found[key]
-
-    def rotated(self, signs: Tensor, axis: int, to: Cast | None, role: str) -> Operand:
-        """The gradient rotated along a dimension, and rounded by a cast."""
-        rotated = hadamard.rotate(self.gradient, signs, axis)
-        self.told.append(to)
-        self.casts.tell_as(rotated, "grad" if len(self.told) == 1 else "grad 2", to)
-        return Operand(self.casts.operand(rotated, to, role, axis, torch.float32))
-
-    def _tell(self, gradient: Tensor, to: Cast | None) -> Tensor:
-        """Tell observers of the gradient once for each cast."""
-        if to not in self.told:
-            self.told.append(to)
-            self.casts.tell_as(gradient, "grad" if len(self.told) == 1 else "grad 2", to)
-        return gradient
-
-
-def _operands_of(form: Form, casts: RoleCasts, target: int, other: Operand, incoming: _Incoming) -> dict[int, Operand]:
-    """Return the two operands of a product of the backward pass, under a rule whose products have their own casts."""
-    own, other_slot = casts.of_product(target), _OTHERS[target][0]
-    to, (axis, gradient_axis) = own.grad or casts.rule.grad, form.contracted[target]
-    if own.other is None:
-        return {other_slot: other, OUTPUT: incoming.along(gradient_axis, to)}
-    x, signs = other.connected if incoming.scratch is None else other.plain, None
-    if own.hadamard:
-        axis, gradient_axis = cast("tuple[int, int]", form.rotated(target, own.hadamard))
-        if torch.compiler.is_compiling():
-            signs = hadamard.signs_traced(incoming.gradient, own.hadamard, target)
-        else:
-            seed = draw_seed(x.device) if casts.seed is draw_seed else casts.seed()
-            signs = hadamard.signs(own.hadamard, seed, x.device)
-        x = hadamard.rotate(x, signs, axis)
-    casts.tell_as(x, casts.roles[other_slot], own.other)
-    dtype = torch.float32 if incoming.scratch is None else carrier_dtype(own.other)
-    product_of = f"of the {casts.roles[target]} gradient"
-    again = Operand(casts.operand(x, own.other, f"{casts.roles[other_slot]} {product_of}", axis, dtype))
-    if signs is None:
-        return {other_slot: again, OUTPUT: incoming.along(gradient_axis, to)}
-    return {other_slot: again, OUTPUT: incoming.rotated(signs, gradient_axis, to, f"grad {product_of}")}
 
 
 def _of_rows(
@@ -367,15 +294,6 @@ def _of_rows(
         for pair in (values, edges)
     )
     return rows, gradient.reshape(rows.first[0], form.second[0]), values, edges
-
-
-def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:
-    """Return the values of a gradient under one shared scale, with a second word where they would lose columns."""
-    if has_low_word(cast):
-        return with_low_word(gradient, value, cast)
-    if isinstance(cast.format, ScaledFormat) and cast.format.scope.kind == "tensor" and not cast.is_stochastic:
-        warn_of_loss(gradient, value, cast, f"the gradient of a linear layer, {list(gradient.shape)}")
-    return value
 
 
 def _gradients_of_codes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradient: Tensor, saved: Saved) -> Gradients:

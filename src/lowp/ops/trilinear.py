@@ -22,6 +22,8 @@ from lowp.kernels.int16.mantissas import Mantissas
 from lowp.kernels.products import sum_of_rows
 
 FIRST, SECOND, OUTPUT = 0, 1, 2
+# the two slots whose operands make the product of a slot, in order
+OTHERS = {FIRST: (SECOND, OUTPUT), SECOND: (FIRST, OUTPUT), OUTPUT: (FIRST, SECOND)}
 Pair = tuple[int, int]
 Finish = Callable[[Tensor], Tensor]
 

@@ -33,7 +33,7 @@ from lowp.kernels.products.programs import (
 from lowp.kernels.products.scratch import Scratch
 from lowp.ops.call import RoleCasts
 from lowp.ops.casting import carrier_dtype, depends_on_axis, native_dtype, own_dtype, result_dtype, rounded
-from lowp.ops.prepared import (
+from lowp.ops.matrices import (
     BIAS,
     FACTOR,
     FACTOR_SCALES,
@@ -47,17 +47,12 @@ from lowp.ops.prepared import (
     VALUE,
     VALUE_SCALES,
     WEIGHT,
-    Back,
-    Builder,
-    ForwardProgram,
-    Found,
     Made,
-    Prepared,
     Read,
     X,
-    is_read,
     matrices,
 )
+from lowp.ops.prepared import Back, Builder, ForwardProgram, Found, Prepared, is_read
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form, Linear
 from lowp.policy import Operands, Rule
 

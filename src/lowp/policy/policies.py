@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lowp import casts
-from lowp.casts import Cast, LossScale
+from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.loss_scale import LossScale
 from lowp.policy.rules import (
     CAST_ROLES,
     OF_OPERANDS,

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowp.casts import Cast
 from lowp.compat import applied_at_once, private, real_tensors
 from lowp.kernels.products import has_launches
-from lowp.ops.casting import carried, functorch_is_active, is_irregular, is_jit_tracing, native_dtype, shield
+from lowp.ops.casting import PassedOn, carried, functorch_is_active, is_irregular, is_jit_tracing, native_dtype, shield
 
 _storage_holders = cast(Callable[[int], int], private("torch._C._storage_Use_Count"))
 _foreach_copy = cast(Callable[[list[Tensor], list[Tensor]], None], private("torch._foreach_copy_"))
@@ -60,20 +60,7 @@ RUNS_HOOKS: frozenset[Any] = frozenset((Tensor.backward, torch.autograd.backward
 WRITES_UNSEEN = HANDS_OUT | RUNS_HOOKS  # after these a weight may be written without a trace
 
 
-class _Attached(torch.autograd.Function):
-    """Attaches an already computed cast of a weight to the graph; the gradient is returned in the weight's dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, value: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient.to(ctx.dtype), None
-
-
-_attach = applied_at_once(_Attached)  # no cast is kept where torch.func transforms
+_attach = applied_at_once(PassedOn)  # no cast is kept where torch.func transforms
 
 
 class _Together(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """How a loss scale moves: static, dynamic (torch's rule), and one that follows the exponents of the gradients.
 
-Here alone is decided what the next scale is. `lowp.casts.LossScale` describes one in a preset or a policy file, and
-`lowp.GradScaler` asks this one at every `update`.
+Here alone is decided what the next scale is. `lowp.loss_scale.LossScale` describes one in a preset or a policy file,
+and `lowp.GradScaler` asks this one at every `update`.
 A scale always stays a finite fp32 number between its floor and its ceiling. torch's own can underflow to 0, after which
 the next finite gradients become 0 * inf = NaN and are written into the weights.
 """

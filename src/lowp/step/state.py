@@ -15,10 +15,10 @@ import torch
 from torch.cpu.amp.grad_scaler import GradScaler as TorchCPUScaler
 from torch.cuda.amp.grad_scaler import GradScaler as TorchCUDAScaler
 
-from lowp.casts import LossScale
 from lowp.compat import accelerator, private
 from lowp.distributed import resolve
 from lowp.errors import InvalidInput, Misuse, unknown
+from lowp.loss_scale import LossScale
 from lowp.scaling import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
