@@ -19,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TORCH_FREE = ("errors", "formats", "casts", "cost", "explain", "policy", "presets")
+TORCH_FREE = ("errors", "formats", "casts", "cost", "explain", "loss_scale", "policy", "presets")
 
 
 def lint_imports(source: Path, configuration: Path) -> subprocess.CompletedProcess[str]:
