@@ -2,7 +2,7 @@
 
   python bench/monitoring.py faults [--modes plain,compiled,ddp]
   python bench/monitoring.py quiet [--recipes digits,gpt] [--precisions fp32,bf16] [--seconds 20]
-  python bench/monitoring.py cost [--recipes digits,unet] [--precisions fp32] [--seconds 4]
+  python bench/monitoring.py cost [--recipes digits,unet] [--precisions fp32] [--seconds 8]
 
 `faults` prints which of the faults in tests/planted.py are named, by which finding, and how many steps after they
 began. `quiet` trains recipes and prints the alarms, of which there should be none. `cost` compares the steps of a
@@ -214,10 +214,10 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(planted.MODES))
     parser.add_argument("--recipes", help="default: all for quiet, digits and unet for cost")
     parser.add_argument("--precisions", help=f"default: fp32 for cost, {PRECISIONS} for quiet")
-    parser.add_argument("--seconds", type=float, help="of one training (default: 5, of cost 4)")
+    parser.add_argument("--seconds", type=float, help="of one training (default: 5, of cost 8)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    given.seconds = given.seconds or (4.0 if given.what == "cost" else 5.0)
+    given.seconds = given.seconds or (8.0 if given.what == "cost" else 5.0)
     given.precisions = given.precisions or ("fp32" if given.what == "cost" else PRECISIONS)
     given.recipes = given.recipes or ("digits,unet" if given.what == "cost" else ",".join(RECIPES))
     with warnings.catch_warnings():

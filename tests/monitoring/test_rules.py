@@ -15,6 +15,7 @@ from lowp.monitoring.look import Look
 from lowp.monitoring.losses import Losses
 from lowp.monitoring.pace import Pace
 from lowp.monitoring.seen import Sight, Spike
+from lowp.monitoring.state import RunState
 from lowp.numerics.models import Models
 
 Looks = list[Sight]
@@ -220,6 +221,19 @@ def test_a_loss_scale_that_starts_anew_is_told_where_the_optimizer_goes_on(steps
         losses = [step(scaler) for _ in range(3)]
     assert [alarm.id for alarm in monitor.alarms] == (["N207"] if steps else [])
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("passed", "growth", "jumps"), [(20, 31.0, False), (20, 255.0, False), (20, 256.0, True), (1, 8.0, True)]
+)
+def test_a_loss_scale_may_grow_between_two_looks_as_often_as_it_does_but_not_more(
+    passed: int, growth: float, jumps: bool
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", growth_interval=4)  # in twenty steps it doubles five times
+    state = RunState(Models(nn.Linear(2, 2)), scaler, None, [])
+    state.completed(look(), {"scale": {"": 2.0}})
+    seen = state.completed(look(passed=passed), {"scale": {"": 2.0 * growth}})
+    assert seen.jump == ((2.0, 2.0 * growth) if jumps else None)
 
 
 # -- pace -------------------------------------------------------------------------------------------------------------

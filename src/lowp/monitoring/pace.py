@@ -13,6 +13,7 @@ _HEARING, _TURN = 0.0025, 256  # of the time that losses may take; steps of a tu
 _TYPICAL, _WARM = 5, 0.25  # looks that say what one takes; the part of the first one that later ones take
 _COLD, _MOST_COLD = 0.9, 8e-4  # of a look, and seconds: what the steps after it take longer, with cold caches
 _APART, _MOST_APART = 4, 8  # steps between two looks: a quarter of those so far, 8 at most
+_SEEN = 0.85  # of what a monitor takes, what is measured from within
 _AGAIN = 8  # of the steps since the last look, a part after which the time is asked again
 _CONFIRMING = 4  # looks that may be taken in advance where something seems wrong
 
@@ -31,6 +32,8 @@ class Pace:
     def __init__(self, max_overhead: str | float | None) -> None:
         self.budget = Budget.parse(max_overhead)
         self.budget.clock, self.budget.started = now, now()
+        if self.budget.share is not None:
+            self.budget.share *= _SEEN
         self._costs: deque[float] = deque(maxlen=_TYPICAL)  # seconds of looks
         self._cost = self._first = 0.0  # what the next one may take, and what the first one took
         self.seconds, self._counted = 0.0, 0  # and steps that are charged

@@ -32,7 +32,8 @@ class Sight:
     scale: float | None = None
     skipped: int = 0  # steps since the look before that the scaler has skipped
     jump: tuple[float, float] | None = None  # two scales after one another, the second far larger
-    steps: int = 1  # steps since the look before whose losses were seen, the skipped ones included
+    passed: int = 1  # steps since the look before
+    steps: int = 1  # those of them whose losses were seen, the skipped ones included
     backwards: int = 1  # backward passes of this step
     adds_up: bool = False  # whether their losses were means that nothing divides
     suspects: list[str] = field(default_factory=list)  # weights that were not finite when the loss became so

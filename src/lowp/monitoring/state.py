@@ -170,6 +170,7 @@ class RunState:
             look.step,
             {},
             losses,
+            passed=max(look.step - self._step, 1),
             steps=len({step for step, _ in losses}) or max(look.step - self._step, 1),
             backwards=passes,
             adds_up=added,
@@ -186,6 +187,13 @@ class RunState:
         self._step, self._is_fresh = look.step, False
         self._left = []
         return seen
+
+    def _growth(self, steps: int) -> float:
+        """Return by how much the loss scale may have grown in some steps, of which not all scales are seen."""
+        if self.scaler is None:
+            return 1.0
+        times = min(steps // max(self.scaler.get_growth_interval(), 1), 128)  # it stays within fp32's range
+        return float(self.scaler.get_growth_factor() ** times)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
     def completed(self, seen: Sight, numbers: Numbers) -> Sight:
@@ -205,7 +213,7 @@ class RunState:
             are_late=bool(late),
             scale=scale,
             skipped=skipped,
-            jump=next((pair for pair in pairs if pair[1] >= _JUMP * pair[0] > 0), None),
+            jump=next((pair for pair in pairs if pair[1] >= _JUMP * self._growth(seen.passed) * pair[0] > 0), None),
             steps=seen.steps + skipped,
             adds_up=adds,
             saturated=self._saturated(numbers.pop("writes", {}), numbers.pop("saturated", {})),
