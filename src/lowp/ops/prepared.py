@@ -127,7 +127,7 @@ class Prepared:
             tensors[place] = one = one.contiguous() if place != BIAS else one.float().contiguous()
             memory[place] = one.data_ptr()
         for place, (shape, strides, dtype) in made:
-            tensors[place] = one = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+            tensors[place] = one = torch.empty_strided(shape, strides, dtype=dtype, device=cpu.HOST)
             memory[place] = one.data_ptr()
         if not program.run(memory):
             raise NotFinite
@@ -241,10 +241,12 @@ class Back(NamedTuple):
         for what in made:
             if isinstance(what, Turned):
                 moved = tensors[GRADIENT].view(what.shape).movedim(what.axis, -1)
-                one = empty(moved.shape, strides_of(tuple(moved.shape)), dtype=moved.dtype, device="cpu").copy_(moved)
+                one = empty(moved.shape, strides_of(tuple(moved.shape)), dtype=moved.dtype, device=cpu.HOST).copy_(
+                    moved
+                )
             else:
                 shape, strides, dtype = what
-                one = empty(shape, strides, dtype=dtype, device="cpu")
+                one = empty(shape, strides, dtype=dtype, device=cpu.HOST)
             tensors.append(one)
             memory.append(one.data_ptr())
         return program.run(memory)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import ScaledFormat
+from lowp.kernels import cpu
 from lowp.kernels.casts.run import is_dense
 from lowp.kernels.packed.byte_products import MOST_DEPTH, multiplies_bytes
 from lowp.kernels.products.programs import (
@@ -190,7 +191,7 @@ class ByTorch(Prepared):
             program = self.written[key] = Program([CastStep(source, 1, output, rounded_in)])
         if not is_dense(*key[:2]) or (output.is_stochastic and not result.is_contiguous()):
             result = result.contiguous()
-        out = torch.empty_strided(result.shape, result.stride(), dtype=rounded_in, device="cpu")
+        out = torch.empty_strided(result.shape, result.stride(), dtype=rounded_in, device=cpu.HOST)
         program([result, out])
         return out.to(dtype)
 

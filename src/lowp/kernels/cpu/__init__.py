@@ -236,6 +236,7 @@ def available(own: ctypes.CDLL | None = None) -> tuple[str, ...]:
 
 PLAIN = frozenset((Tensor, Parameter))
 _is_on_cpu = attrgetter("is_cpu")
+HOST = torch.device("cpu")  # whose name takes as long to read as a small tensor to make
 
 
 def address(x: Tensor) -> int:
