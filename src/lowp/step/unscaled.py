@@ -6,7 +6,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from itertools import groupby
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -68,8 +69,7 @@ class UnscaledSteps:
     @property
     def faults(self) -> list[str]:
         """The sites for which the latest step was skipped. Waits for a device that has skipped by itself."""
-        there = [_name(site, self.names) for site, is_bad in self._there.read() if is_bad]
-        return there or list(self._faults)
+        return self._named([site for site, is_bad in self._there.read() if is_bad]) or list(self._faults)
 
     def saw(self, loss: Tensor) -> None:
         """Check a loss before its backward; nothing waits for a device."""
@@ -102,7 +102,8 @@ class UnscaledSteps:
             sites, values = zip(*reads, strict=True)
             flags = _nonfinite(values)
         is_bad = False if self.is_plain else _on_any_rank(flags, optimizers)
-        there = self._flags_there(optimizers)
+        is_theirs = self.exponents is not None or isinstance(is_bad, Tensor)
+        there = self._flags_there(optimizers) if is_theirs else None
         if there is not None and (isinstance(is_bad, Tensor) or (there and not is_bad)):
             if isinstance(flags, Tensor):
                 return self._skip_there([*there, *sites], [*there.values(), flags], is_bad)
@@ -110,7 +111,8 @@ class UnscaledSteps:
         faults = [] if self.exponents is None else self.exponents.faults()
         is_skipped = bool(is_bad)
         if is_skipped:
-            faults += self._named(sites, flags)
+            every = flags if isinstance(flags, list) else flags.tolist()  # waits for a device
+            faults += self._named([site for site, is_bad in zip(sites, every, strict=True) if is_bad])
         is_skipped = is_skipped or bool(faults)
         if self.exponents is not None:
             is_skipped = self.exponents.any_rank(is_skipped)
@@ -121,10 +123,16 @@ class UnscaledSteps:
                     one.forget_gradients()
         return is_skipped
 
-    def _named(self, sites: Sequence[_Read], flags: list[bool] | Tensor) -> list[str]:
-        """Return the words for the sites whose flags are set. Waits for a device."""
-        bad = flags if isinstance(flags, list) else flags.tolist()
-        return [_name(site, self.names) for site, is_bad in zip(sites, bad, strict=True) if is_bad]
+    def _named(self, sites: Sequence[str | _Read]) -> list[str]:
+        """Return the words for sites: for gradients in the order of backward."""
+        found = []
+        for optimizer, some in groupby(sites, lambda site: site.optimizer() if _is_gradient(site) else None):
+            own = list(some)
+            if optimizer is not None:
+                turns = {place: turn for turn, place in enumerate(self.names.backward_order(optimizer))}
+                own.sort(key=lambda site: turns.get(cast(_Read, site).place, len(turns)))
+            found += [_name(site, self.names) for site in own]
+        return found
 
     def _skip_there(self, sites: list[str | _Read], flags: list[Tensor], is_bad: bool | Tensor) -> Tensor:
         """Return whether a device skips the step: for a flag of these sites, which it keeps, or for a rank."""
@@ -160,18 +168,17 @@ class UnscaledSteps:
         return flags if can_skip else None
 
     def _gradients(self, optimizers: Optimizers) -> Iterator[tuple[_Read, Tensor]]:
-        """Yield the gradients, in the order of backward."""
+        """Yield the gradients."""
         for optimizer in optimizers if self.exponents is None else ():
-            present = {one.position: one.values for one in grads.collect(optimizer, True)}
-            for place in self.names.backward_order(optimizer):
-                if place in present:
-                    yield _Read(weakref.ref(optimizer), _GRADIENT, place), present[place]
+            reference = weakref.ref(optimizer)
+            for values, place in grads.collect(optimizer, True):
+                yield _Read(reference, _GRADIENT, place), values
 
     def _state(self, optimizers: Optimizers) -> Iterator[tuple[_Read, Tensor]]:
         """Yield what the optimizers keep, unless it is known to be as the latest step has left it."""
-        for site, value in _kept(optimizers):
+        for optimizer, place, key, value in _kept(optimizers):
             if self._written.get(id(value)) != _version(value):
-                yield site, local(value)
+                yield _Read(weakref.ref(optimizer), key, place), local(value)
 
     # -- after a step ---------------------------------------------------------------------------------------------
     def end(self, number: int, optimizers: Optimizers, skip: Tensor | bool) -> None:
@@ -184,7 +191,7 @@ class UnscaledSteps:
         self.names.learned()
         self._steps += 1
         is_due = self.is_plain or self._steps % _INTERVAL == 0
-        self._written = {} if is_due else {id(one): _version(one) for _, one in _kept(optimizers)}
+        self._written = {} if is_due else {id(one): _version(one) for *_, one in _kept(optimizers)}
         if self.exponents is None:
             self.guard.count(False)
         else:
@@ -277,17 +284,21 @@ def _on_any_rank(flags: list[bool] | Tensor, optimizers: Optimizers) -> bool | T
     return agreed > 0 if isinstance(flags, Tensor) else bool(agreed)
 
 
-def _kept(optimizers: Optimizers) -> Iterator[tuple[_Read, Tensor]]:
-    """Yield the tensors of numbers that optimizers keep of parameters."""
+def _kept(optimizers: Optimizers) -> Iterator[tuple[torch.optim.Optimizer, int, str, Tensor]]:
+    """Yield the tensors of numbers that optimizers keep: an optimizer, the place of an entry, a key, and its tensor."""
     for optimizer in optimizers:
         for place, entry in enumerate(getattr(optimizer, "inner", optimizer).state.values()):
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
-                    yield _Read(weakref.ref(optimizer), key, place), value
+                    yield optimizer, place, key, value
 
 
 def _version(value: Tensor) -> int:
     return -1 if value.is_inference() else value._version
+
+
+def _is_gradient(site: str | _Read) -> TypeGuard[_Read]:
+    return not isinstance(site, str) and site.key == _GRADIENT
 
 
 def _name(site: str | _Read, names: Names) -> str:
@@ -298,7 +309,7 @@ def _name(site: str | _Read, names: Names) -> str:
     if optimizer is not None:
         known = names.of(optimizer)
         place = site.place
-        if site.key != _GRADIENT:  # the entries of a wrapper's state are in the order of the inner optimizer's
+        if not _is_gradient(site):  # the entries of a wrapper's state are in the order of the inner optimizer's
             owner = list(optimizer.state)[place : place + 1]
             place = next((at for at, one in enumerate(grads.parameters_of(optimizer)) if owner and one is owner[0]), -1)
         name = known[place] if 0 <= place < len(known) else name
