@@ -95,25 +95,19 @@ class UnscaledSteps:
         for one in optimizers:
             if isinstance(one, FlexWeights):
                 one.write_gradients()
-        reads = [] if self.is_plain else [*self._gradients(optimizers), *self._state(optimizers)]
-        sites: Sequence[_Read] = ()
-        flags: list[bool] | Tensor = []
-        if reads:
-            sites, values = zip(*reads, strict=True)
-            flags = _nonfinite(values)
+        sites, flags = self._looked_at(optimizers)
         is_bad = False if self.is_plain else _on_any_rank(flags, optimizers)
-        is_theirs = self.exponents is not None or isinstance(is_bad, Tensor)
-        there = self._flags_there(optimizers) if is_theirs else None
+        may_skip = self.exponents is not None or isinstance(is_bad, Tensor)
+        there = self._flags_there(optimizers) if may_skip else None
         if there is not None and (isinstance(is_bad, Tensor) or (there and not is_bad)):
             if isinstance(flags, Tensor):
                 return self._skip_there([*there, *sites], [*there.values(), flags], is_bad)
             return self._skip_there([*there], [*there.values()], is_bad)
         faults = [] if self.exponents is None else self.exponents.faults()
-        is_skipped = bool(is_bad)
-        if is_skipped:
+        if is_bad:
             every = flags if isinstance(flags, list) else flags.tolist()  # waits for a device
             faults += self._named([site for site, is_bad in zip(sites, every, strict=True) if is_bad])
-        is_skipped = is_skipped or bool(faults)
+        is_skipped = bool(is_bad) or bool(faults)
         if self.exponents is not None:
             is_skipped = self.exponents.any_rank(is_skipped)
         if is_skipped:
@@ -122,6 +116,11 @@ class UnscaledSteps:
                 if isinstance(one, FlexWeights):
                     one.forget_gradients()
         return is_skipped
+
+    def _looked_at(self, optimizers: Optimizers) -> tuple[Sequence[_Read], list[bool] | Tensor]:
+        """Return what the step reads and is looked at, and for each of these whether it is not finite."""
+        reads = [] if self.is_plain else [*self._gradients(optimizers), *self._state(optimizers)]
+        return [site for site, _ in reads], _nonfinite([value for _, value in reads])
 
     def _named(self, sites: Sequence[str | _Read]) -> list[str]:
         """Return the words for sites: for gradients in the order of backward."""
