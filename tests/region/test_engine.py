@@ -77,6 +77,27 @@ def test_a_step_of_int16_runs_few_functions(precision: str) -> None:
     assert min(found) <= STEPS[precision], found
 
 
+@pytest.mark.parametrize("kind", ["name", "equal policies", "file", "paths"])
+def test_a_region_made_anew_for_each_step_takes_few_functions_more(kind: str, tmp_path: Path) -> None:
+    file, name = tmp_path / "mine.toml", "nvfp4" if kind == "paths" else "e5m7"
+    file.write_text(lowp.autocast(name).policy.to_toml())
+    made: dict[str, Callable[[], str | Path | lowp.Policy]] = {"file": lambda: file}
+    made |= {"equal policies": lambda: lowp.Policy.load(file), "name": lambda: name, "paths": lambda: name}
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10)), torch.randn(32, 64)
+
+    def step(region: lowp.autocast) -> int:
+        def run() -> None:
+            with region:
+                model(x)
+
+        return functions_of_lowp(run)
+
+    once = lowp.autocast(made[kind]())
+    step(once)
+    least = step(once)
+    assert step(lowp.autocast(made[kind]())) <= least + 60  # hundreds where nothing is known of its rules
+
+
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 @pytest.mark.parametrize("layer", LAYERS)

@@ -13,7 +13,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lowp import presets
-from lowp.compat import COMPILES_REGIONS, accelerator, constant_when_compiled, refuse_compiled_region
+from lowp.compat import (
+    COMPILES_REGIONS,
+    accelerator,
+    constant_when_compiled,
+    refuse_compiled_region,
+    remembered,
+    remembered_by_identity,
+)
 from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import DelayedScales, SharedExponents, Spots
 from lowp.hooks import listed
@@ -123,11 +130,10 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         if dtype is not None:
             raise InvalidInput(f"autocast({precision!r}, dtype={dtype}): a precision defines its formats: omit dtype")
         super().__init__()
-        self.preset = presets.parse(table.TORCH_POLICIES.get(str(precision), precision))
-        self.policy = self.preset.policy
-        _check(self.policy)
-        self._rulebook = Rulebook(self.policy, strict)
         self._is_users = not isinstance(precision, str) or precision.endswith(".toml")
+        self.preset = presets.parse(precision) if self._is_users else _preset(str(precision))
+        self.policy = _known(self.preset.policy)
+        self._rulebook = Rulebook(self.policy, strict)
         self._has_complained = False  # about rules that matched nothing
         self.was_entered = False
         self._weights = WeightCasts()  # of the latest entry
@@ -340,11 +346,28 @@ def _is_torch_spelling(device: object, dtype: torch.dtype | None) -> bool:
     return not isinstance(device, (Policy, Preset, Path))
 
 
-def _check(policy: Policy) -> None:
-    """Raise UnknownName for a rule with an op that is not in the table."""
+@remembered
+def _preset(name: str) -> Preset:
+    """Return the preset of a name or a format: the same each time, by whose rules it is known how ops run."""
+    return presets.parse(table.TORCH_POLICIES.get(name, name))
+
+
+@remembered_by_identity
+def _known(policy: Policy) -> Policy:
+    """Return the one of equal policies by whose rules it is known how ops run.
+
+    Raises UnknownName for a rule with an op that is not in the table.
+    """
     rows = table.TABLES[policy.table]
     if not all(op in rows or op in OP_CLASSES for rule in policy.rules for op in rule.ops):
         check_ops(policy, table.op_names(policy.table))
+    return _first(policy)
+
+
+@remembered
+def _first(policy: Policy) -> Policy:
+    """Return the first of equal policies."""
+    return policy
 
 
 @cache

@@ -31,6 +31,7 @@ from lowp.region.handover import HandOver, Way, as_it_is, hand_over, handed_over
 _NO_RULE = Rule()
 _LEFT_ALONE = frozenset((torch.float64, torch.complex32, torch.complex64, torch.complex128))
 _BACKWARD = ("backward", "grad")
+_MOST = 4096  # plans that are known under a policy
 _OF_PRESETS = frozenset(rule for preset in PRESETS.values() for rule in preset.policy.rules)
 
 
@@ -125,13 +126,14 @@ class Rulebook:
 
         Raises InvalidInput in a strict region for a contraction that no rule matches.
         """
-        plans = self.plans(path)
-        row = table.row_of(function, self.policy.table)
-        if row is None:
-            is_backward = table.name_of(function) in _BACKWARD
-            plans[function] = Plan(Row("backward", "structural"), None, None, suspends=True) if is_backward else None
-            return plans[function]
-        plan = self._planned(function, row, path)
+        plan = self._planned(function, path)
+        if plan is not None and not plan.suspends:
+            self._note_found(plan, path)
+        self.plans(path)[function] = plan
+        return plan
+
+    def _note_found(self, plan: Plan, path: str) -> None:
+        row = plan.row
         if plan.rule is not None:
             self._used.update({plan.rule, plan.inner or plan.rule})
             self._ops[row.name] = None
@@ -139,19 +141,23 @@ class Rulebook:
             self.missed(f"{row.name} in {path}" if path else row.name)
         if (row.product or row.name in table.MADE_OF_PRODUCTS) and self.policy.rules and _leaves_wide(row, plan.rule):
             self._unrounded[f"{row.name} in {path}" if path else row.name] = None
-        plans[function] = plan
-        return plan
 
-    def _planned(self, function: Callable[..., Any], row: Row, path: str) -> Plan:
-        """Return the plan of a function. For a policy without paths it is computed once for all its rulebooks."""
-        if self.uses_paths or torch.compiler.is_compiling():
-            return self._plan(function, row, path)
-        known = _plans_of(self.policy)
-        if function not in known:
-            known[function] = self._plan(function, row, path)
-        return known[function]
+    def _planned(self, function: Callable[..., Any], path: str) -> Plan | None:
+        """Return the plan of a function, which is computed once for all rulebooks of the policy."""
+        if torch.compiler.is_compiling():
+            return self._plan(function, path)
+        known, key = _plans_of(self.policy), (function, path if self.uses_paths else "")
+        if key not in known:
+            if len(known) >= _MOST:
+                known.clear()
+            known[key] = self._plan(function, path)
+        return known[key]
 
-    def _plan(self, function: Callable[..., Any], row: Row, path: str) -> Plan:
+    def _plan(self, function: Callable[..., Any], path: str) -> Plan | None:
+        row = table.row_of(function, self.policy.table)
+        if row is None:
+            is_backward = table.name_of(function) in _BACKWARD
+            return Plan(Row("backward", "structural"), None, None, suspends=True) if is_backward else None
         rule = self.policy.match(row.name, row.op_class, path) or self._of_contractions(row, path)
         if row.runner == "generic:refused" and not self._refuses:
             row = replace(row, runner="generic:wide")
@@ -280,8 +286,8 @@ class Rulebook:
 
 
 @remembered_by_identity
-def _plans_of(policy: Policy) -> dict[Callable[..., Any], Plan]:
-    """Return the dict of plans known under a policy, by function."""
+def _plans_of(policy: Policy) -> dict[tuple[Callable[..., Any], str], Plan | None]:
+    """Return the dict of plans known under a policy, by function and module path."""
     return {}
 
 

@@ -120,7 +120,10 @@ class UnscaledSteps:
     def _looked_at(self, optimizers: Optimizers) -> tuple[Sequence[_Read], list[bool] | Tensor]:
         """Return what the step reads and is looked at, and for each of these whether it is not finite."""
         reads = [] if self.is_plain else [*self._gradients(optimizers), *self._state(optimizers)]
-        return [site for site, _ in reads], _nonfinite([value for _, value in reads])
+        if not reads:
+            return (), []
+        sites, values = zip(*reads, strict=True)
+        return sites, _nonfinite(values)
 
     def _named(self, sites: Sequence[str | _Read]) -> list[str]:
         """Return the words for sites: for gradients in the order of backward."""
