@@ -194,7 +194,7 @@ def accumulation(rule: Rule) -> Accumulation | None:
 _INT8 = parse("int8")
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One call of an op that a rule matches, as the region passes it to the op's runner.
 
@@ -204,36 +204,17 @@ class Call:
     `scales` are those from earlier steps, of a rule whose casts are delayed.
     """
 
-    __slots__ = ("args", "func", "kwargs", "op", "roles", "rule", "scales", "seed", "watch", "weight_cast", "writer")
     op: str
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rule: Rule
-    weight_cast: WeightCast
-    seed: Callable[[], Tensor | int]
-    writer: SiteWriter | None
-    watch: Watch | None
-    roles: tuple[str, str] | None
-    scales: SiteScales | None
-
-    def __init__(
-        self,
-        op: str,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        rule: Rule,
-        weight_cast: WeightCast = cast_weight,
-        seed: Callable[[], Tensor | int] = draw_seed,
-        writer: SiteWriter | None = None,
-        watch: Watch | None = None,
-        roles: tuple[str, str] | None = None,
-        scales: SiteScales | None = None,
-    ) -> None:
-        self.op, self.func, self.args, self.kwargs, self.rule = op, func, args, kwargs, rule
-        self.weight_cast, self.seed, self.writer, self.watch, self.roles = weight_cast, seed, writer, watch, roles
-        self.scales = scales
+    weight_cast: WeightCast = cast_weight
+    seed: Callable[[], Tensor | int] = draw_seed
+    writer: SiteWriter | None = None
+    watch: Watch | None = None
+    roles: tuple[str, str] | None = None
+    scales: SiteScales | None = None
 
     @property
     def casts(self) -> RoleCasts:
@@ -272,22 +253,8 @@ class Call:
 
     def with_roles(self, first: str, second: str) -> Call:
         """Return the same call with these roles of its operands."""
-        call = self.given(self.args, self.kwargs)
-        call.roles = first, second
-        return call
+        return replace(self, roles=(first, second))
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the same call with other arguments."""
-        return Call(
-            self.op,
-            self.func,
-            args,
-            kwargs,
-            self.rule,
-            self.weight_cast,
-            self.seed,
-            self.writer,
-            self.watch,
-            self.roles,
-            self.scales,
-        )
+        return replace(self, args=args, kwargs=kwargs)
