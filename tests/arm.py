@@ -47,7 +47,9 @@ PART = (
     "2",
     "--dist",
     "worksteal",
-    *(f"tests/kernels/test_{one}.py" for one in f"{FILES} fp32_products spectra".split()),
+    *(f"tests/kernels/test_{one}.py" for one in f"{FILES} fp32_products spectra eden".split()),
+    "tests/exponents/test_delayed.py",
+    "tests/optim/test_moments.py",
     "tests/optim/test_stored.py",
     "tests/ops/test_bytes.py",
 )

@@ -175,21 +175,22 @@ class Precision:
                 "loss itself, not loss.item()"
             )
         self._require_same_on_all_ranks()
+        scaler = self.scaler
         if self._searches_scale and not torch.compiler.is_compiling():
             self._searches_scale = False
             scale = self.preset.loss_scale
-            if self.steps == 0 and self.scaler.get_scale() == scale.initial:
-                self.scaler.begin_with(first_scale(loss, scale.initial, scale.floor, **options))
-        if self.scaler.is_enabled():
-            expect_step(self.scaler)
+            if self.steps == 0 and scaler.get_scale() == scale.initial:
+                scaler.begin_with(first_scale(loss, scale.initial, scale.floor, **options))
+        if scaler.is_enabled():
+            expect_step(scaler)
             if self._clipped is not None:
                 warnings.warn(self._clipped, UserWarning, stacklevel=2)
                 self._clipped = None
         else:
             self._unscaled.saw(loss)
-        self.scaler.scale(loss).backward(**options)
+        scaler.scale(loss).backward(**options)
         if (self.steps == 0 or self._first is not None) and not torch.compiler.is_compiling():
-            self._first = FirstStep(self._trained.models() if self.scaler.is_enabled() else ())
+            self._first = FirstStep(self._trained.models() if scaler.is_enabled() else ())
 
     @region.at_rest
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -205,7 +206,8 @@ class Precision:
         """
         if not optimizers:
             raise Misuse("step() needs the optimizers to step: precision.step(optimizer)")
-        scaler, is_scaled = self.scaler, self.scaler.is_enabled()
+        scaler = self.scaler
+        is_scaled = scaler.is_enabled()
         self._trained.check(optimizers, is_scaled or closure is not None)
         if self._first is not None and self._first.begins(scaler, optimizers, self._forgotten()):
             self._first = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.exponents import DelayedScales
+from lowp.kernels import cpu
 from lowp.kernels.casts.functions import quantize_measured
+from lowp.ops.direct import Direct
 from lowp.policy import Operands, Policy, Rule
 
 CAST = parse("e4m3fn@fp32/tensor:delayed(window=4)")
@@ -140,6 +143,56 @@ def test_each_operand_of_each_layer_has_a_site_and_the_first_step_is_that_of_cur
     run.step()
     current.step()
     assert not same(run.model.state_dict(), current.model.state_dict())
+
+
+def test_an_evaluation_of_many_batches_in_one_region_casts_each_as_in_training() -> None:
+    run = Run()
+    for _ in range(3):
+        run.step()
+    x = 0.1 * run.batch()[0]
+    with torch.no_grad(), run.precision.autocast():
+        first, again, other = run.model(x), run.model(x), run.model(2 * x)
+    with torch.no_grad(), run.precision.autocast():
+        assert torch.equal(run.model(x), first) and torch.equal(again, first) and not torch.equal(other, first)
+    with torch.no_grad(), lowp.autocast("fp8"):
+        assert not torch.equal(run.model(x), first)  # under its own maxima
+    assert len(run.scales.sites()) == 6
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(
+            nn.Unflatten(1, (3, 2, 1)), nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 3, (2, 1)), nn.Flatten()
+        )
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+@pytest.mark.filterwarnings("ignore:an infinity or a NaN")
+@pytest.mark.parametrize("grad", ["e5m2@fp32/tensor:delayed", "e5m2@fp32/tensor:delayed:stochastic", "fp16"])
+@pytest.mark.parametrize("model", [Net, Convolutions])
+def test_calls_straight_from_their_arguments_have_the_bits_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, model: Callable[[], nn.Module], grad: str
+) -> None:
+    rule = Rule.of("contraction", input=DELAYED, weight=DELAYED, grad=grad)
+    runs, found = [Run(Policy((rule,)), model()) for _ in range(2)], list[bool]()
+    own = Direct.contract
+
+    def contract(*given: Any) -> Tensor | None:
+        result = own(*given)
+        found.append(result is not None)
+        return result
+
+    for step in range(5):
+        for run, way in zip(runs, (contract, lambda *given: None), strict=True):
+            with monkeypatch.context() as patch:
+                patch.setattr(Direct, "contract", way)
+                torch.manual_seed(step)
+                run.step(float("inf") if step == 3 else 1.0)  # skipped, and a step that is remembered
+    assert same(runs[0].state(), runs[1].state())
+    for one, other in zip(*(run.scales.state_dict()["groups"] for run in runs), strict=True):
+        assert one["sites"] == other["sites"] and same(one["state"], other["state"])
+    assert found == [step not in (0, 3) for step in range(5) for _ in range(2)]
 
 
 def test_it_learns_as_current_scaling_does() -> None:

@@ -30,9 +30,16 @@ from lowp.kernels.choose import hardware
 from lowp.kernels.numbers.scaled import scale_of_maxima
 from lowp.scaling.delayed import DelayedMaximum, DelayedState, MaximaSeen
 
+Entries = list[Tensor | None]
+
 
 class DelayedTable:
-    """The entries of one cast: their state, the scale of each, and the maxima met since the last flush."""
+    """The entries of one cast: their state, the scale of each, and the maxima met since the last flush.
+
+    `entries` are rows of one tensor, [3] each in the widest dtype of the device: the scale of the next casts, the
+    largest magnitude since the last flush, infinite or NaN if one was, and whether there was any. The C++ library reads
+    and writes them, too. `knows`: whether there is a scale, on a host.
+    """
 
     def __init__(self, cast: Cast, device: torch.device) -> None:
         assert cast.scaling is not None
@@ -48,9 +55,16 @@ class DelayedTable:
     def restore(self, sites: Sequence[str], state: dict[str, Tensor]) -> None:
         """Take over entries, as those of a checkpoint."""
         self.names, self.state = {name: index for index, name in enumerate(sites)}, DelayedState(**state)
-        self.seen = torch.zeros_like(self.state.largest)
-        self.mask = torch.zeros_like(self.seen, dtype=torch.bool)
-        self.scale = self._scales(self.state.largest)
+        self._hold(torch.zeros(len(sites), 3, dtype=widest_float(self.device), device=self.device))
+        self._choose()
+
+    def _hold(self, rows: Tensor) -> None:
+        self.rows, self.entries = rows, rows.unbind()
+
+    def _choose(self) -> None:
+        """Choose the next scales."""
+        self.rows[:, 0] = self._scales(self.state.largest)
+        self.knows: list[bool] = (self.state.largest > 0).tolist() if self.is_host else []
 
     def index(self, site: str) -> int:
         """Return the entry of a site; a new site gets a new entry."""
@@ -58,21 +72,22 @@ class DelayedTable:
         if found is None:
             found = self.names[site] = len(self.names)
             self.state = self.scaling.extend(self.state, 1)
-            self.seen, self.mask = (torch.cat((one, one.new_zeros(1))) for one in (self.seen, self.mask))
-            self.scale = torch.cat((self.scale, self._scales(self.seen.new_zeros(1))))
+            self._hold(torch.cat((self.rows, self.rows.new_zeros(1, 3))))
+            self.rows[-1, 0] = self._scales(self.state.largest[-1])
+            self.knows.append(False)
         return found
 
     def rounded(self, x: Tensor, index: int, seed: int | Tensor, training: bool) -> Tensor:
         """Return fp32 x under the scale of an entry; infinities and NaN stay. Its maximum is noted in training."""
-        known, scale = self.state.largest[index], self.scale[index]
-        if not self.is_host or not float(known):  # a device is not asked whether anything is known
+        entry = self.entries[index]
+        known, scale = self.state.largest[index], entry[0]
+        if not (self.is_host and self.knows[index]):  # a device is not asked whether anything is known
             own = torch.where(x.isfinite(), x.abs(), 0.0).amax() if x.numel() else known
             scale = torch.where(known > 0, scale, self._scales(own.to(self.device)))
         values, maximum = quantize_measured(x, self.cast, scale.to(x.device), seed)
         if training:
-            seen = self.seen[index]
-            torch.maximum(seen, maximum.to(self.device), out=seen)
-            self.mask[index] = True
+            entry[1] = torch.maximum(entry[1], maximum.to(entry))
+            entry[2] = 1.0
         return values
 
     def _scales(self, maxima: Tensor) -> Tensor:
@@ -80,22 +95,27 @@ class DelayedTable:
 
     def flush(self, agreed: Tensor | None = None) -> None:
         """Remember the maxima met since the last flush, or those of all ranks."""
-        seen = MaximaSeen(self.seen, self.mask)
+        seen = self.seen
         if agreed is not None:
             seen = MaximaSeen(torch.where(agreed[1] > 0, torch.inf, agreed[0]).float(), agreed[2] > 0)
         for kept, new in zip(self.state, self.scaling.observe(self.state, seen), strict=True):
             kept.copy_(new)  # in place: a captured graph reads where it has read
-        self.scale.copy_(self._scales(self.state.largest))
-        self.seen.zero_()
-        self.mask.zero_()
+        self.rows.zero_()
+        self._choose()
+
+    @property
+    def seen(self) -> MaximaSeen:
+        """The maxima since the last flush."""
+        return MaximaSeen(self.rows[:, 1].float(), self.rows[:, 2] > 0)
 
     def columns(self, sites: list[str]) -> Tensor:
         """Return this rank's observations at some sites, fp64[3, n], for a maximum over ranks; zeros without any.
 
         Rows: the maximum, whether one was not finite, whether the site was written.
         """
-        is_finite = self.seen.isfinite()
-        rows = torch.stack((torch.where(is_finite, self.seen, 0.0), ~is_finite, self.mask)).double()
+        largest, mask = self.seen
+        is_finite = largest.isfinite()
+        rows = torch.stack((torch.where(is_finite, largest, 0.0), ~is_finite, mask)).double()
         return rows[:, self.order_of(sites)]
 
     def order_of(self, sites: list[str]) -> Tensor:
@@ -119,13 +139,28 @@ class DelayedScales:
         DTensor, of which a rank has a part.
         """
         x = x.detach().float()
-        if self.passes.step != self._step:  # an optimizer has stepped, without `Precision`
-            self._end_step()
+        self._settle()
         has_entry = type(x) is Tensor and hardware.has_numbers(x.device)
         table = self._table(cast, x.device) if has_entry else None
         if table is None or not (training or site in table.names):
             return quantize_operand(x, cast.current, seed, False)
         return table.rounded(x, table.index(site), seed, training)
+
+    def entry(self, cast: Cast, site: str, training: bool) -> Tensor | None:
+        """Return the entry of a site on the CPU, of which `DelayedTable` tells; None where no scale is known there.
+
+        Outside of `training` it is a copy.
+        """
+        self._settle()
+        table = self._tables.get(cast)
+        index = None if table is None or not table.is_host else table.names.get(site)
+        if table is None or index is None or not table.knows[index]:
+            return None
+        return table.entries[index] if training else table.entries[index].clone()
+
+    def _settle(self) -> None:
+        if self.passes.step != self._step:  # an optimizer has stepped, without `Precision`
+            self._end_step()
 
     def _table(self, cast: Cast, device: torch.device) -> DelayedTable:
         found = self._tables.get(cast)
@@ -159,7 +194,7 @@ class DelayedScales:
         """
         for table in self._tables.values():
             if site in table.names:
-                return table.scale[table.names[site]].clone()
+                return table.entries[table.names[site]][0].clone()
         raise InvalidInput(f"nothing was cast at the site {site!r}; sites have names such as {self.sites()[:3]}")
 
     def counted(self) -> list[tuple[list[str], Tensor, Tensor]]:
@@ -189,6 +224,18 @@ class SiteScales:
     def rounded(self, x: Tensor, cast: Cast, role: str, seed: int | Tensor) -> Tensor:
         """Return x rounded by a cast under the scale of a role, in fp32 and detached from the graph."""
         return self.scales.rounded(x, cast, f"{role} of {self.where}", seed=seed, training=self.training)
+
+    def entries(self, casts: Sequence[Cast | None], roles: Sequence[str] = ("input", "weight")) -> Entries | None:
+        """Return the entries of the delayed casts of roles, see `DelayedScales.entry`; None if one has no scale yet."""
+        found: Entries = []
+        for cast, role in zip(casts, roles, strict=True):
+            if cast is None or not cast.is_delayed:
+                found.append(None)
+            elif (entry := self.scales.entry(cast, f"{role} of {self.where}", self.training)) is not None:
+                found.append(entry)
+            else:
+                return None
+        return found
 
     def part(self) -> SiteScales:
         """Return the scales of the op's first product, at the next call those of its second, and so on."""

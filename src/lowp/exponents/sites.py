@@ -4,7 +4,7 @@ An op's spot consists of its module path, its name, and a count if the op runs t
 linear #3". Within a step a model may run several times on different data: a discriminator on real images, on generated
 images, and again while the generator is trained. These runs differ by
 
-* the count of the op within one entry of a region (``#2``);
+* the count of the op within one entry of a region (``#2``), in an evaluation within one run of the outermost module;
 * the number of runs of the outermost module since the last step of any optimizer (``pass 2``). Four passes are
   distinguished, and later passes share the fourth's spots: the micro-batches of an accumulated step are such passes, in
   any number;
@@ -171,7 +171,12 @@ class Spots:
         return other
 
     def enter(self, module: nn.Module, arguments: Any) -> None:
-        """Note, when an outermost module is called, whether the gradient flows on to its arguments."""
+        """Note, when an outermost module is called, whether the gradient flows on to its arguments.
+
+        An evaluation of many batches in one entry runs each under the scales of the first run of a step.
+        """
+        if not torch.is_grad_enabled() and not self.training:
+            self._count.met = {key: met for key, met in self._count.met.items() if key[1]}
         if next(module.parameters(), None) is not None:
             self._mark = ", differentiable input" if _requires_grad(arguments) else ""
 

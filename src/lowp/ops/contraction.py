@@ -6,7 +6,7 @@ fp64, integers and complex numbers are passed to the function itself, and so is 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, cast
 
@@ -52,14 +52,16 @@ def runner(run: Callable[[Call], Any]) -> Runner:
 def multiply(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a contraction: straight from its operands where nothing else sees the call, or by its definition."""
     is_seen = call.watch is not None or call.roles is not None
-    if not is_seen and call.writer is None and call.scales is None and not functorch_is_active():
+    if call.scales is not None:
+        call = replace(call, scales=call.scales.part())
+    if not is_seen and call.writer is None and not functorch_is_active():
         first, second, bias = unwrapped(first), unwrapped(second), None if bias is None else unwrapped(bias)
         rule, result = call.rule, None
         if is_fp8(rule) and (layer := in_fp8(form, rule, first, second, bias)) is not None:
             result = product(layer[0], OUTPUT, call.casts, layer[1], layer[2], bias)
         if result is None and (how := direct(rule)) is not None:
             kept = cast(KeptCasts, call.weight_cast) if hasattr(call.weight_cast, "look") else None
-            result = how.contract(form, lambda *shapes: form, first, second, bias, kept)
+            result = how.contract(form, lambda *shapes: form, first, second, bias, kept, call.scales)
         if result is not None:
             return result
     return contract(form, call, first, second, bias)

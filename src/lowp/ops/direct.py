@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowp.casts import parse
 from lowp.compat import applied_at_once, real_tensors, remembered_by_identity
+from lowp.exponents import SiteScales
 from lowp.formats import ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import chosen
@@ -39,10 +40,10 @@ _INT8 = parse("int8")
 class Direct:
     """How the contractions of a rule run: its casts, and what is known of its calls by shapes, strides and dtypes."""
 
-    __slots__ = ("bytes_of_rows", "prepared", "rule", "sums_bytes", "ways")
+    __slots__ = ("bytes_of_rows", "is_delayed", "prepared", "rule", "sums_bytes", "ways")
 
     def __init__(self, rule: Rule) -> None:
-        self.rule, self.sums_bytes = rule, sums_bytes(rule)
+        self.rule, self.sums_bytes, self.is_delayed = rule, sums_bytes(rule), rule.is_delayed
         is_torchs = any(multiplies("cpu", dtype) for dtype in dtypes_of_products(rule))  # its own product
         self.ways = [way for way in WAYS if not (way is None and is_torchs)]
         self.bytes_of_rows = rule.input == rule.weight == _INT8
@@ -65,10 +66,12 @@ class Direct:
         weight: Tensor,
         bias: Tensor | None,
         kept: KeptCasts | None,
+        scales: SiteScales | None = None,
     ) -> Tensor | None:
         """Return the contraction of x and weight, plus bias; None, with nothing done, for what the definition runs.
 
         `key` tells the forms of these shapes apart, which `form_of` makes of the shapes. `kept`: the region's casts.
+        `scales`: those of casts under delayed scales.
         """
         if chosen() not in self.ways or not is_quiet():
             return None
@@ -86,13 +89,18 @@ class Direct:
         if prepared is None:
             return None
         given = [x, weight, bias, None, None, None, None, None], [*memory, 0, 0, 0, 0, 0, 0][:8], kept
+        if self.is_delayed:
+            entries = None if scales is None else scales.entries((self.rule.input, self.rule.weight))
+            if entries is None:
+                return None
+            given[1].extend(0 if one is None else one.data_ptr() for one in entries)
         try:
             if not is_recorded:
                 return prepared.run(given, False, False)
             rounds_x, rounds_weight = prepared.rounds
             # where the gradients of gradients go of operands that are rounded
             ends = end_of(x) if rounds_x else None, end_of(weight) if rounds_weight else None
-            return _apply(x, weight, bias, prepared, given, ends)  # type: ignore[no-any-return]
+            return _apply(x, weight, bias, prepared, given, ends, scales)  # type: ignore[no-any-return]
         except NotFinite:
             return None
 
@@ -125,7 +133,7 @@ def direct(rule: Rule) -> Direct | None:
     sums = accumulation(rule)
     if rule.is_empty or rule.saved is not None or not (sums is None or sums.format == "fp32"):
         return None
-    if not is_here():
+    if not is_here() or (rule.is_delayed and rule.has_products):
         return None
     if not all(rounds(one) and not clips(one) and own_dtype(one) is not torch.float64 for one in rule.casts):
         return None
@@ -168,7 +176,14 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, prepared: Prepared, given: Given, ends: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        prepared: Prepared,
+        given: Given,
+        ends: Any,
+        scales: Any,
     ) -> Tensor:
         first, second, *_ = ctx.needs_input_grad
         out, tensors = prepared.run(given, second, first), given[0]
@@ -180,22 +195,24 @@ class _Direct(torch.autograd.Function):
         if prepared.has_scales:
             values += [tensors[VALUE_SCALES] if second else None, tensors[FACTOR_SCALES] if first else None]
         ctx.save_for_backward(*values)
-        ctx.about = prepared, None if bias is None else bias.dtype, ends
+        ctx.about = prepared, None if bias is None else bias.dtype, ends, scales
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *shielded(_gradients, gradient, ctx), None, None, None
+        return *shielded(_gradients, gradient, ctx), None, None, None, None
 
 
 _apply = applied_at_once(_Direct)
 
 
 def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
-    (prepared, bias_dtype, ends), needs, values = ctx.about, ctx.needs_input_grad[:3], ctx.saved_tensors
+    (prepared, bias_dtype, ends, scales), needs, values = ctx.about, ctx.needs_input_grad[:3], ctx.saved_tensors
+    rule: Rule = prepared.rule
     if not torch.is_grad_enabled() and chosen() in WAYS and is_quiet():
-        found = prepared.gradients(gradient, values, needs, bias_dtype)
+        entries = [None] if scales is None else scales.entries([rule.grad], ["grad"])
+        found = None if entries is None else prepared.gradients(gradient, values, needs, bias_dtype, entries[0])
         if found is not None:
             return found  # type: ignore[no-any-return]
-    casts = RoleCasts(prepared.rule, accumulation(prepared.rule))
+    casts = RoleCasts(rule, accumulation(rule), scales=scales)
     return gradients(prepared.form, casts, needs, bias_dtype, gradient, values, ends)

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Overflow
-from lowp.kernels.products.programs import CastStep, Memory, ProductStep, Step, is_reached, own, strides_of
+from lowp.kernels.products.programs import NOWHERE, CastStep, Memory, ProductStep, Step, is_reached, own, strides_of
 from lowp.ops.casting import native_dtype
 from lowp.ops.trilinear import Finish, Form
 
 # places in a forward program
-X, WEIGHT, BIAS, OUT, VALUE, FACTOR, VALUE_SCALES, FACTOR_SCALES = range(8)
-# in a backward program, whose own tensors follow: what was saved of x and of the weight, and scales of codes
+X, WEIGHT, BIAS, OUT, VALUE, FACTOR, VALUE_SCALES, FACTOR_SCALES, X_ENTRY, WEIGHT_ENTRY = range(10)
+# in a backward program, whose own tensors follow: what was saved of x and of the weight, and scales of codes, or the
+# entry of a delayed scale
 GRADIENT, ONES, FIRST_VALUE, SECOND_VALUE, FIRST_SCALES, SECOND_SCALES = range(6)
+GRADIENT_ENTRY = FIRST_SCALES
 
 Empty = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what torch.empty_strided makes a tensor of
 
@@ -25,6 +27,11 @@ def owned_place(sizes: list[int], shape: tuple[int, ...], dtype: torch.dtype) ->
     """Return the place of numbers that only a program reads, which has memory of these sizes."""
     sizes.append(math.prod(shape) * dtype.itemsize)
     return own(len(sizes) - 1)
+
+
+def entry_of(to: Cast, place: int) -> int:
+    """Return the place of the entry of a cast's scale, if it is delayed."""
+    return place if to.is_delayed else NOWHERE
 
 
 class Matrices(NamedTuple):

@@ -36,16 +36,20 @@ from lowp.ops.matrices import (
     FACTOR,
     FIRST_VALUE,
     GRADIENT,
+    GRADIENT_ENTRY,
     ONES,
     OUT,
     SECOND_VALUE,
     VALUE,
     WEIGHT,
+    WEIGHT_ENTRY,
+    X_ENTRY,
     Empty,
     Made,
     Matrices,
     Read,
     X,
+    entry_of,
     matrices,
     owned_place,
     rows_of,
@@ -104,7 +108,8 @@ class Prepared:
         self.rounds = [one.cast is not None and one.raw is None for one in (x, weight)]  # what backward reads
         self.is_small = math.prod(about[3]) <= SMALL
         to = weight.cast
-        self.keeps_weight = to is not None and (weight.axis == -1 or not depends_on_axis(to))
+        may_keep = weight.axis == -1 or not (to is None or depends_on_axis(to))
+        self.keeps_weight = to is not None and not to.is_delayed and may_keep
         if self.is_small and to is not None and not to.is_stochastic:
             self.keeps_weight = False
         self.forwards: dict[tuple[bool, bool, bool], ForwardProgram] = {}
@@ -149,9 +154,9 @@ class Prepared:
 
     def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> ForwardProgram:
         steps, made, owned, operands = list[Step](), [(OUT, self.out.empty)], list[int](), []
-        for (shape, dtype), read, place, to, is_saved in (
-            (self.shapes[0], self.x, X, VALUE, saves_value),
-            (self.shapes[1], self.weight, WEIGHT, FACTOR, saves_factor),
+        for (shape, dtype), read, place, to, is_saved, entry in (
+            (self.shapes[0], self.x, X, VALUE, saves_value, X_ENTRY),
+            (self.shapes[1], self.weight, WEIGHT, FACTOR, saves_factor, WEIGHT_ENTRY),
         ):
             memory = Memory(place, shape, read.empty[1], dtype)
             if read.cast is not None and to == FACTOR and not makes_factor:
@@ -163,7 +168,7 @@ class Prepared:
                     made.append((to, read.empty))
                 else:
                     to = owned_place(owned, shape, read.empty[2])
-                steps.append(CastStep(memory, to, read.cast, read.empty[2], read.axis))
+                steps.append(CastStep(memory, to, read.cast, read.empty[2], read.axis, entry_of(read.cast, entry)))
                 memory = memory._replace(place=to, dtype=read.empty[2])
             operands.append(memory)
         found = matrices(self.form, OUTPUT, *operands)
@@ -173,9 +178,17 @@ class Prepared:
         return ForwardProgram(Program(steps, owned), made, ())
 
     def gradients(
-        self, gradient: Tensor, values: Sequence[Tensor | None], needs: tuple[bool, ...], bias_dtype: torch.dtype | None
+        self,
+        gradient: Tensor,
+        values: Sequence[Tensor | None],
+        needs: tuple[bool, ...],
+        bias_dtype: torch.dtype | None,
+        entry: Tensor | None,
     ) -> Found | None:
-        """Return the gradients asked for, of x, the weight and the bias; None for what the definition runs."""
+        """Return the gradients asked for, of x, the weight and the bias; None for what the definition runs.
+
+        `entry`: of the scale of the gradient, if that is delayed.
+        """
         memory = cpu.addresses((gradient, *values), _AND_CODES if self.has_scales else cpu.FLOATS)
         if memory is None:
             return None
@@ -187,6 +200,8 @@ class Prepared:
         if found is UNKNOWN:
             with real_tensors():
                 found = self.backs[key] = self._back(gradient, needs, bias_dtype)
+        if entry is not None:
+            values, memory = (*values, entry), [*memory, entry.data_ptr()]
         return None if found is None else found.run(gradient, values, memory)
 
     def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
@@ -217,7 +232,7 @@ class Back(NamedTuple):
     def run(self, gradient: Tensor, values: Sequence[Tensor | None], memory: list[int]) -> Found | None:
         """Return the gradients of both operands and of the bias; None where the definition has to say what they are.
 
-        `memory`: the addresses of the gradient and the values.
+        `values`: what was saved, and the entry of a delayed scale. `memory`: the addresses of the gradient and of them.
         """
         results, tensors = self.results, Found((gradient, ones(), *values))
         memory.insert(ONES, tensors[ONES].data_ptr())
@@ -268,6 +283,8 @@ class Builder:
             rows = math.prod(form.first[:-1])
             form, shape = Linear((rows, form.first[-1]), form.second), (rows, form.second[0])
         self.form = form
+        has_entry = rule.grad is not None and rule.grad.is_delayed
+        self.given = FIRST_VALUE + (4 if prepared.has_scales else 3 if has_entry else 2)  # places of tensors given
         casts = RoleCasts(rule)
         self.products = casts.of_product(FIRST), casts.of_product(SECOND)
         grads = [one.grad or rule.grad for one in self.products] + [rule.grad]
@@ -357,7 +374,7 @@ class Builder:
         if not follows(source.shape, to, axis):
             return None
         made = self._place(source.shape, source.strides, torch.float32 if self.keeps else carrier_dtype(to))
-        self.steps.append(CastStep(source, made.place, to, made.dtype, axis))
+        self.steps.append(CastStep(source, made.place, to, made.dtype, axis, entry_of(to, GRADIENT_ENTRY)))
         return made
 
     def _cast_turned(self, source: Memory, to: Cast, axis: int) -> Memory:
@@ -380,7 +397,7 @@ class Builder:
     def make(self, one: Empty | Turned) -> int:
         """Return the place of one more tensor."""
         self.made.append(one)
-        return FIRST_VALUE + (4 if self.prepared.has_scales else 2) + len(self.made) - 1
+        return self.given + len(self.made) - 1
 
     def own(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Return the place of numbers that only the program reads."""

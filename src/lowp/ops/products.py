@@ -71,8 +71,6 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
         return fp64_contraction(form, call, first, second, bias)
     if casts.rule.has_products:
         _check_rotations(form, casts)
-    if casts.scales is not None:
-        casts = replace(casts, scales=casts.scales.part())
     left, right = _operand(call, casts, first, form, FIRST), _operand(call, casts, second, form, SECOND)
     if has_codes(form, call.rule):
         left, right = with_scales(left, first), with_scales(right, second)

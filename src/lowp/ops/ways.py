@@ -48,9 +48,12 @@ from lowp.ops.matrices import (
     VALUE,
     VALUE_SCALES,
     WEIGHT,
+    WEIGHT_ENTRY,
+    X_ENTRY,
     Made,
     Read,
     X,
+    entry_of,
     matrices,
 )
 from lowp.ops.prepared import Back, Builder, ForwardProgram, Found, Prepared, is_read
@@ -158,15 +161,14 @@ class ByTorch(Prepared):
 
     def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> ForwardProgram:
         steps, made = list[Step](), list[tuple[int, Any]]()
-        for (shape, dtype), read, place, to in (
-            (self.shapes[0], self.x, X, VALUE),
-            (self.shapes[1], self.weight, WEIGHT, FACTOR),
+        for (shape, dtype), read, place, to, entry in (
+            (self.shapes[0], self.x, X, VALUE, X_ENTRY),
+            (self.shapes[1], self.weight, WEIGHT, FACTOR, WEIGHT_ENTRY),
         ):
             if read.cast is not None and (to == VALUE or makes_factor):
                 made.append((to, read.empty))
-                steps.append(
-                    CastStep(Memory(place, shape, read.empty[1], dtype), to, read.cast, read.empty[2], read.axis)
-                )
+                memory, entry = Memory(place, shape, read.empty[1], dtype), entry_of(read.cast, entry)
+                steps.append(CastStep(memory, to, read.cast, read.empty[2], read.axis, entry))
         return ForwardProgram(Program(steps), made, ())
 
     def _computed(self, given: Found) -> Tensor:

@@ -55,6 +55,8 @@ LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, i
 LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, const void* x, int out_type, void* out, int64_t count,
                                      int64_t row, int64_t group, int64_t inner, int64_t across, const double* scale,
                                      const int32_t* zero_point, uint64_t seed, int64_t index, int threads);
+LOWP_EXPORT int lowp_quantize_measured(const lowp_sharing* sharing, int type, const void* x, void* out, int64_t count, double scale,
+                                       double* largest, uint64_t seed, int64_t index, int threads);
 // An exponent of a whole tensor is read, and told, through a pointer: a tensor of one int32.
 LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, const int32_t* exponent, void* out,
                                   float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);

@@ -143,12 +143,12 @@ LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, cons
   return known < 0 ? known : known | met;
 }
 
-// All elements under one scale that is given; their largest finite magnitude is found in the same pass. Returns whether all are
-// finite.
+// All elements under one scale that is given, in fp32; their largest finite magnitude is found in the same pass. Returns whether
+// all are finite.
 LOWP_EXPORT int lowp_quantize_measured(const lowp_sharing* sharing, int type, const void* x, void* out, int64_t count, double scale,
                                        double* largest, uint64_t seed, int64_t index, int threads) {
   constexpr int64_t kPart = 8 * kBlock;  // read twice, the second time from a cache
-  const Task task{nullptr, x, out, type, type, seed, false, index};
+  const Task task{nullptr, x, out, type, kFp32, seed, false, index};
   const Groups groups{sharing, count, count, 1, &scale, nullptr, nullptr, 0, false, 1};
   const Kernels& kernel = kernels();
   std::mutex merging;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <vector>
 
 #if defined(__linux__)
@@ -116,8 +117,17 @@ Ended run(const Product& product, int threads) {
   return failed ? kNoMemory : kWhole;
 }
 
-// Ends at an infinity or a NaN among numbers that share scales.
-Ended round(const lowp_rounding& step, const void* x, void* out, uint64_t seed, int threads) {
+// Ends at an infinity or a NaN among numbers that share scales. `entry`: none, or the scale of all numbers, from earlier steps,
+// and after it the largest magnitude of this step, infinite where one was, and whether anything was met.
+Ended round(const lowp_rounding& step, const void* x, double* entry, void* out, uint64_t seed, int threads) {
+  if (entry != nullptr) {
+    double largest = 0;
+    const bool finite = lowp_quantize_measured(step.sharing, static_cast<int>(step.type), x, out, step.count, entry[0], &largest,
+                                               seed, 0, threads) != 0;
+    entry[1] = std::max(entry[1], finite ? largest : std::numeric_limits<double>::infinity());
+    entry[2] = 1;
+    return finite ? kWhole : kInfinite;
+  }
   if (step.sharing != nullptr)
     return lowp_quantize_groups(step.sharing, static_cast<int>(step.type), x, kFp32, out, step.count, step.row, step.group,
                                 step.inner, step.across, nullptr, nullptr, seed, 0, threads) == 0
@@ -151,7 +161,7 @@ Ended rotate(const lowp_rotation& step, const void* x, const float* signs, float
 }  // namespace lowp
 
 // Runs steps, see product.hpp, one after the other. The places of a step are: of a product its left and right operand, its
-// bias (fp32, or none) and its result; of a cast what it reads, and fourth what it writes; of codes the matrix, the factors
+// bias (fp32, or none) and its result; of a cast what it reads, the entry of its scale or none, and fourth what it writes; of codes the matrix, the factors
 // of its columns or none, and fourth and fifth codes and scales; of a product of codes left, right, bias, result, and the
 // scales of both, the latter or none; of signs fourth what is written; of a rotation what is read, signs, and fourth what is
 // written. Its seeds are those of left, right and result, or of the one cast. Returns 0; 1 if the
@@ -173,7 +183,7 @@ LOWP_EXPORT int lowp_program(const lowp_steps* program, const int64_t* addresses
       const auto codes = [&](int which) { return static_cast<int8_t*>(at(which)); };
       switch (step.kind) {
         case kRounding:
-          ended = round(step.rounding, at(0), at(3), seed(0), threads);
+          ended = round(step.rounding, at(0), static_cast<double*>(at(1)), at(3), seed(0), threads);
           break;
         case kProduct:
           ended = run({step.product, at(0), at(1), numbers(2), at(3), seed(0), seed(1), seed(2), kernels().read_lines}, threads);

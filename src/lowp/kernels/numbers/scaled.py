@@ -193,7 +193,10 @@ def aim(cast: Cast) -> float:
 
 def _rounded_scale(scale: Tensor, format: FloatFormat) -> Tensor:
     """Return a scale in its format: 1 for an all-zero group, otherwise normal, as subnormal numbers have few bits."""
-    rounded = bitwise.quantized(scale, Cast(format, overflow=Overflow.SATURATE))
+    if format == FP32:  # torch's own conversion, which rounds to nearest even, too
+        rounded = scale.float().to(scale.dtype).clamp(max=format.maximum)
+    else:
+        rounded = bitwise.quantized(scale, Cast(format, overflow=Overflow.SATURATE))
     return torch.where(scale == 0, 1.0, rounded.clamp(min=format.smallest_normal))
 
 

@@ -52,7 +52,7 @@ class CastStep(NamedTuple):
     """A step that writes the values of a cast of contiguous `source` to the place `to`, in `dtype`.
 
     Groups with a shared scale run along `axis`, and are written in fp32. Infinities and NaN stay; under shared scales
-    they end the program.
+    they end the program. `entry`: the place of the scale and of what was met, fp64[3], of a cast under a delayed scale.
     """
 
     source: Memory
@@ -60,6 +60,7 @@ class CastStep(NamedTuple):
     cast: Cast
     dtype: torch.dtype
     axis: int = -1
+    entry: int = NOWHERE
 
     def describe(self, block: Any) -> tuple[Places, Drawn]:
         """Fill a step's block; return the places of its tensors, and which of its seeds are drawn."""
@@ -74,7 +75,7 @@ class CastStep(NamedTuple):
             _, rounding.row, rounding.group, rounding.inner, rounding.across = layout
         else:
             rounding.cast = cast_address(cast)
-        return (source.place, NOWHERE, NOWHERE, self.to, NOWHERE, NOWHERE), (cast.is_stochastic,)
+        return (source.place, self.entry, NOWHERE, self.to, NOWHERE, NOWHERE), (cast.is_stochastic,)
 
 
 class SignsStep(NamedTuple):
@@ -259,9 +260,9 @@ def is_here() -> bool:
 
 @remembered_by_identity
 def rounds(cast: Cast) -> bool:
-    """Whether a program has a step for a cast: of elements, or with scales that the library finds."""
+    """Whether a program has a step for a cast: of elements, or with scales that the library finds or is given."""
     if isinstance(cast.format, ScaledFormat):
-        return is_one_pass(cast) and not has_mantissas(cast)
+        return (cast.is_delayed or is_one_pass(cast)) and not has_mantissas(cast)
     return not isinstance(cast.format, FloatFormat) or cast.format.bits <= 32
 
 
