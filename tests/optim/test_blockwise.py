@@ -320,3 +320,30 @@ def test_a_device_with_kernels_steps_weights_in_fp32_or_in_two_parts_by_one(
     monkeypatch.setattr(updates, "step", lambda columns, *_: called.append(len(columns.weights)))
     optimizer.step()
     assert called == calls
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Conv1d(4, 4, 1), lambda: nn.LayerNorm(4)])
+def test_an_error_of_dtypes_in_a_first_loop_says_what_to_do(make: Callable[[], nn.Module]) -> None:
+    model, x = nn.Sequential(make()), torch.ones(4, 4)
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(
+        RuntimeError, match=r"type.*\. The optimizer of lowp\.optim has stored the weights in bf16"
+    ) as one:
+        model(x)
+    assert 'in a region, `with lowp.autocast("bf16"):`, give it inputs in bf16, or keep fp32' in str(one.value)
+    with lowp.autocast("bf16"):
+        model(x).sum().backward()
+    optimizer.step()
+    for told in (model, nn.Sequential(nn.Linear(4, 4))):  # after a first pass, and where the storage was chosen
+        AdamW(told.parameters(), storage="bf16")
+        with pytest.raises(RuntimeError, match="type") as other:
+            told(x)
+        assert "lowp" not in str(other.value)
+
+
+def test_other_errors_of_a_first_pass_are_as_they_were() -> None:
+    model = nn.Linear(4, 4)
+    AdamW(model.parameters())
+    with pytest.raises(RuntimeError) as one:
+        model(torch.ones(4, 3).bfloat16())
+    assert "lowp" not in str(one.value)

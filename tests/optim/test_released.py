@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowp
-from lowp.errors import Misuse
+from lowp.errors import InvalidInput, Misuse
 from lowp.optim import AdamW
 
 
@@ -120,3 +120,40 @@ def test_a_region_without_a_loss_scale_trains_with_released_gradients() -> None:
         precision.step(optimizer)
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_clipping_what_was_released_is_warned_of_once_and_by_the_name_of_who_does_it() -> None:
+    model = _model()
+    optimizer = AdamW(model.parameters(), storage=None)
+    optimizer.release_gradients()
+
+    def train_and_clip() -> None:
+        model(torch.randn(4, 8)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    said = r"^train_and_clip calls clip_grad_norm_, which limits nothing: .* Give release_gradients\(max_norm=1\.0\)"
+    with pytest.warns(UserWarning, match=said) as caught:
+        train_and_clip()
+        train_and_clip()
+    assert len(caught) == 1
+
+
+def test_each_released_gradient_is_limited_by_its_own_norm() -> None:
+    x, found = torch.randn(32, 8), []
+    for releases in (False, True):
+        model = _model()
+        optimizer = AdamW(model.parameters(), storage=None, lr=1e-2)
+        if releases:
+            optimizer.release_gradients(max_norm=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            for parameter in model.parameters():
+                nn.utils.clip_grad_norm_([parameter], 1e-3)
+            optimizer.step()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for given in (0, -1.0, True, "1", float("nan")):
+        with pytest.raises(InvalidInput, match=r"give a number above 0, such as 1\.0"):
+            AdamW(_model().parameters(), storage=None).release_gradients(max_norm=given)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The base of lowp's own optimizers: update a parameter in fp32, one cache-sized block at a time, and store it back."""
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -14,7 +15,7 @@ from lowp.kernels.choose import dispatch
 from lowp.kernels.steps import updates
 from lowp.kernels.tracing import is_quiet
 from lowp.ops.observing import everywhere
-from lowp.optim.model_state import MasterKeeper, ParameterNames, own
+from lowp.optim.model_state import MasterKeeper, ParameterNames, explain_dtypes, own
 from lowp.optim.moments import SCALES, SQUARES, FormatOptions, Moments, admitted
 from lowp.optim.releasing import Released, refuse_released
 from lowp.optim.shards import is_sharded, local, places_of, refuse_to_convert, shard_of
@@ -29,7 +30,7 @@ from lowp.optim.storage import BLOCK, MASTER_WEIGHT, STORAGE_STATE, Storage, che
 from lowp.scaling.loss_scale import inverse_of
 
 _foreach_add_ = cast(Callable[[list[Tensor], Any], None], private("torch._foreach_add_"))
-_COPIED = ("storage", "kept", "moments", "names", "seed")  # attributes that a copy keeps
+_COPIED = ("storage", "kept", "moments", "names", "seed", "_is_told")  # attributes that a copy keeps
 
 
 _Member = tuple[int, tuple[dict[str, Any], nn.Parameter]]  # a parameter, its group, and its place among all
@@ -64,6 +65,7 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: FormatOptions) -> None:
         given = admitted(type(self), options)
+        self._is_told = any(name in given for name in ("storage", "split", "masters"))
         storage, is_split = given.get("storage", "bf16"), given.get("split", True)
         masters = "split" if is_split and storage is not None else "fp32"
         self.storage = Storage.parse(storage, given.get("masters") or masters)
@@ -94,6 +96,8 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
             if parameter.dtype is not self.storage.dtype and self.storage.cast is not None:
                 refuse_to_convert(str(self.storage.cast))
         self.storage.refuse(self.param_groups[-1]["params"])
+        if not self._is_told:
+            explain_dtypes([one for one in self.param_groups[-1]["params"] if one.dtype is torch.float32])
         for parameter in self.param_groups[-1]["params"]:
             self.storage.adopt(parameter, self.state[parameter])
         own(self, self.param_groups[-1]["params"])
@@ -111,6 +115,7 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
             if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
                 refuse_released(self)
             self.released.end()
+            self.released.warn_of_clipping()
         self._step_all(list(enumerate(self._parameters())))
         return loss
 
@@ -123,21 +128,22 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
             if parameter.grad is not None and id(parameter) not in together:
                 self._step_parameter(index, group, parameter)
 
-    def release_gradients(self) -> Released:
+    def release_gradients(self, max_norm: float = math.inf) -> Released:
         """Step every parameter inside backward, as soon as its gradient is there, and free the gradient at once.
 
         `step` then finds nothing to do, and schedulers go on as before. One backward is one step: gradients cannot be
         accumulated, nor clipped by a norm over all of them, nor scaled by a loss scale, all of which need every
-        gradient before the first update; Misuse is raised for a loss scale. After fully_shard, whose hooks come first.
-        Raises InvalidInput for parameters of DistributedDataParallel, which averages gradients later, and Misuse in a
-        second backward pass before `step` or `zero_grad`. The result's `remove` ends it.
+        gradient before the first update; Misuse is raised for a loss scale, and a warning given where clip_grad_norm_
+        would find nothing to clip: `max_norm` limits the norm of each gradient by itself. After fully_shard, whose
+        hooks come first. Raises InvalidInput for parameters of DistributedDataParallel, which averages gradients later,
+        and Misuse in a second backward pass before `step` or `zero_grad`. The result's `remove` ends it.
 
         Source: Lv et al. 2023, arXiv 2306.09782, section 3.1.
         """
         if self.released is not None:
             return self.released
         places = {id(member[1]): (index, member) for index, member in enumerate(self._parameters())}
-        self.released = Released(self, lambda parameter: self._step_all([places[id(parameter)]]))
+        self.released = Released(self, lambda parameter: self._step_all([places[id(parameter)]]), max_norm)
         for _, parameter in self._parameters():  # made between gradients, they would leave holes in the memory
             if parameter.requires_grad and "step" not in self.state[parameter]:
                 self._start(parameter, self.state[parameter])

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowp.errors import InvalidInput
 from lowp.ops.observing import Watch, everywhere, step
-from lowp.optim.shards import is_sharded, local, local_parts, shard_like, shard_of
+from lowp.optim.shards import is_sharded, local, local_parts, modules_of, shard_like, shard_of
 from lowp.optim.storage import MASTER_WEIGHT, STORAGE_STATE, Storage
 
 # by the id of the parameter, which no other tensor has while its owner holds it; a weak reference to the parameter
@@ -51,6 +51,34 @@ def owner_of(parameter: Tensor) -> MasterKeeper | None:
     reference = _owners.get(id(parameter))
     found: MasterKeeper | None = None if reference is None else reference()
     return found if found is not None and found.holds(parameter) else None
+
+
+def explain_dtypes(parameters: Iterable[Tensor]) -> None:
+    """Let an error of dtypes in the first forward pass of these parameters' modules say that they are stored in bf16.
+
+    For optimizers that were not told how to store them: a loop that has run in fp32 with torch's meets such an error.
+    """
+    for module in modules_of(parameters):
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_forward_hook(_explain, always_call=True)
+
+
+def _explain(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    error = sys.exc_info()[1] if output is None else None
+    if error is None:  # a first pass has succeeded
+        for key in [key for key, hook in module._forward_hooks.items() if hook is _explain]:
+            del module._forward_hooks[key]
+    elif type(error) is RuntimeError and "type" in str(error) and any(_is_fp32(one) for one in inputs):
+        error.args = (
+            f"{error}. The optimizer of lowp.optim has stored the weights in bf16, its default: run the model in a "
+            'region, `with lowp.autocast("bf16"):`, give it inputs in bf16, or keep fp32 weights by storage=None',
+        )
+
+
+def _is_fp32(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype is torch.float32
 
 
 class Attachment(NamedTuple):

@@ -64,10 +64,22 @@ def sharing(tensors: Iterable[Tensor]) -> Tensor | None:
 def _find_holder(wanted: set[int]) -> str | None:
     replicated = nn.parallel.DistributedDataParallel
     wrappers = replicated, getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", replicated)
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, wrappers)}  # faster than each by itself
-    found = [one for one in objects if type(one) in kinds]
+    found = _living(wrappers)
     return next((type(one).__name__ for one in found if any(id(each) in wanted for each in one.parameters())), None)
+
+
+def _living(classes: type | tuple[type, ...]) -> list[Any]:
+    """Return all objects of these classes."""
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, classes)}  # faster than each by itself
+    return [one for one in objects if type(one) in kinds]
+
+
+def modules_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """Return the modules that have any of these very tensors themselves, for which all objects are looked through."""
+    wanted = {id(one) for one in parameters}
+    own = [(one, one.__dict__.get("_parameters", {})) for one in (_living(nn.Module) if wanted else ())]
+    return [one for one, held in own if any(id(each) in wanted for each in held.values())]
 
 
 def is_split_twice(parameter: Tensor) -> bool:
