@@ -88,7 +88,7 @@ def _linear_form(op: str, first: Sizes, second: Sizes, bias: Sizes | None, more:
 def quick_linear(rule: Rule) -> Quick | None:
     """Return what runs F.linear under a rule from its arguments alone, see `Row.quick`; None for other rules."""
     if layer.sums_integers(rule):
-        return layer.quick(rule, _linear_form, linear)
+        return layer.Layers(rule, _linear_form).run
     how = direct(rule)
     return None if how is None else how.linear
 

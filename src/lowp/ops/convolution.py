@@ -22,8 +22,7 @@ from lowp.ops.call import Call, Quick, QuickRegion
 from lowp.ops.casting import is_jit_tracing
 from lowp.ops.contraction import multiply, runner
 from lowp.ops.direct import Direct, direct
-from lowp.ops.int16 import layer
-from lowp.ops.int16.layer import sums_integers
+from lowp.ops.int16.layer import Layers, sums_integers
 from lowp.ops.signature import Empty, Mismatch, bound, check, require
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair, has_numbers
 from lowp.policy import Rule
@@ -277,7 +276,7 @@ def quick(rule: Rule) -> Quick | None:
     if not sums_integers(rule):
         how = direct(rule)
         return None if how is None else partial(_straight, how)
-    return layer.quick(rule, _form_of, _in_general)
+    return Layers(rule, _form_of).run
 
 
 def _straight(
@@ -306,11 +305,6 @@ def _known_form(key: tuple[Any, ...], first: Sizes, second: Sizes) -> Convolutio
         return None
     form, is_possible = _form((first, second, stride, padding, dilation, is_transposed, output_padding, groups))
     return form if is_possible else None
-
-
-def _in_general(call: Call) -> Tensor:
-    result: Tensor = (convolution if call.op in _PLAIN else conv_transpose)(call)
-    return result
 
 
 def _form_of(op: str, first: Sizes, second: Sizes, bias: Sizes | None, more: tuple[Any, ...]) -> Convolution | None:

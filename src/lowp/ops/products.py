@@ -68,7 +68,7 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
                 return result
         casts = summed(casts if call.writer is None else casts.before_writer())
     elif call.writer is not None:
-        return fp64_contraction(form, call, first, second, bias)
+        return fp64_contraction(form, casts, call.writer, first, second, bias)
     if casts.rule.has_products:
         _check_rotations(form, casts)
     left, right = _operand(call, casts, first, form, FIRST), _operand(call, casts, second, form, SECOND)

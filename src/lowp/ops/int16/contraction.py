@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lowp.casts import Cast
 from lowp.compat import remembered_by_identity, widest_float
@@ -34,10 +35,11 @@ from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import end_of, functorch_is_active, shielded
 from lowp.ops.int16.nodes import (
     BIAS_GRADIENT,
+    INPUT_GRADIENT,
     OUTPUT_GRADIENT,
     OUTPUT_ROLE,
+    WEIGHT_GRADIENT,
     fp64_contraction,
-    gradient_roles,
     written_gradient,
 )
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
@@ -53,24 +55,11 @@ def integer_contraction(
 
     `in_fp32` computes the gradients of the same values in fp32, for cases in backward that integers cannot represent.
     """
-    first, second, bias = tensors
     if functorch_is_active():
         return None
-    if is_sharded(first) or is_sharded(second):  # values, which a writer refuses
-        return None if call.writer is None else fp64_contraction(form, call, first, second, bias)
-    to_first, to_second = casts.of(casts.roles[0]), casts.of(casts.roles[1])
-    assert to_first is not None and to_second is not None  # the rule requires integers
-    a = payloads.rounded(first, to_first, casts.seed)
-    b = payloads.rounded(second, to_second, casts.seed)
-    if a is None or b is None:
-        return None if call.writer is None else fp64_contraction(form, call, first, second, bias)
-    if casts.watch is not None:
-        casts.tell(first, casts.roles[0])
-        casts.tell(second, casts.roles[1])
-    results = None if call.writer is None else Results.of(call.writer, first, second)
-    apply: Callable[..., Tensor] = IntegerProduct.apply
-    product = Contraction(form, casts, in_fp32, call.op)
-    return apply(end_of(first), end_of(second), bias, (a, b), product, results)
+    if is_sharded(tensors[0]) or is_sharded(tensors[1]):  # values, which a writer refuses
+        return None if call.writer is None else fp64_contraction(form, casts, call.writer, *tensors)
+    return in_parts(Contraction(form, casts, in_fp32, call.op), tensors, call.writer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # of a NamedTuple the interpreter looks up each field anew
@@ -87,13 +76,6 @@ class Contraction:
     plan: LayerPlan | None = None
 
 
-class Done(NamedTuple):
-    """The output of a contraction that was computed, and what backward reads: both payloads, and their exponents."""
-
-    result: Tensor
-    saved: list[Any]
-
-
 class Results(NamedTuple):
     """The writer of the results of one contraction, and the roles of the gradients of both operands."""
 
@@ -103,14 +85,52 @@ class Results(NamedTuple):
     @classmethod
     def of(cls, writer: SiteWriter, first: Tensor, second: Tensor) -> Results:
         """Return the results of the next product of an op."""
-        role_of = gradient_roles()
-        return cls(writer.part(), (role_of(first), role_of(second)))
+        return cls(writer.part(), _GRADIENTS[isinstance(first, Parameter), isinstance(second, Parameter)])
+
+
+_GRADIENTS = {  # of a first and a second operand that are parameters or not, as `gradient_roles` names them
+    (False, True): (INPUT_GRADIENT, WEIGHT_GRADIENT),
+    (True, False): (WEIGHT_GRADIENT, INPUT_GRADIENT),
+    (True, True): (WEIGHT_GRADIENT, f"{WEIGHT_GRADIENT} 2"),
+    (False, False): (INPUT_GRADIENT, f"{INPUT_GRADIENT} 2"),
+}
+
+
+def in_parts(
+    product: Contraction, tensors: tuple[Tensor, Tensor, Tensor | None], writer: SiteWriter | None
+) -> Tensor | None:
+    """Return the output of a contraction whose operands are rounded one after the other, part of the graph.
+
+    Operands that integers cannot represent are multiplied in fp64 for a writer, and for others nothing is done.
+    """
+    (first, second, bias), casts, form = tensors, product.casts, product.form
+    to_first, to_second = casts.of(casts.roles[0]), casts.of(casts.roles[1])
+    assert to_first is not None and to_second is not None  # the rule requires integers
+    a = payloads.rounded(first, to_first, casts.seed)
+    b = payloads.rounded(second, to_second, casts.seed)
+    if a is None or b is None:
+        return None if writer is None else fp64_contraction(form, casts, writer, *tensors)
+    if casts.watch is not None:
+        casts.tell(first, casts.roles[0])
+        casts.tell(second, casts.roles[1])
+    with torch.no_grad():
+        if writer is None:
+            results, rule = None, casts.rule
+            finish = None if rule.output is None and casts.watch is None else partial(casts.cast, role="output")
+            result = contract(form, OUTPUT, (a, b), casts.accumulate, rule.output, bias, finish)
+        else:  # rounded once, including the bias
+            results = Results.of(writer, first, second)
+            result = _write_sum(form, OUTPUT, casts.accumulate, results.writer, OUTPUT_ROLE, (a, b), bias)
+    # a checkpoint's recomputation may write under other exponents
+    saved = [a.payload, b.payload, torch.stack((a.exponent, b.exponent))]
+    apply: Callable[..., Tensor] = IntegerProduct.apply
+    return apply(end_of(first), end_of(second), bias, (result, saved), product, results)
 
 
 class IntegerProduct(torch.autograd.Function):
     """The output of a contraction of mantissas; saves int16 payloads, two bytes per element, and their exponents.
 
-    It is given the mantissas, or what is done with them already.
+    It is given the output, which is computed, and what backward reads: both payloads, and their exponents.
     """
 
     @staticmethod
@@ -119,33 +139,19 @@ class IntegerProduct(torch.autograd.Function):
         first: Tensor,
         second: Tensor,
         bias: Tensor | None,
-        given: tuple[Mantissas, Mantissas] | Done,
+        done: tuple[Tensor, Sequence[Tensor]],
         product: Contraction,
         results: Results | None,
     ) -> Tensor:
         needs_first, needs_second, *_ = ctx.needs_input_grad
         ctx.edges = first if needs_first else None, second if needs_second else None
         ctx.product, ctx.results, ctx.bias_dtype = product, results, None if bias is None else bias.dtype
-        if isinstance(given, Done):
-            ctx.save_for_backward(*given.saved)
-            return given.result
-        a, b = given
-        # a checkpoint's recomputation may write under other exponents
-        ctx.save_for_backward(a.payload, b.payload, torch.stack((a.exponent, b.exponent)))
-        return summed(product, a, b, bias, results)
+        ctx.save_for_backward(*done[1])
+        return done[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return *shielded(_gradients, gradient, ctx), None, None, None
-
-
-def summed(product: Contraction, a: Mantissas, b: Mantissas, bias: Tensor | None, results: Results | None) -> Tensor:
-    """Return the output, outside the graph; a written exact sum is rounded once, including the bias."""
-    form, casts = product.form, product.casts
-    if results is not None:
-        return _write_sum(form, OUTPUT, casts.accumulate, results.writer, OUTPUT_ROLE, (a, b), bias)
-    finish = None if casts.rule.output is None and casts.watch is None else partial(casts.cast, role="output")
-    return contract(form, OUTPUT, (a, b), casts.accumulate, casts.rule.output, bias, finish)
 
 
 def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:

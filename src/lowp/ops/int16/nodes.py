@@ -11,7 +11,7 @@ from lowp.exponents import SiteWriter
 from lowp.kernels.int16.mantissas import Mantissas
 from lowp.kernels.numbers.floats import need_fp64
 from lowp.kernels.products import contract
-from lowp.ops.call import Call, RoleCasts
+from lowp.ops.call import RoleCasts
 from lowp.ops.casting import is_irregular, rounded, shield
 from lowp.ops.trilinear import OUTPUT, Form
 
@@ -19,16 +19,15 @@ OUTPUT_ROLE, OUTPUT_GRADIENT = "output", "output gradient"
 INPUT_GRADIENT, WEIGHT_GRADIENT, BIAS_GRADIENT = "input gradient", "weight gradient", "bias gradient"
 
 
-def fp64_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
+def fp64_contraction(
+    form: Form, casts: RoleCasts, writer: SiteWriter, first: Tensor, second: Tensor, bias: Tensor | None
+) -> Tensor:
     """Return a contraction of operands that integers cannot represent: infinities and NaNs on a CPU, or fp64 tensors.
 
     The same values are multiplied in fp64, where sums of int16 products are exact; infinities and NaNs propagate.
     """
-    assert call.writer is not None
     need_fp64(first, "a contraction under shared exponents")
-    writer = call.writer.part()
-    role_of = gradient_roles()
-    casts = call.casts
+    writer, role_of = writer.part(), gradient_roles()
     x, y = (
         read_by(_operand(one, casts, role), writer, role_of(one), torch.float64)
         for one, role in zip((first, second), casts.roles, strict=True)
