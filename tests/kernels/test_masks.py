@@ -120,5 +120,5 @@ def test_relu_sees_every_element_that_was_written_unseen(place: int) -> None:
 def test_without_the_library_torch_computes_the_same() -> None:
     x, gradient = drawn(50), drawn(50, seed=1)
     with use("bitwise"):
-        assert not masks._is_plain(x)
+        assert not masks._serves(x)
         assert torch.equal(bits_of(passed(gradient, nonzero(x))), bits_of(gradient.masked_fill(x == 0, 0.0)))

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.compat import real_tensors
-from lowp.kernels import cpu, tracing
-from lowp.kernels.choose.dispatch import uses_library
+from lowp.kernels import cpu
+from lowp.kernels.int16.cpu_int16 import memory_of
 
 _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1 it has byte i at bit i of the last byte
 with real_tensors():
@@ -40,7 +40,7 @@ def unpacked(mask: Mask) -> Tensor:
 
 def nonzero(x: Tensor) -> Mask:
     """Return where x, of fp32 on a CPU, is not zero; NaN is not."""
-    if not (_is_plain(x) and _fills_its_memory(x)):
+    if not _serves(x):
         return packed(x.bool())
     bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device="cpu")
     cpu.loaded().lowp_pack_nonzero(x, bits, x.numel(), torch.get_num_threads())
@@ -52,7 +52,7 @@ def passed(x: Tensor, mask: Mask) -> Tensor:
 
     What passes, NaN included, keeps its bits.
     """
-    if not (_is_plain(x) and x.stride() == mask.stride and _fills_its_memory(x)):
+    if x.stride() != mask.stride or not _serves(x):
         # a selection by masked_fill or where takes many times as long
         return unpacked(mask).to(torch.int32).mul_(x.view(torch.int32)).view(torch.float32)
     result = torch.empty_like(x)
@@ -62,7 +62,7 @@ def passed(x: Tensor, mask: Mask) -> Tensor:
 
 def passed_where_positive(x: Tensor, mantissas: Tensor) -> Tensor:
     """Return x, of fp32 on a CPU, where int16 of its shape are positive, and 0 elsewhere; NaN passes too."""
-    if not (_is_plain(x) and x.stride() == mantissas.stride() and _fills_its_memory(x)):
+    if x.stride() != mantissas.stride() or not _serves(x):
         result: Tensor = torch.ops.aten.threshold_backward(x, mantissas, 0)
         return result
     result = torch.empty_like(x)
@@ -70,16 +70,8 @@ def passed_where_positive(x: Tensor, mantissas: Tensor) -> Tensor:
     return result
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether the C++ library reads the memory of a tensor."""
-    if type(x) is not Tensor or x.dtype is not torch.float32 or not x.is_cpu or not uses_library():
-        return False
-    return not (tracing.is_wrapped(x) or x.is_neg() or x._is_zerotensor() or x.data_ptr() % 4)
-
-
-def _fills_its_memory(x: Tensor) -> bool:
-    """Whether the elements lie side by side, in one of the orders that torch has for images."""
-    if x.is_contiguous():
-        return True
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+def _serves(x: Tensor) -> bool:
+    """Whether the C++ library reads a tensor, whose elements lie side by side in an order that torch has for images."""
+    if x.dim() in (4, 5) and not x.is_contiguous():
+        x = x.movedim(1, -1)
+    return memory_of(x) is not None
