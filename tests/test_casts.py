@@ -141,6 +141,7 @@ REFUSED = {
     "mxfp8:delayed(rule=ceil)": "scaling delayed: the rule ceil is for current scales",
     "mxfp8:current(rule=up)": "unknown rule of a scale 'up'; allowed: floor, rceil, ceil, even, 4/6, eden",
     "mxfp4:4/6": "mxfp4: the rule 4/6 is for elements e2m1 under scales with a mantissa, as of nvfp4: omit it",
+    "if4:4/6": "if4: the rule 4/6 is for elements e2m1",
     "int4:4/6": "int4: the rule 4/6 is for elements e2m1",
     "dfp16:delayed(size=3)": "unknown scaling argument 'size'",
     "dfp16:current(headroom=-1)": "-1 bits of headroom are not possible: give 0 to 64",

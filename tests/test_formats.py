@@ -192,6 +192,13 @@ REFUSED = {
     "i8@fp32/0": "a block needs a size of 1 or more",
     "e4m3fn@fp32/row/affine": "a zero point needs an integer element",
     "i8@fp32@fp32/tensor": "an outer scale adds nothing",
+    "e2m1+i4@e4m3fn@fp32/16": "blocks choose between a signed float element without NaN and a symmetric integer",
+    "e2m1+i5s@e4m3fn@fp32/16": "of as many bits, such as e2m1+i4s, not e2m1+i5s by 16",
+    "e2m1+i4s@e4m3fn@fp32/row": "not e2m1+i4s by row",
+    "e2m1+i4s@e4m3fn/16": "give a float scale with a sign, and one more for the tensor, such as e4m3fn@fp32",
+    "e2m1+i4s@e8m0@fp32/32": "the sign of a scale says which element a block has",
+    "e2m1+e2m1@e4m3fn@fp32/16": "the other element of a block is an integer format, such as i4s, not e2m1",
+    "e2m1+@e4m3fn@fp32/16": "unknown format ''",
 }
 
 

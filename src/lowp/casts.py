@@ -283,7 +283,7 @@ def _check_rule(format: ScaledFormat, rule: str, rounding: Rounding) -> None:
     if rule == "eden" and rounding is not Rounding.NEAREST_EVEN:
         raise InvalidInput(f"the rule eden rounds elements to nearest, and scales stochastically: omit {rounding}")
     if rule in ("4/6", "eden"):
-        if format.element != formats.FORMATS["e2m1"] or has_powers_of_two(format):
+        if format.element != formats.FORMATS["e2m1"] or has_powers_of_two(format) or format.other is not None:
             raise InvalidInput(
                 f"{format}: the rule {rule} is for elements e2m1 under scales with a mantissa, as of nvfp4: omit it"
             )

@@ -146,6 +146,6 @@ def test_a_rounding_that_cannot_be_is_refused_in_words() -> None:
         lowp.quantize_model(layer, "int4", x, rounding="gpqt")
     with pytest.raises(InvalidInput, match="reads the layers' inputs: give quantize_model calibration_data"):
         lowp.quantize_model(layer, "int4", rounding="gptq")
-    for format in ("binary", "int8-affine"):
+    for format in ("binary", "int8-affine", "if4"):
         with pytest.raises(InvalidInput, match=f"does not know {format}: give a format without zero points, of 2 bits"):
             lowp.quantize_model(layer, format, x, rounding="gptq")

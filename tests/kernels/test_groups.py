@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -19,7 +21,7 @@ from lowp.formats import FORMATS, FloatFormat, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.casts import checks, cpu_groups
 from lowp.kernels.casts.functions import quantize_operand
-from lowp.kernels.numbers import scaled
+from lowp.kernels.numbers import packing, scaled
 from lowp.quantized import Quantized
 
 NAMED = [name for name, row in FORMATS.items() if isinstance(row, ScaledFormat)]
@@ -312,14 +314,17 @@ def test_under_rceil_no_number_saturates() -> None:
 
 
 TRIED = ["nvfp4:4/6", "nvfp4:stochastic:4/6", "e2m1@fp32/32:4/6", "e2m1@e4m3fn@fp32/16x16:4/6", "e2m1@e4m3fn/20:4/6"]
+EITHER = [f"e2m1+i4s@e4m3fn@fp32/{rest}" for rest in ("16", "16:stochastic", "300")]  # the first is if4
+EITHER += ["e2m1+i4s@e5m2@fp32/20", "e2m3+i6s@e4m3fn@fp32/16"]
 
 
-@pytest.mark.parametrize("text", TRIED)
-def test_four_or_six_has_the_smaller_error_of_two_scales(text: str) -> None:
+@pytest.mark.parametrize("text", TRIED + EITHER)
+def test_four_or_six_or_either_element_has_the_smaller_error_of_two(text: str) -> None:
     x = torch.randn(32, 80, generator=torch.Generator().manual_seed(4)) * torch.logspace(-6, 3, 80)
     x[3, :20] = 0.0
+    x[4] *= 1e-20  # whose scales are zero
     cast = parse(text)
-    plain, tried = (kernels.quantize(x, one) for one in (text.removesuffix(":4/6"), text))
+    plain, tried = (kernels.quantize(x, one) for one in (re.sub(r":4/6|\+i\ds", "", text), text))
     if not cast.is_stochastic:
         assert ((x - tried) ** 2).double().sum() < ((x - plain) ** 2).double().sum()
     if "@fp32/32" not in text:  # whose groups have no scale of NaN
@@ -342,7 +347,43 @@ def test_a_block_that_four_serves_better_gets_it() -> None:
     assert q.outer is not None and float(q.outer) == pytest.approx(60 / (256 * 6))
 
 
-@pytest.mark.parametrize("text", ["nvfp4:4/6", "e2m1@e4m3fn/20:4/6"])
+def test_a_block_of_if4_has_the_element_of_the_smaller_squared_error_as_its_authors_compute_it() -> None:
+    x = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    outer = (x.abs().max() / (6 * 448)).float().double()
+    blocks = x.reshape(-1, 16) / outer
+    scale = kernels.quantize(blocks.abs().amax(1, keepdim=True) / 6, "e4m3fn:saturate")
+    floats = kernels.quantize(blocks / scale, "e2m1") * scale
+    wholes = (blocks / scale * 7 / 6).clamp(-7, 7).round() * 6 / 7 * scale
+    takes_wholes = (wholes - blocks).square().sum(1) < (floats - blocks).square().sum(1)
+    q = kernels.encode(x, "if4")
+    assert torch.equal(q.scale.reshape(-1) > 127, takes_wholes) and 0.3 < takes_wholes.double().mean() < 0.8
+    assert q.outer == outer.float()
+    wanted = torch.where(takes_wholes[:, None], wholes, floats).reshape(x.shape) * outer
+    torch.testing.assert_close(kernels.quantize(x, "if4"), wanted, rtol=1e-15, atol=0)
+
+
+def test_every_code_of_if4_has_its_value_under_scales_of_both_signs_and_of_few_bits() -> None:
+    scales = torch.tensor([0x38, 0x01, 0x07, 0x7E, 0x00], dtype=torch.uint8)  # 1; subnormal; the largest; zero
+    payload = torch.arange(16, dtype=torch.uint8).repeat(10, 1)
+    q = Quantized(payload, torch.cat((scales, scales | 0x80))[:, None], parse("if4"), torch.tensor(0.5))
+    by = 0.5 * kernels.decode(scales, "e4m3fn", dtype=torch.float64)[:, None]
+    whole = torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float64)
+    floats = kernels.decode(payload[0], "e2m1", dtype=torch.float64)
+    wanted = torch.cat((by * floats, whole * (by * 6 / 7))).float()
+    assert torch.equal(kernels.dequantize(q), wanted)
+    packed = replace(q, payload=packing.pack(payload, q.cast.element), length=16)
+    assert torch.equal(kernels.dequantize(packed), wanted)
+    with kernels.use("reference"):
+        assert torch.equal(kernels.dequantize(q), wanted) and torch.equal(kernels.dequantize(packed), wanted)
+
+
+def test_a_block_of_if4_that_both_elements_serve_alike_has_floats() -> None:
+    q = kernels.encode(torch.tensor([[6.0] + 15 * [0.0], [7.0, 1.0, 3.0, 5.0] * 4]), "e2m1+i4s@e4m3fn@fp32/16")
+    assert (q.scale > 127).flatten().tolist() == [False, True]
+    assert q.payload[1].tolist() == [7, 1, 3, 5] * 4
+
+
+@pytest.mark.parametrize("text", ["nvfp4:4/6", "e2m1@e4m3fn/20:4/6", "if4", "if4:stochastic"])
 def test_columns_are_tried_as_the_rows_of_the_transpose(text: str) -> None:
     x = torch.randn(100, 300, generator=torch.Generator().manual_seed(4))
     out = torch.empty_like(x)

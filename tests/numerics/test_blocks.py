@@ -90,12 +90,13 @@ def test_blocks_whose_scale_a_format_of_scales_flushes_are_flushed() -> None:
     assert told.flushed == pytest.approx(measured(x, "nvfp4")[0], abs=0.02) and told.flushed > 0.7
 
 
-def test_the_better_of_two_scales_is_a_bound() -> None:
+@pytest.mark.parametrize("text", ["nvfp4:4/6", "if4"])
+def test_the_better_of_two_scales_or_elements_is_a_bound(text: str) -> None:
     x = tensors()["gradients"]
     seen = Spectrum.of(x)
     blocks = blocks_of(x, "input", "linear", seen.maximum)[BlockLayout(1, "16")]
-    told = effect(seen, casts.parse("nvfp4:4/6"), 1.0, blocks)
-    assert told.is_bound and told.signal_to_noise < measured(x, "nvfp4:4/6")[1]
+    told = effect(seen, casts.parse(text), 1.0, blocks)
+    assert told.is_bound and told.signal_to_noise < measured(x, text)[1]
 
 
 def _convolution(transposed: bool) -> Convolution:

@@ -22,6 +22,7 @@ SOURCES = {
         ("e8m0", "e3m2", "e2m3", "e2m1", "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2", "mxfp4", "mxint8"), "OCP MX 1.0"
     ),
     "nvfp4": "NVIDIA Blackwell; NVIDIA 2025, arXiv 2509.25149",
+    "if4": "Cook et al. 2026, arXiv 2603.28765",
     "flex16+5": "Köster et al. 2017, arXiv 1711.02213",
     "dfp16": "Das et al. 2018, arXiv 1802.00930",
     **dict.fromkeys(("int8", "int16", "int4"), "Jacob et al. 2018, arXiv 1712.05877 (symmetric)"),
@@ -185,6 +186,11 @@ def _scaled_lines(format: ScaledFormat) -> Iterator[str]:
     yield line(
         "bytes", f"{format.bytes:g} a number" + ", its share of the scale included" * bool(format.scope.elements)
     )
+    if other := format.other:
+        ratio = f"{format.element.maximum:g} / {other.maximum}"
+        yield line(
+            "or", f"{other} x scale x outer x {ratio} where that has a smaller error; the scale is then negative"
+        )
     yield f"  element {format.element}"
 
 

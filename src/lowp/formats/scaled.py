@@ -89,6 +89,9 @@ class ScaledFormat:
     """Elements that share a scale: value = element * scale (* outer, one more scale for the whole tensor).
 
     `affine` adds an integer zero point to each scale: value = (element - zero_point) * scale.
+    `other`: the elements of a group are of this format instead where that has the smaller squared error. The scale then
+    has a minus sign, and as a number its magnitude times element.maximum / other.maximum, so that both reach as far
+    (IF4, Cook et al. 2026, arXiv 2603.28765).
     """
 
     name: str = field(compare=False)
@@ -97,6 +100,7 @@ class ScaledFormat:
     scope: Scope
     outer: FloatFormat | None = None
     affine: bool = False
+    other: IntFormat | None = None
 
     def __post_init__(self) -> None:
         checks.text("the name of a format", self.name)
@@ -109,6 +113,23 @@ class ScaledFormat:
             raise InvalidInput(f"{self.name}: a zero point needs an integer element, not {self.element}")
         if self.scope.kind == "tensor" and self.outer is not None:
             raise InvalidInput(f"{self.name}: an outer scale adds nothing to a scale that the whole tensor shares")
+        checks.instance(f"{self.name}: the other element", self.other, IntFormat, type(None))
+        if self.other is not None:
+            self._check_other(self.other)
+
+    def _check_other(self, other: IntFormat) -> None:
+        element, scale = self.element, self.scale
+        both = isinstance(element, FloatFormat) and element.signed and not element.has_nan and other.symmetric
+        if not both or element.bits != other.bits or self.scope.kind != "block":
+            raise InvalidInput(
+                f"{self.name}: blocks choose between a signed float element without NaN and a symmetric integer of as "
+                f"many bits, such as e2m1+i4s, not {element}+{other} by {self.scope}"
+            )
+        if not isinstance(scale, FloatFormat) or not scale.has_minus_zero or self.outer is None:
+            raise InvalidInput(
+                f"{self.name}: the sign of a scale says which element a block has: give a float scale with a sign, and "
+                f"one more for the tensor, such as e4m3fn@fp32, not {scale}"
+            )
 
     @property
     def bits(self) -> int:
@@ -130,7 +151,8 @@ class ScaledFormat:
     def spelling(self) -> str:
         """The format spelled out, such as ``e4m3fn@e8m0/32``: what `parse` reads whatever the name is."""
         outer = f"@{self.outer}" if self.outer else ""
-        return f"{self.element}@{self.scale}{outer}/{self.scope}{'/affine' if self.affine else ''}"
+        element = f"{self.element}+{self.other}" if self.other else f"{self.element}"
+        return f"{element}@{self.scale}{outer}/{self.scope}{'/affine' if self.affine else ''}"
 
     def __str__(self) -> str:
         return self.name if FORMATS.get(self.name) == self else self.spelling

@@ -45,6 +45,7 @@ def _rows() -> dict[str, Format]:
         # OCP MX 1.0 section 5.3.4: the element of MXINT8 is a fixed-point number with an implied scale of 2**-6
         ScaledFormat("mxint8", i8s, PowerOfTwo(-133, 121), block),
         ScaledFormat("nvfp4", e2m1, e4m3fn, Scope("block", 16), outer=fp32),
+        ScaledFormat("if4", e2m1, e4m3fn, Scope("block", 16), outer=fp32, other=i4s),
         ScaledFormat("flex16+5", i16, PowerOfTwo(-31, 0), tensor),
         ScaledFormat("dfp16", i16s, PowerOfTwo(-128, 127), tensor),
         ScaledFormat("int16", i16s, fp32, row),
@@ -72,7 +73,7 @@ ALIASES = {
 _WIDTHS = {
     **dict.fromkeys(("fp8", "float8"), "e4m3fn, e5m2, mxfp8"),
     **dict.fromkeys(("fp6", "float6"), "e3m2, e2m3, mxfp6"),
-    **dict.fromkeys(("fp4", "float4"), "e2m1, mxfp4, nvfp4"),
+    **dict.fromkeys(("fp4", "float4"), "e2m1, mxfp4, nvfp4, if4"),
 }
 
 _FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|finite|nuz)?(ftz)?", re.ASCII)
@@ -91,7 +92,7 @@ def parse(text: str | Format | Dtype) -> Format:
     extended or finite) is ``e5m2nuz``. Integers without a scale: ``iN``, ``iNs`` (symmetric). Shared scale:
     ``ELEMENT@SCALE/SCOPE``, with SCALE a float format or ``2^-31..0`` and SCOPE ``tensor``, ``row``, ``channel``, a
     block's length or a tile's rows and columns; ``/affine`` adds a zero point: ``e4m3fn@e8m0/32``, ``i8s@fp32/row``,
-    ``e2m1@e4m3fn@fp32/16x16``, ``i8@fp32/tensor/affine``.
+    ``e2m1@e4m3fn@fp32/16x16``, ``i8@fp32/tensor/affine``. ``e2m1+i4s@e4m3fn@fp32/16``: blocks of either element.
 
     Raises ValueError, with similar names, for any other text; TypeError if `text` is neither text nor a format.
     """
@@ -154,9 +155,12 @@ def _parse_scaled(name: str) -> ScaledFormat:
         raise InvalidInput(
             f"{name} is not ELEMENT@SCALE/SCOPE, such as e4m3fn@e8m0/32, i8s@fp32/row, i16@2^-31..0/tensor"
         )
-    element = parse(element_text)
+    element_text, plus, other_text = element_text.partition("+")
+    element, other = parse(element_text), parse(other_text) if plus else None
     if isinstance(element, ScaledFormat):
         raise InvalidInput(f"{name}: the element {element} already has a shared scale: give a float or integer format")
+    if not isinstance(other, (IntFormat, type(None))):
+        raise InvalidInput(f"{name}: the other element of a block is an integer format, such as i4s, not {other}")
     if match := _POWER.fullmatch(scale_texts[0]):
         scale: FloatFormat | PowerOfTwo = PowerOfTwo(int(match[1]), int(match[2]))
     else:
@@ -167,7 +171,7 @@ def _parse_scaled(name: str) -> ScaledFormat:
         scope = Scope(tail[0])
     else:
         scope = Scope("tile" if sizes[1] else "block", int(sizes[2]), int(sizes[1] or 0))
-    return ScaledFormat(name, element, scale, scope, outer, affine=len(tail) == 2)
+    return ScaledFormat(name, element, scale, scope, outer, affine=len(tail) == 2, other=other)
 
 
 def _scale_format(name: str, text: str) -> FloatFormat:

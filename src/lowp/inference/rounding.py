@@ -41,8 +41,10 @@ def check_rounding(rounding: str, cast: Cast, has_data: bool) -> None:
     if not has_data:
         raise InvalidInput("rounding gptq reads the layers' inputs: give quantize_model calibration_data")
     format = cast.format
-    if cast.element.bits == 1 or (isinstance(format, ScaledFormat) and format.affine):
-        raise InvalidInput(f"rounding gptq does not know {cast}: give a format without zero points, of 2 bits or more")
+    if cast.element.bits == 1 or (isinstance(format, ScaledFormat) and (format.affine or format.other)):
+        raise InvalidInput(
+            f"rounding gptq does not know {cast}: give a format without zero points, of 2 bits or more and one element"
+        )
 
 
 class SecondMoments:

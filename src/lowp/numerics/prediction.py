@@ -113,7 +113,7 @@ def _in_blocks(blocks: Blocks, cast: Cast, largest: float) -> Effect:
     """The effect of a cast whose blocks share a scale; `largest` is that of the tensor.
 
     A number is taken to be anywhere in its bin, however large its block is beside others. What a scale cuts off counts
-    as error, not as overflow. The rule 4/6 takes the better of two scales, of which this is one.
+    as error, not as overflow. The rule 4/6 takes the better of two scales, if4 of two elements: this is one of them.
     """
     format = cast.format
     assert isinstance(format, ScaledFormat)
@@ -138,7 +138,7 @@ def _in_blocks(blocks: Blocks, cast: Cast, largest: float) -> Effect:
 
     noise = mean(error, 1)
     ratio = -10 * math.log10(noise) if noise else math.inf
-    is_bound = cast.scaling is not None and cast.scaling.rule == "4/6"
+    is_bound = format.other is not None or (cast.scaling is not None and cast.scaling.rule == "4/6")
     return Effect(mean(flushed, 0), max(mean(small, 0), 0.0), 0.0, ratio, float(tops.max()), grid.maximum, is_bound)
 
 

@@ -205,7 +205,8 @@ def _limit(codes: Tensor | Quantized, cast: Cast) -> Tensor | float:
     if format.affine:
         return math.inf  # the range of an affine format is that of the numbers
     scale = scaled.read_scales(codes.scale, format)
-    return (scale if codes.outer is None else scale * codes.outer.double()) * limit
+    by = scaled.divisor(scaled.Scales(scale, None, codes.outer), format)
+    return by * (limit if format.other is None else torch.where(scale < 0, overflow_limit(format.other), limit))
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------

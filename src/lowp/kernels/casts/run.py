@@ -140,12 +140,20 @@ def encode_scaled(
 
 def _payload(module: ModuleType, x: Tensor, cast: Cast, scales: Scales, seed: Seed, packed: bool) -> Tensor:
     """Return the codes of the elements; 0 in a group whose scale is NaN."""
-    format, wide, by = scaled.scaled_format(cast), widen(x), scaled.divisor(scales)
-    if module is cpu and scales.zero_point is None and bool((by.isfinite() & (by > 0)).all()):
+    format, wide = scaled.scaled_format(cast), widen(x)
+    by = scaled.divisor(scales, format)
+    if module is cpu and format.other is None and scales.zero_point is None and bool((by.isfinite() & (by > 0)).all()):
         return encode(module, wide / groups.spread(by, x.shape, format.scope), cast.element_cast, seed, packed)
     element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
     poisoned = groups.spread(scales.scale, x.shape, format.scope).isnan()
-    return encode(module, torch.where(poisoned, 0.0, element), Cast(format.element), 0, packed)
+    element = torch.where(poisoned, 0.0, element)
+    if format.other is None:
+        return encode(module, element, Cast(format.element), 0, packed)
+    is_other = scaled.takes_other(scales, x.shape, format)
+    codes = encode(module, torch.where(is_other, 0.0, element), Cast(format.element), 0, False)
+    whole = torch.where(is_other, element, 0.0).to(torch.int8).view(torch.uint8) & ((1 << format.bits) - 1)
+    codes = torch.where(is_other, whole, codes)
+    return packing.pack(codes, format.element) if packed else codes
 
 
 def dequantize(module: ModuleType, q: Quantized) -> Tensor:
@@ -160,7 +168,13 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
     element = decoded(module, q.payload, format.element, torch.float64)
     zero_point = None if q.zero_point is None else q.zero_point.to(torch.float64)
     outer = None if q.outer is None else widen(q.outer)
-    return scaled.values(element, q.cast, Scales(scaled.read_scales(q.scale, format), zero_point, outer), q.dtype)
+    scales = Scales(scaled.read_scales(q.scale, format), zero_point, outer)
+    if format.other is not None:
+        codes = q.payload if q.length is None else packing.unpack(q.payload, format.element, q.length)
+        sign = 1 << (format.bits - 1)
+        whole = (codes.to(torch.int64) ^ sign) - sign
+        element = torch.where(scaled.takes_other(scales, q.shape, format), whole.to(torch.float64), element)
+    return scaled.values(element, q.cast, scales, q.dtype)
 
 
 def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
@@ -173,8 +187,8 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
         if cast.is_corrected:
             element = _elements(module, x, cast, scales, seed)
             return scaled.values(element, cast, scaled.corrected(x, cast, scales, element, seed), x.dtype)
-    if module is cpu and x.numel():
-        by = scaled.divisor(scales).expand(scales.scale.shape).contiguous()
+    if module is cpu and x.numel() and scaled.scaled_format(cast).other is None:
+        by = scaled.divisor(scales, scaled.scaled_format(cast)).expand(scales.scale.shape).contiguous()
         return cpu_groups.quantize_scaled(x, cast, by, seed, scales.zero_point)
     return scaled.values(_elements(module, x, cast, scales, seed), cast, scales, x.dtype)
 

@@ -10,6 +10,7 @@ import functools
 from array import array
 from collections.abc import Sequence
 from ctypes import Structure, addressof, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class SharingBlock(Structure):
     """struct lowp_sharing of cpu/cast.hpp."""
 
     _fields_ = (
-        *((name, CastBlock) for name in ("element", "scale", "outer")),
+        *((name, CastBlock) for name in ("element", "scale", "outer", "other")),
         *((name, c_int32) for name in ("power", "top", "lowest", "last", "of_zeros", "marks")),
         *((name, c_int32) for name in ("stored_from", "tries_four", "corrects")),
         *((name, c_double) for name in ("headroom", "highest", "outer_highest", "smallest", "outer_smallest")),
@@ -309,6 +310,8 @@ def sharing_parameters(cast: Cast) -> object:
     elif outer := format.outer:
         block.outer, block.outer_smallest = _block(Cast(outer, overflow=Overflow.SATURATE)), outer.smallest_normal
         block.outer_highest = scaled.largest_scaled(cast)
+    if format.other is not None:
+        block.other = _block(replace(cast.element_cast, format=format.other))
     block.tries_four, block.corrects = scaling.rule == "4/6", cast.is_corrected
     return byref(block)
 

@@ -28,6 +28,7 @@ struct lowp_cast {
 // How the numbers of a tensor share scales; built by abi.py from a Cast.
 struct lowp_sharing {
   lowp_cast element, scale, outer;  // `outer`: of one more scale for the whole tensor; `bits` is 0 without one
+  lowp_cast other;                  // e2m1: whole numbers instead in groups where they have a smaller error; their scale is negative
   int32_t power;                    // scales are powers of two; otherwise ratios of the largest number to `highest`
   int32_t top;                      // the exponent of a scale is that of the largest number minus `top`, limited
   int32_t lowest, last;             // its limits
@@ -125,7 +126,7 @@ struct Groups {
   bool has_whole_counters() const { return row % 4 == 0 && (group % 4 == 0 || group >= row); }
 };
 
-inline constexpr int64_t kMostTried = 256;  // numbers of a group whose scale `tries_four` or `corrects`
+inline constexpr int64_t kMostTried = 256;  // numbers of a group that `tries_four`, `corrects` or has an `other` element
 inline constexpr int64_t kBeside = 256;     // columns whose groups are cast at a time: 32 numbers each stay in the L1 cache
 
 // How many columns are cast at a time: whole groups.

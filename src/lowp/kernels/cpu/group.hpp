@@ -111,6 +111,11 @@ __attribute__((noinline)) static void largest_of_runs(const typename C::Bits* in
 }
 
 // -- 2. their scales --------------------------------------------------------------------------------------------------
+// What numbers are divided by under a scale times that of the tensor; with a minus sign, to whole numbers.
+static inline double divisor_of(const lowp_sharing& sharing, double scale) {
+  return scale < 0 ? scale * -sharing.element.maximum / sharing.other.maximum : scale;
+}
+
 // fp64: its product with fp32's numbers, and that with the scale of the tensor, are exact.
 struct ScaleOf {
   const lowp_sharing& sharing;
@@ -134,19 +139,33 @@ struct ScaleOf {
     return false;
   }
 
-  // The same, where a scale may take the largest number of its group to 4: the numbers of each are those of numbers_of(group,
-  // count of them). Groups with a scale of NaN keep it.
+  bool tries() const { return sharing.tries_four || sharing.other.bits != 0; }
+
+  // The same, where a scale may take the largest number of its group to 4, or get a minus sign: the numbers of each are those of
+  // numbers_of(group, count of them). Groups with a scale of NaN keep it.
   template <class NumbersOf>
-  void try_four(const double* found, int64_t groups, int64_t length, double outer, NumbersOf numbers_of, double* scale) const {
+  void try_second(const double* found, int64_t groups, int64_t length, double outer, NumbersOf numbers_of, double* scale) const {
+    if (sharing.other.bits != 0)
+      try_scales<true>(found, groups, length, outer, numbers_of, scale);
+    else
+      try_scales<false>(found, groups, length, outer, numbers_of, scale);
+  }
+
+ private:
+  template <bool kOther, class NumbersOf>
+  void try_scales(const double* found, int64_t groups, int64_t length, double outer, NumbersOf numbers_of, double* scale) const {
     alignas(64) double four[kBlock];
-    ratios(found, groups, outer, 4, four);
+    if (kOther)
+      for (int64_t group = 0; group < groups; ++group) four[group] = -scale[group];
+    else
+      ratios(found, groups, outer, 4, four);
     const double second = sharing.outer.bits != 0 ? outer : 1;
     for (int64_t group = 0; group < groups; ++group) {
       alignas(64) double numbers[kMostTried];
       const int64_t count = numbers_of(group, numbers);
-      const double by_six = scale[group] * second, by_four = four[group] * second;
+      const double by_six = scale[group] * second, by_four = divisor_of(sharing, four[group] * second);
       const auto is_better = [&](auto whole) {
-        return error(numbers, whole, length, by_four) < error(numbers, whole, length, by_six);
+        return error<kOther>(numbers, whole, length, by_four) < error<false>(numbers, whole, length, by_six);
       };
       const bool takes_four = count != length ? is_better(count)
                               : count == 16   ? is_better(Length<16>{})
@@ -156,11 +175,11 @@ struct ScaleOf {
     }
   }
 
- private:
-  // The sum of squared errors of nearest elements e2m1 of magnitudes under a scale. `length`: of a whole group; the second half
-  // is added to the first until one number is left.
-  template <class Count>
-  static inline double error(const double* numbers, Count given, int64_t length, double by) {
+  // The sum of squared errors of nearest elements of magnitudes under a scale: whole numbers, or e2m1. `length`: of a whole
+  // group; the second half is added to the first until one number is left.
+  template <bool kWholes, class Count>
+  inline double error(const double* numbers, Count given, int64_t length, double by) const {
+    const double most = kWholes ? sharing.other.maximum : 6;
     constexpr double kMagic = 0x1.8p52;
     const int64_t count = given;
     alignas(64) double sums[kMostTried];
@@ -172,8 +191,9 @@ struct ScaleOf {
     } else {
       LOWP_RUN_LOOP
       for (int64_t i = 0; i < count; ++i) {
-        const double ratio = numbers[i] / by, quotient = ratio > 6 ? 6 : ratio;
-        const double step = quotient < 2 ? 0.5 : quotient < 4 ? 1 : 2, inverse = quotient < 2 ? 2 : quotient < 4 ? 1 : 0.5;
+        const double ratio = numbers[i] / by, quotient = ratio > most ? most : ratio;
+        const double step = kWholes ? 1 : quotient < 2 ? 0.5 : quotient < 4 ? 1 : 2;
+        const double inverse = kWholes ? 1 : quotient < 2 ? 2 : quotient < 4 ? 1 : 0.5;
         const double rest = ((quotient * inverse + kMagic) - kMagic) * step * by - numbers[i];
         sums[i] = rest * rest;
       }
@@ -411,7 +431,7 @@ static inline void cast_run(const uint32_t* in, const uint32_t* words, Count cou
 struct GroupCast {
   const lowp_sharing& sharing;
   Caster<F32> narrow;
-  Caster<F64> wide;
+  Caster<F64> wide, other;
   bool is_quick_cast;  // in fp32 by the quick cast; only under powers of two by others
   bool is_drawn;       // the quick cast is stochastic
   bool in_fp32;
@@ -423,19 +443,19 @@ struct GroupCast {
   // `step`: the distance of the indices of neighbours, which determine random words.
   GroupCast(const lowp_sharing& given, uint64_t given_seed, int64_t first, int64_t step)
       : sharing(given), narrow(given.element, given_seed, first), wide(given.element, given_seed, first),
-        is_quick_cast(is_quick(given.element)), is_drawn(false), quick(make_quick(given.element, narrow.lane)), seed(given_seed),
+        other(given.other.bits != 0 ? given.other : given.element, given_seed, first), is_quick_cast(is_quick(given.element)), is_drawn(false), quick(make_quick(given.element, narrow.lane)), seed(given_seed),
         index(first) {
     const lowp_cast& element = sharing.element;
     const bool is_float = element.kind == kFloat;
     const bool nearest = element.rounding == kNearestEven || element.rounding == kNearestAway;
     in_fp32 = narrow.kernel != nullptr && (!is_float || (element.is_signed && element.min_exponent > -90));
-    narrow.step = wide.step = step;
+    narrow.step = wide.step = other.step = step;
     if (!sharing.power) {
       is_drawn = is_drawn_quickly(element, narrow);
       is_quick_cast |= is_drawn;
       in_fp32 = is_quick_cast && element.bits <= 8;
     }
-    if (sharing.outer.bits) in_fp32 = in_fp32 && has_small_products(sharing);
+    if (sharing.outer.bits) in_fp32 = in_fp32 && sharing.other.bits == 0 && has_small_products(sharing);
     small_counts = !nearest && element.rounding != kTowardZero;
   }
 
@@ -474,7 +494,7 @@ struct GroupCast {
   void elements(const uint64_t* in, const Runs& runs, const double* scale, double outer, const int32_t* zero_point,
                 const uint32_t* words, int64_t first, int64_t count, uint64_t* out) const {
     each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
-      const double divisor = scale[run] * outer;
+      const double divisor = divisor_of(sharing, scale[run] * outer);
       if (divisor == 0) {  // too small for the format of scales: zeros, with their signs
         for (int64_t i = begin; i < begin + length; ++i) out[i] = bits_of(number(in[i]) * 0.0);
         return;
@@ -483,6 +503,14 @@ struct GroupCast {
       for (int64_t i = begin; i < begin + length; ++i) out[i] = bits_of(number(in[i]) / divisor);
     });
     mark(runs, scale, out, uint64_t{0});
+    if (sharing.other.bits != 0) {
+      alignas(64) uint64_t wholes[kBlock];
+      other.with_words(out, wholes, first, count, words);
+      wide.with_words(out, out, first, count, words);
+      return each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
+        if (scale[run] < 0) std::memcpy(out + begin, wholes + begin, sizeof(out[0]) * static_cast<size_t>(length));
+      });
+    }
     if (zero_point == nullptr) return wide.with_words(out, out, first, count, words);
     each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
       lowp_cast moved = sharing.element;
@@ -642,9 +670,10 @@ __attribute__((noinline)) static void values(const uint32_t* element, const Runs
 }
 
 // The same in fp64, in place. Under a scale of NaN all are that NaN: in a product of two the compiler would choose one.
-static void values(uint64_t* element, const Runs& runs, const double* scale, double outer, const int32_t* zero_point) {
+static void values(const lowp_sharing& sharing, uint64_t* element, const Runs& runs, const double* scale, double outer,
+                   const int32_t* zero_point) {
   each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
-    const double factor = scale[run] * outer, moved = zero_point == nullptr ? 0 : zero_point[run];
+    const double factor = divisor_of(sharing, scale[run] * outer), moved = zero_point == nullptr ? 0 : zero_point[run];
     if (factor != factor) {
       for (int64_t i = begin; i < begin + length; ++i) element[i] = Constants<F64>::kQuietNan;
       return;

@@ -290,9 +290,9 @@ static bool each_row_of_columns(const Task& task, const Groups& groups, int64_t 
     }
     const int64_t number = largest_across(found, count, across);
     finite &= scale_of(found, number, groups.outer, scale);
-    if (groups.sharing->tries_four) {
+    if (scale_of.tries()) {
       alignas(64) Bits line[kBeside];
-      scale_of.try_four(found, number, groups.group * across, groups.outer, [&](int64_t of, double* numbers) {
+      scale_of.try_second(found, number, groups.group * across, groups.outer, [&](int64_t of, double* numbers) {
         const int64_t width = smaller(across, count - of * across);
         for (int64_t row = 0; row < groups.group; ++row) {
           double* const to = numbers + row * across;
@@ -343,9 +343,9 @@ static bool each_strip(const Task& task, const Groups& groups, int64_t begin, in
     if (finds && !inside) {
       largest_of_runs<C>(in, strip.runs, found);
       finite &= scale_of(found, strip.runs.number, groups.outer, scale);
-      if (groups.sharing->tries_four) {
+      if (scale_of.tries()) {
         int64_t next = 0;
-        scale_of.try_four(found, strip.runs.number, groups.group, groups.outer, [&](int64_t run, double* numbers) {
+        scale_of.try_second(found, strip.runs.number, groups.group, groups.outer, [&](int64_t run, double* numbers) {
           const int64_t length = strip.runs.each ? strip.runs.each : strip.runs.length[run];
           for (int64_t i = 0; i < length; ++i) numbers[i] = finite_magnitude<C>(in[next + i]);
           next += length;
@@ -358,6 +358,15 @@ static bool each_strip(const Task& task, const Groups& groups, int64_t begin, in
     first += strip.count;
   }
   return finite;
+}
+
+// use(index) for the numbers of a strip under scales with a minus sign: those of `other` elements.
+template <class Use>
+static inline void each_negative(const Runs& runs, const double* scale, Use use) {
+  each_run(runs, [&](int64_t run, int64_t begin, int64_t count) {
+    if (scale[run] < 0)
+      for (int64_t i = begin; i < begin + count; ++i) use(i);
+  });
 }
 
 static inline void widen(const uint32_t* in, uint64_t* out, int64_t count) {
@@ -438,7 +447,7 @@ static int quantize_groups_in(const Task& task, const Groups& groups, int64_t be
   const bool direct = kept && task.out_type == kFp32 && is_aligned(task.out, sizeof(uint32_t));
   bool lost = false;
   const auto in_fp64 = [&](uint64_t* element, int64_t first, const Strip& strip, const double* scale) {
-    values(element, strip.runs, scale, groups.outer, nullptr);
+    values(*groups.sharing, element, strip.runs, scale, groups.outer, nullptr);
     lost |= write(element, task, power, first, strip.count);
   };
   const auto in_fp32 = [&](const uint32_t* element, int64_t first, const Strip& strip, const double* scale) {
@@ -474,18 +483,24 @@ static int64_t encode_groups_in(const Task& task, const Groups& groups, int64_t 
   const int bits = groups.sharing->element.bits;
   alignas(64) T codes[kBlock + 8];
   int64_t nans = 0;
-  const auto put = [&](const auto& coder, auto* element, int64_t first, int64_t count) {
-    if (!groups.packed) {
-      nans += coder.encode(element, static_cast<T*>(task.out) + first, count);
-      return;
-    }
-    nans += coder.encode(element, codes, count);
-    if constexpr (sizeof(T) == 1) pack(codes, count, bits, static_cast<uint8_t*>(task.out) + first * bits / 8);
+  const lowp_cast& other = groups.sharing->other;
+  const auto put = [&](const auto& coder, auto* element, int64_t first, const Strip& strip, const double* scale) {
+    T* const out = groups.packed ? codes : static_cast<T*>(task.out) + first;
+    alignas(64) T wholes[kBlock];
+    if (other.bits != 0)
+      each_negative(strip.runs, scale, [&](int64_t i) {
+        wholes[i] = static_cast<T>(static_cast<int>(number(element[i])) & ((1 << other.bits) - 1));
+        element[i] = 0;
+      });
+    nans += coder.encode(element, out, strip.count);
+    if (other.bits != 0) each_negative(strip.runs, scale, [&](int64_t i) { out[i] = wholes[i]; });
+    if constexpr (sizeof(T) == 1)
+      if (groups.packed) pack(codes, strip.count, bits, static_cast<uint8_t*>(task.out) + first * bits / 8);
   };
   each_strip_rounded<C>(
       task, groups, begin, end, [](auto&&...) { return false; },
-      [&](uint32_t* element, int64_t first, const Strip& strip, auto) { put(narrow, element, first, strip.count); },
-      [&](uint64_t* element, int64_t first, const Strip& strip, auto) { put(wide, element, first, strip.count); });
+      [&](uint32_t* element, int64_t first, const Strip& strip, auto scale) { put(narrow, element, first, strip, scale); },
+      [&](uint64_t* element, int64_t first, const Strip& strip, auto scale) { put(wide, element, first, strip, scale); });
   return nans;
 }
 
@@ -537,6 +552,12 @@ static bool decode_groups_in(const Task& task, const Groups& groups, int64_t beg
       std::memcpy(copy, at(task.in, first, sizeof(T)), sizeof(T) * static_cast<size_t>(count));
     }
     coder.decode(codes, element, count);
+    if (sharing.other.bits != 0) {
+      const int sign = 1 << (sharing.element.bits - 1);
+      each_negative(strip.runs, scale, [&](int64_t i) {
+        element[i] = bits_of(static_cast<typename C::Number>((codes[i] ^ sign) - sign));
+      });
+    }
     const bool narrow = sizeof(element[0]) == 4 && are_fp32(scale, strip.runs.number);
     if constexpr (sizeof(element[0]) == 4) {
       if (narrow) {
@@ -549,7 +570,7 @@ static bool decode_groups_in(const Task& task, const Groups& groups, int64_t beg
       std::memcpy(wide, element, sizeof(wide[0]) * static_cast<size_t>(count));
     }
     if (!narrow) {
-      values(wide, strip.runs, scale, groups.outer, groups.zero_point == nullptr ? nullptr : groups.zero_point + strip.group);
+      values(sharing, wide, strip.runs, scale, groups.outer, groups.zero_point == nullptr ? nullptr : groups.zero_point + strip.group);
       lost |= write(wide, task, sharing.power != 0, first, count);
     }
     first += count;
@@ -564,7 +585,7 @@ static bool decode_groups(const Task& task, const Groups& groups, int64_t begin,
   const bool held = sharing.element.kind == kInteger || reaches<F32>(sharing.element);
   const bool once = task.out_type == kFp32 || (sharing.power && task.out_type != kFp64);
   const bool two = sharing.outer.bits == 0 || (is_fp32(groups.outer) && has_small_products(sharing));
-  const bool narrow = held && once && two && groups.zero_point == nullptr;
+  const bool narrow = held && once && two && sharing.other.bits == 0 && groups.zero_point == nullptr;
   return with_short_code(sharing.element.bits, [&](auto code) {
     using T = decltype(code);
     if (narrow) return decode_groups_in<F32, T>(task, groups, begin, end);

@@ -78,8 +78,8 @@ def choose(x: Tensor, cast: Cast) -> Scales:
     else:
         of_all = maximum(largest.reshape(-1))
         largest = largest * 2.0**scaling.headroom
-        if scaling.rule == "4/6":
-            scale, outer = _four_or_six(x, largest, of_all, cast)
+        if scaling.rule == "4/6" or format.other is not None:
+            scale, outer = _tried(x, largest, of_all, cast)
         else:
             scale, outer = _ratio(largest, of_all, cast)
     if isinstance(format.scale, FloatFormat) and format.scale.bits <= 8 and format.scale.has_nan:
@@ -129,30 +129,27 @@ def _ratio(largest: Tensor, of_all: Tensor, cast: Cast) -> tuple[Tensor, Tensor 
     return scale, outer
 
 
-def _four_or_six(x: Tensor, largest: Tensor, of_all: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
-    """Return the scales that take the largest number of each group to 6, or to 4 if that has the smaller error.
+def _tried(x: Tensor, largest: Tensor, of_all: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
+    """Return the scales of the smaller error: to 6, or by the rule 4/6 to 4, or with a minus sign for `other`.
 
-    The squared errors of the finite numbers are those of nearest elements in fp64, added by halves.
+    The squared errors of the finite numbers are those of nearest elements in fp64, added by halves. In a tie the first.
     """
     format = scaled_format(cast)
     assert isinstance(format.scale, FloatFormat)
-    highest = float(format.element.maximum)
     outer = None if format.outer is None else outer_scale(of_all, cast)
     numbers = fold(widen(torch.where(x.isfinite(), x, 0.0).abs()), format.scope)
     found = []
-    for target in (highest, 4.0):
+    for target, element in ((aim(cast), format.element), (aim(cast) if format.other else 4.0, format.other)):
         ratio = largest / target if outer is None else largest / target / outer
         to = Cast(format.scale, overflow=Overflow.SATURATE)
         scale = _rounded_scale(ratio, format.scale) if outer is None else bitwise.quantized(ratio, to)
-        by = (scale if outer is None else scale * outer).unsqueeze(-1)
-        quotient = torch.where(by == 0, 0.0, numbers / by).clamp_(max=highest)
-        step = torch.where(
-            quotient < 2, 0.5, torch.where(quotient < 4, 1.0, 2.0)
-        )  # of e2m1; ties go to even there, too
-        error = (quotient.div_(step).round_() * step).mul_(by).sub_(numbers)
+        scale = scale if element is None or element is format.element else -scale
+        by = divisor(Scales(scale, None, outer), format).unsqueeze(-1)
+        quotient = torch.where(by == 0, 0.0, numbers / by)
+        error = bitwise.quantized(quotient, Cast(element or format.element, overflow=Overflow.SATURATE)) * by - numbers
         found.append((scale, _sum_by_halves(error * error)))
-    (six, error_of_six), (four, error_of_four) = found
-    return torch.where(error_of_four < error_of_six, four, six), outer
+    (first, error_of_first), (second, error_of_second) = found
+    return torch.where(error_of_second < error_of_first, second, first), outer
 
 
 def _sum_by_halves(rows: Tensor) -> Tensor:
@@ -224,12 +221,15 @@ def is_ternary(format: Format) -> bool:
 def follow_largest(cast: Cast) -> bool:
     """Whether the scales of a cast depend on the largest magnitudes of its groups of neighbours alone.
 
-    Or are static powers of two, or tried by the rule 4/6 on groups that are short.
+    Or are static powers of two, or tried on groups that are short: by the rule 4/6, or for e2m1 and its `other`.
     """
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or format.affine or format.element.bits == 1:
         return False
-    if cast.is_corrected or (scaling.rule == "4/6" and not 0 < format.scope.elements <= MOST_TRIED):
+    is_tried = scaling.rule == "4/6" or format.other is not None
+    if cast.is_corrected or (is_tried and not 0 < format.scope.elements <= MOST_TRIED):
+        return False
+    if format.other is not None and (format.element != FORMATS["e2m1"] or scaling.kind != "current"):
         return False
     if isinstance(format.element, FloatFormat) and not format.element.has_zero:
         return False
@@ -261,17 +261,28 @@ def _affine(x: Tensor, format: ScaledFormat) -> Scales:
 
 
 # -- elements and values ----------------------------------------------------------------------------------------------
-def divisor(scales: Scales) -> Tensor:
-    """Return the divisor of values: scale * outer, exact in fp64."""
-    return scales.scale if scales.outer is None else scales.scale * scales.outer
+def divisor(scales: Scales, format: ScaledFormat) -> Tensor:
+    """Return the divisor of values: scale * outer, exact in fp64; for a minus sign that of `other` elements."""
+    by = scales.scale if scales.outer is None else scales.scale * scales.outer
+    if format.other is None:
+        return by
+    return torch.where(by < 0, by * -float(format.element.maximum) / format.other.maximum, by)
+
+
+def takes_other(scales: Scales, shape: torch.Size, format: ScaledFormat) -> Tensor:
+    """Return which numbers of a tensor have `other` elements: those under scales with a minus sign."""
+    return spread(scales.scale < 0, shape, format.scope)
 
 
 def elements(x: Tensor, cast: Cast, scales: Scales, element_cast: ElementCast) -> Tensor:
     """Return the elements of the fp64 tensor `x` in fp64: its numbers divided by their scale, and cast."""
     format = scaled_format(cast)
-    by = spread(divisor(scales), x.shape, format.scope)
+    by = spread(divisor(scales, format), x.shape, format.scope)
     quotient = torch.where(by == 0, x * 0.0, x / by)  # a zero keeps its sign
     quotient = torch.where(by.isnan(), torch.nan, quotient)
+    if format.other is not None:
+        whole = element_cast(quotient.clone(), replace(cast.element_cast, format=format.other))
+        return torch.where(takes_other(scales, x.shape, format), whole, element_cast(quotient, cast.element_cast))
     if scales.zero_point is None:
         return element_cast(quotient, cast.element_cast)
     assert isinstance(format.element, IntFormat)
@@ -285,7 +296,7 @@ def corrected(x: Tensor, cast: Cast, scales: Scales, element: Tensor, seed: Seed
     """Return the scales by the rule eden, of the finite numbers of x whose elements under these scales are known."""
     format = scaled_format(cast)
     assert isinstance(format.scale, FloatFormat)
-    by = spread(divisor(scales), x.shape, format.scope)
+    by = spread(divisor(scales, format), x.shape, format.scope)
     quotient = torch.where(x.isfinite() & (by > 0), widen(x) / by, 0.0)
     squares, products = (
         _sum_by_halves(fold(quotient * one, format.scope))
@@ -302,13 +313,13 @@ def corrected(x: Tensor, cast: Cast, scales: Scales, element: Tensor, seed: Seed
 
 def values(element: Tensor, cast: Cast, scales: Scales, dtype: torch.dtype) -> Tensor:
     """Return the values of the elements in `dtype`; inexact products are rounded once, to nearest even."""
-    scope = scaled_format(cast).scope
+    format = scaled_format(cast)
     if scales.zero_point is not None:
-        element = element - spread(scales.zero_point, element.shape, scope)
-    wide = element * spread(divisor(scales), element.shape, scope)
+        element = element - spread(scales.zero_point, element.shape, format.scope)
+    wide = element * spread(divisor(scales, format), element.shape, format.scope)
     if dtype == torch.float64:
         return narrow(wide, dtype)
-    if dtype != torch.float32 and not has_powers_of_two(scaled_format(cast)):
+    if dtype != torch.float32 and not has_powers_of_two(format):
         return narrow(bitwise.quantized(wide, replace(_TO_16_BITS[dtype], overflow=Overflow.SATURATE)), dtype)
     found = narrow(bitwise.quantized(wide, TO_FP32), torch.float32)
     if dtype != torch.float32:

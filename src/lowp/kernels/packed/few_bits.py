@@ -115,7 +115,9 @@ def is_read(cast: Cast) -> bool:
         return False
     if not isinstance(format, ScaledFormat):
         return isinstance(format, FloatFormat)
-    return not format.affine and (format.scope.kind in ("tensor", "row") or format.scope.size % 16 == 0)
+    if format.affine or format.other is not None:
+        return False
+    return format.scope.kind in ("tensor", "row") or format.scope.size % 16 == 0
 
 
 def pack_codes(

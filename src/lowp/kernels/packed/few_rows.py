@@ -73,7 +73,7 @@ def stored_rows(
         return StoredRows(memory, k, cast.element)
     assert scale is not None
     scope, factor = format.scope, 1.0 if outer is None else float(outer)
-    if format.affine or scope.kind == "channel" or scope.size % SUMS:
+    if format.affine or format.other or scope.kind == "channel" or scope.size % SUMS:
         return None
     if scope.kind == "tensor":
         return StoredRows(memory, k, cast.element, factor=factor * float(scaled.read_scales(scale, format)))

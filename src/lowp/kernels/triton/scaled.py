@@ -77,7 +77,7 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current" or format.affine:
         return None
-    if scaling.rule in ("4/6", "eden"):
+    if scaling.rule in ("4/6", "eden") or format.other is not None:
         return None
     if dtype is torch.float64 or not _is_small(format.element) or format.scope.kind in ("tensor", "tile"):
         return None
