@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lowp.errors import Unavailable
 from lowp.kernels.int16 import integer
-from lowp.kernels.int16.integer import ConvolutionShape
+from lowp.kernels.int16.integer_reference import ConvolutionShape
 from lowp.kernels.products.fp32_products import multiply
 from lowp.recipes.results import header
 
@@ -93,10 +93,10 @@ def matrix_row(n: int, rounds: int) -> dict[str, float]:
         {
             "sgemm": lambda: torch.mm(a, b),
             "dgemm": lambda: torch.mm(wide_a, wide_b),
-            "chained, 14 bits": lambda: integer.matmul_chained(a14, b14, exponent=-24),
-            "chained, 16 bits": lambda: integer.matmul_chained(a16, b16, exponent=-24),
-            "exact, 16 bits": lambda: integer.matmul_exact(a16, b16, exponent=-16),
-            "exact, full range": lambda: integer.matmul_exact(a_full, b_full, exponent=-22),
+            "chained, 14 bits": lambda: integer.multiply(a14, b14, exponent=-24, dtype=None),
+            "chained, 16 bits": lambda: integer.multiply(a16, b16, exponent=-24, dtype=None),
+            "exact, 16 bits": lambda: integer.multiply(a16, b16, exponent=-16),
+            "exact, full range": lambda: integer.multiply(a_full, b_full, exponent=-22),
         },
         rounds,
     )
@@ -128,7 +128,7 @@ def convolution_row(batch: int, channels: int, side: int, rounds: int) -> dict[s
         return torch.ops.aten.convolution_backward(g, x, w, [0], (1, 1), (1, 1), (1, 1), False, (0, 0), 1, mask)
 
     def chained(product: str, a: Tensor, b: Tensor) -> Callable[[], object]:
-        return lambda: integer.convolution_chained(product, a, b, shape, exponent=-24)
+        return lambda: integer.convolve(product, a, b, shape, exponent=-24, dtype=None)
 
     return best_times(
         {
@@ -163,7 +163,7 @@ def kernel() -> str:
     one = full_range(1, 1)
     for name in filter(None, (os.environ.get("LOWP_CPU_ISA"), *integer.KERNELS)):
         with contextlib.suppress(Unavailable):
-            integer.matmul_exact(one, one, kernel=name)
+            integer.multiply(one, one, kernel=name)
             return name
     raise AssertionError("reference runs everywhere")
 

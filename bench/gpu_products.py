@@ -120,9 +120,9 @@ def _has_fp8(device: torch.device) -> bool:
 def product_checks(device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return checks of products: each takes fp32 numbers [rows, 256], of which it uses the first 16 bits as int16."""
     found: dict[str, Callable[[Tensor], Tensor]] = {
-        "int16 product, exact": lambda y: integer.matmul_exact(*_words(y), exponent=-20, dtype=torch.float32).values,
-        "int16 product, as int16": lambda y: integer.matmul_exact(*_words(y), exponent=-17).values,
-        "int16 product, in chains": lambda y: integer.matmul_chained(*_words(y), exponent=-20).values,
+        "int16 product, exact": lambda y: integer.multiply(*_words(y), exponent=-20, dtype=torch.float32).values,
+        "int16 product, as int16": lambda y: integer.multiply(*_words(y), exponent=-17).values,
+        "int16 product, in chains": lambda y: integer.multiply(*_words(y), exponent=-20, dtype=None).values,
         "int16 product, exponent on the device": _there,
         "int16 of a tensor": _converted,
     }
@@ -138,7 +138,7 @@ def _words(y: Tensor) -> tuple[Tensor, Tensor]:
 def _there(y: Tensor) -> Tensor:
     left, right = _words(y)
     if forced() == "reference":  # sums in int64
-        return integer.matmul_exact(left, right, exponent=-20, dtype=torch.float32).values
+        return integer.multiply(left, right, exponent=-20, dtype=torch.float32).values
     exponent = torch.full((), -20, dtype=torch.int32, device=y.device)
     return integer.matmul(left, right, exponent, torch.float32)
 

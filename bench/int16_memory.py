@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.kernels.int16 import integer
-from lowp.kernels.int16.integer import ConvolutionShape
+from lowp.kernels.int16.integer_reference import ConvolutionShape
 from lowp.recipes.results import header
 
 MIB = 1 << 20
@@ -44,7 +44,7 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 def matrices(exact: bool) -> Path_:
     """Return a product of 1024 x 1024 matrices."""
     a, b = quantised(torch.randn(1024, 1024), 2), quantised(torch.randn(1024, 1024), 2)
-    run = (lambda: integer.matmul_exact(a, b, exponent=-16)) if exact else (lambda: integer.matmul_chained(a, b))
+    run = (lambda: integer.multiply(a, b, exponent=-16)) if exact else (lambda: integer.multiply(a, b, dtype=None))
     return run, 1024 * 1024 * (2 if exact else 4), a.nbytes
 
 
@@ -55,8 +55,8 @@ def images(product: str, exact: bool) -> Path_:
     a, b = {"forward": (x, w), "input_gradient": (g, w), "weight_gradient": (x, g)}[product]
     result = w if product == "weight_gradient" else x
     if exact:
-        return lambda: integer.convolution_exact(product, a, b, shape, exponent=-16), result.nbytes, x.nbytes
-    return lambda: integer.convolution_chained(product, a, b, shape), 2 * result.nbytes, x.nbytes
+        return lambda: integer.convolve(product, a, b, shape, exponent=-16), result.nbytes, x.nbytes
+    return lambda: integer.convolve(product, a, b, shape, dtype=None), 2 * result.nbytes, x.nbytes
 
 
 def layer(name: str, precision: str, backward: bool) -> Path_:
@@ -108,7 +108,7 @@ def measure(sending: Connection, name: str, threads: int) -> None:
     """Send the growth in bytes, and the sizes, of a path; only its operands exist before."""
     make = paths()[name]
     torch.set_num_threads(threads)
-    integer.matmul_exact(*(quantised(torch.randn(200, 200)) for _ in range(2)))
+    integer.multiply(*(quantised(torch.randn(200, 200)) for _ in range(2)))
     torch.randn(1 << 17).relu()
     run, result, operand = make()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowp.kernels.int16.integer import ConvolutionShape
+from lowp.kernels.int16.integer_reference import ConvolutionShape
 
 Fill = Callable[..., Tensor]
 

@@ -18,7 +18,7 @@ from lowp.kernels import available, cpu, dequantize, use
 from lowp.kernels.casts.functions import quantize_measured
 from lowp.kernels.cpu import abi
 from lowp.kernels.int16 import cpu_int16, entries, integer, mantissas, masks
-from lowp.kernels.int16.integer import ConvolutionShape
+from lowp.kernels.int16.integer_reference import ConvolutionShape
 from lowp.kernels.int16.layer import LayerPlan
 from lowp.kernels.packed import byte_rows, few_bits, few_rows
 from lowp.kernels.products import fp32_products, sum_of_rows
@@ -68,12 +68,12 @@ def given_scales() -> object:
 def products() -> object:
     found: list[object] = []
     for kernel in (None, "reference"):
-        found += integer.matmul_exact(INTEGERS, INTEGERS, transpose_b=True, kernel=kernel)
-        found += integer.matmul_chained(INTEGERS, INTEGERS, transpose_b=True, kernel=kernel)
+        found += integer.multiply(INTEGERS, INTEGERS, transpose_b=True, kernel=kernel)
+        found += integer.multiply(INTEGERS, INTEGERS, transpose_b=True, kernel=kernel, dtype=None)
         for product, names in OPERANDS.items():
             a, b = map(operand, names)
-            found += integer.convolution_exact(product, a, b, SHAPE, exponent=-4, kernel=kernel)
-            found += integer.convolution_chained(product, a, b, SHAPE, kernel=kernel)
+            found += integer.convolve(product, a, b, SHAPE, exponent=-4, kernel=kernel)
+            found += integer.convolve(product, a, b, SHAPE, kernel=kernel, dtype=None)
     return [*found, fp32_products.multiply(X, X.t(), None, torch.float16), sum_of_rows(X)]
 
 

@@ -16,15 +16,9 @@ from lowp.exponents.table import ExponentTable
 from lowp.kernels import cpu
 from lowp.kernels.int16 import entries
 from lowp.kernels.int16.cpu_int16 import Seen, memory_of
-from lowp.kernels.int16.integer import (
-    Bias,
-    ConvolutionShape,
-    convolution_chained,
-    convolution_exact,
-    matmul_chained,
-    matmul_exact,
-    observed,
-)
+from lowp.kernels.int16.integer import convolve, multiply
+from lowp.kernels.int16.integer_reference import ConvolutionShape
+from lowp.kernels.int16.integer_run import Bias, observed
 from lowp.kernels.int16.layer import LayerPlan, Target, serves
 from lowp.kernels.int16.mantissas import Mantissas, current_mantissas, mantissas_and_values, sums, values
 
@@ -68,13 +62,13 @@ class Case:
     def product(self, slot: int, a: Mantissas, b: Mantissas, bias: Bias | None = None, **to: Any) -> Any:
         """Return a product of two operands in the order of a convolution's: exact `to` an exponent, or in chains."""
         exponent = a.exponent + b.exponent - to.pop("under", 0)
+        to = to or {"dtype": None}
         if self.shape is not None:
             name = ("forward", "input_gradient", "weight_gradient")[slot]
-            multiply = convolution_exact if to else convolution_chained
-            return multiply(name, a.payload, b.payload, self.shape, exponent=exponent, bias=bias, **to)
+            return convolve(name, a.payload, b.payload, self.shape, exponent=exponent, bias=bias, **to)
         left, right = (one.flatten(0, -2) for one in (a.payload, b.payload))
         how = ((left, right.t()), (left, right), (right.t(), left))[slot]
-        return (matmul_exact if to else matmul_chained)(*how, exponent=exponent, bias=bias, **to)
+        return multiply(*how, exponent=exponent, bias=bias, **to)
 
 
 def words(x: Tensor, cast: Cast) -> Mantissas:

@@ -19,7 +19,8 @@ from lowp import kernels as lowp_kernels
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu
 from lowp.kernels.int16 import integer
-from lowp.kernels.int16.integer import Bias, ConvolutionShape
+from lowp.kernels.int16.integer_reference import ConvolutionShape
+from lowp.kernels.int16.integer_run import PRODUCTS, Bias, NotFinite
 
 
 def one_hot(*shape: int) -> Tensor:
@@ -45,7 +46,7 @@ def kernels() -> list[str]:
     found = []
     for name in integer.KERNELS[:-1]:
         try:
-            integer.matmul_exact(one, one, kernel=name)
+            integer.multiply(one, one, kernel=name)
         except Unavailable:
             continue
         found.append(name)
@@ -84,7 +85,7 @@ def test_exact_sums_equal_int64(fill: str, depth: int) -> None:
     a, b = FILLS[fill](7, depth), FILLS[fill](depth, 19)
     expected = int64_product(a, b)
     for kernel in (*KERNELS, "reference"):
-        result = integer.matmul_exact(a, b, dtype=torch.int64, kernel=kernel)
+        result = integer.multiply(a, b, dtype=torch.int64, kernel=kernel)
         assert torch.equal(result.values, expected), kernel
         assert result.largest_sum == expected.abs().max()
 
@@ -100,9 +101,9 @@ def test_every_way_to_sum_is_rounded_once_to_int16(fill: str, depth: int) -> Non
     for exponent in (fitting, fitting + 3):  # the second saturates
         for added in (None, Bias(bias), Bias(bias, 3)):
             given = {"exponent": exponent, "bias": added, "symmetric": added is None}
-            expected = integer.matmul_exact(a, b, kernel="reference", **given)
+            expected = integer.multiply(a, b, kernel="reference", **given)
             for kernel in KERNELS:
-                found = integer.matmul_exact(a, b, kernel=kernel, **given)
+                found = integer.multiply(a, b, kernel=kernel, **given)
                 assert same(found[:3], expected[:3]), (kernel, exponent)
                 assert added is not None or found.largest_sum == largest
 
@@ -117,7 +118,7 @@ def test_chained_has_the_bits_of_its_definition(fill: str, depth: int) -> None:
         expected += int64_product(a[:, start : start + 256], b[start : start + 256]).double().float()
     expected *= 2.0**-31
     for kernel in (*KERNELS, "reference"):
-        result = integer.matmul_chained(a, b, exponent=-31, kernel=kernel)
+        result = integer.multiply(a, b, exponent=-31, kernel=kernel, dtype=None)
         assert torch.equal(result.values, expected), kernel
         assert result.largest == expected.abs().max()
 
@@ -131,22 +132,22 @@ def test_sums_are_exact_where_all_that_digits_leave_out_adds_up(depth: int) -> N
         a[:, : depth // 2], b[depth // 3 :] = a[:1, : depth // 2], b[depth // 3 :, :1]
         expected = int64_product(a, b)
         for kernel in KERNELS:
-            assert torch.equal(integer.matmul_exact(a, b, dtype=torch.int64, kernel=kernel).values, expected), kernel
+            assert torch.equal(integer.multiply(a, b, dtype=torch.int64, kernel=kernel).values, expected), kernel
 
 
 def test_the_kernels_in_use_are_those_of_the_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = normal(4000)(5, 300), normal(4000)(300, 7)
-    expected = integer.matmul_exact(a, b, exponent=-18)
+    expected = integer.multiply(a, b, exponent=-18)
     for name in ("reference", "bitwise"):
         with lowp_kernels.use(name), monkeypatch.context() as patch:
             for name in ("library", "loaded"):
                 patch.setattr(cpu, name, lambda: pytest.fail("the library was asked"))
-            assert same(integer.matmul_exact(a, b, exponent=-18), expected)
+            assert same(integer.multiply(a, b, exponent=-18), expected)
     with lowp_kernels.use("native"), pytest.raises(Unavailable, match="cpu, bitwise and reference have them"):
-        integer.matmul_exact(a, b)
+        integer.multiply(a, b)
     with lowp_kernels.use("reference"):
         for kernel in KERNELS:
-            assert same(integer.matmul_exact(a, b, exponent=-18, kernel=kernel), expected)
+            assert same(integer.multiply(a, b, exponent=-18, kernel=kernel), expected)
 
 
 @pytest.mark.parametrize("symmetric", (False, True))
@@ -158,7 +159,7 @@ def test_int16_is_rounded_once_to_nearest_even_and_saturated(exponent: int, symm
     expected = (int64_product(a, b).double() * 2.0**exponent).round()
     lowest = -32767 if symmetric else -32768
     for kernel in (*KERNELS, "reference"):
-        result = integer.matmul_exact(a, b, exponent=exponent, symmetric=symmetric, kernel=kernel)
+        result = integer.multiply(a, b, exponent=exponent, symmetric=symmetric, kernel=kernel)
         clamped = expected.clamp(lowest, 32767)
         assert torch.equal(result.values, clamped.to(torch.int16)), kernel
         assert result.saturated == (clamped != expected).sum()
@@ -170,7 +171,7 @@ def test_ties_go_to_even_in_both_signs() -> None:
     b = torch.arange(0, 32, dtype=torch.int16).reshape(1, 32)
     expected = torch.tensor([round(n / 2) for n in range(32)])
     for kernel in (*KERNELS, "reference"):
-        values = integer.matmul_exact(a, b, exponent=-1, kernel=kernel).values
+        values = integer.multiply(a, b, exponent=-1, kernel=kernel).values
         assert values[0].tolist() == expected.tolist()
         assert values[1].tolist() == (-expected).tolist()
 
@@ -181,9 +182,7 @@ def test_floats_are_the_sum_rounded_once(dtype: torch.dtype) -> None:
     for exponent in (-30, 0, 17, -170):
         expected = (int64_product(a, b).double() * 2.0**exponent).to(dtype)
         for kernel in (*KERNELS, "reference"):
-            assert torch.equal(
-                integer.matmul_exact(a, b, exponent=exponent, dtype=dtype, kernel=kernel).values, expected
-            )
+            assert torch.equal(integer.multiply(a, b, exponent=exponent, dtype=dtype, kernel=kernel).values, expected)
 
 
 def test_a_depth_beyond_what_fp64_holds_in_passing_is_exact() -> None:
@@ -192,10 +191,10 @@ def test_a_depth_beyond_what_fp64_holds_in_passing_is_exact() -> None:
     b[0] = 1
     total = (depth - 1) * 2**30 - 32768
     for kernel in KERNELS or ["reference"]:
-        assert integer.matmul_exact(a, b, dtype=torch.int64, kernel=kernel).values.item() == total
-        fp32 = integer.matmul_exact(a, b, dtype=torch.float32, kernel=kernel).values
+        assert integer.multiply(a, b, dtype=torch.int64, kernel=kernel).values.item() == total
+        fp32 = integer.multiply(a, b, dtype=torch.float32, kernel=kernel).values
         assert fp32.item() == torch.tensor(total).float()
-        assert integer.matmul_exact(a, b, exponent=-38, kernel=kernel).values.item() == round(total / 2**38)
+        assert integer.multiply(a, b, exponent=-38, kernel=kernel).values.item() == round(total / 2**38)
 
 
 @settings(max_examples=60)
@@ -213,20 +212,23 @@ def test_any_shape_and_layout_gives_the_bits_of_the_reference(
     b = FILLS[fill](*((n, k) if transposes[1] else (k, n)))
     options = {"transpose_a": transposes[0], "transpose_b": transposes[1], "exponent": exponent}
     for kernel in KERNELS:
-        for product in (integer.matmul_exact, integer.matmul_chained):
-            assert same(product(a, b, kernel=kernel, **options), product(a, b, kernel="reference", **options))
+        for dtype in (torch.int16, None):
+            found, expected = (
+                integer.multiply(a, b, dtype=dtype, kernel=one, **options) for one in (kernel, "reference")
+            )
+            assert same(found, expected)
 
 
 def test_batches_broadcast_and_strided_views_are_read_as_they_lie() -> None:
     a, b = random_int16(2, 1, 9, 33), random_int16(3, 33, 20)
     expected = int64_product(a, b)
-    assert torch.equal(integer.matmul_exact(a, b, dtype=torch.int64).values, expected)
-    assert torch.equal(integer.matmul_exact(a[..., :, ::2], b[:, ::2], dtype=torch.int64).values,
+    assert torch.equal(integer.multiply(a, b, dtype=torch.int64).values, expected)
+    assert torch.equal(integer.multiply(a[..., :, ::2], b[:, ::2], dtype=torch.int64).values,
                        int64_product(a[..., ::2], b[:, ::2]))  # fmt: skip
     inner = random_int16(9, 50, 33).permute(1, 2, 0)
-    assert torch.equal(integer.matmul_exact(a[0, 0], inner, dtype=torch.int64).values, int64_product(a[0, 0], inner))
+    assert torch.equal(integer.multiply(a[0, 0], inner, dtype=torch.int64).values, int64_product(a[0, 0], inner))
     row, column = random_int16(40, 3)[:, :1].mT, random_int16(40, 5)[:, 2:3]
-    assert torch.equal(integer.matmul_exact(row, column, dtype=torch.int64).values, int64_product(row, column))
+    assert torch.equal(integer.multiply(row, column, dtype=torch.int64).values, int64_product(row, column))
 
 
 def test_two_threads_give_the_bits_of_one(two_threads: None) -> None:
@@ -236,9 +238,9 @@ def test_two_threads_give_the_bits_of_one(two_threads: None) -> None:
 
     def run() -> list[tuple[object, ...]]:
         return [
-            integer.matmul_exact(a, b, exponent=-18),
-            integer.matmul_chained(a, b),
-            integer.convolution_chained("forward", x, w, shape),
+            integer.multiply(a, b, exponent=-18),
+            integer.multiply(a, b, dtype=None),
+            integer.convolve("forward", x, w, shape, dtype=None),
         ]
 
     two = run()
@@ -248,13 +250,13 @@ def test_two_threads_give_the_bits_of_one(two_threads: None) -> None:
 
 def _child(queue: multiprocessing.SimpleQueue[bool], a: Tensor, expected: bytes) -> None:
     # Compared as bytes: an operation of torch with OpenMP threads would wait for those that fork has left behind.
-    queue.put(integer.matmul_exact(a, a, dtype=torch.int64).values.numpy().tobytes() == expected)
+    queue.put(integer.multiply(a, a, dtype=torch.int64).values.numpy().tobytes() == expected)
 
 
 def test_a_forked_child_multiplies_too(two_threads: None) -> None:
     a = random_int16(200, 200)
     for _ in KERNELS[:1]:  # torch's own products, which serve without the library, do not survive fork
-        expected = integer.matmul_exact(a, a, dtype=torch.int64).values.numpy().tobytes()
+        expected = integer.multiply(a, a, dtype=torch.int64).values.numpy().tobytes()
         context = multiprocessing.get_context("fork")
         queue: multiprocessing.SimpleQueue[bool] = context.SimpleQueue()
         child = context.Process(target=_child, args=(queue, a, expected))
@@ -279,13 +281,13 @@ def test_convolutions_equal_torch_in_fp64(dims: int, case: tuple[int, ...]) -> N
         ("input_gradient", g, w, wide_x.grad),
         ("weight_gradient", x, g, wide_w.grad),
     ):
-        chained = integer.convolution_chained(product, a, b, shape, exponent=-30, kernel="reference")
+        chained = integer.convolve(product, a, b, shape, exponent=-30, kernel="reference", dtype=None)
         for kernel in (*KERNELS, "reference"):
-            exact = integer.convolution_exact(product, a, b, shape, dtype=torch.int64, kernel=kernel)
+            exact = integer.convolve(product, a, b, shape, dtype=torch.int64, kernel=kernel)
             assert expected is not None
             assert torch.equal(exact.values, expected.to(torch.int64)), (product, kernel)
-            assert same(integer.convolution_chained(product, a, b, shape, exponent=-30, kernel=kernel), chained)
-    narrow = integer.convolution_exact("forward", x, w, shape, exponent=-20)
+            assert same(integer.convolve(product, a, b, shape, exponent=-30, kernel=kernel, dtype=None), chained)
+    narrow = integer.convolve("forward", x, w, shape, exponent=-20)
     rounded = (y.detach() * 2.0**-20).round()
     assert torch.equal(narrow.values, rounded.clamp(-32768, 32767).to(torch.int16))
     assert narrow.saturated == (rounded != narrow.values).sum()
@@ -310,15 +312,15 @@ def test_small_groups_have_the_bits_of_the_reference(
     x, w, g = random_int16(*shape.input), random_int16(*shape.weight), random_int16(*shape.output)
     exponents = ((torch.int16, -19), (torch.float32, -40), (torch.float64, 3), (torch.int64, 0))
     for product, a, b in (("forward", x, w), ("input_gradient", g, w), ("weight_gradient", x, g)):
-        chained = integer.convolution_chained(product, a, b, shape, exponent=-30, kernel="reference")
+        chained = integer.convolve(product, a, b, shape, exponent=-30, kernel="reference", dtype=None)
         exact = {
-            dtype: integer.convolution_exact(product, a, b, shape, exponent=exponent, dtype=dtype, kernel="reference")
+            dtype: integer.convolve(product, a, b, shape, exponent=exponent, dtype=dtype, kernel="reference")
             for dtype, exponent in exponents
         }
         for kernel in KERNELS:
-            assert same(integer.convolution_chained(product, a, b, shape, exponent=-30, kernel=kernel), chained)
+            assert same(integer.convolve(product, a, b, shape, exponent=-30, kernel=kernel, dtype=None), chained)
             for dtype, exponent in exponents:
-                found = integer.convolution_exact(product, a, b, shape, exponent=exponent, dtype=dtype, kernel=kernel)
+                found = integer.convolve(product, a, b, shape, exponent=exponent, dtype=dtype, kernel=kernel)
                 assert same(found, exact[dtype]), (product, kernel, dtype)
 
 
@@ -337,34 +339,34 @@ def test_a_bias_is_added_before_the_one_rounding(case: tuple[tuple[int, ...], tu
     a, b = normal(3000)(*shape.output), normal(3000)(*shape.weight)
     bias = torch.randn(sizes[1]) * 2.0**-3  # about as large as the product's largest, 2**-31 a unit
     bias[0] = 0.5
-    wide = integer.convolution_exact("input_gradient", a, b, shape, exponent=-31, dtype=torch.float64).values
+    wide = integer.convolve("input_gradient", a, b, shape, exponent=-31, dtype=torch.float64).values
     rounded = ((wide + bias.double()[:, None, None]) * 2.0**16).round()
     expected = rounded.clamp(-32767, 32767)
     assert int((rounded != expected).sum()) > 0  # some saturate
-    chained = integer.convolution_chained("input_gradient", a, b, shape, exponent=-31).values + bias[:, None, None]
+    chained = integer.convolve("input_gradient", a, b, shape, exponent=-31, dtype=None).values + bias[:, None, None]
     for kernel in (*KERNELS, "reference"):
         given = {"exponent": -15, "symmetric": True, "bias": Bias(bias, 16), "kernel": kernel}
-        found = integer.convolution_exact("input_gradient", a, b, shape, **given)
+        found = integer.convolve("input_gradient", a, b, shape, **given)
         assert torch.equal(found.values, expected.to(torch.int16)), kernel
         assert found[1:3] == (int((rounded != expected).sum()), 32767)
         assert found.largest_sum == math.ceil(float((wide + bias.double()[:, None, None]).abs().max()) * 2**31)
         given = {"exponent": -31, "bias": Bias(bias), "kernel": kernel}
-        assert torch.equal(integer.convolution_chained("input_gradient", a, b, shape, **given).values, chained)
+        assert torch.equal(integer.convolve("input_gradient", a, b, shape, **given, dtype=None).values, chained)
 
 
 @pytest.mark.parametrize("sizes", ((40, 130, 70), (13, 300, 32), (1, 5, 3)))
 def test_a_bias_of_a_matrix_belongs_to_its_columns(sizes: tuple[int, int, int]) -> None:
     m, k, n = sizes
     a, b, bias = normal(2000)(m, k), normal(2000)(k, n), torch.randn(n) * 2.0**24
-    wide = integer.matmul_exact(a, b, dtype=torch.float64).values + bias.double()
+    wide = integer.multiply(a, b, dtype=torch.float64).values + bias.double()
     for kernel in (*KERNELS, "reference"):
-        found = integer.matmul_exact(a, b, exponent=-12, bias=Bias(bias, -12), kernel=kernel)
+        found = integer.multiply(a, b, exponent=-12, bias=Bias(bias, -12), kernel=kernel)
         assert torch.equal(found.values, (wide * 2.0**-12).round().clamp(-32768, 32767).to(torch.int16)), kernel
-        chained = integer.matmul_chained(a, b, bias=Bias(bias), kernel=kernel)
-        assert torch.equal(chained.values, integer.matmul_chained(a, b, kernel="reference").values + bias), kernel
+        chained = integer.multiply(a, b, bias=Bias(bias), kernel=kernel, dtype=None)
+        assert torch.equal(chained.values, integer.multiply(a, b, kernel="reference", dtype=None).values + bias), kernel
         assert chained.largest == float(chained.values.abs().max())
-        with pytest.raises(integer.NotFinite, match="the bias is infinite or NaN"):
-            integer.matmul_exact(a, b, exponent=-12, bias=Bias(bias / 0, -12), kernel=kernel)
+        with pytest.raises(NotFinite, match="the bias is infinite or NaN"):
+            integer.multiply(a, b, exponent=-12, bias=Bias(bias / 0, -12), kernel=kernel)
 
 
 def test_one_chain_that_only_the_norms_of_chunks_prove_safe_is_the_whole_sum() -> None:
@@ -372,8 +374,8 @@ def test_one_chain_that_only_the_norms_of_chunks_prove_safe_is_the_whole_sum() -
     a, b = torch.cat([large, small], 1), torch.cat([small, large], 1)
     for kernel in KERNELS:
         before = torch.full((12, 256), 8000, dtype=torch.int16)  # several chains, which leave their sums behind
-        integer.matmul_exact(before, before, transpose_b=True, kernel=kernel, exponent=-24)
-        found = integer.matmul_exact(a, b, transpose_b=True, kernel=kernel, exponent=-10)
+        integer.multiply(before, before, transpose_b=True, kernel=kernel, exponent=-24)
+        found = integer.multiply(a, b, transpose_b=True, kernel=kernel, exponent=-10)
         assert found.largest_sum == 256 * 3 * 16384, kernel
         assert torch.equal(found.values, torch.full((12, 12), 256 * 3 * 16, dtype=torch.int16)), kernel
 
@@ -385,9 +387,9 @@ def test_the_norms_of_windows_are_bounded_by_their_largest_element(largest: int)
     x = torch.full(shape.input, largest, dtype=torch.int16)
     x[:, :, ::5] = -largest - 1
     gradient = torch.full(shape.output, -32768, dtype=torch.int16)
-    expected = integer.convolution_exact("weight_gradient", x, gradient, shape, dtype=torch.int64, kernel="reference")
+    expected = integer.convolve("weight_gradient", x, gradient, shape, dtype=torch.int64, kernel="reference")
     for kernel in KERNELS:
-        found = integer.convolution_exact("weight_gradient", x, gradient, shape, dtype=torch.int64, kernel=kernel)
+        found = integer.convolve("weight_gradient", x, gradient, shape, dtype=torch.int64, kernel=kernel)
         assert same(found, expected), kernel
 
 
@@ -399,11 +401,11 @@ def test_pixels_between_the_windows_are_zero_or_the_bias(with_bias: bool) -> Non
     between = torch.ones(shape.input[2:], dtype=torch.bool)
     between[torch.arange(9) % 3 < 2] = torch.arange(34) % 2 == 1
     given = {"exponent": -18, "bias": bias}
-    expected = integer.convolution_exact("input_gradient", gradient, weight, shape, kernel="reference", **given)
+    expected = integer.convolve("input_gradient", gradient, weight, shape, kernel="reference", **given)
     standing = torch.tensor([-4, 4, 12, 20] if with_bias else [0] * 4, dtype=torch.int16)
     assert torch.equal(expected.values[:, :, between], standing[:, None].expand(3, 4, int(between.sum())))
     for kernel in KERNELS:
-        found = integer.convolution_exact("input_gradient", gradient, weight, shape, kernel=kernel, **given)
+        found = integer.convolve("input_gradient", gradient, weight, shape, kernel=kernel, **given)
         assert same(found[:3], expected[:3]), kernel
 
 
@@ -411,7 +413,7 @@ def test_pixels_that_no_window_reaches_have_no_gradient() -> None:
     shape = ConvolutionShape.of((1, 2, 6), (2, 2, 1), stride=3)
     grad, weight = random_int16(*shape.output), random_int16(*shape.weight)
     for kernel in (*KERNELS, "reference"):
-        gradient = integer.convolution_exact("input_gradient", grad, weight, shape, dtype=torch.int64, kernel=kernel)
+        gradient = integer.convolve("input_gradient", grad, weight, shape, dtype=torch.int64, kernel=kernel)
         assert not gradient.values[..., [1, 2, 4, 5]].any()
 
 
@@ -419,46 +421,49 @@ def test_empty_operands_give_zeros_or_nothing() -> None:
     shape = ConvolutionShape.of((0, 2, 5), (3, 2, 3))
     empty = random_int16(*shape.input)
     for kernel in (*KERNELS, "reference"):
-        zeros = integer.matmul_exact(random_int16(3, 0), random_int16(0, 4), kernel=kernel)
-        assert same(zeros, (torch.zeros(3, 4, dtype=torch.int16), 0, 0, 0))
-        assert integer.matmul_chained(random_int16(0, 5), random_int16(5, 4), kernel=kernel).values.shape == (0, 4)
-        batch = integer.matmul_chained(random_int16(0, 2, 5), random_int16(0, 5, 4), kernel=kernel)
+        zeros = integer.multiply(random_int16(3, 0), random_int16(0, 4), kernel=kernel)
+        assert same(zeros, (torch.zeros(3, 4, dtype=torch.int16), 0, 0, 0, 0.0))
+        rows = integer.multiply(random_int16(0, 5), random_int16(5, 4), kernel=kernel, dtype=None)
+        assert rows.values.shape == (0, 4)
+        batch = integer.multiply(random_int16(0, 2, 5), random_int16(0, 5, 4), kernel=kernel, dtype=None)
         assert batch.values.shape == (0, 2, 4)
         output = random_int16(*shape.output)
-        gradient = integer.convolution_exact("weight_gradient", empty, output, shape, kernel=kernel)
-        assert same(gradient, (torch.zeros(3, 2, 3, dtype=torch.int16), 0, 0, 0))
+        gradient = integer.convolve("weight_gradient", empty, output, shape, kernel=kernel)
+        assert same(gradient, (torch.zeros(3, 2, 3, dtype=torch.int16), 0, 0, 0, 0.0))
         apart = ConvolutionShape.of((0, 2, 6), (2, 2, 1), stride=3)  # pixels without a window are filled with zeros
         ends = random_int16(*apart.output), random_int16(*apart.weight)
-        assert integer.convolution_exact("input_gradient", *ends, apart, kernel=kernel).values.shape == (0, 2, 6)
+        assert integer.convolve("input_gradient", *ends, apart, kernel=kernel).values.shape == (0, 2, 6)
 
 
 def test_an_exponent_can_be_a_tensor() -> None:
     a = random_int16(4, 4)
-    assert same(integer.matmul_chained(a, a, exponent=torch.tensor(-9)), integer.matmul_chained(a, a, exponent=-9))
+    assert same(
+        integer.multiply(a, a, exponent=torch.tensor(-9), dtype=None), integer.multiply(a, a, exponent=-9, dtype=None)
+    )
 
 
 X = torch.ones(2, 3, dtype=torch.int16)
 MISTAKES: tuple[tuple[Callable[[], object], str], ...] = (
-    (lambda: integer.matmul_exact(X.float(), X), r"a is torch.float32 on cpu; the integer kernels take torch.int16"),
-    (lambda: integer.matmul_exact(X, X), r"the depths differ: 3 in a \(2, 3\), 2 in b \(2, 3\)"),
-    (lambda: integer.matmul_exact(X[0], X), r"a matrix has two dimensions or more"),
-    (lambda: integer.matmul_exact(X.expand(2, 2, 3), X.mT.expand(3, 3, 2)), r"\(2,\) of a and \(3,\) of b do not"),
-    (lambda: integer.matmul_exact(X, X.mT, dtype=torch.int32), r"cannot be torch.int32; allowed: torch.int16"),
-    (lambda: integer.matmul_exact(X, X.mT, exponent=-901), r"exponent -901; allowed: -900 to 900"),
-    (lambda: integer.matmul_exact(X, X.mT, exponent=1, dtype=torch.int64), r"exponent must be 0, not 1; use float64"),
+    (lambda: integer.multiply(X.float(), X), r"a is torch.float32 on cpu; the integer kernels take torch.int16"),
+    (lambda: integer.multiply(X, X), r"the depths differ: 3 in a \(2, 3\), 2 in b \(2, 3\)"),
+    (lambda: integer.multiply(X[0], X), r"a matrix has two dimensions or more"),
+    (lambda: integer.multiply(X.expand(2, 2, 3), X.mT.expand(3, 3, 2)), r"\(2,\) of a and \(3,\) of b do not"),
+    (lambda: integer.multiply(X, X.mT, dtype=torch.int32), r"cannot be torch.int32; allowed: torch.int16"),
+    (lambda: integer.multiply(X, X.mT, exponent=-901), r"exponent -901; allowed: -900 to 900"),
+    (lambda: integer.multiply(X, X.mT, exponent=1, dtype=torch.int64), r"exponent must be 0, not 1; use float64"),
     (
-        lambda: integer.matmul_chained(X, X.mT, bias=Bias(torch.ones(3))),
+        lambda: integer.multiply(X, X.mT, bias=Bias(torch.ones(3)), dtype=None),
         r"a bias of shape \(3,\); this product takes 2",
     ),
-    (lambda: integer.matmul_exact(X, X.mT, dtype=torch.float64, bias=Bias(torch.ones(2))), r"not to torch.float64"),
-    (lambda: integer.matmul_exact(X, X.mT, kernel="avx3"), r"unknown integer kernel 'avx3'; did you mean avx2"),
-    (lambda: integer.matmul_exact(X[:1, :1].expand(1, 2**32 + 1), X[:1, :1].expand(2**32 + 1, 1)), r"sum in parts"),
+    (lambda: integer.multiply(X, X.mT, dtype=torch.float64, bias=Bias(torch.ones(2))), r"not to torch.float64"),
+    (lambda: integer.multiply(X, X.mT, kernel="avx3"), r"unknown integer kernel 'avx3'; did you mean avx2"),
+    (lambda: integer.multiply(X[:1, :1].expand(1, 2**32 + 1), X[:1, :1].expand(2**32 + 1, 1)), r"sum in parts"),
     (
-        lambda: integer.convolution_exact("backward", X, X, ConvolutionShape.of((1, 1, 3), (1, 1, 1))),
+        lambda: integer.convolve("backward", X, X, ConvolutionShape.of((1, 1, 3), (1, 1, 1))),
         r"unknown product",
     ),
     (
-        lambda: integer.convolution_exact("forward", X, X, ConvolutionShape.of((1, 1, 3), (1, 1, 1))),
+        lambda: integer.convolve("forward", X, X, ConvolutionShape.of((1, 1, 3), (1, 1, 1))),
         r"the input has shape \(2, 3\); this convolution takes \(1, 1, 3\)",
     ),
     (lambda: ConvolutionShape.of((1, 4, 3), (2, 4, 1), groups=2), r"4 channels into 2 with 2 groups"),
@@ -477,27 +482,27 @@ def test_a_mistake_is_named(mistake: tuple[Callable[[], object], str]) -> None:
 def test_a_kernel_that_the_processor_lacks_is_refused() -> None:
     for kernel in set(integer.KERNELS[:-1]) - set(KERNELS):
         with pytest.raises(Unavailable, match=kernel):
-            integer.matmul_exact(X, X.mT, kernel=kernel)
+            integer.multiply(X, X.mT, kernel=kernel)
 
 
 def test_without_the_library_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = normal(4000)(20, 600), normal(4000)(600, 30)
-    expected = [integer.matmul_exact(a, b, exponent=-20), integer.matmul_chained(a, b)]
+    expected = [integer.multiply(a, b, exponent=-20), integer.multiply(a, b, dtype=None)]
     if cpu.library() is not None:
         cpu.select(None)  # an instruction set that is asked for is none without the library
     monkeypatch.setattr(cpu, "library", lambda: None)
-    found = [integer.matmul_exact(a, b, exponent=-20), integer.matmul_chained(a, b)]
+    found = [integer.multiply(a, b, exponent=-20), integer.multiply(a, b, dtype=None)]
     assert all(same(x, y) for x, y in zip(expected, found, strict=True))
     with pytest.raises(Unavailable, match="reference runs without it"):
-        integer.matmul_exact(a, b, kernel="portable")
+        integer.multiply(a, b, kernel="portable")
 
 
-@pytest.mark.parametrize("product", integer.PRODUCTS)
+@pytest.mark.parametrize("product", PRODUCTS)
 def test_a_convolution_lies_in_memory_alike_in_every_kernel(product: str) -> None:
-    shape = integer.ConvolutionShape.of((2, 4, 6, 7), (6, 2, 3, 2), stride=(2, 3), padding=(1, 0), groups=2)
+    shape = ConvolutionShape.of((2, 4, 6, 7), (6, 2, 3, 2), stride=(2, 3), padding=(1, 0), groups=2)
     sizes = {"forward": (shape.input, shape.weight), "input_gradient": (shape.output, shape.weight)}
     a, b = (random_int16(*size) for size in sizes.get(product, (shape.input, shape.output)))
-    for call in (integer.convolution_chained, integer.convolution_exact):
-        for kernel in kernels():
-            assert call(product, a, b, shape, exponent=-20, kernel=kernel).values.is_contiguous()
-        assert call(product, a, b, shape, exponent=-20, kernel="reference").values.is_contiguous()
+    for dtype in (torch.int16, None):
+        for kernel in (*kernels(), "reference"):
+            found = integer.convolve(product, a, b, shape, exponent=-20, dtype=dtype, kernel=kernel)
+            assert found.values.is_contiguous()

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from lowp import casts
 from lowp.compat import private
 from lowp.formats import ScaledFormat
-from lowp.kernels.int16 import integer
+from lowp.kernels.int16 import integer_run
 
 METHOD = (
     "operations: multiplications and additions of the contractions of one step, forward and backward (2 m n k of a "
@@ -50,7 +50,7 @@ class Operations:
 def counted(step: Callable[[], object]) -> Operations:
     """Take a step and count its operations, with unchanged results but more slowly; torch.compile is not supported."""
     counter = _Counter()
-    with integer.observed(counter.product_of_integers), counter:
+    with integer_run.observed(counter.product_of_integers), counter:
         step()
     return Operations(counter.total, counter.narrow)
 

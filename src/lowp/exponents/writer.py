@@ -15,7 +15,7 @@ from lowp.exponents.sites import Tell, Trail
 from lowp.exponents.table import ExponentTable
 from lowp.kernels.int16 import entries, payloads
 from lowp.kernels.int16.cpu_int16 import Seen
-from lowp.kernels.int16.integer import Exact
+from lowp.kernels.int16.integer_run import Multiplied
 from lowp.kernels.int16.mantissas import Mantissas, values
 
 
@@ -25,9 +25,9 @@ class SumEntry(NamedTuple):
     table: ExponentTable
     place: int
 
-    def write(self, found: Exact, exponent: Tensor) -> Tensor:
+    def write(self, found: Multiplied, exponent: Tensor) -> Tensor:
         """Return the values of a sum given as mantissas, keep the mantissas with them, and note what was seen."""
-        payload, saturated, most, sums = found
+        payload, saturated, most, sums, _ = found
         seen = Seen(most, False, most == 0 and sums > 0, saturated, 0, payload.numel())
         self.table.note(self.place, entries.record_of(seen))
         made = values(payload, exponent)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lowp.compat import remembered
 from lowp.kernels.int16 import integer
-from lowp.kernels.int16.integer import Bias, Exact
+from lowp.kernels.int16.integer_reference import ConvolutionShape
+from lowp.kernels.int16.integer_run import Bias, Multiplied
 from lowp.kernels.int16.mantissas import Mantissas
 from lowp.ops.call import Call, Quick, QuickRegion
 from lowp.ops.casting import is_jit_tracing
@@ -106,11 +107,11 @@ class Convolution(Form):
         added, to = None if bias is None else Bias(bias), dtype if exact else None
         return integer.convolution(product, (both[0], both[1]), shape, left.exponent + right.exponent, to, added)
 
-    def _exact_sum(self, slot: int, left: Tensor, right: Tensor, **options: Any) -> Exact | None:
+    def _exact_sum(self, slot: int, left: Tensor, right: Tensor, **options: Any) -> Multiplied | None:
         operands = self._plain_operands(slot, left, right)
         if operands is None:
             return super()._exact_sum(slot, left, right, **options)
-        return integer.convolution_exact(*operands, **options)
+        return integer.convolve(*operands, **options)
 
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
         return bias if self._is_plain and self.fits(bias) else None
@@ -124,18 +125,18 @@ class Convolution(Form):
         return not self.transposed or self._shape.output == self.first
 
     @cached_property
-    def plain_shape(self) -> integer.ConvolutionShape | None:
+    def plain_shape(self) -> ConvolutionShape | None:
         return None if self.transposed else self._shape
 
     @cached_property
-    def _shape(self) -> integer.ConvolutionShape:
+    def _shape(self) -> ConvolutionShape:
         """The plain convolution: of a transposed one the one with output and input exchanged."""
         whole = self._transposed_output(self.first) if self.transposed else self.first
-        return integer.ConvolutionShape.of(whole, self.second, self.stride, self.padding, self.dilation, self.groups)
+        return ConvolutionShape.of(whole, self.second, self.stride, self.padding, self.dilation, self.groups)
 
     def _plain_operands(
         self, slot: int, left: Tensor, right: Tensor
-    ) -> tuple[str, Tensor, Tensor, integer.ConvolutionShape] | None:
+    ) -> tuple[str, Tensor, Tensor, ConvolutionShape] | None:
         """Return the product of a plain convolution that this is, and its operands in the kernels' order.
 
         The transposed convolution is the plain one with output and input exchanged. None if `output_padding` makes its

@@ -19,7 +19,7 @@ from lowp.formats import ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.choose.hardware import multiplies
-from lowp.kernels.int16.integer import NotFinite
+from lowp.kernels.int16.integer_run import NotFinite
 from lowp.kernels.products.programs import WAYS, is_here, rounds
 from lowp.kernels.tracing import is_quiet
 from lowp.ops.call import KeptCasts, QuickRegion, RoleCasts, accumulation, sums_bytes

@@ -13,7 +13,7 @@ from lowp.casts import Cast
 from lowp.compat import real_tensors
 from lowp.formats import ScaledFormat
 from lowp.kernels import cpu
-from lowp.kernels.int16.integer import NotFinite
+from lowp.kernels.int16.integer_run import NotFinite
 from lowp.kernels.int16.low_words import FEATURES
 from lowp.kernels.products.fp32_products import ones
 from lowp.kernels.products.programs import (

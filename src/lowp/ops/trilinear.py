@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.int16 import integer
-from lowp.kernels.int16.integer import Bias, Exact
+from lowp.kernels.int16.integer_reference import ConvolutionShape
+from lowp.kernels.int16.integer_run import Bias, Multiplied, NotFinite
 from lowp.kernels.int16.mantissas import Mantissas
 from lowp.kernels.products import sum_of_rows
 
@@ -81,7 +82,7 @@ class Form(ABC):
 
     def mantissas(
         self, slot: int, left: Mantissas, right: Mantissas, exponent: Tensor, symmetric: bool, bias: Tensor | None
-    ) -> Exact | None:
+    ) -> Multiplied | None:
         """Return the same product as int16 under an exponent: the exact sum, and bias, rounded once.
 
         None where the sum is needed itself: of other products, and for a bias that is not finite or that is no number
@@ -94,7 +95,7 @@ class Form(ABC):
         added = None if numbers is None else Bias(numbers, -int(exponent))
         try:
             return self._exact_sum(slot, left.payload, right.payload, exponent=shift, symmetric=symmetric, bias=added)
-        except integer.NotFinite:
+        except NotFinite:
             return None
 
     def is_integer_sum(self, slot: int) -> bool:
@@ -102,16 +103,16 @@ class Form(ABC):
         return True
 
     @property
-    def plain_shape(self) -> integer.ConvolutionShape | None:
+    def plain_shape(self) -> ConvolutionShape | None:
         """The shape of a convolution of the kernels that this is, with the same operands; None of other products."""
         return None
 
-    def _exact_sum(self, slot: int, left: Tensor, right: Tensor, **options: Any) -> Exact | None:
-        """Return the exact sum of int16 products, with the options of `integer.matmul_exact`; None where it is none."""
+    def _exact_sum(self, slot: int, left: Tensor, right: Tensor, **options: Any) -> Multiplied | None:
+        """Return the exact sum of int16 products, with the options of `integer.multiply`; None where it is none."""
         rows, columns, finish = self.matrices(slot, left, right)
         if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:
             return None
-        found = integer.matmul_exact(rows, columns, **options)
+        found = integer.multiply(rows, columns, **options)
         return found if finish is _as_it_is else found._replace(values=finish(found.values))
 
     def fits(self, bias: Tensor | None) -> bool:

@@ -24,7 +24,7 @@ from lowp.exponents.table import ExponentTable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import triton as implementation
 from lowp.kernels.int16 import mantissas
-from lowp.kernels.int16.integer import matmul_chained, matmul_exact
+from lowp.kernels.int16.integer import multiply
 from lowp.kernels.numbers.packing import code_dtype
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -115,15 +115,15 @@ def test_shared_scales_of_any_shape(launched: list[str], name: str, shape: tuple
 def test_products_of_any_shape(launched: list[str], shape: tuple[int, int, int]) -> None:
     m, depth, n = shape
     a, b = torch.ones(2, m, depth, dtype=torch.int16), torch.ones(2, depth, n, dtype=torch.int16)
-    matmul_exact(a, b)
-    matmul_exact(a.mT.contiguous(), b.mT.contiguous(), transpose_a=True, transpose_b=True, dtype=torch.float32)
-    matmul_chained(a, b)
+    multiply(a, b)
+    multiply(a.mT.contiguous(), b.mT.contiguous(), transpose_a=True, transpose_b=True, dtype=torch.float32)
+    multiply(a, b, dtype=None)
     assert launched == ["matmul"] * 3
 
 
 def test_a_product_of_more_tiles_than_a_second_axis_of_a_grid_has(launched: list[str]) -> None:
     many = torch.ones(1, dtype=torch.int16).expand(1 << 16, 1, 1)
-    matmul_exact(many, many)
+    multiply(many, many)
     assert launched == ["matmul"]
 
 

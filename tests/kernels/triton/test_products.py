@@ -26,7 +26,7 @@ def test_exact_sums_equal_int64(fill: str, depth: int) -> None:
     torch.manual_seed(depth)
     a, b = FILLS[fill](7, depth), FILLS[fill](depth, 19)
     expected = int64_product(a, b)
-    result = integer.matmul_exact(a, b, dtype=torch.int64, kernel="triton")
+    result = integer.multiply(a, b, dtype=torch.int64, kernel="triton")
     assert torch.equal(result.values, expected)
     assert result.largest_sum == expected.abs().max()
 
@@ -37,10 +37,10 @@ def test_exact_sums_equal_int64(fill: str, depth: int) -> None:
 def test_exact_sums_equal_int64_at_the_depths_where_int32_ends(fill: str, depth: int) -> None:
     a, b = FILLS[fill](3, depth), FILLS[fill](depth, 5)
     expected = int64_product(a, b)
-    assert torch.equal(integer.matmul_exact(a, b, dtype=torch.int64, kernel="triton").values, expected)
+    assert torch.equal(integer.multiply(a, b, dtype=torch.int64, kernel="triton").values, expected)
     for dtype, exponent in ((torch.int16, -32), (torch.float32, -7), (torch.float64, 3)):
-        wanted = integer.matmul_exact(a, b, dtype=dtype, exponent=exponent, kernel="reference")
-        found = integer.matmul_exact(a, b, dtype=dtype, exponent=exponent, kernel="triton")
+        wanted = integer.multiply(a, b, dtype=dtype, exponent=exponent, kernel="reference")
+        found = integer.multiply(a, b, dtype=dtype, exponent=exponent, kernel="triton")
         assert torch.equal(found.values, wanted.values) and found[1:] == wanted[1:]
 
 
@@ -50,8 +50,8 @@ def test_int16_is_rounded_once_to_nearest_even_saturated_and_looked_at(exponent:
     a, b = random_int16(13, 300), random_int16(300, 37)
     a[0], a[1, 3:], b[:, :4] = 0, 0, torch.tensor([1, 2, 3, -6])
     for symmetric in (False, True):
-        wanted = integer.matmul_exact(a, b, exponent=exponent, symmetric=symmetric, kernel="reference")
-        found = integer.matmul_exact(a, b, exponent=exponent, symmetric=symmetric, kernel="triton")
+        wanted = integer.multiply(a, b, exponent=exponent, symmetric=symmetric, kernel="reference")
+        found = integer.multiply(a, b, exponent=exponent, symmetric=symmetric, kernel="triton")
         assert torch.equal(found.values, wanted.values) and found[1:] == wanted[1:]
 
 
@@ -59,7 +59,7 @@ def test_ties_go_to_even_in_both_signs() -> None:
     a = torch.tensor([[1], [-1]], dtype=torch.int16)
     b = torch.arange(0, 32, dtype=torch.int16).reshape(1, 32)
     expected = torch.tensor([round(n / 2) for n in range(32)])
-    values = integer.matmul_exact(a, b, exponent=-1, kernel="triton").values
+    values = integer.multiply(a, b, exponent=-1, kernel="triton").values
     assert values[0].tolist() == expected.tolist() and values[1].tolist() == (-expected).tolist()
 
 
@@ -68,24 +68,22 @@ def test_floats_are_the_sum_rounded_once(dtype: torch.dtype) -> None:
     a, b = random_int16(5, 1000), random_int16(1000, 33)
     for exponent in (-30, -170):
         expected = (int64_product(a, b).double() * 2.0**exponent).to(dtype)
-        found = integer.matmul_exact(a, b, exponent=exponent, dtype=dtype, kernel="triton")
+        found = integer.multiply(a, b, exponent=exponent, dtype=dtype, kernel="triton")
         assert torch.equal(found.values, expected)
 
 
 def test_chained_has_the_bits_of_its_definition() -> None:
     a, b = normal(4000.0)(7, 777), random_int16(777, 19)
-    wanted = integer.matmul_chained(a, b, exponent=-31, kernel="reference")
-    found = integer.matmul_chained(a, b, exponent=-31, kernel="triton")
+    wanted = integer.multiply(a, b, exponent=-31, kernel="reference", dtype=None)
+    found = integer.multiply(a, b, exponent=-31, kernel="triton", dtype=None)
     assert torch.equal(found.values, wanted.values) and found.largest == wanted.largest
 
 
 def test_a_bias_has_the_bits_of_its_definition() -> None:
     a, b, numbers = random_int16(5, 40), random_int16(40, 9), torch.randn(9) * 2.0**8
-    for exact in (True, False):
-        product = integer.matmul_exact if exact else integer.matmul_chained
-        found, expected = (
-            product(a, b, exponent=-20, bias=integer.Bias(numbers), kernel=kernel) for kernel in ("triton", "reference")
-        )
+    for dtype in (torch.int16, None):
+        given = {"exponent": -20, "dtype": dtype, "bias": integer.Bias(numbers)}
+        found, expected = (integer.multiply(a, b, kernel=kernel, **given) for kernel in ("triton", "reference"))
         assert torch.equal(found.values, expected.values) and found[1:] == expected[1:]
 
 
@@ -93,8 +91,8 @@ def test_batches_views_and_empty_operands_are_taken_as_they_lie() -> None:
     a, b = random_int16(2, 40, 5), random_int16(1, 30, 40)
     expected = int64_product(a.mT, b.mT)
     with kernels.use("triton"):
-        found = integer.matmul_exact(a, b, transpose_a=True, transpose_b=True, dtype=torch.int64)
-        assert integer.matmul_exact(a[:, :0], b[..., :0], transpose_a=True, transpose_b=True).values.sum() == 0
+        found = integer.multiply(a, b, transpose_a=True, transpose_b=True, dtype=torch.int64)
+        assert integer.multiply(a[:, :0], b[..., :0], transpose_a=True, transpose_b=True).values.sum() == 0
     assert torch.equal(found.values, expected)
 
 
@@ -105,9 +103,9 @@ def check_convolution(dims: int, case: tuple[int, ...], dtypes: tuple[tuple[torc
     shape = convolution_shape(dims, case)
     x, w, g = random_int16(*shape.input), random_int16(*shape.weight), random_int16(*shape.output)
     for product, a, b in (("forward", x, w), ("input_gradient", g, w), ("weight_gradient", x, g)):
-        calls = [partial(integer.convolution_chained, product, a, b, shape, exponent=-30)]
+        calls = [partial(integer.convolve, product, a, b, shape, exponent=-30, dtype=None)]
         calls += [
-            partial(integer.convolution_exact, product, a, b, shape, exponent=exponent, dtype=dtype)
+            partial(integer.convolve, product, a, b, shape, exponent=exponent, dtype=dtype)
             for dtype, exponent in dtypes
         ]
         for call in calls:
@@ -161,9 +159,9 @@ def test_the_compute_capability_chooses_the_kernel_of_a_gpu(
         there = torch.empty(2, 2, dtype=torch.int16, device="cuda")
         assert integer.chosen_kernel(there) == kernel
         with pytest.raises(Unavailable, match="avx2 has no integer products on cuda"):
-            integer.matmul_exact(there, there, kernel="avx2")
+            integer.multiply(there, there, kernel="avx2")
         monkeypatch.setattr(integer, "forced", lambda: "cpu")
         with pytest.raises(Unavailable, match="cpu has no integer products on cuda"):
-            integer.matmul_exact(there, there)
+            integer.multiply(there, there)
         with pytest.raises(InvalidInput, match="a is on cuda:0 and b on cpu: move one"):
-            integer.matmul_exact(there, random_int16(2, 2))
+            integer.multiply(there, random_int16(2, 2))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.kernels.choose.dispatch import uses_library
-from lowp.kernels.int16.integer import ConvolutionShape
+from lowp.kernels.int16.integer_reference import ConvolutionShape
 from lowp.region import handover
 from lowp.region.engine import Engine
 

@@ -23,7 +23,6 @@ by the host: a call waits for the device. All of it is forward only: autograd se
 
 import itertools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,24 +33,8 @@ from lowp.kernels import cpu, triton
 from lowp.kernels.choose.dispatch import answers_at_once, capability, forced
 from lowp.kernels.int16 import integer_reference, integer_run
 from lowp.kernels.int16.integer_reference import ConvolutionShape
-from lowp.kernels.int16.integer_run import KINDS, PRODUCTS, Bias, NotFinite, Output, observed, told
+from lowp.kernels.int16.integer_run import KINDS, PRODUCTS, Bias, Multiplied, Output, told
 from lowp.kernels.int16.mantissas import power, times
-
-__all__ = [
-    "PRODUCTS",
-    "Bias",
-    "Chained",
-    "ConvolutionShape",
-    "Exact",
-    "NotFinite",
-    "convolution",
-    "convolution_chained",
-    "convolution_exact",
-    "matmul",
-    "matmul_chained",
-    "matmul_exact",
-    "observed",
-]
 
 KERNELS = ("avx512", "avx2", "neon", "portable", "reference")
 LARGEST_DEPTH = 1 << 32  # |sum| <= depth * 2^30 must fit int64
@@ -63,130 +46,64 @@ _FIRST_CAPABILITY = (8, 0)  # Ampere: for Turing's int8 products Triton makes no
 _WAYS = {"reference": "reference", "bitwise": "reference", "triton": "triton"}
 
 
-class Exact(NamedTuple):
-    """The result of an exact product, and observations made while it was written.
-
-    `saturated` counts the elements that did not fit int16 and `largest_mantissa` is max |mantissa| after saturation
-    (32768 for -32768), the maximum that Autoflex takes; both are 0 unless the result is int16. `largest_sum` is the
-    largest
-    |integer sum|, before exponent, rounding and saturation: what a format that chooses its exponent by the true maximum
-    needs. All are 0 for an empty result.
-    """
-
-    values: Tensor
-    saturated: int
-    largest_mantissa: int
-    largest_sum: int
-
-
-class Chained(NamedTuple):
-    """The fp32 result of a chained product, and the largest absolute value in it (0 if it is empty)."""
-
-    values: Tensor
-    largest: float
-
-
-def matmul_exact(
+def multiply(
     a: Tensor,
     b: Tensor,
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
     exponent: int | Tensor = 0,
-    dtype: torch.dtype = torch.int16,
+    dtype: torch.dtype | None = torch.int16,
     symmetric: bool = False,
     bias: Bias | None = None,
     kernel: str | None = None,
-) -> Exact:
-    """Return a @ b of int16 matrices, exact, times 2^exponent, rounded once to nearest even.
+) -> Multiplied:
+    """Return a @ b of int16 matrices times 2^exponent: exact, rounded once to nearest even, or chained in fp32.
 
     `a` is [..., m, k] ([..., k, m] with `transpose_a`), `b` is [..., k, n] ([..., n, k] with `transpose_b`); the
     leading dimensions broadcast; the result is [..., m, n]. Views are read as they lie: a transposed view costs no
     copy. `dtype`: int16 (mantissas, saturated at -32768 or, `symmetric`, -32767, and at 32767; for operands of
-    exponents Ea, Eb and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, or int64 (the integer
-    sums; `exponent` must be 0). `exponent` is an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of
-    avx512, avx2, neon, portable, reference, triton (on a CPU in its interpreter) (default: reference inside
-    `lowp.kernels.use` of reference or bitwise, triton inside its own; on CUDA by its compute capability; else what
-    `cpu.select` or LOWP_CPU_ISA say, or the best of this machine). A depth of 0 gives zeros. With a `bias`, of int16
-    alone, `largest_sum` is that of sum and bias, rounded up.
+    exponents Ea, Eb and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, int64 (the integer sums;
+    `exponent` must be 0), or None for chains of 256 in fp32. `exponent` is an integer or a 0-d integer tensor, -900 to
+    900. `kernel` forces one of avx512, avx2, neon, portable, reference, triton (on a CPU in its interpreter) (default:
+    reference inside `lowp.kernels.use` of reference or bitwise, triton inside its own; on CUDA by its compute
+    capability; else what `cpu.select` or LOWP_CPU_ISA say, or the best of this machine). A depth of 0 gives zeros. With
+    a `bias`, of int16 and chains alone, `largest_sum` is that of sum and bias, rounded up.
 
     Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32 (NotFinite for such a bias), Unavailable
     for a kernel that this machine lacks.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    output = _output(a, exponent, dtype, symmetric, kernel, _checked(bias, right.shape[-1], dtype))
-    found, integers, _ = integer_run.matmul(left, right, output)
-    return Exact(found, *integers)
+    added = _checked(bias, right.shape[-1], dtype)
+    return integer_run.matmul(left, right, _output(a, exponent, dtype, symmetric, kernel, added))
 
 
-def matmul_chained(
-    a: Tensor,
-    b: Tensor,
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    exponent: int | Tensor = 0,
-    bias: Bias | None = None,
-    kernel: str | None = None,
-) -> Chained:
-    """Return a @ b of int16 matrices times 2^exponent in fp32, summed in chains of 256; see the head of this module.
-
-    Shapes, `exponent` (here Ea + Eb), `kernel` and errors are those of `matmul_exact`.
-    """
-    left, right = _matrices(a, b, transpose_a, transpose_b)
-    output = _output(a, exponent, None, False, kernel, _checked(bias, right.shape[-1], None))
-    found, _, largest = integer_run.matmul(left, right, output)
-    return Chained(found, largest[0])
-
-
-def convolution_exact(
+def convolve(
     product: str,
     a: Tensor,
     b: Tensor,
     shape: ConvolutionShape,
     *,
     exponent: int | Tensor = 0,
-    dtype: torch.dtype = torch.int16,
+    dtype: torch.dtype | None = torch.int16,
     symmetric: bool = False,
     bias: Bias | None = None,
     kernel: str | None = None,
-) -> Exact:
-    """Return one of the three products of a convolution of int16 tensors, exact, rounded once.
+) -> Multiplied:
+    """Return one of the three products of a convolution of int16 tensors, written as `multiply` does.
 
     `product` and the operands: "forward" takes input [n, c, *size] and weight [o, c / groups, *kernel] and gives
     [n, o, *out]; "input_gradient" takes the output's gradient and the weight; "weight_gradient" the input and the
-    output's gradient. `shape` is `ConvolutionShape.of(...)`, 1 to 3 spatial dimensions. The rest is as in
-    `matmul_exact`.
+    output's gradient. `shape` is `ConvolutionShape.of(...)`, 1 to 3 spatial dimensions.
+
+    The depth of chains, which is cut every 256 elements, runs over: (tap, channel) for the forward product, (tap, out
+    channel) for the input gradient, taken apart for each residue of the pixel modulo the stride and over the taps that
+    reach it, and (image, pixel) for the weight gradient; the last index is fastest. Channels of a group, and in the
+    last case the pixels of an image, are padded with a zero to an even number.
     """
     _check_convolution(product, a, b, shape)
     added = _checked(bias, shape.of_operand(PRODUCTS[product][2])[1], dtype)
-    output = _output(a, exponent, dtype, symmetric, kernel, added)
-    found, integers, _ = integer_run.convolution(product, a, b, shape, output)
-    return Exact(found, *integers)
-
-
-def convolution_chained(
-    product: str,
-    a: Tensor,
-    b: Tensor,
-    shape: ConvolutionShape,
-    *,
-    exponent: int | Tensor = 0,
-    bias: Bias | None = None,
-    kernel: str | None = None,
-) -> Chained:
-    """Return one of the three products of a convolution of int16 tensors times 2^exponent in fp32, in chains of 256.
-
-    The depth, which is cut every 256 elements, runs over: (tap, channel) for the forward product, (tap, out channel)
-    for the input gradient, taken apart for each residue of the pixel modulo the stride and over the taps that reach
-    it, and (image, pixel) for the weight gradient; the last index is fastest. Channels of a group, and in the last
-    case the pixels of an image, are padded with a zero to an even number.
-    """
-    _check_convolution(product, a, b, shape)
-    added = _checked(bias, shape.of_operand(PRODUCTS[product][2])[1], None)
-    output = _output(a, exponent, None, False, kernel, added)
-    found, _, largest = integer_run.convolution(product, a, b, shape, output)
-    return Chained(found, largest[0])
+    return integer_run.convolution(product, a, b, shape, _output(a, exponent, dtype, symmetric, kernel, added))
 
 
 # -- products of which nothing is read --------------------------------------------------------------------------------
@@ -199,17 +116,10 @@ def matmul(
     scaled. A bias is that of a chained sum on a CPU. Nothing is read of a device.
     """
     if answers_at_once(left):
-        if dtype is None:
-            return matmul_chained(left, right, exponent=exponent, bias=bias).values
-        return matmul_exact(left, right, exponent=exponent, dtype=dtype).values
+        return multiply(left, right, exponent=exponent, dtype=dtype, bias=bias).values
     with told(2 * math.prod(left.shape) * right.shape[-1]):
         if chosen_kernel(left) == "triton":
-            from lowp.kernels.triton import products
-
-            a, b = integer_run.as_batches(left), integer_run.as_batches(right)
-            whole = torch.float32 if dtype is None else dtype
-            values, _ = products.matmul(a, b, power(exponent), whole, dtype is None, -32768)
-            return values.reshape(*left.shape[:-1], right.shape[-1])
+            return integer_run.by_triton(left, right, power(exponent), dtype or torch.float32, dtype is None)[0]
         return _scaled(integer_reference.matmul(left, right, dtype is None), exponent, dtype)
 
 
@@ -222,14 +132,12 @@ def convolution(
     bias: Bias | None = None,
 ) -> Tensor:
     """Return one of the three products of a convolution, `PRODUCTS`, written as `matmul` writes."""
-    a, b = operands
-    if answers_at_once(a):
-        if dtype is None:
-            return convolution_chained(product, a, b, shape, exponent=exponent, bias=bias).values
-        return convolution_exact(product, a, b, shape, exponent=exponent, dtype=dtype).values
-    with told(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):
-        multiply = integer_run.sums_by_triton if chosen_kernel(a) == "triton" else integer_reference.matmul
-        return _scaled(integer_reference.convolution(product, a, b, shape, dtype is None, multiply), exponent, dtype)
+    if answers_at_once(operands[0]):
+        return convolve(product, *operands, shape, exponent=exponent, dtype=dtype, bias=bias).values
+    with told(shape.operations):
+        kernel = integer_run.sums_by_triton if chosen_kernel(operands[0]) == "triton" else integer_reference.matmul
+        sums = integer_reference.convolution(product, *operands, shape, dtype is None, kernel)
+        return _scaled(sums, exponent, dtype)
 
 
 def _scaled(sums: Tensor, exponent: Tensor, dtype: torch.dtype | None) -> Tensor:

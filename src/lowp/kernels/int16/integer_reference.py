@@ -111,6 +111,11 @@ class ConvolutionShape:
         sizes = (*full.input[2:], *full.output[2:], *full.weight[2:])
         return array("q", (*first, *sizes, *full.stride, *full.padding, *full.dilation))
 
+    @property
+    def operations(self) -> int:
+        """The multiplications and additions of each product: each output place meets each weight of its group once."""
+        return 2 * self.output[0] * math.prod(self.output[2:]) * math.prod(self.weight)
+
     def depth(self, product: str) -> int:
         """Return how many products one element of the named result sums, padding included, at most."""
         if product == "weight_gradient":
@@ -190,29 +195,29 @@ def times(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return ((near if dtype is torch.float64 else odd) * scale).to(dtype)
 
 
-def rounded_sums(sums: Tensor, exponent: int, dtype: torch.dtype, lowest: int) -> tuple[Tensor, tuple[int, int, int]]:
-    """Return int64 sums times 2^exponent in a dtype, rounded once, and (saturated, largest mantissa, largest sum).
+def rounded_sums(sums: Tensor, exponent: int, dtype: torch.dtype, lowest: int) -> tuple[Tensor, int, int, int]:
+    """Return int64 sums times 2^exponent in a dtype, rounded once; saturated, largest mantissa, largest sum.
 
     int16 saturates at `lowest` and at 32767; the counts are 0 for other dtypes.
     """
     largest = int(sums.abs().max()) if sums.numel() else 0
     if dtype is not torch.int16:
-        return scaled(sums, exponent, dtype), (0, 0, largest)
+        return scaled(sums, exponent, dtype), 0, 0, largest
     rounded = shift_rounded(sums, exponent)
     mantissas = rounded.clamp(lowest, 32767)
     if not sums.numel():
-        return mantissas.to(torch.int16), (0, 0, 0)
-    return mantissas.to(torch.int16), (int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest)
+        return mantissas.to(torch.int16), 0, 0, 0
+    return mantissas.to(torch.int16), int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest
 
 
-def rounded_values(values: Tensor, exponent: int, lowest: int) -> tuple[Tensor, tuple[int, int, int]]:
+def rounded_values(values: Tensor, exponent: int, lowest: int) -> tuple[Tensor, int, int, int]:
     """Return values of fp64 as int16, rounded once, and what `rounded_sums` counts; sums are values / 2^exponent."""
     if not values.numel():
-        return values.to(torch.int16), (0, 0, 0)
+        return values.to(torch.int16), 0, 0, 0
     rounded = values.round()
     mantissas = rounded.clamp(lowest, 32767)
     largest = min(math.ceil(math.ldexp(float(values.abs().max()), -exponent)), 1 << 62)
-    return mantissas.to(torch.int16), (int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest)
+    return mantissas.to(torch.int16), int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest
 
 
 _GUARD = 8  # bits below the unit of a sum in which a bias is added

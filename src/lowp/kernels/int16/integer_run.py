@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ PRODUCTS = {
     "input_gradient": ("gradient", "weight", "input"),
     "weight_gradient": ("input", "gradient", "weight"),
 }
+_WITHOUT_LIBRARY = ("reference", "triton")
 Observer = Callable[[int], AbstractContextManager[None]]
 observers: list[Observer] = []  # of the products of this process
 
@@ -57,12 +58,21 @@ class Output(NamedTuple):
     bias: Bias | None
 
 
-class Result(NamedTuple):
-    """The result, and what was seen: (saturated, largest mantissa, largest sum) of integers, (largest,) of chains."""
+class Multiplied(NamedTuple):
+    """The result of a product, and observations made while it was written.
+
+    `saturated` counts the elements that did not fit int16 and `largest_mantissa` is max |mantissa| after saturation
+    (32768 for -32768), the maximum that Autoflex takes; both are 0 unless the result is int16. `largest_sum` is the
+    largest |integer sum|, before exponent, rounding and saturation: what a format that chooses its exponent by the true
+    maximum needs. `largest` is the largest absolute value of a chained product. Those that are not of its kind are 0,
+    and all of an empty result.
+    """
 
     values: Tensor
-    integers: array[int]
-    largest: array[float]
+    saturated: int = 0
+    largest_mantissa: int = 0
+    largest_sum: int = 0
+    largest: float = 0.0
 
 
 @contextmanager
@@ -79,9 +89,13 @@ def observed(observer: Observer) -> Iterator[None]:
         observers.remove(observer)
 
 
-@contextmanager
-def told(operations: int) -> Iterator[None]:
+def told(operations: int) -> AbstractContextManager[None]:
     """Report a product of so many operations to the observers while it runs."""
+    return _told(operations) if observers else nullcontext()
+
+
+@contextmanager
+def _told(operations: int) -> Iterator[None]:
     with ExitStack() as stack:
         for observer in observers:
             stack.enter_context(observer(operations))
@@ -95,89 +109,65 @@ def _batched(x: Tensor) -> Tensor:
     return x if 1 in x.stride()[-2:] else x.contiguous()
 
 
-def matmul(left: Tensor, right: Tensor, output: Output) -> Result:
+def matmul(left: Tensor, right: Tensor, output: Output) -> Multiplied:
     """Return [..., m, k] @ [..., k, n], whose leading dimensions are the same."""
-    if not observers:
-        return _matmul(left, right, output)
-    with told(2 * math.prod(left.shape) * right.shape[-1]):
-        return _matmul(left, right, output)
-
-
-def _matmul(left: Tensor, right: Tensor, output: Output) -> Result:
-    if output.kernel == "triton":
-        return _matmul_by_triton(left, right, output)
-    library = None if output.kernel == "reference" else cpu.library()
-    if library is None:
-        return _by_definition(integer_reference.matmul(left, right, output.chained), output, -1)
     *batch, m, k = left.shape
     n = right.shape[-1]
-    result = left.new_empty((*batch, m, n), dtype=output.dtype)
-    a, b = _batched(left), _batched(right)
-    *a_batch, a_rows, a_depth = a.stride()
-    *b_batch, b_depth, b_columns = b.stride()
-    # Where both strides are 1 (a single row or column), the kernels read along the depth.
-    if k <= 1:
-        a_depth = 1
-    elif a_depth != 1 and m == 1:
-        a, a_depth, a_rows = a.contiguous(), 1, k
-    sizes = array("q", (math.prod(batch), m, n, k))
-    strides = array("q", (*(a_batch or (0,)), a_rows, a_depth, *(b_batch or (0,)), b_columns, b_depth, m * n, n))
-    return _called(library.lowp_integer_matmul, output, result, (a, b, result, sizes, strides))
+    with told(2 * math.prod(left.shape) * n):
+        if output.kernel == "triton" and output.bias is None:
+            scale = torch.full((), 2.0**output.exponent, dtype=torch.float64, device=left.device)
+            values, found = by_triton(left, right, scale, output.dtype, output.chained, output.lowest)
+            return _chained(values) if output.chained else Multiplied(values, *found.tolist())
+        library = None if output.kernel in _WITHOUT_LIBRARY else cpu.library()
+        if library is None:
+            multiply = sums_by_triton if output.kernel == "triton" else integer_reference.matmul
+            return _by_definition(multiply(left, right, output.chained), output, -1)
+        result = left.new_empty((*batch, m, n), dtype=output.dtype)
+        a, b = _batched(left), _batched(right)
+        *a_batch, a_rows, a_depth = a.stride()
+        *b_batch, b_depth, b_columns = b.stride()
+        # Where both strides are 1 (a single row or column), the kernels read along the depth.
+        if k <= 1:
+            a_depth = 1
+        elif a_depth != 1 and m == 1:
+            a, a_depth, a_rows = a.contiguous(), 1, k
+        sizes = array("q", (math.prod(batch), m, n, k))
+        strides = array("q", (*(a_batch or (0,)), a_rows, a_depth, *(b_batch or (0,)), b_columns, b_depth, m * n, n))
+        return _called(library.lowp_integer_matmul, output, result, (a, b, result, sizes, strides))
 
 
-def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Result:
-    """Run the kernel and wait for what it saw."""
+def by_triton(
+    left: Tensor, right: Tensor, scale: Tensor, dtype: torch.dtype, chained: bool, lowest: int = -32768
+) -> tuple[Tensor, Tensor]:
+    """Return [..., m, k] @ [..., k, n] times `scale`, and counts, on the device: `triton.products.matmul`."""
     from lowp.kernels.triton import products
 
-    if output.bias is not None:
-        return _by_definition(sums_by_triton(left, right, output.chained), output, -1)
-    a, b = as_batches(left), as_batches(right)
-    scale = torch.full((), 2.0**output.exponent, dtype=torch.float64, device=left.device)
-    values, found = products.matmul(a, b, scale, output.dtype, output.chained, output.lowest)
-    values = values.reshape(*left.shape[:-1], right.shape[-1])
-    if not output.chained:
-        return Result(values, array("q", found.tolist()), array("d", (0.0,)))
-    return _chained(values)
-
-
-def as_batches(x: Tensor) -> Tensor:
-    """Return [..., r, c] as [batch, r, c]."""
-    return _batched(x.unsqueeze(0) if x.dim() == 2 else x)
+    a, b = (_batched(x.unsqueeze(0) if x.dim() == 2 else x) for x in (left, right))
+    values, counts = products.matmul(a, b, scale, dtype, chained, lowest)
+    return values.reshape(*left.shape[:-1], right.shape[-1]), counts
 
 
 def sums_by_triton(left: Tensor, right: Tensor, chained: bool) -> Tensor:
     """Return [..., m, k] @ [..., k, n] as `integer_reference.matmul` does: int64, or chained in fp32."""
-    from lowp.kernels.triton import products
-
     one = torch.ones((), dtype=torch.float64, device=left.device)
-    dtype = torch.float32 if chained else torch.int64
-    sums, _ = products.matmul(as_batches(left), as_batches(right), one, dtype, chained, -32768)
-    return sums.reshape(*left.shape[:-1], right.shape[-1])
+    return by_triton(left, right, one, torch.float32 if chained else torch.int64, chained)[0]
 
 
-def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Result:
+def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Multiplied:
     """Return one of the PRODUCTS of a convolution."""
-    if not observers:
-        return _convolution(product, a, b, shape, output)
-    # each output place meets each weight of its group once, in all three products
-    with told(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):
-        return _convolution(product, a, b, shape, output)
+    with told(shape.operations):
+        library = None if output.kernel in _WITHOUT_LIBRARY else cpu.library()
+        if library is None:
+            multiply = sums_by_triton if output.kernel == "triton" else integer_reference.matmul
+            sums = integer_reference.convolution(product, a, b, shape, output.chained, multiply)
+            return _by_definition(sums, output, 1)
+        result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
+        a, b = a.contiguous(), b.contiguous()
+        operands = (list(PRODUCTS).index(product), a, b, result, shape.numbers)
+        return _called(library.lowp_integer_convolution, output, result, operands)
 
 
-def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Result:
-    if output.kernel == "triton":
-        sums = integer_reference.convolution(product, a, b, shape, output.chained, sums_by_triton)
-        return _by_definition(sums, output, 1)
-    library = None if output.kernel == "reference" else cpu.library()
-    if library is None:
-        return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output, 1)
-    result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
-    a, b = a.contiguous(), b.contiguous()
-    operands = (list(PRODUCTS).index(product), a, b, result, shape.numbers)
-    return _called(library.lowp_integer_convolution, output, result, operands)
-
-
-def _called(function: Callable[..., int], output: Output, result: Tensor, operands: tuple[Any, ...]) -> Result:
+def _called(function: Callable[..., int], output: Output, result: Tensor, operands: tuple[Any, ...]) -> Multiplied:
     """Call the library; `operands` are tensors and numbers."""
     integers, largest, bias = array("q", (0, 0, 0)), array("d", (0.0,)), output.bias
     status = function(
@@ -193,7 +183,7 @@ def _called(function: Callable[..., int], output: Output, result: Tensor, operan
         largest,
     )
     check_status(status, output.kernel)
-    return Result(result, integers, largest)
+    return Multiplied(result, *integers, *largest)
 
 
 def check_status(status: int, kernel: str) -> None:
@@ -210,27 +200,23 @@ def _not_finite() -> NotFinite:
     return NotFinite("the bias is infinite or NaN, for which no int16 stands; add it to the sums in float64")
 
 
-def _by_definition(sums: Tensor, output: Output, axis: int) -> Result:
+def _by_definition(sums: Tensor, output: Output, axis: int) -> Multiplied:
     """Return what a product writes of its sums; a bias has its numbers along `axis`."""
-    if output.kernel not in ("", "reference", "triton"):
+    if output.kernel not in ("", *_WITHOUT_LIBRARY):
         raise Unavailable(f"{output.kernel} needs lowp's C++ library, which is not loaded; reference runs without it")
-    bias = None
-    if output.bias is not None:
-        bias = output.bias.numbers.reshape(-1, *(1,) * (sums.dim() - 1 - axis % sums.dim()))
+    if output.bias is None:
+        if output.chained:
+            return _chained((sums.double() * 2.0**output.exponent).float())
+        return Multiplied(*integer_reference.rounded_sums(sums, output.exponent, output.dtype, output.lowest))
+    bias = output.bias.numbers.reshape(-1, *(1,) * (sums.dim() - 1 - axis % sums.dim()))
     if output.chained:
-        values = (sums.double() * 2.0**output.exponent).float()
-        return _chained(values if bias is None else values + bias)
-    if output.bias is not None and bias is not None:
-        if not bool(bias.isfinite().all()):
-            raise _not_finite()
-        added = torch.ldexp(bias.double(), torch.full((), output.bias.exponent, device=bias.device))
-        wide = torch.ldexp(sums.double(), torch.full((), output.exponent, device=sums.device)) + added
-        result, counts = integer_reference.rounded_values(wide, output.exponent, output.lowest)
-        return Result(result, array("q", counts), array("d", (0.0,)))
-    result, counts = integer_reference.rounded_sums(sums, output.exponent, output.dtype, output.lowest)
-    return Result(result, array("q", counts), array("d", (0.0,)))
+        return _chained((sums.double() * 2.0**output.exponent).float() + bias)
+    if not bool(bias.isfinite().all()):
+        raise _not_finite()
+    added = torch.ldexp(bias.double(), torch.full((), output.bias.exponent, device=bias.device))
+    wide = torch.ldexp(sums.double(), torch.full((), output.exponent, device=sums.device)) + added
+    return Multiplied(*integer_reference.rounded_values(wide, output.exponent, output.lowest))
 
 
-def _chained(values: Tensor) -> Result:
-    largest = float(values.abs().max()) if values.numel() else 0.0
-    return Result(values, array("q", (0, 0, 0)), array("d", (largest,)))
+def _chained(values: Tensor) -> Multiplied:
+    return Multiplied(values, largest=float(values.abs().max()) if values.numel() else 0.0)
