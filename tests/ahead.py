@@ -27,7 +27,7 @@ from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, Codes, Numbers, exact, is_direct, layout, plan
 from lowp.kernels.triton.products import CHAINED_TILE, TILE
 from lowp.kernels.triton.scaled import Shared, planned, warps_of
-from lowp.kernels.triton.steps import Momentum, Moves, Way
+from lowp.kernels.triton.steps import Momentum, Moves, SignMoves, Way
 
 INTEGER_NAMES = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}  # Triton's dtypes, by bytes
 CHUNK = steps.BLOCK * steps.ROUNDS  # elements per program of steps and of gradient checks
@@ -290,6 +290,26 @@ def step(way: Way) -> Configuration:
     return Configuration(name, updates.step, types, constants, CHUNK, traffic, rounds=steps.ROUNDS)
 
 
+def step_kept(rule: str, weight: str | None, moments: str, rest: int = 0, stored: str = "bf16") -> Configuration:
+    """Return the kernel of a step with weights rounded by a cast, and moments in few bits."""
+    kept = steps.kept(None if weight is None else parse(weight), parse(moments))
+    assert kept is not None
+    form = {"adamw": Moves, "lion": SignMoves, "sgd": Momentum}[rule]
+    is_sgd = rule == "sgd"
+    way = Way(rule == "adamw", "bf16", rest, True, False, True, is_sgd, lion=rule == "lion", decay=is_sgd)
+    way = way._replace(rounds=kept.rounds, stored=stored, moments=kept.kind)
+    types: dict[str, Any] = {"table": "*i64", "chunks": "*i32", "rates": "*fp32", "inverse": "*fp32", "skip": "*fp32"}
+    types["form"] = form(*["fp32"] * len(form._fields))  # type: ignore[arg-type]
+    made = kept.moments
+    types |= {"weight_numbers": _typed(False, kept.weight.numbers), "numbers": _typed(False, made.numbers)}
+    types |= {"codes": _typed(False, made.codes), "sharing": Shared(*["i32"] * 4, *["fp32"] * 3)}  # type: ignore[arg-type]
+    constants = {"WAY": way, "CAST": kept.weight.form, "CAST_EXACT": exact(kept.weight.form), "FORM": made.form}
+    constants |= {"EXACT": exact(made.form), "LAYOUT": made.layout, "SHARING": made.sharing, "SIZE": kept.size}
+    constants |= {"ALIGNED": True, "CHUNK": CHUNK, "BLOCK": steps.BLOCK}
+    name = f"{rule} {weight} {moments} {rest}"
+    return Configuration(name, updates.step_kept, types, constants, CHUNK, 0, steps.KEPT_WARPS, steps.ROUNDS)
+
+
 def check(dtype: str, unscale: bool, counts: bool) -> Configuration:
     """Return the kernel that looks at gradients of a dtype."""
     types = {"table": "*i64", "chunks": "*i32", "inverse": "*fp32", "found": "*fp32", "energies": "*fp64"}
@@ -321,6 +341,16 @@ USUAL = (
 SHARED = ("mxfp8", "mxfp8:stochastic", "mxfp4", "nvfp4", "int8", "e4m3fn@fp32/row")
 
 
+FEW_BITS: tuple[tuple[Any, ...], ...] = (  # of `step_kept`: rule, cast of the weight, moments, remainder, dtype
+    ("adamw", "e8m15:stochastic-8", "mxint8:stochastic", 8),
+    ("adamw", None, "mxfp8:stochastic", 16),
+    ("adamw", "bf16:stochastic", "mxfp8:stochastic"),
+    ("adamw", "e5m7:stochastic", "mxfp4:stochastic", 0, "fp32"),
+    ("lion", None, "bf16:stochastic", 16),
+    ("sgd", "bf16:stochastic", "mxint8:stochastic"),
+)
+
+
 def configurations() -> Iterator[Configuration]:
     """Yield every kernel, in the casts that training uses."""
     half = (torch.float16, torch.bfloat16)
@@ -345,8 +375,8 @@ def configurations() -> Iterator[Configuration]:
     for rounding in ("stochastic", "up"):
         yield from (mantissas(kind, torch.float32, rounding) for kind in ("convert", "write perhaps"))
     for gradient in ("fp32", "bf16", "fp16"):
-        yield step(Way(True, gradient, split=True, scaled=True, maximize=False, near=True))
-        yield step(Way(False, gradient, split=True, scaled=True, maximize=False, momentum=True, decay=True))
+        yield step(Way(True, gradient, rest=16, scaled=True, maximize=False, near=True))
+        yield step(Way(False, gradient, rest=16, scaled=True, maximize=False, momentum=True, decay=True))
         yield from (check(gradient, True, counted) for counted in (False, True))
 
 

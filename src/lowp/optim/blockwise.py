@@ -166,11 +166,10 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         for (_, device, _), found in alike.items():
             columns, numbers = self._columns(found), self.numbers(found[0][1][0])
             assert numbers is not None
+            kept = updates.Kept(self.storage.step_cast, self.kept.cast, [name in SQUARES for name in self.moments])
             if updates.has_kernels(device):
-                updates.step(columns, numbers, scale, skip)
+                updates.step(columns, numbers, kept, scale, skip)
             else:
-                roots = [name in SQUARES for name in self.moments]
-                kept = updates.Kept(self.storage.step_cast, self.kept.cast, roots)
                 updates.step_on_cpu(columns, numbers, kept, scale, BLOCK)
             self._count_steps(list(columns.steps))
         return {id(parameter) for found in alike.values() for _, (_, parameter) in found}
@@ -189,14 +188,13 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         if not all(one.is_contiguous() for one in (here, there, *(local(state[name]) for name in self.moments))):
             return False
         if updates.has_kernels(parameter.device):
-            return self._fits_triton(parameter, numbers)
+            return self._fits_triton(parameter)
         return self._fits_library(parameter, numbers) and updates.fits_library(there, self.kept.cast)
 
-    def _fits_triton(self, parameter: Tensor, numbers: updates.Numbers) -> bool:
-        """Whether Triton's kernels step it: unsharded, fp32 moments, and weights in fp32 or split in two."""
-        is_plain = not is_sharded(parameter) and str(self.kept.cast) == "fp32"
-        is_stored = self.storage.cast is None or self.storage.kind == "split"
-        return is_plain and is_stored and not isinstance(numbers, updates.LionNumbers)
+    def _fits_triton(self, parameter: Tensor) -> bool:
+        """Whether Triton's kernels step it: unsharded, any storage but a copy, moments that they have."""
+        is_stored = self.storage.cast is None or self.storage.kind != "fp32"
+        return is_stored and not is_sharded(parameter) and updates.fits_triton(self.storage.step_cast, self.kept.cast)
 
     def _fits_library(self, parameter: Tensor, numbers: updates.Numbers) -> bool:
         """Whether the C++ library steps it: any storage but a copy, any moments but those of torch's arithmetic.
@@ -223,6 +221,8 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         states = [self.state[parameter] for parameter in parameters]
         names = [name for name in self.moments if name + SCALES in states[0]]
         draws = self.storage.draws or self.kept.cast.is_stochastic
+        counts = updates.has_kernels(parameters[0].device)  # there, without waiting for the device
+        numbered = zip((index for index, _ in members), states, strict=True)
         return updates.Columns(
             [local(parameter).detach() for parameter in parameters],
             [local(one["remainder"]) for one in states] if "remainder" in states[0] else None,
@@ -230,7 +230,7 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
             [[local(one[name]) for one in states] for name in self.moments],
             [one["step"] for one in states],
             [[one[name + SCALES] for one in states] for name in names],
-            [int(seed_of(self.seed, self.state[one]["step"], index)) if draws else 0 for index, (_, one) in members],
+            [int(seed_of(self.seed, 0 if counts else one["step"], index)) if draws else 0 for index, one in numbered],
             [int(self._places(one)) for one in parameters],
         )
 

@@ -47,10 +47,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cast_and_an_optimizers_step_compile_with_vectors() -> None:
     found = check(ahead.quantize(parse("e4m3fn:stochastic"), torch.bfloat16), 90, MOST)
     assert "LDG.E.128" in found.sass and "STG.E.128" in found.sass
-    way = Way(True, "bf16", split=True, scaled=True, maximize=False, near=True)
+    way = Way(True, "bf16", rest=16, scaled=True, maximize=False, near=True)
     found = check(ahead.step(way), 75, MOST)
     assert "LDG.E.128" in found.sass and "STG.E.128" in found.sass
     check(ahead.check("fp32", unscale=True, counts=True), 80, MOST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [*CAPABILITIES, 120])
+def test_steps_with_few_bits_spill_nothing(capability: int) -> None:
+    for given in ahead.FEW_BITS:
+        check(ahead.step_kept(*given), capability, MOST)
+
+
+def test_a_step_with_moments_of_eight_bits_compiles() -> None:
+    check(ahead.step_kept("lion", None, "mxfp8:stochastic", 16), 80, MOST)
 
 
 def test_codes_of_four_bits_are_packed_where_they_are_made() -> None:

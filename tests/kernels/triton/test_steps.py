@@ -13,7 +13,7 @@ import lowp
 from lowp import kernels
 from lowp.errors import Unavailable
 from lowp.kernels.steps import updates
-from lowp.optim import SGD, AdamW
+from lowp.optim import SGD, AdamW, Lion
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -81,6 +81,69 @@ def test_parameters_are_stepped_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -
     with kernels.use("triton"):
         optimizer.step()
     assert calls == [4]  # all but the empty one
+
+
+def far(p: Any, **k: Any) -> AdamW:
+    return AdamW(p, lr=1e-2, betas=(0.4, 0.9), maximize=True, **k)
+
+
+def damped(p: Any, **k: Any) -> SGD:
+    return SGD(p, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=1e-3, **k)
+
+
+def nesterov(p: Any, **k: Any) -> SGD:
+    return SGD(p, lr=0.1, momentum=0.9, nesterov=True, **k)
+
+
+FEW_BITS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (AdamW, {"moments": "int8", "masters": "split-8"}),
+    (AdamW, {"moments": "mxfp4:stochastic", "storage": "e5m7", "masters": "stochastic"}),
+    (AdamW, {"moments": "bf16", "masters": "none"}),
+    (far, {"moments": "fp8", "masters": "stochastic"}),
+    (damped, {"moments": "mxint8", "storage": "fp16", "masters": "stochastic"}),
+    (nesterov, {"moments": "fp8", "storage": None}),
+    (SGD, {"masters": "stochastic"}),
+    (Lion, {"moments": "int8"}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), FEW_BITS, ids=str)
+def test_moments_and_weights_in_few_bits_are_one_kernel_with_the_bits_of_the_definition(
+    make: Callable[..., Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    real = updates.step
+    monkeypatch.setattr(
+        updates, "step", lambda columns, *rest: calls.append(len(columns.weights)) or real(columns, *rest)
+    )
+    found = []
+    for way in ("triton", "bitwise"):
+        ours = [nn.Parameter(torch.linspace(-2, 2, count).view(shape)) for count, shape in ((70, (7, 10)), (33, (33,)))]
+        optimizer = make(ours, seed=7, **options)
+        for step in range(3):
+            give(ours, step)
+            ours[1].grad[:2] = torch.tensor([0.0, 1e-20])  # type: ignore[index]
+            optimizer.found_inf = torch.tensor(float(step == 2))  # then nothing changes
+            optimizer.grad_scale = torch.tensor(4.0)
+            with kernels.use(way):
+                optimizer.step()
+        found.append([one for p in ours for one in (p.detach(), *optimizer.state[p].values())])
+    assert calls == [2, 2, 2]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+def test_numbers_beyond_the_first_block_draw_by_seeds_of_their_own() -> None:
+    found = []
+    for way in ("triton", "bitwise"):
+        weight = nn.Parameter(torch.randn(70_001, generator=torch.Generator().manual_seed(0)))
+        optimizer = AdamW([weight], moments="int8", masters="split-8", seed=(1 << 64) - 3)
+        for step in range(2):
+            give([weight], step)
+            with kernels.use(way):
+                optimizer.step()
+        found.append([weight.detach(), *optimizer.state[weight].values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -200,7 +263,7 @@ def test_a_table_on_a_device_is_made_once_for_the_same_addresses(monkeypatch: py
     made: list[tuple[int, ...]] = []
     streams, capturing = [7], [False]
 
-    def make(rows: Any, block: int, chunk: int, like: Any) -> tuple[steps.Table, tuple[torch.Tensor, ...]]:
+    def make(rows: Any, block: int, chunk: int, like: Any, width: int) -> tuple[steps.Table, tuple[torch.Tensor, ...]]:
         made.append(rows)
         return steps.Table(torch.tensor(rows), torch.zeros(0), True, chunk, block), (torch.zeros(1),)
 

@@ -66,12 +66,12 @@ class Columns(NamedTuple):
     moments: Sequence[Sequence[Tensor]]
     steps: Sequence[Tensor]  # 0-d fp32, the number of earlier steps
     scales: Sequence[Sequence[Tensor]] = ()  # of moments in codes
-    seeds: Sequence[int] = ()
+    seeds: Sequence[int] = ()  # for Triton, of a step 0: it adds what the step makes of it
     places: Sequence[int] = ()  # of the first number in the whole of a parameter
 
 
 class Kept(NamedTuple):
-    """How the C++ library reads and writes what a step changes."""
+    """How kernels read and write what a step changes."""
 
     weight: Cast | None  # by which the fp32 weight is rounded
     moments: Cast
@@ -124,21 +124,50 @@ def rates(steps: Tensor, numbers: Numbers) -> Tensor:
     return table
 
 
-def step(columns: Columns, numbers: Numbers, grad_scale: Tensor | None, skip: Tensor | None) -> None:
+def fits_triton(weight: Cast | None, moments: Cast) -> bool:
+    """Whether Triton steps parameters whose weights a cast rounds, if any, with moments in this format."""
+    from lowp.kernels.triton import steps
+
+    return steps.kept(weight, moments) is not None
+
+
+def step(columns: Columns, numbers: Numbers, kept: Kept, grad_scale: Tensor | None, skip: Tensor | None) -> None:
     """Step parameters whose gradients have one dtype, by Triton; where `skip` is above zero nothing changes.
 
     Gradients are divided by `grad_scale`. SGD's first momentum is the gradient.
     """
-    from lowp.kernels.triton import steps
+    from lowp.kernels.triton import plans, steps
 
-    table, inverse = rates(torch.stack(list(columns.steps)), numbers), _inverse(grad_scale)
-    tensors, is_split = _by_column(columns), columns.remainders is not None
-    if isinstance(numbers, AdamWNumbers):
-        moves = steps.Moves(1 - numbers.beta1, numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.epsilon)
-        steps.adamw(tensors, table, inverse, skip, moves, is_split, numbers.maximize)
-    elif isinstance(numbers, SgdNumbers):
-        momentum = steps.Momentum(numbers.momentum, 1 - numbers.dampening, numbers.weight_decay)
-        steps.sgd(tensors, table, inverse, skip, momentum, is_split, numbers.maximize, numbers.nesterov)
+    before = torch.stack(list(columns.steps))
+    table, inverse = rates(before, numbers), _inverse(grad_scale)
+    rest = 0 if columns.remainders is None else 8 * columns.remainders[0].element_size()
+    own, form = _numbers_of(numbers), {AdamWNumbers: steps.Moves, LionNumbers: steps.SignMoves}
+    moves = form.get(type(numbers), steps.Momentum)(*own)
+    way = steps.Way(
+        adamw=isinstance(numbers, AdamWNumbers),
+        lion=isinstance(numbers, LionNumbers),
+        dtype=plans.DTYPES[columns.gradients[0].dtype],
+        rest=rest,
+        scaled=inverse is not None,
+        maximize=numbers.maximize,
+        near=isinstance(numbers, AdamWNumbers) and own[0] < 0.5,
+        momentum=isinstance(numbers, SgdNumbers) and numbers.momentum != 0,
+        nesterov=isinstance(numbers, SgdNumbers) and numbers.nesterov,
+        decay=isinstance(numbers, SgdNumbers) and numbers.weight_decay != 0,
+        stored=plans.DTYPES[columns.weights[0].dtype] if rest == 0 else "bf16",
+    )
+    rests = columns.weights if columns.remainders is None else columns.remainders
+    moments = [*columns.moments, *[columns.weights] * (2 - len(columns.moments))]  # not read
+    if not way.lion and kept.weight is None and rest != 8 and str(kept.moments) == "fp32":
+        return steps.step([columns.weights, rests, columns.gradients, *moments], table, inverse, skip, moves, way)
+    found = steps.kept(kept.weight, kept.moments)
+    assert found is not None  # `fits_triton`
+    table[:, 3] = before
+    way = way._replace(rounds=found.rounds, moments=found.kind)
+    scales = [*columns.scales, *[columns.weights] * (2 - len(columns.scales))]
+    each = [columns.weights, rests, columns.gradients, moments[0], scales[0], moments[1], scales[1]]
+    seeds = [_signed(seed) for seed in columns.seeds]
+    steps.step_kept(each, seeds, table, inverse, skip, moves, way, found)
 
 
 # RuleKind and RuleFlag of cpu/cast.hpp
@@ -152,13 +181,10 @@ def step_on_cpu(columns: Columns, numbers: Numbers, kept: Kept, grad_scale: Tens
 
     `share` numbers of a parameter draw by one seed, which is made of the parameter's.
     """
+    own, flags = _numbers_of(numbers), 0
     if isinstance(numbers, AdamWNumbers):
-        own: tuple[float, ...] = (1 - numbers.beta1, numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.epsilon)
-        flags = _NEAR * (1 - numbers.beta1 < 0.5)
-    elif isinstance(numbers, LionNumbers):
-        own, flags = (numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2), 0
-    else:
-        own = (numbers.momentum, 1 - numbers.dampening, numbers.weight_decay)
+        flags = _NEAR * (own[0] < 0.5)
+    elif isinstance(numbers, SgdNumbers):
         flags = _NESTEROV * numbers.nesterov + _MOVES * bool(columns.moments) + _DECAYS * bool(numbers.weight_decay)
     rest = 0 if columns.remainders is None else columns.remainders[0].element_size()
     types = TYPE_NUMBERS[columns.weights[0].dtype], TYPE_NUMBERS[columns.gradients[0].dtype]
@@ -170,8 +196,7 @@ def step_on_cpu(columns: Columns, numbers: Numbers, kept: Kept, grad_scale: Tens
         for slot in range(2):
             rows.append(columns.moments[slot][place] if slot < len(columns.moments) else None)
             rows.append(columns.scales[slot][place] if slot < len(columns.scales) else None)
-        seed = columns.seeds[place]  # as a signed word
-        rows += [weight.numel(), columns.places[place], seed - (1 << 64) if seed >> 63 else seed]
+        rows += [weight.numel(), columns.places[place], _signed(columns.seeds[place])]
     table = rates(torch.stack(list(columns.steps)), numbers)
     scale = (1.0 if grad_scale is None else float(inverse_of(grad_scale))) * (-1 if numbers.maximize else 1)
     cpu.loaded().lowp_step_list(block, rows, len(columns.weights), share, table, scale, torch.get_num_threads())
@@ -207,11 +232,17 @@ def _is_checked(gradient: Tensor) -> bool:
     return format is not None and gradient.is_contiguous(memory_format=format)
 
 
-def _by_column(columns: Columns) -> list[Sequence[Tensor]]:
-    """Return five columns; missing ones are replaced by the weights and not read."""
-    rests = columns.weights if columns.remainders is None else columns.remainders
-    moments = [*columns.moments, *[columns.weights] * (2 - len(columns.moments))]
-    return [columns.weights, rests, columns.gradients, *moments]
+def _numbers_of(numbers: Numbers) -> tuple[float, ...]:
+    """Return the numbers of a rule that its kernels read, without rates."""
+    if isinstance(numbers, AdamWNumbers):
+        return 1 - numbers.beta1, numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.epsilon
+    if isinstance(numbers, LionNumbers):
+        return numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2
+    return numbers.momentum, 1 - numbers.dampening, numbers.weight_decay
+
+
+def _signed(seed: int) -> int:
+    return seed - (1 << 64) if seed >> 63 else seed
 
 
 def _inverse(grad_scale: Tensor | None) -> Tensor | None:

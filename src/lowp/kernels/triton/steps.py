@@ -1,5 +1,6 @@
 """Steps and checks of many tensors in one launch, by tables of addresses."""
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,12 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowp.casts import Cast, parse
+from lowp.formats import FORMATS, ScaledFormat
 from lowp.kernels.triton.calls import integers
 from lowp.kernels.triton.device import updates
 from lowp.kernels.triton.launch import INTERPRETED_BLOCK, run
-from lowp.kernels.triton.plans import DTYPES
+from lowp.kernels.triton.plans import DTYPES, CastPlan, exact, plan
+from lowp.kernels.triton.scaled import ScaledCastPlan, planned
 
 BLOCK, ROUNDS = 1024, 8
+KEPT_WARPS = 8  # random bits need registers, so that each warp gets fewer numbers
+_LONGEST_BLOCK = 512  # numbers under one scale
 _ALIGNMENT = 16  # bytes of a thread's vector loads
 
 
@@ -34,18 +40,44 @@ class Momentum(NamedTuple):
     decay: float
 
 
+class SignMoves(NamedTuple):
+    """The numbers of Lion in fp32."""
+
+    beta1: float
+    first: float  # 1 - beta1
+    beta2: float
+    second: float  # 1 - beta2
+
+
 class Way(NamedTuple):
-    """The properties that determine the instructions of a step: `near` for AdamW, the last three for SGD."""
+    """The properties that determine the instructions of a step.
+
+    `near` is for AdamW, the three after it for SGD, the last ones for `step_kept`.
+    """
 
     adamw: bool
     dtype: str  # dtype of the gradients
-    split: bool
+    rest: int  # bits of the remainder beside a bf16 weight; 0: none
     scaled: bool
     maximize: bool
     near: bool = False  # the average is computed from its old value, as torch's lerp does from the nearer end
     momentum: bool = False
     nesterov: bool = False
     decay: bool = False
+    lion: bool = False
+    rounds: bool = False  # the weight is rounded by a cast
+    stored: str = "fp32"  # dtype of the weights
+    moments: str = "fp32"  # or "bf16" or "codes"
+
+
+class KeptPlan(NamedTuple):
+    """How moments and weights are kept, as arguments of `step_kept`: casts and codes with their numbers."""
+
+    weight: CastPlan
+    moments: ScaledCastPlan
+    size: int  # numbers that share a scale
+    kind: str  # "fp32", "bf16" or "codes"
+    rounds: bool
 
 
 class Table(NamedTuple):
@@ -65,8 +97,10 @@ _MOST_TABLES = 64
 _of_graphs: list[tuple[Table, tuple[Tensor, ...]]] = []  # tables read by captured graphs at every replay
 
 
-def table(columns: Sequence[Sequence[Tensor]]) -> Table:
-    """Return the table of tensors, given by column; tensors of a row have equal sizes and are dense.
+def table(columns: Sequence[Sequence[Tensor]], more: Sequence[int] = ()) -> Table:
+    """Return the table of tensors, given by column; tensors of a row have as many numbers as the first, and are dense.
+
+    A row ends with their number, and with that of `more`.
 
     A new table is copied to their device, from pinned memory and without waiting, unless one with the same addresses
     and sizes exists. Tables used in the capture of a graph are kept for good.
@@ -74,17 +108,19 @@ def table(columns: Sequence[Sequence[Tensor]]) -> Table:
     lead = columns[0]
     counts = [one.numel() for one in lead]
     rows = [
-        (*(one.data_ptr() for one in row), count) for row, count in zip(zip(*columns, strict=True), counts, strict=True)
+        (*(one.data_ptr() for one in row), count, *more[place : place + 1])
+        for place, (row, count) in enumerate(zip(zip(*columns, strict=True), counts, strict=True))
     ]
+    width = len(columns)
     if lead[0].is_cpu:
         block = min(INTERPRETED_BLOCK, max(16, 1 << (max(counts) - 1).bit_length()))
-        return _made(rows, block, block, lead[0])[0]
+        return _made(rows, block, block, lead[0], width)[0]
     stream = torch.cuda.current_stream(lead[0].device).cuda_stream  # another one could read before the copy
     key = (lead[0].device, stream, *rows)
     found, captures = _tables.get(key), torch.cuda.is_current_stream_capturing()
     staged: tuple[Tensor, ...] = ()
     if found is None:
-        found, staged = _made(rows, BLOCK, BLOCK * ROUNDS, lead[0])
+        found, staged = _made(rows, BLOCK, BLOCK * ROUNDS, lead[0], width)
     if captures:
         _of_graphs.append((found, staged))
         return found
@@ -95,10 +131,12 @@ def table(columns: Sequence[Sequence[Tensor]]) -> Table:
     return found
 
 
-def _made(rows: Sequence[tuple[int, ...]], block: int, chunk: int, like: Tensor) -> tuple[Table, tuple[Tensor, ...]]:
-    """Return a table on the device of `like`, and the host memory it is copied from."""
-    aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:-1])
-    pieces = [(place, part) for place, row in enumerate(rows) for part in range(-(-row[-1] // chunk))]
+def _made(
+    rows: Sequence[tuple[int, ...]], block: int, chunk: int, like: Tensor, width: int
+) -> tuple[Table, tuple[Tensor, ...]]:
+    """Return a table on the device of `like`, with `width` addresses a row, and the host memory it is copied from."""
+    aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:width])
+    pieces = [(place, part) for place, row in enumerate(rows) for part in range(-(-row[width] // chunk))]
     addresses = torch.tensor(rows, dtype=torch.int64, device="cpu")
     chunks = torch.tensor(pieces, dtype=torch.int32, device="cpu").reshape(-1, 2)
     if like.is_cpu:
@@ -108,40 +146,60 @@ def _made(rows: Sequence[tuple[int, ...]], block: int, chunk: int, like: Tensor)
     return Table(there[0], there[1], aligned, chunk, block), staged
 
 
-def adamw(
-    columns: Sequence[Sequence[Tensor]], rates: Tensor, inverse: Tensor | None, skip: Tensor | None, moves: Moves,
-    split: bool, maximize: bool,
-) -> None:  # fmt: skip
-    """Step parameters; columns: weight, remainder (any tensor if not `split`), gradient and two moments."""
-    way = Way(True, _dtype(columns), split, inverse is not None, maximize, near=moves.first < 0.5)
-    _walk(columns, rates, inverse, skip, moves, way)
-
-
-def sgd(
+def step(
     columns: Sequence[Sequence[Tensor]], rates: Tensor, inverse: Tensor | None, skip: Tensor | None,
-    numbers: Momentum, split: bool, maximize: bool, nesterov: bool,
+    numbers: Moves | Momentum | SignMoves, way: Way,
 ) -> None:  # fmt: skip
-    """Step parameters; columns: weight, remainder, gradient, momentum; the fifth column is not read."""
-    way = Way(
-        False, _dtype(columns), split, inverse is not None, maximize,
-        momentum=numbers.momentum != 0, nesterov=nesterov, decay=numbers.decay != 0,
-    )  # fmt: skip
-    _walk(columns, rates, inverse, skip, numbers, way)
+    """Step parameters; columns: weight, remainder, gradient, two moments; any tensor for what there is not.
 
-
-def _dtype(columns: Sequence[Sequence[Tensor]]) -> str:
-    return DTYPES[columns[2][0].dtype]
-
-
-def _walk(
-    columns: Sequence[Sequence[Tensor]], rates: Tensor, inverse: Tensor | None, skip: Tensor | None,
-    numbers: Moves | Momentum, way: Way,
-) -> None:  # fmt: skip
+    Moments are in fp32, and weights in fp32 or split in two halves of 16 bits.
+    """
     where = table([[integers(one) for one in column] for column in columns])
-    never = rates.new_zeros(()) if skip is None else skip.reshape(()).to(rates.device, torch.float32)
-    inverse = rates if inverse is None else inverse.reshape(()).to(rates.device)
-    arguments = (where.addresses, where.chunks, rates, inverse, never, numbers, way)
+    arguments = (where.addresses, where.chunks, rates, *_flags(rates, inverse, skip), numbers, way)
     run(updates.step, (len(where.chunks),), *arguments, where.aligned, where.chunk, where.block)
+
+
+def step_kept(
+    columns: Sequence[Sequence[Tensor]], seeds: Sequence[int], rates: Tensor, inverse: Tensor | None,
+    skip: Tensor | None, numbers: Moves | Momentum | SignMoves, way: Way, kept: KeptPlan,
+) -> None:  # fmt: skip
+    """Step parameters; columns: weight, remainder, gradient, and two moments, each with its scales.
+
+    `seeds` are signed words, one for each parameter before any step; the fourth of `rates` are the earlier steps.
+    """
+    where = table([[integers(one) for one in column] for column in columns], seeds)
+    form, numbers_of = kept.moments.form, (kept.weight.numbers, kept.moments.numbers, kept.moments.codes)
+    compiled = (kept.weight.form, exact(kept.weight.form), form, exact(form), kept.moments.layout, kept.moments.sharing)
+    arguments = (where.addresses, where.chunks, rates, *_flags(rates, inverse, skip), numbers, *numbers_of)
+    block = max(min(where.block, updates.SHARE.value), kept.size)
+    more = (*arguments, kept.moments.shared, way, *compiled, kept.size, where.aligned, where.chunk, block)
+    run(updates.step_kept, (len(where.chunks),), *more, warps=KEPT_WARPS)
+
+
+def _flags(rates: Tensor, inverse: Tensor | None, skip: Tensor | None) -> tuple[Tensor, Tensor]:
+    never = rates.new_zeros(()) if skip is None else skip.reshape(()).to(rates.device, torch.float32)
+    return rates if inverse is None else inverse.reshape(()).to(rates.device), never
+
+
+@functools.lru_cache(maxsize=64)
+def kept(weight: Cast | None, moments: Cast) -> KeptPlan | None:
+    """Return how weights rounded by a cast, if any, and moments are kept; None if no kernel does it.
+
+    Moments are in fp32, bf16, or codes of 4 or 8 bits in blocks whose scale is a power of two.
+    """
+    nearest = Cast(FORMATS["fp32"])
+    rounding = plan(nearest if weight is None else weight, torch.float32)
+    if isinstance(moments.format, ScaledFormat):
+        found, size, bits = planned(moments, torch.float32, True), moments.format.scope.size, moments.format.bits
+        is_known = found is not None and found.sharing.power and found.sharing.direct and bits in (4, 8)
+        if found is None or not is_known or not 1 < size <= _LONGEST_BLOCK:
+            return None
+        found = found._replace(layout=found.layout._replace(packed=bits == 4))
+        return KeptPlan(rounding, found, size, "codes", weight is not None)
+    like = planned(parse("mxfp8"), torch.float32, True)  # of which nothing but form and numbers is read
+    assert like is not None
+    form, numbers = plan(moments, torch.float32)
+    return KeptPlan(rounding, like._replace(form=form, numbers=numbers), 32, str(moments.format), weight is not None)
 
 
 def check(

@@ -119,7 +119,7 @@ def elements(
 
 
 @triton.jit
-def _direct(
+def codes_under_powers(
     magnitude, sign, by, hard, first, seed, numbers, codes, FORM: tl.constexpr, EXACT: tl.constexpr,
     LAYOUT: tl.constexpr, SHARING: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,7 @@ def write(
             quotient = bits_of(_over_power(magnitude, by, SHARING))
             lost = put_under_powers(out, start, end, quotient, sign, by, numbers, DTYPE, SHARING, COUNT)
     elif SHARING.direct:
-        code, missing = _direct(
+        code, missing = codes_under_powers(
             magnitude, sign, by, hard, first, seed, numbers, codes, FORM, EXACT, LAYOUT, SHARING, COUNT
         )  # fmt: skip
         store(out, start, end, code, LAYOUT)
@@ -263,7 +263,7 @@ def _scales(largest, highest, outer, numbers, sharing, SHARING: tl.constexpr):
 
 
 @triton.jit
-def _each(of_groups, SIZE: tl.constexpr):
+def each_of(of_groups, SIZE: tl.constexpr):
     """Return what groups of SIZE have for each of their numbers."""
     GROUPS: tl.constexpr = of_groups.shape[0]
     return tl.reshape(tl.broadcast_to(of_groups[:, None], (GROUPS, SIZE)), (GROUPS * SIZE,))
@@ -295,11 +295,11 @@ def blocks(
     if SHARING.codes:
         groups = tl.program_id(0).to(tl.int64) * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)
         keep(scales, groups, groups < total // SIZE, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
-    each = _each(by, SIZE)
+    each = each_of(by, SIZE)
     inverse, upper, lower, hard = each, each, each, 0  # not read
     if SHARING.near:
         inverse, upper, lower, hard = divisors(by, highest, outer, SHARING)
-        inverse, upper, lower = _each(inverse, SIZE), _each(upper, SIZE), _each(lower, SIZE)
+        inverse, upper, lower = each_of(inverse, SIZE), each_of(upper, SIZE), each_of(lower, SIZE)
         hard = tl.reduce(hard, 0, tl.standard._elementwise_max)
     elif SHARING.summed or SHARING.direct:
         hard = (tl.reduce(highest, 0, tl.standard._elementwise_max) >= 0x7E800000).to(tl.int32)

@@ -6,7 +6,19 @@ Each operation is rounded to nearest in fp32 and none are fused, so that every d
 import triton
 import triton.language as tl
 
-from lowp.kernels.triton.device.bits import read
+from lowp.kernels.triton.device.bits import read, write
+from lowp.kernels.triton.device.codes import decoded, store
+from lowp.kernels.triton.device.rounding import cast
+from lowp.kernels.triton.device.scaled import codes_under_powers, each_of
+from lowp.kernels.triton.device.scales import power_bits, power_of_two
+from lowp.kernels.triton.device.stochastic import is_undecided
+
+COLUMNS = tl.constexpr(9)  # of the table of `step_kept`
+SHARE = tl.constexpr(1 << 16)  # numbers of a parameter that draw by one seed: BLOCK of optim/storage.py
+# what `seed_of` of optim/storage.py multiplies its counters by, as signed words
+SEED_OF_STEP = tl.constexpr(0x9E37_79B9_7F4A_7C15 - (1 << 64))
+SEED_OF_TENSOR = tl.constexpr(0xC2B2_AE3D_27D4_EB4F - (1 << 64))
+SEED_OF_SLOT = tl.constexpr(0x1656_67B1_9E37_79F9)
 
 
 @triton.jit
@@ -19,35 +31,36 @@ def _pointer(table, tensor, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, TYPE: t
 
 
 @triton.jit
-def _weight(half, remainder, places, mask, SPLIT: tl.constexpr):
-    """Return an fp32 weight, which is stored as such or as a bf16 half and a remainder.
+def _joined(half, remainder, places, mask, REST: tl.constexpr):
+    """Return fp32 weights, which are stored as such (REST is 0) or as a bf16 half and a remainder of REST bits.
 
-    bits = half * 2**16 + remainder, with the remainder in -32768 .. 32767. If other code has set the half to 0, a
-    negative remainder counts as 0.
+    bits = half * 2**16 + remainder, with 16 bits in -32768 .. 32767; of 8 bits the other 8 are zeros. If other code has
+    set the half to 0, a negative remainder counts as 0.
     """
-    if SPLIT:
+    if REST == 0:
+        bits = tl.load(half + places, mask=mask, other=0)
+    else:
         upper = tl.load(half + places, mask=mask, other=0).to(tl.int32)
         rest = tl.load(remainder + places, mask=mask, other=0).to(tl.int32)
         rest = tl.where((upper & 0x7FFF) == 0, tl.maximum(rest, 0), rest)
-        bits = (upper << 16) + rest
-    else:
-        bits = tl.load(half + places, mask=mask, other=0)
+        bits = (upper << 16) + (rest << (16 - REST))
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _store(half, remainder, places, mask, weight, SPLIT: tl.constexpr):
-    """Write a weight for `_weight`: the half is the nearest bf16, ties away from zero; a NaN becomes some NaN."""
+def _split(half, remainder, places, mask, weight, REST: tl.constexpr):
+    """Write weights for `_joined`: the half is the nearest bf16, ties away from zero; a NaN becomes some NaN."""
     bits = weight.to(tl.int32, bitcast=True)
-    if SPLIT:
-        upper = (bits + 0x8000) >> 16
-        rest = bits - (upper << 16)
+    if REST == 0:
+        tl.store(half + places, bits, mask=mask)
+    else:
+        kept = bits if REST == 16 else (bits + 0x80) >> 8
+        upper = (kept + (1 << (REST - 1))) >> REST
+        rest = kept - (upper << REST)
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         upper = tl.where(is_nan, (bits >> 16) | 0x40, upper)
         tl.store(half + places, upper.to(tl.int16), mask=mask)
-        tl.store(remainder + places, tl.where(is_nan, 0, rest).to(tl.int16), mask=mask)
-    else:
-        tl.store(half + places, bits, mask=mask)
+        tl.store(remainder + places, tl.where(is_nan, 0, rest).to(remainder.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -61,11 +74,10 @@ def _gradient(pointer, inverse, places, mask, DTYPE: tl.constexpr, SCALED: tl.co
     return gradient
 
 
+# -- rules ------------------------------------------------------------------------------------------------------------
 @triton.jit
-def _adamw(weight, gradient, averages, squares, places, mask, rates, form, NEAR: tl.constexpr):
-    """Return the new weight; the moments are updated. rates: 1 - lr * weight decay, and two factors of the step."""
-    average = tl.load(averages + places, mask=mask, other=0.0)
-    square = tl.load(squares + places, mask=mask, other=0.0)
+def _adamw(weight, gradient, average, square, rates, form, NEAR: tl.constexpr):
+    """Return the new weight and moments. rates: 1 - lr * weight decay, and two factors of the step."""
     weight = weight * tl.load(rates)
     if NEAR:
         average = average + form.first * (gradient - average)
@@ -74,40 +86,54 @@ def _adamw(weight, gradient, averages, squares, places, mask, rates, form, NEAR:
     square = square * form.beta2 + (form.second * gradient) * gradient
     divisor = tl.div_rn(tl.sqrt_rn(square), tl.load(rates + 2)) + form.epsilon
     weight = weight + tl.div_rn(tl.load(rates + 1) * average, divisor)
-    tl.store(averages + places, average, mask=mask)
-    tl.store(squares + places, square, mask=mask)
-    return weight
+    return weight, average, square
 
 
 @triton.jit
-def _sgd(weight, gradient, buffers, places, mask, rates, form, WAY: tl.constexpr):
-    """Return the new weight; the momentum is updated. rates: minus the learning rate, and the earlier steps."""
+def _sgd(weight, gradient, buffer, rates, form, WAY: tl.constexpr):
+    """Return the new weight and momentum. rates: minus the learning rate, and the earlier steps."""
     if WAY.decay:
         gradient = gradient + weight * form.decay
     if WAY.momentum:
-        buffer = tl.load(buffers + places, mask=mask, other=0.0)
         moved = buffer * form.momentum + gradient * form.undamped
         buffer = tl.where(tl.load(rates + 1) > 0, moved, gradient)  # the first momentum is the gradient
-        tl.store(buffers + places, buffer, mask=mask)
         if WAY.nesterov:
             gradient = gradient + buffer * form.momentum
         else:
             gradient = buffer
-    return weight + gradient * tl.load(rates)
+    return weight + gradient * tl.load(rates), buffer
 
 
+@triton.jit
+def _lion(weight, gradient, average, rates, form):
+    """Return the new weight and moment. rates: 1 - lr * weight decay, and minus the learning rate."""
+    toward = average * form.beta1 + gradient * form.first
+    average = average * form.beta2 + gradient * form.second
+    sign = tl.where(toward > 0, 1.0, tl.where(toward < 0, -1.0, toward))  # of NaN: NaN
+    return weight * tl.load(rates) + sign * tl.load(rates + 1), average
+
+
+# -- moments in fp32, and weights in fp32 or split in 16 bits ---------------------------------------------------------
 @triton.jit
 def _block(
     weights, rests, grads, averages, squares, inverse, rates, places, mask, form, WAY: tl.constexpr
 ):  # fmt: skip
-    weight = _weight(weights, rests, places, mask, WAY.split)
+    weight = _joined(weights, rests, places, mask, WAY.rest)
     DTYPE: tl.constexpr = WAY.dtype  # Triton 3.6 passes no string out of a tuple
     gradient = _gradient(grads, inverse, places, mask, DTYPE, WAY.scaled, WAY.maximize)
     if WAY.adamw:
-        weight = _adamw(weight, gradient, averages, squares, places, mask, rates, form, WAY.near)
+        average = tl.load(averages + places, mask=mask, other=0.0)
+        square = tl.load(squares + places, mask=mask, other=0.0)
+        weight, average, square = _adamw(weight, gradient, average, square, rates, form, WAY.near)
+        tl.store(averages + places, average, mask=mask)
+        tl.store(squares + places, square, mask=mask)
+    elif WAY.momentum:
+        buffer = tl.load(averages + places, mask=mask, other=0.0)
+        weight, buffer = _sgd(weight, gradient, buffer, rates, form, WAY)
+        tl.store(averages + places, buffer, mask=mask)
     else:
-        weight = _sgd(weight, gradient, averages, places, mask, rates, form, WAY)
-    _store(weights, rests, places, mask, weight, WAY.split)
+        weight, _buffer = _sgd(weight, gradient, gradient, rates, form, WAY)
+    _split(weights, rests, places, mask, weight, WAY.rest)
 
 
 @triton.jit
@@ -124,7 +150,7 @@ def step(
     if tl.load(skip) <= 0:
         tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
         first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-        NUMBER: tl.constexpr = tl.int16 if WAY.split else tl.int32
+        NUMBER: tl.constexpr = tl.int16 if WAY.rest > 0 else tl.int32
         GRADIENT: tl.constexpr = tl.int32 if WAY.dtype == "fp32" else tl.int16
         weights = _pointer(table, tensor, 0, 6, NUMBER, ALIGNED)
         rests = _pointer(table, tensor, 1, 6, tl.int16, ALIGNED)
@@ -140,6 +166,176 @@ def step(
         if first + CHUNK >= count:  # the last chunk: the elements after the last vector of 16
             places = whole + tl.arange(0, 16)
             _block(weights, rests, grads, averages, squares, inverse, own, places, places < count, form, WAY)
+
+
+# -- moments and weights in any format --------------------------------------------------------------------------------
+@triton.jit
+def _cast(value, first, key, numbers, FORM: tl.constexpr, EXACT: tl.constexpr, COUNT: tl.constexpr):
+    """Return magnitude and sign of fp32 values after a cast."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    sign = bits & -0x80000000
+    if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+        if is_undecided(magnitude, first, key, numbers, FORM, COUNT):
+            magnitude, sign = cast(magnitude, sign, first, key, numbers, EXACT, COUNT)
+        else:
+            magnitude, sign = cast(magnitude, sign, first, key, numbers, FORM, COUNT)
+    else:
+        magnitude, sign = cast(magnitude, sign, first, key, numbers, FORM, COUNT)
+    return magnitude, sign
+
+
+@triton.jit
+def _moment(
+    table, tensor, COLUMN: tl.constexpr, start, count, codes, sharing, DTYPE: tl.constexpr, LAYOUT: tl.constexpr,
+    SIZE: tl.constexpr, ROOT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return BLOCK numbers of a moment: of fp32 or bf16, or codes (DTYPE is "codes") of which SIZE share a scale."""
+    places = start + tl.arange(0, BLOCK)
+    NUMBER: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16 if DTYPE == "bf16" else tl.int8
+    kept = _pointer(table, tensor, COLUMN, COLUMNS, NUMBER, ALIGNED)
+    if DTYPE == "codes":
+        if LAYOUT.packed:
+            byte = tl.load(kept + (places >> 1), mask=places < count, other=0).to(tl.int32)
+            code = (byte >> ((places & 1) << 2).to(tl.int32)) & 15
+            if LAYOUT.integer:
+                code = (code ^ 8) - 8
+        else:
+            code = tl.load(kept + places, mask=places < count, other=0)
+        magnitude, sign = decoded(code, codes, LAYOUT)
+        scales = _pointer(table, tensor, COLUMN + 1, COLUMNS, tl.int8, False)
+        groups = start // SIZE + tl.arange(0, BLOCK // SIZE)
+        exponent = (tl.load(scales + groups, mask=groups * SIZE < count, other=0).to(tl.int32) & 0xFF) + sharing.lowest
+        by = each_of(power_bits(exponent), SIZE).to(tl.float32, bitcast=True)
+        value = (magnitude | sign).to(tl.float32, bitcast=True) * by
+        if ROOT:
+            value = value * value
+    else:
+        magnitude, sign = read(kept, places, places < count, DTYPE, False)
+        value = (magnitude | sign).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _keep_moment(
+    table, tensor, COLUMN: tl.constexpr, start, count, value, first, key, numbers, codes, sharing,
+    DTYPE: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr,
+    SIZE: tl.constexpr, ROOT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write BLOCK numbers of a moment for `_moment`; NaN becomes 0 and infinities the largest number.
+
+    A root above zero has a code above zero.
+    """
+    places = start + tl.arange(0, BLOCK)
+    NUMBER: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16 if DTYPE == "bf16" else tl.int8
+    kept = _pointer(table, tensor, COLUMN, COLUMNS, NUMBER, ALIGNED)
+    if DTYPE == "fp32":
+        tl.store(kept + places, value.to(tl.int32, bitcast=True), mask=places < count)
+    else:
+        value = tl.where(value != value, 0.0, value)
+        bits = value.to(tl.int32, bitcast=True)
+        sign = bits & -0x80000000
+        magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x7F7FFFFF)
+        if DTYPE == "bf16":
+            value = (magnitude | sign).to(tl.float32, bitcast=True)
+            magnitude, sign = _cast(value, first, key, numbers, FORM, EXACT, BLOCK)
+            write(kept, places, places < count, magnitude, sign, "bf16", False)
+        else:
+            if ROOT:
+                magnitude = tl.sqrt_rn(magnitude.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+            magnitude = tl.where(places < count, magnitude, 0)
+            largest = tl.reduce(tl.reshape(magnitude, (BLOCK // SIZE, SIZE)), 1, tl.standard._elementwise_max)
+            exponent = power_of_two(largest, sharing)
+            scales = _pointer(table, tensor, COLUMN + 1, COLUMNS, tl.int8, False)
+            groups = start // SIZE + tl.arange(0, BLOCK // SIZE)
+            tl.store(scales + groups, (exponent - sharing.lowest).to(tl.int8), mask=groups * SIZE < count)
+            by = each_of(power_bits(exponent), SIZE)
+            code, _is_lost = codes_under_powers(
+                magnitude, sign, by, 0, first, key, numbers, codes, FORM, EXACT, LAYOUT, SHARING, BLOCK
+            )  # fmt: skip
+            if ROOT:
+                MASK: tl.constexpr = 15 if LAYOUT.packed else 255
+                code = tl.where(((code & MASK) == 0) & (magnitude > 0), 1, code)
+            store(kept, start, count + (count & 1) if LAYOUT.packed else count, code, LAYOUT)
+
+
+@triton.jit
+def _kept_block(
+    table, tensor, start, count, inverse, rates, seed, form, weight_numbers, numbers, codes, sharing,
+    WAY: tl.constexpr, CAST: tl.constexpr, CAST_EXACT: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
+    LAYOUT: tl.constexpr, SHARING: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    places = start + tl.arange(0, BLOCK)
+    mask = places < count
+    DTYPE: tl.constexpr = WAY.dtype
+    STORED: tl.constexpr = WAY.stored
+    MOMENTS: tl.constexpr = WAY.moments
+    weights = _pointer(table, tensor, 0, COLUMNS, tl.int32 if WAY.stored == "fp32" else tl.int16, ALIGNED)
+    rests = _pointer(table, tensor, 1, COLUMNS, tl.int8 if WAY.rest == 8 else tl.int16, ALIGNED)
+    grads = _pointer(table, tensor, 2, COLUMNS, tl.int32 if WAY.dtype == "fp32" else tl.int16, ALIGNED)
+    if WAY.rest > 0:
+        weight = _joined(weights, rests, places, mask, WAY.rest)
+    else:
+        magnitude, sign = read(weights, places, mask, STORED, False)
+        weight = (magnitude | sign).to(tl.float32, bitcast=True)
+    gradient = _gradient(grads, inverse, places, mask, DTYPE, WAY.scaled, WAY.maximize)
+    # numbers of a parameter draw by its seed, by the place of their block of SHARE, and by the moment
+    key = seed + (start // SHARE) * SEED_OF_SLOT
+    first = start % SHARE
+    if WAY.adamw or WAY.lion or WAY.momentum:
+        average = _moment(table, tensor, 3, start, count, codes, sharing, MOMENTS, LAYOUT, SIZE, False, ALIGNED, BLOCK)
+    else:
+        average = gradient  # not read
+    if WAY.adamw:
+        square = _moment(table, tensor, 5, start, count, codes, sharing, MOMENTS, LAYOUT, SIZE, True, ALIGNED, BLOCK)
+        weight, average, square = _adamw(weight, gradient, average, square, rates, form, WAY.near)
+        _keep_moment(
+            table, tensor, 5, start, count, square, first, key * SEED_OF_STEP + 2 * SEED_OF_TENSOR, numbers, codes,
+            sharing, MOMENTS, FORM, EXACT, LAYOUT, SHARING, SIZE, True, ALIGNED, BLOCK,
+        )  # fmt: skip
+    elif WAY.lion:
+        weight, average = _lion(weight, gradient, average, rates, form)
+    else:
+        weight, average = _sgd(weight, gradient, average, rates, form, WAY)
+    if WAY.adamw or WAY.lion or WAY.momentum:
+        _keep_moment(
+            table, tensor, 3, start, count, average, first, key * SEED_OF_STEP + SEED_OF_TENSOR, numbers, codes,
+            sharing, MOMENTS, FORM, EXACT, LAYOUT, SHARING, SIZE, False, ALIGNED, BLOCK,
+        )  # fmt: skip
+    bits = weight.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    sign = bits & -0x80000000
+    if WAY.rounds:
+        magnitude, sign = _cast(weight, first, key, weight_numbers, CAST, CAST_EXACT, BLOCK)
+    if WAY.rest > 0:
+        _split(weights, rests, places, mask, (magnitude | sign).to(tl.float32, bitcast=True), WAY.rest)
+    else:
+        write(weights, places, mask, magnitude, sign, STORED, False)
+
+
+@triton.jit
+def step_kept(
+    table, chunks, rates, inverse, skip, form, weight_numbers, numbers, codes, sharing, WAY: tl.constexpr,
+    CAST: tl.constexpr, CAST_EXACT: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr,
+    SHARING: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Step one chunk of one parameter as `step` does, with weights and moments in any format.
+
+    table: int64 [parameters, 9], the addresses of weight, remainder, gradient, and of two moments and their scales; the
+    elements, and the parameter's seed before any step. The fourth of `rates` are the earlier steps.
+    """
+    if tl.load(skip) <= 0:
+        tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
+        begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+        own = rates + 4 * tensor
+        count = tl.load(table + tensor * COLUMNS + 7)
+        seed = tl.load(table + tensor * COLUMNS + 8) + tl.load(own + 3).to(tl.int64) * SEED_OF_STEP
+        for start in range(0, CHUNK, BLOCK):
+            if begin + start < count:
+                _kept_block(
+                    table, tensor, begin + start, count, inverse, own, seed, form, weight_numbers, numbers, codes,
+                    sharing, WAY, CAST, CAST_EXACT, FORM, EXACT, LAYOUT, SHARING, SIZE, ALIGNED, BLOCK,
+                )  # fmt: skip
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
