@@ -354,7 +354,7 @@ class _End(torch.autograd.Function):
         return gradient
 
 
-_end = applied_at_once(_End)
+end = applied_at_once(_End)
 
 
 @remembered
@@ -367,7 +367,7 @@ def end_of(x: Tensor) -> Tensor:
     """Return the destination of an operand's fp32 gradient: the operand, or an edge if the operand would stay alive."""
     if not (x.requires_grad and torch.is_grad_enabled()) or (x.is_leaf and x.dtype is torch.float32):
         return x
-    return cast(Tensor, _edge(x, torch.float32, True) if functorch_is_active() else _end(x))
+    return cast(Tensor, _edge(x, torch.float32, True) if functorch_is_active() else end(x))
 
 
 def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:

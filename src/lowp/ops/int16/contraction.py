@@ -120,7 +120,7 @@ def in_parts(
             result = contract(form, OUTPUT, (a, b), casts.accumulate, rule.output, bias, finish)
         else:  # rounded once, including the bias
             results = Results.of(writer, first, second)
-            result = _write_sum(form, OUTPUT, casts.accumulate, results.writer, OUTPUT_ROLE, (a, b), bias)
+            result = _write_sum(form, OUTPUT, casts.accumulate, results.writer, OUTPUT_ROLE, [(a, b)], bias)
     # a checkpoint's recomputation may write under other exponents
     saved = [a.payload, b.payload, torch.stack((a.exponent, b.exponent))]
     apply: Callable[..., Tensor] = IntegerProduct.apply
@@ -196,7 +196,7 @@ def _at_once(gradient: Tensor, known: Known | None, ctx: Any) -> list[Tensor | N
         return None if made is None else [None if one is None else one.values for one in made]
     is_long = needs[2] and product.form.second[0] >= low_words.FEATURES  # that gradient may need a second word
     needs[2] = needs[2] and not is_long
-    roles = (*results.gradients, BIAS_GRADIENT)
+    roles = _roles(product, results)
     if (known_places := results.writer.places_of(tuple(compress(roles, needs)))) is None:
         return None
     table, wanted = known_places
@@ -221,17 +221,37 @@ def _given(gradient: Tensor, words: list[Mantissas], ctx: Any, saved: list[Manti
         casts = product.casts if results is None else product.casts.before_writer()
         saved_as = [one.values for one in saved], ctx.edges
         needs = ctx.needs_input_grad[:3]
-        found = product.in_fp32(product.form, casts, needs, ctx.bias_dtype, gradient, saved_as)
-        return _write_gradients(found, results)
-    if results is not None:
-        return _summed_gradients(ctx, saved, words, results)
-    summed_up = _integer_gradients(ctx, saved, words)
-    if product.casts.rule.output is not None or product.casts.watch is not None:
-        roles = (*(f"{role} gradient" for role in product.casts.roles), BIAS_GRADIENT)
-        pairs = zip(summed_up, roles, strict=True)
-        summed_up = [None if x is None else product.casts.cast(x, role) for x, role in pairs]
-    of_first, of_second, of_bias = summed_up
-    return of_first, of_second, None if of_bias is None else of_bias.to(ctx.bias_dtype)
+        in_fp32 = product.in_fp32(product.form, casts, needs, ctx.bias_dtype, gradient, saved_as)
+        if results is None:
+            return in_fp32
+        return [
+            None if one is None else written_gradient(one, results.writer, role, unless_exact=False)[0]
+            for one, role in zip(in_fp32, _roles(product, results), strict=True)
+        ]
+    form, accumulate, roles = product.form, product.casts.accumulate, _roles(product, results)
+    found: list[Tensor | None] = [None, None, None]
+    for index, target in enumerate((FIRST, SECOND)):
+        if ctx.needs_input_grad[index]:
+            pairs = [(saved[1 - index], one) for one in words]
+            if results is None:
+                parts = [contract(form, target, pair, accumulate) for pair in pairs]
+                found[index] = sum(parts[1:], parts[0])
+            else:
+                found[index] = _write_sum(form, target, accumulate, results.writer, roles[index], pairs)
+    if ctx.needs_input_grad[2]:
+        bias = _bias_gradient(form, words)
+        found[2] = bias.float() if results is None else results.writer.write(bias, BIAS_GRADIENT)
+    if results is None:
+        if product.casts.rule.output is not None or product.casts.watch is not None:
+            found = [None if x is None else product.casts.cast(x, role) for x, role in zip(found, roles, strict=True)]
+        found[2] = None if found[2] is None else found[2].to(ctx.bias_dtype)
+    return found
+
+
+def _roles(product: Contraction, results: Results | None) -> tuple[str, ...]:
+    """Return the roles of the gradients of both operands and of the bias."""
+    first, second = (f"{role} gradient" for role in product.casts.roles) if results is None else results.gradients
+    return first, second, BIAS_GRADIENT
 
 
 def _incoming(
@@ -294,18 +314,22 @@ def _write_sum(
     accumulate: Accumulation | None,
     writer: SiteWriter,
     role: str,
-    operands: tuple[Mantissas, Mantissas],
+    words: list[tuple[Mantissas, Mantissas]],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the product that fills a slot, and bias, written under a role; an exact sum straight from the integers."""
-    is_exact = accumulate is not None and accumulate.format == "exact"
-    entry = writer.entry(role) if is_exact and answers_at_once(operands[0].payload) else None
+    """Return the product that fills a slot, and bias, written under a role; an exact sum straight from the integers.
+
+    `words`: the operands, or the words of one beside the other.
+    """
+    is_single = len(words) == 1 and accumulate is not None and accumulate.format == "exact"
+    operands = words[0]
+    entry = writer.entry(role) if is_single and answers_at_once(operands[0].payload) else None
     if entry is not None and entry.has_begun:
         exponent = entry.table.exponent(entry.place)
         found = form.mantissas(slot, *operands, exponent, int16_element(entry.table.cast).symmetric, bias)
         if found is not None:
             return entry.write(found, exponent)
-    return writer.write(_sum(form, slot, accumulate, [operands], bias), role)
+    return writer.write(_sum(form, slot, accumulate, words, bias), role)
 
 
 def _sum(
@@ -333,38 +357,6 @@ def _sum(
     return result.add_(added) if result.is_contiguous() else result + added
 
 
-def _summed_gradients(
-    ctx: Any, saved: list[Mantissas], incoming: list[Mantissas], results: Results
-) -> list[Tensor | None]:
-    """Return the gradients of both operands and of the bias, each exact sum written under its role."""
-    form, accumulate = ctx.product.form, ctx.product.casts.accumulate
-    result: list[Tensor | None] = [None, None, None]
-    for index, target in enumerate((FIRST, SECOND)):
-        if ctx.needs_input_grad[index]:
-            role, other = results.gradients[index], saved[1 - index]
-            if len(incoming) == 1:
-                result[index] = _write_sum(form, target, accumulate, results.writer, role, (other, incoming[0]))
-            else:
-                words = [(other, one) for one in incoming]
-                result[index] = results.writer.write(_sum(form, target, accumulate, words), role)
-    if ctx.needs_input_grad[2]:
-        result[2] = results.writer.write(_bias_gradient(form, incoming), BIAS_GRADIENT)
-    return result
-
-
-def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissas]) -> list[Tensor | None]:
-    """Return the gradients of both operands and of the bias, summed as the rule requires, not yet rounded."""
-    form, accumulate = ctx.product.form, ctx.product.casts.accumulate
-    result: list[Tensor | None] = [None, None, None]
-    for index, target in enumerate((FIRST, SECOND)):
-        if ctx.needs_input_grad[index]:
-            parts = [contract(form, target, (saved[1 - index], one), accumulate) for one in incoming]
-            result[index] = sum(parts[1:], parts[0])
-    if ctx.needs_input_grad[2]:
-        result[2] = _bias_gradient(form, incoming).float()
-    return result
-
-
 def _bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
     """Return the gradient of the bias: the sum of the mantissas in fp64, exact within its 53 bits.
 
@@ -372,28 +364,10 @@ def _bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
     """
     axis, wide = form.bias_axis(), widest_float(incoming[0].payload.device)
     if axis is None:
-        return form.bias_gradient(_value(incoming).to(wide))
+        wholes = [one.values for one in incoming]  # whose sum fp32 holds
+        return form.bias_gradient(sum(wholes[1:], wholes[0]).to(wide))
     parts = [sums(one.payload, axis) for one in incoming]
     if wide is not torch.float64:
         return summed_to_odd(parts, [one.exponent for one in incoming])
-    scales = [power(one.exponent) for one in incoming]
-    return sum(
-        (part.double().mul_(scale) for part, scale in zip(parts[1:], scales[1:], strict=True)),
-        parts[0].double().mul_(scales[0]),
-    )
-
-
-def _value(parts: list[Mantissas]) -> Tensor:
-    """Return the words of a tensor in fp32, exactly."""
-    return parts[0].values if len(parts) == 1 else parts[0].values + parts[1].values
-
-
-def _write_gradients(found: Sequence[Tensor | None], results: Results | None) -> list[Tensor | None]:
-    """Return gradients, each written under its role; unchanged without results."""
-    if results is None:
-        return list(found)
-    roles = (*results.gradients, BIAS_GRADIENT)
-    return [
-        None if one is None else written_gradient(one, results.writer, role, unless_exact=False)[0]
-        for one, role in zip(found, roles, strict=True)
-    ]
+    scaled = [part.double().mul_(power(one.exponent)) for part, one in zip(parts, incoming, strict=True)]
+    return sum(scaled[1:], scaled[0])

@@ -26,7 +26,7 @@ from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.cpu_int16 import memory_of
 from lowp.kernels.int16.mantissas import values
 from lowp.ops.call import Call
-from lowp.ops.casting import edge, shielded
+from lowp.ops.casting import end, shielded
 from lowp.ops.generic import changed, is_out_of_place, tensors_of
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
 from lowp.ops.observing import role_of
@@ -275,7 +275,7 @@ def _saved(x: Tensor | None, to: Cast) -> tuple[Tensor | None, Tensor | None, Te
     found = payloads.exact(x, to)
     if found is None:
         return x, None, None
-    return found.payload, found.exponent, edge(x, torch.float32) if x.requires_grad else None
+    return found.payload, found.exponent, end(x) if x.requires_grad else None
 
 
 def _again(saved: Tensor | None, exponent: Tensor | None, edge: Tensor | None) -> Tensor | None:
