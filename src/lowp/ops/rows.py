@@ -188,7 +188,7 @@ _ROWS: list[tuple[Row, str]] = [
         """
         gelu silu mish tanh sigmoid elu selu celu hardswish hardsigmoid log_sigmoid softsign tanhshrink softshrink
         hardshrink exp2 sqrt sin cos square abs clamp maximum minimum var std glu avg_pool1d avg_pool2d avg_pool3d
-        adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+        adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d mul div
         """,
     ),
     (
@@ -207,9 +207,7 @@ _ROWS: list[tuple[Row, str]] = [
     (replace(POINTWISE, at_site=AGAIN, masked="int16.masks:leaky_relu"), "leaky_relu"),
     (replace(POINTWISE, at_site="int16.pooling:max_pool2d", masked="int16.masks:max_pool2d"), "max_pool2d"),
     (replace(POINTWISE, at_site="int16.pooling:max_pool3d", masked="int16.masks:max_pool3d"), "max_pool3d"),
-    (replace(POINTWISE, at_site="int16.flexpoint:dropped", masked="int16.masks:dropout"), "dropout"),
-    (replace(POINTWISE, at_site="int16.flexpoint:multiplied"), "mul"),
-    (replace(POINTWISE, at_site="int16.flexpoint:divided"), "div"),
+    (replace(POINTWISE, at_site=AGAIN, masked="int16.masks:dropout"), "dropout"),
 ]
 OPS = {name: replace(row, name=name) for row, names in _ROWS for name in names.split()}
 

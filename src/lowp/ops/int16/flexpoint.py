@@ -9,7 +9,6 @@ ReLU, a view or a pooling) stays unchanged. Ops that move or select elements wri
 Source: Koester et al. 2017, arXiv 1711.02213, section 3.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,21 +20,12 @@ from lowp.kernels.choose.dispatch import has_integer_kernels
 from lowp.ops.call import Call
 from lowp.ops.generic import changed, not_in_place, run_changed
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, rounded_by
-from lowp.ops.int16.saved import (
-    Fp32Function,
-    as_dropout,
-    as_function,
-    as_product,
-    as_quotient,
-    computed_and_rounded,
-)
+from lowp.ops.int16.saved import as_function, computed_and_rounded
 from lowp.ops.observing import role_of
 from lowp.ops.table import Row, runner
 
 # the first arguments of F.embedding and F.embedding_bag; the third is padding_idx of one and offsets of the other
 _EMBEDDING = ("input", "weight", "", "max_norm", "norm_type")
-
-Keep = Callable[[Call], tuple[Fp32Function, list[Tensor]] | None]
 
 
 # -- runners of a row and a call: `at_site` in the table's rows ------------------------------------------------------
@@ -53,32 +43,17 @@ def norm(row: Row, call: Call) -> Any:
 
 
 def again(row: Row, call: Call) -> Any:
-    """Run a function whose inputs are kept as mantissas, from which backward computes it again."""
+    """Run a function whose inputs are kept as mantissas, from which backward computes it again; of dropout a mask."""
     if call.func is F.cross_entropy and (kept := as_function(call)) is not None:  # it never writes in place
         return computed_and_rounded(kept[0], call, kept[1])
-    return fused(row, call, as_function)
+    return fused(row, call, keeps=True)
 
 
-def multiplied(row: Row, call: Call) -> Any:
-    """Run an element-wise product."""
-    return fused(row, call, as_product)
-
-
-def divided(row: Row, call: Call) -> Any:
-    """Run an element-wise quotient."""
-    return fused(row, call, as_quotient)
-
-
-def dropped(row: Row, call: Call) -> Any:
-    """Run dropout, which keeps a mask for backward."""
-    return fused(row, call, as_dropout)
-
-
-def fused(row: Row, call: Call, keep: Keep | None = None) -> Any:
+def fused(row: Row, call: Call, keeps: bool = False) -> Any:
     """Run a function in fp32 on values of the format, and write its result once.
 
-    `keep` returns a call as a function whose inputs are kept for backward. Attention and recurrent networks round the
-    operands of their inner products, which are summed in fp32.
+    `keeps`: its inputs are kept for backward where `as_function` finds that they can be. Attention and recurrent
+    networks round the operands of their inner products, which are summed in fp32.
     """
     writer = call.writer
     assert writer is not None
@@ -96,8 +71,8 @@ def fused(row: Row, call: Call, keep: Keep | None = None) -> Any:
         call = _renormalized(call)
         outside, target = not_in_place(call)
         if target is not None:
-            return target.copy_(fused(row, outside, keep))
-        if keep is not None and (kept := keep(call)) is not None:
+            return target.copy_(fused(row, outside, keeps))
+        if keeps and (kept := as_function(call)) is not None:
             return computed_and_rounded(kept[0], call, kept[1])
         return run_changed(call, read, write)
     rule = replace(call.rule, output=None, accumulate=None)

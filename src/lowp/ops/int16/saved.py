@@ -80,11 +80,15 @@ def _gradients(result: Tensor, inputs: Tensors, wanted: Sequence[bool], gradient
 
 @dataclass(frozen=True, eq=False)
 class _Again(Fp32Function):
-    """Any call, as a function of the tensors among its arguments; empty tensors stand in for them in between."""
+    """Any call, as a function of the tensors among its arguments; empty tensors stand in for them in between.
+
+    `derivative`: torch's function of the gradient and its one tensor, if there is one: nothing is computed again.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    derivative: Callable[..., Tensor] | None
 
     def held(self) -> list[Tensor]:
         return [one for one in tensors_of((self.args, self.kwargs)) if one.numel()]
@@ -97,6 +101,12 @@ class _Again(Fp32Function):
 
         return cast(Tensor, self.function(*changed(self.args, fill), **changed(self.kwargs, fill)))
 
+    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+        if self.derivative is None:
+            return super().backward(gradient, small, tensors, wanted)
+        settings = {name: value for name, value in self.kwargs.items() if name != "input"}
+        return [self.derivative(gradient, tensors[0], **settings)]
+
 
 _nll = torch.ops.aten.nll_loss_forward.default
 _nll_derivative = torch.ops.aten.nll_loss_backward.default
@@ -106,17 +116,6 @@ _DERIVATIVES: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda gradient, x, approximate="none": torch.ops.aten.gelu_backward(gradient, x, approximate=approximate),
     "silu": lambda gradient, x, inplace=False: torch.ops.aten.silu_backward(gradient, x),
 }
-
-
-@dataclass(frozen=True, eq=False)
-class _Derived(_Again):
-    """A function of one tensor whose derivative is a function of torch, so that its result is not computed again."""
-
-    derivative: Callable[..., Tensor]
-
-    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
-        settings = {name: value for name, value in self.kwargs.items() if name != "input"}
-        return [self.derivative(gradient, tensors[0], **settings)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,16 +177,17 @@ class _Dropout(Fp32Function):
 
 
 def as_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
-    """Return a call as a function of its tensors that saves mantissas; None if it saves nothing."""
+    """Return a call as a function of its tensors that saves mantissas, or a mask; None if it saves nothing."""
     if call.func is F.cross_entropy and (settings := _of_indices(call)) is not None:
         x, target = call.args
-        return _CrossEntropy(call.func, (_EMPTY, target), call.kwargs, *settings), [x]
-    found = _followed(call)
-    if found is None:
+        return _CrossEntropy(call.func, (_EMPTY, target), call.kwargs, None, *settings), [x]
+    if (found := _followed(call)) is None or call.op == "dropout":
+        return None if found is None else dropout_function(call)
+    tensors, args, kwargs = found
+    if call.op in ("mul", "div") and len(tensors) < 2:  # by a number: torch saves nothing
         return None
-    derivative = _DERIVATIVES.get(call.op)
-    fused = _Again(call.func, *found[1:]) if derivative is None else _Derived(call.func, *found[1:], derivative)
-    return fused, found[0]
+    kind = _Product if call.op == "mul" else _Again
+    return kind(call.func, args, kwargs, _DERIVATIVES.get(call.op)), tensors
 
 
 def _of_indices(call: Call) -> tuple[Tensor, int, int] | None:
@@ -216,23 +216,6 @@ def _of_indices(call: Call) -> tuple[Tensor, int, int] | None:
         return None
     reduction = _REDUCTIONS.get(given.get("reduction", "mean"))
     return None if reduction is None else (target, reduction, given.get("ignore_index", -100))
-
-
-def as_product(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
-    """Return an element-wise product as such a function; None with one tensor, which saves nothing."""
-    found = _followed(call)
-    return None if found is None or len(found[0]) < 2 else (_Product(call.func, *found[1:]), found[0])
-
-
-def as_quotient(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
-    """Return an element-wise quotient as such a function; None with one tensor, which saves nothing."""
-    found = _followed(call)
-    return None if found is None or len(found[0]) < 2 else (_Again(call.func, *found[1:]), found[0])
-
-
-def as_dropout(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
-    """Return dropout as such a function, which saves its mask."""
-    return None if _followed(call) is None else dropout_function(call)
 
 
 def _followed(call: Call) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]] | None:
