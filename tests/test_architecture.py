@@ -15,6 +15,7 @@ import lowp
 from lowp.formats import FORMATS, FloatFormat, Specials
 from lowp.ops import table
 from lowp.ops.rows import OPS
+from lowp.policy import Rule
 
 
 def test_every_file_that_the_page_names_is_there(repository: Path) -> None:
@@ -48,6 +49,7 @@ def test_an_op_is_added_by_its_name_in_a_row(monkeypatch: pytest.MonkeyPatch) ->
     with lowp.autocast("fp16"):
         assert torch.sinc(x).dtype is torch.float16  # pointwise: in the type of its input
     monkeypatch.setitem(table.TABLES["lowp-1"], "sinc", replace(OPS["acos"], name="sinc"))
-    policy = replace(lowp.Precision("fp16").policy, name="another policy, of which no plan is remembered")
+    policy = lowp.Precision("fp16").policy.before(Rule.of("acosh", input="fp32"))  # of which no plan is remembered
     with lowp.autocast(policy):
+        torch.acosh(x.abs() + 1)
         assert torch.sinc(x).dtype is torch.float32 and torch.equal(torch.sinc(x), torch.sinc(x.float()))
