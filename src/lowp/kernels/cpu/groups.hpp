@@ -382,22 +382,28 @@ static const double* corrected(const Task& task, const Groups& groups, const Bit
   const int64_t first = task.index / groups.row * of_row + strip.group;
   lowp_cast random = groups.sharing->scale;
   random.rounding = kStochastic;
-  each_run(strip.runs, [&](int64_t run, int64_t begin, int64_t count) {
-    alignas(64) double squares[kMostTried], products[kMostTried];
-    const double by = scale[run] * groups.outer;
-    int64_t size = 1;
-    while (size < groups.group) size *= 2;
-    for (int64_t i = 0; i < size; ++i) {
-      const double x = i < count ? static_cast<double>(number(in[begin + i])) : 0;
-      const double quotient = by > 0 && x - x == 0 ? x / by : 0;
-      squares[i] = quotient * quotient;
-      products[i] = quotient == 0 ? 0 : quotient * static_cast<double>(number(element[begin + i]));
-    }
-    while (size > 1) {
+  int64_t whole = 1;
+  while (whole < groups.group) whole *= 2;
+  alignas(64) double squares[kMostTried], products[kMostTried];
+  const auto sum = [&](auto terms) {
+    for (int64_t size = terms; size > 1;) {
       size /= 2;
       LOWP_RUN_LOOP
       for (int64_t i = 0; i < size; ++i) squares[i] += squares[i + size], products[i] += products[i + size];
     }
+  };
+  each_run(strip.runs, [&](int64_t run, int64_t begin, auto count) {
+    const double by = scale[run] * groups.outer;
+    const int64_t length = count;
+    LOWP_RUN_LOOP
+    for (int64_t i = 0; i < length; ++i) {
+      const double x = static_cast<double>(number(in[begin + i])), ratio = x / by;
+      const double quotient = by > 0 && x - x == 0 ? ratio : 0, product = quotient * static_cast<double>(number(element[begin + i]));
+      squares[i] = quotient * quotient;
+      products[i] = quotient == 0 ? 0 : product;
+    }
+    for (int64_t i = length; i < whole; ++i) squares[i] = products[i] = 0;
+    whole == length ? sum(count) : sum(whole);
     const double wanted = scale[run] * (products[0] == 0 ? 1 : squares[0] / products[0]);
     out[run] = wanted == wanted ? cast_general(wanted, random, task.seed, first + run) : wanted;
   });
