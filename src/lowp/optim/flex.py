@@ -24,7 +24,7 @@ from lowp.optim.masters import Wrapper
 from lowp.optim.model_state import Attachment, MasterKeeper, StoredModel, attach, given_names, own
 from lowp.optim.moments import SQUARES
 from lowp.optim.shards import Wholes, is_sharded, local
-from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
+from lowp.optim.skipping import begin_momentum, flagged, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import entries_by_parameter, parameters_of
 from lowp.optim.storage import Storage
 from lowp.scaling.powers import times
@@ -159,11 +159,8 @@ class FlexWeights(MasterKeeper, Wrapper):
             return self.inner.step()
         begin_momentum(self.inner)
         if steps_by_itself(self.inner):
-            self.inner.found_inf = skip.float()  # type: ignore[attr-defined]
-            try:
+            with flagged(self.inner, found_inf=skip.float()):
                 return self.inner.step()
-            finally:
-                del self.inner.found_inf  # type: ignore[attr-defined]
         tensors = [*trained, *(value for one in trained for value in self.inner.state.get(one, {}).values())]
         shards = [local(value) for value in tensors if isinstance(value, Tensor)]
         kept = [(value, value.clone()) for value in shards]

@@ -15,7 +15,7 @@ from lowp.errors import InvalidInput
 from lowp.ops.observing import Watch
 from lowp.optim.model_state import MasterKeeper, ParameterNames, own
 from lowp.optim.shards import is_sharded, is_zero, local, local_parts, places_of
-from lowp.optim.skipping import begin_momentum
+from lowp.optim.skipping import begin_momentum, flagged
 from lowp.optim.state_dicts import Checkpointed, entries_by_parameter, parameters_of
 from lowp.optim.storage import MASTER_WEIGHT, Storage, check_seed, seed_of
 
@@ -155,16 +155,11 @@ class MasterWeights(MasterKeeper, Wrapper):
         told = {} if self.storage.cast is None else self.names.watches(self._masters, self)
         amp = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         with self._on_masters():
-            for name, value in amp.items():
-                setattr(self.inner, name, value)
             self._hand_over_gradients()
             if amp:
                 begin_momentum(self.inner)
-            try:
+            with flagged(self.inner, **amp):
                 result = self.inner.step() if closure is None else self.inner.step(self._around(closure))
-            finally:
-                for name in amp:
-                    delattr(self.inner, name)
             self.steps += 1
             for there in self._steps_there.values():
                 there.add_(1)

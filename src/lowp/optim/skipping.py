@@ -16,6 +16,18 @@ def steps_by_itself(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+@contextmanager
+def flagged(optimizer: Optimizer, **flags: Tensor | None) -> Iterator[None]:
+    """Give the step of an optimizer that `steps_by_itself` its `found_inf` and `grad_scale`."""
+    for name, value in flags.items():
+        setattr(optimizer, name, value)
+    try:
+        yield
+    finally:
+        for name in flags:
+            delattr(optimizer, name)
+
+
 def starts_momentum(optimizer: Optimizer) -> bool:
     """Whether the next step makes a momentum of torch's SGD that `begin_momentum` cannot make.
 
@@ -63,11 +75,8 @@ def skipping(optimizer: Optimizer, skip: Tensor) -> Iterator[None]:
                     local(values.detach()).masked_fill_(skip.to(values.device, non_blocking=True), 0)
         yield
         return
-    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-    try:
+    with flagged(optimizer, found_inf=skip.float()):
         yield
-    finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

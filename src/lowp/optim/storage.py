@@ -213,8 +213,8 @@ class Storage:
             if master.data_ptr() != parameter.data_ptr():
                 parameter.detach().copy_(master)
         elif self.remainder_bits:
-            if self.kind == "split-8" and seed is not None:
-                master = quantize_at(master, _OF_24_BITS, seed, places)
+            if self.step_cast is not None and seed is not None:
+                master = quantize_at(master, self.step_cast, seed, places)
             half, remainder = split(master, self.remainder_bits)
             parameter.detach().copy_(half)
             _put(state, "remainder", remainder)
@@ -236,13 +236,12 @@ class Storage:
 
     def rounded(self, master: Tensor, seed: int | Tensor | None, places: int | Tensor = 0) -> Tensor:
         """Return `master` rounded to the format: stochastically if that is the kind and a seed is given."""
-        assert self.cast is not None
-        if self.kind == "stochastic" and seed is not None:
-            return quantize_at(master, self.cast.with_rounding("stochastic"), seed, places)
-        if str(self.cast) in ("fp16", "bf16"):
+        cast = self.cast if seed is None else self.step_cast or self.cast
+        assert cast is not None
+        if str(cast) in ("fp16", "bf16"):
             return master.to(self.dtype)
         # a cast that is itself stochastic also gets a new seed each step
-        return quantize_at(master, self.cast, 0 if seed is None else seed, places)
+        return quantize_at(master, cast, 0 if seed is None else seed, places)
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:

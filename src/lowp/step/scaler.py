@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from lowp.errors import InvalidInput, Misuse
 from lowp.kernels.choose import hardware
 from lowp.optim.releasing import refuse_released
-from lowp.optim.skipping import begin_momentum, steps_by_itself
+from lowp.optim.skipping import begin_momentum, flagged, steps_by_itself
 from lowp.presets import LossScale
 from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaling
 from lowp.step import gradients as grads
@@ -180,13 +180,9 @@ class GradScaler(Checks):
             self._note_stepped(optimizer, found.logical_not())
             return None
         given = getattr(optimizer, "grad_scale", None)
-        optimizer.grad_scale = given if unscaled else scale * (1 if given is None else given)  # type: ignore[attr-defined]
-        optimizer.found_inf = found  # type: ignore[attr-defined]
-        try:
+        whole = given if unscaled else scale * (1 if given is None else given)
+        with flagged(optimizer, grad_scale=whole, found_inf=found):
             returned = optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale  # type: ignore[attr-defined]
-            del optimizer.found_inf  # type: ignore[attr-defined]
         self._note_stepped(optimizer, found.logical_not())
         return cast("float | None", returned)
 

@@ -140,6 +140,19 @@ def test_steps_and_checks_of_gradients(launched: list[str], make: Callable[..., 
     assert set(launched) == {"check", "step"}
 
 
+@pytest.mark.parametrize("make", [lowp.optim.AdamW, lowp.optim.SGD, lowp.optim.Lion])
+@pytest.mark.parametrize("options", [{"moments": "mxfp4:stochastic"}, {"moments": "bf16", "masters": "split-8"}])
+def test_steps_with_few_bits(launched: list[str], make: Callable[..., Any], options: dict[str, str]) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(count)) for count in (1, 7, 64)]
+    optimizer = make(
+        parameters, storage="bf16", seed=1, **options, **({"momentum": 0.9} if make is lowp.optim.SGD else {})
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert "step_kept" in launched and "step" not in launched
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 64])
 def test_int16_under_exponents_of_a_device(launched: list[str], count: int) -> None:
     x, cast = torch.randn(count), parse("flex16+5:autoflex:stochastic" if count == 7 else "flex16+5:autoflex")

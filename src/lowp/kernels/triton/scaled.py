@@ -24,7 +24,7 @@ _FP32, _E8M0 = FORMATS["fp32"], FORMATS["e8m0"]
 _NEAREST = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY)
 _MOST_BITS, _WIDEST_RANGE = 8, 60  # most bits of an element, and its range of exponents
 _LOWEST_POWER, _HIGHEST_POWER = -133, 127
-_LONGEST_BLOCK = 512
+LONGEST_BLOCK = 512
 
 
 class Sharing(NamedTuple):
@@ -277,7 +277,7 @@ def _group(x: Tensor, cast: Cast) -> int | None:
     if scope.kind == "row":
         return x.shape[-1]
     size = groups.block_size(scope, x.shape[-1])
-    return size if 1 < size <= _LONGEST_BLOCK and size & (size - 1) == 0 and x.shape[-1] % size == 0 else None
+    return size if 1 < size <= LONGEST_BLOCK and size & (size - 1) == 0 and x.shape[-1] % size == 0 else None
 
 
 def _outer(x: Tensor, cast: Cast) -> Tensor:

@@ -14,11 +14,10 @@ from lowp.kernels.triton.calls import integers
 from lowp.kernels.triton.device import updates
 from lowp.kernels.triton.launch import INTERPRETED_BLOCK, run
 from lowp.kernels.triton.plans import DTYPES, CastPlan, exact, plan
-from lowp.kernels.triton.scaled import ScaledCastPlan, planned
+from lowp.kernels.triton.scaled import LONGEST_BLOCK, ScaledCastPlan, planned
 
 BLOCK, ROUNDS = 1024, 8
 KEPT_WARPS = 8  # random bits need registers, so that each warp gets fewer numbers
-_LONGEST_BLOCK = 512  # numbers under one scale
 _ALIGNMENT = 16  # bytes of a thread's vector loads
 
 
@@ -192,7 +191,7 @@ def kept(weight: Cast | None, moments: Cast) -> KeptPlan | None:
     if isinstance(moments.format, ScaledFormat):
         found, size, bits = planned(moments, torch.float32, True), moments.format.scope.size, moments.format.bits
         is_known = found is not None and found.sharing.power and found.sharing.direct and bits in (4, 8)
-        if found is None or not is_known or not 1 < size <= _LONGEST_BLOCK:
+        if found is None or not is_known or not 1 < size <= LONGEST_BLOCK:
             return None
         found = found._replace(layout=found.layout._replace(packed=bits == 4))
         return KeptPlan(rounding, found, size, "codes", weight is not None)
