@@ -16,7 +16,7 @@ from lowp.kernels.choose.dispatch import fastest
 from lowp.kernels.numbers import bitwise
 from lowp.kernels.numbers.floats import CARRIERS, floor_log2, home, narrow, two_to_the, widen
 from lowp.kernels.numbers.groups import group_shape
-from lowp.kernels.numbers.scaled import FP32, Scales, cannot_hold, exponent_range, scaled_format
+from lowp.kernels.numbers.scaled import FP32, Scales, cannot_hold, scaled_format
 
 LARGEST_OFFSET = 1 << 62
 
@@ -150,9 +150,8 @@ def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
 def _is_scale(scale: Tensor, format: FloatFormat | PowerOfTwo) -> Tensor:
     if isinstance(format, FloatFormat) and format.has_zero:
         return (bitwise.quantized(scale, Cast(format)) == scale) & (scale > 0) & scale.isfinite()
-    lowest, highest = exponent_range(format)
     exponent = floor_log2(scale)
-    inside = (scale > 0) & scale.isfinite() & (exponent >= lowest) & (exponent <= highest)
+    inside = (scale > 0) & scale.isfinite() & (exponent >= format.min_exponent) & (exponent <= format.max_exponent)
     found = inside & (two_to_the(exponent.clamp(-1022, 1023)) == scale)
     return found | scale.isnan() if isinstance(format, FloatFormat) else found
 

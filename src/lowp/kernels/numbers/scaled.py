@@ -92,11 +92,10 @@ def _power_of_two(largest: Tensor, cast: Cast) -> Tensor:
     format, headroom = scaled_format(cast), 0 if cast.scaling is None else cast.scaling.headroom
     element, scale = format.element, format.scale
     top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
-    lowest, highest = exponent_range(scale)
     exponent = floor_log2(largest, carry_of(cast, 52)) - top + headroom
     if format.scope.kind == "tensor":
         exponent = torch.where(largest == 0, 0, exponent)
-    return two_to_the(exponent.clamp(lowest, highest))
+    return two_to_the(exponent.clamp(scale.min_exponent, scale.max_exponent))
 
 
 def scale_of_maxima(largest: Tensor, cast: Cast) -> Tensor:
@@ -110,11 +109,6 @@ def scale_of_maxima(largest: Tensor, cast: Cast) -> Tensor:
         return _power_of_two(wide, cast).to(largest.dtype)
     headroom = 0 if cast.scaling is None else cast.scaling.headroom
     return _ratio(wide * 2.0**headroom, wide, cast)[0].to(largest.dtype)
-
-
-def exponent_range(scale: FloatFormat | PowerOfTwo) -> tuple[int, int]:
-    """Return the smallest and largest exponent of a scale."""
-    return scale.min_exponent, scale.max_exponent
 
 
 def _ratio(largest: Tensor, of_all: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:

@@ -126,7 +126,8 @@ def _sharing(cast: Cast, dtype: torch.dtype, codes: bool, form: CastTraits, shap
 
 def _of_powers(found: ScaledCastPlan, cast: Cast) -> ScaledCastPlan | None:
     """Return the plan of a cast whose scales are powers of two; None if no kernel supports it."""
-    lowest, highest = definition.exponent_range(definition.scaled_format(cast).scale)
+    scale = definition.scaled_format(cast).scale
+    lowest, highest = scale.min_exponent, scale.max_exponent
     is_held = _LOWEST_POWER <= lowest and highest <= _HIGHEST_POWER and highest - lowest < 256
     is_low, top = lowest < -127, found.shared.top
     # below 2**-126 numbers count as 2**-127, whose scale is the smallest also where it is doubled
