@@ -66,7 +66,9 @@ def to_int16(
         torch.get_num_threads(),
         counts,
     )
-    return seen_of(x.numel(), *counts)
+    largest, saturated, nonfinite, has_any = counts  # whether anything was not zero before it was rounded
+    vanished = largest == 0 and nonfinite == 0 and has_any != 0
+    return Seen(largest, nonfinite > 0, vanished, saturated, 0, x.numel())
 
 
 def current_int16(x: Tensor, cast: Cast, seed: int, out: Tensor | None, values: Tensor | None = None) -> Tensor:
@@ -181,12 +183,6 @@ def relu(x: Tensor, mantissas: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor
     given = x, mantissas, exponent, payload, result
     wrong = cpu.loaded().lowp_relu_int16(*given, x.numel(), torch.get_num_threads())
     return None if wrong else (payload, result)
-
-
-def seen_of(elements: int, largest: int, saturated: int, nonfinite: int, any_: int) -> Seen:
-    """What the kernels count of a tensor; `any_` is whether anything in it was not zero before it was rounded."""
-    vanished = largest == 0 and nonfinite == 0 and any_ != 0
-    return Seen(largest, nonfinite > 0, vanished, saturated, 0, elements)
 
 
 @remembered_by_identity

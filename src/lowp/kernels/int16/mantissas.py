@@ -201,7 +201,9 @@ def exact(x: Tensor, cast: Cast, hint: Tensor | None = None) -> tuple[bool | Ten
     maximum and `hint`, if one is given, which comes first where both serve. The cast's scaling counts for nothing.
     """
     if hint is None and answers_at_once(x):
-        return exact_at_once(x, cast)
+        lying = x.detach() if x.is_contiguous() else as_it_lies(x.detach())[0]
+        if memory_of(lying) is not None:
+            return cpu_int16.is_exact_int16(lying, cast)
     plain = Cast(cast.format, cast.rounding, cast.overflow)
     if by_triton(x):
         from lowp.kernels.triton import mantissas as kernels
@@ -213,16 +215,6 @@ def exact(x: Tensor, cast: Cast, hint: Tensor | None = None) -> tuple[bool | Ten
         is_hinted = _is_under(x, hint, plain)
         is_exact, exponent = is_exact | is_hinted, torch.where(is_hinted, hint, exponent)
     return bool(is_exact) if answers_at_once(x) else is_exact, exponent
-
-
-def exact_at_once(x: Tensor, cast: Cast) -> tuple[bool, Tensor]:
-    """Return `exact` of a tensor on a CPU, without a hint."""
-    lying = x.detach() if x.is_contiguous() else as_it_lies(x.detach())[0]
-    if memory_of(lying) is not None:
-        return cpu_int16.is_exact_int16(lying, cast)
-    plain = Cast(cast.format, cast.rounding, cast.overflow)
-    exponent = own_exponent(x, plain)
-    return bool(_is_under(x, exponent, plain)), exponent
 
 
 def _is_under(x: Tensor, exponent: Tensor, cast: Cast) -> Tensor:

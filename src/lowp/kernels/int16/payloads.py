@@ -127,10 +127,8 @@ def exact(x: Tensor, cast: Cast) -> Mantissas | None:
 
 def _exact(x: Tensor, cast: Cast, found: _Record | None) -> Mantissas | None:
     """Return the same, given the record beside x's memory of the cast's format."""
-    if found is not None:
-        payload = _of_view(found, x)
-        if payload is not None and _stands_for(x, payload, found.exponent):
-            return Mantissas(payload, found.exponent)
+    if (known := _verified(x, found)) is not None:
+        return known
     laid, back = as_it_lies(x)
     computed = exact_mantissas(laid, cast, None if found is None else found.exponent)
     if computed is None:
@@ -165,11 +163,9 @@ def exact_under(x: Tensor, cast: Cast) -> tuple[bool | Tensor, Tensor]:
     found = _find(x, cast.format)
     if not answers_at_once(x):
         return mantissas.exact(x, cast, None if found is None else found.exponent)
-    if found is not None:
-        payload = _of_view(found, x)
-        if payload is not None and _stands_for(x, payload, found.exponent):
-            return True, found.exponent
-    is_own, exponent = mantissas.exact_at_once(x, cast)
+    if (verified := _verified(x, found)) is not None:
+        return True, verified.exponent
+    is_own, exponent = mantissas.exact(x, cast)
     if is_own:
         keep(x, cast.format, exponent)
     elif found is not None and (known := _exact(x, cast, found)) is not None:
@@ -280,6 +276,14 @@ def _rounded_again(x: Tensor, cast: Cast, found: _Record) -> Mantissas | None:
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
+
+
+def _verified(x: Tensor, found: _Record | None) -> Mantissas | None:
+    """Return the mantissas of a record that stand for every element of x; None if there are none."""
+    payload = None if found is None else _of_view(found, x)
+    if found is None or payload is None or not _stands_for(x, payload, found.exponent):
+        return None
+    return Mantissas(payload, found.exponent)
 
 
 def _stands_for(x: Tensor, payload: Tensor, exponent: Tensor) -> bool:

@@ -196,7 +196,7 @@ def _at_once(gradient: Tensor, known: Known | None, ctx: Any) -> list[Tensor | N
         return None if made is None else [None if one is None else one.values for one in made]
     is_long = needs[2] and product.form.second[0] >= low_words.FEATURES  # that gradient may need a second word
     needs[2] = needs[2] and not is_long
-    roles = _roles(product, results)
+    roles = (*results.gradients, BIAS_GRADIENT)
     if (known_places := results.writer.places_of(tuple(compress(roles, needs)))) is None:
         return None
     table, wanted = known_places

@@ -46,29 +46,22 @@ def max_pool3d(row: Row, call: Call) -> Any:
 
 def selected(call: Call, runner: Callable[[Call, Tensor], Tensor] | None = None) -> Any:
     """Run an op that selects elements, by `runner` if possible, which saves less than torch; inform observers."""
-    if call.watch is None:
-        return _selected(call, runner)
-    for x in tensors_of((call.args, call.kwargs)):
-        call.watch(x, role_of(x), None)
-    return told(_selected(call, runner), call.watch)
-
-
-def _selected(call: Call, runner: Callable[[Call, Tensor], Tensor] | None) -> Any:
-    x = call.args[0] if call.args else call.kwargs.get("input")
-    if runner is None or not isinstance(x, Tensor) or "out" in call.kwargs:
-        return plain(call)
+    if call.watch is not None:
+        for one in tensors_of((call.args, call.kwargs)):
+            call.watch(one, role_of(one), None)
     assert call.rule.output is not None
-    found = payloads.hint(x, call.rule.output.format)
-    if found is None:
-        return plain(call)
+    x: Any = call.args[0] if call.args else call.kwargs.get("input")
+    is_known = runner is not None and isinstance(x, Tensor) and "out" not in call.kwargs
+    found = payloads.hint(x, call.rule.output.format) if is_known else None
+    is_followed = runner is not None and found is not None and x.requires_grad and torch.is_grad_enabled()
     try:
-        result = runner(call, x) if x.requires_grad and torch.is_grad_enabled() else plain(call)
+        result = cast(Any, runner)(call, x) if is_followed else plain(call)
     except Mismatch:
         result = plain(call)
-    if isinstance(result, Tensor) and result is not x:
+    if found is not None and isinstance(result, Tensor) and result is not x:
         if payloads.hint(result, call.rule.output.format) is None:
             payloads.keep(result, *found)
-    return result
+    return result if call.watch is None else told(result, call.watch)
 
 
 def _relu(call: Call, x: Tensor) -> Tensor:
