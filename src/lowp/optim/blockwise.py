@@ -18,7 +18,7 @@ from lowp.ops.observing import everywhere
 from lowp.optim.model_state import MasterKeeper, ParameterNames, explain_dtypes, own
 from lowp.optim.moments import SCALES, SQUARES, FormatOptions, Moments, admitted
 from lowp.optim.releasing import Released, refuse_released
-from lowp.optim.shards import is_sharded, local, places_of, refuse_to_convert, shard_of
+from lowp.optim.shards import local, places_of, refuse_to_convert, shard_of
 from lowp.optim.state_dicts import (
     Checkpointed,
     check_shape,
@@ -192,9 +192,9 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         return self._fits_library(parameter, numbers) and updates.fits_library(there, self.kept.cast)
 
     def _fits_triton(self, parameter: Tensor) -> bool:
-        """Whether Triton's kernels step it: unsharded, any storage but a copy, moments that they have."""
+        """Whether Triton's kernels step it: any storage but a copy, moments and places that they have."""
         is_stored = self.storage.cast is None or self.storage.kind != "fp32"
-        return is_stored and not is_sharded(parameter) and updates.fits_triton(self.storage.step_cast, self.kept.cast)
+        return is_stored and updates.fits_triton(self.storage.step_cast, self.kept.cast, self._places(parameter))
 
     def _fits_library(self, parameter: Tensor, numbers: updates.Numbers) -> bool:
         """Whether the C++ library steps it: any storage but a copy, any moments but those of torch's arithmetic.

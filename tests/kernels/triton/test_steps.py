@@ -15,7 +15,7 @@ from lowp.errors import Unavailable
 from lowp.kernels.steps import updates
 from lowp.optim import SGD, AdamW, Lion
 
-pytest.importorskip("triton", reason="triton is not installed")
+steps = pytest.importorskip("lowp.kernels.triton.steps", reason="triton is not installed")
 
 MAKES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "adamw": (lambda p, **k: AdamW(p, lr=1e-2, **k), lambda p: torch.optim.AdamW(p, lr=1e-2)),
@@ -132,6 +132,24 @@ def test_moments_and_weights_in_few_bits_are_one_kernel_with_the_bits_of_the_def
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def test_a_shard_draws_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, found = nn.Parameter(torch.linspace(-2, 2, 1500)), []
+    for first in (0, steps.BLOCK):
+        weight = nn.Parameter(start.detach()[first:].clone())
+        optimizer = AdamW([weight], moments="int8", masters="split-8", seed=7)
+        monkeypatch.setattr(AdamW, "_places", lambda self, parameter, first=first: first)
+        for step in range(2):
+            whole = nn.Parameter(start.detach())
+            give([whole], step)
+            assert whole.grad is not None
+            weight.grad = whole.grad[first:].to(weight.dtype)
+            with kernels.use("triton"):
+                optimizer.step()
+        state = optimizer.state[weight]
+        found.append([weight.detach(), *(state[name] for name in ("remainder", "exp_avg", "exp_avg_sq"))])
+    assert all(torch.equal(one[steps.BLOCK :], other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.slow
 def test_numbers_beyond_the_first_block_draw_by_seeds_of_their_own() -> None:
     found = []
@@ -188,8 +206,6 @@ def test_gradients_are_divided_by_the_scale_of_the_loss() -> None:
 def test_one_pass_unscales_checks_counts_and_sums_gradients(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lowp.kernels.triton import steps
-
     monkeypatch.setattr(steps, "INTERPRETED_BLOCK", 64)  # several programs
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(n, generator=generator).to(dtype) for n in (1, 0, 16, 200)]
@@ -246,8 +262,6 @@ def test_a_scaler_looks_at_all_gradients_in_one_launch_a_dtype(
 
 
 def test_a_table_on_a_device_is_made_once_for_the_same_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowp.kernels.triton import steps
-
     class There:
         """A tensor of a device, as far as a table asks."""
 

@@ -124,11 +124,14 @@ def rates(steps: Tensor, numbers: Numbers) -> Tensor:
     return table
 
 
-def fits_triton(weight: Cast | None, moments: Cast) -> bool:
-    """Whether Triton steps parameters whose weights a cast rounds, if any, with moments in this format."""
+def fits_triton(weight: Cast | None, moments: Cast, place: int | Tensor) -> bool:
+    """Whether Triton steps parameters whose weights a cast rounds, if any, with moments in this format.
+
+    `place`: that of a rank's first number in the whole, if numbers are drawn.
+    """
     from lowp.kernels.triton import steps
 
-    return steps.kept(weight, moments) is not None
+    return isinstance(place, int) and place % steps.BLOCK == 0 and steps.kept(weight, moments) is not None
 
 
 def step(columns: Columns, numbers: Numbers, kept: Kept, grad_scale: Tensor | None, skip: Tensor | None) -> None:
@@ -166,8 +169,8 @@ def step(columns: Columns, numbers: Numbers, kept: Kept, grad_scale: Tensor | No
     way = way._replace(rounds=found.rounds, moments=found.kind)
     scales = [*columns.scales, *[columns.weights] * (2 - len(columns.scales))]
     each = [columns.weights, rests, columns.gradients, moments[0], scales[0], moments[1], scales[1]]
-    seeds = [_signed(seed) for seed in columns.seeds]
-    steps.step_kept(each, seeds, table, inverse, skip, moves, way, found)
+    drawn = list(zip(map(_signed, columns.seeds), columns.places, strict=True))
+    steps.step_kept(each, drawn, table, inverse, skip, moves, way, found)
 
 
 # RuleKind and RuleFlag of cpu/cast.hpp

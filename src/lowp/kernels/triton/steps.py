@@ -96,10 +96,10 @@ _MOST_TABLES = 64
 _of_graphs: list[tuple[Table, tuple[Tensor, ...]]] = []  # tables read by captured graphs at every replay
 
 
-def table(columns: Sequence[Sequence[Tensor]], more: Sequence[int] = ()) -> Table:
+def table(columns: Sequence[Sequence[Tensor]], *more: Sequence[int]) -> Table:
     """Return the table of tensors, given by column; tensors of a row have as many numbers as the first, and are dense.
 
-    A row ends with their number, and with that of `more`.
+    A row ends with their number, and with one of each of `more`.
 
     A new table is copied to their device, from pinned memory and without waiting, unless one with the same addresses
     and sizes exists. Tables used in the capture of a graph are kept for good.
@@ -107,7 +107,7 @@ def table(columns: Sequence[Sequence[Tensor]], more: Sequence[int] = ()) -> Tabl
     lead = columns[0]
     counts = [one.numel() for one in lead]
     rows = [
-        (*(one.data_ptr() for one in row), count, *more[place : place + 1])
+        (*(one.data_ptr() for one in row), count, *(each[place] for each in more))
         for place, (row, count) in enumerate(zip(zip(*columns, strict=True), counts, strict=True))
     ]
     width = len(columns)
@@ -159,18 +159,20 @@ def step(
 
 
 def step_kept(
-    columns: Sequence[Sequence[Tensor]], seeds: Sequence[int], rates: Tensor, inverse: Tensor | None,
+    columns: Sequence[Sequence[Tensor]], drawn: Sequence[tuple[int, int]], rates: Tensor, inverse: Tensor | None,
     skip: Tensor | None, numbers: Moves | Momentum | SignMoves, way: Way, kept: KeptPlan,
 ) -> None:  # fmt: skip
     """Step parameters; columns: weight, remainder, gradient, and two moments, each with its scales.
 
-    `seeds` are signed words, one for each parameter before any step; the fourth of `rates` are the earlier steps.
+    `drawn`: of each parameter its seed before any step, a signed word, and the place of its first number in the whole,
+    a multiple of `BLOCK`. The fourth of `rates` are the earlier steps.
     """
-    where = table([[integers(one) for one in column] for column in columns], seeds)
+    where = table([[integers(one) for one in column] for column in columns], *zip(*drawn, strict=True))
     form, numbers_of = kept.moments.form, (kept.weight.numbers, kept.moments.numbers, kept.moments.codes)
     compiled = (kept.weight.form, exact(kept.weight.form), form, exact(form), kept.moments.layout, kept.moments.sharing)
     arguments = (where.addresses, where.chunks, rates, *_flags(rates, inverse, skip), numbers, *numbers_of)
-    block = max(min(where.block, updates.SHARE.value), kept.size)
+    most = BLOCK if any(place for _, place in drawn) else updates.SHARE.value  # a tile is in one share
+    block = max(min(where.block, most), kept.size)
     more = (*arguments, kept.moments.shared, way, *compiled, kept.size, where.aligned, where.chunk, block)
     run(updates.step_kept, (len(where.chunks),), *more, warps=KEPT_WARPS)
 

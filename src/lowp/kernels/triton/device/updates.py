@@ -13,7 +13,7 @@ from lowp.kernels.triton.device.scaled import codes_under_powers, each_of
 from lowp.kernels.triton.device.scales import power_bits, power_of_two
 from lowp.kernels.triton.device.stochastic import is_undecided
 
-COLUMNS = tl.constexpr(9)  # of the table of `step_kept`
+COLUMNS = tl.constexpr(10)  # of the table of `step_kept`
 SHARE = tl.constexpr(1 << 16)  # numbers of a parameter that draw by one seed: BLOCK of optim/storage.py
 # what `seed_of` of optim/storage.py multiplies its counters by, as signed words
 SEED_OF_STEP = tl.constexpr(0x9E37_79B9_7F4A_7C15 - (1 << 64))
@@ -261,7 +261,7 @@ def _keep_moment(
 
 @triton.jit
 def _kept_block(
-    table, tensor, start, count, inverse, rates, seed, form, weight_numbers, numbers, codes, sharing,
+    table, tensor, start, count, place, inverse, rates, seed, form, weight_numbers, numbers, codes, sharing,
     WAY: tl.constexpr, CAST: tl.constexpr, CAST_EXACT: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
     LAYOUT: tl.constexpr, SHARING: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -280,8 +280,8 @@ def _kept_block(
         weight = (magnitude | sign).to(tl.float32, bitcast=True)
     gradient = _gradient(grads, inverse, places, mask, DTYPE, WAY.scaled, WAY.maximize)
     # numbers of a parameter draw by its seed, by the place of their block of SHARE, and by the moment
-    key = seed + (start // SHARE) * SEED_OF_SLOT
-    first = start % SHARE
+    key = seed + ((place + start) // SHARE) * SEED_OF_SLOT
+    first = (place + start) % SHARE
     if WAY.adamw or WAY.lion or WAY.momentum:
         average = _moment(table, tensor, 3, start, count, codes, sharing, MOMENTS, LAYOUT, SIZE, False, ALIGNED, BLOCK)
     else:
@@ -321,20 +321,22 @@ def step_kept(
 ):  # fmt: skip
     """Step one chunk of one parameter as `step` does, with weights and moments in any format.
 
-    table: int64 [parameters, 9], the addresses of weight, remainder, gradient, and of two moments and their scales; the
-    elements, and the parameter's seed before any step. The fourth of `rates` are the earlier steps.
+    table: int64 [parameters, 10], the addresses of weight, remainder, gradient, and of two moments and their scales;
+    the elements; the parameter's seed before any step, and the place of the first element in the whole, a multiple of
+    BLOCK. The fourth of `rates` are the earlier steps.
     """
     if tl.load(skip) <= 0:
         tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
         begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
         own = rates + 4 * tensor
         count = tl.load(table + tensor * COLUMNS + 7)
+        place = tl.load(table + tensor * COLUMNS + 9)
         seed = tl.load(table + tensor * COLUMNS + 8) + tl.load(own + 3).to(tl.int64) * SEED_OF_STEP
         for start in range(0, CHUNK, BLOCK):
             if begin + start < count:
                 _kept_block(
-                    table, tensor, begin + start, count, inverse, own, seed, form, weight_numbers, numbers, codes,
-                    sharing, WAY, CAST, CAST_EXACT, FORM, EXACT, LAYOUT, SHARING, SIZE, ALIGNED, BLOCK,
+                    table, tensor, begin + start, count, place, inverse, own, seed, form, weight_numbers, numbers,
+                    codes, sharing, WAY, CAST, CAST_EXACT, FORM, EXACT, LAYOUT, SHARING, SIZE, ALIGNED, BLOCK,
                 )  # fmt: skip
 
 
