@@ -85,10 +85,10 @@ class Results(NamedTuple):
     @classmethod
     def of(cls, writer: SiteWriter, first: Tensor, second: Tensor) -> Results:
         """Return the results of the next product of an op."""
-        return cls(writer.part(), _GRADIENTS[isinstance(first, Parameter), isinstance(second, Parameter)])
+        return cls(writer.part(), GRADIENTS[isinstance(first, Parameter), isinstance(second, Parameter)])
 
 
-_GRADIENTS = {  # of a first and a second operand that are parameters or not, as `gradient_roles` names them
+GRADIENTS = {  # of a first and a second operand that are parameters or not, as `gradient_roles` names them
     (False, True): (INPUT_GRADIENT, WEIGHT_GRADIENT),
     (True, False): (WEIGHT_GRADIENT, INPUT_GRADIENT),
     (True, True): (WEIGHT_GRADIENT, f"{WEIGHT_GRADIENT} 2"),

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lowp.casts import Cast
 from lowp.compat import applied_at_once
@@ -21,7 +22,7 @@ from lowp.kernels.int16.layer import LayerPlan, serves
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.ops.call import QuickRegion, RoleCasts
 from lowp.ops.casting import end_of
-from lowp.ops.int16.contraction import Contraction, IntegerProduct, Results, in_parts, kept_as
+from lowp.ops.int16.contraction import GRADIENTS, Contraction, IntegerProduct, Results, in_parts, kept_as
 from lowp.ops.int16.nodes import OUTPUT_ROLE
 from lowp.ops.products import integer_gradients
 from lowp.ops.trilinear import Form, Linear
@@ -78,7 +79,9 @@ class Layers:
             return in_parts(replace(product, plan=None), tensors, writer)
         if not torch.is_grad_enabled():
             return done[0]
-        results = None if writer is None else Results.of(writer, x, weight)
+        results = None  # `Results.of` the first product, in no function
+        if writer is not None:
+            results = Results(writer, GRADIENTS[isinstance(x, Parameter), isinstance(weight, Parameter)])
         ends = x if x.numel() <= _FEW else end_of(x), weight if weight.is_leaf else end_of(weight)
         return cast(Tensor, _apply(*ends, bias, done, product, results))
 
