@@ -283,17 +283,70 @@ def test_a_skipped_step_keeps_what_was_finite_in_mind() -> None:
     assert run.precision.skipped_steps == 1 and all(value.isfinite().all() for value in run.state().values())
 
 
-def test_micro_batches_have_places_of_their_own_and_repeated_casts_count_once() -> None:
-    run = Run()
-    for _ in range(2):
-        for _ in range(2):
-            x, labels = run.batch()
+@pytest.mark.parametrize("together", [False, True])
+def test_batches_of_one_step_in_any_number_and_size_share_the_scale_of_module_and_role(together: bool) -> None:
+    run, x = Run(), torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+    for rows in (32, 32, 5):  # four batches of eight, and one of five at last
+        run.optimizer.zero_grad()
+        parts, losses = x[:rows].split(8), list[Tensor]()
+        for among in [parts] if together else [(part,) for part in parts]:
             with run.precision.autocast():
-                loss = F.cross_entropy(run.model(x), labels)
-            run.precision.backward(loss)
+                losses += [F.cross_entropy(run.model(part), part[:, :3].argmax(1)) for part in among]
+        run.precision.backward(torch.stack(losses).mean())
         run.precision.step(run.optimizer)
-    assert "input of first linear, pass 2" in run.scales.sites()
-    assert all(steps.unique().tolist() == [2] for _, steps, _ in run.scales.counted())
+    assert run.scales.scale("input of first linear").float() == x.abs().max() / 448
+    assert sorted(run.scales.sites()) == sorted(
+        f"{role} of {layer} linear" for role in ("input", "weight", "grad") for layer in ("first", "last")
+    )
+    assert all(steps.unique().tolist() == [3] for _, steps, _ in run.scales.counted())
+
+
+class Twice(Net):
+    def _whole(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(100 * self.first(x)[:, :6])))
+
+
+@pytest.mark.parametrize("checkpointed", [None, True, False])
+def test_a_module_that_runs_twice_in_one_forward_has_a_count_which_each_batch_begins_anew(
+    checkpointed: bool | None,
+) -> None:
+    run = Run(model=Twice(checkpointed))
+    for _ in range(2):
+        x, labels = run.batch()
+        run.optimizer.zero_grad()
+        with run.precision.autocast():
+            loss = sum(F.cross_entropy(run.model(part.requires_grad_()), labels[:4]) for part in x.split(4))
+        run.precision.backward(loss)
+        run.precision.step(run.optimizer)
+    layers = ("first", "first", "last")
+    assert sorted(run.scales.sites()) == sorted(
+        f"{role} of {layer} linear{' #2' if again == 1 else ''}"
+        for role in ("input", "weight", "grad")
+        for again, layer in enumerate(layers)
+    )
+    assert run.scales.scale("input of first linear #2") > 10 * run.scales.scale("input of first linear")
+
+
+def test_functions_beside_modules_keep_their_scales_in_an_evaluation() -> None:
+    run, x = Run(), torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    small, large = torch.eye(6).requires_grad_(), (100 * torch.eye(3)).requires_grad_()
+
+    def whole() -> Tensor:
+        return F.linear(100 * run.model(F.linear(0.01 * x, small)), large)
+
+    for _ in range(2):
+        with run.precision.autocast():
+            loss = whole().square().mean()
+        run.precision.backward(loss)
+        run.precision.step(run.optimizer)
+    before = copy.deepcopy(run.scales.state_dict())
+    with torch.no_grad(), run.precision.autocast():
+        found = whole()
+    with run.precision.autocast():
+        assert torch.equal(found, whole())
+    assert {"input of linear", "input of linear #2"} <= set(run.scales.sites())
+    for one, other in zip(before["groups"], run.scales.state_dict()["groups"], strict=True):
+        assert one["sites"] == other["sites"] and same(one["state"], other["state"])
 
 
 def test_a_region_alone_follows_the_steps_of_optimizers() -> None:

@@ -1,10 +1,11 @@
 """Scales of the operands of products from earlier steps: which entry an operand is read under, and all their state.
 
 An operand has a site, as what is written under shared exponents has: "input of 0 linear", "grad of layer1.0.conv1
-conv2d". It is cast under a scale for the maxima of earlier steps at its site, and its own maximum, met in the same
-pass, is remembered at the end of the step, when ranks agree on it. In its first step a site takes the tensor's own
-maximum. A step that is skipped counts: the maxima that were finite say what is to come. Without gradients, as in an
-evaluation, operands are cast as in training and nothing is remembered. Nothing waits for a device.
+conv2d": of a module and a role, for all batches of a step. It is cast under a scale for the maxima of earlier steps at
+its site, and its own maximum, met in the same pass, is remembered at the end of the step, when ranks agree on it. In
+its first step a site takes the tensor's own maximum. A step that is skipped counts: the maxima that were finite say
+what is to come. Without gradients, as in an evaluation, operands are cast as in training and nothing is remembered.
+Nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class DelayedScales:
 
     def __init__(self) -> None:
         self._tables: dict[Cast, DelayedTable] = {}
-        self.passes = Passes()
+        self.passes = Passes(apart=False)
         self._step = 0  # of `passes`, when the last step was flushed
         self._agreed = AgreedSites()
 

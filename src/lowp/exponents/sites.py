@@ -11,6 +11,9 @@ images, and again while the generator is trained. These runs differ by
 * whether the gradient flows on to the arguments of the outermost module (``differentiable input``), as through a
   discriminator to a generator. What follows the module without parameters of its own, such as a loss, has its mark.
 
+Scales from earlier steps belong to a module and a role, whatever number of runs a step has: all runs of the outermost
+module share their spots there, and only an op that one of them runs again has a count.
+
 A site's name also determines the class of its tensors: weights, activations, gradients, updates.
 """
 
@@ -61,10 +64,15 @@ class SiteTable(Protocol):
 
 
 class Passes:
-    """The number of runs of each outermost module since the last step. `step` counts the steps."""
+    """The number of runs of each outermost module since the last step. `step` counts the steps.
 
-    def __init__(self) -> None:
-        self.step = 0
+    `apart`: whether the runs of a step have spots of their own.
+    """
+
+    apart = True
+
+    def __init__(self, apart: bool = True) -> None:
+        self.step, self.apart = 0, apart
         self._begun: dict[str, int] = {}
         self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._trained: WeakSet[nn.Module] = WeakSet()
@@ -144,10 +152,14 @@ class Trail:
 
 @dataclass
 class _Count:
-    """The number of runs of each op in an entry, and the pass of each outermost module, within a step."""
+    """The number of runs of each op in an entry, and the pass of each outermost module, within a step.
+
+    `of_runs`: the keys in `met` of an outermost module's ops, by its id, in training and in an evaluation.
+    """
 
     step: int
     met: dict[tuple[str, bool], int] = field(default_factory=dict)
+    of_runs: dict[tuple[int, bool], list[tuple[str, bool]]] = field(default_factory=dict)
     passes: dict[str, int] = field(default_factory=dict)
 
 
@@ -167,17 +179,19 @@ class Spots:
     def copy(self, trail: Trail | None = None) -> Spots:
         """Return spots that start at these counts and count separately."""
         other = self.within(trail)
-        other._count = replace(self._count, met=dict(self._count.met))
+        other._count = replace(self._count, met=dict(self._count.met), of_runs=dict(self._count.of_runs))
         return other
 
     def enter(self, module: nn.Module, arguments: Any) -> None:
         """Note, when an outermost module is called, whether the gradient flows on to its arguments.
 
-        An evaluation of many batches in one entry runs each under the scales of the first run of a step.
+        In an evaluation, and where runs are not told apart, each run in one entry has the spots of the first.
         """
-        if not torch.is_grad_enabled() and not self.training:
-            self._count.met = {key: met for key, met in self._count.met.items() if key[1]}
-        if next(module.parameters(), None) is not None:
+        training, apart = self.training, self._passes.apart
+        if not (training and apart):
+            for key in self._count.of_runs.pop((id(module), training), ()):
+                self._count.met.pop(key, None)
+        if apart and next(module.parameters(), None) is not None:
             self._mark = ", differentiable input" if _requires_grad(arguments) else ""
 
     def spot(self, module: nn.Module | None, path: str, op: str) -> str:
@@ -186,15 +200,18 @@ class Spots:
         if count.step != self._passes.step and not repeated:  # an entry may stay open for many steps
             count.step = self._passes.step
             count.met.clear()
+            count.of_runs.clear()
             count.passes.clear()
         root = self._passes.root(module)
         training = torch.is_grad_enabled() or (self.trail is not None and self.trail.training)
-        if training and root not in count.passes:
+        if training and self._passes.apart and root not in count.passes:
             count.passes[root] = self._passes.begin(root)
         where = root + f"{path} {op}".strip()
         mark = self._mark
         key = where + mark, training
         met = count.met[key] = count.met.get(key, 0) + 1
+        if met == 1 and module is not None:
+            count.of_runs.setdefault((id(module), training), []).append(key)
         number = count.passes.get(root, 1)
         return f"{where}{f' #{met}' if met > 1 else ''}{f', pass {number}' if number > 1 else ''}{mark}"
 
