@@ -55,9 +55,9 @@ def test_a_cast_and_an_optimizers_step_compile_with_vectors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [*CAPABILITIES, 120])
-def test_steps_with_few_bits_spill_nothing(capability: int) -> None:
-    for given in ahead.FEW_BITS:
-        check(ahead.step_kept(*given), capability, MOST)
+def test_steps_with_few_bits_spill_next_to_nothing(capability: int) -> None:
+    for given in ahead.FEW_BITS:  # ptxas spills a few registers where that lets two programs run beside each other
+        check(ahead.step_kept(*given), capability, MOST, stack=16 + SPILLED)
 
 
 def test_a_step_with_moments_of_eight_bits_compiles() -> None:
