@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-LARGEST_NORMAL = (
-    126  # powers of two up to it, and their inverses, are normal fp32 numbers; two factors reach every result
-)
+# powers of two up to it, and their inverses, are normal fp32 numbers; two factors reach every result
+LARGEST_NORMAL = 126
 
 
 def times(x: Tensor, exponent: Tensor) -> Tensor:

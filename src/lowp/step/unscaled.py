@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -92,30 +92,31 @@ class UnscaledSteps:
         under shared exponents are written as the step reads them. Raises NonFiniteGradients after `patience` skipped
         steps in a row.
         """
-        for one in optimizers:
-            if isinstance(one, FlexWeights):
-                one.write_gradients()
+        stored = [one for one in optimizers if isinstance(one, FlexWeights)]
+        for one in stored:
+            one.write_gradients()
         sites, flags = self._looked_at(optimizers)
         is_bad = False if self.is_plain else _on_any_rank(flags, optimizers)
         may_skip = self.exponents is not None or isinstance(is_bad, Tensor)
         there = self._flags_there(optimizers) if may_skip else None
         if there is not None and (isinstance(is_bad, Tensor) or (there and not is_bad)):
-            if isinstance(flags, Tensor):
-                return self._skip_there([*there, *sites], [*there.values(), flags], is_bad)
-            return self._skip_there([*there], [*there.values()], is_bad)
-        faults = [] if self.exponents is None else self.exponents.faults()
-        if is_bad:
-            every = flags if isinstance(flags, list) else flags.tolist()  # waits for a device
-            faults += self._named([site for site, is_bad in zip(sites, every, strict=True) if is_bad])
+            own = ([*sites], [flags]) if isinstance(flags, Tensor) else ([], [])
+            return self._skip_there([*there, *own[0]], [*there.values(), *own[1]], is_bad)
+        faults = self._found(sites, flags if is_bad else [])
         is_skipped = bool(is_bad) or bool(faults)
         if self.exponents is not None:
             is_skipped = self.exponents.any_rank(is_skipped)
         if is_skipped:
             self._skip(faults, number)
-            for one in optimizers:
-                if isinstance(one, FlexWeights):
-                    one.forget_gradients()
+            for one in stored:
+                one.forget_gradients()
         return is_skipped
+
+    def _found(self, sites: Sequence[_Read], flags: list[bool] | Tensor) -> list[str]:
+        """Return the words for what is not finite: of shared exponents, and of the sites that have a flag."""
+        faults = [] if self.exponents is None else self.exponents.faults()
+        every = flags if isinstance(flags, list) else flags.tolist()  # waits for a device
+        return faults + self._named(list(compress(sites, every))) if every else faults
 
     def _looked_at(self, optimizers: Optimizers) -> tuple[Sequence[_Read], list[bool] | Tensor]:
         """Return what the step reads and is looked at, and for each of these whether it is not finite."""
