@@ -98,6 +98,36 @@ def test_slopes_are_without_the_loss_scale_and_the_same_where_a_checkpoint_compu
         assert np.allclose(plain[key], profile.record.part.slopes[key])
 
 
+@pytest.mark.parametrize("precision", ["fp16", "flex16+5", "nvfp4"])
+def test_in_a_region_activations_have_the_slopes_that_they_have_without(precision: str) -> None:
+    plain = recorded(network(), 2).part.slopes
+    model, policy = network(), presets.PRESETS[precision].policy
+
+    def run(x: Tensor) -> Tensor:
+        with lowp.autocast(policy):
+            y: Tensor = model(x)
+            return y
+
+    found = recorded(model, 2, run).part.slopes
+    assert {HIDDEN, READ} <= found.keys() == plain.keys()
+    for key in plain:
+        assert found[key].sum() == pytest.approx(plain[key].sum(), rel=0.2)
+
+
+def test_in_a_region_what_ran_without_gradients_too_has_no_slope_and_nor_has_what_attention_reads() -> None:
+    model, region = network(), lowp.autocast(presets.PRESETS["bf16"].policy)
+
+    def run(x: Tensor) -> Tensor:
+        with region:
+            y = model(x)
+            with torch.no_grad():
+                model(torch.zeros_like(x))
+            return nn.functional.scaled_dot_product_attention(*[y.view(4, 16, 8)] * 3).view(64, 8)
+
+    found = recorded(model, run=run).part.slopes
+    assert {str(key) for key in found} == {str(Key("", "scaled_dot_product_attention", "output", "forward"))}
+
+
 def test_slopes_are_saved_merged_and_named_after_their_model(tmp_path: Path) -> None:
     record = recorded(network(), 2)
     record.save(tmp_path / "run.json")

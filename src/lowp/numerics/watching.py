@@ -42,6 +42,8 @@ from lowp.region import entries
 
 _READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs are looked at
 _SENSITIVE = ("contraction", "norm", "softmax")  # classes whose activations policies round
+_READ_ONE = ("linear", "conv", "layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm", "softmax")
+_ACTIVATION_OF = {"grad": "output", "input gradient": "input"}  # by the role of its gradient in a region
 _SAMPLED = 2048  # numbers of an activation that are kept until its gradient arrives
 
 
@@ -76,6 +78,8 @@ class WatchMode(TorchFunctionMode):
         self._weights: dict[str, Tensor] = {}
         self._ends: list[Callable[[], None]] = []
         self._told: list[CountedTensor] = []
+        self._unanswered: dict[Key, list[Tensor]] = {}  # of activations in a region, numbers whose gradients may come
+        self._answered: list[tuple[Key, Tensor, NDArray[np.float64]]] = []
         self._passes = 0
         self._is_on = False
         self._first = ""  # what the first model was called when there came to be several
@@ -106,6 +110,8 @@ class WatchMode(TorchFunctionMode):
         }
         self._told = [seen.of_model(model) for seen in self._told]
         self._slopes = {number: (key.of_model(model), slope) for number, (key, slope) in self._slopes.items()}
+        self._answered = [(key.of_model(model), kept, slope) for key, kept, slope in self._answered]
+        self._unanswered = {key.of_model(model): kept for key, kept in self._unanswered.items()}
 
     def follow(self, running: nn.Module | None = None) -> None:
         """Follow the modules that are called from now on; `running` is a model whose call has begun."""
@@ -135,7 +141,7 @@ class WatchMode(TorchFunctionMode):
                 loss = calls_again(tape)
                 if loss is None:
                     raise ValueError("the loss was not computed from a call of the model")
-                del self._told[told:]  # of passes that tried loss scales
+                self._forget_gradients(told)
                 torch.autograd.backward(loss, torch.ones_like(loss) if gradient is None else gradient)
             self.is_complete = True
         finally:
@@ -188,7 +194,7 @@ class WatchMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.backward:
             if not self._passes:
-                self._told.clear()  # of passes that tried loss scales
+                self._forget_gradients(0)
             self._passes += 1
             self.on_backward(args[0])
             return func(*args, **kwargs)
@@ -231,6 +237,8 @@ class WatchMode(TorchFunctionMode):
         if seen.phase == "backward" and seen.role == "grad" and (seen.tensor.ndim or reads):
             key = Key(path, seen.op, "grad", "backward")
             self._told.append(looked_at(key, seen.tensor, self._scale()))
+        if seen.op_class in _SENSITIVE and (seen.phase == "backward" or not in_backward()):
+            self._observe_slope(Key(path, seen.op, seen.role, seen.phase), numbers_of(seen.tensor))
         if seen.phase != "forward" or in_backward():
             return
         op = self._op(path, seen.op, seen.op_class, "input weight")
@@ -268,6 +276,34 @@ class WatchMode(TorchFunctionMode):
                     self._await(one, Key(module, op, "grad", "backward"), self._count_gradient)
                     if op_class in _SENSITIVE:
                         self._await_slope(Key(module, op, "output", "forward"), one)
+
+    def _observe_slope(self, key: Key, tensor: Tensor) -> None:
+        """Keep numbers of an activation, or count its gradient: that of the last one of its key without a gradient.
+
+        Backward passes go through the calls of an op in reverse. A key of which one call gets no gradient, as in an
+        evaluation beside the training, has no slope: which call a gradient was of is not certain then. Nor have the
+        inputs of ops that read several, such as attention.
+        """
+        role = key.role if key.phase == "forward" else _ACTIVATION_OF.get(key.role, "")
+        reads_one = key.op.startswith(_READ_ONE)
+        if tensor.is_meta or not tensor.numel() or not (role == "output" or (role == "input" and reads_one)):
+            return
+        numbers = sampled(tensor, _SAMPLED)
+        if key.phase == "forward":
+            self._unanswered.setdefault(key, []).append(numbers.clone())
+            return
+        key = Key(key.module, key.op, role, "forward")
+        kept = self._unanswered.get(key)
+        if kept and kept[-1].numel() == numbers.numel():
+            slope = tensor.numel() / numbers.numel() * slope_of(kept[-1], numbers, self._scale())
+            self._answered.append((key, kept.pop(), slope))
+
+    def _forget_gradients(self, told: int) -> None:
+        """Forget the gradients that a region has told of, but for the first ones: of passes that tried loss scales."""
+        del self._told[told:]
+        while self._answered:
+            key, numbers, _ = self._answered.pop()
+            self._unanswered[key].append(numbers)
 
     def _op(self, module: str, op: str, op_class: str, operands: str) -> OpSeen:
         place = (module, op)
@@ -372,11 +408,14 @@ class WatchMode(TorchFunctionMode):
         self.pause()
         for seen in (*self._gradients.values(), *self._told):
             self._keep(seen)
-        for key, slope in self._slopes.values():
+        certain = [(key, slope) for key, _, slope in self._answered if not self._unanswered[key]]
+        for key, slope in (*self._slopes.values(), *certain):
             self.part.slopes[key] = self.part.slopes[key] + slope if key in self.part.slopes else slope
         self._gradients.clear()
         self._slopes.clear()
         self._told.clear()
+        self._unanswered.clear()
+        self._answered.clear()
         self.part.prints[self.step] = self._prints
         self.part.octaves[self.step] = {
             key: Octaves.of(seen) for key, seen in self.part.tensors.items() if key.role != "input" and seen.nonzero
