@@ -56,8 +56,9 @@ class DelayedMaximum:
     def observe(self, state: DelayedState, seen: MaximaSeen) -> DelayedState:
         """Remember the maxima of a step, but those that are not finite."""
         good = seen.mask & seen.largest.isfinite()
-        slot = torch.arange(self.window, device=good.device) == (state.known % self.window)[:, None]
-        history = torch.where(slot & good[:, None], seen.largest[:, None], state.history)
+        slot = (state.known % self.window)[:, None]
+        newest = torch.where(good[:, None], seen.largest[:, None], state.history.gather(1, slot))
+        history = state.history.scatter(1, slot, newest)
         return DelayedState(
             history,
             state.known + good,
