@@ -154,12 +154,12 @@ class Part:
 
     def add(self, other: Part) -> None:
         """Add another part."""
-        _add_up(self.tensors, other.tensors)
-        _add_up(self.updates, other.updates)
-        _add_up(self.slopes, other.slopes)
-        _add_up(self.blocks, other.blocks)
+        add_up(self.tensors, other.tensors)
+        add_up(self.updates, other.updates)
+        add_up(self.slopes, other.slopes)
+        add_up(self.blocks, other.blocks)
         for step, octaves in other.octaves.items():
-            _add_up(self.octaves.setdefault(step, {}), octaves)
+            add_up(self.octaves.setdefault(step, {}), octaves)
         for place, seen in other.ops.items():
             mine = self.ops.setdefault(place, OpSeen(seen.op_class, 0, seen.line, seen.operands))
             mine.calls += seen.calls
@@ -263,7 +263,8 @@ class Part:
             raise InvalidInput(f"an entry of it is missing or is not what a profile has there: {error!r}") from None
 
 
-def _add_up(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:
+def add_up(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:
+    """Add to each entry what another has under its name; new names are taken over."""
     for name, seen in theirs.items():
         mine[name] = mine[name] + seen if name in mine else seen
 

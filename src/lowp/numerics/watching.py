@@ -31,7 +31,7 @@ from lowp.numerics.modes import (
     take_off,
     tensors_in,
 )
-from lowp.numerics.part import CountedTensor, looked_at, parameter_key
+from lowp.numerics.part import CountedTensor, add_up, looked_at, parameter_key
 from lowp.numerics.plan import HOOK, MODE
 from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print
 from lowp.numerics.spectrum import Spectrum, Updates
@@ -332,11 +332,9 @@ class WatchMode(TorchFunctionMode):
             self._keep(looked_at(key, tensor))
 
     def _keep(self, seen: CountedTensor) -> None:
-        tensors, key = self.part.tensors, seen.print.key
-        tensors[key] = tensors[key] + seen.spectrum if key in tensors else seen.spectrum
-        for layout, counted in seen.blocks.items():
-            known = self.part.blocks.get((key, layout))
-            self.part.blocks[key, layout] = counted if known is None else known + counted
+        key = seen.print.key
+        add_up(self.part.tensors, {key: seen.spectrum})
+        add_up(self.part.blocks, {(key, layout): counted for layout, counted in seen.blocks.items()})
         self._prints.append(seen.print)
 
     # -- the backward pass --------------------------------------------------------------------------------------------
@@ -392,8 +390,7 @@ class WatchMode(TorchFunctionMode):
             key = parameter_key(name, "update", "step")
             self.part.tensors[key] = Spectrum.of(update)
             gradient = numbers_of(parameter.grad) if parameter.grad.layout is torch.strided else None
-            seen = Updates.of(before, update, gradient)
-            self.part.updates[name] = self.part.updates[name] + seen if name in self.part.updates else seen
+            add_up(self.part.updates, {name: Updates.of(before, update, gradient)})
 
     def exponents(self) -> NDArray[np.int64]:
         """How many gradients of activations of this step are in each octave, without the loss scale."""
@@ -410,7 +407,7 @@ class WatchMode(TorchFunctionMode):
             self._keep(seen)
         certain = [(key, slope) for key, _, slope in self._answered if not self._unanswered[key]]
         for key, slope in (*self._slopes.values(), *certain):
-            self.part.slopes[key] = self.part.slopes[key] + slope if key in self.part.slopes else slope
+            add_up(self.part.slopes, {key: slope})
         self._gradients.clear()
         self._slopes.clear()
         self._told.clear()
