@@ -17,6 +17,7 @@ import torch
 
 from lowp.errors import Unavailable
 
+_Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OneKey = TypeVar("_OneKey", bound=Callable[[Any], Any])
 
@@ -125,27 +126,25 @@ def remembered_by_identity(function: _OneKey) -> _OneKey:
     return cast(_OneKey, look_up)
 
 
-def uncompiled(function: _Function) -> _Function:
-    """Return a function that torch.compile leaves as plain Python, with all its calls; causes a graph break.
+def once(function: Callable[[], _Result]) -> Callable[[], _Result]:
+    """Return a function that runs this one at its first call alone, also where torch.compile traces the call.
 
-    Same effect as torch.compiler.disable, without its imports if nothing is compiled.
+    Dynamo would warn of functools.cache, and trace what it holds.
     """
+    done = functools.cache(function)
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (_disabled(function) if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+    @constant_when_compiled
+    def run() -> _Result:
+        return done()
 
-    return cast(_Function, run)
-
-
-@remembered
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    found: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return found
+    return run
 
 
 def skipped_by_compilers(function: _Function) -> _Function:
-    """Mark a function that torch.compile neither traces nor compiles, with all its calls, at no cost; a graph break."""
+    """Mark a function that torch.compile neither traces nor compiles, with all its calls, at no cost; a graph break.
+
+    The mark is of its code, which a function that another decorator has returned shares with others: it comes first.
+    """
     _set_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,11 +28,12 @@ NAMES = [*PRESETS, *(name for name in FORMATS if name not in PRESETS and name !=
 # what is not the same to the bit with backend="aot_eager": a bound of the difference of gradients, relative to all
 APART = {
     **dict.fromkeys(
-        ["fp16", "fp16-storage", "fp16-naive", "bf16", "bf16-storage", "bf16-trunc"], 1e-2
+        ["fp16", "fp16-storage", "fp16-naive", "bf16", "bf16-storage", "bf16-trunc", "mxfp8-rceil"], 1e-2
     ),  # sums in another order
     "dfp16": 1e-6,
     "flex16+5": 1e-3,  # compiled, each tensor has the exponent of its own maximum
     "int8": 5e-2,  # gradients are rounded stochastically, by other draws
+    **dict.fromkeys(["nvfp4", "mxfp4", "quartet2"], 0.2),  # so, too: as far apart as two runs of other seeds
 }
 SUMS = 1e-5  # inductor sums in an order of its own
 WAYS = ["around", "inside", "step around", "step inside"]
@@ -124,7 +126,9 @@ def test_a_format_compiles_as_one_graph_to_what_it_is_else(name: str, way: str) 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_compiles_as_one_graph_to_what_it_is_else(name: str, way: str) -> None:
-    check(name, way, "aot_eager")
+    is_refused = way.endswith("inside") and lowp.autocast(name).policy.uses_paths
+    with pytest.raises(Exception, match="inside a compiled function") if is_refused else nullcontext():
+        check(name, way, "aot_eager")
 
 
 @pytest.mark.slow
@@ -154,6 +158,7 @@ def test_compiled_autograd_gives_the_same_gradients() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler asks each tensor for
 @pytest.mark.parametrize("name", ["fp16", "mxfp8", "flex16+5", "bf16-storage", "int8"])
 def test_a_whole_step_with_loss_scale_and_optimizer_compiles_in_parts(name: str) -> None:
     curves: list[list[float]] = []

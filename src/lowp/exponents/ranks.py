@@ -102,6 +102,8 @@ class AgreedSites:
         self._digest = self._digested()
 
     def _digested(self) -> int:
+        if not self._sites:
+            return 0
         text = "\n".join(f"{cast}: {name}" for cast in sorted(self._sites, key=str) for name in self._sites[cast])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 

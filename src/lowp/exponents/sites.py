@@ -22,7 +22,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.casts import Cast
+from lowp.compat import once
 from lowp.kernels.int16 import low_words
 
 LAST_PASS = 4
@@ -127,7 +127,7 @@ class Passes:
 _all_passes: weakref.WeakSet[Passes] = weakref.WeakSet()
 
 
-@cache
+@once
 def _watch_optimizers() -> None:
     """End the count of passes at every optimizer's step, also at one outside of `Precision`."""
     register_optimizer_step_post_hook(_end_steps)

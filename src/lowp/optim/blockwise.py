@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from lowp.compat import private, uncompiled
+from lowp.compat import private, skipped_by_compilers
 from lowp.errors import InvalidInput
 from lowp.kernels.choose import dispatch
 from lowp.kernels.steps import updates
@@ -103,8 +103,8 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         own(self, self.param_groups[-1]["params"])
 
     # -- a step ---------------------------------------------------------------------------------------------------
-    @uncompiled
     @torch.no_grad()
+    @skipped_by_compilers
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on the gradients at hand, in the storage format or in fp32; returns the closure's loss, if any."""
         loss = None

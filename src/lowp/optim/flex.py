@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.casts import Cast
-from lowp.compat import uncompiled, widest_float
+from lowp.compat import skipped_by_compilers, widest_float
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents, StepWriter
 from lowp.kernels.int16 import payloads
@@ -113,8 +113,8 @@ class FlexWeights(MasterKeeper, Wrapper):
         self._known: list[_Row] = []
         self._adopt(stored)
 
-    @uncompiled
     @torch.no_grad()
+    @skipped_by_compilers
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the inner optimizer and write update, weights and state. Raises Misuse for a closure."""
         if closure is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.casts import Cast
-from lowp.compat import uncompiled
+from lowp.compat import skipped_by_compilers
 from lowp.errors import InvalidInput
 from lowp.ops.observing import Watch
 from lowp.optim.model_state import MasterKeeper, ParameterNames, own
@@ -146,7 +146,7 @@ class MasterWeights(MasterKeeper, Wrapper):
         """True: a loss scaler may pass gradients in 16 bits, or replace them by fp32 ones."""
         return True
 
-    @uncompiled
+    @skipped_by_compilers
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters from the parameters' gradients and write them back, rounded to the storage format."""
         if not self._masters.keys() >= set(parameters_of(self)):  # a group was added to the inner optimizer itself

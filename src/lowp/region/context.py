@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lowp.compat import (
     COMPILES_REGIONS,
     accelerator,
     constant_when_compiled,
+    once,
     refuse_compiled_region,
     remembered,
     remembered_by_identity,
@@ -370,7 +371,7 @@ def _first(policy: Policy) -> Policy:
     return policy
 
 
-@cache
+@once
 def _present() -> tuple[str, ...]:
     """Return the device types on which ops can run on this machine."""
     kind = accelerator()

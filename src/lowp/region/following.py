@@ -31,7 +31,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowp.compat import private
+from lowp.compat import private, skipped_by_compilers
 from lowp.exponents import Spots, Trail
 from lowp.region.engine import Engine, ModulePath
 from lowp.region.entries import Entry, current, current_engine, following
@@ -247,8 +247,12 @@ def _follow_checkpoints() -> None:
 
 # -- steps of optimizers ----------------------------------------------------------------------------------------
 def at_rest(function: _Function) -> _Function:
-    """Return the function wrapped so that the region around its call is suspended: for a step and all its parts."""
+    """Return the function wrapped so that the region around its call is suspended: for a step and all its parts.
 
+    No compiler follows it.
+    """
+
+    @skipped_by_compilers
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         engine = current_engine()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.casts import Cast
-from lowp.compat import applied_at_once, private, real_tensors
+from lowp.compat import applied_at_once, once, private, real_tensors
 from lowp.kernels.products import has_launches
 from lowp.ops.casting import PassedOn, carried, functorch_is_active, is_irregular, is_jit_tracing, native_dtype, shield
 
@@ -320,7 +320,7 @@ def forget_all() -> None:
     _writes[0] += 1
 
 
-@cache
+@once
 def _watch_optimizers() -> None:
     """Count the steps of all optimizers, because torch's fused kernels do not increment a weight's version."""
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: forget_all())

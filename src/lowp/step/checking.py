@@ -9,7 +9,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from lowp import distributed
-from lowp.compat import private, real_tensors
+from lowp.compat import private, real_tensors, skipped_by_compilers
 from lowp.errors import Misuse
 from lowp.kernels.choose import hardware
 from lowp.optim.releasing import refuse_released
@@ -53,6 +53,7 @@ class Checks(ScalerState):
     _seen: tuple[torch.Tensor, torch.Tensor] | None = None
     _agreed_with: Sequence[torch.distributed.ProcessGroup] = ()
 
+    @skipped_by_compilers
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, in place, and record whether all were finite; reads nothing.
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
+from lowp.compat import skipped_by_compilers
 from lowp.errors import InvalidInput, Misuse
 from lowp.kernels.choose import hardware
 from lowp.optim.releasing import refuse_released
@@ -105,6 +106,7 @@ class GradScaler(Checks):
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
         raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}")
 
+    @skipped_by_compilers
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale, unless `unscale_` did, and call `optimizer.step(*args, **kwargs)` if all gradients were finite.
 
@@ -197,6 +199,7 @@ class GradScaler(Checks):
         self._stepped = stepped
         self._stepped_by[id(optimizer)] = weakref.ref(optimizer), stepped
 
+    @skipped_by_compilers
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapt the scale to the results of the steps since the last update; call it once, after all steps.
 
