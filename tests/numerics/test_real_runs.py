@@ -188,7 +188,7 @@ def test_what_blocks_of_real_tensors_lose_is_predicted(recipe: str, monkeypatch:
     Once(recipe).profiled()
     shares = [sum(one < bound for one in of) / len(of) for of, bound in ((flushed, 0.02), (ratios, 1.0))]
     # the rest are of few distinct numbers, such as the gradient of equal scores: all in one bin of ratios
-    assert min(shares) > 0.95 and sum(ratios) / len(ratios) < 0.3 and max(flushed) < 0.1 and len(ratios) > 300
+    assert min(shares) > 0.94 and sum(ratios) / len(ratios) < 0.3 and max(flushed) < 0.12 and len(ratios) > 300
 
 
 def laid_out(x: torch.Tensor, key: Key, layout: BlockLayout) -> torch.Tensor:

@@ -117,7 +117,7 @@ def test_it_compiles_for_gpus_without_spills(window: int, tmp_path: Path, monkey
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for capability in (75, 80, 90, 100):
         found = ahead.compiled(ahead.observe(window), capability)
-        assert (found.stack, found.local) == (0, 0) and found.registers <= 200
+        assert (found.stack, found.local) == (0, 0) and found.registers <= 224
 
 
 def test_who_watches_is_told_what_a_cpu_tells(there: None) -> None:
