@@ -243,6 +243,18 @@ def test_a_cast_tells_whether_all_numbers_are_finite(text: str, shape: tuple[int
                 assert not cpu_groups.quantize_finite(other, parse(text), 0, torch.empty_like(one), axis)
 
 
+@pytest.mark.parametrize("text", ["mxfp8", "mxfp8:rceil", "mxfp4", "nvfp4", "if4", "int8", "e5m2@fp32/row", "dfp16"])
+def test_blocks_around_fp32_s_largest_number_have_the_bits_of_the_definition(text: str) -> None:
+    largest = torch.finfo(torch.float32).max
+    signs = torch.randn(12, 96, generator=torch.Generator().manual_seed(0)).sign()
+    x = signs * largest * torch.linspace(0.4, 1, 96).pow(3) * 2.0 ** -torch.arange(12.0)[:, None]
+    x[::3, :32] *= 2.0**-60  # blocks far below beside them
+    with kernels.use("cpu"):
+        found = lowp.quantize(x, text)
+    with kernels.use("reference"):
+        assert torch.equal(bits(found), bits(lowp.quantize(x, text)))
+
+
 def test_results_may_be_in_place_and_tensors_begin_at_any_byte() -> None:
     x = torch.randn(9, 4100, generator=torch.Generator().manual_seed(7))
     for text in ("mxfp8", "mxfp8:stochastic", "nvfp4", "int8", "dfp16", "int8-affine"):

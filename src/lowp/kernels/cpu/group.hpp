@@ -360,6 +360,17 @@ static inline uint32_t value_of(uint32_t element, float factor, float second) {
   return value + mask<F32>((value & Constants<F32>::kMagnitude) == Constants<F32>::kInf);
 }
 
+// What a cast writes: elements, values, or values that are known to be far below fp32's largest number.
+enum Writes { kElements, kValues, kSmallValues };
+
+template <Writes kWrites, bool kExact>
+static inline uint32_t written(uint32_t element, float factor, float second) {
+  if constexpr (kWrites == kElements) return element;
+  if constexpr (kWrites == kValues) return value_of(element, factor, second);
+  const float value = number(element) * factor;
+  return bits_of(kExact ? value : value * second);
+}
+
 // The quotients of a run by a power of two. Returns bits if one is below fp32's normal numbers, and perhaps not exact.
 static inline uint32_t divide_run(const uint32_t* in, int64_t count, float inverse, uint32_t* out) {
   constexpr int32_t kSmallestNormal = 0x00800000;
@@ -394,7 +405,7 @@ static inline uint32_t element_of(uint32_t bits, const uint32_t* word, const Qui
 }
 
 // The same as `cast_run` for runs of one number. Returns bits where one is in doubt.
-template <bool kWholes, bool kExact, Draws kDraws, bool kValues>
+template <bool kWholes, bool kExact, Draws kDraws, Writes kWrites>
 static inline uint32_t cast_each(const uint32_t* in, const uint32_t* words, int64_t count, const float* inverse,
                                  const double* scale, float second, const Quick& quick, uint32_t* out) {
   uint32_t doubt = 0;
@@ -402,14 +413,14 @@ static inline uint32_t cast_each(const uint32_t* in, const uint32_t* words, int6
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t element =
         element_of<kWholes, kExact, kDraws>(bits_of(number(in[i]) * inverse[i]), words + i, quick, doubt);
-    out[i] = kValues ? value_of(element, static_cast<float>(scale[i]), second) : element;
+    out[i] = written<kWrites, kExact>(element, static_cast<float>(scale[i]), second);
   }
   return doubt;
 }
 
-// The values of a run or, without `kValues`, its elements. `doubts` get bits where one is in doubt: one each, if the length
+// The values of a run or, with `kElements`, its elements. `doubts` get bits where one is in doubt: one each, if the length
 // is constant, so that runs need no sum of theirs; otherwise the first.
-template <bool kWholes, bool kExact, Draws kDraws, bool kValues, class Count>
+template <bool kWholes, bool kExact, Draws kDraws, Writes kWrites, class Count>
 static inline void cast_run(const uint32_t* in, const uint32_t* words, Count count, float inverse, float factor, float second,
                             const Quick& quick, uint32_t* out, uint32_t* doubts) {
   const int64_t length = count;
@@ -418,7 +429,7 @@ static inline void cast_run(const uint32_t* in, const uint32_t* words, Count cou
   for (int64_t i = 0; i < length; ++i) {
     uint32_t own = 0;
     const uint32_t element = element_of<kWholes, kExact, kDraws>(bits_of(number(in[i]) * inverse), words + i, quick, own);
-    out[i] = kValues ? value_of(element, factor, second) : element;
+    out[i] = written<kWrites, kExact>(element, factor, second);
     if (kExact) continue;
     if (is_constant(count))
       doubts[i] |= own;
@@ -466,7 +477,7 @@ struct GroupCast {
                 const uint32_t* words, int64_t first, int64_t count, uint32_t* out) const {
     alignas(64) uint32_t quotients[kBlock];
     if (is_quick_cast) {
-      cast_strip<false>(in, runs, inverse, scale, outer, words, first, out);
+      cast_strip<kElements>(in, runs, inverse, scale, outer, words, first, out);
       return true;
     }
     uint32_t small = 0;
@@ -486,8 +497,12 @@ struct GroupCast {
   // The values of a strip in one step. Returns false if there is no such step.
   bool all(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
            const uint32_t* words, int64_t first, uint32_t* out) const {
-    if (is_quick_cast) cast_strip<true>(in, runs, inverse, scale, outer, words, first, out);
-    return is_quick_cast;
+    if (!is_quick_cast) return false;
+    if (has_small_values(runs, scale, outer))
+      cast_strip<kSmallValues>(in, runs, inverse, scale, outer, words, first, out);
+    else
+      cast_strip<kValues>(in, runs, inverse, scale, outer, words, first, out);
+    return true;
   }
 
   // The same in fp64; `in` may be `out`. With zero points the element is limited so that their sum is in the range.
@@ -538,6 +553,22 @@ struct GroupCast {
   }
 
  private:
+  // Whether no value of a strip reaches fp32's largest number; NaN counts as none. Under powers of two `outer` must be 1, too.
+  bool has_small_values(const Runs& runs, const double* scale, double outer) const {
+    if (sharing.power && outer != 1) return false;
+    if (sharing.element.kind == kFloat && quick.beyond == Constants<F32>::kInf) return false;
+    const double most = 0x1p120 / (outer * largest_element());
+    uint64_t others = 0;
+    LOWP_VECTOR_LOOP
+    for (int64_t run = 0; run < runs.number; ++run) others |= mask<F64>(__builtin_fabs(scale[run]) > most);
+    return others == 0;
+  }
+
+  double largest_element() const {
+    const double below = -sharing.element.minimum;
+    return sharing.element.maximum > below ? sharing.element.maximum : below;
+  }
+
   // What a strip is cast by and with.
   struct Given {
     const uint32_t* in;
@@ -550,37 +581,37 @@ struct GroupCast {
     uint32_t* out;
   };
 
-  template <bool kValues>
+  template <Writes kWrites>
   void cast_strip(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
                   const uint32_t* words, int64_t first, uint32_t* out) const {
     const Given given{in, runs, inverse, scale, outer, words, first, out};
     const bool wholes = sharing.element.kind == kInteger;
     if (sharing.power)
-      wholes ? cast_runs<true, true, kNone, kValues>(given) : cast_runs<false, true, kNone, kValues>(given);
+      wholes ? cast_runs<true, true, kNone, kWrites>(given) : cast_runs<false, true, kNone, kWrites>(given);
     else if (is_drawn)
-      wholes ? cast_surely<true, kWord, kValues>(given) : cast_surely<false, kWord, kValues>(given);
+      wholes ? cast_surely<true, kWord, kWrites>(given) : cast_surely<false, kWord, kWrites>(given);
     else
-      wholes ? cast_surely<true, kNone, kValues>(given) : cast_surely<false, kNone, kValues>(given);
-    mark(runs, scale, out, kValues ? Constants<F32>::kQuietNan : 0);
+      wholes ? cast_surely<true, kNone, kWrites>(given) : cast_surely<false, kNone, kWrites>(given);
+    mark(runs, scale, out, kWrites == kElements ? 0 : Constants<F32>::kQuietNan);
   }
 
-  template <bool kWholes, Draws kDraws, bool kValues>
+  template <bool kWholes, Draws kDraws, Writes kWrites>
   void cast_surely(const Given& given) const {
-    if (cast_runs<kWholes, false, kDraws, kValues>(given) != 0) settle_runs<kWholes, kDraws, kValues>(given);
+    if (cast_runs<kWholes, false, kDraws, kWrites>(given) != 0) settle_runs<kWholes, kDraws, kWrites>(given);
   }
 
-  template <bool kWholes, bool kExact, Draws kDraws, bool kValues>
+  template <bool kWholes, bool kExact, Draws kDraws, Writes kWrites>
   __attribute__((noinline)) uint32_t cast_runs(const Given& given) const {
     const Quick constants = quick;
     const Runs& runs = given.runs;
     const float second = static_cast<float>(given.outer);
     if (runs.each == 1)
-      return cast_each<kWholes, kExact, kDraws, kValues>(given.in, given.words, runs.number, given.inverse, given.scale, second,
+      return cast_each<kWholes, kExact, kDraws, kWrites>(given.in, given.words, runs.number, given.inverse, given.scale, second,
                                                          constants, given.out);
     alignas(64) uint32_t doubts[32] = {};
     const auto cast = [&](int64_t run, int64_t begin, auto count) {
       prefetch(given.in + begin, count);
-      cast_run<kWholes, kExact, kDraws, kValues>(given.in + begin, given.words + begin, count, given.inverse[run],
+      cast_run<kWholes, kExact, kDraws, kWrites>(given.in + begin, given.words + begin, count, given.inverse[run],
                                                  static_cast<float>(given.scale[run]), second, constants, given.out + begin, doubts);
     };
     each_run(runs, [&](int64_t run, int64_t begin, auto length) {
@@ -591,7 +622,7 @@ struct GroupCast {
   }
 
   // A strip with quotients in doubt, of which there are few: once more, and in fp64 the few numbers beside each of them.
-  template <bool kWholes, Draws kDraws, bool kValues>
+  template <bool kWholes, Draws kDraws, Writes kWrites>
   __attribute__((noinline)) void settle_runs(const Given& given) const {
     constexpr int64_t kFew = 16;
     const Quick constants = quick;
@@ -599,10 +630,10 @@ struct GroupCast {
     if (given.runs.each == 1) {
       for (int64_t begin = 0; begin < given.runs.number; begin += kFew) {
         const int64_t end = smaller(begin + kFew, given.runs.number);
-        if (cast_each<kWholes, false, kDraws, kValues>(given.in + begin, given.words + begin, end - begin, given.inverse + begin,
+        if (cast_each<kWholes, false, kDraws, kWrites>(given.in + begin, given.words + begin, end - begin, given.inverse + begin,
                                                        given.scale + begin, second, constants, given.out + begin) == 0)
           continue;
-        for (int64_t i = begin; i < end; ++i) settle<kValues>(given, i, i, 1);
+        for (int64_t i = begin; i < end; ++i) settle<kWrites>(given, i, i, 1);
       }
       return;
     }
@@ -610,15 +641,15 @@ struct GroupCast {
       for (int64_t begin = first; begin < first + length; begin += kFew) {
         const int64_t count = smaller(kFew, first + length - begin);
         uint32_t doubt = 0;
-        cast_run<kWholes, false, kDraws, kValues>(given.in + begin, given.words + begin, count, given.inverse[run],
+        cast_run<kWholes, false, kDraws, kWrites>(given.in + begin, given.words + begin, count, given.inverse[run],
                                                   static_cast<float>(given.scale[run]), second, constants, given.out + begin, &doubt);
-        if (doubt != 0) settle<kValues>(given, run, begin, count);
+        if (doubt != 0) settle<kWrites>(given, run, begin, count);
       }
     });
   }
 
   // At most 16 numbers of a run, in fp64.
-  template <bool kValues>
+  template <Writes kWrites>
   void settle(const Given& given, int64_t run, int64_t begin, int64_t count) const {
     alignas(64) uint64_t quotients[16];
     const double divisor = given.scale[run] * given.outer;
@@ -629,7 +660,7 @@ struct GroupCast {
     wide.with_words(quotients, quotients, given.first + begin * wide.step, count, given.words + begin);
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t element = bits_of(static_cast<float>(number(quotients[i])));
-      given.out[begin + i] = kValues ? value_of(element, factor, second) : element;
+      given.out[begin + i] = kWrites == kElements ? element : value_of(element, factor, second);
     }
   }
 
