@@ -107,7 +107,7 @@ FEW_BITS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options"), FEW_BITS, ids=str)
+@pytest.mark.parametrize(("make", "options"), FEW_BITS, ids=lambda one: getattr(one, "__name__", str(one)))
 def test_moments_and_weights_in_few_bits_are_one_kernel_with_the_bits_of_the_definition(
     make: Callable[..., Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
