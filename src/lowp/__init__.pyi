@@ -40,6 +40,7 @@ _ScaledName = Literal[
     "mxfp4",
     "mxint8",
     "nvfp4",
+    "if4",
     "flex16+5",
     "dfp16",
     "int16",
