@@ -16,6 +16,7 @@ import importlib.util
 import io
 import re
 import shlex
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -145,6 +146,18 @@ def test_code_on_a_page_does_what_it_says(
     monkeypatch.chdir(tmp_path)
     traced.cache_clear()  # a region's report also tells what was compiled under its policy, here by other tests
     run_page(path, chosen, lowp)
+
+
+def test_what_the_readme_installs_is_enough_for_the_command_below_it(
+    lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = next(block for block in blocks((ROOT / "README.md").read_text()) if "pip install" in block.text)
+    install, command = (shlex.split(line[2:], comments=True) for line in shown.text.splitlines())
+    for name in ("sklearn", "sklearn.datasets"):  # what the recipes need beside lowp's own requirements
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.chdir(tmp_path)
+    [extra] = re.findall(r"pip install 'lowp(\[\w+\])'", lowp(*command[1:]).err)
+    assert install == ["pip", "install", f".{extra}"]
 
 
 @pytest.mark.parametrize(
