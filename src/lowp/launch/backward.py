@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from lowp.compat import private
 from lowp.errors import Misuse
 from lowp.formats import FloatFormat
+from lowp.launch.boot import replaces
 from lowp.launch.gradients import SIXTEEN_BIT, Gradients, leaves_of
 from lowp.launch.session import Session
 from lowp.policy import Policy
@@ -85,8 +85,7 @@ class _Backward:
             self.gradients.adopt(leaf)
         return leaves
 
-    def begin(self, outputs: tuple[Tensor, ...], most: float = float("inf"), looks: bool = False) -> None:
-        """Set the scale of a pass, at most `most`, and let every leaf that the pass reaches unscale its gradient."""
+    def _begin(self, outputs: tuple[Tensor, ...], most: float, looks: bool) -> None:
         leaves = self.adopted(outputs)
         if has_no_optimizer(self.session, leaves):
             return
@@ -101,21 +100,17 @@ class _Backward:
         self.gradients.set_retained_aside()
         self.gradients.scale, self.gradients.inverse = scale, scale.reciprocal()
 
-    def end(self) -> None:
-        """End the pass."""
-        if self.gradients.inverse is not None:
-            self.gradients.unscale_retained()
-        self.gradients.scale = self.gradients.inverse = None
-
     @contextmanager
-    def own(self, outputs: tuple[Tensor, ...]) -> Iterator[None]:
-        """Scale a pass that gives its gradients to the script."""
+    def own(self, outputs: tuple[Tensor, ...], most: float = math.inf, looks: bool = False) -> Iterator[None]:
+        """Scale a pass by at most `most`; every leaf that it reaches unscales its gradient."""
         with self.session.turn:
-            self.begin(outputs, most=self.largest_grad_scale)
+            self._begin(outputs, most, looks)
             try:
                 yield
             finally:
-                self.end()
+                if self.gradients.inverse is not None:
+                    self.gradients.unscale_retained()
+                self.gradients.scale = self.gradients.inverse = None
 
     @contextmanager
     def limited(self, outputs: tuple[Any, ...]) -> Iterator[None]:
@@ -193,7 +188,9 @@ class _Replaced:
                 has_no_optimizer(session, list(leaves_of(one for one in outputs if isinstance(one, Tensor))))
             if scaled is None or not scaled.scales(outputs):
                 return original(outputs, grad_tensors, *args, **kwargs)
-            return _scaled_backward(scaled, original, outputs, grad_tensors, args, kwargs)
+            given = kwargs.pop("grad_variables", None) if grad_tensors is None else grad_tensors
+            with scaled.own(outputs, looks=given is None):
+                return original(outputs, scaled.seeds(outputs, given), *args, **kwargs)
 
     def grad(self, outputs: Any, inputs: Any, seeds: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session, scaled, (_, original), is_within = self.session, self.scaled, self.originals, self.is_within()
@@ -204,56 +201,25 @@ class _Replaced:
         with session.in_pass(), self.apart():
             if scaled is None or not (is_within or scaled.scales(several)):
                 return original(several, places, seeds, *args, **kwargs)
-            scaling = scaled.limited(several) if is_within else scaled.own(several)
-            with scaling:
-                return _unscaled_grad(scaled, original, (several, places, seeds), args, kwargs)
+            gradients = scaled.gradients
+            with scaled.limited(several) if is_within else scaled.own(several, scaled.largest_grad_scale):
+                found = original(several, places, scaled.seeds(several, seeds), *args, **kwargs)
+                return tuple(
+                    one if one is None or gradients.is_adopted(_leaf_of(place)) else gradients.unscaled(one)
+                    for one, place in zip(found, places, strict=True)
+                )
 
 
 def install(session: Session) -> None:
     """Replace torch.autograd.backward and torch.autograd.grad, unless the session changes nothing."""
     if session.is_plain:
         return
-    autograd, replaced = cast(Any, torch.autograd), _Replaced(session)
+    replaced = _Replaced(session)
 
-    @wraps(autograd.backward)
+    @replaces(torch.autograd)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         return replaced.backward(tensors, grad_tensors, args, kwargs)
 
-    @wraps(autograd.grad)
+    @replaces(torch.autograd)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         return replaced.grad(outputs, inputs, grad_outputs, args, kwargs)
-
-    autograd.backward, autograd.grad = backward, grad
-
-
-def _scaled_backward(
-    scaled: _Backward,
-    original: Callable[..., Any],
-    outputs: tuple[Tensor, ...],
-    given: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    given = kwargs.pop("grad_variables", given) if given is None else given
-    with scaled.session.turn:
-        scaled.begin(outputs, looks=given is None)
-        try:
-            return original(outputs, scaled.seeds(outputs, given), *args, **kwargs)
-        finally:
-            scaled.end()
-
-
-def _unscaled_grad(
-    scaled: _Backward,
-    original: Callable[..., Any],
-    asked: tuple[tuple[Any, ...], tuple[Any, ...], Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Return the gradients of a pass, unscaled. `asked`: its outputs, its inputs, and its first gradients."""
-    (outputs, inputs, seeds), gradients = asked, scaled.gradients
-    found = original(outputs, inputs, scaled.seeds(outputs, seeds), *args, **kwargs)
-    return tuple(
-        one if one is None or gradients.is_adopted(_leaf_of(place)) else gradients.unscaled(one)
-        for one, place in zip(found, inputs, strict=True)
-    )

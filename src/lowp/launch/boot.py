@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import signal
 import sys
@@ -18,8 +19,9 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import FrameType, ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _started = False
 
 
@@ -86,31 +88,28 @@ class _Waiting(importlib.abc.MetaPathFinder):
         if name != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        for finder in sys.meta_path if spec is None else ():
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                break
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self._then)
+        spec = importlib.util.find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # what follows is its own
+            loader.exec_module(module)
+            self._then()
+
+        if loader is not None:
+            loader.exec_module = exec_module
         return spec
 
 
-class _Then(importlib.abc.Loader):
-    """Loads a module with its own loader, then calls a function."""
+def replaces(owner: Any) -> Callable[[Function], Function]:
+    """Put the decorated function in the place of a module's or class's one of its name, and let it look like that."""
 
-    def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
-        self._loader, self._then = loader, then
+    def put(function: Function) -> Function:
+        original = getattr(owner, function.__name__)
+        setattr(owner, function.__name__, wraps(original)(function))
+        return function
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._then()
+    return put
 
 
 # -- SIGTERM -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import private
+from lowp.launch.boot import replaces
 from lowp.launch.gradients import SIXTEEN_BIT
 from lowp.launch.session import Session
 from lowp.ops.casting import functorch_is_active, is_jit_tracing
@@ -211,7 +212,7 @@ def install(session: Session) -> None:
     local = session.local
     is_compiling = torch.compiler.is_compiling
 
-    @wraps(original)
+    @replaces(nn.Module)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or local.alone or local.backward or session.rests:
             return original(self, *args, **kwargs)
@@ -219,7 +220,6 @@ def install(session: Session) -> None:
             return forward.inner(self, args, kwargs)
         return forward.outermost(self, args, kwargs)
 
-    nn.Module.__call__ = __call__  # type: ignore[method-assign]
     _install_functions(session)
     _install_compile(session, forward)
     _install_checkpoints(session, forward)
@@ -230,7 +230,7 @@ def _watch_first_call(session: Session) -> None:
     """Note at the first module call that a model ran; patches by other code stay in place."""
     original = nn.Module.__call__
 
-    @wraps(original)
+    @replaces(nn.Module)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
@@ -238,8 +238,6 @@ def _watch_first_call(session: Session) -> None:
         if nn.Module.__call__ is __call__:
             nn.Module.__call__ = original  # type: ignore[method-assign]
         return original(self, *args, **kwargs)
-
-    nn.Module.__call__ = __call__  # type: ignore[method-assign]
 
 
 def _install_compile(session: Session, forward: Forward) -> None:
@@ -259,14 +257,12 @@ def _install_compile(session: Session, forward: Forward) -> None:
 
         return call
 
-    @wraps(original)
+    @replaces(torch)
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if model is not None:
             return around(original(model, *args, **kwargs))
         decorate = original(model, *args, **kwargs)
         return lambda function: around(decorate(function))
-
-    torch.compile = compile
 
 
 def _install_checkpoints(session: Session, forward: Forward) -> None:
@@ -278,7 +274,7 @@ def _install_checkpoints(session: Session, forward: Forward) -> None:
     original = cast(Callable[..., Any], module.checkpoint)
     local = session.local
 
-    @wraps(original)
+    @replaces(module)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if session.rests or torch.compiler.is_compiling():
             return original(function, *args, **kwargs)
@@ -296,8 +292,6 @@ def _install_checkpoints(session: Session, forward: Forward) -> None:
                 local.calls, local.alone, local.backward = before
 
         return original(recomputed, *args, **kwargs)
-
-    module.checkpoint = checkpoint
 
 
 def _install_traces(session: Session) -> None:

@@ -17,6 +17,7 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lowp.compat import private
+from lowp.launch.boot import replaces
 from lowp.launch.session import Session
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -211,28 +212,25 @@ def install(session: Session) -> None:
 
 def _install_leaves(gradients: Gradients) -> None:
     """Unscale what parameters accumulate and hidden tensors retain."""
-    tensor = cast(Any, Tensor)
-    retain = tensor.retain_grad
+    retain = cast(Any, Tensor).retain_grad
 
     def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         gradients.adopt(parameter)
 
-    @wraps(retain)
+    @replaces(Tensor)
     def retain_grad(self: Tensor) -> None:
         retain(self)
         if not self.is_leaf:
             gradients.retain(self)
 
     register_module_parameter_registration_hook(on_parameter)
-    tensor.retain_grad = retain_grad
 
 
 def _install_tensor_hooks(session: Session, gradients: Gradients) -> None:
     """Pass unscaled gradients to hooks of tensors."""
-    tensor = cast(Any, Tensor)
-    register = tensor.register_hook
+    register = cast(Any, Tensor).register_hook
 
-    @wraps(register)
+    @replaces(Tensor)
     def register_hook(self: Tensor, hook: Callable[[Tensor | None], Any]) -> Any:
         # in a region torch's own function calls this one again, with the hook that it was given
         if getattr(hook, "lowp_shows", False):
@@ -252,8 +250,6 @@ def _install_tensor_hooks(session: Session, gradients: Gradients) -> None:
 
         shown.lowp_shows = True  # type: ignore[attr-defined]
         return register(self, shown)
-
-    tensor.register_hook = register_hook
 
 
 def _install_module_hooks(session: Session, gradients: Gradients) -> None:
@@ -304,17 +300,14 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 def _install_exchange(session: Session) -> None:
     """Let tensors that the session refers to be exchanged as in plain torch."""
-    utils = cast(Any, torch.utils)
-    original = utils.swap_tensors
+    original: Any = torch.utils.swap_tensors
 
-    @wraps(original)
+    @replaces(torch.utils)
     def swap_tensors(t1: Tensor, t2: Tensor) -> None:
         with session.exchanging(t1, t2):
             original(t1, t2)
             if session.is_scaling:  # else the hooks are the script's
                 _exchange_hooks(t1, t2)
-
-    utils.swap_tensors = swap_tensors
 
 
 def _exchange_hooks(one: Any, other: Any) -> None:

@@ -10,15 +10,15 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowp import presets
 from lowp.errors import LowpError
 from lowp.launch import record as records
-from lowp.launch.boot import tell_first
+from lowp.launch.boot import replaces, tell_first
 from lowp.launch.record import ProcessRecord, RunSettings
 
 if TYPE_CHECKING:
@@ -106,12 +106,6 @@ class Session:
             yield
         finally:
             local.backward, local.hooks = before
-
-    def stand_down(self, reason: str) -> None:
-        """Do nothing from now on, because the script handles its precision itself."""
-        if not self.rests:
-            self.rests = True
-            self.record.stood_down = reason
 
     def keeps_in_fp32(self, what: str, why: str, is_certain: bool = True) -> str:
         """Note that something does not run in the precision; return the sentence. Exits under --strict if certain."""
@@ -280,47 +274,30 @@ def without_own(traceback: types.TracebackType | None) -> types.TracebackType | 
 
 # -- a script that handles its precision itself ------------------------------------------------------------------------
 def _install_standing(session: Session) -> None:
-    """Detect an enabled torch.autocast that is entered and an enabled GradScaler that is made."""
+    """Do nothing from an enabled torch.autocast on that the script enters, or an enabled GradScaler that it makes.
+
+    The settings may ask to override these; then they are disabled.
+    """
     if session.is_plain:
         return
-    _watch_scalers(session)
-    _watch_autocast(session)
+    made: Any = torch.amp.GradScaler.__init__
+    entered: Any = torch.autocast.__enter__
 
-
-def _is_own() -> bool:
-    """Whether the caller is lowp itself, which also uses torch.autocast."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0] == "lowp"
-
-
-def _watch_scalers(session: Session) -> None:
-    scaler = cast(Any, torch.amp.GradScaler)
-    original: Callable[..., None] = scaler.__init__
-
-    @wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if not self._enabled or session.rests or type(self).__module__.partition(".")[0] == "lowp":
+    def found(one: Any, name: str, owner: str) -> None:
+        if not one._enabled or session.rests or owner.partition(".")[0] == "lowp":  # which uses both, too
             return
         if session.settings.override:
-            self._enabled = False
+            one._enabled = False
         else:
-            session.stand_down("the script has a GradScaler of its own")
+            session.rests, session.record.stood_down = True, f"the script has a {name} of its own"
 
-    scaler.__init__ = __init__
+    @replaces(torch.amp.GradScaler)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        found(self, "GradScaler", type(self).__module__)
 
-
-def _watch_autocast(session: Session) -> None:
-    autocast = cast(Any, torch.autocast)
-    original: Callable[..., Any] = autocast.__enter__
-
-    @wraps(original)
+    @replaces(torch.autocast)
     def __enter__(self: Any) -> Any:
-        ours = session.rests or session.local.calls or session.local.backward or not self._enabled
-        if not ours and not torch.compiler.is_compiling() and not _is_own():
-            if session.settings.override:
-                self._enabled = False
-            else:
-                session.stand_down("the script has a torch.autocast of its own")
-        return original(self)
-
-    autocast.__enter__ = __enter__
+        if not (session.local.calls or session.local.backward or torch.compiler.is_compiling()):
+            found(self, "torch.autocast", str(sys._getframe(1).f_globals.get("__name__", "")))
+        return entered(self)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lowp import distributed
-from lowp.launch.boot import when_imported
+from lowp.launch.boot import replaces, when_imported
 from lowp.launch.gradients import Gradients
 from lowp.launch.session import Session, nothing
 
@@ -93,6 +93,19 @@ class _Steps:
         parameters: Parameters | None = None,
     ) -> Any:
         """Take one step of an optimizer of the script: torch.optim's, or one that tells its `parameters`."""
+        local = self.session.local
+        # a step within another optimizer's step is part of that step
+        if torch.compiler.is_compiling() or local.steps or isinstance(optimizer, Held):
+            return inner(optimizer, *args, **kwargs)
+        local.steps += 1
+        try:
+            return self._outermost(optimizer, inner, args, kwargs, parameters)
+        finally:
+            local.steps -= 1
+
+    def _outermost(
+        self, optimizer: Any, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Parameters | None
+    ) -> Any:
         session = self.session
         session.record.steps += 1
         session.record.rank = distributed.rank()
@@ -207,54 +220,43 @@ def install(session: Session) -> None:
     optimizers = cast(Any, Optimizer)
     measured: Callable[[Step], Step] = optimizers.profile_hook_step
     steps = _Steps(session)
-    local = session.local
 
     def profile_hook_step(function: Step) -> Step:
         inner = measured(function)
 
         @wraps(function)
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            # a step within another optimizer's step is part of that step
-            if local.steps or isinstance(self, Held) or torch.compiler.is_compiling():
-                return inner(self, *args, **kwargs)
-            local.steps += 1
-            try:
-                return steps.step(self, inner, args, kwargs)
-            finally:
-                local.steps -= 1
+            return steps.step(self, inner, args, kwargs)
 
         return step
 
     optimizers.profile_hook_step = staticmethod(profile_hook_step)
-    _install_others(session, steps)
+    for other in _OTHERS:  # when the script imports them
+        when_imported(other.module, partial(_install_other, session, steps, other))
     if not session.is_plain:
         _install_groups(session, steps)
 
 
 def _install_groups(session: Session, steps: _Steps) -> None:
     """Record which parameters optimizers hold and which gradients they zero."""
-    optimizers = cast(Any, Optimizer)
-    add_group, zero, set_state = optimizers.add_param_group, optimizers.zero_grad, optimizers.__setstate__
+    add_group, zero, set_state = Optimizer.add_param_group, Optimizer.zero_grad, cast(Any, Optimizer).__setstate__
 
-    @wraps(add_group)
+    @replaces(Optimizer)
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
         add_group(self, group)
         steps.hold(self.param_groups[-1]["params"])
 
-    @wraps(set_state)
+    @replaces(Optimizer)
     def __setstate__(self: Optimizer, state: dict[str, Any]) -> None:
         # copies and unpickled optimizers add no group, and have parameters of their own
         set_state(self, state)
         steps.hold(one for group in state.get("param_groups", ()) for one in group["params"])
 
-    @wraps(zero)
+    @replaces(Optimizer)
     def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         if steps.gradients is not None:
             steps.gradients.forget(one for group in self.param_groups for one in group["params"])
         zero(self, *args, **kwargs)
-
-    optimizers.add_param_group, optimizers.zero_grad = add_param_group, zero_grad
-    optimizers.__setstate__ = __setstate__
 
 
 class _Other(NamedTuple):
@@ -278,15 +280,10 @@ _OTHERS = (
 )
 
 
-def _install_others(session: Session, steps: _Steps) -> None:
-    """Wrap the steps of optimizers that are not torch.optim's, when the script imports them."""
-    for other in _OTHERS:
-        when_imported(other.module, partial(_install_other, session, steps, other))
-
-
 def _install_other(session: Session, steps: _Steps, other: _Other) -> None:
+    """Wrap the steps of optimizers that are not torch.optim's."""
     kind = getattr(sys.modules[other.module], other.name)
-    made, inner, local = getattr(kind, other.make), getattr(kind, other.step), session.local
+    made, inner = getattr(kind, other.make), getattr(kind, other.step)
 
     @wraps(made)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -295,13 +292,9 @@ def _install_other(session: Session, steps: _Steps, other: _Other) -> None:
 
     @wraps(inner)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if local.steps or torch.compiler.is_compiling() or not other.parameters(self):
+        if not other.parameters(self):
             return inner(self, *args, **kwargs)
-        local.steps += 1
-        try:
-            return steps.step(self, inner, args, kwargs, other.parameters)
-        finally:
-            local.steps -= 1
+        return steps.step(self, inner, args, kwargs, other.parameters)
 
     setattr(kind, other.step, step)
     if not session.is_plain:
