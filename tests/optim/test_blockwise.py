@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -347,3 +349,48 @@ def test_other_errors_of_a_first_pass_are_as_they_were() -> None:
     with pytest.raises(RuntimeError) as one:
         model(torch.ones(4, 3).bfloat16())
     assert "lowp" not in str(one.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    "passed_on",
+    [
+        torch.jit.script,
+        lambda model: torch.export.export(model, (torch.ones(3, 4, dtype=torch.bfloat16),)).module(),
+        copy.deepcopy,
+        lambda model: pickle.loads(pickle.dumps(model)),
+    ],
+    ids=["script", "export", "deepcopy", "pickle"],
+)
+def test_a_model_is_passed_on_before_its_first_pass(passed_on: Callable[[nn.Module], nn.Module]) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(3, 4)
+    AdamW(model.parameters())
+    other = passed_on(model)
+    if type(other) is nn.Sequential:
+        with pytest.raises(RuntimeError, match="has stored the weights in bf16"):
+            other(x)
+    assert torch.equal(other(x.bfloat16()), model(x.bfloat16()))
+    assert not any("__prepare_scriptable__" in vars(one) for each in (other, model) for one in each.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_step_leaves_nothing_in_a_module_that_is_not_called() -> None:
+    model, x = nn.TransformerEncoderLayer(4, 1, 4, dropout=0.0, batch_first=True), torch.ones(2, 3, 4).bfloat16()
+    before = {name: set(vars(one)) for name, one in model.named_modules()}
+    optimizer = AdamW(model.parameters())
+    model(x).sum().backward()
+    assert model.self_attn.out_proj._forward_hooks
+    optimizer.step()
+    assert not any(one._forward_hooks for one in model.modules())
+    assert {name: set(vars(one)) for name, one in model.named_modules()} == before
+    assert torch.jit.script(model)(x).shape == x.shape
+
+
+def test_a_module_that_prepares_itself_for_scripting_gets_no_advice() -> None:
+    class Own(nn.Linear):
+        def __prepare_scriptable__(self) -> nn.Module:
+            return self
+
+    model = Own(4, 4)
+    AdamW(model.parameters())
+    assert not model._forward_hooks

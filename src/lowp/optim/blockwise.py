@@ -15,7 +15,7 @@ from lowp.kernels.choose import dispatch
 from lowp.kernels.steps import updates
 from lowp.kernels.tracing import is_quiet
 from lowp.ops.observing import everywhere
-from lowp.optim.model_state import MasterKeeper, ParameterNames, explain_dtypes, own
+from lowp.optim.model_state import DtypeAdvice, MasterKeeper, ParameterNames, own
 from lowp.optim.moments import SCALES, SQUARES, FormatOptions, Moments, admitted
 from lowp.optim.releasing import Released, refuse_released
 from lowp.optim.shards import local, places_of, refuse_to_convert, shard_of
@@ -73,6 +73,7 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         self.seed = given.get("seed", 0)
         check_seed(self.seed)
         self.names = ParameterNames()
+        self._advice: list[DtypeAdvice] = []
         self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
 
@@ -97,7 +98,8 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
                 refuse_to_convert(str(self.storage.cast))
         self.storage.refuse(self.param_groups[-1]["params"])
         if not self._is_told:
-            explain_dtypes([one for one in self.param_groups[-1]["params"] if one.dtype is torch.float32])
+            stored = [one for one in self.param_groups[-1]["params"] if one.dtype is torch.float32]
+            self._advice += DtypeAdvice.give(stored)
         for parameter in self.param_groups[-1]["params"]:
             self.storage.adopt(parameter, self.state[parameter])
         own(self, self.param_groups[-1]["params"])
@@ -111,6 +113,8 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        while self._advice:  # a first pass has succeeded, also of what stands in a module that was not called
+            self._advice.pop()()
         if self.released is not None:
             if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
                 refuse_released(self)
@@ -399,7 +403,7 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._step_supports_amp_scaling = True
+        self._advice, self._step_supports_amp_scaling = [], True
         own(self, parameters_of(self))
 
 

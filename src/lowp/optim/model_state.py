@@ -53,14 +53,41 @@ def owner_of(parameter: Tensor) -> MasterKeeper | None:
     return found if found is not None and found.holds(parameter) else None
 
 
-def explain_dtypes(parameters: Iterable[Tensor]) -> None:
-    """Let an error of dtypes in the first forward pass of these parameters' modules say that they are stored in bf16.
+class DtypeAdvice:
+    """Lets an error of dtypes in a module's first forward pass say that an optimizer has stored its weights in bf16.
 
     For optimizers that were not told how to store them: a loop that has run in fp32 with torch's meets such an error.
+    A hook of the module does this until a pass has succeeded, or until the advice is called, which removes the hook
+    and returns the module. As ``__prepare_scriptable__`` of the module it is called by torch.jit.script, which would
+    compile the hook, or not take it.
     """
-    for module in modules_of(parameters):
-        if not isinstance(module, torch.jit.ScriptModule):
-            module.register_forward_hook(_explain, always_call=True)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    @classmethod
+    def give(cls, parameters: Iterable[Tensor]) -> list[DtypeAdvice]:
+        """Give it to the modules of these parameters that prepare nothing for scripting themselves."""
+        given = []
+        for module in modules_of(parameters):
+            if not isinstance(module, torch.jit.ScriptModule) and not hasattr(module, _PREPARE):
+                given.append(cls(module))
+                setattr(module, _PREPARE, given[-1])
+                module.register_forward_hook(_explain, always_call=True)
+        return given
+
+    def __call__(self) -> nn.Module | None:
+        if (module := self._module()) is not None:
+            for key in [key for key, hook in module._forward_hooks.items() if hook is _explain]:
+                del module._forward_hooks[key]
+            vars(module).pop(_PREPARE, None)
+        return module
+
+    def __reduce__(self) -> tuple[type[DtypeAdvice], tuple[nn.Module | None]]:
+        return DtypeAdvice, (self._module(),)  # that of a copy is its own
+
+
+_PREPARE = "__prepare_scriptable__"
 
 
 def _explain(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -68,8 +95,7 @@ def _explain(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         return
     error = sys.exc_info()[1] if output is None else None
     if error is None:  # a first pass has succeeded
-        for key in [key for key, hook in module._forward_hooks.items() if hook is _explain]:
-            del module._forward_hooks[key]
+        DtypeAdvice(module)()
     elif type(error) is RuntimeError and "type" in str(error) and any(_is_fp32(one) for one in inputs):
         error.args = (
             f"{error}. The optimizer of lowp.optim has stored the weights in bf16, its default: run the model in a "
