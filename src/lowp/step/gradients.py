@@ -53,10 +53,16 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Gradient
             "Attempting to unscale FP16 gradients. Unscaled, the small ones are flushed to zero: keep the parameters "
             "in fp32 and cast in autocast, or keep fp32 masters: lowp.MasterWeights(optimizer, storage='fp16')"
         )
-    return [Gradient(_real(_values(parameter, gradient)), place) for place, parameter, gradient in present]
+    return [Gradient(_values(parameter, gradient), place) for place, parameter, gradient in present]
 
 
 def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    if type(gradient) is torch.Tensor and gradient.dtype is torch.float32 and not gradient.is_sparse:
+        return gradient  # as most
+    return _real(_local_values(parameter, gradient))
+
+
+def _local_values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     if gradient.is_sparse:
         # Values with the same index are added here, where an overflow of the sum is detected; the optimizer would not
         # detect it. fp16 values are added in fp32, so that the sum is rounded once.

@@ -16,6 +16,7 @@ from lowp import distributed
 from lowp.compat import private
 from lowp.exponents import SharedExponents, is_result
 from lowp.kernels.choose import hardware
+from lowp.kernels.steps.spectra import largest_of
 from lowp.optim.flex import FlexWeights
 from lowp.optim.shards import local
 from lowp.optim.skipping import starts_momentum
@@ -29,6 +30,9 @@ _PATIENCE = 20  # consecutive skipped steps before training stops
 _INTERVAL = 16  # steps after which all of an optimizer's state is read again; in between, what was written since
 _GRADIENT = "gradient"
 _GIVE_UP = "look at the inputs, the learning rate and the loss, or add a rule that keeps that op in fp32"
+
+
+_Value = tuple[torch.optim.Optimizer, str, int, Tensor]  # as a `_Read`, and the tensor
 
 
 class _Read(NamedTuple):
@@ -121,10 +125,10 @@ class UnscaledSteps:
     def _looked_at(self, optimizers: Optimizers) -> tuple[Sequence[_Read], list[bool] | Tensor]:
         """Return what the step reads and is looked at, and for each of these whether it is not finite."""
         reads = [] if self.is_plain else [*self._gradients(optimizers), *self._state(optimizers)]
-        if not reads:
+        flags = _nonfinite([value for *_, value in reads])
+        if isinstance(flags, list) and not any(flags):
             return (), []
-        sites, values = zip(*reads, strict=True)
-        return sites, _nonfinite(values)
+        return [_Read(weakref.ref(optimizer), key, place) for optimizer, key, place, _ in reads], flags
 
     def _named(self, sites: Sequence[str | _Read]) -> list[str]:
         """Return the words for sites: for gradients in the order of backward."""
@@ -170,18 +174,17 @@ class UnscaledSteps:
         can_skip = bool(flags) and all(isinstance(one, FlexWeights) and one.skips_there() for one in optimizers)
         return flags if can_skip else None
 
-    def _gradients(self, optimizers: Optimizers) -> Iterator[tuple[_Read, Tensor]]:
+    def _gradients(self, optimizers: Optimizers) -> Iterator[_Value]:
         """Yield the gradients."""
         for optimizer in optimizers if self.exponents is None else ():
-            reference = weakref.ref(optimizer)
             for values, place in grads.collect(optimizer, True):
-                yield _Read(reference, _GRADIENT, place), values
+                yield optimizer, _GRADIENT, place, values
 
-    def _state(self, optimizers: Optimizers) -> Iterator[tuple[_Read, Tensor]]:
+    def _state(self, optimizers: Optimizers) -> Iterator[_Value]:
         """Yield what the optimizers keep, unless it is known to be as the latest step has left it."""
-        for optimizer, place, key, value in _kept(optimizers):
+        for optimizer, key, place, value in _kept(optimizers):
             if self._written.get(id(value)) != _version(value):
-                yield _Read(weakref.ref(optimizer), key, place), local(value)
+                yield optimizer, key, place, local(value)
 
     # -- after a step ---------------------------------------------------------------------------------------------
     def end(self, number: int, optimizers: Optimizers, skip: Tensor | bool) -> None:
@@ -266,6 +269,8 @@ def _nonfinite(values: Sequence[Tensor]) -> list[bool] | Tensor:
     On a CPU numbers are finite if their sum is; a sum that overflows says nothing.
     """
     if all(map(hardware.is_on_host, values)):
+        if all(one.dtype is torch.float32 for one in values) and math.isfinite(largest_of(values)):
+            return [False] * len(values)
         return [not math.isfinite(one.sum().item()) and not bool(torch.isfinite(one).all()) for one in values]
     device = next(one.device for one in values if not hardware.is_on_host(one))
     kinds = grads.by_kind(grads.Gradient(one, place) for place, one in enumerate(values))
@@ -287,13 +292,13 @@ def _on_any_rank(flags: list[bool] | Tensor, optimizers: Optimizers) -> bool | T
     return agreed > 0 if isinstance(flags, Tensor) else bool(agreed)
 
 
-def _kept(optimizers: Optimizers) -> Iterator[tuple[torch.optim.Optimizer, int, str, Tensor]]:
-    """Yield the tensors of numbers that optimizers keep: an optimizer, the place of an entry, a key, and its tensor."""
+def _kept(optimizers: Optimizers) -> Iterator[_Value]:
+    """Yield the tensors of numbers that optimizers keep."""
     for optimizer in optimizers:
         for place, entry in enumerate(getattr(optimizer, "inner", optimizer).state.values()):
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
-                    yield optimizer, place, key, value
+                    yield optimizer, key, place, value
 
 
 def _version(value: Tensor) -> int:
