@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
 from lowp import kernels
@@ -303,6 +305,49 @@ def test_other_calls_take_the_long_way_to_torch_autocast() -> None:
         for way in ("native", "bitwise", "reference"):
             with kernels.use(way):
                 assert not taken(x, weight)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor holds that an operation was given or wrote."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in (*args, result):
+            if isinstance(one, Tensor):
+                self.numbers = max(self.numbers, one.numel())
+        return result
+
+
+_APART: dict[str, _Product] = {
+    "linear of transposed rows": lambda many, one: F.linear(many.transpose(0, 1), one),
+    "transposed matrices by one": lambda many, one: many.transpose(0, 1) @ one,
+    "one matrix by many": lambda many, one: one @ many.mT,
+}
+
+
+@own
+@pytest.mark.parametrize("product", _APART.values(), ids=_APART)
+@pytest.mark.parametrize("records", ["gradients", "none", "those of the rows"])
+@pytest.mark.parametrize("way", [None, "native"])
+def test_one_matrix_is_not_copied_for_each_of_many_others(product: _Product, records: str, way: str | None) -> None:
+    many, one = _drawn([(20, 40, 64), (64, 64)])
+    leaves = many.requires_grad_(records != "none"), one.requires_grad_(records == "gradients")
+    with kernels.use(way) if way else nullcontext(), lowp.autocast("bf16"), _Largest() as seen:
+        y = product(*leaves)
+    assert seen.numbers == many.numel()
+    wide = product(many.detach(), one.detach())
+    assert y.stride() == wide.stride() and torch.allclose(y.float(), wide, atol=_ROUNDING * 64)
+    if records != "none":
+        y.float().sum().backward()
+        assert torch.allclose(many.grad, _gradient(product, many, one), rtol=0.02, atol=0.2)
+
+
+def _gradient(product: _Product, many: Tensor, one: Tensor) -> Tensor:
+    leaf = many.detach().clone().requires_grad_()
+    (found,) = torch.autograd.grad(product(leaf, one.detach()).sum(), leaf)
+    return found
 
 
 @own

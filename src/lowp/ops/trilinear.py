@@ -144,6 +144,19 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+def _multiplied(left: Tensor, right: Tensor) -> Tensor:
+    """Return torch.matmul of two tensors, a matrix and many others as one product.
+
+    Where no gradient is recorded, as in a Function, torch copies the matrix for each of the others unless they are
+    contiguous: in bf16 on a CPU that takes hundreds of times as long.
+    """
+    if right.dim() == 2 < left.dim():
+        left = left.contiguous()
+    elif left.dim() == 2 < right.dim():
+        return torch.matmul(right.mT.contiguous(), left.t()).mT.contiguous()
+    return torch.matmul(left, right)
+
+
 def _summed(x: Tensor, dims: list[int]) -> Tensor:
     """Return the sums along some dimensions; of 16-bit numbers in fp32."""
     return x.sum(dims, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)
@@ -165,7 +178,7 @@ class Linear(Form):
 
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         if slot == OUTPUT:
-            return F.linear(left, right, bias)
+            return F.linear(left if left.dim() < 3 else left.contiguous(), right, bias)  # see `_multiplied`
         if len(self.first) == len(self.second) == 2:  # already matrices: the reshape costs time in small calls
             return right @ left if slot == FIRST else right.t() @ left
         weight, gradient = self._matrix(slot, left, right)
@@ -259,7 +272,7 @@ class Einsum(Form):
             result = result if self.scale == 1 else result * self.scale
             return result if bias is None else self.with_bias(result, bias)
         if bias is None:
-            return self.call(left, right)
+            return _multiplied(left, right) if self.call is torch.matmul else self.call(left, right)
         return self.call(bias, left, right, beta=self.bias_scale, alpha=self.scale)
 
     def _gradient(self, slot: int, left: Tensor, right: Tensor) -> Tensor:

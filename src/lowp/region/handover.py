@@ -39,6 +39,7 @@ _set_enabled = torch.set_autocast_enabled  # torch's original function: the repl
 _caches, _set_caches = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _LEFT_ALONE = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 _ATTENTION = "multi_head_attention_forward"
+_BATCHED = ("linear", "matmul")  # take operands of any dimensions
 _FUSED = (_ATTENTION, "scaled_dot_product_attention")
 _OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_weights among them
 
@@ -155,12 +156,21 @@ def on_host(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, .
     keeps.
     """
     way = plan.way
-    if engine.is_strict or chosen() is not None or "out" in kwargs:
+    if engine.is_strict or chosen() is not None or "out" in kwargs or (way.op in _BATCHED and _is_apart(args)):
         return ELSEWHERE
     leaves = _leaves_of_plain(args, kwargs, way.dtype)
     if leaves is None or (leaves and way.weights is not None and engine.weights.again(leaves)):
         return ELSEWHERE
     return _under_autocast(engine, func, args, kwargs)
+
+
+def _is_apart(args: tuple[Any, ...]) -> bool:
+    """Whether torch multiplies many matrices each by a copy of one, unlike lowp's runner (`lowp.ops.trilinear`)."""
+    if len(args) < 2 or not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
+        return False
+    many, one = args[:2] if args[0].dim() > 2 else args[1::-1]
+    is_one_product = torch.is_grad_enabled() and one.requires_grad
+    return many.dim() > 2 >= one.dim() and not is_one_product and (many is args[1] or not many.is_contiguous())
 
 
 def _leaves_of_plain(args: tuple[Any, ...], kwargs: dict[str, Any], narrow: torch.dtype) -> list[Tensor] | None:
@@ -183,7 +193,7 @@ def _leaves_of_plain(args: tuple[Any, ...], kwargs: dict[str, Any], narrow: torc
 def handed_over(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call under torch.autocast, which is switched on around the region, with the weight casts it keeps."""
     way = plan.way
-    if device_of(way, args, kwargs) is None:
+    if device_of(way, args, kwargs) is None or (way.op in _BATCHED and _is_apart(args)):
         return ELSEWHERE
     before, engine.running = engine.running, (plan.row.name, plan.rule is not None)
     try:

@@ -269,7 +269,7 @@ def _nonfinite(values: Sequence[Tensor]) -> list[bool] | Tensor:
     On a CPU numbers are finite if their sum is; a sum that overflows says nothing.
     """
     if all(map(hardware.is_on_host, values)):
-        if all(one.dtype is torch.float32 for one in values) and math.isfinite(largest_of(values)):
+        if values and all(one.dtype is torch.float32 for one in values) and math.isfinite(largest_of(values)):
             return [False] * len(values)
         return [not math.isfinite(one.sum().item()) and not bool(torch.isfinite(one).all()) for one in values]
     device = next(one.device for one in values if not hardware.is_on_host(one))

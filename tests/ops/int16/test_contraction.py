@@ -22,6 +22,7 @@ DFP16 = {
     "lowp_layer_backward": 3,
     "lowp_pack_nonzero": 2,
     "lowp_pass_bits": 2,
+    "lowp_largest": 1,  # looks whether gradients are finite
 }
 # There every tensor is in the format when it is read: it is compared with its mantissas, or recognised, and what is
 # written is written once, statistics in the same pass; weights and their updates by one call.
