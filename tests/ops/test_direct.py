@@ -287,6 +287,21 @@ def test_a_backward_pass_computes_as_it_is_told(way: str, monkeypatch: pytest.Mo
     long_and_short(run, monkeypatch)
 
 
+@pytest.mark.parametrize(("rows", "is_kept"), [(32, False), (33, True)])
+def test_a_large_weights_cast_is_kept_within_an_entry_whose_scales_run_along_its_last_dimension_or_not_at_all(
+    rows: int, is_kept: bool
+) -> None:
+    def kept(precision: str, function: Callable[[Tensor, Tensor], Tensor], *shape: int) -> int:
+        weight = nn.Parameter(torch.ones(shape))
+        with lowp.autocast(precision) as region:
+            function(torch.ones(3, 32), weight)
+            return len(region._weights)
+
+    assert kept("mxfp8", F.linear, rows, 32) == kept("e5m7", F.linear, rows, 32) == is_kept
+    assert kept("e5m7", torch.matmul, 32, rows) == is_kept
+    assert kept("mxfp8", torch.matmul, 32, rows) == 0  # along the first
+
+
 @small_matrices
 def test_the_gradients_of_a_weight_used_twice_are_rounded_each_and_added_in_fp32(
     monkeypatch: pytest.MonkeyPatch,

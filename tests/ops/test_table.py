@@ -74,6 +74,13 @@ def test_every_entry_of_torch_s_lists_has_its_class_in_torch_s_table(device: str
             assert rows[ALIASES.get(bare, bare)].op_class in CLASSES[kind] - {"norm", "softmax"}, name
 
 
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
+def test_images_are_resized_in_fp32_where_a_list_of_torch_s_says_so(device: str, dtype: torch.dtype) -> None:
+    x = torch.ones(1, 2, 4, dtype=torch.bfloat16)
+    with autocast(f"torch-2.13-{device}"):
+        assert F.interpolate(x, scale_factor=2).dtype is dtype
+
+
 def test_only_norms_and_softmax_leave_the_fp32_lists() -> None:
     changed = {
         row.name

@@ -49,7 +49,7 @@ class Convolution(Form):
     are_matrices: ClassVar[bool] = False
 
     @property
-    def contracted(self) -> dict[int, Pair]:  # type: ignore[override]
+    def contracted(self) -> dict[int, Pair]:
         into, out_of = (0, 1) if self.transposed else (1, 0)
         return {OUTPUT: (1, into), FIRST: (out_of, 1), SECOND: (-1, -1)}
 

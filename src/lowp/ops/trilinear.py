@@ -30,12 +30,16 @@ Finish = Callable[[Tensor], Tensor]
 
 
 class Form(ABC):
-    """A trilinear form. `contracted[slot]` is the dimension along which each of the two operands is summed."""
+    """A trilinear form: which products a contraction and its gradients are."""
 
     first: tuple[int, ...]  # the shapes of both operands
     second: tuple[int, ...]
-    contracted: ClassVar[dict[int, Pair]] = {FIRST: (-1, -1), SECOND: (-1, -1), OUTPUT: (-1, -1)}
     are_matrices: ClassVar[bool] = True  # whether kernels multiply the `matrices` of a product in fp32
+
+    @property
+    @abstractmethod
+    def contracted(self) -> dict[int, Pair]:
+        """The dimension along which each of the two operands of a slot's product is summed."""
 
     @abstractmethod
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -244,7 +248,7 @@ class Einsum(Form):
     bias: tuple[int, ...] | None = None
 
     @property
-    def contracted(self) -> dict[int, Pair]:  # type: ignore[override]
+    def contracted(self) -> dict[int, Pair]:
         return {slot: self._axes(slot) for slot in (FIRST, SECOND, OUTPUT)}
 
     def rotated(self, slot: int, size: int) -> Pair | None:
