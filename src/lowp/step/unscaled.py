@@ -125,6 +125,8 @@ class UnscaledSteps:
     def _looked_at(self, optimizers: Optimizers) -> tuple[Sequence[_Read], list[bool] | Tensor]:
         """Return what the step reads and is looked at, and for each of these whether it is not finite."""
         reads = [] if self.is_plain else [*self._gradients(optimizers), *self._state(optimizers)]
+        if not reads:
+            return (), []
         flags = _nonfinite([value for *_, value in reads])
         if isinstance(flags, list) and not any(flags):
             return (), []
@@ -269,7 +271,7 @@ def _nonfinite(values: Sequence[Tensor]) -> list[bool] | Tensor:
     On a CPU numbers are finite if their sum is; a sum that overflows says nothing.
     """
     if all(map(hardware.is_on_host, values)):
-        if values and all(one.dtype is torch.float32 for one in values) and math.isfinite(largest_of(values)):
+        if all(one.dtype is torch.float32 for one in values) and math.isfinite(largest_of(values)):
             return [False] * len(values)
         return [not math.isfinite(one.sum().item()) and not bool(torch.isfinite(one).all()) for one in values]
     device = next(one.device for one in values if not hardware.is_on_host(one))
