@@ -14,7 +14,6 @@ from tables import ROOT, result
 
 from lowp.report.figures import style
 from lowp.report.palette import GREY, series
-from lowp.report.plots import save
 
 PROCESSORS = {  # the words of a panel, and the file of its steps
     "AMD Zen 5, multiplies bf16": "step",
@@ -86,12 +85,12 @@ def draw(picture: Path) -> None:
     style.styled(_draw)({}, picture)
 
 
-def _draw(document: Mapping[str, Any], picture: Path) -> None:
+def _draw(document: Mapping[str, Any]) -> Any:
     figure = style.figure(6.7, result_words())
     above, below = figure.subplots(2, 1, height_ratios=[1.55, 1])
     _draw_times(above)
     _draw_gaps(below)
-    save(figure, picture)
+    return figure
 
 
 def _draw_times(panel: Any) -> None:

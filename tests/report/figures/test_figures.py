@@ -38,7 +38,7 @@ def test_a_picture_is_made_with_nothing_over_its_edge_its_title_or_another_panel
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(f"{draw.__module__}.save", lambda figure, path: made.append(figure) or plots.save(figure, path))
+    monkeypatch.setattr(style, "save", lambda figure, path: made.append(figure) or plots.save(figure, path))
     before = copy.deepcopy(document)
     draw(document, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
@@ -61,7 +61,7 @@ def test_a_picture_is_made_with_nothing_over_its_edge_its_title_or_another_panel
 def title_of(draw: Callable[[Document, Path], None], document: Document, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the title of a picture, without drawing it to the end."""
     made: list[Any] = []
-    monkeypatch.setattr(f"{draw.__module__}.save", lambda figure, path: made.append(figure))
+    monkeypatch.setattr(style, "save", lambda figure, path: made.append(figure))
     draw(document, Path("none.png"))
     return " ".join(made[0]._suptitle.get_text().split())
 

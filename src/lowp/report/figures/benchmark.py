@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
 from lowp.report.palette import GREY, PARTS, series
-from lowp.report.plots import new_figure, save
+from lowp.report.plots import new_figure
 from lowp.report.tables import bytes_of, seconds
 
 _ROW, _SPACE = 0.27, 0.75  # inches of a bar, and of the words around a panel
@@ -15,7 +14,7 @@ _LEAST_NAMED = 0.01  # of the memory of fp32: a narrower part has no name above 
 
 
 @style.styled
-def chart(document: Mapping[str, Any], path: Path) -> None:
+def chart(document: Mapping[str, Any]) -> Any:
     """Draw for each recipe a panel of times, of memory, and of what was published for torch.amp; fp32 is 1.
 
     Bars of times start at fp32's time, on a logarithmic scale with base 2; shorter times extend to the left.
@@ -34,7 +33,7 @@ def chart(document: Mapping[str, Any], path: Path) -> None:
     for (panel,), (_, draw, subject) in zip(panels, drawn, strict=True):
         draw(panel, subject)
     style.title(figure, "; ".join(_result(subject) for subject in document["recipes"]))
-    save(figure, path)
+    return figure
 
 
 def _result(subject: Mapping[str, Any]) -> str:

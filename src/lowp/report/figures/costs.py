@@ -1,12 +1,10 @@
 """The figure of the energy and area of arithmetic by format, with published values and estimates."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
 from lowp.report.palette import BLUE, GREEN
-from lowp.report.plots import save
 
 # The panels: an entry of a format's costs, and the title.
 _PANELS = (("energy", "energy, pJ"), ("read", "energy of a read, pJ"), ("area", "area, µm²"))
@@ -14,7 +12,7 @@ _COLORS = (BLUE, GREEN)
 
 
 @style.styled
-def cost(document: Mapping[str, Any], path: Path) -> None:
+def cost(document: Mapping[str, Any]) -> Any:
     """Draw three panels on logarithmic axes; published values are filled, estimates hollow and marked with ~."""
     rows = document["formats"]
     figure = style.figure(1.5 + 0.55 * len(rows), _result(document))
@@ -34,7 +32,7 @@ def cost(document: Mapping[str, Any], path: Path) -> None:
     panels[0].set_yticks([place + 0.21 for place in range(len(rows))], [_label(row) for row in rows], fontsize=8)
     panels[0].set_ylim(len(rows) - 0.2, -0.95)
     figure.supxlabel(f"filled: {document['source']}; hollow and ~: lowp's estimates from it", fontsize=8.5)
-    save(figure, path)
+    return figure
 
 
 def _result(document: Mapping[str, Any]) -> str:

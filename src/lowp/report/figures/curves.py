@@ -3,12 +3,11 @@
 import math
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
 from lowp.report.palette import GREY, series
-from lowp.report.plots import new_figure, save
+from lowp.report.plots import new_figure
 from lowp.report.tables import named
 
 _DASHES = ("-", "--", "-.", ":")
@@ -19,7 +18,7 @@ Runs = dict[int, dict[int, float]]  # values by seed and epoch
 
 
 @style.styled
-def curves(document: Mapping[str, Any], path: Path) -> None:
+def curves(document: Mapping[str, Any]) -> Any:
     """Draw a panel per metric with a line per precision: its difference from fp32's run of the same seed.
 
     A line is the mean over the seeds, a band reaches from the lowest to the highest; the grey band is fp32's seeds.
@@ -32,7 +31,7 @@ def curves(document: Mapping[str, Any], path: Path) -> None:
         _differences(panel, document, measure)
     panels[-1].set_xlabel("epoch")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
-    save(figure, path)
+    return figure
 
 
 def _differences(panel: Any, document: Mapping[str, Any], measure: Measure) -> None:
@@ -150,7 +149,7 @@ def _mean(values: list[float]) -> float:
 
 # -- a sweep -----------------------------------------------------------------------------------------------------------
 @style.styled
-def grid(document: Mapping[str, Any], path: Path) -> None:
+def grid(document: Mapping[str, Any]) -> Any:
     """Draw the heat map of a sweep: exponent bits upwards, mantissa bits to the right."""
     table, recipe = document["grid"], document["recipe"]
     factor = 100.0 if recipe["metric_is_share"] else 1.0
@@ -170,7 +169,7 @@ def grid(document: Mapping[str, Any], path: Path) -> None:
             if math.isfinite(value):
                 dark = (value < middle) == recipe["higher_is_better"]
                 panel.text(x, y, f"{value:.4g}", ha="center", va="center", fontsize=8, color="w" if dark else "k")
-    save(figure, path)
+    return figure
 
 
 def _swept(document: Mapping[str, Any], known: list[float]) -> str:

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
 from lowp.report.palette import AMBER, BLUE, GREEN
-from lowp.report.plots import save
 
 _WRITTEN, _PREDICTED, _LIMIT = BLUE, AMBER, GREEN
 _MANTISSA_BITS = 16
@@ -16,7 +14,7 @@ _HEIGHT = -0.12  # of the bar of a window, below the histogram
 
 
 @style.styled
-def autoflex(document: Mapping[str, Any], path: Path) -> None:
+def autoflex(document: Mapping[str, Any]) -> Any:
     """Draw the largest mantissa Γ, the unit κ and the maxima (rows) of weights, activations and updates (columns)."""
     series_of = document["series"]
     figure = style.figure(6.0, _result(document))
@@ -45,7 +43,7 @@ def autoflex(document: Mapping[str, Any], path: Path) -> None:
             style.note(bottom, steps[-1], 0.28, "largest written, Γκ", _WRITTEN, "right")
     for row, label in enumerate(("Γ, largest mantissa", "κ, unit", "value")):
         panels[row][0].set_ylabel(label)
-    save(figure, path)
+    return figure
 
 
 def _result(document: Mapping[str, Any]) -> str:
@@ -63,7 +61,7 @@ def _result(document: Mapping[str, Any]) -> str:
 
 
 @style.styled
-def flex_window(document: Mapping[str, Any], path: Path) -> None:
+def flex_window(document: Mapping[str, Any]) -> Any:
     """Draw histograms of log2|x| of three tensors, early and late, each above the places of an int16 mantissa."""
     lowest, windows = document["lowest"], document["windows"]
     rows = [
@@ -91,8 +89,6 @@ def flex_window(document: Mapping[str, Any], path: Path) -> None:
             panel.plot([low, low + _MANTISSA_BITS - 1], [_HEIGHT * top] * 2, color=color, linewidth=2, alpha=0.6)
     if panels:
         ends = [end for histogram in histograms for end in histogram["exponents"]]
-        reach = style.range_of(histograms, [min(ends), max(ends) + _MANTISSA_BITS - 1])
-        panels[-1].set_xlim(*reach)
-        panels[-1].set_xlabel("|x|; bars: the 15 places of a mantissa, thin where the exponent was before it moved")
-        style.powers(panels[-1].xaxis)
-    save(figure, path)
+        label = "|x|; bars: the 15 places of a mantissa, thin where the exponent was before it moved"
+        style.powers(panels[-1], label, histograms, [min(ends), max(ends) + _MANTISSA_BITS - 1])
+    return figure

@@ -1,16 +1,14 @@
 """Figures of gradients and updates, after figures 2 and 3 of Micikevicius et al. 2018, arXiv 1710.03740."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
 from lowp.report.palette import BLUE, GREEN, GREY, PURPLE
-from lowp.report.plots import save
 
 
 @style.styled
-def updates(document: Mapping[str, Any], path: Path) -> None:
+def updates(document: Mapping[str, Any]) -> Any:
     """Draw the weight gradients and the update:weight ratios of the first, middle and last epoch, a row each."""
     moments = list(document["moments"].values())
     worst = max(moments, key=lambda moment: moment["lost"]["bf16"] or 0)
@@ -28,52 +26,45 @@ def updates(document: Mapping[str, Any], path: Path) -> None:
         marks = [(exponent, f"{format} loses below" if is_first else "") for format, exponent in limits.items()]
         style.ridge(right, moment["ratios"], PURPLE, ("updates lost", lost), marks)
     left, right = grid[-1]
-    left.set_xlim(*style.range_of([moment["gradients"] for moment in moments]))
-    right.set_xlim(*style.range_of([moment["ratios"] for moment in moments], list(limits.values())))
-    left.set_xlabel("|gradient|")
-    right.set_xlabel("|update| / |weight|")
-    for panel in (left, right):
-        style.powers(panel.xaxis, 6)
-    save(figure, path)
+    style.powers(left, "|gradient|", [moment["gradients"] for moment in moments], max_ticks=6)
+    style.powers(right, "|update| / |weight|", [moment["ratios"] for moment in moments], list(limits.values()), 6)
+    return figure
 
 
 def updates_words(document: Mapping[str, Any]) -> list[str]:
     """Return a sentence per epoch: the shares below the limits, and the share of updates without effect."""
-    return [_moment_words(moment) for moment in document["moments"].values()]
-
-
-def _moment_words(moment: Mapping[str, Any]) -> str:
-    rates = moment["learning_rates"]
-    rate = "" if rates is None else f", learning rate {' to '.join(dict.fromkeys(f'{value:.3g}' for value in rates))}"
-    below, lost = moment["below"], moment["lost"]
-    return (
-        f"Epoch {moment['epoch']}{rate}: {style.share(below['bf16'])} of the updates are below 2^-8 of their weight, "
-        f"{style.share(below['fp16'])} below 2^-11. Of weights stored in bf16, {style.share(lost['bf16'])} would stay "
-        f"unchanged, in fp16 {style.share(lost['fp16'])}."
-    )
+    words = []
+    for moment in document["moments"].values():
+        rates = [f"{value:.3g}" for value in moment["learning_rates"] or ()]
+        rate = f", learning rate {' to '.join(dict.fromkeys(rates))}" if rates else ""
+        below, lost = moment["below"], moment["lost"]
+        words.append(
+            f"Epoch {moment['epoch']}{rate}: {style.share(below['bf16'])} of the updates are below 2^-8 of their "
+            f"weight, {style.share(below['fp16'])} below 2^-11. Of weights stored in bf16, {style.share(lost['bf16'])} "
+            f"would stay unchanged, in fp16 {style.share(lost['fp16'])}."
+        )
+    return words
 
 
 @style.styled
-def gradients(document: Mapping[str, Any], path: Path) -> None:
+def gradients(document: Mapping[str, Any]) -> Any:
     """Draw weight gradients, updates and update:weight ratios on one axis, and the part of each that is lost."""
     figure = style.figure(4.6, _lost_beside_fp32(document))
-    first, second, third = panels = style.panels(figure, 3)
-    limit = document["limits"]["fp16"]
+    panels, limit = style.panels(figure, 3), document["limits"]["fp16"]
     marks = [(style.FP16_SMALLEST, "fp16's smallest number"), (style.FP16_SMALLEST_NORMAL, "fp16's smallest normal")]
-    for panel, name, color in ((first, "gradients", BLUE), (second, "updates", GREEN)):
-        counts = document[name]
-        words = f"{style.share(counts['below'])} below 2^-24{_zeros_apart(counts['histogram'])}"
-        style.ridge(panel, counts["histogram"], color, (f"{name} of weights", words), marks)
-        marks = [(exponent, "") for exponent, _ in marks]
+    rows = []
+    for name, color in (("gradients", BLUE), ("updates", GREEN)):
+        histogram = document[name]["histogram"]
+        apart = f"; zeros apart, {_zeros(histogram)}" if histogram["zeros"] else ""
+        words = f"{style.share(document[name]['below'])} below 2^-24{apart}"
+        rows.append((histogram, color, (f"{name} of weights", words)))
+    style.ridges(panels, rows, marks)
     words = f"{style.share(document['below']['fp16'])} below 2^{limit}, half an ulp of fp16"
-    style.ridge(
-        third, document["ratios"], PURPLE, ("updates beside their weights", words), [(limit, "too small to move")]
-    )
-    histograms = [document["gradients"]["histogram"], document["updates"]["histogram"], document["ratios"]]
-    third.set_xlim(*style.range_of(histograms, [style.FP16_SMALLEST, limit]))
-    third.set_xlabel("size; of the lowest, |update| / |weight|")
-    style.powers(panels[-1].xaxis)
-    save(figure, path)
+    beside = ("updates beside their weights", words)
+    style.ridge(panels[2], document["ratios"], PURPLE, beside, [(limit, "too small to move")])
+    histograms = [*(histogram for histogram, _, _ in rows), document["ratios"]]
+    style.powers(panels[2], "size; of the lowest, |update| / |weight|", histograms, [style.FP16_SMALLEST, limit])
+    return figure
 
 
 def _lost_beside_fp32(document: Mapping[str, Any]) -> str:
@@ -102,42 +93,32 @@ def gradients_words(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _zeros_apart(found: Mapping[str, Any]) -> str:
-    return f"; zeros apart, {_zeros(found)}" if found["zeros"] else ""
-
-
 # -- gradients of activations ------------------------------------------------------------------------------------------
 _WINDOW = [(style.FP16_SMALLEST, "too small for fp16"), (style.FP16_SMALLEST_NORMAL, "subnormal in fp16")]
 
 
 @style.styled
-def activation_gradients(document: Mapping[str, Any], path: Path) -> None:
+def activation_gradients(document: Mapping[str, Any]) -> Any:
     """Draw both histograms with the range of fp16, and the medians by layer, the first layer at the top."""
     layers = document["layers"]
     rows = 0.3 + 0.17 * max(2, len(layers))
     figure = style.figure(3.4 + rows, _medians_apart(document))
-    heights = (1.2, 1.2, rows)
-    first, second, below = style.panels(figure, 3, height_ratios=heights)
-    colors = {"activations": BLUE, "weights": GREEN}
-    for panel, (name, color) in zip((first, second), colors.items(), strict=True):
-        row = document[name]
-        words = f"{style.share(row['below'])} below 2^-24; zeros apart, {_zeros(row['histogram'])}"
-        marks = _WINDOW if panel is first else [(exponent, "") for exponent, _ in _WINDOW]
-        style.ridge(panel, row["histogram"], color, (f"gradients of {name}", words), marks)
-    places = range(len(layers))
+    *panels, below = style.panels(figure, 3, height_ratios=(1.2, 1.2, rows))
+    drawn, places = [], range(len(layers))
     for name, color, mark in (("activations", BLUE, "o"), ("weights", GREEN, "s")):
+        histogram = document[name]["histogram"]
+        words = f"{style.share(document[name]['below'])} below 2^-24; zeros apart, {_zeros(histogram)}"
+        drawn.append((histogram, color, (f"gradients of {name}", words)))
         below.plot([row[name] for row in layers], places, mark, color=color, markersize=4)
+    style.ridges(panels, drawn, _WINDOW)
     for place, row in enumerate(layers):
         below.plot([row["activations"], row["weights"]], [place, place], color=GREY, linewidth=0.8, zorder=0)
     below.set_yticks(places, [row["name"] for row in layers], fontsize=8)
     below.set_ylim(len(layers) - 0.3, -0.7)
-    below.set(xlabel="|gradient|", title="median by layer: of activations ●, of weights ■")
-    ends = style.range_of(
-        [document[name]["histogram"] for name in colors], [style.FP16_SMALLEST - 4, style.FP16_SMALLEST_NORMAL]
-    )
-    below.set_xlim(*ends)
-    style.powers(below.xaxis)
-    save(figure, path)
+    below.set_title("median by layer: of activations ●, of weights ■")
+    ends = [style.FP16_SMALLEST - 4, style.FP16_SMALLEST_NORMAL]
+    style.powers(below, "|gradient|", [histogram for histogram, _, _ in drawn], ends)
+    return figure
 
 
 def _medians_apart(document: Mapping[str, Any]) -> str:
@@ -171,7 +152,7 @@ def activation_gradients_words(document: Mapping[str, Any]) -> list[str]:
 
 
 @style.styled
-def loss_scaling(document: Mapping[str, Any], path: Path) -> None:
+def loss_scaling(document: Mapping[str, Any]) -> Any:
     """Draw the gradients with the range of fp16, at the top without the loss scale, at the bottom with it."""
     before, after = (style.share(document[name]["below"]) for name in ("before", "after"))
     figure = style.figure(
@@ -179,21 +160,15 @@ def loss_scaling(document: Mapping[str, Any], path: Path) -> None:
         f"{document['recipe']}: a loss scale of {_scales(document)} leaves {after} of the gradients of activations "
         f"below fp16's smallest number; without it there are {before}",
     )
-    panels = style.panels(figure, 2)
-    histograms = [document[name]["histogram"] for name in ("before", "after")]
-    rows = (
-        ("before", "without a loss scale", BLUE, _WINDOW),
-        ("after", f"under a loss scale of {_scales(document)}", GREEN, [(exponent, "") for exponent, _ in _WINDOW]),
-    )
-    for panel, histogram, (name, label, color, marks) in zip(panels, histograms, rows, strict=True):
-        words = (
-            f"{style.share(document[name]['below'])} below 2^-24, {style.share(document[name]['subnormal'])} subnormal"
-        )
-        style.ridge(panel, histogram, color, (label, words), marks)
-    panels[1].set_xlim(*style.range_of(histograms, [style.FP16_SMALLEST - 8, style.FP16_SMALLEST_NORMAL]))
-    panels[1].set_xlabel("|gradient of an activation|")
-    style.powers(panels[1].xaxis)
-    save(figure, path)
+    panels, rows = style.panels(figure, 2), []
+    labels = ("without a loss scale", BLUE), (f"under a loss scale of {_scales(document)}", GREEN)
+    for found, (label, color) in zip((document["before"], document["after"]), labels, strict=True):
+        words = f"{style.share(found['below'])} below 2^-24, {style.share(found['subnormal'])} subnormal"
+        rows.append((found["histogram"], color, (label, words)))
+    style.ridges(panels, rows, _WINDOW)
+    ends = [style.FP16_SMALLEST - 8, style.FP16_SMALLEST_NORMAL]
+    style.powers(panels[1], "|gradient of an activation|", [histogram for histogram, _, _ in rows], ends)
+    return figure
 
 
 def loss_scaling_words(document: Mapping[str, Any]) -> list[str]:

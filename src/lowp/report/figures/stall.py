@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lowp.report.figures import style
 from lowp.report.palette import BLUE, GREEN, GREY, PURPLE, RED
-from lowp.report.plots import save
 
 # fp32's line is broad, so that lines on it are visible
 _LINES = (
@@ -21,7 +19,7 @@ _SPAN = 9  # length of the running mean in steps
 
 
 @style.styled
-def stall(document: Mapping[str, Any], path: Path) -> None:
+def stall(document: Mapping[str, Any]) -> Any:
     """Draw the share of weights that a step changes, the values of one weight, and the loss beside fp32's."""
     figure = style.figure(6.2, _result(document))
     moving, way, loss = figure.subplots(3, 1)
@@ -44,7 +42,7 @@ def stall(document: Mapping[str, Any], path: Path) -> None:
     style.label_ends(moving, ends["moving"])
     style.label_ends(way, ends["way"])
     _losses(loss, document)
-    save(figure, path)
+    return figure
 
 
 def _losses(panel: Any, document: Mapping[str, Any]) -> None:

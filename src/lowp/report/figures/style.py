@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowp.report.palette import GRADES, GREY
-from lowp.report.plots import new_figure
-
-__all__ = ["WIDTH", "bars", "figure", "label_ends", "note", "number", "panels", "powers", "range_of", "ridge", "share"]
-__all__ += ["styled", "title"]
+from lowp.report.plots import new_figure, save
 
 WIDTH = 7.0  # inches
 FP16_SMALLEST, FP16_SMALLEST_NORMAL, FP16_END = -24, -14, 16  # powers of two; 65504 is just below the last
@@ -35,8 +32,6 @@ _RC: Any = {
     "xtick.labelsize": 8.5,
     "ytick.labelsize": 8.5,
 }
-
-Draw = Callable[[Mapping[str, Any], Path], None]
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -60,15 +55,15 @@ def number(value: float | None, is_share: bool = False) -> str:
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
-def styled(draw: Draw) -> Draw:
-    """Draw with the sizes and lines of the figures."""
+def styled(draw: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any], Path], None]:
+    """Decorate what draws a document: with the sizes and lines of the figures, and into a file."""
 
     @wraps(draw)
     def drawn(document: Mapping[str, Any], path: Path) -> None:
         from matplotlib import rc_context
 
         with rc_context(_RC):
-            draw(document, path)
+            save(draw(document), path)
 
     return drawn
 
@@ -124,6 +119,17 @@ def ridge(
     panel.spines["left"].set_visible(False)
 
 
+def ridges(
+    drawn: Iterable[Any],
+    rows: Iterable[tuple[Mapping[str, Any], str, tuple[str, str]]],
+    limits: Sequence[tuple[int, str]],
+) -> None:
+    """Draw a histogram a panel, of its colour and words, as `ridge`; the first says what the limits mean."""
+    for panel, (histogram, color, words) in zip(drawn, rows, strict=False):
+        ridge(panel, histogram, color, words, limits)
+        limits = [(exponent, "") for exponent, _ in limits]
+
+
 def note(panel: Any, x: float, y: float, text: str, color: str, ha: str = "left", is_top: bool = False) -> None:
     """Write text at a place of a panel; y is a share of its height, from its top if `is_top`."""
     panel.text(
@@ -173,7 +179,7 @@ def bars(histogram: Mapping[str, Any]) -> tuple[list[float], list[int]]:
     return [100 * count / total for count in counts], list(range(lowest, lowest + len(counts) + 1))
 
 
-def range_of(histograms: Iterable[Mapping[str, Any]], limits: Sequence[float] = ()) -> tuple[float, float]:
+def _range_of(histograms: Iterable[Mapping[str, Any]], limits: Sequence[float]) -> tuple[float, float]:
     """Return the first and last exponent with a thousandth of the elements, extended to the given limits."""
     ends = list(limits)
     for histogram in histograms:
@@ -187,9 +193,14 @@ def range_of(histograms: Iterable[Mapping[str, Any]], limits: Sequence[float] = 
     return (min(ends) - 1, max(ends) + 1) if ends else (-1.0, 1.0)
 
 
-def powers(axis: Any, max_ticks: int = 9) -> None:
-    """Label an axis of exponents with powers of two."""
+def powers(
+    panel: Any, label: str, histograms: Iterable[Mapping[str, Any]], limits: Sequence[float] = (), max_ticks: int = 9
+) -> None:
+    """Let the horizontal axis show the exponents of the histograms and the limits, labelled with powers of two."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+    panel.set_xlim(*_range_of(histograms, limits))
+    panel.set_xlabel(label)
+    axis = panel.xaxis
     axis.set_major_locator(MaxNLocator(nbins=max_ticks, integer=True, steps=[1, 2, 4, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, position: f"$2^{{{value:.0f}}}$"))
