@@ -54,7 +54,7 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 def of_the_package(repository: Path) -> set[str]:
     """Return the files of the package that users need, as they are named in a wheel."""
-    kept = (".py", ".pyi", ".typed", ".css", ".js", ".toml")
+    kept = (".py", ".pyi", ".typed", ".css", ".html", ".js", ".toml")
     files = (
         file for file in (repository / "src" / "lowp").rglob("*") if file.suffix in kept or file.name == "py.typed"
     )
@@ -65,7 +65,11 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: zipfile.ZipFile, repo
     names = set(wheel.namelist())
     inside = {name for name in names if name.startswith("lowp/")}
     assert inside == of_the_package(repository)
-    assert {"lowp/py.typed", "lowp/__init__.pyi", "lowp/report/profile.css", "lowp/report/profile.js"} <= inside
+    assert {
+        "lowp/py.typed",
+        "lowp/__init__.pyi",
+        *(f"lowp/report/profile.{one}" for one in ("css", "html", "js")),
+    } <= inside
     about = f"lowp-{lowp.__version__}.dist-info"
     told = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
     assert names - inside == {f"{about}/{name}" for name in told}

@@ -62,7 +62,9 @@ def _memory(subject: Mapping[str, Any]) -> Iterator[Table]:
     names = [name for name in rows[0]["memory"]["parts"] if any(row["memory"]["parts"][name] for row in rows)]
     for start in range(0, len(rows), _COLUMNS):
         columns = rows[start : start + _COLUMNS]
-        table = plain_table("memory at the peak of a step", ["", *(_wrapped(row["label"]) for row in columns)])
+        table = plain_table(
+            "memory at the peak of a step", ["", *(row["label"].replace(" ", "\n", 1) for row in columns)]
+        )
         for name in names:
             sizes = [row["memory"]["parts"][name] for row in columns]
             table.add_row(name, *(_bytes(size) if size else _NOTHING for size in sizes))
@@ -162,12 +164,6 @@ def _range(low: str, high: str) -> str:
     """Return two numbers with their unit, written once if it is the same."""
     number, _, unit = low.partition(" ")
     return f"{number}-{high}" if high.endswith(f" {unit}") else f"{low}-{high}"
-
-
-def _wrapped(label: str) -> str:
-    """Return a label in two lines: the first word, and the rest."""
-    first, _, rest = label.partition(" ")
-    return f"{first}\n{rest}" if rest else first
 
 
 def _count(value: float | None) -> str:

@@ -22,15 +22,8 @@ GRADES = {
     "not judged": Grade("?", "#555c68", "#aab2bf", "cyan"),
 }
 # of figures, whose ground is white; lightness differs, so that hue is not needed to tell lines apart
-BLUE, PURPLE, GREEN, AMBER, RED, CYAN, GREY = SERIES = (
-    "#2f6db5",
-    "#8b2f7a",
-    "#1a6b34",
-    "#8a5a00",
-    "#b3261e",
-    "#117a8b",
-    "#555c68",
-)
+SERIES = ("#2f6db5", "#8b2f7a", "#1a6b34", "#8a5a00", "#b3261e", "#117a8b", "#555c68")
+BLUE, PURPLE, GREEN, AMBER, RED, CYAN, GREY = SERIES
 _PRECISIONS = {
     "fp32": GREY,
     "fp16": PURPLE,

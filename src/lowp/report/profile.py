@@ -143,6 +143,13 @@ def findings(advice: Advice) -> list[str]:
     return lines
 
 
+def numbers_of(verdict: FormatVerdict, unknown: str = "-") -> tuple[str, str, str, str]:
+    """Return the share flushed, the number that overflow, the share stalled, or `unknown`, and signal to noise."""
+    stalled = unknown if verdict.stalled is None else f"{100 * verdict.stalled:.2f} %"
+    ratio = "exact" if math.isinf(verdict.signal_to_noise) else f"{verdict.signal_to_noise:.0f} dB"
+    return f"{100 * verdict.flushed:.3f} %", str(verdict.overflow), stalled, ratio
+
+
 def verdict_table(verdicts: Sequence[FormatVerdict]) -> Table:
     """Return a table with one line per format."""
     table = plain_table(None, ())
@@ -150,18 +157,9 @@ def verdict_table(verdicts: Sequence[FormatVerdict]) -> Table:
         is_left = name in ("format", "use", "verdict")
         table.add_column(name, justify="left" if is_left else "right", no_wrap=name != "verdict")
     for verdict in verdicts:
-        stalled = "-" if verdict.stalled is None else f"{100 * verdict.stalled:.2f} %"
-        ratio = "exact" if math.isinf(verdict.signal_to_noise) else f"{verdict.signal_to_noise:.0f} dB"
         mark, *_, style = GRADES[verdict.grade]
-        table.add_row(
-            verdict.format,
-            Text(f"{mark} {verdict.grade}", style),
-            f"{100 * verdict.flushed:.3f} %",
-            str(verdict.overflow),
-            stalled,
-            ratio,
-            verdict.verdict,
-        )
+        use = Text(f"{mark} {verdict.grade}", style)
+        table.add_row(verdict.format, use, *numbers_of(verdict), verdict.verdict)
     return table
 
 
@@ -231,20 +229,7 @@ def high_line(high: HighLayers) -> str:
 
 
 # -- exports -----------------------------------------------------------------------------------------------------------
-_COLUMNS = (
-    "module",
-    "op",
-    "role",
-    "phase",
-    "count",
-    "zeros",
-    "nan",
-    "inf",
-    "maximum",
-    "root_mean_square",
-    "lowest",
-    "highest",
-)
+_NUMBERS = ("count", "zeros", "nan", "inf", "maximum", "root_mean_square", "lowest", "highest")
 _FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 
 
@@ -253,9 +238,9 @@ def to_csv(record: Record, path: Path) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     effects = [f"{effect_name}_{name}" for name in _FORMATS for effect_name in ("flushed", "overflow", "sqnr")]
-    writer.writerow([*_COLUMNS, *effects])
+    writer.writerow([*Key._fields, *_NUMBERS, *effects])
     for key, tensor in record.tensors.items():
-        row: list[Any] = [*key, *(getattr(tensor, name) for name in _COLUMNS[4:])]
+        row: list[Any] = [*key, *(getattr(tensor, name) for name in _NUMBERS)]
         for name in _FORMATS:
             predicted = effect(tensor, name)
             row += [predicted.flushed, predicted.overflow, predicted.signal_to_noise]

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 
 from lowp.numerics.advice import Advice, FormatVerdict
 from lowp.numerics.part import failure
 from lowp.numerics.record import Record, difference
 from lowp.report import palette
-from lowp.report.profile import headline, overhead_words, part_seen, recommendation
+from lowp.report.profile import headline, numbers_of, overhead_words, part_seen, recommendation
 from lowp.report.profile_strips import FORMATS_SHOWN, MAPS, raised, scale_words, strips
 
 _COMMAND = "lowp run --policy policy.toml train.py"
@@ -30,26 +31,22 @@ def page(record: Record, advice: Advice, other: Record | None = None, command: s
     Raises InvalidInput for runs of different models, or without a common step.
     """
     folder = files("lowp.report")
-    style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("profile.css", "profile.js"))
-    title = f"{record.header.get('title', 'profile')}: lowp profile"
-    body = "".join(
-        (
-            _top(record, advice, command, other is not None),
-            _faults(record),
-            _formats(record, advice),
-            _findings(record, advice),
-            "" if other is None else _comparison(record, other),
-            _timeline(record),
-            _evidence(record, advice, other),
-            _method(record),
-        )
+    whole, style, script = (
+        folder.joinpath(f"profile.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
     )
-    data = json.dumps(strips(record, other), separators=(",", ":")).replace("<", "\\u003c")
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{palette.css()}{style}</style>'
-        f'</head><body><a class="skip" href="#evidence">Skip to the evidence</a><main>{body}</main>'
-        f'<script type="application/json" id="data">{data}</script><script>{script}</script></body></html>\n'
+    compared = "" if other is None else _comparison(record, other)
+    parts = (_faults(record), _formats(record, advice), _findings(record, advice), compared, _timeline(record))
+    return Template(whole).substitute(
+        title=escape(f"{record.header.get('title', 'profile')}: lowp profile"),
+        style=palette.css() + style,
+        what=_text(_what(record) + (", the first of two runs" if other is not None else "")),
+        told=_text(recommendation(record, advice)),
+        policy=_policy(record, advice, command) if advice.verdicts else "",
+        parts="".join(parts),
+        **_evidence(record, advice, other),
+        method=_method(record),
+        data=json.dumps(strips(record, other), separators=(",", ":")).replace("<", "\\u003c"),
+        script=script,
     )
 
 
@@ -75,14 +72,18 @@ def _folded(summary: str, content: str) -> str:
     return f"<details><summary>{_text(summary)}</summary>{content}</details>"
 
 
-def _top(record: Record, advice: Advice, command: str, is_first: bool) -> str:
-    """Return what to do, and the policy and the command to copy."""
+def _what(record: Record) -> str:
+    """Return the headline, in which a whole command is called by its script."""
     words = headline(record)
     title = str(record.header.get("title", ""))
     if len(title) > _LONG:  # a whole command, which stands below
         parts = title.split(" ")
         words = words.replace(title, Path(next((one for one in parts if one.endswith(".py")), parts[0])).name, 1)
-    words += ", the first of two runs" if is_first else ""
+    return words
+
+
+def _policy(record: Record, advice: Advice, command: str) -> str:
+    """Return the policy and the command to copy."""
     policy = (
         '<div class="use"><p><button type="button" data-copy="toml" class="main">Copy the policy</button> '
         "into the file <code>policy.toml</code>, then run</p>"
@@ -92,12 +93,7 @@ def _top(record: Record, advice: Advice, command: str, is_first: bool) -> str:
         f'<pre id="toml" tabindex="0" role="region" aria-label="policy.toml">{escape(advice.policy.to_toml())}</pre>'
         "</details></div>"
     )
-    if record.part.faults:
-        policy = _folded("The policy for the steps before", policy)
-    return (
-        f'<header><p class="what">Profile of {_text(words)}</p><h1>{_text(recommendation(record, advice))}.</h1>'
-        f"{policy if advice.verdicts else ''}</header>"
-    )
+    return _folded("The policy for the steps before", policy) if record.part.faults else policy
 
 
 def _formats(record: Record, advice: Advice) -> str:
@@ -110,18 +106,7 @@ def _formats(record: Record, advice: Advice) -> str:
         f"<p>{_text(_card_words(verdict))}</p></li>"
         for verdict in advice.verdicts
     )
-    rows = [
-        (
-            verdict.format,
-            verdict.grade,
-            verdict.verdict,
-            f"{100 * verdict.flushed:.3f} %",
-            verdict.overflow,
-            "" if verdict.stalled is None else f"{100 * verdict.stalled:.2f} %",
-            "exact" if math.isinf(verdict.signal_to_noise) else f"{verdict.signal_to_noise:.0f} dB",
-        )
-        for verdict in advice.verdicts
-    ]
+    rows = [(one.format, one.grade, one.verdict, *numbers_of(one, unknown="")) for one in advice.verdicts]
     finite = " in the steps before" if record.part.faults else ""
     finite += f", judged by {part} alone" if (part := part_seen(record)) else ""
     head = ("format", "use", "how", "zero gradients", "tensors that overflow", "updates lost", "signal to noise")
@@ -253,8 +238,8 @@ def _faults(record: Record) -> str:
 
 
 # -- evidence ---------------------------------------------------------------------------------------------------------
-def _evidence(record: Record, advice: Advice, other: Record | None) -> str:
-    """Return the fields that choose format, loss scale and step, and an empty section a kind of tensor."""
+def _evidence(record: Record, advice: Advice, other: Record | None) -> dict[str, object]:
+    """Return what fills the fields that choose format and loss scale, and an empty section a kind of tensor."""
     options = "".join(f"<option>{name}</option>" for name in FORMATS_SHOWN)
     window = advice.window
     span = "none fits all layers" if window.is_empty else f"2^{window.lowest} to 2^{window.highest}"
@@ -267,20 +252,7 @@ def _evidence(record: Record, advice: Advice, other: Record | None) -> str:
         '<div class="ruler"></div><div class="rows"></div></section>'
         for name, (title, _) in MAPS.items()
     )
-    return (
-        '<section id="evidence"><h2>Evidence: how large the numbers are</h2>'
-        "<p>A strip is one tensor: small numbers on the left, large ones on the right, and the stronger the colour the "
-        f"more of them. All strips have the same axis, of powers of two. A block opens into its layers.{second}</p>"
-        '<form id="controls" aria-label="What the strips are judged by">'
-        f'<label>Format <select id="format">{options}</select></label>'
-        f'<label>Loss scale <input id="scale" type="range" min="-10" max="40" value="{scale}"'
-        ' aria-describedby="window"><output id="scale-value" for="scale"></output></label>'
-        '<label>Step <input id="step" type="range" min="0" max="0" value="0">'
-        '<output id="step-value" for="step"></output></label>'
-        '<p id="totals" role="status"></p></form>'
-        f'<p id="window">Loss scales that fit fp16: {_text(span)}.</p>'
-        f"<noscript><p>The strips need JavaScript.</p></noscript>{sections}</section>"
-    )
+    return {"second": second, "formats": options, "scale": scale, "window": _text(span), "maps": sections}
 
 
 def _comparison(record: Record, other: Record) -> str:

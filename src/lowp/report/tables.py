@@ -271,17 +271,6 @@ def _is_number(value: float | None) -> TypeGuard[float]:
 
 
 # -- shared exponents --------------------------------------------------------------------------------------------------
-_COLUMNS = (
-    "precision",
-    "tensors",
-    "saturated\nwrites",
-    "writes",
-    "raises\nin time",
-    "changes of\nexponents",
-    "free\nbits",
-)
-
-
 def exponent_table(document: Mapping[str, Any]) -> Table | None:
     """Return a table with one line per precision with shared exponents, summed over its runs; None without one.
 
@@ -291,7 +280,8 @@ def exponent_table(document: Mapping[str, Any]) -> Table | None:
     rows = [(row["label"], _sums(row)) for row in document["variants"]]
     if not any(sums for _, sums in rows):
         return None
-    table = plain_table("shared exponents", _COLUMNS)
+    columns = ("tensors", "saturated\nwrites", "writes", "raises\nin time", "changes of\nexponents", "free\nbits")
+    table = plain_table("shared exponents", ["precision", *columns])
     for label, sums in rows:
         if sums:
             needed, in_time = sums["raises_needed"], sums["raises_in_time"]

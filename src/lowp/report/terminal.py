@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -96,43 +95,32 @@ class Bar:
 
     def __init__(self, title: str, total: int, unit: str, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._progress: Progress | None = None
-        if self._stream.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
-            self._progress = Progress(
-                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console(self._stream), transient=True
-            )
-            self._task = self._progress.add_task(title, total=total)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether there is a bar, on a terminal."""
-        return self._progress is not None
+        self.is_live = self._stream.isatty()  # elsewhere there is no bar
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        where = console(self._stream)
+        self._progress = Progress(*columns, *times, console=where, transient=True, disable=not self.is_live)
+        self._task = self._progress.add_task(title, total=total)
 
     def __enter__(self) -> Bar:
-        if self._progress is not None:
-            self._progress.start()
+        self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._progress is not None:
+    def __exit__(self, *_: object) -> None:
+        if self.is_live:
             self._progress.stop()
 
     def advance(self, steps: int = 1, title: str | None = None) -> None:
         """Advance the bar, and optionally change its title."""
-        if self._progress is not None:
-            self._progress.update(self._task, advance=steps, description=title)
+        self._progress.update(self._task, advance=steps, description=title)
 
     def move(self, done: float, title: str | None = None, *, total: float | None = None) -> None:
         """Move the bar to `done`, a fraction of a unit too, and optionally change its title or the total."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done, total=total, description=title)
+        self._progress.update(self._task, completed=done, total=total, description=title)
 
     def line(self, text: str) -> None:
         """Print a line, above the bar on a terminal."""
-        if self._progress is not None:
+        if self.is_live:
             self._progress.console.print(text, highlight=False, markup=False)
         else:
             print(text, file=self._stream, flush=True)
