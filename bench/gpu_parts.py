@@ -24,8 +24,8 @@ from gpu_kernels import CANDIDATES, Buffers, bits, buffers, checks, numbers, sec
 from gpu_products import BASE, PRODUCTS, Operands, operands, product_checks, products, tf32_of
 
 from lowp import kernels
-from lowp.benchmarking.contenders import Contender, contenders_of
-from lowp.benchmarking.memory import peaks_of
+from lowp.benchmarking.contenders import Contender, begin, contenders_of, step_of
+from lowp.benchmarking.memory import Taken, batch_of, memory_of, warm_up
 from lowp.benchmarking.timing import StepTimer, time_steps, wait
 from lowp.errors import Unavailable
 from lowp.kernels.choose.choices import choices
@@ -304,6 +304,25 @@ def _alone(contender: Contender, data: Data, run: Run, ends: float, epoch: int) 
             row["failure"] = f"memory: {type(error).__name__}: {error}"
     _free(run.device)
     return row
+
+
+def peaks_of(contender: Contender, data: Data, batch: int) -> tuple[int, int | None]:
+    """Return the peaks of a step in allocated and reserved bytes, from the device's allocator, without a split.
+
+    Reserved is None if the device does not report it.
+    """
+    taken = Taken(torch.device(contender.settings.device))
+    if taken.device is None:
+        split = memory_of(contender, data, batch)
+        return split.allocated, split.reserved
+    training = begin(contender, data)
+    training.model.train()
+    examples = batch_of(training, batch)
+    warm_up(training, contender, examples)
+    taken.begin()
+    step_of(training, contender, examples)
+    taken.end()
+    return taken.allocated, taken.reserved
 
 
 def _free(device: torch.device) -> None:

@@ -155,7 +155,7 @@ def test_an_error_ends_one_row_and_not_the_others(monkeypatch: pytest.MonkeyPatc
 
 # -- estimates and published figures ----------------------------------------------------------------------------------
 def test_energy_and_area_come_from_the_published_table() -> None:
-    memory = Split(10, dict.fromkeys(PARTS, 0), {"weights": 400, "activations": 100}, 64)
+    memory = Split(10, dict.fromkeys(PARTS, 0), {"weights": 400, "activations": 100})
     wide = estimate(FP32, Operations(2_000_000, 0), memory)
     assert wide["arithmetic_joules"] == pytest.approx(1e6 * (3.7 + 0.9) * 1e-12) and wide["how"] == "table"
     assert wide["dram_bytes"] == 1000 and wide["dram_joules"] == pytest.approx(1000 * 160e-12)

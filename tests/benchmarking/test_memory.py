@@ -38,7 +38,7 @@ def test_the_parts_sum_to_the_peak(contender: Any) -> None:
     assert split.held["masters"] == (4 * PARAMETERS if contender is STORED else 0)
     assert split.held["optimizer"] == 4 * PARAMETERS  # momentum
     assert split.held["gradients"] == 4 * PARAMETERS  # unscaled in fp32, whatever the weights are stored in
-    assert split.reserved is None and split.batch == 512
+    assert split.reserved is None
 
 
 def test_sixteen_bits_halve_the_activations_of_a_wide_perceptron() -> None:

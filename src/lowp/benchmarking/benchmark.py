@@ -167,20 +167,12 @@ class Subject:
             row["operations"] = {"total": counted.total, "in_16_bits": counted.narrow, "share": counted.share}
             row["estimates"] = estimate(contender, counted, split)
         if split is not None:
-            row["memory"] = self._memory_row(split, self.reserved.get(label))
+            reserved = self.reserved.get(label)
+            slack = None if reserved is None else reserved - split.allocated
+            row["memory"] = {**asdict(split), "reserved": reserved, "slack": slack}
         if label in self.largest:
-            row["largest_batch"] = _largest_row(self.largest[label])
+            row["largest_batch"] = self.largest[label].document()
         return row
-
-    @staticmethod
-    def _memory_row(split: Split, reserved: int | None) -> dict[str, Any]:
-        return {
-            "allocated": split.allocated,
-            "parts": dict(split.parts),
-            "held": dict(split.held),
-            "reserved": reserved,
-            "slack": None if reserved is None else reserved - split.allocated,
-        }
 
 
 class Benchmark:
@@ -229,18 +221,6 @@ class Benchmark:
             },
             "recipes": [subject.document() for subject in self.subjects if subject.timers],
         }
-
-
-def _largest_row(found: LargestBatch) -> dict[str, Any]:
-    return {
-        "limit": found.limit,
-        "batch": found.batch,
-        "peak": found.peak,
-        "too_large": found.too_large,
-        "verified": found.is_closed or (found.batch == 0 and found.too_large == 1),
-        "ended": found.ended,
-        "measured": {str(batch): used for batch, used in sorted(found.measured.items())},
-    }
 
 
 # -- estimates ---------------------------------------------------------------------------------------------------------
@@ -311,48 +291,23 @@ SOURCE = (
 )
 
 
-@dataclass(frozen=True)
-class PublishedRun:
-    """One network on one GPU: seconds of a whole training and gigabytes of memory, in fp32 and under torch.amp."""
-
-    gpu: str
-    seconds: tuple[float, float]
-    gigabytes: tuple[float, float]
-
-    @property
-    def time_ratio(self) -> float:
-        """The ratio of the time under torch.amp to that in fp32."""
-        return self.seconds[1] / self.seconds[0]
-
-    @property
-    def memory_ratio(self) -> float:
-        """The ratio of the memory under torch.amp to that in fp32."""
-        return self.gigabytes[1] / self.gigabytes[0]
-
-
-def _time(minutes: int, seconds: int) -> float:
-    return 60.0 * minutes + seconds
-
-
-_ROWS: dict[str, tuple[PublishedRun, ...]] = {
-    "rossmann": (
-        PublishedRun("V100", (_time(10, 10), _time(10, 55)), (1.19, 1.19)),
-        PublishedRun("T4", (_time(8, 43), _time(8, 39)), (0.932, 0.936)),
-    ),
-    "unet": (
-        PublishedRun("V100", (_time(8, 25), _time(7, 58)), (4.33, 3.71)),
-        PublishedRun("T4", (_time(13, 7), _time(9, 14)), (4.26, 2.67)),
-    ),
-    "bert": (
-        PublishedRun("V100", (_time(17, 38), _time(8, 10)), (9.62, 8.76)),
-        PublishedRun("T4", (_time(55, 17), _time(20, 27)), (9.35, 8.49)),
-    ),
+# by recipe and GPU: minutes and seconds of a whole training, and gigabytes, each in fp32 and under torch.amp
+_PUBLISHED = {
+    ("rossmann", "V100"): (((10, 10), (10, 55)), (1.19, 1.19)),
+    ("rossmann", "T4"): (((8, 43), (8, 39)), (0.932, 0.936)),
+    ("unet", "V100"): (((8, 25), (7, 58)), (4.33, 3.71)),
+    ("unet", "T4"): (((13, 7), (9, 14)), (4.26, 2.67)),
+    ("bert", "V100"): (((17, 38), (8, 10)), (9.62, 8.76)),
+    ("bert", "T4"): (((55, 17), (20, 27)), (9.35, 8.49)),
 }
 
 
 def published(recipe: str) -> dict[str, Any] | None:
     """Return the published figures of a recipe as plain values with their source; None for other recipes."""
-    if recipe not in _ROWS:
-        return None
-    rows = [{**asdict(row), "time_ratio": row.time_ratio, "memory_ratio": row.memory_ratio} for row in _ROWS[recipe]]
-    return {"source": SOURCE, "size": "full", "gpus": rows}
+    rows = []
+    for (name, gpu), (times, gigabytes) in _PUBLISHED.items():
+        if name == recipe:
+            seconds = tuple(60.0 * minutes + rest for minutes, rest in times)
+            ratios = {"time_ratio": seconds[1] / seconds[0], "memory_ratio": gigabytes[1] / gigabytes[0]}
+            rows.append({"gpu": gpu, "seconds": seconds, "gigabytes": gigabytes, **ratios})
+    return {"source": SOURCE, "size": "full", "gpus": rows} if rows else None

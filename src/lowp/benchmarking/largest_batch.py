@@ -71,6 +71,13 @@ class LargestBatch:
         """Whether the two differ by at most one, or by the tolerance."""
         return self.too_large is not None and self.too_large - self.batch <= max(1, int(TOLERANCE * self.batch))
 
+    def document(self) -> dict[str, Any]:
+        """Return plain values."""
+        found = {name: getattr(self, name) for name in ("limit", "batch", "peak", "too_large", "ended")}
+        verified = self.is_closed or (self.batch == 0 and self.too_large == 1)
+        measured = {str(batch): used for batch, used in sorted(self.measured.items())}
+        return {**found, "verified": verified, "measured": measured}
+
     def _fits(self, used: int | None) -> bool:
         return used is not None and used <= self.limit
 

@@ -65,13 +65,12 @@ _DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMo
 class Split:
     """Bytes of a step: `parts` by PARTS sum to `allocated`; `held` has the persistent parts, alive at the peak or not.
 
-    `reserved`: bytes reserved on the device, if known; `batch`: examples of the step.
+    `reserved`: bytes reserved on the device, if known.
     """
 
     allocated: int
     parts: Mapping[str, int]
     held: Mapping[str, int]
-    batch: int
     reserved: int | None = None
 
 
@@ -98,11 +97,10 @@ def memory_of(contender: Contender, data: Data, batch: int) -> Split:
     One step is taken before, and more if it was skipped.
     """
     device = torch.device(contender.settings.device)
-    taken = _Taken(device)
+    taken = Taken(device)
     marks = _Marks()
     events = _profiled(lambda: _steps(contender, data, batch, marks, taken))
-    found = _split(events, marks, device, batch)
-    return taken.corrected(found)
+    return taken.corrected(_split(events, marks, device))
 
 
 def peak_of(begin: Callable[[], Callable[[], object]]) -> int:
@@ -138,26 +136,7 @@ def _profiled(run: Callable[[], object]) -> list[dict[str, Any]]:
     return events
 
 
-def peaks_of(contender: Contender, data: Data, batch: int) -> tuple[int, int | None]:
-    """Return the peaks of a step in allocated and reserved bytes, from the device's allocator, without a split.
-
-    Reserved is None if the device does not report it.
-    """
-    taken = _Taken(torch.device(contender.settings.device))
-    if taken.device is None:
-        split = memory_of(contender, data, batch)
-        return split.allocated, split.reserved
-    training = begin(contender, data)
-    training.model.train()
-    examples = batch_of(training, batch)
-    warm_up(training, contender, examples)
-    taken.begin()
-    step_of(training, contender, examples)
-    taken.end()
-    return taken.allocated, taken.reserved
-
-
-def _steps(contender: Contender, data: Data, batch: int, marks: _Marks, taken: _Taken) -> None:
+def _steps(contender: Contender, data: Data, batch: int, marks: _Marks, taken: Taken) -> None:
     training = begin(contender, data)
     training.model.train()
     warm_up(training, contender, batch_of(training, batch))
@@ -291,7 +270,7 @@ class _CastWatch(_DispatchMode):  # type: ignore[misc, valid-type]
 
 
 # -- the profile ------------------------------------------------------------------------------------------------------
-def _split(events: list[dict[str, Any]], marks: _Marks, device: torch.device, batch: int) -> Split:
+def _split(events: list[dict[str, Any]], marks: _Marks, device: torch.device) -> Split:
     """Return the parts at the peak, from the events of a profile."""
     moments = {event["name"]: event["ts"] for event in events if event.get("name") in _MARKS}
     forward, forward_ends, update, end = (moments[name] for name in _MARKS)
@@ -308,7 +287,7 @@ def _split(events: list[dict[str, Any]], marks: _Marks, device: torch.device, ba
         if one.part in held and one.end > forward:
             held[one.part] += one.size
     parts["update"] = max(0, whole - peak)
-    return Split(max(peak, whole), parts, held, batch)
+    return Split(max(peak, whole), parts, held)
 
 
 _MARKS = (_FORWARD, _FORWARD_ENDS, _UPDATE, _END)
@@ -359,7 +338,7 @@ def _highest(allocations: Iterable[_Allocation], first: float, last: float) -> t
     return max(peak, 0), moment
 
 
-class _Taken:
+class Taken:
     """The peaks of a step from the device's allocator, beside the profile: on CUDA allocated and reserved bytes."""
 
     def __init__(self, device: torch.device) -> None:
