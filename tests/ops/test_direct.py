@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -376,7 +377,7 @@ def test_convolutions_from_their_arguments_have_the_bits_of_their_definition(
         assert one.dtype is other.dtype and one.stride() == other.stride() and torch.equal(one, other)
 
 
-PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
+PRODUCTS: dict[str, tuple[Any, ...]] = {  # a function, and the shapes of its operands; parameters where these are lists
     "matmul": (torch.matmul, (5, 7), (7, 3)),
     "batches": (Tensor.matmul, (2, 3, 5, 7), (2, 3, 7, 4)),
     "one matrix for all": (torch.matmul, (2, 5, 7), (7, 4)),
@@ -384,6 +385,20 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...
     "vectors": (torch.matmul, (7,), (7,)),
     "mm": (torch.mm, (5, 7), (7, 3)),
     "bmm": (torch.bmm, (2, 5, 7), (2, 7, 3)),
+    "a number a column": (torch.addmm, (3,), (5, 7), (7, 3)),
+    "a number a column of batches": (torch.baddbmm, (3,), (2, 5, 7), (2, 7, 3)),
+    "a matrix added": (torch.addmm, (5, 3), (5, 7), (7, 3)),
+    "a column added": (torch.addmm, (5, 1), (5, 7), (7, 3)),
+    "factors": (partial(torch.addmm, beta=0.3, alpha=0.7), (3,), (5, 7), (7, 3)),
+    "a factor": (partial(torch.addmm, alpha=0.7), (3,), (5, 7), (7, 3)),
+    "a factor of what is added": (partial(torch.baddbmm, beta=0.3), (2, 5, 3), (2, 5, 7), (2, 7, 3)),
+    "a sum of batches": (partial(torch.addbmm, alpha=3), (5, 3), (2, 5, 7), (2, 7, 3)),
+    "a number a row": (torch.addmv, (5,), (5, 7), (7,)),
+    "vectors added": (torch.addr, (5, 3), (5,), (3,)),
+    "a weight first": (torch.matmul, [5, 7], (7, 3)),
+    "weights": (torch.matmul, [5, 7], [7, 3]),
+    "a weight by a vector": (torch.mv, [5, 7], (7,)),
+    "transposed rows": (lambda x, weight: F.linear(x.transpose(0, 1), weight), (2, 5, 7), (3, 7)),
 }
 
 
@@ -395,7 +410,8 @@ def test_products_from_their_arguments_have_the_bits_of_their_definition(
 ) -> None:
     torch.manual_seed(0)
     function, *shapes = PRODUCTS[product]
-    operands = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    drawn = [(torch.randn(tuple(shape)), type(shape) is list) for shape in shapes]
+    operands = [nn.Parameter(one) if is_weight else one.requires_grad_() for one, is_weight in drawn]
 
     def run() -> list[Tensor]:
         torch.manual_seed(7)
@@ -403,10 +419,12 @@ def test_products_from_their_arguments_have_the_bits_of_their_definition(
             y = function(*operands)
         return [y, *torch.autograd.grad(y, operands, y.detach() + 1)]
 
+    taken = taken_straight(monkeypatch)
     fast = run()
+    assert any(taken) == (product not in {"broadcast", "a sum of batches"})  # of which an operand would be copied
     take_the_long_way(monkeypatch)
     for one, other in zip(fast, run(), strict=True):
-        assert one.dtype is other.dtype and torch.equal(one, other)
+        assert one.dtype is other.dtype and one.stride() == other.stride() and torch.equal(one, other)
 
 
 @pytest.mark.parametrize("function", [torch.mm, torch.bmm, torch.matmul])

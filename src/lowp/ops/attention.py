@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowp.compat import gradients_of
+from lowp.compat import constant_when_compiled, gradients_of, remembered_by_identity
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.products import contract, is_native
@@ -245,7 +245,7 @@ def _in_two_contractions(
     call: Call, settings: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Compute scores, softmax in fp32, and the product with the values; both contractions run under the rule."""
-    inner = Rule(input=call.rule.input, weight=call.rule.input, grad=call.rule.grad, accumulate=call.rule.accumulate)
+    inner, outer = rules_of_products(call.rule)
     if settings.grouped:
         key, value = (x.repeat_interleave(query.shape[-3] // (x.shape[-3] or 1), -3) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1] or 1) if settings.scale is None else settings.scale
@@ -258,8 +258,15 @@ def _in_two_contractions(
     weights = torch.softmax(scores, -1)
     if settings.dropout:
         weights = torch.dropout(weights, settings.dropout, True)
-    outer = Rule(**{**vars(inner), "output": call.rule.output})
     return contracted(call, outer, weights, value)
+
+
+@constant_when_compiled
+@remembered_by_identity
+def rules_of_products(rule: Rule) -> tuple[Rule, Rule]:
+    """Return the rules of the product that makes scores, in fp32, and of that with the values."""
+    inner = Rule(input=rule.input, weight=rule.input, grad=rule.grad, accumulate=rule.accumulate)
+    return inner, replace(inner, output=rule.output)
 
 
 def contracted(call: Call, rule: Rule, first: Tensor, second: Tensor) -> Tensor:

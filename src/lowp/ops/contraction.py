@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lowp.compat import remembered_by_identity
 from lowp.kernels.tracing import unwrapped
-from lowp.ops.call import Call, KeptCasts, Quick, QuickRegion
+from lowp.ops.call import Call, KeptCasts, Quick, QuickRegion, sums_bytes
 from lowp.ops.casting import functorch_is_active
 from lowp.ops.coded import in_fp8, is_fp8
 from lowp.ops.direct import direct
@@ -51,13 +52,13 @@ def runner(run: Callable[[Call], Any]) -> Runner:
 
 def multiply(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a contraction: straight from its operands where nothing else sees the call, or by its definition."""
-    is_seen = call.watch is not None or call.roles is not None
     if call.scales is not None:
         call = replace(call, scales=call.scales.part())
-    if not is_seen and call.writer is None and not functorch_is_active():
+    rule = call.rule if call.roles is None else _in_order(call.rule, call.roles)
+    if rule is not None and call.watch is None and call.writer is None and not functorch_is_active():
         first, second, bias = unwrapped(first), unwrapped(second), None if bias is None else unwrapped(bias)
-        rule, result = call.rule, None
-        if is_fp8(rule) and (layer := in_fp8(form, rule, first, second, bias)) is not None:
+        result = None
+        if call.roles is None and is_fp8(rule) and (layer := in_fp8(form, rule, first, second, bias)) is not None:
             result = product(layer[0], OUTPUT, call.casts, layer[1], layer[2], bias)
         if result is None and (how := direct(rule)) is not None:
             kept = cast(KeptCasts, call.weight_cast) if hasattr(call.weight_cast, "look") else None
@@ -65,6 +66,20 @@ def multiply(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
         if result is not None:
             return result
     return contract(form, call, first, second, bias)
+
+
+@remembered_by_identity
+def _orders(rule: Rule) -> dict[tuple[str, str], Rule | None]:
+    return {}
+
+
+def _in_order(rule: Rule, roles: tuple[str, str]) -> Rule | None:
+    """Return the rule whose input and weight are operands in these roles; None where more depends on the roles."""
+    known = _orders(rule)
+    if roles not in known:
+        one = replace(rule, input=getattr(rule, roles[0]), weight=getattr(rule, roles[1]))
+        known[roles] = None if rule.has_products or rule.is_delayed or sums_bytes(rule) else one
+    return known[roles]
 
 
 @runner

@@ -71,7 +71,7 @@ def matrices(form: Form, slot: int, left: Memory, right: Memory) -> Matrices | N
         return None
     written = torch.empty(*rows.shape[:-1], columns.shape[-1], device="meta")
     shaped = finish(written)
-    if shaped.is_contiguous():
+    if shaped.is_contiguous() and getattr(form, "scale", 1) == 1:
         return Matrices(first, second, tuple(shaped.shape), None)
     return Matrices(first, second, tuple(written.shape), finish)
 

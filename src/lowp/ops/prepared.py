@@ -30,7 +30,7 @@ from lowp.kernels.products.programs import (
 )
 from lowp.kernels.products.scratch import Scratch
 from lowp.ops.call import KeptCasts, RoleCasts
-from lowp.ops.casting import carrier_dtype, depends_on_axis, own_dtype
+from lowp.ops.casting import carrier_dtype, depends_on_axis, own_dtype, rounded
 from lowp.ops.matrices import (
     BIAS,
     FACTOR,
@@ -82,12 +82,17 @@ class ForwardProgram(NamedTuple):
 
 
 class Prepared:
-    """Contractions of given shapes, strides and dtypes under a rule: operands, result, programs of matrices."""
+    """Contractions of given shapes, strides and dtypes under a rule: operands, result, programs of matrices.
+
+    `is_apart`: what follows a product before its rounding is no part of the program: a factor, or a bias that is no
+    number a column.
+    """
 
     __slots__ = (
         "backs",
         "form",
         "forwards",
+        "is_apart",
         "is_small",
         "keeps_weight",
         "out",
@@ -101,8 +106,10 @@ class Prepared:
     has_scales = False  # whether values are codes, under scales
     _computed: Callable[[Found], Tensor]  # the result, of those whose programs only round
 
-    def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, out: Made, about: tuple[Any, ...]) -> None:
-        self.rule, self.form, self.x, self.weight, self.out = rule, form, x, weight, out
+    def __init__(
+        self, rule: Rule, form: Form, x: Read, weight: Read, out: Made, about: tuple[Any, ...], is_apart: bool = False
+    ) -> None:
+        self.rule, self.form, self.x, self.weight, self.out, self.is_apart = rule, form, x, weight, out, is_apart
         self.shapes = (tuple(about[0]), about[2]), (tuple(about[3]), about[5])
         self.saved = x.saved[1:], weight.saved[1:]  # how that lies which backward reads
         self.rounds = [one.cast is not None and one.raw is None for one in (x, weight)]  # what backward reads
@@ -141,13 +148,17 @@ class Prepared:
         out, finish = tensors[OUT], self.out.finish
         if out is None:
             return self._computed(tensors)
-        return out if finish is None else finish(out)
+        out = out if finish is None else finish(out)
+        return self._completed(out, tensors[BIAS]) if self.is_apart else out
+
+    def _completed(self, sums: Tensor, bias: Tensor | None) -> Tensor:
+        return rounded(sums if bias is None else self.form.with_bias(sums, bias.float()), self.rule.output)
 
     def _forward(self, key: tuple[bool, bool, bool], bias: Tensor | None) -> ForwardProgram:
         """Return the program of calls that save the same; the operands that no program reads as they lie are copied."""
         with real_tensors():
             copies = [place for place, one in ((X, self.x), (WEIGHT, self.weight)) if one.copies]
-            if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
+            if bias is not None and not self.is_apart and not (bias.dtype is torch.float32 and bias.is_contiguous()):
                 copies.append(BIAS)
             forward = self.forwards[key] = self._programmed(*key)._replace(copies=copies)
         return forward
@@ -173,8 +184,8 @@ class Prepared:
             operands.append(memory)
         found = matrices(self.form, OUTPUT, *operands)
         assert found is not None  # as `prepare` has seen
-        dtype = self.out.empty[2]
-        steps += found.steps(BIAS, OUT, dtype, self.rule.output, owned)
+        bias, output = (NOWHERE, None) if self.is_apart else (BIAS, self.rule.output)
+        steps += found.steps(bias, OUT, self.out.empty[2], output, owned)
         return ForwardProgram(Program(steps, owned), made, ())
 
     def gradients(
@@ -205,7 +216,7 @@ class Prepared:
         return None if found is None else found.run(gradient, values, memory)
 
     def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
-        return Builder(self, gradient, bias_dtype).back(needs)
+        return Builder(self, gradient, bias_dtype, keeps=self.is_apart and needs[2]).back(needs)
 
 
 UNKNOWN: Any = object()
@@ -322,12 +333,19 @@ class Builder:
             if found is None or found.is_redrawn(self.prepared.rule.output):
                 return None
             results[slot] = self._product(found, *self.prepared.shapes[slot])
-        if needs[2]:
+        if needs[2] and self.prepared.is_apart:
+            results[2] = self.cast_along(-1, self.prepared.rule.grad).place, self._bias_gradient
+        elif needs[2]:
             found = rows_of(self.cast_along(-1, self.prepared.rule.grad))
             if found is None or self.bias_dtype is None:
                 return None
             results[2] = self._product(found, found.shape, self.bias_dtype)
         return self.finished(self.copies, results)
+
+    def _bias_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of a bias that is apart, from the rounded gradient of the result."""
+        found = rounded(self.form.bias_gradient(gradient), self.prepared.rule.output)
+        return found.to(self.bias_dtype)
 
     def operands(self, slot: int) -> tuple[Memory, Memory] | None:
         """Return what the product for a slot multiplies: of the other operand, and of the gradient."""
@@ -409,7 +427,14 @@ class Builder:
 
     def _product(self, found: Matrices, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, Finish | None]:
         """Multiply into a tensor of this shape, in a dtype."""
-        shape = shape if found.finish is None else found.shape
+        shape, output, finish = shape if found.finish is None else found.shape, self.prepared.rule.output, found.finish
+        if finish is not None and getattr(self.form, "scale", 1) != 1:  # rounded after the factor
+            finish, output, dtype = _rounding(finish, output, dtype), None, torch.float32
         to = self.make((shape, strides_of(shape), dtype))
-        self.steps += found.steps(NOWHERE, to, dtype, self.prepared.rule.output, self.owned)
-        return to, found.finish
+        self.steps += found.steps(NOWHERE, to, dtype, output, self.owned)
+        return to, finish
+
+
+def _rounding(finish: Finish, output: Cast | None, dtype: torch.dtype) -> Finish:
+    """Return a function that rounds, in a dtype, what another one makes of a product."""
+    return lambda product: rounded(finish(product), output).to(dtype)

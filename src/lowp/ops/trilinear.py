@@ -232,6 +232,9 @@ def _common(letters: str, *terms: str, without: str = "") -> str:
     return "".join(one for one in letters if all(one in term for term in terms) and one not in without)
 
 
+_BY_ROWS = {("mk", "kn", "mn"), ("bmk", "bkn", "mn"), ("bmk", "bkn", "bmn")}  # with rows of columns in the result
+
+
 @dataclass(frozen=True)
 class Einsum(Form):
     """A product of two tensors given by letters; `call` is the torch function of the output, if it is another one.
@@ -327,9 +330,19 @@ class Einsum(Form):
     def is_integer_sum(self, slot: int) -> bool:
         return self.scale == 1 and self._reachable(slot) == self.terms[slot]
 
+    def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
+        is_vector = bias is not None and self.bias_axis() is not None and has_numbers(bias, self.second[-1:])
+        return bias if is_vector else None
+
+    def bias_axis(self) -> int | None:
+        is_vector = self.scale == self.bias_scale == 1 and self.bias == self.second[-1:]
+        return -1 if is_vector and self.terms in _BY_ROWS else None
+
     def spread(self, bias: Tensor) -> Tensor:
         return bias * self.bias_scale
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
+        if self.bias_axis() is not None:
+            return sum_of_rows(gradient.reshape(-1, gradient.shape[-1]))
         gradient = gradient.float()
         return (gradient if self.bias_scale == 1 else gradient * self.bias_scale).sum_to_size(self.bias or ())

@@ -257,7 +257,7 @@ def prepare(
     `about`: shape, strides and dtype of x, and those of the weight. `in_bytes`: linear layers multiply bytes.
     """
     shape, other = tuple(about[0]), tuple(about[3])
-    if form is None or 0 in (*shape, *other) or getattr(form, "scale", 1) != 1 or not form.fits(bias):
+    if form is None or 0 in (*shape, *other) or not (form.are_matrices or form.fits(bias)):
         return None
     if in_bytes and isinstance(form, Linear) and len(other) == 2:
         is_served = about[2] is about[5] is torch.float32 and max(*other, math.prod(shape[:-1])) <= MOST_DEPTH
@@ -273,9 +273,22 @@ def prepare(
     if not form.are_matrices:
         return None if x.copies or weight.copies else ByTorch(rule, form, x, weight, about)
     found = matrices(form, OUTPUT, Memory(X, *x.empty), Memory(WEIGHT, *weight.empty))
-    if found is None or found.is_redrawn(rule.output):
+    if found is None:
+        x, weight = _copied(x), _copied(weight)
+        found = matrices(form, OUTPUT, Memory(X, *x.empty), Memory(WEIGHT, *weight.empty))
+    is_apart = not form.fits(bias) or getattr(form, "scale", 1) != 1
+    is_drawn = rule.output is not None and rule.output.is_stochastic
+    if found is None or found.is_redrawn(rule.output) or (is_apart and is_drawn):
         return None
-    return Prepared(rule, form, x, weight, Made.of(found, result_dtype(rule.output)), about)
+    made = Made.of(found, torch.float32 if is_apart else result_dtype(rule.output))
+    return Prepared(rule, form, x, weight, made, about, is_apart)
+
+
+def _copied(read: Read) -> Read:
+    """Return how an operand is read whose rounded values have to be contiguous."""
+    shape, strides, dtype = read.empty
+    whole = strides_of(shape)
+    return read if read.cast is None else read._replace(empty=(shape, whole, dtype), copies=strides != whole)
 
 
 def _rotates(form: Form, slot: int, own: Operands) -> bool:
