@@ -134,7 +134,7 @@ MAY_ASK = {
     "cli/bench.py": "devices that cannot be timed are refused by name",
     "compat.py": "the kind of accelerator that torch tells of",
     "distributed.py": "a group's back ends are told by device",
-    "exponents/ranks.py": "entries are made on the device that the other ranks' are on",
+    "exponents/base.py": "entries are made on the device that the other ranks' are on",
     "step/": "the scale is placed where the gradients are",
     "ops/attention.py": "the state of a device's random generator",
     "optim/masters.py": "state is placed where the parameters are",

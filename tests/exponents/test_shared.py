@@ -23,7 +23,7 @@ def mantissas(x: Tensor, exponent: int) -> Tensor:
 def test_a_write_is_rounded_once_to_values_of_the_format() -> None:
     exponents = SharedExponents()
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
-    written = exponents.write(x, FLEX, "output of 0 linear")
+    written = exponents.write(x, FLEX, "output of 0 linear").values
     exponent = exponents.exponent("output of 0 linear")
     found = mantissas(written, exponent)
     assert written.dtype is torch.float32
@@ -34,9 +34,9 @@ def test_a_write_is_rounded_once_to_values_of_the_format() -> None:
 def test_writes_of_tensors_without_numbers_are_not_in_the_summary() -> None:
     exponents, site = SharedExponents(), "output of 0 linear"
     for count in range(2):
-        assert exponents.write(torch.ones(4, 4, device="meta"), FLEX, site).is_meta
+        assert exponents.write(torch.ones(4, 4, device="meta"), FLEX, site).values.is_meta
         assert exponents.summary()["all"].writes == count
-        assert exponents.write(torch.ones(4, 4), FLEX, site).sum() == 16
+        assert exponents.write(torch.ones(4, 4), FLEX, site).values.sum() == 16
         exponents.flush()
 
 
@@ -57,11 +57,11 @@ def test_moments_of_many_rows_have_two_words_where_one_would_lose_no_row(
     """One moment divides the other, so that small numbers of both count, however few they are."""
     x = torch.rand(rows, 2, generator=torch.Generator().manual_seed(0)) + 0.5
     (exponents, alone), inplace = (SharedExponents(), SharedExponents()), x.clone()
-    written = exponents.write(x, cast, site)
+    written = exponents.write(x, cast, site).values
     alone.write(torch.ones(2), cast, "weight of another")
     _, rest = StepWriter(alone, cast, (), ()).end([inplace], [site], ())
     if rest:
-        inplace.copy_(alone.write(inplace, cast, site))
+        inplace.copy_(alone.write(inplace, cast, site).values)
     assert not rest or not (has_both and uses_library())
     assert torch.equal(written, inplace)
     found = mantissas(written, exponents.exponent(site))
@@ -74,7 +74,7 @@ def test_a_tie_goes_to_the_even_mantissa_from_fp64_in_one_step() -> None:
     exponents = SharedExponents()
     # between a tie and the number above it there is room in fp64 alone: fp32 first would make a tie of it
     x = torch.tensor([2.0**14, 6.5, 6.5 + 2**-40, 7.5], dtype=torch.float64) * 2**-8
-    assert (exponents.write(x, FLEX, "output of here") * 2**8).tolist() == [16384.0, 6.0, 7.0, 8.0]
+    assert (exponents.write(x, FLEX, "output of here").values * 2**8).tolist() == [16384.0, 6.0, 7.0, 8.0]
 
 
 def test_a_second_write_at_a_place_sees_what_the_first_one_taught() -> None:
@@ -107,7 +107,7 @@ def test_a_jump_of_64_is_recovered_from_within_a_few_steps(jump: float) -> None:
     assert (after > 0) == (jump > 1)  # cut off and counted
     assert exponents.summary()["all"].saturated == after  # and then no more
     free = 15 - math.log2(
-        float(mantissas(exponents.write(x, FLEX, "output of x"), exponents.exponent("output of x")).max())
+        float(mantissas(exponents.write(x, FLEX, "output of x").values, exponents.exponent("output of x")).max())
     )
     assert 0 < free < 3
 
@@ -115,10 +115,10 @@ def test_a_jump_of_64_is_recovered_from_within_a_few_steps(jump: float) -> None:
 def test_zeros_teach_nothing_and_are_not_the_beginning() -> None:
     exponents = SharedExponents()
     for _ in range(5):
-        assert not exponents.write(torch.zeros(4), FLEX, "output of x").any()
+        assert not exponents.write(torch.zeros(4), FLEX, "output of x").values.any()
         exponents.flush()
     small = torch.tensor([1e-6, -2e-6])
-    written = exponents.write(small, FLEX, "output of x")
+    written = exponents.write(small, FLEX, "output of x").values
     assert torch.allclose(written, small, rtol=1e-3)
     exponents.flush()
     assert exponents.summary()["all"].writes == 6 and exponents.summary()["all"].measured == 1
@@ -128,7 +128,7 @@ def test_what_is_not_finite_stays_so_and_is_told() -> None:
     exponents = SharedExponents()
     exponents.write(torch.ones(3), FLEX, "output of 0 linear")
     exponents.flush()
-    written = exponents.write(torch.tensor([1.0, torch.inf, torch.nan]), FLEX, "output of 0 linear")
+    written = exponents.write(torch.tensor([1.0, torch.inf, torch.nan]), FLEX, "output of 0 linear").values
     assert written[0] == 1 and written[1] == torch.inf and written[2].isnan()
     exponents.write(torch.tensor([torch.nan]), FLEX, "output of 1 linear")
     assert exponents.faults() == []  # a result that no gradient has met
@@ -142,13 +142,13 @@ def test_what_is_not_finite_stays_so_and_is_told() -> None:
 
 def test_values_outside_the_range_of_exponents_saturate_and_vanish_in_the_counts() -> None:
     exponents = SharedExponents()
-    assert exponents.write(torch.tensor([1e9, -1e9]), FLEX, "output of big").tolist() == [32767.0, -32768.0]
+    assert exponents.write(torch.tensor([1e9, -1e9]), FLEX, "output of big").values.tolist() == [32767.0, -32768.0]
     assert exponents.exponent("output of big") == 0
-    assert exponents.write(torch.tensor([1e-12]), FLEX, "output of small").tolist() == [0.0]
+    assert exponents.write(torch.tensor([1e-12]), FLEX, "output of small").values.tolist() == [0.0]
     exponents.flush()
     assert exponents.summary()["all"].saturated == 1
     # nothing was seen of the small one: the next write begins anew
-    assert exponents.write(torch.tensor([0.5]), FLEX, "output of small").tolist() == [0.5]
+    assert exponents.write(torch.tensor([0.5]), FLEX, "output of small").values.tolist() == [0.5]
 
 
 def test_outside_of_training_nothing_is_remembered_and_nothing_saturates() -> None:
@@ -158,22 +158,22 @@ def test_outside_of_training_nothing_is_remembered_and_nothing_saturates() -> No
     state = exponents.state_dict()
     x = torch.tensor([1000.0, torch.nan])
     for _ in range(2):
-        assert exponents.write(x, FLEX, "output of x", training=False)[0] == 1000
-        assert exponents.write(x, FLEX, "output of y", training=False)[1].isnan()
+        assert exponents.write(x, FLEX, "output of x", training=False).values[0] == 1000
+        assert exponents.write(x, FLEX, "output of y", training=False).values[1].isnan()
     exponents.flush()
     assert exponents.sites() == ["output of x"] and exponents.faults() == []
     assert torch.equal(
         exponents.state_dict()["groups"][0]["state"]["exponent"], state["groups"][0]["state"]["exponent"]
     )
     fixed = parse("flex16+5:static(-8)")
-    assert exponents.write(torch.tensor([1000.0]), fixed, "output of z", training=False) == 32767 / 256
+    assert exponents.write(torch.tensor([1000.0]), fixed, "output of z", training=False).values == 32767 / 256
 
 
 def test_outside_of_training_the_values_are_the_same_without_the_library() -> None:
     x, found = torch.tensor([1000.0, 0.3, torch.nan]), []
     for way in available():
         with use(way):
-            found.append(SharedExponents().write(x, FLEX, "output of y", training=False))
+            found.append(SharedExponents().write(x, FLEX, "output of y", training=False).values)
     for one in found:
         torch.testing.assert_close(one, found[0], rtol=0, atol=0, equal_nan=True)
 
@@ -200,9 +200,9 @@ def test_apart_a_write_is_as_outside_of_training() -> None:
     exponents.write(torch.ones(2), FLEX, "output of x")
     exponents.flush()
     with exponents.apart():
-        assert exponents.write(torch.tensor([1000.0]), FLEX, "output of x") == 1000
+        assert exponents.write(torch.tensor([1000.0]), FLEX, "output of x").values == 1000
         assert exponents.quick(FLEX) is None
-    assert exponents.write(torch.tensor([1000.0, 0.0]), FLEX, "output of x").amax() < 4
+    assert exponents.write(torch.tensor([1000.0, 0.0]), FLEX, "output of x").values.amax() < 4
     assert exponents.quick(FLEX) is not None
 
 
@@ -214,18 +214,18 @@ def test_a_single_number_beyond_a_places_window_is_not_cut_off_and_is_learnt_fro
         monkeypatch.setattr(table, "has_integer_kernels", lambda device: False)
     exponents, site = SharedExponents(), "output of loss"
     for value in (0.25, 2.2272, 2.2272, 1000.0, -7000.0):
-        written = exponents.write(torch.tensor(value), FLEX, site)
+        written = exponents.write(torch.tensor(value), FLEX, site).values
         assert float(written) == pytest.approx(value, rel=2**-10)
         exponents.flush()
         held = math.ldexp(32767, exponents.exponent(site))
         assert abs(value) < held
-    assert exponents.write(torch.tensor(math.inf), FLEX, site) == math.inf
+    assert exponents.write(torch.tensor(math.inf), FLEX, site).values == math.inf
 
 
 def test_what_is_in_the_format_can_stay_as_it_is() -> None:
     exponents = SharedExponents()
     x = torch.tensor([3.0, -5.0, 0.0]) * 2**-20
-    assert torch.equal(exponents.write(x, FLEX, "gradient of w", unless_exact=True), x)
+    assert torch.equal(exponents.write(x, FLEX, "gradient of w", unless_exact=True).values, x)
     assert exponents.sites() == []
     exponents.write(torch.tensor([1.0, 2**-20]), FLEX, "gradient of w", unless_exact=True)
     assert exponents.sites() == ["gradient of w"]
@@ -236,10 +236,10 @@ def test_a_place_that_was_changed_from_outside_begins_anew(is_there: bool, monke
     if is_there:
         monkeypatch.setattr(table, "has_integer_kernels", lambda device: False)
     exponents = SharedExponents()
-    w = exponents.write(torch.linspace(-1, 1, 9), FLEX, "weight of w")
+    w = exponents.write(torch.linspace(-1, 1, 9), FLEX, "weight of w").values
     exponents.flush()
     exponents.admit([w * 64], FLEX, ["weight of w"])
-    assert torch.equal(exponents.write(w * 64, FLEX, "weight of w"), w * 64)
+    assert torch.equal(exponents.write(w * 64, FLEX, "weight of w").values, w * 64)
     exponents.flush()
     assert exponents.summary()["weights"].saturated == 0
 
@@ -255,7 +255,7 @@ def test_a_state_goes_on_where_it_was_to_the_bit() -> None:
             first.flush()
         second.load_state_dict(first.state_dict())
         for x in inputs[25:]:
-            assert torch.equal(first.write(x, cast, "output of x"), second.write(x, cast, "output of x"))
+            assert torch.equal(first.write(x, cast, "output of x").values, second.write(x, cast, "output of x").values)
             first.flush()
             second.flush()
         assert first.summary() == second.summary()
@@ -307,7 +307,7 @@ def test_the_writes_of_an_accelerator_are_those_of_the_cpu(monkeypatch: pytest.M
         for step in range(30):
             x = torch.randn(64, generator=generator) * 2.0 ** (step // 4)
             x[5] = torch.nan if step == 7 else 0.0
-            found.append(exponents.write(x * (step != 9), FLEX, "output of x"))
+            found.append(exponents.write(x * (step != 9), FLEX, "output of x").values)
             found.append(torch.tensor(bool(exponents.faults())))
             exponents.flush()
         found.append(torch.tensor(exponents.summary()["all"].saturated))
@@ -340,7 +340,7 @@ def test_weights_that_were_not_written_in_this_step_are_stepped_at_once() -> Non
     for _ in range(3):
         for weight, (update, own) in zip(weights, sites, strict=True):
             exponents.write(weight / 1024, FLEX, update)
-            weight.copy_(exponents.write(weight, FLEX, own))
+            weight.copy_(exponents.write(weight, FLEX, own).values)
         assert not StepWriter(exponents, FLEX, weights, sites).weights
         exponents.flush()
     assert len(StepWriter(exponents, FLEX, weights, sites).weights) == 2

@@ -13,19 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowp import distributed
 from lowp.casts import Cast
 from lowp.compat import widest_float
-from lowp.errors import InvalidInput
-from lowp.exponents import saved
-from lowp.exponents.ranks import AgreedSites
-from lowp.exponents.sites import Passes
+from lowp.exponents.base import Sites, SiteTable
 from lowp.kernels.casts.functions import quantize_measured, quantize_operand
 from lowp.kernels.choose import hardware
 from lowp.kernels.numbers.scaled import scale_of_maxima
@@ -34,7 +29,7 @@ from lowp.scaling.delayed import DelayedMaximum, DelayedState, MaximaSeen
 Entries = list[Tensor | None]
 
 
-class DelayedTable:
+class DelayedTable(SiteTable):
     """The entries of one cast: their state, the scale of each, and the maxima met since the last flush.
 
     `entries` are rows of one tensor, [3] each in the widest dtype of the device: the scale of the next casts, the
@@ -44,39 +39,35 @@ class DelayedTable:
 
     def __init__(self, cast: Cast, device: torch.device) -> None:
         assert cast.scaling is not None
-        self.cast, self.device, self.is_host = cast, device, hardware.is_on_host(device)
+        super().__init__(cast, device)
+        self.is_host = hardware.is_on_host(device)
         self.scaling = DelayedMaximum(cast.scaling.window, cast.scaling.headroom)
-        self.restore([], self.scaling.init(device, 0)._asdict())
+        self.hold({}, {"state": self.scaling.init(device, 0)._asdict()})
 
     @property
     def parts(self) -> dict[str, Tensor | dict[str, Tensor]]:
         """What a checkpoint holds of the entries."""
         return {"state": self.state._asdict()}
 
-    def restore(self, sites: Sequence[str], state: dict[str, Tensor]) -> None:
-        """Take over entries, as those of a checkpoint."""
-        self.names, self.state = {name: index for index, name in enumerate(sites)}, DelayedState(**state)
-        self._hold(torch.zeros(len(sites), 3, dtype=widest_float(self.device), device=self.device))
+    def hold(self, names: dict[str, int], parts: Mapping[str, Any]) -> None:
+        """Take over entries."""
+        self.names, self.state = names, DelayedState(**parts["state"])
+        self.rows = torch.zeros(len(names), 3, dtype=widest_float(self.device), device=self.device)
+        self.entries = self.rows.unbind()
         self._choose()
-
-    def _hold(self, rows: Tensor) -> None:
-        self.rows, self.entries = rows, rows.unbind()
 
     def _choose(self) -> None:
         """Choose the next scales."""
         self.rows[:, 0] = self._scales(self.state.largest)
         self.knows: list[bool] = (self.state.largest > 0).tolist() if self.is_host else []
 
-    def index(self, site: str) -> int:
-        """Return the entry of a site; a new site gets a new entry."""
-        found = self.names.get(site)
-        if found is None:
-            found = self.names[site] = len(self.names)
-            self.state = self.scaling.extend(self.state, 1)
-            self._hold(torch.cat((self.rows, self.rows.new_zeros(1, 3))))
-            self.rows[-1, 0] = self._scales(self.state.largest[-1])
-            self.knows.append(False)
-        return found
+    def grow(self, site: str) -> None:
+        """Make the entry of a new site."""
+        self.state = self.scaling.extend(self.state, 1)
+        self.rows = torch.cat((self.rows, self.rows.new_zeros(1, 3)))
+        self.entries = self.rows.unbind()
+        self.rows[-1, 0] = self._scales(self.state.largest[-1])
+        self.knows.append(False)
 
     def rounded(self, x: Tensor, index: int, seed: int | Tensor, training: bool) -> Tensor:
         """Return fp32 x under the scale of an entry; infinities and NaN stay. Its maximum is noted in training."""
@@ -119,19 +110,16 @@ class DelayedTable:
         rows = torch.stack((torch.where(is_finite, largest, 0.0), ~is_finite, mask)).double()
         return rows[:, self.order_of(sites)]
 
-    def order_of(self, sites: list[str]) -> Tensor:
-        """Return where the entries of sites are, int64[n]."""
-        return torch.tensor([self.names[site] for site in sites], device=self.device)
 
-
-class DelayedScales:
+class DelayedScales(Sites[DelayedTable]):
     """The scales of all sites of a training run: `rounded` uses them, `flush` updates them."""
 
     def __init__(self) -> None:
-        self._tables: dict[Cast, DelayedTable] = {}
-        self.passes = Passes(apart=False)
+        super().__init__(apart=False)
         self._step = 0  # of `passes`, when the last step was flushed
-        self._agreed = AgreedSites()
+
+    def _new(self, cast: Cast, device: torch.device) -> DelayedTable:
+        return DelayedTable(cast, device)
 
     def rounded(self, x: Tensor, cast: Cast, site: str, *, seed: int | Tensor = 0, training: bool = True) -> Tensor:
         """Return x as values of the cast in fp32, detached from the graph, under the scale of its site.
@@ -161,56 +149,24 @@ class DelayedScales:
 
     def _settle(self) -> None:
         if self.passes.step != self._step:  # an optimizer has stepped, without `Precision`
-            self._end_step()
-
-    def _table(self, cast: Cast, device: torch.device) -> DelayedTable:
-        found = self._tables.get(cast)
-        if found is None:
-            found = self._tables[cast] = DelayedTable(cast, device)
-        return found
+            self._flush({})
 
     def flush(self) -> None:
         """End a step: remember its maxima, on all ranks, and choose the next scales. Every rank must call this."""
-        self.passes.end_step()
-        agreed: dict[Cast, Tensor] = {}
-        if distributed.has_other_ranks():
-            self._agreed.fault(False, distributed.world())
-            agreed = self._agreed.agree(self._tables, self._table, distributed.world())
-        self._end_step(agreed)
+        self.any_rank(False)
+        super().flush()
 
-    def _end_step(self, agreed: Mapping[Cast, Tensor] = MappingProxyType({})) -> None:
-        for cast, table in self._tables.items():
-            table.flush(agreed.get(cast))
+    def _flush(self, agreed: Mapping[Cast, Tensor]) -> None:
+        super()._flush(agreed)
         self._step = self.passes.step
-
-    # -- what was seen --------------------------------------------------------------------------------------------
-    def sites(self) -> list[str]:
-        """Return the sites, in the order of their first use."""
-        return [name for table in self._tables.values() for name in table.names]
 
     def scale(self, site: str) -> Tensor:
         """Return the scale of the next cast at a site, 0-d on its device; 1 where nothing is known of it.
 
         Raises InvalidInput for a site that was never used.
         """
-        for table in self._tables.values():
-            if site in table.names:
-                return table.entries[table.names[site]][0].clone()
-        raise InvalidInput(f"nothing was cast at the site {site!r}; sites have names such as {self.sites()[:3]}")
-
-    def counted(self) -> list[tuple[list[str], Tensor, Tensor]]:
-        """Return sites, their steps, and those that exceeded their scale, int64 [sites], on their devices."""
-        return [(list(one.names), one.state.writes, one.state.saturated) for one in self._tables.values()]
-
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain values and tensors. Call it between steps: it flushes nothing."""
-        return saved.state_of(self._tables)
-
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
-        """Continue from `state_dict`. Raises InvalidInput, with nothing changed, for any other state."""
-        self._tables = saved.tables_of(state, lambda cast: DelayedTable(cast, torch.device(device)))
-        self._agreed = AgreedSites(self._tables)
+        table, index = self._found(site, "was cast")
+        return table.entries[index][0].clone()
 
 
 @dataclass(eq=False)

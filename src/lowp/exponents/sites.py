@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -36,31 +36,6 @@ from lowp.kernels.int16 import low_words
 
 LAST_PASS = 4
 Tell = Callable[[Tensor, str, Cast], None]
-
-
-class SiteTable(Protocol):
-    """The entries of sites under one cast, as checkpoints and the agreement of ranks see them."""
-
-    cast: Cast
-    device: torch.device
-    names: dict[str, int]  # sites, by the order of their entries
-
-    @property
-    def parts(self) -> dict[str, Tensor | dict[str, Tensor]]:
-        """What a checkpoint holds: tensors with a number or a row of each entry."""
-
-    @property
-    def restore(self) -> Callable[..., None]:
-        """Take over entries, as those of a checkpoint: restore(sites, **parts)."""
-
-    def index(self, site: str) -> int:
-        """Return the entry of a site; a new site gets a new entry."""
-
-    def columns(self, sites: list[str]) -> Tensor:
-        """Return this rank's observations at some sites, fp64[rows, n], for a maximum over ranks."""
-
-    def order_of(self, sites: list[str]) -> Tensor:
-        """Return where the entries of sites are, int64[n] on the table's device."""
 
 
 class Passes:

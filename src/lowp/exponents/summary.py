@@ -4,10 +4,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lowp.exponents.sites import CLASSES, class_of, is_result
+from lowp.exponents.sites import CLASSES, class_of
 from lowp.exponents.table import COUNTS, ExponentTable
-from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels.int16 import entries
 
 
 @dataclass
@@ -43,21 +41,3 @@ def summarised(groups: Iterable[ExponentTable]) -> dict[str, Summary]:
                 for name, column in counted.items():
                     setattr(one, name, getattr(one, name) + type(getattr(one, name))(column[index]))
     return {name: one for name, one in found.items() if one.tensors or name == "all"}
-
-
-def cut_off(table: ExponentTable) -> tuple[list[str], list[str]]:
-    """Return the sites of a CPU whose writes in this step saturated under the largest exponent.
-
-    And the results whose writes lost most of their numbers. None on other devices, which are not waited for.
-    """
-    if not (table.is_host and table.adapts and table.names):
-        return [], []
-    overflowed, elements = entries.counts_of(table.seen)
-    if not overflowed.any():
-        return [], []
-    format = table.cast.format
-    assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
-    at_most = (overflowed > 0) & (table.state.exponent >= format.scale.max_exponent)
-    names, most = list(table.names), 2 * overflowed > elements
-    beyond = [names[place] for place in at_most.nonzero().flatten().tolist()]
-    return beyond, [site for place in most.nonzero().flatten().tolist() if is_result(site := names[place])]

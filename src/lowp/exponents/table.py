@@ -9,17 +9,21 @@ makes the decisions anew at each replay.
 """
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lowp import distributed
 from lowp.casts import Cast, Rounding
 from lowp.compat import widest_float
+from lowp.exponents.base import SiteTable
 from lowp.exponents.scalings import FirstExponents, current, scaling_of
 from lowp.exponents.sites import is_result
+from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels.choose.dispatch import by_triton, has_integer_kernels, runs_triton, uses_library
 from lowp.kernels.int16 import entries, payloads
 from lowp.kernels.int16.mantissas import Mantissas, laid_out, mantissas_and_values, own_exponent
@@ -42,11 +46,24 @@ class Flush(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A tensor that was written: its values in fp32, their exponent, and on a CPU their mantissas."""
+    """A tensor that was written: its values in fp32, the exponent of a write that is noted, and a CPU's mantissas."""
 
     values: Tensor
-    exponent: Tensor
+    exponent: Tensor | None = None
     mantissas: Mantissas | None = None  # those that the C++ library has written, if all is finite
+
+
+class Onlookers:
+    """Who is told of writes, and what was warned of once, for all tables of a run. Copies have no callbacks."""
+
+    def __init__(self) -> None:
+        self.watchers: list[Callable[[Flush], object]] = []
+        self.listeners: list[Callable[[str, Tensor, int], object]] = []
+        self.has_told_beyond = False  # about numbers too large for the format
+        self.has_told_most = False  # about tensors of which most was cut off
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "watchers": [], "listeners": []}
 
 
 def both(one: Condition, other: Condition) -> Condition:
@@ -56,7 +73,7 @@ def both(one: Condition, other: Condition) -> Condition:
     return one if isinstance(one, Tensor) else other
 
 
-class ExponentTable:
+class ExponentTable(SiteTable):
     """The entries of one cast.
 
     `is_host`: integer kernels run there, so that the host knows at once what a write has seen. `own` is the cast under
@@ -64,8 +81,9 @@ class ExponentTable:
     observed. `written` are the entries that were written since the last flush, and whether that counts.
     """
 
-    def __init__(self, cast: Cast, device: torch.device) -> None:
-        self.cast, self.scaling, self.device = cast, scaling_of(cast), device
+    def __init__(self, cast: Cast, device: torch.device, onlookers: Onlookers | None = None) -> None:
+        super().__init__(cast, device)
+        self.scaling, self.onlookers = scaling_of(cast), onlookers or Onlookers()
         self.is_host = has_integer_kernels(device)
         is_fixed = cast.scaling is not None and cast.scaling.exponent is not None
         self.own = cast if is_fixed else current(cast)
@@ -73,12 +91,11 @@ class ExponentTable:
         self.adapts = not isinstance(self.scaling, Autoflex) or self.scaling.adapt  # whether exponents change at all
         guess = self.scaling.guess if isinstance(self.scaling, Reactive) else self.scaling
         self.is_near = -100 <= guess.min_exponent and guess.max_exponent <= 100  # units are normal numbers of fp32
-        self.names: dict[str, int] = {}
         self.written: dict[int, Condition] = {}
-        self._ordered: tuple[list[str], Tensor] = [], torch.zeros(0, dtype=torch.int64, device=device)
         self._scratch = torch.zeros(2, dtype=torch.int32, device=device)  # of Triton's kernel, which leaves zeros there
         counts = {name: torch.zeros(0, dtype=widest_float(device), device=device) for name in COUNTS}
-        self.restore([], self.scaling.init(device, 0)._asdict(), counts, None)
+        state = self.scaling.init(device, 0)
+        self.hold({}, {"state": state._asdict(), "counts": counts, "before": state.exponent.clone()})
         self._looked_up = None if self.is_host else FirstExponents(self.scaling, device)
 
     @property
@@ -86,36 +103,29 @@ class ExponentTable:
         """What a checkpoint holds of the entries."""
         return {"state": self.state._asdict(), "counts": self.counts, "before": self.before}
 
-    def restore(
-        self, sites: Sequence[str], state: dict[str, Tensor], counts: dict[str, Tensor], before: Tensor | None
-    ) -> None:
-        """Take over entries, as those of a checkpoint; without `before` they were never written."""
-        self.names = {name: index for index, name in enumerate(sites)}
-        self.state: Any = (ReactiveState if isinstance(self.scaling, Reactive) else AutoflexState)(**state)
-        self.counts = counts
-        self.before = self.state.exponent.clone() if before is None else before  # the exponent of the previous write
-        self.seen = self.before.new_zeros(len(sites), entries.WORDS, dtype=torch.int64)  # since the last flush
-        self.faulty = self.before.new_zeros(len(sites), dtype=torch.bool)  # whether not all was finite in this step
+    def hold(self, names: dict[str, int], parts: Mapping[str, Any]) -> None:
+        """Take over entries with their `parts`."""
+        self.names, self.counts = names, parts["counts"]
+        self.state = (ReactiveState if isinstance(self.scaling, Reactive) else AutoflexState)(**parts["state"])
+        self.before: Tensor = parts["before"]  # the exponent of the previous write
+        self.seen = self.before.new_zeros(len(names), entries.WORDS, dtype=torch.int64)  # since the last flush
+        self.faulty: Tensor = self.before.new_zeros(len(names), dtype=torch.bool)  # in this step
         self._is_result = self.faulty.clone()
-        if sites:
-            self._is_result = torch.tensor([is_result(site) for site in sites], device=self.device)
-        self._places = torch.arange(len(sites), dtype=torch.int32, device=self.device)
+        if names:
+            self._is_result = torch.tensor([is_result(site) for site in names], device=self.device)
+        self._places = torch.arange(len(names), dtype=torch.int32, device=self.device)
         self.__dict__.pop("block", None)
 
-    def index(self, site: str) -> int:
-        """Return the entry of a site; a new site gets a new entry."""
-        found = self.names.get(site)
-        if found is None:
-            found = self.names[site] = len(self.names)
-            self.state = self.scaling.extend(self.state, 1)
-            self.counts = {name: torch.cat((value, value.new_zeros(1))) for name, value in self.counts.items()}
-            self.before = torch.cat((self.before, self.state.exponent[-1:]))
-            self.seen = torch.cat((self.seen, self.seen.new_zeros(1, entries.WORDS)))
-            self.faulty = torch.cat((self.faulty, self.faulty.new_zeros(1)))
-            self._is_result = torch.cat((self._is_result, self.faulty.new_full((1,), is_result(site))))
-            self._places = torch.arange(len(self.names), dtype=torch.int32, device=self.device)
-            self.__dict__.pop("block", None)
-        return found
+    def grow(self, site: str) -> None:
+        """Make the entry of a new site."""
+        self.state = self.scaling.extend(self.state, 1)
+        self.counts = {name: torch.cat((value, value.new_zeros(1))) for name, value in self.counts.items()}
+        self.before = torch.cat((self.before, self.state.exponent[-1:]))
+        self.seen = torch.cat((self.seen, self.seen.new_zeros(1, entries.WORDS)))
+        self.faulty = torch.cat((self.faulty, self.faulty.new_zeros(1)))
+        self._is_result = torch.cat((self._is_result, self.faulty.new_full((1,), is_result(site))))
+        self._places = torch.arange(len(self.names), dtype=torch.int32, device=self.device)
+        self.__dict__.pop("block", None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state; a copy lies elsewhere in memory."""
@@ -176,6 +186,11 @@ class ExponentTable:
         """The exponent of an entry's next write: a copy, 0-d."""
         exponent: Tensor = self.state.exponent[index].clone()
         return exponent
+
+    def has_begun(self, site: str) -> bool:
+        """Whether a site has an exponent: on a CPU that of numbers other than 0, on a device that of any write."""
+        index = self.names.get(site)
+        return index is not None and (not self.is_host or bool(self.state.started[index]))
 
     def begin(self, x: Tensor, index: int, when: Condition = True) -> None:
         """Let an entry begin, unless it has begun, with the exponent of a first write of x; nothing is written."""
@@ -250,27 +265,25 @@ class ExponentTable:
             self.state.history[places] = torch.where(anew[:, None], 0.0, self.state.history[places])
 
     # -- the end of a step ----------------------------------------------------------------------------------------
-    def flush(self, agreed: Tensor | None = None, tell: bool = True) -> Flush | None:
-        """End a step: observe all writes since the last flush, or the observations of all ranks from `AgreedSites`.
-
-        Returns the data for a watcher if `tell`, else None; None if nothing was written.
-        """
-        told = self._flush(agreed, tell)
+    def flush(self, agreed: Tensor | None = None) -> None:
+        """End a step: observe all writes since the last flush, and tell of them if something was written."""
+        self._flush(agreed)
         self.faulty.zero_()
-        return told
 
-    def _flush(self, agreed: Tensor | None, tell: bool) -> Flush | None:
+    def _flush(self, agreed: Tensor | None = None) -> None:
         if not self.names or (not self.written and agreed is None):
-            return None
-        told = None
-        if agreed is not None or tell or not self._observe_at_once():
+            return
+        watchers = self.onlookers.watchers
+        if agreed is not None or watchers or not self._observe_at_once():
             seen = self._observed() if agreed is None else self._adopted(agreed)
             self.faulty |= entries.nonfinite_of(self.seen)
-            told = self._told(seen) if tell else None
+            told = self._told(seen) if watchers else None
             self._observe(seen)
             self.seen.zero_()
+            if told is not None:
+                for watcher in watchers:
+                    watcher(told)
         self.written.clear()
-        return told
 
     def _observe(self, seen: WritesSeen) -> None:
         """Take over what the writes of a step make of the entries, in place."""
@@ -321,24 +334,59 @@ class ExponentTable:
         assert seen.mask is not None
         return Flush(list(self.names), seen.mask, seen.mantissa, self.state.exponent.clone(), predicted)
 
-    def flush_before(self, index: int, when: Condition, tell: bool) -> Flush | None:
+    def place(self, site: str, when: Condition = True) -> int:
+        """Return the entry of a site, ready for a write of training, which counts if `when` holds."""
+        index = self.names.get(site)
+        if index is None:
+            return self.index(site)
+        if index in self.written and not distributed.has_other_ranks():
+            # a second write at a site uses the result of the first; a step may end without `flush`, in a region alone
+            if not self.onlookers.has_told_beyond and (beyond := self.cut_off()[0]):
+                self.onlookers.has_told_beyond = True
+                warnings.warn(
+                    f"numbers beyond the largest of {self.cast.format} are cut off, first in the {beyond[0]}. If "
+                    "this continues, look at the learning rate and at the scale of inputs and loss",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            self._flush_before(index, when)
+        return index
+
+    def _flush_before(self, index: int, when: Condition) -> None:
         """Observe the writes so far before another write at an entry that was written, where both of them count."""
         earlier = both(self.written[index], when)
         if earlier is True:
-            return self._flush(None, tell)
+            self._flush()
+            return
         later, written = ~earlier, dict(self.written)
         rows = self.seen * later
         self.seen *= earlier
         self.written = {place: both(counts, earlier) for place, counts in written.items()}
-        told = self._flush(None, tell)
+        self._flush()
         self.seen.copy_(rows)
         self.written = {place: both(counts, later) for place, counts in written.items()}
-        return told
 
     @property
     def faults(self) -> Tensor:
         """Whether something that is not finite was written in this step, by entry; bool[n], on the device."""
         return self.faulty | entries.nonfinite_of(self.seen)
+
+    def cut_off(self) -> tuple[list[str], list[str]]:
+        """Return the sites of a CPU whose writes in this step saturated under the largest exponent.
+
+        And the results whose writes lost most of their numbers. None on other devices, which are not waited for.
+        """
+        if not (self.is_host and self.adapts and self.names):
+            return [], []
+        overflowed, elements = entries.counts_of(self.seen)
+        if not overflowed.any():
+            return [], []
+        format = self.cast.format
+        assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
+        at_most = (overflowed > 0) & (self.state.exponent >= format.scale.max_exponent)
+        names, most = list(self.names), 2 * overflowed > elements
+        beyond = [names[place] for place in at_most.nonzero().flatten().tolist()]
+        return beyond, [site for place in most.nonzero().flatten().tolist() if is_result(site := names[place])]
 
     # -- ranks ------------------------------------------------------------------------------------------------------
     def columns(self, sites: list[str]) -> Tensor:
@@ -369,12 +417,6 @@ class ExponentTable:
         written, nonfinite = agreed[2] > 0, agreed[3] > 0
         vanished = written & (agreed[4] == 0)
         return WritesSeen(mantissa, written, nonfinite, vanished, *(agreed[row].to(torch.int64) for row in (6, 7, 8)))
-
-    def order_of(self, sites: list[str]) -> Tensor:
-        """Return where the entries of sites are, int64[n] on the table's device; sent there anew for other sites."""
-        if self._ordered[0] != sites:
-            self._ordered = list(sites), torch.tensor([self.names[site] for site in sites], device=self.device)
-        return self._ordered[1]
 
     def _count(self, seen: WritesSeen, mask: Tensor) -> None:
         good = mask & (seen.mantissa > 0)

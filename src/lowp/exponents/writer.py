@@ -12,11 +12,11 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.exponents.shared import SharedExponents
 from lowp.exponents.sites import Tell, Trail
-from lowp.exponents.table import ExponentTable
+from lowp.exponents.table import ExponentTable, Written
 from lowp.kernels.int16 import entries, payloads
 from lowp.kernels.int16.cpu_int16 import Seen
 from lowp.kernels.int16.integer_run import Multiplied
-from lowp.kernels.int16.mantissas import Mantissas, values
+from lowp.kernels.int16.mantissas import values
 
 
 class SumEntry(NamedTuple):
@@ -55,30 +55,24 @@ class SiteWriter:
     tell: Tell | None = None
     _parts: Iterator[int] = field(default_factory=count, init=False)
 
-    def write(self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False) -> Tensor:
-        """Return the values of `written`, which takes the same arguments."""
-        return self.written(x, role, unless_exact, in_place)[0]
-
-    def written(
-        self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False
-    ) -> tuple[Tensor, Mantissas | None]:
+    def write(self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False) -> Written:
         """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
 
         `unless_exact`: a tensor that is already in the format stays unchanged. `in_place`: unless an observer has seen
-        x, its memory may be overwritten. See `SharedExponents.written`, which returns the mantissas, too.
+        x, its memory may be overwritten. See `SharedExponents.write`.
         """
         if self.tell is not None:
             self.tell(x, role, self.cast)
         site = f"{role} of {self.where}"
         trail = None if self.trail is None else self._trail_of(role)
-        if trail is not None and trail.is_repeated and site in trail.exponents:
-            return self.exponents.write_again(x, self.cast, site, trail.exponents[site], unless_exact), None
+        is_repeated = trail is not None and trail.is_repeated
+        training = trail.exponents.get(site, self.training) if trail is not None and is_repeated else self.training
         in_place = in_place and self.tell is None
-        result = self.exponents.written(
-            x, self.cast, site, training=self.training, unless_exact=unless_exact, in_place=in_place
+        result = self.exponents.write(
+            x, self.cast, site, training=training, unless_exact=unless_exact, in_place=in_place
         )
-        if trail is not None:
-            self._note(trail, site)
+        if trail is not None and not is_repeated and result.exponent is not None:
+            trail.exponents[site] = result.exponent
         return result
 
     def entry(self, role: str) -> SumEntry | None:
@@ -91,7 +85,7 @@ class SiteWriter:
             return None
         if (table := self.exponents.quick(self.cast)) is None:
             return None
-        entry = SumEntry(table, self.exponents.place(table, site))
+        entry = SumEntry(table, table.place(site))
         if trail is not None:
             trail.exponents[site] = table.exponent(entry.place)
         return entry
@@ -114,12 +108,6 @@ class SiteWriter:
     def _trail_of(self, role: str) -> Trail | None:
         """Return the trail for results. Gradients have none: they are written once, by the repeated run."""
         return None if role.endswith("gradient") else self.trail
-
-    def _note(self, trail: Trail, site: str) -> None:
-        if not trail.is_repeated:
-            exponent = self.exponents.latest_exponent(self.cast, site)
-            if exponent is not None:
-                trail.exponents[site] = exponent
 
     def part(self) -> SiteWriter:
         """Return the writer of the op's first product, at the next call that of its second, and so on."""

@@ -365,7 +365,7 @@ class FlexWeights(MasterKeeper, Wrapper):
 
     def _rounded(self, x: Tensor, site: _Site, unless_exact: bool = False) -> Tensor:
         self._tell(x, site)
-        return self.exponents.write(x, self.cast, str(site), unless_exact=unless_exact)
+        return self.exponents.write(x, self.cast, str(site), unless_exact=unless_exact).values
 
     def _write_(self, x: Tensor, site: _Site, unless_exact: bool = False) -> None:
         """Write a tensor in place."""
@@ -382,9 +382,9 @@ class FlexWeights(MasterKeeper, Wrapper):
         """
         root = x.to(widest_float(x.device)).sqrt()
         self._begin([root], [str(site)])
-        rounded = self._rounded(root, site)
-        exponent = self.exponents.latest_exponent(self.cast, str(site))
-        assert exponent is not None  # of the write
+        self._tell(root, site)
+        rounded, exponent, _ = self.exponents.write(root, self.cast, str(site))
+        assert exponent is not None  # of a write that is noted
         unit = times(torch.ones((), dtype=torch.float32, device=exponent.device), exponent)
         squares = torch.where((root > 0) & (rounded == 0), unit, rounded).square()
         return squares if self._is_skipped is None else torch.where(self._is_skipped, x, squares)

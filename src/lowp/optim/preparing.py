@@ -176,7 +176,7 @@ class FlexStorage(_Prepared):
             for parameter, name in new.items():
                 self._names[parameter] = prefix + name
                 if parameter.is_floating_point():
-                    parameter.copy_(self.exponents.write(parameter, self.cast, f"weight of {prefix}{name}"))
+                    parameter.copy_(self.exponents.write(parameter, self.cast, f"weight of {prefix}{name}").values)
         self.exponents.flush()
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -197,9 +197,8 @@ class Wholes:
 
     def begin(self, exponents: SharedExponents, cast: Cast, shards: Sequence[Tensor], sites: Sequence[str]) -> None:
         """Let sites that are written first begin with the exponents of wholes. All ranks know which sites these are."""
-        new = [place for place, site in enumerate(sites) if not exponents.has_begun(cast, site)] if self else []
-        for place, maximum in zip(new, self._maxima([shards[place] for place in new]), strict=True):
-            exponents.begin(maximum, cast, sites[place])
+        if self:
+            exponents.begin(cast, sites, lambda new: self._maxima([shards[place] for place in new]))
 
     def admit(self, exponents: SharedExponents, cast: Cast, shards: Sequence[Tensor], sites: Sequence[str]) -> None:
         """Restart sites whose exponents do not hold what stands in wholes, as `SharedExponents.admit`."""

@@ -245,8 +245,8 @@ class UnscaledSteps:
         sites, most = exponents.beyond()
         self.guard.count(bool(sites) and any(site.startswith(("weight of", "update of")) for site in sites))
         if not sites:
-            if most and not exponents.has_told_most:
-                exponents.has_told_most = True
+            if most and not exponents.onlookers.has_told_most:
+                exponents.onlookers.has_told_most = True
                 warnings.warn(
                     f"step {number}: most numbers were cut off in the {most[0]}, as they are much larger than what "
                     "this place has seen in earlier steps. Its next exponent holds them. If two kinds of data take "
@@ -260,8 +260,8 @@ class UnscaledSteps:
         if self.guard.too_many():
             exponents.flush()
             raise NonFiniteGradients(f"{text}, and weights for {_PATIENCE} steps in a row: {advice}")
-        if not exponents.has_told_beyond:
-            exponents.has_told_beyond = True
+        if not exponents.onlookers.has_told_beyond:
+            exponents.onlookers.has_told_beyond = True
             warnings.warn(f"{text}. If this continues, {advice}", UserWarning, stacklevel=5)
 
 

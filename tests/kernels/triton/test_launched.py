@@ -162,7 +162,7 @@ def test_int16_under_exponents_of_a_device(launched: list[str], count: int) -> N
     mantissas.current_mantissas(x, parse("dfp16"), 1, given)
     mantissas.exact(x, cast, given)
     mantissas.own_exponent(x, parse("dfp16:static(3)"), only_finite=True)
-    table.flush(tell=False)
+    table.flush()
     write = ["begin", "look", "write"] if count == 1 else ["begin", "write"]  # a single number is never cut off
     assert launched == write * 2 + ["look", "convert", "look", "look_again", "look", "observe"]
 

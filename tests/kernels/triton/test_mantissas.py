@@ -208,7 +208,7 @@ def test_reactive_exponents_count_mantissas_of_32768_below_zero_as_crowded() -> 
             table = ExponentTable(cast, torch.device("cpu"))
             index = table.index("a")
             table.write(torch.ones(3), index)
-            table.flush(tell=False)
+            table.flush()
             table.write(x, index)
             words = entries.LARGEST, entries.CROWDED, entries.OVERFLOWED
             assert table.seen[index, words].tolist() == [32768, 3, 3]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.casts import parse
-from lowp.exponents.table import COUNTS, Condition, ExponentTable
+from lowp.exponents.table import COUNTS, Condition, ExponentTable, Flush
 from lowp.kernels.choose import dispatch
 from lowp.kernels.int16.cpu_int16 import Seen
 from lowp.kernels.int16.entries import record_of
@@ -77,7 +77,8 @@ def test_entries_move_to_the_same_bits(scaling: Autoflex, there: None, monkeypat
         for table, way in ((defined, "bitwise"), (found, "triton")):
             note_drawn(table, torch.Generator().manual_seed(step), whole=step % 4 == 0)
             with kernels.use(way):
-                assert table.flush(tell=False) is None and not table.written and not table.seen.any()
+                table.flush()
+                assert not table.written and not table.seen.any()
     assert launched == ["observe"] * STEPS
     for name, column in columns(defined).items():
         assert columns(found)[name].data_ptr() == kept[name].data_ptr(), name  # where a captured graph reads it
@@ -106,7 +107,7 @@ def test_a_step_takes_few_launches(whole: bool, there: None, monkeypatch: pytest
         for _ in range(2):  # the first one numbers the entries
             note_drawn(table, torch.Generator().manual_seed(3), whole)
             with kernels.use(way), Launches() as launches:
-                table.flush(tell=False)
+                table.flush()
         counted[way] = len(launches.names())
     assert counted["triton"] == (1 if whole else 4) and counted["bitwise"] > 60
     assert launched == ["observe"] * 2
@@ -121,11 +122,12 @@ def test_it_compiles_for_gpus_without_spills(window: int, tmp_path: Path, monkey
 
 
 def test_who_watches_is_told_what_a_cpu_tells(there: None) -> None:
-    told = []
+    told = list[Flush]()
     for way in ("bitwise", "triton"):
         table = table_of(Autoflex())
+        table.onlookers.watchers.append(told.append)
         note_drawn(table, torch.Generator().manual_seed(1), False)
         with kernels.use(way):
-            told.append(table.flush())
+            table.flush()
     for one, other in zip(*map(lambda flush: flush[1:], told), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -209,7 +209,7 @@ def _at_once(gradient: Tensor, known: Known | None, ctx: Any) -> list[Tensor | N
     table.written |= dict.fromkeys(wanted, True)
     found = payloads.keep_own(made, table.cast.format)
     if is_long and known is not None:
-        found[2] = results.writer.write(_bias_gradient(product.form, [known[0]]), BIAS_GRADIENT)
+        found[2] = results.writer.write(_bias_gradient(product.form, [known[0]]), BIAS_GRADIENT).values
     return found
 
 
@@ -240,7 +240,7 @@ def _given(gradient: Tensor, words: list[Mantissas], ctx: Any, saved: list[Manti
                 found[index] = _write_sum(form, target, accumulate, results.writer, roles[index], pairs)
     if ctx.needs_input_grad[2]:
         bias = _bias_gradient(form, words)
-        found[2] = bias.float() if results is None else results.writer.write(bias, BIAS_GRADIENT)
+        found[2] = bias.float() if results is None else results.writer.write(bias, BIAS_GRADIENT).values
     if results is None:
         if product.casts.rule.output is not None or product.casts.watch is not None:
             found = [None if x is None else product.casts.cast(x, role) for x, role in zip(found, roles, strict=True)]
@@ -329,7 +329,7 @@ def _write_sum(
         found = form.mantissas(slot, *operands, exponent, int16_element(entry.table.cast).symmetric, bias)
         if found is not None:
             return entry.write(found, exponent)
-    return writer.write(_sum(form, slot, accumulate, words, bias), role)
+    return writer.write(_sum(form, slot, accumulate, words, bias), role).values
 
 
 def _sum(

@@ -69,7 +69,7 @@ class _Write(torch.autograd.Function):
     ) -> Tensor:
         ctx.writer, ctx.gradient_role, ctx.dtype = writer, gradient_role, x.dtype
         with shield():
-            return writer.write(x.detach(), role, unless_exact)
+            return writer.write(x.detach(), role, unless_exact).values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,4 +125,5 @@ def written_gradient(
         )
     if torch.is_grad_enabled() and gradient.requires_grad:
         return rounded_by(gradient, writer, role, None, unless_exact), None
-    return writer.written(gradient, role, unless_exact, in_place)
+    written = writer.write(gradient, role, unless_exact, in_place)
+    return written.values, written.mantissas

@@ -315,7 +315,7 @@ class _Computed(torch.autograd.Function):
         ctx.plan = plan
         ctx.save_for_backward(*saved, *small, *plan.fused.held())
         # by a runner, which is shielded
-        return plan.out.written(result, OUTPUT_ROLE, in_place=_is_alone(result, [*tensors, *small]))[0]
+        return plan.out.write(result, OUTPUT_ROLE, in_place=_is_alone(result, [*tensors, *small])).values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
