@@ -111,7 +111,7 @@ def read_tensor(file: IO[bytes], entry: TensorEntry) -> Tensor:
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
-class Spool:
+class Spool(ExitStack):
     """Collects tensors that are written one after the other, before their number is known.
 
     They are stored in unnamed files in `folder`, one per width of elements. The widest are written first to the final
@@ -119,17 +119,11 @@ class Spool:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._stack = ExitStack()
+        super().__init__()
         self._folder = folder
         self._parts: dict[int, IO[bytes]] = {}
         self._sizes: dict[int, int] = {}
         self._entries: dict[str, TensorEntry] = {}
-
-    def __enter__(self) -> Spool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def add(self, name: str, pieces: list[Tensor], shape: tuple[int, ...]) -> None:
         """Add a tensor, split along its first dimension; raise InvalidInput for a second one with the same name."""
@@ -142,7 +136,7 @@ class Spool:
             )
         width = dtype.itemsize
         if width not in self._parts:
-            self._parts[width] = self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))
+            self._parts[width] = self.enter_context(tempfile.TemporaryFile(dir=self._folder))
         start = self._sizes.get(width, 0)
         stop = start
         for piece in pieces:

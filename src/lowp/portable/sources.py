@@ -39,7 +39,11 @@ class Source(AbstractContextManager["Source"]):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata, self.modules, self.left_out = {}, {}, {}
+        self._open = ExitStack()  # what is closed at the end
         self._packed: dict[str, Packed] = {}
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     @abstractmethod
     def raw_names(self) -> KeysView[str]:
@@ -87,16 +91,11 @@ class SafetensorsSource(Source):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._file: IO[bytes] = path.open("rb")
-        try:
+        with ExitStack() as stack:
+            self._file: IO[bytes] = stack.enter_context(path.open("rb"))
             self._entries, self.metadata = safetensors_file.read_header(self._file, path)
             self.read_packed()
-        except BaseException:
-            self._file.close()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+            self._open = stack.pop_all()
 
     def raw_names(self) -> KeysView[str]:
         """Return the names in the order of the header."""
@@ -112,20 +111,17 @@ class ShardedSource(Source):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._stack = ExitStack()
         self._shards: dict[str, Source] = {}
         self._where: dict[str, str] = {}
         self._raw: dict[str, Source] = {}
-        try:
-            self.index = _read_index(path)
-            self._open(self.index["weight_map"])
-        except BaseException:
-            self._stack.close()
-            raise
+        self.index = _read_index(path)
+        with ExitStack() as stack:
+            self._read(self.index["weight_map"], stack)
+            self._open = stack.pop_all()
 
-    def _open(self, weight_map: Mapping[str, str]) -> None:
+    def _read(self, weight_map: Mapping[str, str], stack: ExitStack) -> None:
         for file in dict.fromkeys(weight_map.values()):
-            shard = self._stack.enter_context(open_source(self.path.parent / file))
+            shard = stack.enter_context(open_source(self.path.parent / file))
             self._shards[file] = shard
             for name in shard.names():
                 if name in self._where:
@@ -139,9 +135,6 @@ class ShardedSource(Source):
             raise InvalidCheckpoint(
                 f"{self.path} is damaged: {brief(missing[0])} is not in the file that its index names"
             )
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def raw_names(self) -> KeysView[str]:
         """Shard by shard."""
@@ -191,6 +184,7 @@ class TorchSource(Source):
         super().__init__(path)
         content = _state_of(path, read_torch(path), entry)
         self._state = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+        self._open.callback(self._state.clear)
         self.left_out = {name: type(value).__name__ for name, value in content.items() if not isinstance(value, Tensor)}
         modules = getattr(content, "_metadata", None)
         if isinstance(modules, dict):
@@ -199,9 +193,6 @@ class TorchSource(Source):
             if isinstance(text, dict):
                 self.metadata = {str(key): str(value) for key, value in text.items()}
         self.read_packed()
-
-    def __exit__(self, *_: object) -> None:
-        self._state = {}
 
     def raw_names(self) -> KeysView[str]:
         """Return the names in the order of the file."""

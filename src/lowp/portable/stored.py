@@ -104,13 +104,10 @@ class Errors:
         self.squares += float(wide.dot(wide))
         self.elements += error.numel()
         self.flushed += int(torch.count_nonzero(before)) - int(torch.count_nonzero(after))
-        if not _has_zero(cast.element):
+        element = cast.element
+        if not (element.has_zero if isinstance(element, FloatFormat) else element.bits > 1):
             self.flushed += int(((before == 0) & (after != 0)).sum())
         self.overflowed += _overflowed(before, cast, limit)
-
-
-def _has_zero(element: FloatFormat | IntFormat) -> bool:
-    return element.has_zero if isinstance(element, FloatFormat) else element.bits > 1
 
 
 def _overflowed(x: Tensor, cast: Cast, limit: Tensor | float) -> int:

@@ -34,18 +34,6 @@ def _added(bias: Tensor, left: Tensor, right: Tensor, beta: float = 1, alpha: fl
     return (found if beta == 0 else found + _scaled(_wide(bias), beta)).to(left.dtype)
 
 
-def _of_vector(left: Tensor, right: Tensor) -> Tensor:
-    return _product(left, right[:, None])[:, 0]
-
-
-def _dot(left: Tensor, right: Tensor) -> Tensor:
-    return _product(left[None], right[:, None])[0, 0]
-
-
-def _added_vector(bias: Tensor, left: Tensor, right: Tensor, **options: Any) -> Tensor:
-    return _added(bias[..., None], left, right[:, None], **options)[:, 0]
-
-
 def _added_batches(bias: Tensor, left: Tensor, right: Tensor, **options: Any) -> Tensor:
     return _added(bias, left.transpose(0, 1).flatten(1), right.flatten(0, 1), **options)
 
@@ -160,11 +148,6 @@ def _var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, ke
     return tuple(one.to(x.dtype) for one in found)
 
 
-def _var(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
-    found: Tensor = _var_mean(x, dim, **options)[0]
-    return found
-
-
 def _std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
     return f.sqrt(f.moments(x, dim, 1 if correction is None else correction, keepdim)[0]).to(x.dtype)
 
@@ -242,24 +225,8 @@ def _reduced(function: Callable[..., Tensor], place: int) -> Callable[..., Tenso
 
 
 # -- functions of numbers ---------------------------------------------------------------------------------------------
-def _sum_of_two(x: Any, y: Any, *, alpha: float = 1) -> Tensor:
-    return torch.add(x, y if alpha == 1 else torch.mul(y, alpha))
-
-
 def _difference(x: Any, y: Any, alpha: float = 1) -> Tensor:
     return torch.sub(x, y if alpha == 1 else torch.mul(y, alpha))
-
-
-def _addcmul(x: Tensor, y: Tensor, z: Tensor, *, value: float = 1) -> Tensor:
-    return x + _scaled(y * z, value)
-
-
-def _addcdiv(x: Tensor, y: Tensor, z: Tensor, *, value: float = 1) -> Tensor:
-    return x + _scaled(y / z, value)
-
-
-def _lerp(x: Tensor, y: Tensor, weight: Tensor | float) -> Tensor:
-    return x + (y - x) * weight
 
 
 def _gelu_parts(x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
@@ -324,22 +291,18 @@ def _normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, generator: Any = 
     return found
 
 
-def _normal_in_place(x: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None) -> Tensor:
-    return f.normal(x, generator) * std + mean
-
-
 def _uniform_in_place(x: Tensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Tensor:
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     return torch.rand(x.shape, dtype=dtype, generator=generator) * (high - low) + low
 
 
-def _randn(size: Sequence[int], *, generator: Any = None, **options: Any) -> Tensor:
-    return f.normal(torch.empty(size, **{name: one for name, one in options.items() if one is not None}), generator)
+def _standard(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what fills a new tensor with normal numbers, made like what is given first: a size or a tensor."""
 
+    def made(like: Any, *, generator: Any = None, **options: Any) -> Tensor:
+        return f.normal(empty(like, **{name: one for name, one in options.items() if one is not None}), generator)
 
-def _randn_like(x: Tensor, *, generator: Any = None, **options: Any) -> Tensor:
-    given = {name: one for name, one in options.items() if one is not None}
-    return f.normal(torch.empty_like(x, **given), generator)
+    return made
 
 
 _ADDING = """
@@ -353,9 +316,9 @@ DEFINED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("mm", "bmm"), _product),
     **dict.fromkeys(("addmm", "baddbmm"), _added),
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), norms.batch_norm),
-    "mv": _of_vector,
-    "dot": _dot,
-    "addmv": _added_vector,
+    "mv": lambda left, right: _product(left, right[:, None])[:, 0],
+    "dot": lambda left, right: _product(left[None], right[:, None])[0, 0],
+    "addmv": lambda bias, left, right, **options: _added(bias[..., None], left, right[:, None], **options)[:, 0],
     "addbmm": _added_batches,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -363,7 +326,7 @@ DEFINED: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "sum": _sum,
     "mean": _mean,
-    "var": _var,
+    "var": lambda x, dim=None, **options: _var_mean(x, dim, **options)[0],
     "var_mean": _var_mean,
     "std": _std,
     "linalg_vector_norm": _norm,
@@ -385,12 +348,12 @@ DEFINED: dict[str, Callable[..., Any]] = {
     "native_batch_norm_backward": norms.batch_norm_backward,
     "native_group_norm": norms.group_norm,
     "native_group_norm_backward": norms.group_norm_backward,
-    "add": _sum_of_two,
+    "add": lambda x, y, *, alpha=1: torch.add(x, y if alpha == 1 else torch.mul(y, alpha)),
     "sub": _difference,
     "rsub": lambda x, y, alpha=1: _difference(y, x, alpha=alpha),
-    "addcmul": _addcmul,
-    "addcdiv": _addcdiv,
-    "lerp": _lerp,
+    "addcmul": lambda x, y, z, *, value=1: x + _scaled(y * z, value),
+    "addcdiv": lambda x, y, z, *, value=1: x + _scaled(y / z, value),
+    "lerp": lambda x, y, weight: x + (y - x) * weight,
     "pow": f.power,
     "tanh_backward": lambda gradient, y: gradient * (1 - y * y),
     "gelu": _gelu,
@@ -402,9 +365,9 @@ DEFINED: dict[str, Callable[..., Any]] = {
     "exp2": f.in_fp64(lambda x: f.exp(x * math.log(2))),
     "log2": f.in_fp64(lambda x: f.log(x) / math.log(2)),
     "log10": f.in_fp64(lambda x: f.log(x) / math.log(10)),
-    "randn": _randn,
-    "randn_like": _randn_like,
+    "randn": _standard(torch.empty),
+    "randn_like": _standard(torch.empty_like),
     "normal": _normal,
-    "normal_": _normal_in_place,
+    "normal_": lambda x, mean=0, std=1, *, generator=None: f.normal(x, generator) * std + mean,
     "uniform_": _uniform_in_place,
 }

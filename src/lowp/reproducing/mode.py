@@ -87,8 +87,9 @@ class Reproducible(_DispatchMode):  # type: ignore[misc]
                 self.unpromised[str(func)] += 1
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name.startswith("_foreach_") and _is_one_by_one(name):
-            return self._one_by_one(name.removeprefix("_foreach_"), args, kwargs)
+        one = name.removeprefix("_foreach_")
+        if one != name and (_defined(one) is not None or _is_same(one)):
+            return self._one_by_one(one, args, kwargs)
         own = _defined(name)
         if own is not None and not _is_elsewhere(args):
             with torch.no_grad():
@@ -142,16 +143,10 @@ def _is_same(name: str) -> bool:
     return is_public and name not in _COMPUTES and (is_structural(name) or is_structural(bare))
 
 
-def _is_one_by_one(name: str) -> bool:
-    return _defined(name.removeprefix("_foreach_")) is not None or _is_same(name.removeprefix("_foreach_"))
-
-
 def _is_elsewhere(args: tuple[Any, ...]) -> bool:
     """Whether a tensor is not an ordinary one on a CPU, or has complex numbers."""
-    for one in args:
-        if isinstance(one, Tensor) and (not is_on_host(one) or one.layout is not torch.strided or one.is_complex()):
-            return True
-    return False
+    tensors = (one for one in args if isinstance(one, Tensor))
+    return any(not is_on_host(one) or one.layout is not torch.strided or one.is_complex() for one in tensors)
 
 
 def _stored(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

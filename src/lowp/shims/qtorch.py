@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import ldexp
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,12 @@ Seed = int | Tensor | None
 class Number(ABC):
     """What `quantizer` takes: FloatingPoint, FixedPoint or BlockFloatingPoint."""
 
+    _shown: ClassVar[dict[str, str]] = {}  # words of QPyTorch, and fields
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{word}={getattr(self, name)}" for word, name in self._shown.items())
+        return f"{type(self).__name__} ({fields})"
+
     @abstractmethod
     def rounded(self, x: Tensor, rounding: str, seed: Seed = None) -> Tensor:
         """Return x rounded to the number; the gradient passes straight through."""
@@ -56,15 +63,11 @@ class FloatingPoint(Number):
 
     exp: int
     man: int
+    _shown: ClassVar = {"exponent": "exp", "mantissa": "man"}
 
     def __post_init__(self) -> None:
         whole_number("exp", self.exp, 1, 8)
         whole_number("man", self.man, 1, 23)
-
-    def __str__(self) -> str:
-        return f"FloatingPoint (exponent={self.exp}, mantissa={self.man})"
-
-    __repr__ = __str__
 
     @property
     def format(self) -> FloatFormat:
@@ -77,7 +80,6 @@ class FloatingPoint(Number):
         return FloatFormat(f"e{self.exp}m{self.man}", self.exp, self.man, specials)
 
     def rounded(self, x: Tensor, rounding: str, seed: Seed = None) -> Tensor:
-        """Return x rounded to the number; the gradient passes straight through."""
         mode = _rounding(rounding)
         if self.exp == 1:
             return straight_through(x, partial(self._evenly_spaced, mode=mode, seed=seed))
@@ -105,6 +107,7 @@ class FixedPoint(Number):
     fl: int
     clamp: bool = True
     symmetric: bool = False
+    _shown: ClassVar = {"wl": "wl", "fl": "fl"}
 
     def __post_init__(self) -> None:
         whole_number("wl", self.wl, 1, 64)
@@ -113,13 +116,7 @@ class FixedPoint(Number):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(f"{name} is True or False, not {getattr(self, name)!r}")
 
-    def __str__(self) -> str:
-        return f"FixedPoint (wl={self.wl}, fl={self.fl})"
-
-    __repr__ = __str__
-
     def rounded(self, x: Tensor, rounding: str, seed: Seed = None) -> Tensor:
-        """Return x rounded to the number; the gradient passes straight through."""
         return fixed_point_quantize(x, self.wl, self.fl, self.clamp, self.symmetric, rounding, seed=seed)
 
 
@@ -132,18 +129,13 @@ class BlockFloatingPoint(Number):
 
     wl: int
     dim: int = -1
+    _shown: ClassVar = {"wl": "wl", "dim": "dim"}
 
     def __post_init__(self) -> None:
         whole_number("wl", self.wl, 2, 32)
         whole_number("dim", self.dim, -1, 63)
 
-    def __str__(self) -> str:
-        return f"BlockFloatingPoint (wl={self.wl}, dim={self.dim})"
-
-    __repr__ = __str__
-
     def rounded(self, x: Tensor, rounding: str, seed: Seed = None) -> Tensor:
-        """Return x rounded to the number; the gradient passes straight through."""
         mode = _rounding(rounding)
         if self.dim >= x.dim():
             raise InvalidInput(
