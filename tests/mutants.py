@@ -4,7 +4,8 @@
 
 A mutant is lowp with one expression changed: a comparison, a bound, a condition, an arithmetic operator, a constant, a
 returned value. Of every room (`ops`, `kernels`, …) a sample is drawn, or of the files and lines named; the room's own
-tests, without the slow ones, run on a copy of the package in a temporary folder. Mutants that change nothing which a
+tests, without the slow ones, run on a copy of the package in a temporary folder, those first that enter the changed
+function (`reached.py`). Mutants that change nothing which a
 test can see are listed in `mutants_equal.txt` with the reason and are not drawn. The exit code is 1 if less
 than 95 % are caught.
 """
@@ -62,7 +63,11 @@ class Mutant:
     text: str  # of the line
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}  {self.change}"
+        return f"{self.place}  {self.change}"
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
 
     @property
     def key(self) -> str:
@@ -204,6 +209,14 @@ class Runs:
         self.pool.shutdown()
         self.folder.cleanup()
 
+    def clean(self, room: str, drawn: list[Mutant]) -> str:
+        """Run the tests of a room on lowp as it is, and note those that reach each fault."""
+        self.reached(room).write_text(json.dumps([one.place for one in drawn]))
+        return self.outcome(room, None, 3600)
+
+    def reached(self, room: str) -> Path:
+        return Path(self.folder.name, f"{room}.json")
+
     def outcome(self, room: str, mutant: Mutant | None, limit: float) -> str:
         """Run the tests of a room on lowp with a fault, or as it is, for a number of seconds at most."""
         if self.ended:
@@ -211,12 +224,14 @@ class Runs:
         with tempfile.TemporaryDirectory(dir=self.folder.name) as folder:
             shutil.copytree(Path(self.folder.name, "lowp"), Path(folder, "lowp"))
             Path(folder, "sitecustomize.py").write_text(SITE.format(limit=int(limit)))
+            shutil.copy(TESTS / "reached.py", folder)
             if mutant is not None:
                 path = Path(folder, "lowp", mutant.file)
                 path.write_bytes(mutant.planted(path.read_bytes()))
             files = map(str, tests(room, "" if mutant is None else Path(mutant.file).stem))
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "reached", *files]
             environment = {**os.environ, "PYTHONPATH": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+            environment |= {"LOWP_REACHED": str(self.reached(room)), "LOWP_PLACE": mutant.place if mutant else ""}
             output = Path(folder, "output")
             with output.open("w") as stream:
                 result = self._waited(command, environment, limit, stream)
@@ -253,7 +268,7 @@ def told(drawn: dict[str, list[Mutant]], workers: int) -> dict[str, dict[str, An
 
         def timed(room: str) -> tuple[str, float]:
             start = time.monotonic()
-            return runs.outcome(room, None, 3600), time.monotonic() - start
+            return runs.clean(room, drawn[room]), time.monotonic() - start
 
         limits = dict(zip(drawn, runs.pool.map(timed, drawn), strict=True))
         if failed := [room for room, (outcome, _) in limits.items() if outcome != "survived"]:

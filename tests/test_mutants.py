@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,3 +99,35 @@ def test_ctrl_c_ends_the_runs_and_removes_their_copies(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     assert not any(tmp_path.iterdir())
+
+
+def test_the_tests_that_enter_a_function_are_noted_and_run_first(tmp_path: Path) -> None:
+    (tmp_path / "test_both.py").write_text(
+        "import dataclasses, lowp.hashing\n"
+        "def test_one(): lowp.hashing.hashed_once(dataclasses.make_dataclass('Made', ['x'], frozen=True))\n"
+        "def test_other(): hash(lowp.hashing.hashed_once(dataclasses.make_dataclass('Made', ['x'], frozen=True))(1))\n"
+    )
+    inner, outer = (
+        next(one.place for one in mutants.mutants(mutants.SOURCES / "hashing.py") if one.change.startswith(line))
+        for line in ("return int(found)", "return cls")
+    )
+    reached = tmp_path / "reached.json"
+    reached.write_text(json.dumps([inner, outer]))
+
+    def order(place: str) -> list[str]:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(mutants.TESTS),
+            "LOWP_REACHED": str(reached),
+            "LOWP_PLACE": place,
+        }
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "reached", "test_both.py"]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return re.findall(r"test_both.py::(\w+) PASSED", result.stdout)
+
+    assert order("") == ["test_one", "test_other"]
+    assert json.loads(reached.read_text()) == {
+        inner: ["test_both.py::test_other"],
+        outer: ["test_both.py::test_one", "test_both.py::test_other"],
+    }
+    assert order(outer) == ["test_one", "test_other"] and order(inner) == ["test_other", "test_one"]

@@ -1,0 +1,72 @@
+"""A plugin of pytest for `mutants.py`: notes the tests that enter functions around places, or runs those first.
+
+LOWP_REACHED is a JSON file of tests by place, `file:line` in lowp. LOWP_PLACE is the place whose tests come first;
+where it is empty, the tests that reach each place are written into the file. What runs on import, and in other
+processes, is reached by none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Generator
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import cast
+
+import pytest
+
+FILE = Path(os.environ["LOWP_REACHED"])
+PLACE = os.environ["LOWP_PLACE"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not PLACE:
+        config.pluginmanager.register(Noted())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if PLACE:
+        first = set(json.loads(FILE.read_text())[PLACE])
+        items.sort(key=lambda item: item.nodeid not in first)
+
+
+class Noted:
+    """Notes each test at the places whose functions it enters."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, set[str]] = {place: set() for place in json.loads(FILE.read_text())}
+        self.around: dict[int, tuple[CodeType, list[str]]] = {}  # the places in codes, which are held: by their ids
+        self.root = str(Path(cast(str, cast(ModuleSpec, find_spec("lowp")).origin)).parent)
+        self.files = {os.path.join(self.root, place.partition(":")[0]) for place in self.found}
+        self.test = ""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self.test = item.nodeid
+        sys.settrace(self.enter)
+        threading.settrace(self.enter)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+
+    def enter(self, frame: FrameType, *_: object) -> None:
+        code = frame.f_code
+        if code.co_filename in self.files:
+            if id(code) not in self.around:
+                self.around[id(code)] = code, self.within(code)
+            for place in self.around[id(code)][1]:
+                self.found[place].add(self.test)
+
+    def within(self, code: CodeType) -> list[str]:
+        name = os.path.relpath(code.co_filename, self.root).replace(os.sep, "/")
+        return [one for line in {line for *_, line in code.co_lines()} if (one := f"{name}:{line}") in self.found]
+
+    def pytest_sessionfinish(self) -> None:
+        FILE.write_text(json.dumps({place: sorted(tests) for place, tests in self.found.items()}))
