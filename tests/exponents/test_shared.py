@@ -184,6 +184,17 @@ def test_the_largest_number_is_that_of_those_that_are_finite() -> None:
         assert table.largest(torch.tensor([torch.inf]), is_known) == table.largest(torch.empty(0), is_known) == 0
 
 
+@pytest.mark.parametrize(("beyond", "is_most"), [(2, False), (3, True)])
+def test_a_result_has_lost_most_of_its_numbers_if_more_than_half_are_cut_off(beyond: int, is_most: bool) -> None:
+    exponents = SharedExponents()
+    for site in ("output of x", "gradient of w"):
+        exponents.write(torch.ones(4), FLEX, site)
+    exponents.flush()
+    for site in ("output of x", "gradient of w"):
+        exponents.write(torch.tensor([1000.0] * beyond + [1.0] * (4 - beyond)), FLEX, site)
+    assert exponents.beyond() == ([], ["output of x"] if is_most else [])
+
+
 def test_an_entry_counts_as_written_if_one_of_its_writes_does() -> None:
     entry = table.ExponentTable(FLEX, torch.device("cpu"))
     places, (no, yes) = [entry.index(f"output of {name}") for name in "abc"], torch.tensor([False, True])
@@ -193,6 +204,32 @@ def test_an_entry_counts_as_written_if_one_of_its_writes_does() -> None:
         assert entry.written[place] is no
         entry.note(place, record, counts[1])
     assert [bool(entry.written[place]) for place in places] == [False, True, True]
+
+
+@pytest.mark.parametrize("is_skipped", [True, False])
+@pytest.mark.parametrize("cast", [FLEX, parse("flex16+5:reactive")], ids=str)
+def test_on_a_device_a_second_write_that_is_skipped_teaches_nothing(
+    cast: Cast, is_skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "has_integer_kernels", lambda device: False)
+    x, y, larger = torch.tensor([1.0, 3.0]), torch.tensor([5.0, -2.0]), torch.tensor([1000.0, 7.0])
+
+    def learnt(second: bool, unless: Tensor | None) -> list[Tensor]:
+        exponents = SharedExponents()
+        for _ in range(2):
+            exponents.write(x, cast, "output of x")
+            exponents.write(y, cast, "output of y")
+            if second:
+                with exponents.unless(unless):
+                    exponents.write(larger, cast, "output of x")
+            exponents.write(8 * y, cast, "output of y")
+            exponents.flush()
+        found = exponents._tables[cast]
+        return [*found.state, *found.counts.values(), found.faults]
+
+    expected = learnt(not is_skipped, None)
+    for one, other in zip(learnt(True, torch.tensor(is_skipped)), expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_apart_a_write_is_as_outside_of_training() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowp.exponents import SharedExponents
-from lowp.exponents.sites import LAST_PASS, Passes
+from lowp.exponents.sites import LAST_PASS, Passes, features_axis
 from lowp.precision import Precision
 
 
@@ -226,3 +226,25 @@ def test_a_checkpoint_writes_again_what_it_wrote_and_teaches_nothing_twice(reent
     assert plain.keys() == again.keys()
     for name, value in plain.items():
         assert torch.equal(value, again[name]), name
+
+
+@pytest.mark.parametrize(
+    ("site", "shape", "axis"),
+    [
+        ("gradient of weight", (1024, 2), 0),
+        ("gradient of bias", (1024,), 0),
+        ("gradient of bias", (1023,), None),
+        ("gradient of weight", (2, 1024), None),
+        ("exp_avg of weight", (1024, 1), 0),
+        ("exp_avg of scale", (), None),
+        ("output gradient of linear", (2, 3, 1024), 2),
+        ("output gradient of linear", (2, 1024, 3), 1),
+        ("output gradient of linear", (1024, 2), None),
+        ("output gradient of sum", (1024,), None),
+        ("output of linear", (2, 1024), None),
+    ],
+)
+def test_features_are_the_first_axis_of_parameters_and_the_longest_but_the_first_of_gradients(
+    site: str, shape: tuple[int, ...], axis: int | None
+) -> None:
+    assert features_axis(site, torch.ones(shape)) == axis

@@ -242,7 +242,7 @@ def features_axis(site: str, x: Tensor) -> int | None:
     Only gradients and tensors of the optimizer have one: the first axis for parameters; for activations the longest
     axis except the first, which is that of examples.
     """
-    if x.dim() == 0 or max(x.shape) < low_words.FEATURES:
+    if max(x.shape, default=0) < low_words.FEATURES:
         return None
     kind = class_of(site)
     if kind in ("weight gradients", "optimizer state"):

@@ -75,7 +75,7 @@ def _chosen(
     are_direct, given, rest = memory_of(*tensors) is not None, [], []
     for place, (x, site) in enumerate(zip(tensors, sites, strict=True)):
         how: int | None = entries.ROOTS if place in squares else entries.VALUES
-        if max(x.shape, default=0) >= low_words.FEATURES and features_axis(site, x) is not None:
+        if features_axis(site, x) is not None:
             is_two = how == entries.VALUES and is_of_optimizer(site) and low_words.has_low_word(table.cast)
             how = entries.TWO_WORDS if is_two else None
         index = table.names.get(site)
