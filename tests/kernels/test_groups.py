@@ -389,6 +389,25 @@ def test_every_code_of_if4_has_its_value_under_scales_of_both_signs_and_of_few_b
         assert torch.equal(kernels.dequantize(q), wanted) and torch.equal(kernels.dequantize(packed), wanted)
 
 
+@pytest.mark.parametrize("text", TRIED + EITHER)
+def test_groups_whose_errors_are_equal_or_nearly_are_decided_as_the_definition_decides(text: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randint(0, 15, (64, 80), generator=generator) / 2.0  # whole numbers and their midpoints, under ...
+    x[:8], x[8:16] = 6.0, torch.eye(8, 80) * 7.0  # all alike; alone
+    x[16:24] = x[16:24].clamp(max=2.0)  # exact under both
+    x[24:32] = 2.5 + torch.rand(8, 80, generator=generator) * 2**-20
+    x = torch.cat((x, x * 0.7, x * torch.logspace(-9, 0, 64)[:, None]))  # ... scales of many bits, and of few
+    x[5, 3], x[7, 40], x[9, 2] = math.inf, math.nan, -0.0
+    x *= torch.randint(0, 2, x.shape, generator=generator) * 2.0 - 1
+    compare(x, text)
+    compare(x * 2.0**-125, text)
+    compare(x[:, :5].double() / 3, text)
+    for name in SETS if scaled.follow_largest(parse(text)) and "x16" not in text else ():
+        cpu.select(name)
+        assert cpu_groups.quantize_finite(x[10:], parse(text), 0, out := torch.empty_like(x[10:]), 0)
+        assert torch.equal(out, kernels.quantize(x[10:].t().contiguous(), text).t())
+
+
 def test_a_block_of_if4_that_both_elements_serve_alike_has_floats() -> None:
     q = kernels.encode(torch.tensor([[6.0] + 15 * [0.0], [7.0, 1.0, 3.0, 5.0] * 4]), "e2m1+i4s@e4m3fn@fp32/16")
     assert (q.scale > 127).flatten().tolist() == [False, True]

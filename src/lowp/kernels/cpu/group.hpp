@@ -139,73 +139,25 @@ struct ScaleOf {
     return false;
   }
 
-  bool tries() const { return sharing.tries_four || sharing.other.bits != 0; }
-
-  // The same, where a scale may take the largest number of its group to 4, or get a minus sign: the numbers of each are those of
-  // numbers_of(group, count of them). Groups with a scale of NaN keep it.
-  template <class NumbersOf>
-  void try_second(const double* found, int64_t groups, int64_t length, double outer, NumbersOf numbers_of, double* scale) const {
-    if (sharing.other.bits != 0)
-      try_scales<true>(found, groups, length, outer, numbers_of, scale);
-    else
-      try_scales<false>(found, groups, length, outer, numbers_of, scale);
+  // The ratios of the largest numbers to `highest`, as scales.
+  void ratios(const double* found, int64_t groups, double outer, double highest, double* scale) const {
+    alignas(64) uint64_t ratio[kBlock], result[kBlock];
+    const bool two = sharing.outer.bits != 0;
+    const double headroom = sharing.headroom, least = two ? 0 : sharing.smallest;
+    const double divisor = two ? outer : 1, of_zeros = two ? 0 : 1;
+    ratio[0] = 0;  // without it GCC warns that there may be no groups
+    LOWP_VECTOR_LOOP
+    for (int64_t group = 0; group < groups; ++group)
+      ratio[group] = bits_of(__builtin_fabs(found[group]) * headroom / highest / divisor);
+    rounded.with_words(ratio, result, 0, groups, nullptr);
+    LOWP_VECTOR_LOOP
+    for (int64_t group = 0; group < groups; ++group) {  // subnormal numbers would have few bits
+      const double size = number(result[group]), normal = size > least ? size : least;
+      scale[group] = number(ratio[group]) == 0 ? of_zeros : normal;
+    }
   }
 
  private:
-  template <bool kOther, class NumbersOf>
-  void try_scales(const double* found, int64_t groups, int64_t length, double outer, NumbersOf numbers_of, double* scale) const {
-    alignas(64) double four[kBlock];
-    if (kOther)
-      for (int64_t group = 0; group < groups; ++group) four[group] = -scale[group];
-    else
-      ratios(found, groups, outer, 4, four);
-    const double second = sharing.outer.bits != 0 ? outer : 1;
-    for (int64_t group = 0; group < groups; ++group) {
-      alignas(64) double numbers[kMostTried];
-      const int64_t count = numbers_of(group, numbers);
-      const double by_six = scale[group] * second, by_four = divisor_of(sharing, four[group] * second);
-      const auto is_better = [&](auto whole) {
-        return error<kOther>(numbers, whole, length, by_four) < error<false>(numbers, whole, length, by_six);
-      };
-      const bool takes_four = count != length ? is_better(count)
-                              : count == 16   ? is_better(Length<16>{})
-                              : count == 256  ? is_better(Length<256>{})
-                                              : is_better(count);
-      if (takes_four) scale[group] = four[group];
-    }
-  }
-
-  // The sum of squared errors of nearest elements of magnitudes under a scale: whole numbers, or e2m1. `length`: of a whole
-  // group; the second half is added to the first until one number is left.
-  template <bool kWholes, class Count>
-  inline double error(const double* numbers, Count given, int64_t length, double by) const {
-    const double most = kWholes ? sharing.other.maximum : 6;
-    constexpr double kMagic = 0x1.8p52;
-    const int64_t count = given;
-    alignas(64) double sums[kMostTried];
-    int64_t size = 1;
-    while (size < length) size *= 2;
-    for (int64_t i = count; i < size; ++i) sums[i] = 0;
-    if (by == 0) {
-      for (int64_t i = 0; i < count; ++i) sums[i] = numbers[i] * numbers[i];
-    } else {
-      LOWP_RUN_LOOP
-      for (int64_t i = 0; i < count; ++i) {
-        const double ratio = numbers[i] / by, quotient = ratio > most ? most : ratio;
-        const double step = kWholes ? 1 : quotient < 2 ? 0.5 : quotient < 4 ? 1 : 2;
-        const double inverse = kWholes ? 1 : quotient < 2 ? 2 : quotient < 4 ? 1 : 0.5;
-        const double rest = ((quotient * inverse + kMagic) - kMagic) * step * by - numbers[i];
-        sums[i] = rest * rest;
-      }
-    }
-    while (size > 1) {
-      size /= 2;
-      LOWP_RUN_LOOP
-      for (int64_t i = 0; i < size; ++i) sums[i] += sums[i + size];
-    }
-    return sums[0];
-  }
-
   void powers(const double* found, int64_t groups, double* scale) const {
     const int32_t top = sharing.top + 1023, lowest = sharing.lowest, last = sharing.last;
     const uint64_t carry = static_cast<uint64_t>(sharing.carry);
@@ -227,23 +179,6 @@ struct ScaleOf {
       const uint64_t normal = bits_of(largest * 0x1p64) + carry;
       const int exponent = largest == 0 ? sharing.of_zeros : static_cast<int>(normal >> 52) - 64 - top;
       scale[group] = power_of_two<F64>(exponent < lowest ? lowest : exponent > last ? last : exponent);
-    }
-  }
-
-  void ratios(const double* found, int64_t groups, double outer, double highest, double* scale) const {
-    alignas(64) uint64_t ratio[kBlock], result[kBlock];
-    const bool two = sharing.outer.bits != 0;
-    const double headroom = sharing.headroom, least = two ? 0 : sharing.smallest;
-    const double divisor = two ? outer : 1, of_zeros = two ? 0 : 1;
-    ratio[0] = 0;  // without it GCC warns that there may be no groups
-    LOWP_VECTOR_LOOP
-    for (int64_t group = 0; group < groups; ++group)
-      ratio[group] = bits_of(__builtin_fabs(found[group]) * headroom / highest / divisor);
-    rounded.with_words(ratio, result, 0, groups, nullptr);
-    LOWP_VECTOR_LOOP
-    for (int64_t group = 0; group < groups; ++group) {  // subnormal numbers would have few bits
-      const double size = number(result[group]), normal = size > least ? size : least;
-      scale[group] = number(ratio[group]) == 0 ? of_zeros : normal;
     }
   }
 };
@@ -268,6 +203,8 @@ struct Quick {
   float far;                   // from the power to the distance from an element at which a quotient is in doubt
   uint32_t discard, drop;      // stochastic floats: the bits that are cut, and of a word those that do not decide
 };
+
+enum Elements { kOnlyFloats, kOnlyWholes, kEither };  // of a strip: floats, integers, or one or the other in each run
 
 enum Draws { kNone, kWord };  // whether a random word decides about an element
 
@@ -442,31 +379,32 @@ static inline void cast_run(const uint32_t* in, const uint32_t* words, Count cou
 struct GroupCast {
   const lowp_sharing& sharing;
   Caster<F32> narrow;
-  Caster<F64> wide, other;
+  Caster<F64> wide, other;  // `other`: of runs whose scale has a minus sign
   bool is_quick_cast;  // in fp32 by the quick cast; only under powers of two by others
   bool is_drawn;       // the quick cast is stochastic
   bool in_fp32;
   bool small_counts;  // whether it matters that a number is too small for fp32 under its scale
-  Quick quick;
+  Quick quick, quick_other;
   uint64_t seed;
   int64_t index;
 
   // `step`: the distance of the indices of neighbours, which determine random words.
   GroupCast(const lowp_sharing& given, uint64_t given_seed, int64_t first, int64_t step)
       : sharing(given), narrow(given.element, given_seed, first), wide(given.element, given_seed, first),
-        other(given.other.bits != 0 ? given.other : given.element, given_seed, first), is_quick_cast(is_quick(given.element)), is_drawn(false), quick(make_quick(given.element, narrow.lane)), seed(given_seed),
-        index(first) {
+        other(given.other.bits != 0 ? given.other : given.element, given_seed, first), is_quick_cast(is_quick(given.element)),
+        is_drawn(false), quick(make_quick(given.element, narrow.lane)), quick_other(make_quick(given.other, narrow.lane)),
+        seed(given_seed), index(first) {
     const lowp_cast& element = sharing.element;
     const bool is_float = element.kind == kFloat;
     const bool nearest = element.rounding == kNearestEven || element.rounding == kNearestAway;
     in_fp32 = narrow.kernel != nullptr && (!is_float || (element.is_signed && element.min_exponent > -90));
     narrow.step = wide.step = other.step = step;
-    if (!sharing.power) {
+    if (!sharing.power) {  // all `other` elements are as quick as floats with 4 bits are
       is_drawn = is_drawn_quickly(element, narrow);
       is_quick_cast |= is_drawn;
       in_fp32 = is_quick_cast && element.bits <= 8;
     }
-    if (sharing.outer.bits) in_fp32 = in_fp32 && sharing.other.bits == 0 && has_small_products(sharing);
+    if (sharing.outer.bits) in_fp32 = in_fp32 && has_small_products(sharing);
     small_counts = !nearest && element.rounding != kTowardZero;
   }
 
@@ -497,7 +435,7 @@ struct GroupCast {
   // The values of a strip in one step. Returns false if there is no such step.
   bool all(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
            const uint32_t* words, int64_t first, uint32_t* out) const {
-    if (!is_quick_cast) return false;
+    if (!is_quick_cast || sharing.other.bits != 0) return false;
     if (has_small_values(runs, scale, outer))
       cast_strip<kSmallValues>(in, runs, inverse, scale, outer, words, first, out);
     else
@@ -539,11 +477,18 @@ struct GroupCast {
   // The inverses of the scales. Returns false if the cast is not in fp32, or if that does not reach them.
   bool invert(const Runs& runs, const double* scale, double outer, float* inverse) const {
     if (!in_fp32) return false;
+    if (sharing.other.bits == 0) return invert(runs, scale, outer, [](double by) { return by; }, inverse);
+    return invert(runs, scale, outer, [&](double by) { return divisor_of(sharing, by); }, inverse);
+  }
+
+ private:
+  template <class Divisor>
+  bool invert(const Runs& runs, const double* scale, double outer, Divisor divisor_from, float* inverse) const {
     const double least = sharing.power ? 0x1p-127 : 0x1p-126, most = sharing.power ? 0x1p127 : 0x1p126;
     uint64_t beyond = is_fp32(outer) ? 0 : 1;
     LOWP_VECTOR_LOOP
     for (int64_t run = 0; run < runs.number; ++run) {
-      const double divisor = scale[run] * outer;
+      const double divisor = divisor_from(scale[run] * outer);
       const uint64_t known = mask<F64>(divisor == divisor) & mask<F64>(divisor != 0);
       const double size = number(choose<uint64_t>(known, bits_of(divisor), bits_of(1.0)));
       beyond |= mask<F64>(size < least) | mask<F64>(size > most) | (mask<F64>(!is_fp32(scale[run])) & known);
@@ -552,7 +497,6 @@ struct GroupCast {
     return beyond == 0;
   }
 
- private:
   // Whether no value of a strip reaches fp32's largest number; NaN counts as none. Under powers of two `outer` must be 1, too.
   bool has_small_values(const Runs& runs, const double* scale, double outer) const {
     if (sharing.power && outer != 1) return false;
@@ -587,32 +531,61 @@ struct GroupCast {
     const Given given{in, runs, inverse, scale, outer, words, first, out};
     const bool wholes = sharing.element.kind == kInteger;
     if (sharing.power)
-      wholes ? cast_runs<true, true, kNone, kWrites>(given) : cast_runs<false, true, kNone, kWrites>(given);
+      wholes ? cast_runs<kOnlyWholes, true, kNone, kWrites>(given) : cast_runs<kOnlyFloats, true, kNone, kWrites>(given);
+    else if (sharing.other.bits != 0)
+      is_drawn ? cast_surely<kEither, kWord, kElements>(given) : cast_surely<kEither, kNone, kElements>(given);
     else if (is_drawn)
-      wholes ? cast_surely<true, kWord, kWrites>(given) : cast_surely<false, kWord, kWrites>(given);
+      wholes ? cast_surely<kOnlyWholes, kWord, kWrites>(given) : cast_surely<kOnlyFloats, kWord, kWrites>(given);
     else
-      wholes ? cast_surely<true, kNone, kWrites>(given) : cast_surely<false, kNone, kWrites>(given);
+      wholes ? cast_surely<kOnlyWholes, kNone, kWrites>(given) : cast_surely<kOnlyFloats, kNone, kWrites>(given);
     mark(runs, scale, out, kWrites == kElements ? 0 : Constants<F32>::kQuietNan);
   }
 
-  template <bool kWholes, Draws kDraws, Writes kWrites>
+  template <Elements kType, Draws kDraws, Writes kWrites>
   void cast_surely(const Given& given) const {
-    if (cast_runs<kWholes, false, kDraws, kWrites>(given) != 0) settle_runs<kWholes, kDraws, kWrites>(given);
+    if (cast_runs<kType, false, kDraws, kWrites>(given) != 0) settle_runs<kType, kDraws, kWrites>(given);
   }
 
-  template <bool kWholes, bool kExact, Draws kDraws, Writes kWrites>
+  // `count` neighbours of a run, from `begin` on.
+  template <Elements kType, bool kExact, Draws kDraws, Writes kWrites, class Count>
+  inline void cast_part(const Given& given, int64_t run, int64_t begin, Count count, const Quick& constants, uint32_t* doubts) const {
+    const float factor = static_cast<float>(given.scale[run]), second = static_cast<float>(given.outer);
+    const auto cast = [&](auto wholes, const Quick& of) {
+      cast_run<decltype(wholes)::value, kExact, kDraws, kWrites>(given.in + begin, given.words + begin, count, given.inverse[run],
+                                                                 factor, second, of, given.out + begin, doubts);
+    };
+    if (kType == kOnlyWholes || (kType == kEither && given.scale[run] < 0))
+      cast(std::true_type{}, kType == kEither ? quick_other : constants);
+    else if constexpr (kType != kOnlyWholes)
+      cast(std::false_type{}, constants);
+  }
+
+  // `count` runs of one number, from `begin` on. Returns bits where one is in doubt.
+  template <Elements kType, bool kExact, Draws kDraws, Writes kWrites>
+  inline uint32_t cast_ones(const Given& given, int64_t begin, int64_t count, const Quick& constants) const {
+    const auto cast = [&](auto wholes, const Quick& of, uint32_t* out) {
+      return cast_each<decltype(wholes)::value, kExact, kDraws, kWrites>(given.in + begin, given.words + begin, count,
+                                                                         given.inverse + begin, given.scale + begin,
+                                                                         static_cast<float>(given.outer), of, out);
+    };
+    uint32_t* const out = given.out + begin;
+    if constexpr (kType != kEither) return cast(std::bool_constant<kType == kOnlyWholes>{}, constants, out);
+    alignas(64) uint32_t wholes[kBlock];
+    const uint32_t doubt = cast(std::true_type{}, quick_other, wholes) | cast(std::false_type{}, constants, out);
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < count; ++i) out[i] = given.scale[begin + i] < 0 ? wholes[i] : out[i];
+    return doubt;
+  }
+
+  template <Elements kType, bool kExact, Draws kDraws, Writes kWrites>
   __attribute__((noinline)) uint32_t cast_runs(const Given& given) const {
     const Quick constants = quick;
     const Runs& runs = given.runs;
-    const float second = static_cast<float>(given.outer);
-    if (runs.each == 1)
-      return cast_each<kWholes, kExact, kDraws, kWrites>(given.in, given.words, runs.number, given.inverse, given.scale, second,
-                                                         constants, given.out);
+    if (runs.each == 1) return cast_ones<kType, kExact, kDraws, kWrites>(given, 0, runs.number, constants);
     alignas(64) uint32_t doubts[32] = {};
     const auto cast = [&](int64_t run, int64_t begin, auto count) {
       prefetch(given.in + begin, count);
-      cast_run<kWholes, kExact, kDraws, kWrites>(given.in + begin, given.words + begin, count, given.inverse[run],
-                                                 static_cast<float>(given.scale[run]), second, constants, given.out + begin, doubts);
+      cast_part<kType, kExact, kDraws, kWrites>(given, run, begin, count, constants, doubts);
     };
     each_run(runs, [&](int64_t run, int64_t begin, auto length) {
       if (is_constant(length)) return cast(run, begin, length);
@@ -622,17 +595,14 @@ struct GroupCast {
   }
 
   // A strip with quotients in doubt, of which there are few: once more, and in fp64 the few numbers beside each of them.
-  template <bool kWholes, Draws kDraws, Writes kWrites>
+  template <Elements kType, Draws kDraws, Writes kWrites>
   __attribute__((noinline)) void settle_runs(const Given& given) const {
     constexpr int64_t kFew = 16;
     const Quick constants = quick;
-    const float second = static_cast<float>(given.outer);
     if (given.runs.each == 1) {
       for (int64_t begin = 0; begin < given.runs.number; begin += kFew) {
         const int64_t end = smaller(begin + kFew, given.runs.number);
-        if (cast_each<kWholes, false, kDraws, kWrites>(given.in + begin, given.words + begin, end - begin, given.inverse + begin,
-                                                       given.scale + begin, second, constants, given.out + begin) == 0)
-          continue;
+        if (cast_ones<kType, false, kDraws, kWrites>(given, begin, end - begin, constants) == 0) continue;
         for (int64_t i = begin; i < end; ++i) settle<kWrites>(given, i, i, 1);
       }
       return;
@@ -641,8 +611,7 @@ struct GroupCast {
       for (int64_t begin = first; begin < first + length; begin += kFew) {
         const int64_t count = smaller(kFew, first + length - begin);
         uint32_t doubt = 0;
-        cast_run<kWholes, false, kDraws, kWrites>(given.in + begin, given.words + begin, count, given.inverse[run],
-                                                  static_cast<float>(given.scale[run]), second, constants, given.out + begin, &doubt);
+        cast_part<kType, false, kDraws, kWrites>(given, run, begin, count, constants, &doubt);
         if (doubt != 0) settle<kWrites>(given, run, begin, count);
       }
     });
@@ -652,12 +621,13 @@ struct GroupCast {
   template <Writes kWrites>
   void settle(const Given& given, int64_t run, int64_t begin, int64_t count) const {
     alignas(64) uint64_t quotients[16];
-    const double divisor = given.scale[run] * given.outer;
+    const double divisor = divisor_of(sharing, given.scale[run] * given.outer);
     const float factor = static_cast<float>(given.scale[run]), second = static_cast<float>(given.outer);
     const uint32_t* const in = given.in + begin;
     for (int64_t i = 0; i < count; ++i)
       quotients[i] = bits_of(divisor == 0 ? wide_number(in[i]) * 0.0 : wide_number(in[i]) / divisor);
-    wide.with_words(quotients, quotients, given.first + begin * wide.step, count, given.words + begin);
+    const Caster<F64>& caster = given.scale[run] < 0 ? other : wide;
+    caster.with_words(quotients, quotients, given.first + begin * caster.step, count, given.words + begin);
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t element = bits_of(static_cast<float>(number(quotients[i])));
       given.out[begin + i] = kWrites == kElements ? element : value_of(element, factor, second);
@@ -684,9 +654,32 @@ static inline void multiply_run(const uint32_t* in, int64_t count, float factor,
   for (int64_t i = 0; i < count; ++i) out[i] = value_of(in[i], factor, second);
 }
 
+// The values of a strip of elements in fp64, which rounds products once before fp32 does. Under a scale of NaN all are that NaN.
+static inline void wide_values(const lowp_sharing& sharing, const uint32_t* element, const Runs& runs, const double* scale,
+                               double outer, uint32_t* out) {
+  constexpr double kLargest = 0x1.fffffep127;
+  const auto value = [&](uint32_t bits, double factor) {
+    const double exact = static_cast<double>(number(bits)) * factor, above = exact < -kLargest ? -kLargest : exact;
+    const uint32_t found = bits_of(static_cast<float>(above > kLargest ? kLargest : above));
+    return choose<uint32_t>(static_cast<uint32_t>(mask<F64>(factor == factor)), found, Constants<F32>::kQuietNan);
+  };
+  if (runs.each == 1) {
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < runs.number; ++i) out[i] = value(element[i], divisor_of(sharing, scale[i] * outer));
+    return;
+  }
+  each_run(runs, [&](int64_t run, int64_t begin, auto count) {
+    const double factor = divisor_of(sharing, scale[run] * outer);
+    const int64_t length = count;
+    LOWP_RUN_LOOP
+    for (int64_t i = 0; i < length; ++i) out[begin + i] = value(element[begin + i], factor);
+  });
+}
+
 // The values of a strip of elements.
-__attribute__((noinline)) static void values(const uint32_t* element, const Runs& runs, const double* scale, double outer,
-                                             uint32_t* out) {
+__attribute__((noinline)) static void values(const lowp_sharing& sharing, const uint32_t* element, const Runs& runs,
+                                             const double* scale, double outer, uint32_t* out) {
+  if (sharing.other.bits != 0) return wide_values(sharing, element, runs, scale, outer, out);
   const float second = static_cast<float>(outer);
   if (runs.each == 1) {
     LOWP_VECTOR_LOOP

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "codes.hpp"
-#include "group.hpp"
+#include "tries.hpp"
 
 namespace lowp {
 namespace LOWP_ISA {
@@ -267,6 +267,7 @@ template <class C, class Use>
 static bool each_row_of_columns(const Task& task, const Groups& groups, int64_t begin, int64_t end, Use use) {
   using Bits = typename C::Bits;
   const ScaleOf scale_of(*groups.sharing);
+  Tries tries(scale_of, groups.outer);
   alignas(64) Bits buffer[kBeside], largest[kBeside];
   alignas(64) double scale[kBeside], found[kBeside];
   const int64_t across = groups.across, most = beside(groups), parts = (groups.inner + most - 1) / most;
@@ -290,9 +291,11 @@ static bool each_row_of_columns(const Task& task, const Groups& groups, int64_t 
     }
     const int64_t number = largest_across(found, count, across);
     finite &= scale_of(found, number, groups.outer, scale);
-    if (scale_of.tries()) {
+    if (tries.are_needed()) {
       alignas(64) Bits line[kBeside];
-      scale_of.try_second(found, number, groups.group * across, groups.outer, [&](int64_t of, double* numbers) {
+      tries.begin(found, scale, number);
+      tries.compare_columns(rows, count, across, row_of);
+      tries.end(number, groups.group * across, [&](int64_t of, double* numbers) {
         const int64_t width = smaller(across, count - of * across);
         for (int64_t row = 0; row < groups.group; ++row) {
           double* const to = numbers + row * across;
@@ -327,6 +330,7 @@ static bool each_strip(const Task& task, const Groups& groups, int64_t begin, in
   const bool finds = groups.scale == nullptr;
   bool finite = true;
   const ScaleOf scale_of(*groups.sharing);
+  Tries tries(scale_of, groups.outer);
   alignas(64) typename C::Bits buffer[kBlock];
   alignas(64) double scale[kBlock], found[kBlock];
   for (int64_t first = begin, long_end = begin; first < end;) {
@@ -343,13 +347,15 @@ static bool each_strip(const Task& task, const Groups& groups, int64_t begin, in
     if (finds && !inside) {
       largest_of_runs<C>(in, strip.runs, found);
       finite &= scale_of(found, strip.runs.number, groups.outer, scale);
-      if (scale_of.tries()) {
-        int64_t next = 0;
-        scale_of.try_second(found, strip.runs.number, groups.group, groups.outer, [&](int64_t run, double* numbers) {
-          const int64_t length = strip.runs.each ? strip.runs.each : strip.runs.length[run];
-          for (int64_t i = 0; i < length; ++i) numbers[i] = finite_magnitude<C>(in[next + i]);
-          next += length;
-          return length;
+      if (tries.are_needed()) {
+        int64_t run = 0, next = 0;  // of the runs before it
+        const auto length_of = [&](int64_t of) { return strip.runs.each ? strip.runs.each : strip.runs.length[of]; };
+        tries.begin(found, scale, strip.runs.number);
+        tries.compare(in, strip.runs);
+        tries.end(strip.runs.number, groups.group, [&](int64_t of, double* numbers) {
+          while (run < of) next += length_of(run++);
+          for (int64_t i = 0; i < length_of(of); ++i) numbers[i] = finite_magnitude<C>(in[next + i]);
+          return length_of(of);
         }, scale);
       }
       if (groups.stored != nullptr) store_scales(groups, scale, strip.group, strip.runs.number);
@@ -363,9 +369,11 @@ static bool each_strip(const Task& task, const Groups& groups, int64_t begin, in
 // use(index) for the numbers of a strip under scales with a minus sign: those of `other` elements.
 template <class Use>
 static inline void each_negative(const Runs& runs, const double* scale, Use use) {
-  each_run(runs, [&](int64_t run, int64_t begin, int64_t count) {
-    if (scale[run] < 0)
-      for (int64_t i = begin; i < begin + count; ++i) use(i);
+  each_run(runs, [&](int64_t run, int64_t begin, auto count) {
+    const int64_t length = count;
+    if (!(scale[run] < 0)) return;
+    LOWP_RUN_LOOP
+    for (int64_t i = 0; i < length; ++i) use(begin + i);
   });
 }
 
@@ -461,7 +469,7 @@ static int quantize_groups_in(const Task& task, const Groups& groups, int64_t be
       widen(element, wide, strip.count);
       return in_fp64(wide, first, strip, scale);
     }
-    values(element, strip.runs, scale, groups.outer, direct ? static_cast<uint32_t*>(task.out) + first : result);
+    values(*groups.sharing, element, strip.runs, scale, groups.outer, direct ? static_cast<uint32_t*>(task.out) + first : result);
     if (!direct) lost |= write(result, task, first, strip.count);
   };
   const auto whole = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const double* scale,
@@ -567,7 +575,7 @@ static bool decode_groups_in(const Task& task, const Groups& groups, int64_t beg
     const bool narrow = sizeof(element[0]) == 4 && are_fp32(scale, strip.runs.number);
     if constexpr (sizeof(element[0]) == 4) {
       if (narrow) {
-        values(element, strip.runs, scale, groups.outer, element);
+        values(sharing, element, strip.runs, scale, groups.outer, element);
         lost |= write(element, task, first, count);
       } else {
         widen(element, wide, count);
@@ -591,7 +599,7 @@ static bool decode_groups(const Task& task, const Groups& groups, int64_t begin,
   const bool held = sharing.element.kind == kInteger || reaches<F32>(sharing.element);
   const bool once = task.out_type == kFp32 || (sharing.power && task.out_type != kFp64);
   const bool two = sharing.outer.bits == 0 || (is_fp32(groups.outer) && has_small_products(sharing));
-  const bool narrow = held && once && two && sharing.other.bits == 0 && groups.zero_point == nullptr;
+  const bool narrow = held && once && two && groups.zero_point == nullptr;
   return with_short_code(sharing.element.bits, [&](auto code) {
     using T = decltype(code);
     if (narrow) return decode_groups_in<F32, T>(task, groups, begin, end);
