@@ -122,21 +122,12 @@ def _with_codes(written: bytes, coded: Mapping[str, _Coded]) -> bytes:
             codes = F.pad(codes, (0, codes.numel() % 2))
             codes = codes[::2] | codes[1::2] << 4
         kind, shape = getattr(onnx.TensorProto, one.onnx_type), tuple(one.codes.shape)
-        scales = one.scales if one.group else one.scales[:, 0]
+        scales = (one.scales if one.group else one.scales[:, 0]).contiguous().numpy()
         attributes = {"axis": 1, "block_size": one.group} if one.group else {"axis": 0}
-        graph.initializer.extend(
-            [
-                tensor(f"{whole}.codes", kind, shape, codes.numpy().tobytes(), raw=True),
-                tensor(
-                    f"{whole}.scales",
-                    onnx.TensorProto.FLOAT,
-                    tuple(scales.shape),
-                    scales.contiguous().numpy().tobytes(),
-                    raw=True,
-                ),
-            ]
-        )
         given = [f"{whole}.codes", f"{whole}.scales"]
+        held = (kind, shape, codes.numpy()), (onnx.TensorProto.FLOAT, scales.shape, scales)
+        for at, (kind, shape, numbers) in zip(given, held, strict=True):
+            graph.initializer.append(tensor(at, kind, shape, numbers.tobytes(), raw=True))
         graph.node.insert(0, onnx.helper.make_node("DequantizeLinear", given, [whole], **attributes))
     onnx.checker.check_model(model)
     return model.SerializeToString()  # type: ignore[no-any-return]
@@ -194,28 +185,47 @@ def _layer(name: str, module: Served) -> nn.Module:
     if isinstance(module, ServedEmbedding):
         return _Embedding(module)
     assert isinstance(module, (ServedLinear, ServedConvolution))
-    if isinstance(weight, Int8):
-        if weight.dynamic:
-            raise InvalidInput(
-                f"layer {name or 'the model'} has no range for its input, which QuantizeLinear needs: give "
-                "quantize_model calibration_data that reaches it"
-            )
-        return _QuantizedLayer(module, weight)
-    return _PlainLayer(module)
+    if not isinstance(weight, Int8):
+        return _Layer(module, "weight", weight.values())
+    if weight.dynamic:
+        raise InvalidInput(
+            f"layer {name or 'the model'} has no range for its input, which QuantizeLinear needs: give "
+            "quantize_model calibration_data that reaches it"
+        )
+    return _QuantizedLayer(module, weight)
 
 
-class _QuantizedLayer(nn.Module):
+class _Layer(nn.Module):
+    """A layer of another format than int8: the values of its weight, in fp32, in a buffer of this name."""
+
+    def __init__(self, module: ServedLinear | ServedConvolution, name: str, values: Tensor) -> None:
+        super().__init__()
+        self.convolution = None
+        if isinstance(module, ServedConvolution):
+            self.convolution, values = _shell(module), module.dense(values)
+        self.register_buffer(name, values.contiguous())
+        self.register_buffer("bias", module._bias())
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is multiplied: an input, and the weight."""
+        return x, self.get_buffer("weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the served layer."""
+        convolution, bias = self.convolution, self._buffers["bias"]
+        if convolution is None:
+            return F.linear(*self.operands(x), bias)
+        result = convolution.geometry.convolved(*self.operands(convolution.image(x)), bias)
+        return result[:, :, 0] if convolution.dimensions == 1 else result
+
+
+class _QuantizedLayer(_Layer):
     """An int8 layer as QuantizeLinear and DequantizeLinear around a product of fp32."""
 
     def __init__(self, module: ServedLinear | ServedConvolution, weight: Int8) -> None:
-        super().__init__()
-        codes, self.convolution = weight.codes(), None
-        if isinstance(module, ServedConvolution):
-            self.convolution, codes = _shell(module), module.dense(codes)
-        self.register_buffer("codes", codes.contiguous())
+        super().__init__(module, "codes", weight.codes())
         self.register_buffer("scales", weight.get_buffer("scales")[: weight.n].clone())
         self.register_buffer("zeros", torch.zeros(weight.n, dtype=torch.int8, device="cpu"))
-        self.register_buffer("bias", module._bias())
         over = weight.range()
         assert not isinstance(over, int)  # `_layer` refuses dynamic ranges
         scale, zero, highest = over
@@ -224,38 +234,17 @@ class _QuantizedLayer(nn.Module):
         # what the bytes hold, less a quarter of a step: QuantizeLinear itself goes to 255
         self.low, self.high = -(zero + 0.25) * scale, (highest - zero + 0.25) * scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        """As the served layer."""
-        x = x if self.convolution is None else self.convolution.image(x)
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both as DequantizeLinear gives them."""
         symbolic: Any = torch.onnx.ops.symbolic
         bounded = x.clamp(self.low, self.high)
         given = (self.get_buffer("input_scale"), self.get_buffer("input_zero"))
         quantized = symbolic("QuantizeLinear", (bounded, *given), dtype=torch.uint8, shape=x.shape, version=OPSET)
         values = symbolic("DequantizeLinear", (quantized, *given), dtype=torch.float32, shape=x.shape, version=OPSET)
-        codes = self.get_buffer("codes")
-        of_weight = (codes, self.get_buffer("scales"), self.get_buffer("zeros"))
-        attributes = {"axis": 0}
-        weight = symbolic(
-            "DequantizeLinear", of_weight, attributes, dtype=torch.float32, shape=codes.shape, version=OPSET
-        )
-        bias = self._buffers["bias"]
-        return _product(values, weight, bias, self.convolution)
-
-
-class _PlainLayer(nn.Module):
-    """A layer of another format: the values of its weight, in fp32."""
-
-    def __init__(self, module: ServedLinear | ServedConvolution) -> None:
-        super().__init__()
-        self.convolution = _shell(module) if isinstance(module, ServedConvolution) else None
-        weight = module.dense() if isinstance(module, ServedConvolution) else module.weight.values()
-        self.register_buffer("weight", weight.contiguous())
-        self.register_buffer("bias", module._bias())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """In fp32."""
-        x = x if self.convolution is None else self.convolution.image(x)
-        return _product(x, self.get_buffer("weight"), self._buffers["bias"], self.convolution)
+        codes, scales, zeros = (self.get_buffer(name) for name in ("codes", "scales", "zeros"))
+        of_weight, shape = (codes, scales, zeros), codes.shape
+        weight = symbolic("DequantizeLinear", of_weight, {"axis": 0}, dtype=torch.float32, shape=shape, version=OPSET)
+        return values, weight
 
 
 def _shell(module: ServedConvolution) -> ServedConvolution:
@@ -265,25 +254,16 @@ def _shell(module: ServedConvolution) -> ServedConvolution:
     return shell
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, convolution: ServedConvolution | None) -> Tensor:
-    if convolution is None:
-        return F.linear(x, weight, bias)
-    result = convolution.geometry.convolved(x, weight, bias)
-    return result[:, :, 0] if convolution.dimensions == 1 else result
-
-
 class _Embedding(nn.Module):
     """Rows of int8 and their scales, or of fp32."""
 
     def __init__(self, module: ServedEmbedding) -> None:
         super().__init__()
         weight = module.weight
-        codes = weight.codes() if isinstance(weight, Int8) else weight.values()
-        scales = (
-            weight.get_buffer("scales")[: weight.n].clone()
-            if isinstance(weight, Int8)
-            else torch.ones(weight.n, dtype=torch.float32, device="cpu")
-        )
+        if isinstance(weight, Int8):
+            codes, scales = weight.codes(), weight.get_buffer("scales")[: weight.n].clone()
+        else:
+            codes, scales = weight.values(), torch.ones(weight.n, dtype=torch.float32, device="cpu")
         self.register_buffer("codes", codes.contiguous())
         self.register_buffer("scales", scales)
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp import casts
 from lowp.cost import READ_ENERGY, cost
 from lowp.formats import FORMATS, Format
-from lowp.inference.modules import Int8, Nibble, Served, ServedEmbedding, Sign
+from lowp.inference.modules import Int8, Served, ServedEmbedding, Sign
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,8 @@ def footprint(
     counted: list[tuple[int, Format]] = []
 
     def after(module: nn.Module, given: Any, result: Any) -> None:
-        found = result if isinstance(result, Tensor) else None
-        if found is not None:
-            counted.append((_multiply_adds(module, found), _format_of(module)))
+        if isinstance(result, Tensor):
+            counted.append((_multiply_adds(module, result), _format_of(module)))
 
     with ExitStack() as stack, torch.no_grad():
         for module in model.modules():
@@ -70,11 +68,6 @@ def _multiply_adds(module: nn.Module, result: Tensor) -> int:
 
 def _format_of(module: nn.Module) -> Format:
     """The format that the products of a layer run in."""
-    weight = module.weight if isinstance(module, Served) else None
-    if isinstance(weight, Int8):
-        return FORMATS["int8"]
-    if isinstance(weight, Sign):
-        return FORMATS["ternary" if weight.codes().bits == 2 else "binary"]
-    if isinstance(weight, Nibble) or weight is None:
-        return FORMATS["fp32"]
-    return casts.parse("fp32").format
+    if isinstance(module.weight, Sign):
+        return FORMATS["ternary" if module.weight.codes().bits == 2 else "binary"]
+    return FORMATS["int8" if isinstance(module.weight, Int8) else "fp32"]

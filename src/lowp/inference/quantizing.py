@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -200,7 +201,8 @@ def _calibrated(
     ranges: dict[str, ActivationRange] = {}
     moments: dict[str, SecondMoments] = {}
 
-    def watch(name: str, layer: nn.Module, x: Any) -> None:
+    def watch(name: str, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        x = arguments[0] if arguments else next(iter(keywords.values()), None)
         if isinstance(x, Tensor) and x.is_floating_point():
             ranges.setdefault(name, ActivationRange(how.calibration)).add(x)
             if how.by_moments:
@@ -216,7 +218,7 @@ def _calibrated(
             else:
                 watched = {name: module}
             for place, layer in watched.items():
-                hook = layer.register_forward_pre_hook(_hook(place, watch), with_kwargs=True)
+                hook = layer.register_forward_pre_hook(partial(watch, place), with_kwargs=True)
                 stack.callback(hook.remove)
         for batch in data:
             sensitivity.add(run_batch(model, batch, forward), moments)
@@ -270,13 +272,6 @@ def _opened(
     _put(model, name, opened)
     stack.callback(_put, model, name, module)
     return model, watched
-
-
-def _hook(name: str, watch: Callable[[str, nn.Module, Any], None]) -> Callable[..., None]:
-    def before(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        watch(name, layer, arguments[0] if arguments else next(iter(keywords.values()), None))
-
-    return before
 
 
 def run_batch(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None) -> Any:

@@ -98,17 +98,10 @@ def _once(
     printed = out.read_text(errors="replace").splitlines()
     lines = [line for line in printed if line.strip() and not line.startswith("lowp monitor")]
     alarms = (f"alarm: {alarm_of(one)}" for one in summary.get("alarms", ()))
-    return RunOutcome(
-        precision,
-        code,
-        seconds,
-        lines[-1].strip()[:_SHOWN] if lines else "",
-        summary.get("steps", 0),
-        summary.get("skipped", 0),
-        summary.get("writes", 0),
-        summary.get("saturated", 0),
-        tuple(filter(None, [*summary.get("notes", ()), summary.get("stood_down", ""), *alarms])),
-    )
+    last = lines[-1].strip()[:_SHOWN] if lines else ""
+    steps, skipped, writes, saturated = (summary.get(name, 0) for name in ("steps", "skipped", "writes", "saturated"))
+    notes = tuple(filter(None, [*summary.get("notes", ()), summary.get("stood_down", ""), *alarms]))
+    return RunOutcome(precision, code, seconds, last, steps, skipped, writes, saturated, notes)
 
 
 def waited(process: subprocess.Popen[bytes], stop: Callable[[], bool], grace: float = _GRACE) -> int:

@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lowp.compat import private
 from lowp.launch.boot import replaces
-from lowp.launch.session import Session
+from lowp.launch.session import Session, nothing
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _MODULE = "torch.nn.Module"
@@ -127,7 +127,7 @@ class Gradients:
         kept = [(table, at, table.pop(at)) for table in tables for at in (one, other) if at in table]
         places = [found for _, _, found in kept if isinstance(found, _Place)]
         for place in places:
-            place.leaf = _nothing
+            place.leaf = nothing
         goes = {one: one, other: other}
         try:
             yield
@@ -164,10 +164,6 @@ class _Place:
 
     def __init__(self, leaf: Tensor) -> None:
         self.leaf: Callable[[], Tensor | None] = TensorWeakRef(leaf)
-
-
-def _nothing() -> None:
-    """Stand for a leaf while its content is exchanged."""
 
 
 def _is_nonfinite(gradient: Tensor) -> Tensor:

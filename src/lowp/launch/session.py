@@ -190,11 +190,6 @@ class Session:
             records.tell([record], settings)
         self.close = nothing  # type: ignore[method-assign]
 
-    def start_afresh(self) -> None:
-        """Start a new record in a forked child, which has the parent's modules but has done nothing itself."""
-        self.record, self.end_step = ProcessRecord(self.preset.name, rank=self.record.rank), nothing
-        self.watching = None
-
 
 def nothing() -> None:
     """Do nothing."""
@@ -225,8 +220,9 @@ def _close_at_the_end(session: Session) -> None:
     def close() -> None:
         session.close()
 
-    def in_child(_: object) -> None:
-        session.start_afresh()
+    def in_child(_: object) -> None:  # a forked one has the parent's modules, but has done nothing itself
+        session.record, session.end_step = ProcessRecord(session.preset.name, rank=session.record.rank), nothing
+        session.watching = None
         multiprocessing.util.Finalize(None, close, exitpriority=0)
 
     atexit.register(close)

@@ -193,12 +193,9 @@ class _Steps:
                 return
             self._stepped.clear()
             self.session.precision.end_step()
-            self._note_scale()
-
-    def _note_scale(self) -> None:
-        record, scale = self.session.record, self.session.precision.scale
-        if not record.scales or record.scales[-1][1] != scale:
-            record.scales.append((record.steps, scale))
+            record, scale = self.session.record, self.session.precision.scale
+            if not record.scales or record.scales[-1][1] != scale:
+                record.scales.append((record.steps, scale))
 
     def _of(self, held: Held) -> Optimizer:
         """Return what the precision steps: the held optimizer, or its wrapper that writes the parameters' format."""

@@ -7,7 +7,7 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lowp.errors import LowpError
 
@@ -16,17 +16,10 @@ if TYPE_CHECKING:
 
     from lowp.launch.session import Session
     from lowp.monitoring import Monitor
-    from lowp.numerics.models import Models
+    from lowp.numerics.profiler import Profiler
 
 SEARCHED = 64  # steps during which models are searched
 MOST_MODELS = 16
-
-
-class Watcher(Protocol):
-    """What watches models: a profiler, or a monitor."""
-
-    step: int
-    models: Models
 
 
 class Search(ABC):
@@ -41,7 +34,7 @@ class Search(ABC):
     takes_untrained = False
 
     def __init__(self) -> None:
-        self.watcher: Any = None  # a Watcher, from the first model on
+        self.watcher: Any = None  # a profiler or a monitor, from the first model on
         self.handle: Any = None
         self._refused: set[int] = set()
 
@@ -54,7 +47,7 @@ class Search(ABC):
         self.handle = register_module_forward_pre_hook(self)
 
     @abstractmethod
-    def begin(self, module: nn.Module, args: Any) -> Watcher:
+    def begin(self, module: nn.Module, args: Any) -> Profiler | Monitor:
         """Watch the first model, whose call with these arguments begins."""
 
     @abstractmethod
@@ -129,16 +122,11 @@ class MonitorSearch(Search):
         """Make the monitor within a call of the first model."""
         from lowp.monitoring import Monitor
 
-        session = self._session
-
-        class OfScript(Monitor):
-            """A monitor that sees losses as the script does: without the scale of `lowp run`."""
-
-            def losses_are_scaled(self) -> bool:
-                return session.rests or not session.is_scaling
-
-        path = session.settings.monitor
-        return OfScript(module, sinks=[_own(Path(path), session.settings.directory)] if path else ())
+        session, path = self._session, self._session.settings.monitor
+        monitor = Monitor(module, sinks=[_own(Path(path), session.settings.directory)] if path else ())
+        # it sees losses as the script does: without the scale of `lowp run`
+        monitor.losses_are_scaled = lambda: session.rests or not session.is_scaling
+        return monitor
 
     def add(self, module: nn.Module, args: Any) -> None:
         """Watch one more model."""

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowp.errors import LowpError
-from lowp.monitoring.rules import RULES, Check, Symptom
+from lowp.monitoring.rules import RULES, Check
 from lowp.monitoring.seen import History, Sight
 from lowp.numerics.findings import FINDINGS
 
@@ -101,11 +101,7 @@ class Alarms:
             return None
         for sign in ripe:
             known[sign.layer].told = sign.value
-        return self._alarm(rule, seen, ripe)
-
-    def _alarm(self, rule: Check, seen: Sight, signs: list[Symptom]) -> Alarm:
-        worst = max(signs, key=lambda sign: sign.value)
-        others = tuple(sign.layer for sign in signs if sign is not worst)
-        since = self._known[rule.id][worst.layer].since
-        layer, change = worst.layer or "the model", FINDINGS[rule.id].advice
+        worst = max(ripe, key=lambda sign: sign.value)
+        others = tuple(sign.layer for sign in ripe if sign is not worst)
+        layer, since, change = worst.layer or "the model", known[worst.layer].since, FINDINGS[rule.id].advice
         return Alarm(rule.id, layer, worst.text, since, seen.step, change, worst.value, others)

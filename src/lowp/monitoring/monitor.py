@@ -6,13 +6,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp import distributed
 from lowp.compat import adds_up, norms
@@ -56,7 +56,7 @@ def _harmless(hook: Hook) -> Hook:
     return cast(Hook, guarded)
 
 
-class Monitor:
+class Monitor(AbstractContextManager["Monitor"]):
     """Watch a training and warn of what spoils it: ``monitor = lowp.Monitor(model, optimizer)`` before the loop.
 
     `model` is a model as it is called (compiled, in DistributedDataParallel, sharded by fully_shard), or a dictionary
@@ -102,9 +102,8 @@ class Monitor:
         self._is_telling = False
         self._on_alarm, self._judge = on_alarm, Alarms(patience)
         given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        for one in given:
-            if not isinstance(one, Optimizer):
-                raise TypeError(f"a monitor needs a torch optimizer, not {type(one).__name__}")
+        if wrong := [type(one).__name__ for one in given if not isinstance(one, Optimizer)]:
+            raise TypeError(f"a monitor needs a torch optimizer, not {wrong[0]}")
         self._state = RunState(self.models, scaler, precision, given)
         self._cycle, self._ranks = Cycle(self.models), RankCheck(self.models)
         self._alone: Optimizer | None = None
@@ -117,7 +116,7 @@ class Monitor:
         self._hears, self._turn = False, 0  # whether backward passes are heard between looks, and before which step
         self._unheard: Callable[[], None] | None = None  # ends that they are
         self._calls = places.Calls(self.models, self._pace, self._saw_output)
-        self._ends_of_look: list[Callable[[], None]] = []
+        self._ends_of_look = ExitStack()
         self._waiting: deque[tuple[Look, Sight]] = deque()
         self._losses = Losses(self.models, self._sees_backward)
         self._compared: list[tuple[str, Tensor]] = []
@@ -125,20 +124,16 @@ class Monitor:
         self._probe: tuple[str, nn.Parameter] | None = None  # a parameter that tells of the gradients between passes
         self._had = False  # whether it had one after the latest pass
         self._skips = 0  # steps that the loss scaler has skipped
+        # whether losses carry the loss scale when they are seen: not where backward passes multiply by it
+        self.losses_are_scaled: Callable[[], bool] = lambda: True
         self._apart: dict[str, tuple[int, float]] = {}
-        after = Uncopied(self._stepped)
-        register = [register_optimizer_step_post_hook] if not given else [one.register_step_post_hook for one in given]
-        self._before = (
-            [register_optimizer_step_pre_hook] if not given else [one.register_step_pre_hook for one in given]
-        )
-        self._ends: list[Callable[[], None]] = [one(after).remove for one in register]
-        self._ends.append(self._rest)
+        hooks = [(one.register_step_pre_hook, one.register_step_post_hook) for one in given]
+        hooks = hooks or [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
+        self._before, after = [before for before, _ in hooks], Uncopied(self._stepped)
+        self._ends = [*(register(after).remove for _, register in hooks), self._rest]
         self._begin()
 
-    def __enter__(self) -> Monitor:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -147,7 +142,7 @@ class Monitor:
         for end in self._ends:
             end()
         self._ends.clear()
-        self._unhook()
+        self._ends_of_look.close()
         self._look = None
         for look, _ in self._waiting:
             look.wait()
@@ -162,10 +157,6 @@ class Monitor:
     def add(self, model: nn.Module) -> None:
         """Watch one more model, from the next look on; its paths begin with the name of its class."""
         self.models.add(model, renames=False)
-
-    def losses_are_scaled(self) -> bool:
-        """Whether losses carry the loss scale when they are seen: not where backward passes multiply by it."""
-        return True
 
     def compare(self, name: str, ours: Tensor, others: Tensor) -> None:
         """Compare numbers that should agree, such as log-probabilities of training and of rollout, by their mean |Δ|.
@@ -204,21 +195,16 @@ class Monitor:
         self._losses.keep(False)
         self._calls.start()
         before = Uncopied(self._before_step)
-        self._ends_of_look = [self._calls.stop, *(register(before).remove for register in self._before)]
+        self._ends_of_look.callback(self._calls.stop)
+        for register in self._before:
+            self._ends_of_look.callback(register(before).remove)
         self._pace.spent(started)
 
-    def _unhook(self) -> None:
-        for end in self._ends_of_look:
-            end()
-        self._ends_of_look.clear()
-
+    @_harmless
     def _saw_output(self, path: str, output: Any) -> None:
         started = now()
         if self._look is not None and (torch.is_grad_enabled() or self._calls.is_aside):
-            try:
-                self._look.saw_output(path, output)
-            except Exception as error:
-                self._fail(error)
+            self._look.saw_output(path, output)
         self._pace.spent(started, _HOOK)
 
     def _sees_backward(self, loss: Tensor, ended: bool) -> bool:
@@ -295,9 +281,8 @@ class Monitor:
         if optimizer is not self._alone or look is not None or self._state.searches:
             started = now()
             parameters = self._cycle.parameters(optimizer)
-            if not parameters and not self._cycle.knows(optimizer):
-                return
-            if not self._passes and self._cycle.is_wrapper(optimizer):  # around the one that has just stepped
+            is_foreign = not parameters and not self._cycle.knows(optimizer)
+            if is_foreign or (not self._passes and self._cycle.is_wrapper(optimizer)):  # around one that has stepped
                 return
             if self._state.searches:
                 self._state.find(*places.owners_of_step())
@@ -354,7 +339,7 @@ class Monitor:
     # -- the end of a look --------------------------------------------------------------------------------------------
     def _end_look(self, look: Look) -> None:
         started = now()
-        self._unhook()
+        self._ends_of_look.close()
         self._look = None
         state = self._state
         look.saw_buffers(self.models.named_buffers())
@@ -397,10 +382,9 @@ class Monitor:
         self.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         self._waiting.clear()
         print(f"lowp monitor: it has stopped watching, because of {self.failure}", file=sys.stderr)
-        try:
+        with suppress(Exception):  # of a sink that has failed before
             self.close()
-        except Exception:  # of a sink that has failed before
-            self._sinks = []
+        self._sinks = []
 
     def _tell(self, alarm: Alarm) -> None:
         self._is_telling = True

@@ -15,7 +15,7 @@ from lowp.compat import scale_of, unwrapped
 from lowp.exponents import SharedExponents
 from lowp.kernels.int16.late import at_once
 from lowp.kernels.steps.spectra import some_of
-from lowp.monitoring.look import Look, by_device
+from lowp.monitoring.look import Look, Named, by_device
 from lowp.monitoring.seen import Sight
 from lowp.numerics.models import Models
 from lowp.numerics.modes import numbers_of
@@ -28,7 +28,6 @@ _JUMP = 8.0  # times the scale of the pass before
 _STALE = 16  # steps in which an average must have moved
 _REREAD = 16  # looks after which the state of an optimizer is read again that seems unchanged
 
-Named = Sequence[tuple[str, nn.Parameter]]
 Numbers = dict[str, dict[str, float]]
 
 

@@ -114,7 +114,7 @@ def _costs(document: Mapping[str, Any]) -> Table:
             row["label"],
             *cost * measured,
             _counts(statistics["skipped_steps"]["values"]),
-            _scales(row, statistics["loss_scale"]["values"]),
+            "none" if row["loss_scaling"] == "none" else _counts(statistics["loss_scale"]["values"]),
             *(_share(statistics[name]["values"]) for name in ("flushed_gradients", "lost_updates", "small_updates")),
         )
     return table
@@ -252,10 +252,6 @@ def _counts(values: Sequence[float]) -> str:
         return _NOTHING
     low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g}-{high:g}"
-
-
-def _scales(row: Mapping[str, Any], values: Sequence[float]) -> str:
-    return "none" if row["loss_scaling"] == "none" else _counts(values)
 
 
 def _share(values: Iterable[float | None]) -> str:

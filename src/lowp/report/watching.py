@@ -125,10 +125,8 @@ class Board:
             return False
         try:
             os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:  # of another user
-            return False
+        except OSError as error:  # another one: a process of another user
+            return isinstance(error, ProcessLookupError)
         return False
 
     @property
