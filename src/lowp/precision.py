@@ -227,10 +227,14 @@ class Precision:
                 return None
         self._agree_on_masters(optimizers)
         result = None
-        for optimizer in optimizers:
-            with skipping(optimizer, skip) if isinstance(skip, Tensor) else _NOTHING:
-                result = scaler.step(optimizer) if closure is None else optimizer.step(closure)
-        scaler.update()
+        try:
+            for optimizer in optimizers:
+                with skipping(optimizer, skip) if isinstance(skip, Tensor) else _NOTHING:
+                    result = scaler.step(optimizer) if closure is None else optimizer.step(closure)
+            scaler.update()
+        except BaseException:  # after Ctrl-C in a notebook the loop goes on with the next batch
+            scaler.abandon()
+            raise
         self._end_step()
         if not is_scaled:
             self._unscaled.end(self.steps, optimizers, skip)

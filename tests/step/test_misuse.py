@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from step.cases import INF, NAN, OPTIMIZERS, one_parameter, started
+from torch import nn
 
+from lowp.precision import Precision
 from lowp.step import GradScaler
 
 
@@ -111,3 +113,64 @@ def test_arguments_that_cannot_work_are_refused(make: Any, kind: type[Exception]
     with pytest.raises(kind) as caught:
         make()
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("by", ["precision", "scaler"])
+@pytest.mark.parametrize("during", ["unscale_", "step"])
+def test_after_an_interrupted_step_the_next_one_is_as_after_a_whole_one(by: str, during: str) -> None:
+    def weights(interrupted: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        precision = Precision("fp16", loss_scale="dynamic(1024)")
+        model = nn.Linear(4, 2)
+        model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler, x = precision.scaler, torch.randn(8, 4)
+
+        def iterate(interrupt: str | None = None) -> None:
+            optimizer.zero_grad()
+            with precision.autocast():
+                loss = model(x).float().square().mean()
+            precision.backward(loss) if by == "precision" else scaler.scale(loss).backward()
+            if interrupt == "step":
+                handle = optimizer.register_step_pre_hook(_raise)
+            if during == "unscale_":
+                scaler.unscale_(optimizer)
+                if interrupt == "unscale_":
+                    raise KeyboardInterrupt
+            try:
+                precision.step(optimizer) if by == "precision" else (scaler.step(optimizer), scaler.update())
+            finally:
+                if interrupt == "step":
+                    handle.remove()
+
+        iterate()
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                iterate(interrupt=during)
+        iterate()
+        return model.weight.detach()
+
+    assert torch.equal(weights(interrupted=True), weights(interrupted=False))
+
+
+def _raise(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_after_an_interrupt_between_two_optimizers_a_precision_goes_on() -> None:
+    precision = Precision("fp16")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model, first = precision.prepare(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    second = precision.prepare_optimizer(torch.optim.SGD(model[1].parameters(), lr=0.1))
+
+    def iterate() -> None:  # without a call of zero_grad
+        with precision.autocast():
+            loss = model(torch.ones(1, 4)).float().square().mean()
+        precision.backward(loss)
+        precision.step(first, second)
+
+    handle = second.register_step_pre_hook(_raise)
+    with pytest.raises(KeyboardInterrupt):
+        iterate()
+    handle.remove()
+    iterate()
+    assert precision.steps == 1 and precision.stepped

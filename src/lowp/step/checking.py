@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
@@ -81,7 +82,7 @@ class Checks(ScalerState):
             found = self._unscale_grads_(optimizer, _bounded_inverse(state.scale), found_inf, allow_fp16)
             found = self._agreed(optimizer, found, found_inf)
         stage["found_inf_per_device"] = found
-        stage["stage"] = OptState.UNSCALED
+        stage.update(stage=OptState.UNSCALED, of=weakref.ref(optimizer))
 
     def check_(self, optimizer: Optimizer, nonfinite: torch.Tensor | None = None) -> None:
         """Record, instead of `unscale_`, whether gradients that backward has already unscaled are finite.
@@ -90,7 +91,7 @@ class Checks(ScalerState):
         """
         scale = self._state("check_").scale
         self._look(optimizer, torch.ones_like(scale), nonfinite)
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+        self._per_optimizer_states[id(optimizer)].update(stage=OptState.UNSCALED, of=weakref.ref(optimizer))
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         """Note, in one flag per device, whether the gradients, left scaled, are finite and stay finite unscaled."""

@@ -89,6 +89,8 @@ class GradScaler(Checks):
         """Return a tensor, or nested iterables of tensors, times the scale; differentiable, reads nothing."""
         if not self._enabled:
             return outputs
+        if self._per_optimizer_states:
+            self._drop_cleared()
         self._remember_losses(outputs)
         self._scaled_since_update = True
         return self._scaled(outputs, {})
@@ -223,17 +225,28 @@ class GradScaler(Checks):
             if new_scale is None:
                 seen = GradientsSeen(nonfinite, self._exponents_of_all(state.scale.device))
                 self._scaling.observe_(state, seen, known is False)
-        self._per_optimizer_states = defaultdict(new_stage)
-        self._losses = []
-        self._scaled_since_update = False
-        self._exponents = self._told = None
+        skipped_at_floor = self._skipped_at_floor
+        self.abandon()
         self._steps += 1
         self._provenance.names.learned()
-        if self._skipped_at_floor:
-            self._guard.count(any(self._skipped_at_floor))
-            self._skipped_at_floor = []
+        if skipped_at_floor:
+            self._guard.count(any(skipped_at_floor))
         if found and self._guard.too_many(state.stuck):
             self._raise_stuck()
+
+    def abandon(self) -> None:
+        """Forget what is known of a step that was not completed, as of one that was interrupted."""
+        self._per_optimizer_states = defaultdict(new_stage)
+        self._losses, self._skipped_at_floor = [], []
+        self._scaled_since_update = False
+        self._exponents = self._told = None
+
+    def _drop_cleared(self) -> None:
+        """Forget the optimizers whose gradients were unscaled and then cleared, without a step, as by an interrupt."""
+        for key, stage in list(self._per_optimizer_states.items()):
+            if stage["stage"] is OptState.UNSCALED and (optimizer := stage["of"]()) is not None:
+                if all(one.grad is None for one in grads.parameters_of(optimizer)):
+                    del self._per_optimizer_states[key]
 
     def add_exponents(self, counts: torch.Tensor) -> None:
         """Include further gradients of this step, such as those of activations, in the decision of `update`.
