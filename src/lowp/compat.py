@@ -140,12 +140,19 @@ def once(function: Callable[[], _Result]) -> Callable[[], _Result]:
     return run
 
 
-def skipped_by_compilers(function: _Function) -> _Function:
-    """Mark a function that torch.compile neither traces nor compiles, with all its calls, at no cost; a graph break.
+def plain_when_run(function: _Function) -> _Function:
+    """Mark a function that torch.compile does not compile, nor its calls, where Python runs it; it may be traced.
 
-    The mark is of its code, which a function that another decorator has returned shares with others: it comes first.
+    Python runs it beside a graph break. The mark is of its code, which a function that another decorator has returned
+    shares with others: it comes first.
     """
     _set_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
+    return function
+
+
+def skipped_by_compilers(function: _Function) -> _Function:
+    """Mark a function that torch.compile neither traces nor compiles, with all its calls, at no cost; a graph break."""
+    plain_when_run(function)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,6 +211,27 @@ def test_a_region_that_follows_modules_compiles_a_model_once_however_often_it_is
         plan.backward(loss)
         plan.step(optimizer)
     assert counter.frame_count == 1
+
+
+@compiles
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "flex16+5"])
+def test_beside_a_graph_break_the_code_of_a_region_is_not_compiled(precision: str) -> None:
+    torch._dynamo.reset()
+
+    class Break(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return x
+
+    model, x = nn.Sequential(Break(), nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU()), torch.randn(2, 4)
+    compiled = torch.compile(model, backend="eager")
+    with autocast(precision):
+        found = compiled(x)
+    with autocast(precision):
+        assert torch.equal(model(x), found)
+    seen = [Path(code().co_filename) for code in torch._dynamo.convert_frame.input_codes.seen]
+    assert Path(__file__) in seen  # of Break
+    assert not [one for one in seen if one.is_relative_to(Path(context.__file__).parents[1])]
 
 
 @compiles

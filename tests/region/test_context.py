@@ -414,6 +414,32 @@ def test_torch_lists_as_rules_give_what_torch_gives() -> None:
     assert [one.dtype for one in ours] == [one.dtype for one in theirs]
 
 
+@pytest.mark.parametrize("precision", ["flex16+5", "fp8-delayed"])
+def test_a_region_made_for_each_step_anew_is_told_where_its_scales_come_from_earlier_steps(precision: str) -> None:
+    context._for_one_step.clear()
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(region: Callable[[], Any], steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with region():
+                loss = model(torch.randn(2, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+
+    for _ in range(5):  # as in a search
+        kept = autocast(precision)
+        train(lambda kept=kept: kept, 2)
+    with pytest.warns(UserWarning) as told:
+        train(lambda: autocast(precision), 9)
+    assert [str(one.message) for one in told] == [
+        f"autocast({precision!r}) was made 4 times for one step each: it takes scales from earlier steps, which lie in "
+        f"the region. Make it once, region = lowp.autocast({precision!r}), and enter it in every step: with region: ..."
+    ]
+    assert told[0].filename == __file__
+
+
 def test_an_unused_rule_of_the_users_is_told_once() -> None:
     policy = presets.PRESETS["fp16"].policy.before(Rule.of("conv3d", where="nowhere.*", input="bf16"))
     context._warned.discard(policy)

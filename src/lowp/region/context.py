@@ -24,6 +24,7 @@ from lowp.compat import (
 )
 from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import DelayedScales, SharedExponents, Spots
+from lowp.exponents.sites import Passes
 from lowp.hooks import listed
 from lowp.ops import table
 from lowp.ops.observing import Observer, everywhere
@@ -41,6 +42,9 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu", "mtia", "maia", "hpu", "ipu", "xla", "p
 _TORCH_ATTRIBUTES = ("prev", "prev_fastdtype", "prev_cache_enabled")
 _warned: set[Policy] = set()
 _told_unrounded: set[Policy] = set()
+# of policies with scales from earlier steps: the passes of the latest region, and how many before it had one step each
+_for_one_step: dict[Policy, tuple[Passes, int]] = {}
+_MANY = 4  # regions for one step each, which are no chance
 
 
 class TorchAutocast(torch.autocast):
@@ -146,6 +150,8 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         # scales of operands from earlier steps; None where no rule uses them
         self.scales = DelayedScales() if self._rulebook.is_delayed else None
         self._compiled = self._engine(ModulePath())
+        if enabled and torch.is_grad_enabled() and (seen := self.exponents or self.scales) is not None:
+            self._tell_remade(seen.passes)
 
     # -- entering and leaving -------------------------------------------------------------------------------------
 
@@ -253,6 +259,19 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             UserWarning,
             stacklevel=4,
         )
+
+    def _tell_remade(self, passes: Passes) -> None:
+        """Warn of regions made for one step each, once for all in a row: they lose what earlier steps have told."""
+        before, count = _for_one_step.get(self.policy, (None, 0))
+        count = count + 1 if before is not None and before.step == 1 else 1
+        _for_one_step[self.policy] = passes, count
+        if count == _MANY:
+            warnings.warn(
+                f"{self!r} was made {_MANY} times for one step each: it takes scales from earlier steps, which lie in "
+                f"the region. Make it once, region = lowp.{self!r}, and enter it in every step: with region: ...",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _complain(self) -> None:
         """Report the user's rules that matched nothing: raise if strict, else warn once per policy."""

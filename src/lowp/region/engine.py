@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from lowp.compat import COMPILES_REGIONS, constant_when_compiled, private, refuse_compiled_region, unwrapped
+from lowp.compat import (
+    COMPILES_REGIONS,
+    constant_when_compiled,
+    plain_when_run,
+    private,
+    refuse_compiled_region,
+    unwrapped,
+)
 from lowp.errors import Unavailable
 from lowp.exponents import DelayedScales, SharedExponents, SiteScales, SiteWriter, Spots, Tell
 from lowp.ops import table
@@ -171,6 +178,7 @@ class Engine(TorchFunctionMode):
         """Use the plans of the present path; none in compiled code, for which a new path is one to compile again."""
         self.plans = {} if is_compiling() else self.rulebook.plans(self.path.current)
 
+    @plain_when_run
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

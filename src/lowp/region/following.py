@@ -31,7 +31,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowp.compat import private, skipped_by_compilers
+from lowp.compat import plain_when_run, private, skipped_by_compilers
 from lowp.exponents import Spots, Trail
 from lowp.region.engine import Engine, ModulePath
 from lowp.region.entries import Entry, current, current_engine, following
@@ -108,6 +108,7 @@ def _engine_behind(number: int) -> Engine | None:
     return engine if entry.follows or following() is not None else None
 
 
+@plain_when_run
 def _enter_module(number: int, module: nn.Module, arguments: Any) -> None:
     engine = _engine_behind(number)
     if engine is not None:
@@ -119,6 +120,7 @@ def _enter_module(number: int, module: nn.Module, arguments: Any) -> None:
             engine.move()
 
 
+@plain_when_run
 def _leave_module(number: int, module: nn.Module, arguments: Any, output: Any) -> None:
     engine = _engine_behind(number)
     if engine is not None:
