@@ -77,7 +77,7 @@ def test_days_to_and_since_a_holiday_are_counted_for_each_shop(tmp_path: Path) -
 def test_features_stay_within_their_categories_and_numbers_are_standardised() -> None:
     data = sales_data(drawn_tables(30, 200))
     columns = tensors(data.training)
-    for name, count in CATEGORIES.items():
+    for name, (count, _) in CATEGORIES.items():
         assert 0 <= columns[name].min() and columns[name].max() < count, name
     assert columns["CompetitionDistance."].mean().abs() < 1e-4
     assert not columns["CloudCover."].any()

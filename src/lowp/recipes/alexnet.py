@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from lowp.recipes.classification import DRAWN_LARGE, classifier, load_large
-from lowp.recipes.recipe import Size, one_cycle, sgd_with_momentum, step_decay
+from lowp.recipes.recipe import Size, built, one_cycle, sgd_with_momentum, step_decay
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -76,11 +76,6 @@ def _response_norm() -> nn.Module:
 
 
 # -- the recipe --------------------------------------------------------------------------------------------------------
-def make_model(size: Size) -> nn.Module:
-    """Return an AlexNet with the size's share of the published widths."""
-    return AlexNet(size.options["side"], size.options["share"], size.options["classes"], size.options["dropout"])
-
-
 # With an eighth of the width, the linear layers have 32 input features, too few for a dropout of a half.
 _SMALL = {"side": 64, "share": 0.125, "classes": 10, "dropout": 0.1, "images": (2000, 500)}
 _FULL = {"side": 224, "share": 1.0, "classes": 1000, "dropout": 0.5, "images": (1000, 200)}
@@ -92,7 +87,7 @@ ALEXNET = classifier(
     data=DRAWN_LARGE,
     sizes={"cpu": Size(30, 50, 0.02, 325_114, _SMALL, one_cycle), "full": Size(90, 128, 0.01, 60_965_224, _FULL)},
     load=load_large,
-    make_model=make_model,
+    make_model=built(AlexNet, "side", "share", "classes", "dropout"),
     make_optimizer=partial(sgd_with_momentum, weight_decay=5e-4),  # as in the paper
     schedule=step_decay,
 )

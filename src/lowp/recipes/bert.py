@@ -7,8 +7,6 @@ a T4 took 20 minutes in mixed precision, and 55 in fp32.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -19,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowp.errors import Unavailable
-from lowp.recipes.data.files import Published, read_text
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, adamw_where, linear_decay, tokens_of
+from lowp.recipes.data.files import Published, optional, read_columns, read_text
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, TensorExamples, adamw_where, linear_decay, tokens_of
 
 PIECES = 30_522  # the vocabulary size of bert-base-uncased; a smaller vocabulary uses the first ids
 
@@ -36,12 +33,8 @@ class SpanNetwork(nn.Module):
 
     def __init__(self, layers: int, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        try:
+        with optional("the model is transformers' BertModel"):
             from transformers import BertConfig, BertModel
-        except ImportError:
-            raise Unavailable(
-                "the model is transformers' BertModel, which is not installed: pip install 'lowp[recipes]'"
-            ) from None
         self.bert = BertModel(
             BertConfig(
                 vocab_size=PIECES,
@@ -80,48 +73,20 @@ class Tweet(NamedTuple):
     end: int
 
 
-class SpanExamples:
-    """Batches as dictionaries of int64: ``pieces`` and ``segments`` [N, length], ``start`` and ``end`` [N].
-
-    A row of `pieces` has the start token, the sentiment, a separator, the text, a separator, and padding (id 0).
-    `segments` is 1 for the text and the separator after it. `start` and `end` are the positions of the first and the
-    last piece of the part to be found.
-    """
-
-    def __init__(self, rows: dict[str, Tensor]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows["start"])
-
-    def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Return the rows at `indices`."""
-        return {name: column[indices] for name, column in self.rows.items()}
-
-
 def read_tweets(path: Path) -> list[Tweet]:
     """Read the tweets of train.csv whose selected text is a part of the text.
 
     Raises InvalidInput for a missing or damaged file, missing columns, unknown sentiments, and no such tweet.
     """
     file = TWEETS.find(path, ["train.csv", "*weet*.csv"])
-    names = ("text", "selected_text", "sentiment")
+    lines, *columns = read_columns(TWEETS, file, ("text", "selected_text", "sentiment"))
     tweets = []
-    try:
-        reader = csv.DictReader(io.StringIO(read_text(TWEETS, file), newline=""), strict=True)
-        missing = [name for name in names if name not in (reader.fieldnames or ())]
-        if missing:
-            columns = ", ".join(reader.fieldnames or ()) or "nothing"
-            raise TWEETS.broken(file, f"has no column {', '.join(missing)}; it has {columns}")
-        for row in reader:
-            text, part, sentiment = (row[name] or "" for name in names)
-            if sentiment not in SENTIMENTS:
-                raise TWEETS.broken(file, f"has the sentiment {sentiment!r} in line {reader.line_num}")
-            start = text.find(part)
-            if part and start >= 0:
-                tweets.append(Tweet(text, sentiment, start, start + len(part)))
-    except csv.Error as error:
-        raise TWEETS.broken(file, f"is not CSV: {error}") from None
+    for line, text, part, sentiment in zip(lines, *columns, strict=True):
+        if sentiment not in SENTIMENTS:
+            raise TWEETS.broken(file, f"has the sentiment {sentiment!r} in line {line}")
+        start = text.find(part)
+        if part and start >= 0:
+            tweets.append(Tweet(text, sentiment, start, start + len(part)))
     if not tweets:
         raise TWEETS.broken(file, "has no row with a text and a part of it")
     return tweets
@@ -172,13 +137,16 @@ def _draw(random: np.random.Generator) -> Tweet:
 def span_data(tweets: Sequence[Tweet], vocabulary: WordPiece, length: int, source: str) -> Data:
     """Return the tweets as examples; every tenth is for validation.
 
-    Tweets are truncated to `length` pieces, and dropped if the part begins after that.
+    Batches are dictionaries of int64: ``pieces`` and ``segments`` [N, length], ``start`` and ``end`` [N]. A row of
+    `pieces` has the start token, the sentiment, a separator, the text, a separator, and padding (id 0). `segments` is 1
+    for the text and the separator after it. `start` and `end` are the positions of the first and the last piece of the
+    part to be found. Tweets are truncated to `length` pieces, and dropped if the part begins after that.
     """
     rows = [row for tweet in tweets if (row := _row(tweet, vocabulary, length)) is not None]
     names = ("pieces", "segments", "start", "end")
     columns = {name: torch.tensor([row[index] for row in rows]) for index, name in enumerate(names)}
     held = torch.arange(len(rows)) % round(1 / _HELD_SHARE) == 0
-    parts = [SpanExamples({name: column[mask] for name, column in columns.items()}) for mask in (~held, held)]
+    parts = [TensorExamples(**{name: column[mask] for name, column in columns.items()}) for mask in (~held, held)]
     description = f"{source}, {vocabulary.size:,} pieces: {len(parts[0]):,} to train on, {len(parts[1]):,} held back"
     return Data(parts[0], parts[1], description)
 
@@ -275,12 +243,8 @@ def words_of(text: str) -> list[str]:
 
 
 def _tokenizers() -> Any:
-    try:
+    with optional("text is cut into pieces by tokenizers"):
         import tokenizers
-    except ImportError:
-        raise Unavailable(
-            "text is cut into pieces by tokenizers, which is not installed: pip install 'lowp[recipes]'"
-        ) from None
     return tokenizers
 
 

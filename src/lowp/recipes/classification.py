@@ -40,9 +40,9 @@ def load_large(size: Size, path: Path | None) -> Data:
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """Compute the cross-entropy, averaged over the batch."""
-    images, labels = batch
-    return nn.functional.cross_entropy(model(images), labels)
+    """Compute the cross-entropy of ``(inputs, classes)``, averaged over the batch, and over pixels if each has one."""
+    inputs, classes = batch
+    return nn.functional.cross_entropy(model(inputs), classes)
 
 
 def score_metrics(batches: Iterable[tuple[Tensor, Tensor]], *names: str) -> dict[str, float]:

@@ -31,7 +31,7 @@ from lowp.recipes.data.detection import (
     truths_of,
 )
 from lowp.recipes.detection import VARIANCES, WIDTHS, detector, initialise, stage
-from lowp.recipes.recipe import Size
+from lowp.recipes.recipe import Size, built
 
 # -- the network -------------------------------------------------------------------------------------------------------
 POOLED = 7  # side of a region's pooled map
@@ -144,11 +144,6 @@ PROPOSED = 100  # regions per image in evaluation
 
 VGG_16 = Shape(layers=(2, 2, 3, 3, 3), share=1.0, sizes=(0.2, 0.4, 0.8), classes=20)
 SMALL = Shape(layers=(1, 1, 2, 2, 1), share=0.125, sizes=(0.2, 0.35, 0.55), classes=20)
-
-
-def make_model(size: Size) -> nn.Module:
-    """Return a Faster R-CNN with the size's shape."""
-    return FasterRCNN(size.options["shape"])
 
 
 # -- the two stages ---------------------------------------------------------------------------------------------------
@@ -300,7 +295,7 @@ FASTER_RCNN = detector(
         "full": Size(30, 2, 1e-4, 137_078_239, {"shape": VGG_16, "side": 600, "images": (200, 40)}),
     },
     load=partial(load, "shape"),
-    make_model=make_model,
+    make_model=built(FasterRCNN, "shape"),
     loss=loss,
     evaluate=evaluate,
 )

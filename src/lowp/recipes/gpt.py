@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lowp.inference.cache import KeyValueCache
 from lowp.recipes.classification import score_metrics
 from lowp.recipes.data.files import Published, read_bytes
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, adamw_where, one_cycle, tokens_of
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, adamw_where, built, one_cycle, tokens_of
 
 # -- the network -------------------------------------------------------------------------------------------------------
 BYTES = 256
@@ -41,9 +41,7 @@ class GPT(nn.Module):
         self.length = length
         self.blocks = nn.ModuleList(Block(heads, width, dropout) for _ in range(layers))
         self.normalise = nn.LayerNorm(width)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:  # the more layers, the smaller the initial weights of residual branches
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ".add" in name else 0.02)
+        initialise(self, layers)
 
     def forward(self, text: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Return the scores of the next byte at each position, [N, T, 256]; with a cache, `text` goes on from there."""
@@ -54,6 +52,13 @@ class GPT(nn.Module):
         if cache is not None:
             cache.advance(text.shape[1])
         return nn.functional.linear(self.normalise(x), self.embed.weight)
+
+
+def initialise(network: nn.Module, layers: int) -> None:
+    """Draw matrices with a standard deviation of 0.02; of residual branches, the smaller the more layers there are."""
+    for name, parameter in network.named_parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ".add" in name else 0.02)
 
 
 class Block(nn.Module):
@@ -199,11 +204,6 @@ def load(size: Size, path: Path | None) -> Data:
     return text_data(training, held, length, source)
 
 
-def make_model(size: Size) -> nn.Module:
-    """Return a GPT of this size."""
-    return GPT(*(size.options[name] for name in ("layers", "heads", "width", "length", "dropout")))
-
-
 def loss(model: nn.Module, batch: Any) -> Tensor:
     """Compute the cross-entropy of the next byte, averaged over all positions."""
     text, following = batch
@@ -240,7 +240,7 @@ GPT_RECIPE = Recipe(
     },
     metric=Metric("bits_per_byte", higher_is_better=False, share=False),
     load=load,
-    make_model=make_model,
+    make_model=built(GPT, "layers", "heads", "width", "length", "dropout"),
     loss=loss,
     evaluate=evaluate,
     make_optimizer=partial(adamw_where, decays, weight_decay=0.1, betas=(0.9, 0.95)),

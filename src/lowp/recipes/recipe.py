@@ -26,16 +26,18 @@ class Examples(Protocol):
 
 
 class TensorExamples:
-    """Examples as the rows of tensors of equal length."""
+    """Examples as the rows of tensors of equal length: a batch is a tuple, or a dictionary of named tensors."""
 
-    def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
+    def __init__(self, *tensors: Tensor, **named: Tensor) -> None:
+        self.tensors, self.named = tensors, named
 
     def __len__(self) -> int:
-        return len(self.tensors[0])
+        return len(first_tensor(self.named or self.tensors))
 
-    def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+    def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> Any:
         """Return the rows at `indices` of each tensor."""
+        if self.named:
+            return {name: tensor[indices] for name, tensor in self.named.items()}
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
@@ -139,6 +141,11 @@ class Recipe:
         if size_name not in self.sizes:
             raise UnknownName(unknown(f"size of {self.name}", size_name, self.sizes))
         return self.sizes[size_name]
+
+
+def built(network: Callable[..., nn.Module], *options: str) -> Callable[[Size], nn.Module]:
+    """Return a `make_model` that calls `network` with these options of the size, in this order."""
+    return lambda size: network(*(size.options[name] for name in options))
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from lowp.recipes.classification import DRAWN_LARGE, DRAWN_SMALL, classifier, load_large, load_small
-from lowp.recipes.recipe import Size, one_cycle, sgd_with_momentum, step_decay
+from lowp.recipes.recipe import Size, built, one_cycle, sgd_with_momentum, step_decay
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -127,26 +127,20 @@ def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int =
 # -- the recipe --------------------------------------------------------------------------------------------------------
 FIFTY, HUNDRED_AND_ONE = (3, 4, 6, 3), (3, 4, 23, 3)
 
-
-# -- networks ---------------------------------------------------------------------------------------------------------
-def make_small(size: Size) -> nn.Module:
-    """Return a network for images of 32x32, with three stages."""
-    return cifar_resnet(size.options["layers"], size.options["width"])
-
-
-def make_large(size: Size) -> nn.Module:
-    """Return a network for images of 224x224, with four stages of bottlenecks."""
-    return imagenet_resnet(size.options["blocks"], size.options["width"], size.options["classes"])
-
-
-# -- recipes ----------------------------------------------------------------------------------------------------------
 _residual = partial(
     classifier,
     make_optimizer=partial(sgd_with_momentum, weight_decay=1e-4),  # as in the paper
     schedule=step_decay,
 )
-_small = partial(_residual, data=DRAWN_SMALL, load=partial(load_small, padding=4), make_model=make_small)
-_large = partial(_residual, data=DRAWN_LARGE, load=load_large, make_model=make_large)
+_small = partial(
+    _residual,
+    data=DRAWN_SMALL,
+    load=partial(load_small, padding=4),
+    make_model=built(cifar_resnet, "layers", "width"),
+)
+_large = partial(
+    _residual, data=DRAWN_LARGE, load=load_large, make_model=built(imagenet_resnet, "blocks", "width", "classes")
+)
 
 RESNET_20 = _small(
     name="resnet-20",

@@ -8,8 +8,6 @@ arXiv 1604.06737, third place of the competition, as prepared in fast.ai's cours
 competition did not publish (the shop's state, weather, search trends) are zero.
 """
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.data.files import Published, read_text
+from lowp.recipes.data.files import Published, read_columns
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, TensorExamples, adam, one_cycle
-
-# The embedding length of each column of CATEGORIES, in their order; the sum is 199.
-LENGTHS = (80, 4, 3, 6, 10, 2, 10, 10, 3, 3, 3, 9, 4, 6, 15, 9, 4, 4, 3, 3, 4, 4)
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -37,14 +32,12 @@ class SalesNetwork(nn.Module):
 
     def __init__(self, hidden: Sequence[int]) -> None:
         super().__init__()
-        self.embed = nn.ModuleList(
-            nn.Embedding(count, length) for count, length in zip(CATEGORIES.values(), LENGTHS, strict=True)
-        )
+        self.embed = nn.ModuleList(nn.Embedding(count, length) for count, length in CATEGORIES.values())
         self.drop = nn.Dropout(0.04)
         self.normalise = nn.BatchNorm1d(len(NUMBERS))
         first, second = hidden
         self.layers = nn.Sequential(
-            nn.Linear(sum(LENGTHS) + len(NUMBERS), first),
+            nn.Linear(sum(length for _, length in CATEGORIES.values()) + len(NUMBERS), first),
             nn.ReLU(),
             nn.BatchNorm1d(first),
             nn.Dropout(0.001),
@@ -66,30 +59,30 @@ class SalesNetwork(nn.Module):
 # -- data --------------------------------------------------------------------------------------------------------------
 SALES = Published("Rossmann store sales", "https://www.kaggle.com/c/rossmann-store-sales/data (train.csv, store.csv)")
 
-# The columns of categories, and the number of categories of each.
-CATEGORIES: dict[str, int] = {
-    "Store": 1115,
-    "DayOfWeek": 7,
-    "Year": 3,
-    "Month": 12,
-    "Day": 31,
-    "StateHoliday": 2,
-    "CompetitionMonthsOpen": 25,
-    "Promo2Weeks": 26,
-    "StoreType": 4,
-    "Assortment": 3,
-    "PromoInterval": 4,
-    "CompetitionOpenSinceYear": 23,
-    "Promo2SinceYear": 8,
-    "State": 12,
-    "Week": 52,
-    "Events": 22,
-    "Promo_fw": 6,
-    "Promo_bw": 6,
-    "StateHoliday_fw": 3,
-    "StateHoliday_bw": 3,
-    "SchoolHoliday_fw": 8,
-    "SchoolHoliday_bw": 8,
+# The columns of categories: the number of categories of each, and the length of its embedding; their sum is 199.
+CATEGORIES: dict[str, tuple[int, int]] = {
+    "Store": (1115, 80),
+    "DayOfWeek": (7, 4),
+    "Year": (3, 3),
+    "Month": (12, 6),
+    "Day": (31, 10),
+    "StateHoliday": (2, 2),
+    "CompetitionMonthsOpen": (25, 10),
+    "Promo2Weeks": (26, 10),
+    "StoreType": (4, 3),
+    "Assortment": (3, 3),
+    "PromoInterval": (4, 3),
+    "CompetitionOpenSinceYear": (23, 9),
+    "Promo2SinceYear": (8, 4),
+    "State": (12, 6),
+    "Week": (52, 15),
+    "Events": (22, 9),
+    "Promo_fw": (6, 4),
+    "Promo_bw": (6, 4),
+    "StateHoliday_fw": (3, 3),
+    "StateHoliday_bw": (3, 3),
+    "SchoolHoliday_fw": (8, 4),
+    "SchoolHoliday_bw": (8, 4),
 }
 NUMBERS: tuple[str, ...] = (
     "CompetitionDistance",
@@ -131,8 +124,14 @@ def read_tables(path: Path) -> Tables:
     """Read train.csv and store.csv from a folder; raise InvalidInput for missing files, columns and values."""
     daily_file, shops_file = (SALES.find(path, [name]) for name in ("train.csv", "store.csv"))
     names = ("Store", "Date", "Sales", "Promo", "StateHoliday", "SchoolHoliday")
-    daily = _columns(daily_file, names)
-    shops = _columns(shops_file, (*_SHOP_NUMBERS, "StoreType", "Assortment", "PromoInterval"))
+    shop_names = (*_SHOP_NUMBERS, "StoreType", "Assortment", "PromoInterval")
+    daily, shops = (
+        dict(zip(wanted, read_columns(SALES, file, wanted)[1:], strict=True))
+        for file, wanted in ((daily_file, names), (shops_file, shop_names))
+    )
+    for file, table in ((daily_file, daily), (shops_file, shops)):
+        if not table["Store"]:
+            raise SALES.broken(file, "has no rows")
     order = np.argsort(_numbers(shops_file, "Store", shops["Store"]))
     shop_columns = {name: _numbers(shops_file, name, shops[name])[order] for name in _SHOP_NUMBERS}
     for name, letters in (("StoreType", "abcd"), ("Assortment", "abc")):
@@ -163,26 +162,6 @@ _SHOP_NUMBERS = (
     "Promo2SinceWeek",
     "Promo2SinceYear",
 )
-
-
-def _columns(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the named columns of a CSV file; raise InvalidInput for missing columns and ragged rows."""
-    reader = csv.reader(io.StringIO(read_text(SALES, path)))
-    try:
-        header = next(reader, [])
-        missing = [name for name in names if name not in header]
-        if missing:
-            raise SALES.broken(path, f"has no column {', '.join(missing)}; it has {', '.join(header) or 'nothing'}")
-        rows = [row for row in reader if row]
-    except csv.Error as error:
-        raise SALES.broken(path, f"is not CSV: {error}") from None
-    bad = next((line for line, row in enumerate(rows, 2) if len(row) != len(header)), None)
-    if bad is not None or not rows:
-        raise SALES.broken(
-            path, f"has {len(header)} columns, but line {bad} has a different number" if bad else "has no rows"
-        )
-    columns = list(zip(*rows, strict=True))
-    return {name: list(columns[header.index(name)]) for name in names}
 
 
 def _numbers(path: Path, name: str, values: Sequence[str]) -> Column:
@@ -315,7 +294,7 @@ def _features(daily: dict[str, Column], shop: dict[str, Column]) -> tuple[Column
         "SchoolHoliday": daily["SchoolHoliday"],
     }
     absent = np.zeros(len(weekday))
-    categories = [known.get(name, absent).clip(0, count - 1) for name, count in CATEGORIES.items()]
+    categories = [known.get(name, absent).clip(0, count - 1) for name, (count, _) in CATEGORIES.items()]
     return np.stack(categories, 1).astype(np.int64), np.stack([known.get(name, absent) for name in NUMBERS], 1)
 
 

@@ -31,7 +31,7 @@ from lowp.recipes.data.detection import (
     truths_of,
 )
 from lowp.recipes.detection import VARIANCES, WIDTHS, detector, initialise, stage
-from lowp.recipes.recipe import Size
+from lowp.recipes.recipe import Size, built
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -178,11 +178,6 @@ def anchors_of(count: int, device: torch.device) -> Tensor:
         return next(boxes for boxes in both if len(boxes) == count).to(device)
 
 
-def make_model(size: Size) -> nn.Module:
-    """Return an SSD with the size's layout."""
-    return SSD(size.options["layout"])
-
-
 # -- loss -------------------------------------------------------------------------------------------------------------
 def match_targets(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
     """Return the target class int64 [N] (0 for background, else 1 + the class index) and box [N, 4] of each anchor.
@@ -265,7 +260,7 @@ SSD_RECIPE = detector(
         "full": Size(120, 32, 1e-4, 26_285_486, {"layout": SSD300, "side": 300, "images": (400, 80)}),
     },
     load=partial(load, "layout"),
-    make_model=make_model,
+    make_model=built(SSD, "layout"),
     loss=loss,
     evaluate=evaluate,
 )

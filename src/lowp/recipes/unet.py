@@ -19,10 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from lowp.recipes.classification import loss
 from lowp.recipes.data.files import Published
 from lowp.recipes.data.images import SUFFIXES, open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, constant
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, built, constant
+
+CLASSES = 9
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -32,7 +35,7 @@ class UNet(nn.Module):
     `widths`: channels of each level; with (64, 128, 256, 512) and 9 classes it has 7,703,497 parameters.
     """
 
-    def __init__(self, widths: Sequence[int] = (64, 128, 256, 512), classes: int = 9) -> None:
+    def __init__(self, widths: Sequence[int] = (64, 128, 256, 512), classes: int = CLASSES) -> None:
         super().__init__()
         channels = [3, *widths]
         self.down = nn.ModuleList(_two_convolutions(*pair) for pair in itertools.pairwise(channels))
@@ -149,13 +152,7 @@ def read_masked(path: Path, side: int, border: int, classes: int) -> Data:
 
 def _mask(path: Path, side: int) -> npt.NDArray[Any]:
     """Return a mask's grey values or palette indices at `side` x `side` nearest pixels; values are not blended."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as picture:
-            values = np.array(picture)
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise MASKED.broken(path, f"cannot be read as a picture: {error}") from None
+    values = np.array(open_picture(MASKED, path, is_coloured=False))
     if values.ndim != 2:
         raise MASKED.broken(path, f"has {values.shape[-1]} values a pixel, but a mask has one, the class")
     rows, columns = (((np.arange(side) + 0.5) * length / side).astype(int) for length in values.shape)
@@ -173,9 +170,6 @@ def _class_indices(folder: Path, masks: Sequence[npt.NDArray[Any]], classes: int
 
 
 # -- the recipe --------------------------------------------------------------------------------------------------------
-CLASSES = 9
-
-
 def load(size: Size, path: Path | None) -> Data:
     """Return the user's images and masks if a path is given, otherwise drawn ones.
 
@@ -185,17 +179,6 @@ def load(size: Size, path: Path | None) -> Data:
     if path is not None:
         return read_masked(path, side, border, CLASSES)
     return drawn_masks(side, border, CLASSES, *size.options["images"])
-
-
-def make_model(size: Size) -> nn.Module:
-    """Return a UNet with the size's widths and torch's initialisation."""
-    return UNet(size.options["widths"], CLASSES)
-
-
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    """Compute the cross-entropy, averaged over all pixels."""
-    images, masks = batch
-    return nn.functional.cross_entropy(model(images), masks)
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
@@ -235,7 +218,7 @@ UNET = Recipe(
     classes=1,
     metric=Metric("mean_overlap"),
     load=load,
-    make_model=make_model,
+    make_model=built(UNet, "widths"),
     loss=loss,
     evaluate=evaluate,
     make_optimizer=adam,

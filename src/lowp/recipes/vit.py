@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowp.recipes.classification import DRAWN_SMALL, classifier, load_small
-from lowp.recipes.gpt import Block, decays
-from lowp.recipes.recipe import Size, adamw_where, one_cycle
+from lowp.recipes.gpt import Block, decays, initialise
+from lowp.recipes.recipe import Size, adamw_where, built, one_cycle
 
 SIDE = 32
 
@@ -28,9 +28,7 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(heads, width, dropout, is_causal=False) for _ in range(layers)))
         self.normalise = nn.LayerNorm(width)
         self.classify = nn.Linear(width, classes)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:  # the more layers, the smaller the initial weights of residual branches
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ".add" in name else 0.02)
+        initialise(self, layers)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return scores [N, classes]."""
@@ -38,11 +36,6 @@ class VisionTransformer(nn.Module):
         x = self.normalise(self.blocks(self.drop(patches + self.position)))
         scores: Tensor = self.classify(x.mean(1))
         return scores
-
-
-def make_model(size: Size) -> nn.Module:
-    """Return a vision transformer of this size."""
-    return VisionTransformer(*(size.options[name] for name in ("layers", "heads", "width", "patch", "dropout")))
 
 
 VIT = classifier(
@@ -67,7 +60,7 @@ VIT = classifier(
         ),
     },
     load=partial(load_small, padding=4),
-    make_model=make_model,
+    make_model=built(VisionTransformer, "layers", "heads", "width", "patch", "dropout"),
     make_optimizer=partial(adamw_where, decays, weight_decay=0.05),
     schedule=one_cycle,
     clip=1.0,

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.classification import score_metrics
+from lowp.recipes.classification import loss, score_metrics
 from lowp.recipes.data.files import read_bytes
 from lowp.recipes.gpt import TEXT
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, constant
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, built, constant
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -101,17 +101,6 @@ def load(size: Size, path: Path | None) -> Data:
     return drawn_words(vocabulary, size.options["drawn"], context)
 
 
-def make_model(size: Size) -> nn.Module:
-    """Return a network of this size."""
-    return NextWord(*(size.options[name] for name in ("vocabulary", "width", "hidden", "context")))
-
-
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    """Compute the cross-entropy of the next word, averaged over the batch."""
-    words, following = batch
-    return nn.functional.cross_entropy(model(words), following)
-
-
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     """Return ``nats_per_word`` and ``loss``, the cross-entropy, and ``accuracy``, the share of correct words."""
     metrics = score_metrics((model(words), following) for words, following in batches)
@@ -141,7 +130,7 @@ WORDS = Recipe(
     },
     metric=Metric("nats_per_word", higher_is_better=False, share=False),
     load=load,
-    make_model=make_model,
+    make_model=built(NextWord, "vocabulary", "width", "hidden", "context"),
     loss=loss,
     evaluate=evaluate,
     make_optimizer=adam,

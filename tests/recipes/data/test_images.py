@@ -65,7 +65,7 @@ def test_augmentation_shifts_by_up_to_the_padding_and_mirrors() -> None:
 
 def test_a_channel_that_never_changes_does_not_divide_by_zero() -> None:
     same = torch.full((4, 1, 2, 2), 7, dtype=torch.uint8)
-    data = image_data(LabelledImages(same, torch.zeros(4), same, torch.zeros(4), (), ""))
+    data = image_data(LabelledImages(same, torch.zeros(4), same, torch.zeros(4), ""))
     assert not data.training.batch(torch.arange(4))[0].any()
 
 

@@ -19,7 +19,6 @@ from lowp.recipes.data.files import Published, read_bytes
 from lowp.recipes.data.images import LabelledImages
 
 CIFAR10 = Published("CIFAR-10", "https://www.cs.toronto.edu/~kriz/cifar.html")
-CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 _VALUES = 3 * 32 * 32
 _BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
@@ -46,7 +45,7 @@ def read_cifar10(path: Path) -> LabelledImages:
         held = read(CIFAR10.find(first.parent, [f"test_batch{ending}"]))
     description = f"CIFAR-10 from {first.parent}, {len(training[1]):,} to train on and {len(held[1]):,} held back"
     images, labels, held_images, held_labels = (torch.from_numpy(part) for part in (*training, *held))
-    return LabelledImages(images, labels, held_images, held_labels, CLASSES, description)
+    return LabelledImages(images, labels, held_images, held_labels, description)
 
 
 def _joined(parts: Sequence[Part]) -> Part:

@@ -8,8 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lowp.errors import Unavailable
-from lowp.recipes.data.files import Published, read_bytes
+from lowp.recipes.data.files import Published, optional, read_bytes
 from lowp.recipes.data.images import LabelledImages
 
 TRAINING = 1257  # 70 %
@@ -21,12 +20,8 @@ def read_digits() -> tuple[Tensor, Tensor]:
 
     The first `TRAINING` are the training set. Raises Unavailable without scikit-learn.
     """
-    try:
+    with optional("the digits are embedded in scikit-learn"):
         from sklearn.datasets import load_digits
-    except ImportError:
-        raise Unavailable(
-            "the digits are embedded in scikit-learn, which is not installed: pip install 'lowp[recipes]'"
-        ) from None
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return torch.from_numpy(images).float()[order], torch.from_numpy(labels).long()[order]
@@ -34,7 +29,6 @@ def read_digits() -> tuple[Tensor, Tensor]:
 
 # -- MNIST -------------------------------------------------------------------------------------------------------------
 MNIST = Published("MNIST", "https://yann.lecun.com/exdb/mnist or https://ossci-datasets.s3.amazonaws.com/mnist")
-CLASSES = tuple("0123456789")
 _BYTES = 8
 
 
@@ -58,7 +52,7 @@ def read_mnist(path: Path) -> LabelledImages:
             raise MNIST.broken(images_file, f"has images of {images.shape[1]}x{images.shape[2]}, not 28x28")
         parts += [torch.from_numpy(images)[:, None], torch.from_numpy(labels.astype(np.int64))]
     description = f"MNIST from {path}, {len(parts[1]):,} to train on and {len(parts[3]):,} held back"
-    return LabelledImages(parts[0], parts[1], parts[2], parts[3], CLASSES, description)
+    return LabelledImages(parts[0], parts[1], parts[2], parts[3], description)
 
 
 def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
@@ -88,6 +82,4 @@ def enlarged_digits() -> LabelledImages:
     large = torch.nn.functional.interpolate(grey, size=(24, 24), mode="bilinear", align_corners=False)
     images = torch.nn.functional.pad(large, [2] * 4).round().to(torch.uint8)
     description = f"scikit-learn's digits enlarged to 28x28, {TRAINING:,} to train on and {HELD_BACK} held back"
-    return LabelledImages(
-        images[:TRAINING], labels[:TRAINING], images[TRAINING:], labels[TRAINING:], CLASSES, description
-    )
+    return LabelledImages(images[:TRAINING], labels[:TRAINING], images[TRAINING:], labels[TRAINING:], description)

@@ -1,14 +1,16 @@
 """Find and open the files of published data sets at the user's path, compressed or not."""
 
+import csv
 import gzip
+import io
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, Unavailable
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,15 @@ class Published:
         return InvalidInput(f"{self.name}: {path} {why}. Get it again from {self.where}")
 
 
+@contextmanager
+def optional(use: str) -> Iterator[None]:
+    """Import a package of the extra "recipes" inside; raise Unavailable without it, beginning with its `use`."""
+    try:
+        yield
+    except ImportError:
+        raise Unavailable(f"{use}, which is not installed: pip install 'lowp[recipes]'") from None
+
+
 def listing(path: Path, max_count: int = 6) -> str:
     """Return the first `max_count` names in a folder and the number of the others, in words."""
     names = sorted(entry.name for entry in path.iterdir())
@@ -86,3 +97,23 @@ def read_text(published: Published, path: Path) -> str:
         raise published.broken(
             path, f"is not UTF-8 text: byte {error.start} is {error.object[error.start]:#x}"
         ) from None
+
+
+def read_columns(published: Published, path: Path, names: Sequence[str]) -> list[Any]:
+    """Return the line numbers of the rows of a CSV file with a header, and then each named column.
+
+    Raises InvalidInput for other files, missing columns, and rows of another length; blank lines are left out.
+    """
+    reader = csv.reader(io.StringIO(read_text(published, path), newline=""), strict=True)
+    try:
+        header = next(reader, [])
+        rows = [(reader.line_num, *row) for row in reader if row]
+    except csv.Error as error:
+        raise published.broken(path, f"is not CSV: {error}") from None
+    if missing := [name for name in names if name not in header]:
+        raise published.broken(path, f"has no column {', '.join(missing)}; it has {', '.join(header) or 'nothing'}")
+    for line, *row in rows:
+        if len(row) != len(header):
+            raise published.broken(path, f"has {len(header)} columns, but line {line} has a different number")
+    columns = list(zip(*rows, strict=True)) or [()] * (1 + len(header))
+    return [columns[0], *(columns[1 + header.index(name)] for name in names)]

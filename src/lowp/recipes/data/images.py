@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lowp.compat import real_tensors
-from lowp.errors import InvalidInput, Unavailable
-from lowp.recipes.data.files import Published
+from lowp.errors import InvalidInput
+from lowp.recipes.data.files import Published, optional
 from lowp.recipes.recipe import Data
 
 
@@ -24,7 +24,6 @@ class LabelledImages(NamedTuple):
     labels: Tensor
     held_images: Tensor
     held_labels: Tensor
-    classes: tuple[str, ...]
     description: str
 
 
@@ -122,19 +121,17 @@ class FolderExamples:
         return pixels[:, top : top + self.side, left : left + self.side]
 
 
-def open_picture(published: Published, source: Path | Any, name: object = None) -> Any:
-    """Return an image file or stream as a PIL image in RGB; raise InvalidInput if it is damaged.
+def open_picture(published: Published, source: Path | Any, name: object = None, is_coloured: bool = True) -> Any:
+    """Return an image file or stream as a PIL image, in RGB unless it stays as it is; InvalidInput if it is damaged.
 
     `name` replaces the path in the error message. Raises Unavailable without Pillow.
     """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise Unavailable("pictures are read by Pillow, which is not installed: pip install 'lowp[recipes]'") from None
+    with optional("pictures are read by Pillow"):
+        from PIL import Image
     try:
         with Image.open(source) as picture:
-            return picture.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+            return picture.convert("RGB") if is_coloured else picture.copy()
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         path = Path(str(source if name is None else name))
         raise published.broken(path, f"cannot be read as a picture: {error}") from None
 

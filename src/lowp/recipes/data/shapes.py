@@ -121,7 +121,7 @@ def shape_images(side: int, training: int, held: int, kinds: int = 10, seed: int
         scenes = [draw_scene(random, side, (0.4, 0.9), 1, kinds, is_held) for _ in range(size)]
         parts.append(torch.from_numpy(np.stack([scene.image for scene in scenes])))
         parts.append(torch.from_numpy(np.concatenate([scene.kinds for scene in scenes])))
-    return LabelledImages(parts[0], parts[1], parts[2], parts[3], tuple(SHAPES)[:kinds], in_words(training, held))
+    return LabelledImages(parts[0], parts[1], parts[2], parts[3], in_words(training, held))
 
 
 def _background(random: np.random.Generator, side: int, held: bool) -> npt.NDArray[np.uint8]:
