@@ -298,6 +298,22 @@ def test_a_state_goes_on_where_it_was_to_the_bit() -> None:
         assert first.summary() == second.summary()
 
 
+@pytest.mark.parametrize("spelled", ["flex16+5:autoflex", "flex16+5:reactive"])
+def test_one_state_can_be_restored_several_times(spelled: str) -> None:
+    cast, first = parse(spelled), SharedExponents()
+    first.write(torch.ones(3), cast, "output of x")
+    first.flush()
+    state, found = first.state_dict(), []
+    for _ in range(2):
+        one = SharedExponents()
+        one.load_state_dict(state)
+        for scale in (4.0, 64.0):
+            one.write(torch.full((3,), scale), cast, "output of x")
+            one.flush()
+        found.append(one.summary())
+    assert found[0] == found[1] != first.summary()
+
+
 def test_a_state_of_another_kind_is_refused_and_changes_nothing() -> None:
     exponents = SharedExponents()
     exponents.write(torch.ones(1), FLEX, "output of x")
