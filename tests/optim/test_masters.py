@@ -11,7 +11,8 @@ from torch import nn
 
 from lowp.errors import InvalidInput
 from lowp.optim import SGD, MasterWeights
-from lowp.optim.skipping import begin_momentum, steps_by_itself
+from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
+from lowp.optim.state_dicts import check_saved
 from lowp.optim.storage import _signed
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -181,6 +182,33 @@ def test_masters_skip_a_step_by_themselves_where_their_optimizer_does(name: str)
     assert found == [name == "adam_fused"] * 2
 
 
+class Foreign(torch.optim.Adagrad):
+    """An optimizer of a user."""
+
+
+@pytest.mark.parametrize(
+    ("make", "at_first", "then"),
+    [
+        (lambda params: torch.optim.SGD(params, momentum=0.9), True, True),
+        (lambda params: torch.optim.SGD(params, momentum=0.9, dampening=0.1), False, True),
+        (OPTIMIZERS["adam_fused"], True, True),
+        (OPTIMIZERS["adamw"], False, True),
+        (OPTIMIZERS["adagrad"], True, True),  # which has its state from the beginning
+        (Foreign, False, False),
+    ],
+    ids=["sgd", "dampened sgd", "fused", "adamw", "adagrad", "foreign"],
+)
+def test_a_device_can_skip_a_step_of_torchs_optimizers_that_begins_nothing(
+    make: Callable[..., torch.optim.Optimizer], at_first: bool, then: bool
+) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = make([weight])
+    assert skips_on_device(optimizer, [weight]) is at_first
+    optimizer.step()
+    assert skips_on_device(optimizer, [weight]) is then
+
+
 def test_schedulers_closures_and_clipping_work() -> None:
     weight = nn.Parameter(torch.full((4,), 3.0))
     optimizer = MasterWeights(torch.optim.LBFGS([weight], lr=0.5, max_iter=5), "bf16")
@@ -246,6 +274,15 @@ def test_damaged_masters_are_refused_and_change_nothing(change: dict[str, object
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_models_state_with_a_nan_under_either_name_of_a_tied_weight_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    present = model.state_dict()
+    for name in ("0.weight", "1.weight"):
+        with pytest.raises(InvalidInput, match=f"^{name} has infinities or NaN, from which no run can go on"):
+            check_saved(model, present | {name: torch.full((3, 3), torch.nan)}, None, present)
 
 
 @pytest.mark.parametrize("make", [lambda p: MasterWeights(torch.optim.SGD(p, lr=0.1)), lambda p: SGD(p, lr=0.1)])
