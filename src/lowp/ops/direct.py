@@ -89,11 +89,9 @@ class Direct:
         if prepared is None:
             return None
         given = [x, weight, bias, None, None, None, None, None], [*memory, 0, 0, 0, 0, 0, 0][:8], kept
-        if self.is_delayed:
-            entries = None if scales is None else scales.entries((self.rule.input, self.rule.weight))
-            if entries is None:
-                return None
-            given[1].extend(0 if one is None else one.data_ptr() for one in entries)
+        entries = self._entries(given[1], scales) if self.is_delayed else ()  # some live as long as this name
+        if entries is None:
+            return None
         try:
             if not is_recorded:
                 return prepared.run(given, False, False)
@@ -103,6 +101,12 @@ class Direct:
             return _apply(x, weight, bias, prepared, given, ends, scales)  # type: ignore[no-any-return]
         except NotFinite:
             return None
+
+    def _entries(self, memory: list[int], scales: SiteScales | None) -> Sequence[Tensor | None] | None:
+        """Return the entries of delayed scales, whose addresses are added to others; None if one has no scale yet."""
+        entries = None if scales is None else scales.entries((self.rule.input, self.rule.weight))
+        memory.extend(0 if one is None else one.data_ptr() for one in entries or ())
+        return entries
 
     def _learnt(self, whole: tuple[Any, ...], form_of: FormOf, bias: Tensor | None) -> Prepared | None:
         """Return what is known of a call from now on."""

@@ -262,21 +262,27 @@ def prepare(
     if in_bytes and isinstance(form, Linear) and len(other) == 2:
         is_served = about[2] is about[5] is torch.float32 and max(*other, math.prod(shape[:-1])) <= MOST_DEPTH
         return InBytes(rule, form, about) if is_served and not multiplies_bytes() else None  # in tiles, by torch
-    axes = form.contracted[OUTPUT]
     casts = RoleCasts(rule)
-    of_input, of_weight = casts.of_product(FIRST), casts.of_product(SECOND)
-    if not (_rotates(form, FIRST, of_input) and _rotates(form, SECOND, of_weight)):
+    first, second = casts.of_product(FIRST), casts.of_product(SECOND)
+    if not (_rotates(form, FIRST, first) and _rotates(form, SECOND, second)):
         return None  # the definition refuses it
-    x, weight = _read(rule.input, about[:3], axes[0], of_weight), _read(rule.weight, about[3:], axes[1], of_input)
+    axes = form.contracted[OUTPUT]
+    x, weight = _read(rule.input, about[:3], axes[0], second), _read(rule.weight, about[3:], axes[1], first)
     if x is None or weight is None:
         return None
-    if not form.are_matrices:
-        return None if x.copies or weight.copies else ByTorch(rule, form, x, weight, about)
-    found = matrices(form, OUTPUT, Memory(X, *x.empty), Memory(WEIGHT, *weight.empty))
-    if found is None:
-        x, weight = _copied(x), _copied(weight)
+    if form.are_matrices:
+        return _of_matrices(rule, form, (x, weight), about, not form.fits(bias) or getattr(form, "scale", 1) != 1)
+    return None if x.copies or weight.copies else ByTorch(rule, form, x, weight, about)
+
+
+def _of_matrices(
+    rule: Rule, form: Form, operands: tuple[Read, Read], about: tuple[Any, ...], is_apart: bool
+) -> Prepared | None:
+    """Return what is known of a product of matrices, see `Prepared`; None where no program reads or rounds it."""
+    for x, weight in (operands, tuple(map(_copied, operands))):
         found = matrices(form, OUTPUT, Memory(X, *x.empty), Memory(WEIGHT, *weight.empty))
-    is_apart = not form.fits(bias) or getattr(form, "scale", 1) != 1
+        if found is not None:
+            break
     is_drawn = rule.output is not None and rule.output.is_stochastic
     if found is None or found.is_redrawn(rule.output) or (is_apart and is_drawn):
         return None

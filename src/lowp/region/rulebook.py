@@ -162,15 +162,8 @@ class Rulebook:
         if row.runner == "generic:refused" and not self._refuses:
             row = replace(row, runner="generic:wide")
         quick = row.quickly(rule)
-        if rule is not None and rule.output is not None and is_flexpoint(rule.output):
-            # without sites, as under torch.compile and torch.func, each tensor's exponent comes from its own maximum
-            alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
-            at_site = partial(table.runner(row.at_site), row)
-            alone_run = _under(alone, row.run(alone))
-            return Plan(row, rule, alone_run, at_site, row.is_contraction, True, None, quick, _ways(None, quick))
-        if rule is not None and rule.is_delayed:  # other ops, and those without sites, have scales of the present step
-            run = row.run(rule) if row.at_site == BY_ITSELF else None
-            return Plan(row, rule, _under(rule.current, row.run(rule.current)), run, True, True, is_delayed=True)
+        if rule is not None and (at_sites := _at_sites(row, rule, quick)) is not None:
+            return at_sites
         rounds = bool(row.is_contraction or row.product) and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
         run, way = self._runner(row, rule), hand_over(function, row, rule, self.main_dtype())
@@ -304,6 +297,21 @@ def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
 def traced(policy: Policy, strict: bool) -> Rulebook:
     """Return the single rulebook of a policy under torch.compile, which would recompile for every new object."""
     return Rulebook(policy, strict)
+
+
+def _at_sites(row: Row, rule: Rule, quick: Quick | None) -> Plan | None:
+    """Return the plan of an op whose results, or whose operands' scales, have sites; None of others."""
+    if rule.output is not None and is_flexpoint(rule.output):
+        # without sites, as under torch.compile and torch.func, each tensor's exponent comes from its own maximum
+        alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
+        at_site = partial(table.runner(row.at_site), row)
+        alone_run = _under(alone, row.run(alone))
+        return Plan(row, rule, alone_run, at_site, row.is_contraction, True, None, quick, _ways(None, quick))
+    if not rule.is_delayed:
+        return None
+    run = row.run(rule) if row.at_site == BY_ITSELF else None
+    # other ops, and those without sites, have scales of the present step
+    return Plan(row, rule, _under(rule.current, row.run(rule.current)), run, True, True, is_delayed=True)
 
 
 def _ways(way: HandOver | None, quick: Quick | None) -> tuple[Way, ...]:

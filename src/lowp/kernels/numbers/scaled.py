@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Overflow, Rounding, carry_of, has_powers_of_two
+from lowp.casts import Cast, Overflow, Rounding, ScalingSpec, carry_of, has_powers_of_two
 from lowp.compat import has_fp64, remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
@@ -211,6 +211,12 @@ def is_ternary(format: Format) -> bool:
     return isinstance(element, IntFormat) and element.bits == 2 and element.symmetric
 
 
+def _is_tried(format: ScaledFormat, scaling: ScalingSpec) -> bool:
+    """Whether a format with `other` elements is one whose groups try both: short ones of e2m1."""
+    is_short = 0 < format.scope.elements <= MOST_TRIED
+    return is_short and format.element == FORMATS["e2m1"] and scaling.kind == "current"
+
+
 @remembered_by_identity
 def follow_largest(cast: Cast) -> bool:
     """Whether the scales of a cast depend on the largest magnitudes of its groups of neighbours alone.
@@ -220,10 +226,9 @@ def follow_largest(cast: Cast) -> bool:
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or format.affine or format.element.bits == 1:
         return False
-    is_tried = scaling.rule == "4/6" or format.other is not None
-    if cast.is_corrected or (is_tried and not 0 < format.scope.elements <= MOST_TRIED):
+    if cast.is_corrected or not (format.other is None or _is_tried(format, scaling)):
         return False
-    if format.other is not None and (format.element != FORMATS["e2m1"] or scaling.kind != "current"):
+    if scaling.rule == "4/6" and not 0 < format.scope.elements <= MOST_TRIED:
         return False
     if isinstance(format.element, FloatFormat) and not format.element.has_zero:
         return False
