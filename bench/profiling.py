@@ -19,17 +19,8 @@ from typing import Any
 import torch
 
 from lowp.numerics.profiler import Profiler
-from lowp.numerics.sampling import Rounds
 from lowp.recipes.profiling import _run
 from lowp.recipes.training import Settings, Training
-
-
-class NoTurn(Rounds):
-    """A schedule in which no module is recorded."""
-
-    def turn(self, step: int, room: float) -> list[str]:
-        """Return no module."""
-        return []
 
 
 def once(name: str, steps: int, share: str | None, guard: bool) -> tuple[float, Profiler | None]:
@@ -39,7 +30,7 @@ def once(name: str, steps: int, share: str | None, guard: bool) -> tuple[float, 
     if share is not None:
         profiler = Profiler(training.model, training.optimizer, precision=training.precision, max_overhead=share)
         if guard:
-            profiler.plan.rounds = NoTurn()
+            profiler.schedule.looks = False
         profiler.__enter__()
     started = time.process_time()
     _run(training, lambda taken: taken >= steps)

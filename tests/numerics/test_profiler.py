@@ -20,10 +20,9 @@ import lowp
 from lowp.errors import InvalidInput, Misuse
 from lowp.numerics import watching
 from lowp.numerics.models import Models
-from lowp.numerics.plan import Clock, RecordingPlan
 from lowp.numerics.profiler import Profiler
 from lowp.numerics.record import Key, Record
-from lowp.numerics.sampling import Budget, Rounds, is_sampled
+from lowp.numerics.schedule import Budget, Schedule, is_sampled
 from lowp.numerics.spectrum import Spectrum
 
 
@@ -313,53 +312,64 @@ def test_what_runs_in_evaluation_is_not_counted() -> None:
     assert profile.record.ops["0", "linear"].calls == 1
 
 
+class Clock:
+    """Seconds that a test lets pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def schedule(self, budget: Budget, divergence: bool = False) -> Schedule:
+        """A schedule whose modules are the loss, the model, a linear layer, and one without parameters."""
+        schedule = Schedule(Models(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), budget, divergence)
+        schedule.start()
+        return schedule
+
+    def step(self, schedule: Schedule, seconds: float) -> list[str]:
+        """A step of a second in which each module whose turn it is takes so many more; return them."""
+        modules = schedule.modules
+        self.now += 1.0 + seconds * len(modules)
+        if modules:
+            schedule._budget.spent(seconds * len(modules), True)
+            schedule.end_look(modules, False)
+        else:
+            schedule.end(False)
+        return modules
+
+
 def test_the_budget_spreads_a_look_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    budget, rounds, seen = Budget(0.03, started=0.0), Rounds(), []
-    cost = {"small": 0.01, "large": 0.2, "middle": 0.05}
-    for name in cost:
-        rounds.add(name, 3e-4)
+    clock, seen, budget = Clock(monkeypatch), [], Budget(0.03)
+    schedule = clock.schedule(budget)
     for step in range(400):
-        clock[0] += 1.0
-        chosen = rounds.turn(step, budget.room)
-        if chosen:
-            seconds = sum(cost[one] for one in chosen)
-            clock[0] += seconds
-            budget.spent(seconds, True)
-            rounds.looked(chosen, seconds)
-            seen += chosen
-            assert step < 50 or budget.overhead <= 0.03  # before, what a module costs was guessed
-    counts = {name: seen.count(name) for name in cost}
+        schedule.decide(step)
+        seen += clock.step(schedule, 0.05)
+        assert step < 50 or budget.overhead <= 0.03  # before, what a module costs was guessed
+    counts = {name: seen.count(name) for name in ("", "0", "1")}
     assert min(counts.values()) > 5 and max(counts.values()) - min(counts.values()) <= 1
-    assert rounds.taken == min(counts.values()) and rounds.seen == 3
+    assert schedule.account() == {"looks": pytest.approx(len(seen) / 3), "modules": 3, "modules_seen": 3}
 
 
-def test_a_round_begins_when_it_is_due_and_no_module_waits() -> None:
-    rounds = Rounds()
-    rounds.add("a", 3e-4)
-    rounds.add("b", 3e-4)
-    assert rounds.turn(0, 0.0) == [] and rounds.idle_steps(0) == 0
-    assert rounds.turn(1, math.inf) == ["a", "b"]
-    rounds.looked(["a", "b"], 1.0)
-    assert rounds.turn(3, math.inf) == ["a", "b"], "that of step 2, which nobody asked about"
-    rounds.looked(["a", "b"], 1.0)
-    assert rounds.turn(5, math.inf) == ["a", "b"] and rounds.turn(5, 0.1) == []
+def test_a_round_begins_when_it_is_due_and_no_module_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Clock(monkeypatch).schedule(Budget(0.03))
+    assert schedule.turn(0, 0.0) == []
+    names = schedule.turn(1, math.inf)
+    assert sorted(names) == ["", "0", "1"]
+    schedule.end_look(names, False)
+    assert schedule.turn(3, math.inf) == names, "that of step 2, which nobody asked about"
+    schedule.end_look(names, False)
+    assert schedule.turn(5, math.inf) == names and schedule.turn(5, -0.1) == []
 
 
-def test_a_first_look_that_takes_far_longer_than_was_guessed_does_not_stand_for_all() -> None:
-    rounds = Rounds()
-    rounds.add("a", 1e-3)
-    rounds.add("b", 1e-3)
-    rounds.turn(0, math.inf)
-    rounds.looked(["a"], 2e-3)
-    assert rounds.cost("a") == 2e-3 and rounds.cost("b") == pytest.approx(1.5 * 2e-3)
-    again = Rounds()
-    again.add("a", 1e-3)
-    again.add("b", 1e-3)
-    again.turn(0, math.inf)
-    again.looked(["a"], 1.0)
-    assert again.cost("a") == 1.0 and again.cost("b") == pytest.approx(1.5 * 4e-3)
+def test_a_first_look_that_takes_far_longer_than_was_guessed_does_not_stand_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    schedule = clock.schedule(Budget(None))
+    guess = schedule.cost("1")
+    schedule.turn(0, math.inf)
+    schedule._budget.spent(1.0, True)
+    schedule.end_look(["0"], False)
+    assert schedule.cost("0") == 1.0 and schedule.cost("1") == guess
 
 
 def test_what_a_look_costs_is_held_to_a_budget_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,26 +393,23 @@ def test_what_a_look_costs_is_held_to_a_budget_and_said(monkeypatch: pytest.Monk
     assert profile.record.sampled and set(profile.record.tensors) == set(profiled(network()).tensors)
 
 
-@pytest.mark.parametrize("runs_otherwise", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
 def test_an_evaluation_in_a_step_that_is_looked_at_is_not_counted(
-    monkeypatch: pytest.MonkeyPatch, runs_otherwise: bool
+    monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = Clock(Budget(0.03))
-    clock.start()
-    looks = []
+    clock, looks = Clock(monkeypatch), []
+    schedule = clock.schedule(Budget(0.03))
     for step in range(60):
-        now[0] += 1.0  # the training's
+        clock.now += 1.0  # the training's
         if step % 10 == 9:
-            now[0] += 0.3  # a look, of which a third is not measured
-            clock.budget.spent(0.2, True)
-            now[0] += 100.0 * (step == 39)  # an evaluation
-            looks.append(clock.end_watched(runs_otherwise))
+            clock.now += 0.3  # a look, of which a third is not measured
+            schedule._budget.spent(0.2, True)
+            clock.now += 100.0 * (step == 39)  # an evaluation
+            looks.append(schedule.end_look([""], beside))
         else:
-            clock.end_unwatched(False)
+            schedule.end(False)
     assert looks == pytest.approx([0.3] * 6)
-    assert clock.budget.own == pytest.approx(1.8)
+    assert schedule._budget.own == pytest.approx(1.8)
 
 
 def test_guarding_rests_when_it_has_had_its_part_and_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,19 +429,31 @@ def test_guarding_rests_when_it_has_had_its_part_and_goes_on_later(monkeypatch: 
     assert Budget(None).may_guard(0.1)
 
 
-def test_rests_double_until_something_is_done() -> None:
-    plan = RecordingPlan(Models(network()), Clock(Budget(0.03)), divergence=False)
-    plan.rounds.turn(200, 0.0)  # a round is due, for which there is no room
-    ends = []
-    for _ in range(3):
-        plan.rest(200)
-        ends.append(next(step for step in range(200, 300) if not plan.rests(step)))
-    assert ends == [208, 216, 232]
-    plan.take_turns()
-    plan._clock.budget.allowance = 10.0
-    plan.decide(250)
-    plan.rest(250)
-    assert plan.modules and plan.rests(257) and not plan.rests(258)
+@pytest.mark.parametrize(("spent", "steps"), [(0.31, 8), (0.9, 21), (100.0, 512)])
+def test_nothing_is_decided_until_the_training_has_earned_what_waits(
+    monkeypatch: pytest.MonkeyPatch, spent: float, steps: int
+) -> None:
+    clock, budget = Clock(monkeypatch), Budget(0.03)
+    schedule = clock.schedule(budget)
+    budget.spent(spent, True)
+    clock.now = 10.0 + spent  # of 10 steps; a share of 30 s is 0.9 s
+    schedule.decide(9)
+    assert not schedule.is_busy and [schedule.rests(one) for one in (9, 7 + steps, 8 + steps)] == [True, True, False]
+
+
+def test_steps_are_guarded_again_before_there_is_room_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, budget = Clock(monkeypatch), Budget(0.03)
+    schedule = clock.schedule(budget, divergence=True)
+    budget.spent(0.1, False)
+    budget.spent(0.9, True)
+    clock.now = 11.0
+    schedule.decide(9)
+    # 0.3 of the budget until all modules were seen, and 0.8 of that where guarding has rested
+    assert not schedule.is_busy and [schedule.rests(12), schedule.rests(17)] == [True, False]
+    budget.spent(0.1, False)
+    clock.now += 0.1
+    schedule.decide(9)
+    assert not schedule.rests(26) and schedule.rests(25), "0.2 s are a share of 0.24 of what 27.8 s earn"
 
 
 def test_a_run_that_is_too_short_for_a_look_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,8 @@ def test_torch_s_scale_loses_small_gradients_silently_and_one_from_a_profile_doe
 def test_where_modules_were_left_out_the_scaler_begins_as_torch_s_or_below() -> None:
     profile = profile_of_the_same()
     assert profile.grad_scaler("cpu").get_scale() > 2.0**16
-    profile.plan.rounds.add("left out", 1.0)
+    profile.models.modules["left out"] = nn.Linear(1, 1)
+    profile.schedule.take_turns()
     profile.budget.share = 0.03
     assert profile.record.is_partial and profile.grad_scaler("cpu").get_scale() == 2.0**16
 

@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise, before any work is done, for a file that cannot be written or an invalid number."""
-    from lowp.numerics.sampling import Budget
+    from lowp.numerics.schedule import Budget
 
     Budget.parse(arguments.max_overhead)
     if arguments.precision is not None:

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import deque
 
-from lowp.numerics.sampling import Budget
+from lowp.numerics.schedule import Budget
 
 _BEGINNING = 4.0  # seconds whose share is spent sooner
 _COUNTED, _HEARD = 2e-6, 4e-6  # seconds that a step takes which is counted, and more if its loss is seen

@@ -11,7 +11,7 @@ from lowp import distributed
 from lowp.compat import rendezvous_store, unwrapped
 from lowp.monitoring.look import Look
 from lowp.numerics.models import Models
-from lowp.numerics.sampling import is_sampled
+from lowp.numerics.schedule import is_sampled
 
 _monitors = count()  # every rank makes its monitors in the same order
 

@@ -20,9 +20,8 @@ from lowp.numerics.divergence import Fault
 from lowp.numerics.guard import Guard, StepHooks
 from lowp.numerics.models import Cycle, Models
 from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
-from lowp.numerics.plan import MODE, Clock, RecordingPlan
 from lowp.numerics.record import Part, Record, Recording, merged_over_ranks
-from lowp.numerics.sampling import Budget
+from lowp.numerics.schedule import MODE, Budget, Schedule
 from lowp.numerics.tape import beside
 from lowp.numerics.watching import WatchMode
 from lowp.numerics.windows import WatchedScale, initial_scale
@@ -57,8 +56,8 @@ class Profiler:
         self.budget, self.step = Budget.parse(max_overhead), 0
         self._scale = WatchedScale(scaler if scaler is not None else getattr(precision, "scaler", None))
         self._precision, self._title, self._divergence = precision, title, divergence
-        self._paths, self._clock = Paths(self.models), Clock(self.budget)
-        self.plan = RecordingPlan(self.models, self._clock, divergence)
+        self._paths = Paths(self.models)
+        self.schedule = Schedule(self.models, self.budget, divergence)
         self._kept = Recording(self._described(), None if out is None else Path(out))
         self._watch: WatchMode | None = None
         self._guard = Guard(self.models, self._saw_loss, self._looking_away, divergence)
@@ -80,8 +79,7 @@ class Profiler:
         self._entered = True
         self._kept.begin(self.budget.share)
         self._place = depth()
-        self.plan.take_turns()
-        self._clock.start()
+        self.schedule.start()
         if self.optimizer is not None:
             self._ends.append(self.optimizer.register_step_post_hook(self._after_step).remove)
         else:
@@ -128,7 +126,7 @@ class Profiler:
         if renamed:
             self._rename(renamed)
         self._kept.describe(self._described(), renamed)
-        self.plan.take_turns()
+        self.schedule.take_turns()
         self._hooks.renew()
         if self._watch is not None:
             self._watch.follow(None if args is None else model)
@@ -139,13 +137,13 @@ class Profiler:
         """Whether a module is a part that a model has got since it was looked through."""
         if any(module is part for model in self.models for part in model.modules()):
             if self.models.renew():
-                self.plan.take_turns()
+                self.schedule.take_turns()
             return True
         return False
 
     def begin_within(self, model: nn.Module, args: Any) -> None:
         """Take a call of a model that runs already for the first; not for one to run again, as arguments are lost."""
-        if not self.plan.beside:
+        if not self.schedule.beside:
             self._before_forward(model, args, {})
 
     @property
@@ -157,10 +155,10 @@ class Profiler:
         """Continue with the new names of modules; a recording of some of them in progress is discarded."""
         if self._watch is not None and self._watch.is_whole:
             self._watch.rename(first)
-            self.plan.rename(True)
+            self.schedule.rename(True)
         else:
             self._drop_watch()
-            self.plan.rename(False)
+            self.schedule.rename(False)
 
     def _described(self) -> dict[str, Any]:
         header = self.models.header(self._precision)
@@ -172,9 +170,7 @@ class Profiler:
         sampling = {
             **self.budget.account(),
             "steps": self.step,
-            "looks": self.plan.rounds.done,
-            "modules": self.plan.rounds.modules,
-            "modules_seen": self.plan.rounds.seen,
+            **self.schedule.account(),
             "unguarded": self.step - self._guarded if self._divergence else self.step,
         }
         return Record(dict(self._kept.header), self._kept.part, sampling, complete=self.budget.ended is not None)
@@ -199,62 +195,60 @@ class Profiler:
         if not self._is_idle(module):
             if self._scale.is_used and self._scale.has_skipped():
                 self._skip_step()
-            if self.plan.modules and self._watch is None:
+            if self.schedule.modules and self._watch is None:
                 self._begin_watch(module)
-            if self.plan.guards and torch.is_grad_enabled() and not functorch_is_active():
+            if self.schedule.guards and torch.is_grad_enabled() and not functorch_is_active():
                 self._guard.unguarded = self.step - self._guarded
                 self._guard.begin(module, args, kwargs)
         self._spent(started)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.plan.guards and not self._is_idle(module) and torch.is_grad_enabled():
+        if self.schedule.guards and not self._is_idle(module) and torch.is_grad_enabled():
             started = time.perf_counter()
             self._guard.open(module, output, self._place)
             self._spent(started)
 
     def _spent(self, started: float) -> None:
-        self._clock.spent_since(started, self._watch is not None)
+        self.schedule.spent_since(started, self._watch is not None)
 
     def _begin_watch(self, running: nn.Module) -> None:
-        plan, entry, is_whole = self.plan, entries.current(), self.plan.is_whole
+        schedule, entry, is_whole = self.schedule, entries.current(), self.schedule.is_whole
         if self.models.renew():
-            plan.take_turns()
+            schedule.take_turns()
         region = entry.region if entry is not None and entry.engine is not None else None
-        if plan.beside and region is not None and region.exponents is not None:
-            plan.never_beside()  # a shared exponent follows every tensor that is written
-        if region is not None and not plan.beside and self._end_observing is None:
-            plan.in_region = True  # it must know before it is entered that it is observed
-            plan.modules = []
+        if schedule.beside and region is not None and region.exponents is not None:
+            schedule.never_beside()  # a shared exponent follows every tensor that is written
+        if region is not None and not schedule.beside and self._end_observing is None:
+            schedule.in_region = True  # it must know before it is entered that it is observed
+            schedule.modules = []
             return
-        modules = None if is_whole else plan.modules
+        modules = None if is_whole else schedule.modules
         self._watch = WatchMode(
-            self.step, self._paths, self.models, self._scale.value, modules, self._place, plan.beside
+            self.step, self._paths, self.models, self._scale.value, modules, self._place, schedule.beside
         )
         self._watch.on_backward = self._saw_loss
-        if not plan.beside:
+        if not schedule.beside:
             self._stance.set(False)
         self._watch.follow(running)
 
     def _prepare(self) -> None:
         """Prepare for the next step, or leave it unrecorded."""
-        plan = self.plan
-        plan.decide(self.step)
-        if plan.modules and plan.in_region and not plan.beside and self._end_observing is None:
+        schedule = self.schedule
+        schedule.decide(self.step)
+        if schedule.modules and schedule.in_region and not schedule.beside and self._end_observing is None:
             self._end_observing = observe(self._observed)
-        if not plan.guards:
+        if not schedule.guards:
             self._guard.rest()
-        busy = plan.is_busy or self._scale.is_used
+        busy = schedule.is_busy or self._scale.is_used
         self._hooks.put(busy)
         self._alone = None if busy else self._cycle.alone
-        if not busy:
-            plan.rest(self.step)
 
     def _observed(self, seen: Observation) -> None:
         if self._watch is not None and not self._guard.is_replaying:
             self._watch.observed(seen)
 
     def _drop_watch(self) -> None:
-        self.plan.modules = []
+        self.schedule.modules = []
         if self._end_observing is not None:
             self._end_observing()
             self._end_observing = None
@@ -290,7 +284,7 @@ class Profiler:
             with self._guard.replaying(), beside(tape, self.models):
                 watch.look_again(tape, gradient)
         except Exception as error:  # of the model's own code, which need not run twice: the training goes on
-            self.plan.failed(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+            self.schedule.failed(f"{type(error).__name__}: {error}".splitlines()[0][:200])
         watch.follow()
         self._spent(started)
 
@@ -314,14 +308,14 @@ class Profiler:
 
     # -- the optimizer's step -----------------------------------------------------------------------------------------
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._watch is None and not self.plan.guards:
+        if self._watch is None and not self.schedule.guards:
             return
         started = time.perf_counter()
         parameters = self._cycle.parameters(optimizer)
         if parameters:
             if self._watch is not None:
                 self._watch.pause()  # before what the guard computes
-            if self.plan.guards:
+            if self.schedule.guards:
                 self._guard.close()
                 seen = self._guard.current(self.step)
                 self._keep_fault(self._guard.before_step([one for _, one in parameters], seen, self._scale.value()))
@@ -332,15 +326,15 @@ class Profiler:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
-        if optimizer is self._alone and self.plan.rests(self.step):
+        if optimizer is self._alone and self.schedule.rests(self.step):
             self.step += 1
-            self._clock.pass_by(started)
+            self.schedule.pass_by(started)
             return
         parameters = self._cycle.parameters(optimizer)
         if not parameters:
             return
         self._scale.stepped()
-        if self.plan.guards:
+        if self.schedule.guards:
             self._guard.forget()
         if self._watch is not None:
             self._watch.after_step(parameters)
@@ -364,9 +358,9 @@ class Profiler:
     def _end_step(self) -> None:
         """Keep the data of a step, and count its time."""
         started = time.perf_counter()
-        watch, looked = self._watch, self.plan.modules
+        watch, looked = self._watch, self.schedule.modules
         if watch is not None and not watch.is_complete:
-            self.plan.failed()
+            self.schedule.failed()
             self._drop_watch()
             watch = None
         if watch is not None:
@@ -384,12 +378,12 @@ class Profiler:
         self.budget.spent(time.perf_counter() - started, watch is not None)
         if watch is not None:
             self.budget.spent(watch.seconds, True)
-            self.plan.rounds.looked(looked, self._clock.end_watched(self.plan.runs_otherwise and not watch.beside))
+            self.schedule.end_look(looked, watch.beside)
         else:
-            self._clock.end_unwatched(self.plan.guards and self.step > 0)
+            self.schedule.end(self.schedule.guards and self.step > 0)
         self.step += 1
-        self._guarded += self.plan.guards
+        self._guarded += self.schedule.guards
         started = time.perf_counter()
-        if watch is not None or not self.plan.modules:
+        if watch is not None or not self.schedule.modules:
             self._prepare()
         self.budget.spent(time.perf_counter() - started, watch is not None)

@@ -32,8 +32,8 @@ from lowp.numerics.modes import (
     tensors_in,
 )
 from lowp.numerics.part import CountedTensor, add_up, looked_at, parameter_key
-from lowp.numerics.plan import HOOK, MODE
 from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print
+from lowp.numerics.schedule import HOOK, MODE
 from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.numerics.tape import Tape, calls_again
 from lowp.ops.casting import functorch_is_active
