@@ -122,7 +122,7 @@ def verified(settings: Settings, record: Record, policy: Policy, steps: int | No
     data = load_data(settings.filled())
     ends, skipped = [], 0
     training = Training(settings, data)
-    whole = training.epochs * training.steps_per_epoch
+    whole = training.steps
 
     def is_enough(taken: int) -> bool:
         return taken >= (whole if steps is None else steps)

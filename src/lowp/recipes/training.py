@@ -128,9 +128,9 @@ class Training:
         self.model, self.optimizer = self.precision.prepare(model, optimizer)
         self.batch: int = min(_known(settings.batch), len(self.data.training))
         self.epochs: int = _known(settings.epochs)
-        self.steps_per_epoch = len(self.data.training) // self.batch
-        self.epoch = 0
-        self.step_of_epoch = 0
+        self.steps_per_epoch: int = len(self.data.training) // self.batch
+        self.epoch: int = 0
+        self.step_of_epoch: int = 0
         self.history: list[dict[str, float]] = []
         self.failure: str | None = None
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -161,14 +161,17 @@ class Training:
     @property
     def progress(self) -> float:
         """The completed share of the training, 0 to 1."""
-        share: float = self.done / (self.epochs * self.steps_per_epoch)
-        return share
+        return self.done / self.steps
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the whole run."""
+        return self.epochs * self.steps_per_epoch
 
     @property
     def done(self) -> int:
         """The number of steps taken."""
-        steps: int = self.epoch * self.steps_per_epoch + self.step_of_epoch
-        return steps
+        return self.epoch * self.steps_per_epoch + self.step_of_epoch
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,7 @@
 """Records of the gradients of weights and activations, of updates, and of what they lose in 16 bits."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -94,19 +94,30 @@ class _Moment:
         }
 
 
-class _UpdateObserver(Observer):
+class _Comparing(Observer):
+    """Observes `steps` of a training; can compare them with an fp32 backward pass, and with updates in fp64."""
+
+    def __init__(self, training: Training, steps: Collection[int]) -> None:
+        self._training, self.steps = training, steps
+        self._reference = Reference(training.recipe, training.size, training.device)
+        self._exact = ExactUpdates(training.recipe, training.size, training.device)
+
+    def wants(self, progress: float) -> bool:
+        """Return whether to observe the step."""
+        return self._training.done in self.steps
+
+    def before_forward(self) -> None:
+        """Save the random states for the reference."""
+        self._reference.remember()
+
+
+class _UpdateObserver(_Comparing):
     """Counts weight gradients and fp64 updates at eight steps of each given epoch."""
 
     def __init__(self, training: Training, moments: dict[str, int]) -> None:
+        sampled, length = moments_of(range(training.steps_per_epoch), _STEPS_OF_AN_EPOCH), training.steps_per_epoch
+        super().__init__(training, [epoch * length + step for epoch in moments.values() for step in sampled])
         self.moments = {moment: _Moment(epoch) for moment, epoch in moments.items()}
-        self._training = training
-        self._exact = ExactUpdates(training.recipe, training.size, training.device)
-        self._steps = set(moments_of(range(training.steps_per_epoch), _STEPS_OF_AN_EPOCH))
-
-    def wants(self, progress: float) -> bool:
-        """Return whether to sample the step: eight steps of each given epoch."""
-        is_sampled_epoch = any(moment.epoch == self._training.epoch for moment in self.moments.values())
-        return is_sampled_epoch and self._training.step_of_epoch in self._steps
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Count the gradients and the fp64 updates."""
@@ -127,27 +138,15 @@ class _UpdateObserver(Observer):
                         lost.add(weight, update)
 
 
-class _NaiveObserver(Observer):
+class _NaiveObserver(_Comparing):
     """Counts gradients and updates of a naive 16-bit run, compared with fp32 and fp64, at 24 steps."""
 
     def __init__(self, training: Training) -> None:
-        self._training = training
-        self._reference = Reference(training.recipe, training.size, training.device)
-        self._exact = ExactUpdates(training.recipe, training.size, training.device)
-        steps = range(training.epochs * training.steps_per_epoch)
-        self._steps = moments_of(steps, _STEPS_OF_A_RUN)
+        super().__init__(training, moments_of(range(training.steps), _STEPS_OF_A_RUN))
         self._updates: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
         self.gradients, self.updates, self.ratios = Fp16Counts(), Fp16Counts(), Histogram()
         self._flushed = self._unmoved = self._nonzero = 0
-
-    def wants(self, progress: float) -> bool:
-        """Return whether to sample the step: 24 steps of the run."""
-        return self._training.done in self._steps
-
-    def before_forward(self) -> None:
-        """Save the random states for the reference."""
-        self._reference.remember()
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Compare the gradients with those of the reference, and count the updates computed from them in fp64."""
@@ -175,7 +174,7 @@ class _NaiveObserver(Observer):
     def document(self) -> dict[str, Any]:
         """Return plain values; shares are those of the nonzero elements of the histograms."""
         return {
-            "steps_sampled": self._steps,
+            "steps_sampled": self.steps,
             "gradients": self.gradients.document(),
             "flushed": self._flushed / max(1, self.gradients.histogram.present),
             "updates": self.updates.document(),
@@ -259,16 +258,13 @@ class GradientHooks:
                 tensor.register_hook(partial(self._listen, name))  # type: ignore[no-untyped-call]
 
 
-class _ActivationObserver(Observer):
+class _ActivationObserver(_Comparing):
     """Counts the gradients of activations, unscaled and scaled, and of weights at some steps."""
 
     def __init__(self, training: Training, scaled: bool = False) -> None:
-        self._training = training
+        super().__init__(training, moments_of(range(training.steps), _STEPS_OF_ACTIVATIONS))
         self._counts_scaled = scaled
-        self._reference = Reference(training.recipe, training.size, training.device)
         GradientHooks(self._reference.model, self._add)
-        steps = range(training.epochs * training.steps_per_epoch)
-        self.steps = moments_of(steps, _STEPS_OF_ACTIVATIONS)
         self.scales: list[tuple[int, float]] = []  # (step, scale) at each change
         self._scale = 1.0  # at the sampled step
         self.largest = 0.0  # the largest gradient of a parameter
@@ -286,10 +282,6 @@ class _ActivationObserver(Observer):
         elif not self.scales or precision.scale != self.scales[-1][1]:
             self.scales.append((step, precision.scale))
         return step in self.steps
-
-    def before_forward(self) -> None:
-        """Save the random states for the reference."""
-        self._reference.remember()
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Run the reference's backward pass, whose hooks count gradients of activations; count those of its weights."""

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from lowp import kernels
-from lowp.kernels import Statistics
+from lowp.numerics.spectrum import Spectrum
 from lowp.recipes import results
 from lowp.recipes.sampling import Observer
 from lowp.recipes.training import Training, threads_of
@@ -52,42 +53,40 @@ def head(kind: str, training: Training) -> dict[str, Any]:
         "precision": settings.precision,
         "seed": settings.seed,
         "epochs": training.epochs,
-        "steps": training.epochs * training.steps_per_epoch,
+        "steps": training.steps,
         "metric": {"name": metric.name, "is_share": metric.share, "value": last.get(metric.name)},
         "failure": training.failure,
     }
 
 
 # -- histograms --------------------------------------------------------------------------------------------------------
-_BIAS = 127  # bin e + 127 of `Statistics` counts floor(log2 |x|) = e
+_BIAS = 127  # octave e + 127 of a spectrum counts floor(log2 |x|) = e
 _SMALLEST, _SMALLEST_NORMAL = -24, -14  # fp16's, as powers of two
 
 
 class Histogram:
-    """Counts of elements by binary exponent floor(log2 |x|), over all added tensors."""
+    """Counts of elements by binary exponent floor(log2 |x|), over all added tensors: a spectrum, as in profiles."""
 
     def __init__(self) -> None:
-        self._statistics: Statistics | None = None
+        self._total = Spectrum()
 
     def add(self, x: Tensor) -> None:
         """Count a tensor of any floating-point dtype."""
-        statistics = kernels.statistics(x.detach())
-        self._statistics = statistics if self._statistics is None else self._statistics + statistics
+        self._total += Spectrum.of(x.detach())
 
     @property
     def present(self) -> int:
         """The number of finite nonzero elements."""
-        total = self._statistics
-        return 0 if total is None else total.count - total.zeros - total.nonfinite
+        return self._total.nonzero
 
     def below(self, exponent: int) -> float:
         """Return the share of the finite nonzero elements below 2**exponent; 0 without such elements."""
-        return sum(self._counts()[: exponent + _BIAS]) / max(1, self.present)
+        return self._total.below(exponent) / max(1, self.present)
 
     def median(self) -> float | None:
         """Return log2 of the median magnitude of nonzero elements, interpolated in its bin; None without any."""
         remaining = self.present / 2
-        for index, count in enumerate(self._counts()):
+        for index, count in enumerate(map(int, self._total.octaves)):
             if count and count >= remaining:
                 return index - _BIAS + remaining / count
             remaining -= count
@@ -98,26 +97,16 @@ class Histogram:
 
         The bin -127 has all elements below 2**-126. `largest`: the largest magnitude. `median`: see the method.
         """
-        counts = self._counts()
-        filled = [index for index, count in enumerate(counts) if count] or [_BIAS]
-        total = self._statistics
+        total = self._total
         return {
-            "lowest": filled[0] - _BIAS,
-            "counts": counts[filled[0] : filled[-1] + 1],
-            "elements": 0 if total is None else total.count,
-            "zeros": 0 if total is None else total.zeros,
-            "nonfinite": 0 if total is None else total.nonfinite,
-            "largest": 0.0 if total is None else total.maximum,
+            "lowest": total.lowest or 0,
+            "counts": np.trim_zeros(total.octaves).tolist(),
+            "elements": total.count,
+            "zeros": total.zeros,
+            "nonfinite": total.nonfinite,
+            "largest": total.maximum,
             "median": self.median(),
         }
-
-    def _counts(self) -> list[int]:
-        """Return counts by exponent from -127 to 127; the first bin excludes the zeros that `Statistics` includes."""
-        if self._statistics is None:
-            return [0]
-        counts: list[int] = self._statistics.exponent_histogram.tolist()[:255]
-        counts[0] -= self._statistics.zeros
-        return counts
 
 
 class Fp16Counts:

@@ -107,7 +107,7 @@ class _WeightObserver(Observer):
     def __init__(self, training: Training, parameter: str) -> None:
         self._training = training
         self._parameter = parameter
-        self._moments = set(moments_of(range(training.epochs * training.steps_per_epoch), _MOMENTS))
+        self._moments = set(moments_of(range(training.steps), _MOMENTS))
         self._before: dict[str, Tensor] = {}
         self.steps: list[int] = []
         self.moving: list[float] = []
