@@ -10,18 +10,5 @@ from lowp.inference.mismatch import ServingMismatch, mismatch
 from lowp.inference.quantizing import quantize_model, training_policy, unquantized
 from lowp.inference.saving import load, save
 
-__all__ = [
-    "METHODS",
-    "Footprint",
-    "KeyValueCache",
-    "ServingMismatch",
-    "attention",
-    "export_onnx",
-    "footprint",
-    "load",
-    "mismatch",
-    "quantize_model",
-    "save",
-    "training_policy",
-    "unquantized",
-]
+__all__ = ["METHODS", "Footprint", "KeyValueCache", "ServingMismatch", "attention", "export_onnx", "footprint"]
+__all__ += ["load", "mismatch", "quantize_model", "save", "training_policy", "unquantized"]

@@ -99,14 +99,9 @@ class Losses(Listener):
 
     def unscale(self, scale: Tensor) -> None:
         """Divide the losses by the scale that were added before the scaler was found."""
-        known = ((step, loss, factor) for step, loss, factor in self._seen)
-        self._seen = deque(
-            (
-                (step, loss, factor) if factor is not None else (step, *_unscaled(torch.as_tensor(loss), scale, True))
-                for step, loss, factor in known
-            ),
-            _MOST,
-        )
+        for place, (step, loss, factor) in enumerate(self._seen):
+            if factor is None:
+                self._seen[place] = (step, *_unscaled(torch.as_tensor(loss), scale, True))
 
     def move_to(self, look: Look) -> list[tuple[int, float]]:
         """Return the losses with their steps; NaN for those of a device, which go to the look as ``loss``, by place.

@@ -13,22 +13,14 @@ from torch import Tensor
 from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, brief
-from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, ScaledFormat
+from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels.numbers import groups, packing, scaled
 from lowp.kernels.numbers.floats import CARRIERS
 from lowp.quantized import Quantized
 
-_DTYPES: dict[Format, torch.dtype] = {
-    FORMATS["fp64"]: torch.float64,
-    FORMATS["fp32"]: torch.float32,
-    FORMATS["fp16"]: torch.float16,
-    FORMATS["bf16"]: torch.bfloat16,
-    FORMATS["bf16-tpu"]: torch.bfloat16,
-    FORMATS["e4m3fn"]: torch.float8_e4m3fn,
-    FORMATS["e5m2"]: torch.float8_e5m2,
-    FORMATS["e4m3fnuz"]: torch.float8_e4m3fnuz,
-    FORMATS["e5m2fnuz"]: torch.float8_e5m2fnuz,
-}
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_DTYPES = {casts.parse(dtype).format: dtype for dtype in (*CARRIERS, *_EIGHT_BITS)}
+_DTYPES[FORMATS["bf16-tpu"]] = torch.bfloat16
 _PIECE = 1 << 17  # elements processed at once: 1 MiB of fp64, which stays in the cache
 _MOST_DIMENSIONS = 64  # of torch's operations
 SUFFIXES = {"payload": ".codes", "scale": ".scale", "outer": ".outer", "zero_point": ".zero_point"}

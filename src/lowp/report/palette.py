@@ -25,27 +25,16 @@ GRADES = {
 SERIES = ("#2f6db5", "#8b2f7a", "#1a6b34", "#8a5a00", "#b3261e", "#117a8b", "#555c68")
 BLUE, PURPLE, GREEN, AMBER, RED, CYAN, GREY = SERIES
 _PRECISIONS = {
-    "fp32": GREY,
-    "fp16": PURPLE,
-    "bf16": BLUE,
-    "flex": AMBER,
-    "dfp16": GREEN,
-    "fp8": RED,
-    "e4m3": RED,
-    "int8": CYAN,
+    **{"fp32": GREY, "fp16": PURPLE, "bf16": BLUE, "flex": AMBER, "dfp16": GREEN},
+    **{"fp8": RED, "e4m3": RED, "int8": CYAN},
 }
 # of memory, in the order of the bars: pairs of a dark and a light one
 PARTS = {
-    "weights": "#2f6db5",
-    "masters": "#a9c8ea",
-    "gradients": "#1a6b34",
-    "optimizer": "#a8d5b5",
-    "activations": "#8b2f7a",
-    "casts": "#e0b3d7",
-    "temporaries": "#8a5a00",
-    "other": "#e3cd9c",
-    "update": "#117a8b",
-    "slack": "#ffffff",
+    **{"weights": BLUE, "masters": "#a9c8ea"},
+    **{"gradients": GREEN, "optimizer": "#a8d5b5"},
+    **{"activations": PURPLE, "casts": "#e0b3d7"},
+    **{"temporaries": AMBER, "other": "#e3cd9c"},
+    **{"update": CYAN, "slack": "#ffffff"},
 }
 _GROUNDS = {
     "text": ("#1a1c20", "#e6e8ec"),

@@ -158,14 +158,8 @@ def _timeline(record: Record) -> str:
     scales = [(step.step, math.log2(step.scale)) for step in steps if step.scale]
     skipped = [step.step for step in steps if step.skipped]
     rows = [
-        (
-            step.step,
-            _number(step.loss),
-            _number(step.scale),
-            _number(step.largest_gradient),
-            "skipped: overflow" if step.skipped else "",
-        )
-        for step in steps
+        (one.step, *map(_number, (one.loss, one.scale, one.largest_gradient)), "skipped: overflow" * one.skipped)
+        for one in steps
     ]
     head = ("step", "loss", "loss scale", "largest gradient", "note")
     return (

@@ -108,18 +108,9 @@ def _shares(scores: Tensor, logarithms: Tensor) -> Tensor:
 
 
 def _attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    result: Tensor,
-    logarithms: Tensor,
-    dropout: float,
-    causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
+    gradient: Tensor, *given: Any, attn_mask: Tensor | None = None, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, result, logarithms, _dropout, causal = given
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     shares = _shares(_scores(query, key, causal, attn_mask, scale), logarithms)
     gradient = _wide(gradient)

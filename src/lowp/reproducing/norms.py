@@ -53,16 +53,8 @@ def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Ten
     return _affine(normed, weight, bias, shape).to(x.dtype), mean, scale
 
 
-def layer_norm_backward(
-    gradient: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    mean: Tensor,
-    scale: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    wanted: Sequence[bool],
-) -> Three:
+def layer_norm_backward(gradient: Tensor, x: Tensor, shape: Sequence[int], *given: Any) -> Three:
+    mean, scale, weight, _bias, wanted = given
     first = x.dim() - len(shape)
     normed = (f.wide(x) - mean) * scale
     of_x = _norm_gradients(gradient, normed, scale, range(first, x.dim()), weight, shape).to(x.dtype)
@@ -91,19 +83,10 @@ def _over_channels(x: Tensor) -> tuple[list[int], list[int]]:
     return [dim for dim in range(x.dim()) if dim != 1], [1, -1, *(1 for _ in x.shape[2:])]
 
 
-def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
+def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *given: Any) -> Any:
+    running_mean, running_var, training, momentum, eps = given
     dims, shape = _over_channels(x)
     if not training:
-        assert running_mean is not None and running_var is not None
         scale = (f.wide(running_var) + eps).rsqrt().reshape(shape)
         normed = (f.wide(x) - f.wide(running_mean).reshape(shape)) * scale
         return _affine(normed, weight, bias, shape).to(x.dtype), x.new_empty(0), x.new_empty(0)
@@ -115,23 +98,11 @@ def batch_norm(
     return _affine(normed, weight, bias, shape).to(x.dtype), mean.flatten(), scale.flatten()
 
 
-def batch_norm_backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor | None,
-    scale: Tensor | None,
-    training: bool,
-    eps: float,
-    wanted: Sequence[bool],
-) -> Three:
+def batch_norm_backward(gradient: Tensor, x: Tensor, weight: Tensor | None, *given: Any) -> Three:
+    running_mean, running_var, mean, scale, training, eps, wanted = given
     dims, shape = _over_channels(x)
     if not training:
-        assert running_mean is not None and running_var is not None
         mean, scale = f.wide(running_mean), (f.wide(running_var) + eps).rsqrt()
-    assert mean is not None and scale is not None
     scale = scale.reshape(shape)
     normed = (f.wide(x) - mean.reshape(shape)) * scale
     of_x = (
@@ -142,26 +113,15 @@ def batch_norm_backward(
     return (of_x.to(x.dtype) if wanted[0] else None, *_of_parameters(gradient, normed, dims, weight, wanted))
 
 
-def group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int, size: int, groups: int, eps: float
-) -> Any:
+def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *given: Any) -> Any:
+    n, channels, size, groups, eps = given
     normed, mean, scale = _normed(x.reshape(n, groups, -1), [2], eps)
     result = _affine(normed.reshape(n, channels, size), weight, bias, (1, channels, 1))
     return result.reshape(x.shape).to(x.dtype), mean.flatten(1), scale.flatten(1)
 
 
-def group_norm_backward(
-    gradient: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    weight: Tensor | None,
-    n: int,
-    channels: int,
-    size: int,
-    groups: int,
-    wanted: Sequence[bool],
-) -> Three:
+def group_norm_backward(gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, *given: Any) -> Three:
+    weight, n, channels, size, groups, wanted = given
     normed = (f.wide(x).reshape(n, groups, -1) - mean[..., None]) * scale[..., None]
     incoming = _affine(f.wide(gradient).reshape(n, channels, size), weight, None, (1, channels, 1))
     of_x = _norm_gradients(incoming.reshape(normed.shape), normed, scale[..., None], [2], None, ())

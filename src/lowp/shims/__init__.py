@@ -28,23 +28,7 @@ from lowp.shims.qtorch import (
     quantizer,
 )
 
-__all__ = [
-    "BlockFloatingPoint",
-    "FixedPoint",
-    "FloatingPoint",
-    "MxSpecs",
-    "Number",
-    "Quantizer",
-    "apply_mx_specs",
-    "block_quantize",
-    "finalize_mx_specs",
-    "fixed_point_quantize",
-    "float_quantize",
-    "get_backwards_mx_specs",
-    "get_default_mx_specs",
-    "policy_from_mx_specs",
-    "quantize_bfloat",
-    "quantize_elemwise_op",
-    "quantize_mx_op",
-    "quantizer",
-]
+__all__ = ["BlockFloatingPoint", "FixedPoint", "FloatingPoint", "MxSpecs", "Number", "Quantizer", "apply_mx_specs"]
+__all__ += ["block_quantize", "finalize_mx_specs", "fixed_point_quantize", "float_quantize", "get_backwards_mx_specs"]
+__all__ += ["get_default_mx_specs", "policy_from_mx_specs", "quantize_bfloat", "quantize_elemwise_op"]
+__all__ += ["quantize_mx_op", "quantizer"]

@@ -31,19 +31,9 @@ from lowp.policy import Policy, Rule
 from lowp.shims.straight_through import drawn_seed, straight_through, whole_number
 
 ELEMENTS = {
-    "fp8_e5m2": "e5m2",
-    "fp8_e4m3": "e4m3fn",
-    "fp6_e3m2": "e3m2",
-    "fp6_e2m3": "e2m3",
-    "fp4_e2m1": "e2m1",
-    "fp4": "e2m1",
-    "int8": "i8s",
-    "int4": "i4s",
-    "int2": "i2s",
-    "float16": "fp16",
-    "fp16": "fp16",
-    "bfloat16": "bf16",
-    "bf16": "bf16",
+    **{"fp8_e5m2": "e5m2", "fp8_e4m3": "e4m3fn", "fp6_e3m2": "e3m2", "fp6_e2m3": "e2m3"},
+    **{"fp4_e2m1": "e2m1", "fp4": "e2m1", "int8": "i8s", "int4": "i4s", "int2": "i2s"},
+    **{"float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16"},
 }
 ROUNDINGS = {"nearest": "nearest-away", "even": "nearest-even", "floor": "toward-zero", "dither": "stochastic"}
 
@@ -56,18 +46,10 @@ _ROUND_KEYS = (
 DEFAULTS: dict[str, Any] = {
     "scale_bits": 0,
     **dict.fromkeys(_FORMAT_KEYS),
-    "mx_flush_fp32_subnorms": False,
-    "shared_exp_method": "max",
-    "block_size": 0,
-    "bfloat": 0,
-    "fp": 0,
-    "bfloat_subnorms": True,
-    "quantize_backprop": True,
+    **{"mx_flush_fp32_subnorms": False, "shared_exp_method": "max", "block_size": 0, "bfloat": 0, "fp": 0},
+    **{"bfloat_subnorms": True, "quantize_backprop": True},
     **dict.fromkeys(_ROUND_KEYS, "nearest"),
-    "softmax_exp2": False,
-    "vec_use_exp2": False,
-    "vec_use_recip": False,
-    "custom_cuda": False,
+    **dict.fromkeys(("softmax_exp2", "vec_use_exp2", "vec_use_recip", "custom_cuda"), False),
 }
 
 

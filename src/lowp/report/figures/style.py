@@ -132,18 +132,9 @@ def ridges(
 
 def note(panel: Any, x: float, y: float, text: str, color: str, ha: str = "left", is_top: bool = False) -> None:
     """Write text at a place of a panel; y is a share of its height, from its top if `is_top`."""
-    panel.text(
-        x,
-        y,
-        powered(text),
-        color=color,
-        ha=ha,
-        va="top" if is_top else "center",
-        fontsize=8.5,
-        clip_on=True,
-        transform=panel.get_xaxis_transform(),
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
-    )
+    place = {"ha": ha, "va": "top" if is_top else "center", "transform": panel.get_xaxis_transform()}
+    ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6}
+    panel.text(x, y, powered(text), color=color, fontsize=8.5, clip_on=True, bbox=ground, **place)
 
 
 def label_ends(panel: Any, lines: Iterable[tuple[float, str, str]]) -> None:
