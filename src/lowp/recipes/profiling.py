@@ -58,7 +58,7 @@ def profiled(
                 return True
             if steps is not None:
                 return taken >= steps
-            return taken >= _STEPS and (profiler.plan.rounds.taken >= _LOOKS or time.perf_counter() - begun > _SECONDS)
+            return taken >= _STEPS and (profiler.schedule.rounds >= _LOOKS or time.perf_counter() - begun > _SECONDS)
 
         with profiler:
             _run(training, is_enough)
