@@ -14,7 +14,7 @@ from fractions import Fraction
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.explain.conversion import convert
-from lowp.explain.numbers import Given, binary, decimal_text, line
+from lowp.explain.numbers import Given, binary, decimal_text, line, text_of
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 
 
@@ -182,12 +182,9 @@ def _exponent_for(number: FlexNumber, format: ScaledFormat, bits: int, symmetric
 
 
 # -- as text -----------------------------------------------------------------------------------------------------------
-def render_flex(found: FlexArithmetic) -> str:
+@text_of
+def render_flex(found: FlexArithmetic) -> Iterator[str]:
     """The explanation as text of several lines."""
-    return "\n".join(_lines(found))
-
-
-def _lines(found: FlexArithmetic) -> Iterator[str]:
     left, right, exact, written = found.left, found.right, found.exact, found.written
     yield f"{decimal_text(left.value)} {found.operator} {decimal_text(right.value)} in {found.format}"
     width = found.format.element.bits
@@ -209,12 +206,14 @@ def _lines(found: FlexArithmetic) -> Iterator[str]:
     yield line("error", decimal_text(written.result.value - ideal[found.operator]))
 
 
-def render_rescaled(moved: Rescaled) -> str:
+@text_of
+def render_rescaled(moved: Rescaled) -> Iterator[str]:
     """A move to another exponent as text of several lines."""
     given = moved.given
-    head = f"{given} at exponent {moved.result.exponent}"
-    error = line("error", decimal_text(moved.result.value - given.value))
-    return "\n".join([head, line("given", f"{_bits(given, 16)}   {given}"), *_rescaled_lines(moved, 16), error])
+    yield f"{given} at exponent {moved.result.exponent}"
+    yield line("given", f"{_bits(given, 16)}   {given}")
+    yield from _rescaled_lines(moved, 16)
+    yield line("error", decimal_text(moved.result.value - given.value))
 
 
 def _rescaled_lines(moved: Rescaled, width: int) -> Iterator[str]:

@@ -15,8 +15,8 @@ from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.explain.arithmetic import exact_result
-from lowp.explain.exact import AnyCast, Rounded, round_exact
-from lowp.explain.numbers import ZERO, Number, bits_text, brief, decimal_text, floor_log2, line, parse_number
+from lowp.explain.exact import AnyCast, Rounded, difference, round_exact
+from lowp.explain.numbers import ZERO, Number, bits_text, decimal_text, floor_log2, line, parse_number, text_of
 from lowp.explain.phrases import rule_words
 from lowp.formats import FloatFormat, Format
 
@@ -63,9 +63,7 @@ class Accumulated:
     @property
     def error(self) -> Fraction | None:
         """result - exact sum of the exact products and C; None if one is not finite."""
-        if not (self.exact.is_finite and self.rounded.result.is_finite):
-            return None
-        return self.rounded.result.value - self.exact.value
+        return difference(self.rounded.result, self.exact)
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ class MultiplyAdd:
 
     def difference(self, row: int, column: int) -> Fraction | None:
         """Return |result in one accumulator - result in the other|; None if one is not finite."""
-        first, second = self.d[row][column].rounded.result, self.other[row][column].rounded.result
-        return abs(first.value - second.value) if first.is_finite and second.is_finite else None
+        apart = difference(self.d[row][column].rounded.result, self.other[row][column].rounded.result)
+        return None if apart is None else abs(apart)
 
 
 def fused_multiply_add(
@@ -213,22 +211,19 @@ def _exponent(number: Number, format: FloatFormat) -> int:
 
 
 # -- as text -----------------------------------------------------------------------------------------------------------
-def render_multiply_add(result: MultiplyAdd, element: tuple[int, int] | None = None) -> str:
+@text_of
+def render_multiply_add(result: MultiplyAdd, element: tuple[int, int] | None = None) -> Iterator[str]:
     """Return all of D in both accumulators, and one element in full.
 
     `element` is (row, column) from 0; by default the element where the accumulators differ most.
     """
-    return "\n".join(_multiply_add_lines(result, element))
-
-
-def _multiply_add_lines(result: MultiplyAdd, element: tuple[int, int] | None) -> Iterator[str]:
     other = result.other[0][0].accumulate
     yield f"D = A B + C, A and B in {result.operands}, C and D in {result.accumulate} (beside it {other})"
     yield line("order", ORDERS[result.order])
     for name, matrix in (("A", result.a), ("B", result.b), ("C", result.c)):
-        yield from _matrix_lines(name, [[_short(x) for x in row] for row in matrix])
+        yield from _matrix_lines(name, [[x.brief(7) for x in row] for row in matrix])
     for elements, format in ((result.d, result.accumulate), (result.other, other)):
-        yield from _matrix_lines(f"D {format}", [[_short(x.rounded.result) for x in each] for each in elements])
+        yield from _matrix_lines(f"D {format}", [[x.rounded.result.brief(7) for x in each] for each in elements])
     row, column = element or result.farthest
     if row >= len(result.d) or column >= len(result.d[0]):
         raise InvalidInput(f"D is {len(result.d)} x {len(result.d[0])}: it has no element {row + 1},{column + 1}")
@@ -245,10 +240,6 @@ def _multiply_add_lines(result: MultiplyAdd, element: tuple[int, int] | None) ->
         yield line("differ", words if difference else "not here")
 
 
-def _short(number: Number) -> str:
-    return str(number) if number.special else brief(number.value, 7)
-
-
 def _matrix_lines(name: str, rows: list[list[str]]) -> Iterator[str]:
     width = max(len(cell) for row in rows for cell in row)
     for index, row in enumerate(rows):
@@ -258,7 +249,7 @@ def _matrix_lines(name: str, rows: list[list[str]]) -> Iterator[str]:
 def _accumulated_lines(each: Accumulated, order: str) -> Iterator[str]:
     partial = iter(each.partial)
     for addend in each.addends:
-        product = " * ".join(str(_short(x)) for x in addend.factors)
+        product = " * ".join(x.brief(7) for x in addend.factors)
         yield line("  product" if product else "  C", f"{product} = {addend.exact}" if product else str(addend.exact))
         if addend.kept != addend.exact:
             yield line("", f"cut while aligning to {addend.kept}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Context, Decimal
 from fractions import Fraction
+from functools import wraps
 from math import copysign, inf, isinf, isnan, nan
+from typing import ParamSpec
 
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, IntFormat
@@ -16,6 +19,7 @@ from lowp.formats import parse as parse_format
 DIGITS_LIMIT = 1500  # fp64's smallest subnormal has 1074 decimal places
 BITS_SHOWN = 32
 LINE_WIDTH = 80
+P = ParamSpec("P")
 
 
 def floor_log2(magnitude: Fraction) -> int:
@@ -112,6 +116,16 @@ def fraction_bits(rest: Fraction, limit: int = BITS_SHOWN) -> str:
     return bits + ("..." if rest else "")
 
 
+def text_of(lines: Callable[P, Iterator[str]]) -> Callable[P, str]:
+    """Make a function that yields lines return one text of them, without a newline at the end."""
+
+    @wraps(lines)
+    def joined(*args: P.args, **named: P.kwargs) -> str:
+        return "\n".join(lines(*args, **named))
+
+    return joined
+
+
 def line(label: str, text: str) -> str:
     """Return one fact of an explanation: a label of 11 letters and a text, wrapped at LINE_WIDTH."""
     if len(text) <= LINE_WIDTH - 14:
@@ -169,6 +183,10 @@ class Number:
         if self.special:
             raise InvalidInput(f"{self} has no rational value")
         return -self.magnitude if self.negative else self.magnitude
+
+    def brief(self, digits: int) -> str:
+        """Return it with so many significant digits."""
+        return str(self) if self.special else brief(self.value, digits)
 
     def __float__(self) -> float:
         magnitude = {"inf": inf, "nan": nan}.get(self.special)

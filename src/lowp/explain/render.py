@@ -25,6 +25,7 @@ from lowp.explain.numbers import (
     line,
     point,
     power_text,
+    text_of,
 )
 from lowp.explain.phrases import code_words, cut_lines, error_words, format_words, rule_words
 from lowp.explain.render_update import render_update
@@ -45,12 +46,9 @@ render.register(Rescaled, render_rescaled)
 
 
 # -- conversions -------------------------------------------------------------------------------------------------------
-@render.register
-def _(conversion: Conversion) -> str:
-    return "\n".join(_conversion_lines(conversion))
-
-
-def _conversion_lines(conversion: Conversion) -> Iterator[str]:
+@render.register(Conversion)
+@text_of
+def _(conversion: Conversion) -> Iterator[str]:
     rounded, given = conversion.rounded, conversion.given
     yield f"{given} to {conversion.cast}"
     yield line("format", format_words(rounded))
@@ -137,12 +135,9 @@ def _twice_lines(conversion: Conversion) -> Iterator[str]:
 
 
 # -- sums and products ------------------------------------------------------------------------------------------------
-@render.register
-def _(arithmetic: Arithmetic) -> str:
-    return "\n".join(_arithmetic_lines(arithmetic))
-
-
-def _arithmetic_lines(arithmetic: Arithmetic) -> Iterator[str]:
+@render.register(Arithmetic)
+@text_of
+def _(arithmetic: Arithmetic) -> Iterator[str]:
     rounded, operator = arithmetic.rounded, arithmetic.operator
     left, right = arithmetic.left, arithmetic.right
     yield f"{left.given} {operator} {right.given} in {arithmetic.operands.format}"

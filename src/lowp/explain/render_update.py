@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from lowp.casts import Cast, Rounding
 from lowp.explain.exact import Rounded
-from lowp.explain.numbers import Number, bits_text, brief, decimal_text, floor_log2, line, power_text
+from lowp.explain.numbers import bits_text, brief, decimal_text, floor_log2, line, power_text, text_of
 from lowp.explain.update import Threshold, Trajectory, Verdict, WeightUpdate
 
 _VERDICTS = {
@@ -20,12 +20,9 @@ _VERDICTS = {
 }
 
 
-def render_update(update: WeightUpdate) -> str:
+@text_of
+def render_update(update: WeightUpdate) -> Iterator[str]:
     """The explanation of a weight update, as text."""
-    return "\n".join(_lines(update))
-
-
-def _lines(update: WeightUpdate) -> Iterator[str]:
     sign = "-" if update.upward == update.gradient.given.negative else "+"
     rate = f"{decimal_text(update.learning_rate)} x " if update.learning_rate is not None else ""
     yield f"weight {sign} {rate}gradient in {update.cast}: {update.weight.given} {sign} {rate}{update.gradient.given}"
@@ -45,31 +42,21 @@ def _lines(update: WeightUpdate) -> Iterator[str]:
         if trajectory is not None:
             yield from _trajectory_lines(trajectory, update.steps)
     if update.expected is None:
-        yield line("stochastic", f"beyond the largest number, {decimal_text(_largest(update))}: there is no mean")
+        largest = decimal_text(Fraction(update.cast.element.maximum))
+        yield line("stochastic", f"beyond the largest number, {largest}: there is no mean")
     else:
         yield line("stochastic", f"{decimal_text(update.expected)} expected: unbiased, whatever the format")
-
-
-def _largest(update: WeightUpdate) -> Fraction:
-    return Fraction(update.cast.element.maximum)
 
 
 def _bias_lines(update: WeightUpdate) -> Iterator[str]:
     """Yield the average error caused by a limited number of random bits."""
     bias, spacing = update.bias, update.threshold.spacing if update.threshold else None
-    if bias is None or spacing is None or update.cast.random_bits is None:
-        return
-    if bias == 0:
-        yield line("bias", f"none: the share of the spacing is a number of {_bits(update)}")
-    else:
-        yield line(
-            "bias", f"{brief(bias / spacing)} ulp a step: the share of the spacing is no number of {_bits(update)}"
-        )
-
-
-def _bits(update: WeightUpdate) -> str:
     count = update.cast.random_bits
-    return f"{count} random bits" if count != 1 else "a single random bit"
+    if bias is None or spacing is None or count is None:
+        return
+    bits = f"{count} random bits" if count != 1 else "a single random bit"
+    size, is_one = (f"{brief(bias / spacing)} ulp a step", "is no number") if bias else ("none", "is a number")
+    yield line("bias", f"{size}: the share of the spacing {is_one} of {bits}")
 
 
 def _operand_lines(name: str, operand: Rounded) -> Iterator[str]:
@@ -83,9 +70,10 @@ def _size_lines(update: WeightUpdate, threshold: Threshold) -> Iterator[str]:
     yield line("spacing", f"{power_text(threshold.spacing)} to the next number {toward}")
     if note := _binade_note(update):
         yield line("", note)
-    ratio = abs(update.step) / threshold.spacing
-    if update.step:
-        yield line("size", f"{brief(ratio)} of that spacing" + _relative(update.relative_step))
+    if update.step and update.spacing_ratio is not None:
+        relative = update.relative_step
+        share = "" if relative is None else f", |update| / |weight| = {brief(relative)}"
+        yield line("size", f"{brief(update.spacing_ratio)} of that spacing{share}")
 
 
 def _binade_note(update: WeightUpdate) -> str:
@@ -96,10 +84,6 @@ def _binade_note(update: WeightUpdate) -> str:
     if not (toward_zero and power and update.threshold):
         return ""
     return f"below the power of two 2^{floor_log2(weight.magnitude)} numbers are closer"
-
-
-def _relative(relative: Fraction | None) -> str:
-    return f", |update| / |weight| = {brief(relative)}" if relative is not None else ""
 
 
 def _moved(update: WeightUpdate) -> str:
@@ -155,7 +139,7 @@ def _probability_words(cast: Cast) -> str:
 def _trajectory_lines(trajectory: Trajectory, steps: int) -> Iterator[str]:
     format = str(trajectory.cast)
     yield line(format, f"{trajectory.last}{_stuck(trajectory)}")
-    shown = [f"{index}: {_short(value)}" for index, value in trajectory.shown if 0 < index < steps]
+    shown = [f"{index}: {value.brief(9)}" for index, value in trajectory.shown if 0 < index < steps]
     if shown and trajectory.stuck_after != 0:
         yield line("", "step " + ", ".join(shown))
 
@@ -166,7 +150,3 @@ def _stuck(trajectory: Trajectory) -> str:
     if trajectory.stuck_after == 0:
         return ", for ever: no step moves it"
     return f", for ever from step {trajectory.stuck_after} on"
-
-
-def _short(value: Number) -> str:
-    return str(value) if value.special else brief(value.value, 9)
