@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from lowp.casts import Cast, parse
 from lowp.formats import ScaledFormat
+from lowp.kernels.steps import rules
 from lowp.kernels.triton import mantissas as int16
 from lowp.kernels.triton import predictions as exponents
 from lowp.kernels.triton import steps
@@ -27,7 +28,7 @@ from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, Codes, Numbers, exact, is_direct, layout, plan
 from lowp.kernels.triton.products import CHAINED_TILE, TILE
 from lowp.kernels.triton.scaled import Shared, planned, warps_of
-from lowp.kernels.triton.steps import Momentum, Moves, SignMoves, Way
+from lowp.kernels.triton.steps import Way
 
 INTEGER_NAMES = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}  # Triton's dtypes, by bytes
 CHUNK = steps.BLOCK * steps.ROUNDS  # elements per program of steps and of gradient checks
@@ -279,7 +280,7 @@ def observe(window: int = 16) -> Configuration:
 
 def step(way: Way) -> Configuration:
     """Return the kernel of an optimizer's step."""
-    form = Moves if way.adamw else Momentum
+    form = rules.AdamWNumbers if way.adamw else rules.SgdNumbers
     types: dict[str, Any] = {"table": "*i64", "chunks": "*i32", "rates": "*fp32", "inverse": "*fp32", "skip": "*fp32"}
     types["form"] = form(*["fp32"] * len(form._fields))  # type: ignore[arg-type]
     constants = {"WAY": way, "ALIGNED": True, "CHUNK": CHUNK, "BLOCK": steps.BLOCK}
@@ -294,9 +295,9 @@ def step_kept(rule: str, weight: str | None, moments: str, rest: int = 0, stored
     """Return the kernel of a step with weights rounded by a cast, and moments in few bits."""
     kept = steps.kept(None if weight is None else parse(weight), parse(moments))
     assert kept is not None
-    form = {"adamw": Moves, "lion": SignMoves, "sgd": Momentum}[rule]
+    form = {"adamw": rules.AdamWNumbers, "lion": rules.LionNumbers, "sgd": rules.SgdNumbers}[rule]
     is_sgd = rule == "sgd"
-    way = Way(rule == "adamw", "bf16", rest, True, False, True, is_sgd, lion=rule == "lion", decay=is_sgd)
+    way = Way("bf16", rest, True, False, rule == "adamw", True, is_sgd, lion=rule == "lion", decay=is_sgd)
     way = way._replace(rounds=kept.rounds, stored=stored, moments=kept.kind)
     types: dict[str, Any] = {"table": "*i64", "chunks": "*i32", "rates": "*fp32", "inverse": "*fp32", "skip": "*fp32"}
     types["form"] = form(*["fp32"] * len(form._fields))  # type: ignore[arg-type]
@@ -375,8 +376,8 @@ def configurations() -> Iterator[Configuration]:
     for rounding in ("stochastic", "up"):
         yield from (mantissas(kind, torch.float32, rounding) for kind in ("convert", "write perhaps"))
     for gradient in ("fp32", "bf16", "fp16"):
-        yield step(Way(True, gradient, rest=16, scaled=True, maximize=False, near=True))
-        yield step(Way(False, gradient, rest=16, scaled=True, maximize=False, momentum=True, decay=True))
+        yield step(Way(gradient, rest=16, scaled=True, maximize=False, adamw=True, near=True))
+        yield step(Way(gradient, rest=16, scaled=True, maximize=False, momentum=True, decay=True))
         yield from (check(gradient, True, counted) for counted in (False, True))
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import lowp
 from lowp import kernels
 from lowp.kernels.int16.late import LateNumber
-from lowp.kernels.steps import updates
+from lowp.kernels.steps import rules
 
 _READS = frozenset("_local_scalar_dense item is_nonzero nonzero masked_select equal unique_dim _unique2".split())
 _WITHOUT_FAKE = "_fused_sgd_"  # in place, returns nothing
@@ -105,14 +105,15 @@ def test_two_steps_of_an_optimizer_read_nothing_and_the_second_sends_nothing(nam
 @pytest.mark.parametrize(
     "make",
     [
-        lambda lr: updates.AdamWNumbers(lr, 0.9, 0.999, 1e-8, 0.01, False),
-        lambda lr: updates.SgdNumbers(lr, 0.9, 0, 0.1, False, False),
+        lambda lr: rules.AdamWStep(lr, 0.01, False, (0.9, 0.999), 1e-8),
+        lambda lr: rules.SgdStep(lr, 0.1, False, 0.9, 0.0, False),
     ],
 )
 @pytest.mark.parametrize("is_tensor", [False, True])
 def test_the_rates_of_a_step_by_one_kernel_are_made_on_the_device(make: Callable[[Any], Any], is_tensor: bool) -> None:
     with fake_cuda(), HostReads() as seen:
-        table = updates.rates(torch.zeros(3, device="cuda"), make(torch.ones((), device="cuda") if is_tensor else 0.1))
+        rule = make(torch.ones((), device="cuda") if is_tensor else 0.1)
+        table = rule.table(torch.zeros(3, device="cuda"))
     assert table.is_cuda and not seen.sent
 
 

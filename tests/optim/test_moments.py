@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -306,3 +307,23 @@ def test_equal_gradients_move_a_weight_by_the_learning_rate_from_the_first_step_
         optimizer.step()
         wanted = torch.tensor([-0.01, 0.01]).repeat(32) * step
         torch.testing.assert_close(weight.detach(), wanted, rtol=1e-5 if step == 1 else 0.1, atol=0)
+
+
+@pytest.mark.parametrize("way", ["cpu", "bitwise"])
+def test_a_group_without_momentum_beside_one_with_it_steps_as_alone(way: str) -> None:
+    together, alone = _parameters(), _parameters()
+    options: dict[str, Any] = {"momentum": 0.0, "dampening": 0.5}
+    both: Any = SGD([{"params": together[:1]}, {"params": together[1:], **options}], momentum=0.9, moments="bf16")
+    one: Any = SGD(alone[1:], moments="bf16", **options)
+    with lowp.kernels.use(way):
+        for number in range(3):
+            _give(together, number)
+            _give(alone, number)
+            both.step()
+            one.step()
+    assert all(torch.equal(both.master(a), one.master(b)) for a, b in zip(together[1:], alone[1:], strict=True))
+    assert [parameter for parameter in together if "momentum_buffer" in both.state[parameter]] == together[:1]
+    both.load_state_dict(copy.deepcopy(both.state_dict()))
+    both.param_groups[1]["momentum"] = 0.5  # as a scheduler might
+    both.step()
+    assert all("momentum_buffer" in both.state[parameter] for parameter in together)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lowp.compat import private, skipped_by_compilers
 from lowp.errors import InvalidInput
 from lowp.kernels.choose import dispatch
-from lowp.kernels.steps import updates
-from lowp.kernels.tracing import is_quiet
+from lowp.kernels.steps import rules, updates
 from lowp.ops.observing import everywhere
 from lowp.optim.model_state import DtypeAdvice, MasterKeeper, ParameterNames, own
 from lowp.optim.moments import SCALES, SQUARES, FormatOptions, Moments, admitted
@@ -30,7 +29,7 @@ from lowp.optim.storage import BLOCK, MASTER_WEIGHT, STORAGE_STATE, Storage, che
 from lowp.scaling.loss_scale import inverse_of
 
 _foreach_add_ = cast(Callable[[list[Tensor], Any], None], private("torch._foreach_add_"))
-_COPIED = ("storage", "kept", "moments", "names", "seed", "_is_told")  # attributes that a copy keeps
+_COPIED = ("storage", "kept", "names", "seed", "_is_told")  # attributes that a copy keeps
 
 
 _Member = tuple[int, tuple[dict[str, Any], nn.Parameter]]  # a parameter, its group, and its place among all
@@ -49,16 +48,17 @@ class BlockUpdate(NamedTuple):
 class BlockwiseOptimizer(MasterKeeper, Checkpointed):
     """An optimizer whose parameters are stored in few bits and updated in fp32, block by block.
 
-    A subclass is the rule: `moments` (the names of its per-element state), `numbers`, and `update_block`, torch's own
-    arithmetic. `storage` keeps weights and masters, `kept` the moments: this class reads both, updates and writes both,
-    in one kernel where the device has one. The update is the same fp32 arithmetic for every storage, so that split
-    masters equal fp32 masters bit for bit.
+    A subclass is the rule: `moments` (the names of its per-element state), `rule`, if a kernel has it, and
+    `update_block`, torch's own arithmetic. `storage` keeps weights and masters, `kept` the moments: this class reads
+    both, updates and writes both, in one kernel where the device has one. The update is the same fp32 arithmetic for
+    every storage, so that split masters equal fp32 masters bit for bit.
 
     With a loss scaler nothing waits for a device: `grad_scale` and `found_inf` are applied on the device of the
     tensors, and a step with a non-finite gradient leaves weights, moments and step counters unchanged.
     """
 
     moments: tuple[str, ...] = ()
+    rule: type[rules.StepRule] | None = None
     in_blocks = True  # False: a parameter is updated as a whole
     allows_fp16_gradients = True
     released: Released | None = None
@@ -77,16 +77,10 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
 
-    def numbers(self, group: dict[str, Any]) -> updates.Numbers | None:
-        """Return the numbers of the rule that a kernel has; None for a rule that none has."""
-        return None
-
     def update_block(self, piece: BlockUpdate, group: dict[str, Any]) -> None:
-        """Update a piece in place, in torch's operations; by default as the kernels round, which `updates` defines."""
-        numbers = self.numbers(group)
-        assert numbers is not None
-        (rate,) = updates.rates(piece.step.reshape(1), numbers)
-        updates.block(piece.weight, piece.gradient, list(piece.moments.values()), rate, numbers)
+        """Update a piece in place, in torch's operations; by default as the kernels round, which the rule defines."""
+        assert self.rule is not None
+        self.rule.of(group).step(piece.weight, piece.gradient, list(piece.moments.values()), piece.step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are converted to the storage format in place."""
@@ -148,9 +142,9 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
             return self.released
         places = {id(member[1]): (index, member) for index, member in enumerate(self._parameters())}
         self.released = Released(self, lambda parameter: self._step_all([places[id(parameter)]]), max_norm)
-        for _, parameter in self._parameters():  # made between gradients, they would leave holes in the memory
-            if parameter.requires_grad and "step" not in self.state[parameter]:
-                self._start(parameter, self.state[parameter])
+        for group, parameter in self._parameters():  # made between gradients, they would leave holes in the memory
+            if parameter.requires_grad:
+                self._started(group, parameter)
         return self.released
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -168,62 +162,47 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
                 alike[id(group), parameter.device, parameter.grad.dtype].append(member)
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for (_, device, _), found in alike.items():
-            columns, numbers = self._columns(found), self.numbers(found[0][1][0])
-            assert numbers is not None
+            assert self.rule is not None
+            columns, rule = self._columns(found), self.rule.of(found[0][1][0])
             kept = updates.Kept(self.storage.step_cast, self.kept.cast, [name in SQUARES for name in self.moments])
             if updates.has_kernels(device):
-                updates.step(columns, numbers, kept, scale, skip)
+                updates.step(columns, rule, kept, scale, skip)
             else:
-                updates.step_on_cpu(columns, numbers, kept, scale, BLOCK)
+                updates.step_on_cpu(columns, rule, kept, scale, BLOCK)
             self._count_steps(list(columns.steps))
         return {id(parameter) for found in alike.values() for _, (_, parameter) in found}
 
     def _has_kernel(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> bool:
         """Whether a kernel steps a parameter: contiguous, not empty, with a gradient of one part, and no observers."""
-        here, there, numbers, state = local(parameter), local(gradient), self.numbers(group), self.state[parameter]
-        if everywhere or numbers is None or here.dtype is not self.storage.dtype:
+        here, there = local(parameter), local(gradient)
+        if everywhere or self.rule is None or not self.storage.has_kernels or here.dtype is not self.storage.dtype:
             return False
         if gradient.is_sparse or there.dtype not in updates.GRADIENTS or not here.numel():
             return False
-        if "step" not in state:
-            self._start(parameter, state)
-        if not all(name in state for name in self.moments):
+        state = self._started(group, parameter)
+        if not all(
+            one.is_contiguous() for one in (here, there, *(local(state[name]) for name in self.moments_of(group)))
+        ):
             return False
-        if not all(one.is_contiguous() for one in (here, there, *(local(state[name]) for name in self.moments))):
-            return False
+        places = self._places(parameter)
         if updates.has_kernels(parameter.device):
-            return self._fits_triton(parameter)
-        return self._fits_library(parameter, numbers) and updates.fits_library(there, self.kept.cast)
+            return updates.fits_triton(self.storage.step_cast, self.kept.cast, places)
+        is_own = isinstance(places, int) and self._rounds_as_kernels(parameter.device)
+        return is_own and updates.fits_library((here, there), self.kept.cast)
 
-    def _fits_triton(self, parameter: Tensor) -> bool:
-        """Whether Triton's kernels step it: any storage but a copy, moments and places that they have."""
-        is_stored = self.storage.cast is None or self.storage.kind != "fp32"
-        return is_stored and updates.fits_triton(self.storage.step_cast, self.kept.cast, self._places(parameter))
+    def _rounds_as_kernels(self, device: torch.device) -> bool:
+        """Whether an update has the bits of the kernels, and not those of torch's optimizer of the same name.
 
-    def _fits_library(self, parameter: Tensor, numbers: updates.Numbers) -> bool:
-        """Whether the C++ library steps it: any storage but a copy, any moments but those of torch's arithmetic.
-
-        That arithmetic, on fp32 moments of a rule that torch has, is torch's bit for bit.
+        With fp32 moments, a rule that torch has is on a CPU torch's bit for bit.
         """
-        if not (dispatch.uses_library() and is_quiet() and self._rounds_as_kernels(parameter.device, numbers)):
-            return False
-        is_kept = isinstance(self._places(parameter), int) and (
-            self.storage.cast is None or self.storage.kind != "fp32"
-        )
-        return is_kept and updates.fits_library(local(parameter), self.kept.cast)
-
-    def _rounds_as_kernels(self, device: torch.device, numbers: updates.Numbers | None) -> bool:
-        """Whether an update has the bits of the kernels, and not those of torch's optimizer of the same name."""
-        if numbers is None:
-            return False
-        is_own = isinstance(numbers, updates.LionNumbers) or str(self.kept.cast) != "fp32"
-        return is_own or updates.has_kernels(device)
+        is_own = self.rule is rules.LionStep or str(self.kept.cast) != "fp32"
+        return self.rule is not None and (is_own or updates.has_kernels(device))
 
     def _columns(self, members: Sequence[_Member]) -> updates.Columns:
         """Return the kernel's arguments: weights, remainders, gradients, moments and steps."""
         parameters = [parameter for _, (_, parameter) in members]
         states = [self.state[parameter] for parameter in parameters]
-        names = [name for name in self.moments if name + SCALES in states[0]]
+        moments = self.moments_of(members[0][1][0])
         draws = self.storage.draws or self.kept.cast.is_stochastic
         counts = updates.has_kernels(parameters[0].device)  # there, without waiting for the device
         numbered = zip((index for index, _ in members), states, strict=True)
@@ -231,9 +210,9 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
             [local(parameter).detach() for parameter in parameters],
             [local(one["remainder"]) for one in states] if "remainder" in states[0] else None,
             [local(parameter.grad).detach() for parameter in parameters if parameter.grad is not None],
-            [[local(one[name]) for one in states] for name in self.moments],
+            [[local(one[name]) for one in states] for name in moments],
             [one["step"] for one in states],
-            [[one[name + SCALES] for one in states] for name in names],
+            [[one[name + SCALES] for one in states] for name in moments if name + SCALES in states[0]],
             [int(seed_of(self.seed, 0 if counts else one["step"], index)) if draws else 0 for index, one in numbered],
             [int(self._places(one)) for one in parameters],
         )
@@ -267,9 +246,7 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
                 f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding, "
                 "or torch's SparseAdam or SGD inside lowp.MasterWeights"
             )
-        state = self.state[parameter]
-        if "step" not in state:
-            self._start(parameter, state)
+        state = self._started(group, parameter)
         before = state["step"]
         watch = self.names.watches([parameter], self).get(parameter) if self.storage.cast is not None else None
         # Flat views of the local tensors. Non-contiguous tensors (channels_last) are copied into logical order and
@@ -308,13 +285,13 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         state = {name: value[block] for name, value in parts.items() if name in STORAGE_STATE}
         self.storage.follow_([(stored, state)])
         weight = self.storage.load(stored, state)
-        moments = {name: self.kept.load(parts, name, block) for name in self.moments if name in parts}
+        moments = {name: self.kept.load(parts, name, block) for name in self.moments_of(group)}
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if grad_scale is not None:
             gradient = gradient * inverse_of(grad_scale)
         old = None if found_inf is None else (weight.clone(), {name: value.clone() for name, value in moments.items()})
         piece = BlockUpdate(weight, gradient, moments, self.state[parameter]["step"].clone(), parameter)
-        if self._rounds_as_kernels(weight.device, self.numbers(group)):
+        if self._rounds_as_kernels(weight.device):
             BlockwiseOptimizer.update_block(self, piece, group)
         else:
             self.update_block(piece, group)
@@ -329,11 +306,19 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         for slot, (name, value) in enumerate(moments.items(), 1):
             self.kept.save(parts, name, block, value, (seed_of(0, seed, slot), places), skip)
 
-    def _start(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Create the step counter and the moments for the first step."""
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        for name in self.moments:
-            state.update(self.kept.start(parameter, name))
+    def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the moments that parameters of a group have."""
+        return self.moments
+
+    def _started(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter, with the step counter and the moments, which the first step creates."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for name in self.moments_of(group):
+            if name not in state:
+                state.update(self.kept.start(parameter, name))
+        return state
 
     # -- fp32 in and out ------------------------------------------------------------------------------------------
     def holds(self, parameter: Tensor) -> bool:
@@ -347,10 +332,8 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
     def _packed(self) -> dict[str, Any]:
         # before the first step the moments are made, so that what loads into the dictionary finds its places
         entries = {}
-        for index, parameter in enumerate(parameters_of(self)):
-            state = self.state[parameter]
-            if "step" not in state:
-                self._start(parameter, state)
+        for index, (group, parameter) in enumerate(self._parameters()):
+            state = self._started(group, parameter)
             entry = {"step": state["step"]}
             entry.update({name: self.kept.whole(parameter, state, name) for name in self.moments if name in state})
             if self.storage.cast is not None:
@@ -363,13 +346,13 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
         saved = self._checked(state_dict)
         for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in given.items() if name != "params"})
-        for parameter, entry in saved.items():
-            state = self.state[parameter]
+        for group, parameter in self._parameters():
+            state, entry = self.state[parameter], saved[parameter]
             for name in [name for name in state if name not in STORAGE_STATE]:
                 del state[name]
-            moments = [name for name in self.moments if entry.get(name) is not None]
+            moments = [name for name in self.moments_of(group) if entry.get(name) is not None]
             if "step" in entry or moments:
-                self._start(parameter, state)
+                self._started(group, parameter)
                 # torch's SGD counts no steps: a saved momentum means that there was at least one
                 state["step"].copy_(torch.as_tensor(entry.get("step", 1), device="cpu"))
             for name in moments:

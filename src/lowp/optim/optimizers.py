@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from lowp.compat import private
 from lowp.errors import InvalidInput
-from lowp.kernels.steps import updates
+from lowp.kernels.steps import rules
 from lowp.optim.blockwise import BlockUpdate, BlockwiseOptimizer
 from lowp.optim.moments import FormatOptions
 from lowp.optim.shards import is_sharded, local, shard_like, shard_of
@@ -40,6 +40,7 @@ class AdamW(BlockwiseOptimizer):
     """
 
     moments = ("exp_avg", "exp_avg_sq")
+    rule = rules.AdamWStep
 
     def __init__(
         self,
@@ -56,11 +57,6 @@ class AdamW(BlockwiseOptimizer):
         _check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, options)
-
-    def numbers(self, group: dict[str, Any]) -> updates.AdamWNumbers:
-        """The numbers of a kernel's AdamW."""
-        beta1, beta2 = group["betas"]
-        return updates.AdamWNumbers(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
 
     def update_block(self, piece: BlockUpdate, group: dict[str, Any]) -> None:
         """torch's own update on one fp32 block."""
@@ -91,6 +87,9 @@ class SGD(BlockwiseOptimizer):
     that are not supported (fused, foreach …) raise an error that names an alternative.
     """
 
+    moments = ("momentum_buffer",)
+    rule = rules.SgdStep
+
     def __init__(
         self,
         params: Any,
@@ -112,16 +111,9 @@ class SGD(BlockwiseOptimizer):
         }
         super().__init__(params, defaults, options)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which may have momentum even if the others have none."""
-        super().add_param_group(param_group)
-        if self.param_groups[-1]["momentum"]:
-            self.moments = ("momentum_buffer",)
-
-    def numbers(self, group: dict[str, Any]) -> updates.SgdNumbers:
-        """The numbers of a kernel's SGD."""
-        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-        return updates.SgdNumbers(*(group[name] for name in names))
+    def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the name of the momentum, if a group has one."""
+        return self.moments if group["momentum"] else ()
 
     def update_block(self, piece: BlockUpdate, group: dict[str, Any]) -> None:
         """torch's own update on one fp32 block; the first step's momentum is the gradient, as torch's is.
@@ -153,6 +145,7 @@ class Lion(BlockwiseOptimizer):
     """
 
     moments = ("exp_avg",)
+    rule = rules.LionStep
 
     def __init__(
         self,
@@ -168,11 +161,6 @@ class Lion(BlockwiseOptimizer):
         _check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, options)
-
-    def numbers(self, group: dict[str, Any]) -> updates.LionNumbers:
-        """The numbers of a kernel's Lion."""
-        beta1, beta2 = group["betas"]
-        return updates.LionNumbers(group["lr"], beta1, beta2, group["weight_decay"], group["maximize"])
 
 
 class Muon(BlockwiseOptimizer):

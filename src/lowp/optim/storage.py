@@ -17,6 +17,7 @@ from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.numbers import packing
 from lowp.kernels.steps import stored
 from lowp.kernels.steps.stored import Weight
+from lowp.kernels.steps.updates import signed
 from lowp.optim.shards import holder_of, is_sharded, local, places_of, quantize_at, shard_like, sharing
 
 KINDS = ("fp32", "split", "split-8", "stochastic", "none")
@@ -77,6 +78,11 @@ class Storage:
         if self.cast is None or self.kind not in ("stochastic", "none"):
             return None
         return self.cast.with_rounding("stochastic") if self.kind == "stochastic" else self.cast
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels step weights stored in this way: in any but a copy."""
+        return self.cast is None or self.kind != "fp32"
 
     @property
     def draws(self) -> bool:
@@ -281,14 +287,8 @@ def seed_of(seed: int | Tensor, step: int | Tensor, tensor: int, slot: int = 0) 
     """
     if isinstance(step, Tensor):
         step = step.to(torch.int64) if step.device.type != "cpu" else int(step)
-    total = seed + step * _signed(_SEED_OF_STEP) + _signed(tensor * _SEED_OF_TENSOR + slot * _SEED_OF_SLOT)
+    total = seed + step * signed(_SEED_OF_STEP) + signed(tensor * _SEED_OF_TENSOR + slot * _SEED_OF_SLOT)
     return total if isinstance(total, Tensor) else total % (1 << 64)
-
-
-def _signed(word: int) -> int:
-    """Return the low 64 bits as a two's complement number; int64 tensors multiply and add it with wrap-around."""
-    word %= 1 << 64
-    return word - (1 << 64) if word >> 63 else word
 
 
 # -- masters of 32 and of 24 bits --------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cast_and_an_optimizers_step_compile_with_vectors() -> None:
     found = check(ahead.quantize(parse("e4m3fn:stochastic"), torch.bfloat16), 90, MOST)
     assert "LDG.E.128" in found.sass and "STG.E.128" in found.sass
-    way = Way(True, "bf16", rest=16, scaled=True, maximize=False, near=True)
+    way = Way("bf16", rest=16, scaled=True, maximize=False, adamw=True, near=True)
     found = check(ahead.step(way), 75, MOST)
     assert "LDG.E.128" in found.sass and "STG.E.128" in found.sass
     check(ahead.check("fp32", unscale=True, counts=True), 80, MOST)

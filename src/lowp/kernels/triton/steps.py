@@ -21,44 +21,17 @@ KEPT_WARPS = 8  # random bits need registers, so that each warp gets fewer numbe
 _ALIGNMENT = 16  # bytes of a thread's vector loads
 
 
-class Moves(NamedTuple):
-    """The numbers of AdamW in fp32."""
-
-    first: float  # 1 - beta1
-    rest: float  # beta1
-    beta2: float
-    second: float  # 1 - beta2
-    epsilon: float
-
-
-class Momentum(NamedTuple):
-    """The numbers of SGD in fp32."""
-
-    momentum: float
-    undamped: float  # 1 - dampening
-    decay: float
-
-
-class SignMoves(NamedTuple):
-    """The numbers of Lion in fp32."""
-
-    beta1: float
-    first: float  # 1 - beta1
-    beta2: float
-    second: float  # 1 - beta2
-
-
 class Way(NamedTuple):
     """The properties that determine the instructions of a step.
 
     `near` is for AdamW, the three after it for SGD, the last ones for `step_kept`.
     """
 
-    adamw: bool
-    dtype: str  # dtype of the gradients
+    dtype: str  # of the gradients
     rest: int  # bits of the remainder beside a bf16 weight; 0: none
     scaled: bool
     maximize: bool
+    adamw: bool = False
     near: bool = False  # the average is computed from its old value, as torch's lerp does from the nearer end
     momentum: bool = False
     nesterov: bool = False
@@ -147,7 +120,7 @@ def _made(
 
 def step(
     columns: Sequence[Sequence[Tensor]], rates: Tensor, inverse: Tensor | None, skip: Tensor | None,
-    numbers: Moves | Momentum | SignMoves, way: Way,
+    numbers: tuple[float, ...], way: Way,
 ) -> None:  # fmt: skip
     """Step parameters; columns: weight, remainder, gradient, two moments; any tensor for what there is not.
 
@@ -160,7 +133,7 @@ def step(
 
 def step_kept(
     columns: Sequence[Sequence[Tensor]], drawn: Sequence[tuple[int, int]], rates: Tensor, inverse: Tensor | None,
-    skip: Tensor | None, numbers: Moves | Momentum | SignMoves, way: Way, kept: KeptPlan,
+    skip: Tensor | None, numbers: tuple[float, ...], way: Way, kept: KeptPlan,
 ) -> None:  # fmt: skip
     """Step parameters; columns: weight, remainder, gradient, and two moments, each with its scales.
 
