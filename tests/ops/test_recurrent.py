@@ -13,6 +13,9 @@ from ops.cases import sixteen_bit, under
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import lowp
+from lowp import kernels
+from lowp.ops.direct import Direct
 from lowp.policy import Rule
 
 EXACT = Rule.of(input="fp32", weight="fp32", grad="fp32", output="fp32")
@@ -94,10 +97,31 @@ def test_one_step_is_two_contractions_and_gates_in_fp32(rule: Rule) -> None:
         output, (_, memory) = module(x)
     w_ih, w_hh, b_ih, b_hh = (one.detach() for one in module.parameters())
     h = under(rule, F.linear, torch.zeros(4, 7), w_hh, b_hh).float()
-    i, f, g, o = (under(rule, F.linear, x[0], w_ih, b_ih).float() + h).chunk(4, 1)
-    wide = f.sigmoid() * 0 + i.sigmoid() * g.tanh()
+    sums = under(rule, F.linear, x[0], w_ih, b_ih).float() + h
+    i, f, _, o = sums.sigmoid().chunk(4, 1)
+    wide = f * 0 + i * sums.chunk(4, 1)[2].tanh()
     assert torch.equal(memory[0], wide.to(memory.dtype))
-    assert torch.equal(output[0], (o.sigmoid() * wide.tanh()).to(output.dtype))
+    assert torch.equal(output[0], (o * wide.tanh()).to(output.dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("precision", ["fp16", "e5m7", "fp8", "mxfp8", "nvfp4", "int8", "e4m3fn:stochastic"])
+def test_states_are_projected_straight_from_their_arguments_with_the_bits_of_the_definition(
+    precision: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module, x = network(name, 5, 7, 1), torch.randn(6, 4, 5)
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(7)
+        given = x.clone().requires_grad_()
+        with kernels.use("cpu"), lowp.autocast(precision):
+            y, _ = module(given)
+        return [y, *torch.autograd.grad(y.float().square().sum(), (given, *module.parameters()))]
+
+    fast = run()
+    monkeypatch.setattr(Direct, "contract", lambda *given: None)
+    assert all(map(torch.equal, fast, run()))
 
 
 def test_outputs_and_states_are_written_in_the_rule_s_dtype() -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Slopes = tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
 class Cell(ABC):
@@ -23,16 +25,23 @@ class Cell(ABC):
         """Return the new hidden state and memory of the projections x and h and the old state."""
 
     @abstractmethod
-    def prepare(self, x: Tensor, h: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the data that `derivative` needs, for all steps at once."""
+    def gates_of(self, x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        """Return the gates of projections, of all steps at once."""
+
+    @abstractmethod
+    def slopes(self, gates: tuple[Tensor, ...], hidden: Tensor, memory: tuple[Tensor, Tensor] | None) -> Slopes:
+        """Return the factors of gradients that `derivative` takes, of all steps at once.
+
+        `hidden` is the state before each step, `memory` that before and after it.
+        """
 
     @abstractmethod
     def derivative(
-        self, prepared: tuple[Tensor, ...], memory: tuple[Tensor, Tensor] | None, gradient: Tensor, carry: Tensor | None
+        self, slopes: Slopes, gradient: Tensor, carry: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return the gradients of x, h, of the old hidden state past the projection, and of the old memory.
 
-        `memory` is the old and the new memory, `gradient` that of the new hidden state, `carry` of the new memory.
+        `gradient` is that of the new hidden state, `carry` of the new memory.
         """
 
 
@@ -41,29 +50,31 @@ class LSTM(Cell):
 
     def step(self, x: Tensor, h: Tensor, hidden: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert memory is not None
-        i, f, g, o = (x + h).chunk(4, -1)
-        memory = f.sigmoid() * memory + i.sigmoid() * g.tanh()
-        return o.sigmoid() * memory.tanh(), memory
+        i, f, g, o = self.gates_of(x, h)
+        memory = f * memory + i * g
+        return o * memory.tanh(), memory
 
-    def prepare(self, x: Tensor, h: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        i, f, g, o = (x + h).chunk(4, -1)
-        return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    def gates_of(self, x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        sums = x + h
+        i, f, _, o = sums.sigmoid().chunk(4, -1)
+        return i, f, sums.chunk(4, -1)[2].tanh(), o
+
+    def slopes(self, gates: tuple[Tensor, ...], hidden: Tensor, memory: tuple[Tensor, Tensor] | None) -> Slopes:
+        assert memory is not None
+        i, f, g, o = gates
+        old, new = memory[0], memory[1].tanh()
+        of_carry = g * i * (1 - i), old * f * (1 - f), i * (1 - g * g)
+        return torch.stack((*of_carry, new * o * (1 - o)), 1), o * (1 - new * new), f
 
     def derivative(
-        self, prepared: tuple[Tensor, ...], memory: tuple[Tensor, Tensor] | None, gradient: Tensor, carry: Tensor | None
+        self, slopes: Slopes, gradient: Tensor, carry: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        assert memory is not None
-        i, f, g, o = prepared
-        old, new = memory[0], memory[1].tanh()
-        through = gradient * o * (1 - new * new)
-        carry = through if carry is None else carry + through
-        parts = [
-            carry * g * i * (1 - i),
-            carry * old * f * (1 - f),
-            carry * i * (1 - g * g),
-            gradient * new * o * (1 - o),
-        ]
-        gates = torch.cat(parts, -1)
+        of_gates, through, f = slopes
+        carry = carry + gradient * through
+        found = torch.empty_like(of_gates)
+        torch.mul(of_gates[:, :3], carry.unsqueeze(1), out=found[:, :3])
+        torch.mul(of_gates[:, 3], gradient, out=found[:, 3])
+        gates = found.flatten(1)
         return gates, gates, None, carry * f
 
 
@@ -71,26 +82,25 @@ class GRU(Cell):
     """Gated recurrent unit: gates r, z, n; the reset gate acts after the projection of the hidden state."""
 
     def step(self, x: Tensor, h: Tensor, hidden: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        _, z, n, _ = self._gates(x, h)
+        _, z, n, _ = self.gates_of(x, h)
         return n + z * (hidden - n), None
 
-    @staticmethod
-    def _gates(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def gates_of(self, x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
         size = x.shape[-1] // 3
         r, z = (x[..., : 2 * size] + h[..., : 2 * size]).sigmoid().chunk(2, -1)
         candidate = h[..., 2 * size :]
         return r, z, (x[..., 2 * size :] + r * candidate).tanh(), candidate
 
-    def prepare(self, x: Tensor, h: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        return (*self._gates(x, h), hidden)
+    def slopes(self, gates: tuple[Tensor, ...], hidden: Tensor, memory: tuple[Tensor, Tensor] | None) -> Slopes:
+        r, z, n, candidate = gates
+        return (1 - z) * (1 - n * n), (hidden - n) * z * (1 - z), candidate * r * (1 - r), r, z
 
     def derivative(
-        self, prepared: tuple[Tensor, ...], memory: tuple[Tensor, Tensor] | None, gradient: Tensor, carry: Tensor | None
+        self, slopes: Slopes, gradient: Tensor, carry: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        r, z, n, candidate, hidden = prepared
-        new = gradient * (1 - z) * (1 - n * n)
-        update = gradient * (hidden - n) * z * (1 - z)
-        reset = new * candidate * r * (1 - r)
+        of_new, of_update, of_reset, r, z = slopes
+        new, update = gradient * of_new, gradient * of_update
+        reset = new * of_reset
         return torch.cat([reset, update, new], -1), torch.cat([reset, update, new * r], -1), gradient * z, None
 
 
@@ -100,30 +110,30 @@ class TanhRNN(Cell):
     def step(self, x: Tensor, h: Tensor, hidden: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return (x + h).tanh(), None
 
-    def prepare(self, x: Tensor, h: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    def gates_of(self, x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
         return ((x + h).tanh(),)
 
+    def slopes(self, gates: tuple[Tensor, ...], hidden: Tensor, memory: tuple[Tensor, Tensor] | None) -> Slopes:
+        return (1 - gates[0] * gates[0],)
+
     def derivative(
-        self, prepared: tuple[Tensor, ...], memory: tuple[Tensor, Tensor] | None, gradient: Tensor, carry: Tensor | None
+        self, slopes: Slopes, gradient: Tensor, carry: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        gates = gradient * (1 - prepared[0] * prepared[0])
+        gates = gradient * slopes[0]
         return gates, gates, None, None
 
 
-class ReluRNN(Cell):
+class ReluRNN(TanhRNN):
     """Elman's cell with the positive part."""
 
     def step(self, x: Tensor, h: Tensor, hidden: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return (x + h).relu(), None
 
-    def prepare(self, x: Tensor, h: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    def gates_of(self, x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
         return (x + h > 0,)
 
-    def derivative(
-        self, prepared: tuple[Tensor, ...], memory: tuple[Tensor, Tensor] | None, gradient: Tensor, carry: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        gates = gradient * prepared[0]
-        return gates, gates, None, None
+    def slopes(self, gates: tuple[Tensor, ...], hidden: Tensor, memory: tuple[Tensor, Tensor] | None) -> Slopes:
+        return gates
 
 
 CELLS: dict[str, Cell] = {"lstm": LSTM(4, True), "gru": GRU(3), "rnn_tanh": TanhRNN(1), "rnn_relu": ReluRNN(1)}

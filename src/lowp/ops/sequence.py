@@ -6,17 +6,21 @@ steps at once; the weight's gradient is one product over all steps, summed in fp
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from lowp.ops.call import RoleCasts
+from lowp.compat import constant_when_compiled, remembered_by_identity
+from lowp.ops.call import RoleCasts, rounding_once
 from lowp.ops.casting import Operand, shield
+from lowp.ops.direct import Direct, direct, linear_form
 from lowp.ops.products import computed, product
 from lowp.ops.recurrent_cells import Cell
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Linear
+from lowp.policy import Rule
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Layer:
     batches: tuple[int, ...]
     reverse: bool
 
+    @cached_property
+    def straight(self) -> Direct | None:
+        """What projects hidden states straight from their arguments; None where the definition does."""
+        return None if self.casts.watch is not None else direct(of_rounded_weights(self.casts.rule))
+
     def steps(self) -> Iterator[tuple[int, int, int]]:
         """Yield (first row, past the last row, number of rows) of every step, in the order of the walk."""
         found, start = [], 0
@@ -41,8 +50,19 @@ class Layer:
 
     def project(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the hidden projection, rounded as an output, in fp32. `weight` is rounded already."""
+        if self.straight is not None:
+            found = self.straight.contract(None, linear_form, hidden, weight, bias, None)
+            if found is not None:
+                return found.float()
         hidden = self.casts.carry(hidden, "input")
         return computed(_form(hidden, weight), OUTPUT, self.casts, hidden, weight, bias).float()
+
+
+@constant_when_compiled
+@remembered_by_identity
+def of_rounded_weights(rule: Rule) -> Rule:
+    """Return the rule of products with a weight that is rounded already."""
+    return replace(rounding_once(rule), weight=None)
 
 
 def _form(hidden: Tensor, weight: Tensor) -> Linear:
@@ -122,8 +142,9 @@ class _Backward:
         wide = self.weight.float()
         before = self._states_before()
         h = layer.project(before, wide, self.bias)
-        prepared = layer.cell.prepare(self.projected.float(), h, before.float())
-        memories = self._memories(prepared) if layer.cell.has_memory else None
+        gates = layer.cell.gates_of(self.projected.float(), h)
+        memories = self._memories(gates) if layer.cell.has_memory else None
+        slopes = layer.cell.slopes(gates, before.float(), memories)
         outer, last, last_memory = self.gradients
         into = torch.zeros(before.shape, dtype=torch.float32, device=before.device) if outer is None else outer.float()
         batch = self.hidden.shape[0]
@@ -132,9 +153,8 @@ class _Backward:
         memory = zero if last_memory is None else last_memory.float()
         x_gradient, h_gradient = torch.empty_like(h), torch.empty_like(h)
         for start, stop, count in reversed(list(layer.steps())):
-            rows = tuple(one[start:stop] for one in prepared)
-            pair = None if memories is None else (memories[0][start:stop], memories[1][start:stop])
-            found = layer.cell.derivative(rows, pair, into[start:stop] + carry[:count], memory[:count])
+            rows = tuple(one[start:stop] for one in slopes)
+            found = layer.cell.derivative(rows, into[start:stop] + carry[:count], memory[:count])
             x_gradient[start:stop] = found[0]
             narrow = casts.carry(found[1], "grad").float()
             h_gradient[start:stop] = narrow
@@ -174,14 +194,14 @@ class _Backward:
             state = _replaced(state.to(self.result.dtype), count, self.result[start:stop])
         return torch.cat([one for _, one in sorted(found, key=lambda pair: pair[0])])
 
-    def _memories(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def _memories(self, gates: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return the memory before and after every row, computed again (c = f c + i g)."""
-        i, f, g, _ = prepared
-        state = self.memory.float()
-        old, new = torch.empty_like(i), torch.empty_like(i)
+        i, f, g, _ = gates
+        state, added = self.memory.float(), i * g
+        old, new = torch.empty_like(added), torch.empty_like(added)
         for start, stop, count in self.layer.steps():
             old[start:stop] = state[:count]
-            new[start:stop] = f[start:stop] * state[:count] + i[start:stop] * g[start:stop]
+            torch.mul(f[start:stop], state[:count], out=new[start:stop]).add_(added[start:stop])
             state = _replaced(state, count, new[start:stop])
         return old, new
 
