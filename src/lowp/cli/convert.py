@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from lowp import files
 from lowp.cli.options import DATA, OUTPUT, SIZE, Option
-from lowp.cli.output import print_json
+from lowp.cli.output import print_json, print_table
 from lowp.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -117,20 +117,18 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _show(converted: Converted) -> None:
-    from rich.text import Text
-
     from lowp.report.tables import bytes_of
-    from lowp.report.terminal import console, plain_table, show
+    from lowp.report.terminal import console
 
-    columns = ["tensor", "shape", "bytes", "max error", "rms error", "flushed", "overflowed"]
-    table = plain_table(f"to {converted.format}", columns)
+    rows = []
     for tensor in converted.tensors:
         numbers = [f"{tensor.largest_error:.3g}", f"{tensor.rms_error:.3g}", f"{tensor.flushed:,}"]
         cells = ["-"] * 3 if tensor.reason else numbers
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        table.add_row(Text(tensor.name), shape, bytes_of(tensor.bytes_after), *cells, f"{tensor.overflowed:,}")
+        rows.append([tensor.name, shape, bytes_of(tensor.bytes_after), *cells, f"{tensor.overflowed:,}"])
+    columns = ["tensor", "shape", "bytes", "max error", "rms error", "flushed", "overflowed"]
+    print_table(f"to {converted.format}", columns, rows)
     terminal = console()
-    show(terminal, table)
     reasons: dict[str, list[str]] = {}
     for tensor in converted.tensors:
         if tensor.reason:

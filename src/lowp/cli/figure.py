@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.options import DATA, EPOCHS, OUTPUT, SIZE, Option, split_list
-from lowp.cli.output import print_json
+from lowp.cli.output import print_json, print_table
 from lowp.errors import InvalidInput, Unavailable, UnknownName, unknown
 from lowp.report import plots
 
@@ -304,17 +304,9 @@ def _other_command(path: Path) -> str:
 
 def _list(as_json: bool) -> None:
     """Print what each figure shows, and its default training."""
-    from lowp.report import terminal
-
     rows = []
     for name, figure in FIGURES.items():
         recipe = figure.run.get("recipe")
         precision = figure.run.get("precision") or f"fp32,{figure.options.get('precisions')}"
         rows.append((name, figure.summary, f"{recipe} in {precision}" if recipe else "none"))
-    if as_json:
-        print_json([dict(zip(("figure", "what", "training"), row, strict=True)) for row in rows])
-        return
-    table = terminal.plain_table(None, ["figure", "what", "training"])
-    for row in rows:
-        table.add_row(*row)
-    terminal.show(terminal.console(), table)
+    print_table(None, ("figure", "what", "training"), rows, as_json=as_json)

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
+from typing import Any
 
 from lowp.casts import Cast, possible_overflows
-from lowp.cost import SOURCE, Cost, cost
+from lowp.cost import SOURCE, cost
 from lowp.explain.numbers import Number, bits_text, code_of_value, decimal_text, line, maximum_text, power_text
 from lowp.explain.numbers import brief as brief_text
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
@@ -117,36 +118,21 @@ def percent(element: FloatFormat) -> str:
     return f"{value:.3g}%" if value > 1 else f"{value:.2g}%"
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The properties of a format, as in its row of `lowp formats`."""
-
-    name: str
-    layout: str
-    kind: str
-    bits: int
-    bytes: float
-    limits: Limits
-    maximum_error: str
-    decimal_digits: float
-    cost: Cost
-
-
-def facts(format: Format) -> Facts:
-    """Return the row of a format in the list."""
+def facts(format: Format) -> dict[str, Any]:
+    """Return the properties of a format, as in its row of `lowp formats`."""
     element = format.element if isinstance(format, ScaledFormat) else format
     kind = "scaled" if isinstance(format, ScaledFormat) else "integer" if isinstance(format, IntFormat) else "float"
-    return Facts(
-        str(format),
-        format.spelling,
-        kind,
-        format.bits,
-        format.bytes,
-        limits(format),
-        maximum_error(format),
-        element.decimal_digits,
-        cost(format),
-    )
+    return {
+        "name": str(format),
+        "layout": format.spelling,
+        "kind": kind,
+        "bits": format.bits,
+        "bytes": format.bytes,
+        "limits": limits(format),
+        "maximum_error": maximum_error(format),
+        "decimal_digits": element.decimal_digits,
+        "cost": cost(format),
+    }
 
 
 def in_full(cast: Cast) -> Iterator[str]:

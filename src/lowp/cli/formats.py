@@ -18,7 +18,7 @@ from lowp.casts import NAMED, Cast, parse
 from lowp.cli import format_facts
 from lowp.cli.format_facts import scope_words
 from lowp.cli.options import OUTPUT, Option
-from lowp.cli.output import can_show, print_json, show
+from lowp.cli.output import can_show, print_json, print_table, show
 from lowp.errors import InvalidInput
 from lowp.explain import as_json
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
@@ -65,36 +65,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _cells(format: Format) -> list[str]:
     row, brief = format_facts.facts(format), format_facts.brief
-    limits = row.limits
+    limits = row["limits"]
     return [
-        row.name,
-        str(row.bits),
-        row.layout,
+        row["name"],
+        str(row["bits"]),
+        row["layout"],
         brief(limits.smallest),
         brief(limits.smallest_normal),
         brief(limits.maximum),
         "by scale" if limits.ulp_at_1 is None else brief(limits.ulp_at_1),
-        row.maximum_error,
-        f"{row.decimal_digits:.1f}",
-        f"{row.bytes:g}",
-        f"{row.cost.relative_multiplier_area:.3g}",
-        str(row.cost.multiply_energy),
+        row["maximum_error"],
+        f"{row['decimal_digits']:.1f}",
+        f"{row['bytes']:g}",
+        f"{row['cost'].relative_multiplier_area:.3g}",
+        str(row["cost"].multiply_energy),
     ]
 
 
 def _list() -> None:
-    from lowp.report import terminal
-
-    screen = terminal.console()
     for is_scaled, title in ((False, "numbers with an exponent of their own"), (True, "numbers under a shared scale")):
-        table = terminal.plain_table(title, [*HEADS, *COST_HEADS], left=("layout",))
-        for format in FORMATS.values():
-            if isinstance(format, ScaledFormat) == is_scaled:
-                table.add_row(*_cells(format))
-        terminal.show(screen, table)
+        rows = (_cells(one) for one in FORMATS.values() if isinstance(one, ScaledFormat) == is_scaled)
+        print_table(title, (*HEADS, *COST_HEADS), rows, left=("layout",))
     named = ", ".join(f"{name} = {cast}" for name, cast in NAMED.items())
     for text in (" ".join(NOTES), f"casts with a name: {named}"):
-        print(textwrap.fill(text, min(screen.width, 120)))
+        print(textwrap.fill(text, min(_width(), 120)))
 
 
 def _width() -> int:

@@ -6,7 +6,7 @@ rich is loaded on a terminal only.
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,6 +51,27 @@ def print_json(document: object) -> None:
     from lowp.files import json_text
 
     print(json_text(document), end="")
+
+
+def print_table(
+    title: str | None,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Sequence[str] = (),
+    as_json: bool = False,
+) -> None:
+    """Print a table, or its rows as JSON by the names of the columns; `left`: further columns that are aligned left."""
+    if as_json:
+        print_json([dict(zip(columns, row, strict=True)) for row in rows])
+        return
+    from rich.markup import escape
+
+    from lowp.report.terminal import console, plain_table, show
+
+    table = plain_table(title, columns, left)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    show(console(), table)
 
 
 def say(text: str) -> None:

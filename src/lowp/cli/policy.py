@@ -16,7 +16,7 @@ import textwrap
 
 from lowp import presets
 from lowp.cli.options import OUTPUT, Option
-from lowp.cli.output import print_json
+from lowp.cli.output import print_json, print_table
 from lowp.errors import InvalidInput, UnknownName, near, unknown
 from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import PRESETS, Preset
@@ -67,18 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(as_json: bool) -> None:
     from lowp.ops.table import TORCH_POLICIES
-    from lowp.report import terminal
 
     rows = {name: preset.summary for name, preset in PRESETS.items()}
     rows |= {name: f"torch.autocast's own lists, {policy.rules[0].input}" for name, policy in TORCH_POLICIES.items()}
-    if as_json:
-        print_json([{"policy": name, "what": what} for name, what in rows.items()])
-        return
-    table = terminal.plain_table(None, ["policy", "what"])
-    for row in rows.items():
-        table.add_row(*row)
-    terminal.show(terminal.console(), table)
-    print("Any format is a policy, too: e4m3fn, e5m7, bf16:stochastic put the operands of contractions in it.")
+    print_table(None, ("policy", "what"), rows.items(), as_json=as_json)
+    if not as_json:
+        print("Any format is a policy, too: e4m3fn, e5m7, bf16:stochastic put the operands of contractions in it.")
 
 
 def _document(preset: Preset, ops: bool) -> dict[str, object]:

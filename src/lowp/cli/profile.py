@@ -314,11 +314,10 @@ def _report(record: Record, arguments: argparse.Namespace, next_command: str) ->
         document["precision"] = _precision(record, advice.window, arguments)
     if arguments.html is not None:
         _write_page(arguments.html, page(record, advice, command=command), arguments.json)
-    if arguments.csv is not None or arguments.tensorboard is not None:
-        if arguments.csv is not None:
-            to_csv(record, arguments.csv)
-        if arguments.tensorboard is not None:
-            to_tensorboard(record, arguments.tensorboard)
+    if arguments.csv is not None:
+        to_csv(record, arguments.csv)
+    if arguments.tensorboard is not None:
+        to_tensorboard(record, arguments.tensorboard)
     return document
 
 

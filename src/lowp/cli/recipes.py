@@ -12,7 +12,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli.options import OUTPUT, Option
-from lowp.cli.output import print_json
+from lowp.cli.output import print_json, print_table
 from lowp.recipes import RECIPES, get
 
 if TYPE_CHECKING:
@@ -24,24 +24,23 @@ OPTIONS = (Option("recipe", "the recipe to show in full", more={"nargs": "?"}), 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or one recipe."""
-    from lowp.report.terminal import console, plain_table, show
-
     if arguments.json:
         one = arguments.recipe
         print_json([_document(get(name)) for name in RECIPES] if one is None else _document(get(one)))
         return 0
     if arguments.recipe is not None:
+        from lowp.report.terminal import console
+
         screen = console()
         screen.print(_full(get(arguments.recipe), screen.width), markup=False, soft_wrap=True)
         return 0
-    table = plain_table(None, ["recipe", "what", "size", "parameters"])
-    for name in RECIPES:
-        recipe = get(name)
+    rows = []
+    for recipe in map(get, RECIPES):
         what = [recipe.summary, f"data: {recipe.data}", f"source: {recipe.source}"]
         sizes = [size + " (default)" * (size == recipe.default_size) for size in recipe.sizes]
         parameters = [f"{row.parameters:,}" for row in recipe.sizes.values()]
-        table.add_row(recipe.name, *("\n".join(lines) for lines in (what, sizes, parameters)))
-    show(console(), table)
+        rows.append([recipe.name, *("\n".join(lines) for lines in (what, sizes, parameters))])
+    print_table(None, ("recipe", "what", "size", "parameters"), rows)
     return 0
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from lowp import presets
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.options import OUTPUT, Option, split_list, words_of
-from lowp.cli.output import print_json, say
+from lowp.cli.output import print_json, print_table, say
 from lowp.errors import InvalidInput, LowpError, near
 
 if TYPE_CHECKING:
@@ -106,18 +106,14 @@ def _compare(command: list[str], arguments: argparse.Namespace) -> int:
 
 
 def _print(runs: Runs) -> None:
-    from rich.markup import escape
-
-    from lowp.report import terminal
-
-    names = ["precision", "exit", "time", "skipped\nsteps", "saturated\ntensors", "last line"]
-    table = terminal.plain_table(f"compared with {runs.base.precision}", [*names, "difference"])
+    names = ("precision", "exit", "time", "skipped\nsteps", "saturated\ntensors", "last line", "difference")
+    rows = []
     for one in runs.outcomes:
         skipped = f"{one.skipped} of {one.steps}" if one.steps else ""
         saturated = f"{one.saturated} of {one.writes}" if one.writes else ""
         cells = [one.precision, str(one.code), f"{one.seconds:.1f} s", skipped, saturated, one.last_line]
-        table.add_row(*map(escape, cells), escape(runs.apart(one)))
-    terminal.show(terminal.console(), table)
+        rows.append([*cells, runs.apart(one)])
+    print_table(f"compared with {runs.base.precision}", names, rows)
     for one in runs.outcomes:
         for note in one.notes:
             print(f"{one.precision}: {note}")

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from lowp.cli import EXIT_INTERRUPTED
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.options import TRAINING, filled, given, split_list
-from lowp.cli.output import counted, print_json, say
+from lowp.cli.output import counted, print_json, print_table, say
 from lowp.errors import InvalidInput
 from lowp.recipes import RECIPES, get
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from rich.table import Table
     from torch import nn
 
     from lowp.recipes.recipe import Data
@@ -56,10 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(document: Mapping[str, Any]) -> None:
-    from lowp.report import terminal
+    from lowp.report.terminal import console
 
-    console = terminal.console()
-    terminal.show(console, _table(document))
+    _print_rows(document["recipe"], document["rows"])
     lines = []
     for row in document["rows"]:
         for name, why in row.get("unquantized", {}).items():
@@ -68,35 +66,29 @@ def _print(document: Mapping[str, Any]) -> None:
             lines.append(f"{row['format']}: {row['failure']}.")
     lines += [f"{name}: {text}." for name, text in document["methods"].items()]
     lines.append(f"{document['machine']['words']}.")
-    console.print("\n".join(textwrap.fill(line, console.width, subsequent_indent="  ") for line in lines), markup=False)
+    screen = console()
+    screen.print("\n".join(textwrap.fill(line, screen.width, subsequent_indent="  ") for line in lines), markup=False)
 
 
-def _table(document: Mapping[str, Any]) -> Table:
+def _print_rows(recipe: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     from lowp.report.tables import bytes_of, number, points, seconds
-    from lowp.report.terminal import plain_table
 
-    recipe, rows = document["recipe"], document["rows"]
     metric, share = recipe["metric"], recipe["metric_is_share"]
     recovered = any("trained" in row for row in rows)
     columns = ["format", metric, "to fp32", *["trained\nin it"] * recovered, "bytes", "time", "energy"]
-    table = plain_table(f"{recipe['name']}: served in other formats", columns)
-    base = rows[0]
+    cells, base = [], rows[0]
     for row in rows:
         if "failure" in row:
-            table.add_row(row["format"], "failed", *["-"] * (len(columns) - 2))
+            cells.append([row["format"], "failed", *["-"] * (len(columns) - 2)])
             continue
         value = row["numbers"][metric]
         trained = row.get("trained", {}).get(metric)
-        table.add_row(
-            row["format"],
-            number(value, share),
-            points(value - base["numbers"][metric], share),
-            *[number(trained, share)] * recovered,
-            f"{bytes_of(row['bytes'])} ({row['bytes'] / base['bytes']:.2f}x)",
-            f"{seconds(row['seconds'])} ({row['seconds'] / base['seconds']:.2f}x)",
-            f"{row['energy'] / 1e6:.3g} µJ ({row['energy'] / base['energy']:.2f}x)",
-        )
-    return table
+        measured = {"bytes": bytes_of(row["bytes"]), "seconds": seconds(row["seconds"])}
+        measured["energy"] = f"{row['energy'] / 1e6:.3g} µJ"
+        metrics = [number(value, share), points(value - base["numbers"][metric], share)]
+        costs = [f"{shown} ({row[name] / base[name]:.2f}x)" for name, shown in measured.items()]
+        cells.append([row["format"], *metrics, *[number(trained, share)] * recovered, *costs])
+    print_table(f"{recipe['name']}: served in other formats", columns, cells)
 
 
 SUFFIXES = (".safetensors", ".json", ".pt", ".pth", ".bin", ".ckpt")
@@ -175,24 +167,19 @@ def _trained(arguments: argparse.Namespace, precision: str) -> tuple[Settings, n
 
 
 def _print_mismatch(document: dict[str, Any]) -> None:
-    from rich.markup import escape
-
-    from lowp.report import terminal
-
     columns = ["served in", "mean\n|Δ log p|", "largest\n|Δ log p|", "mean KL", "largest\nKL", "argmax\nchanged"]
     title = f"{document['recipe']['name']}: served, beside training in {document['training']}"
-    table = terminal.plain_table(title, [*columns, "most by (KL, alone)"], left=("most by (KL, alone)",))
-    notes = []
+    rows, notes = [], []
     for row in document["rows"]:
         if row["failure"] is not None:
-            table.add_row(escape(row["format"]), *["-"] * 5, "")
+            rows.append([row["format"], *["-"] * 5, ""])
             notes.append(f"{row['format']}: {row['failure']}")
             continue
         numbers = [f"{row[name]:.2g}" for name in ("mean", "largest", "kl", "largest_kl")]
         layers = ", ".join(f"{one['layer']} ({one['kl']:.1g})" for one in row["layers"])
-        table.add_row(escape(row["format"]), *numbers, f"{row['changed']:.2%}", escape(layers))
+        rows.append([row["format"], *numbers, f"{row['changed']:.2%}", layers])
         notes += [f"{row['format']}: {name} stays as it was: {why}" for name, why in row["kept"].items()]
-    terminal.show(terminal.console(), table)
+    print_table(title, [*columns, "most by (KL, alone)"], rows, left=("most by (KL, alone)",))
     tokens = max((row["tokens"] for row in document["rows"]), default=0)
     print(
         f"{tokens:,} predictions of the validation set, in nats. mean: of a class drawn from training's "
