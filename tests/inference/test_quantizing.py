@@ -268,7 +268,7 @@ def test_every_convolution_is_served_with_the_same_numbers_eager_and_by_definiti
         assert _error(found, model(x)) < NEAR[format]
         torch.testing.assert_close(served(x[0]), found[0], rtol=0 if format == "int8" else 1e-5, atol=1e-6)
         layer = cast(ServedConvolution, served)
-        wanted = layer.geometry.convolved(_rounded(layer.weight, layer.image(x)), layer.dense(), layer._bias())
+        wanted = layer.geometry.convolved(_rounded(layer.weight, layer.geometry.image(x)), layer.dense(), layer._bias())
         torch.testing.assert_close(found, wanted.reshape(found.shape), rtol=1e-5, atol=1e-5)
         with kernels.use("reference"):
             torch.testing.assert_close(served(x), found, rtol=0 if format == "int8" else 1e-5, atol=1e-6)

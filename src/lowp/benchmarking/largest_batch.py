@@ -133,18 +133,18 @@ def _next(found: LargestBatch) -> int:
     return guess if low < guess < high else (low + high) // 2
 
 
-def bytes_from(text: str, option: str = "--memory") -> int:
+def bytes_from(text: str) -> int:
     """Return a size in bytes from its text: 2GB (10^9), 1.5GiB (2^30), 800MB, 4096B. Raise InvalidInput for others."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else ""
     if match is None or unit not in _UNITS:
         known = "KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
         raise InvalidInput(
-            f"{option} {text!r} is not a size: give a number and a unit, such as 2GB or 512MiB; units: {known}"
+            f"--memory {text!r} is not a size: give a number and a unit, such as 2GB or 512MiB; units: {known}"
         )
     size = int(float(match[1]) * _UNITS[unit])
     if size < 1:
-        raise InvalidInput(f"{option} {text!r} is not possible: give at least one byte, such as 2GB or 512MiB")
+        raise InvalidInput(f"--memory {text!r} is not possible: give at least one byte, such as 2GB or 512MiB")
     return size
 
 

@@ -95,10 +95,6 @@ class ServedConvolution(Served):
         matrix = self.weight.values() if matrix is None else matrix
         return matrix.reshape(len(matrix), *self.geometry.kernel, -1).permute(0, 3, 1, 2)
 
-    def image(self, x: Tensor) -> Tensor:
-        """The input as `Geometry.image` gives it."""
-        return self.geometry.image(x)
-
     def computed(self, x: Tensor) -> Tensor:
         """Return the convolution of x [batch, channels, (height,) width], or of one without a batch, in x's dtype."""
         return self._on_image(x, self._convolved)
@@ -110,7 +106,7 @@ class ServedConvolution(Served):
 
     def _on_image(self, x: Tensor, convolved: Callable[[Tensor], Tensor]) -> Tensor:
         single = x.ndim == self.dimensions + 1
-        result = convolved(self.image(x[None] if single else x))
+        result = convolved(self.geometry.image(x[None] if single else x))
         result = (result[:, :, 0] if self.dimensions == 1 else result).to(x.dtype)
         return result[0] if single else result
 

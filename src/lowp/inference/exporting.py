@@ -24,6 +24,7 @@ from lowp.inference.attention import ServedAttention, attended
 from lowp.inference.calibration import check_bits
 from lowp.inference.convolutions import ServedConvolution
 from lowp.inference.modules import Int8, Nibble, Served, ServedEmbedding, ServedLinear, Stored
+from lowp.inference.quantizing import put
 from lowp.kernels.packed import few_bits, few_rows
 
 OPSET = 18
@@ -143,11 +144,7 @@ def _exportable(model: nn.Module) -> nn.Module:
         if not isinstance(module, Served):
             continue
         found = True
-        made = _layer(name, module)
-        if name == "":
-            return made
-        parent, _, attribute = name.rpartition(".")
-        setattr(copied.get_submodule(parent) if parent else copied, attribute, made)
+        copied = put(copied, name, _layer(name, module))
     if not found:
         raise InvalidInput("the model has no quantized layer: export the result of lowp.quantize_model")
     return copied
@@ -215,7 +212,7 @@ class _Layer(nn.Module):
         convolution, bias = self.convolution, self._buffers["bias"]
         if convolution is None:
             return F.linear(*self.operands(x), bias)
-        result = convolution.geometry.convolved(*self.operands(convolution.image(x)), bias)
+        result = convolution.geometry.convolved(*self.operands(convolution.geometry.image(x)), bias)
         return result[:, :, 0] if convolution.dimensions == 1 else result
 
 

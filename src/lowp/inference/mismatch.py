@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowp import casts
 from lowp.errors import InvalidInput, LowpError
 from lowp.formats import FloatFormat
-from lowp.inference.quantizing import quantize_model, run_batch, unquantized
+from lowp.inference.quantizing import put, quantize_model, run_batch, unquantized
 from lowp.precision import Precision
 
 FORMATS = ("bf16", "fp16", "int8", "fp8")
@@ -252,16 +252,15 @@ def _layers(model: nn.Module) -> Iterator[str]:
 @contextmanager
 def _served_alone(model: nn.Module, served: nn.Module, name: str, region: Region) -> Iterator[bool]:
     """Put the packed form of one layer in its place; yields whether there is one."""
-    parent, _, attribute = name.rpartition(".")
     before, after = model.get_submodule(name), served.get_submodule(name)
     if type(after) is type(before):
         yield False
         return
-    setattr(model.get_submodule(parent), attribute, after)
+    put(model, name, after)
     try:
         yield True
     finally:
-        setattr(model.get_submodule(parent), attribute, before)
+        put(model, name, before)
 
 
 @contextmanager

@@ -85,11 +85,7 @@ def quantize_model(
         if reason := _unfit(module):
             reasons[name] = reason
             continue
-        made = _made(name, module, how, seen).eval()
-        if name == "":
-            served = made
-        else:
-            _put(served, name, made)
+        served = put(served, name, _made(name, module, how, seen).eval())
     made_as = {"format": str(cast), "bits": bits, "attention": attention, "kept": reasons}
     object.__setattr__(served, _MADE, made_as)
     return served
@@ -166,10 +162,13 @@ def _others(model: nn.Module, names: Mapping[str, nn.Module]) -> Iterator[tuple[
             yield name, module
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the layer of this name."""
+def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Return the model with a module in the place of the layer of this name; '' is the model itself."""
+    if not name:
+        return module
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, module)
+    return model
 
 
 def _unfit(module: nn.Module) -> str:
@@ -212,7 +211,7 @@ def _calibrated(
     with ExitStack() as stack, torch.inference_mode(False), torch.set_grad_enabled(how.by_moments), readers:
         for name, module in chosen.items():
             if how.by_moments and isinstance(module, nn.Embedding):
-                stack.callback(module.register_forward_hook(sensitivity.hook(name)).remove)
+                stack.callback(module.register_forward_hook(partial(sensitivity.after, name)).remove)
             if isinstance(module, nn.MultiheadAttention) and not _unfit(module):
                 model, watched = _opened(model, name, module, stack)
             else:
@@ -267,11 +266,8 @@ def _opened(
         layers.append(layer)
     opened = ServedAttention(layers, module, BITS, False)
     watched: dict[str, nn.Module] = {f"{name}.{role}": layer for role, layer in zip(_ROLES, layers, strict=True)}
-    if name == "":
-        return opened, watched
-    _put(model, name, opened)
-    stack.callback(_put, model, name, module)
-    return model, watched
+    stack.callback(put, model, name, module)
+    return put(model, name, opened), watched
 
 
 def run_batch(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None) -> Any:

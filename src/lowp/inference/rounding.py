@@ -79,15 +79,11 @@ class Sensitivity:
         self._generator = torch.Generator().manual_seed(0)
         self._returned: list[tuple[str, Tensor]] = []
 
-    def hook(self, name: str) -> Any:
-        """A forward hook of an embedding."""
-
-        def after(module: nn.Module, given: Any, result: Tensor) -> Tensor:
-            leaf = result.detach().requires_grad_()
-            self._returned.append((name, leaf))
-            return leaf
-
-        return after
+    def after(self, name: str, module: nn.Module, given: Any, result: Tensor) -> Tensor:
+        """Keep what an embedding of this name returns: a forward hook."""
+        leaf = result.detach().requires_grad_()
+        self._returned.append((name, leaf))
+        return leaf
 
     def add(self, result: Any, moments: dict[str, SecondMoments]) -> None:
         """Look at the results of a batch, of which those are left out that no gradient leads to."""

@@ -28,10 +28,6 @@ def to_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT else value
 
 
-def _widened(output: Any) -> Any:
-    return to_fp32(output) if isinstance(output, Tensor) else _tree_map(to_fp32, output)
-
-
 def _has_parameters(module: nn.Module) -> bool:
     """Whether a module is a model: losses, metrics and augmentations have no parameters."""
     # a replica of nn.DataParallel keeps its parameters as plain attributes
@@ -107,7 +103,7 @@ class Forward:
                 output = compute()
         finally:
             session.local.calls -= 1
-        return _widened(output)
+        return to_fp32(output) if isinstance(output, Tensor) else _tree_map(to_fp32, output)
 
     def inner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module within one that runs under the rules. From the first dtype error of its code on, run it in fp32.

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,11 @@ class RunSettings:
     started: float = field(default_factory=time.time)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RunSettings | None:
-        """Return the settings of an environment, None if it has none. Raises InvalidInput if they are damaged."""
-        precision = environment.get(PRECISION, "").strip()
+    def from_environment(cls) -> RunSettings | None:
+        """Return the settings of the environment, None if it has none. Raises InvalidInput if they are damaged."""
+        precision, text = os.environ.get(PRECISION, "").strip(), os.environ.get(RUN, "")
         if not precision:
             return None
-        text = environment.get(RUN, "")
         try:
             given = json.loads(text) if text else {}
             return cls(**{**given, "precision": precision})

@@ -211,25 +211,25 @@ def _spool(source: Source, names: list[str], job: _Job, spool: Spool) -> tuple[l
                 rows = sum(piece.shape[0] for piece in pieces) if pieces[0].ndim else 0
                 spool.add(name + suffix, pieces, (rows, *pieces[0].shape[1:]) if pieces[0].ndim else ())
             if stored_dtype(job.cast) is None:
-                dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-                packed[name] = Packed(job.cast, tuple(x.shape), dtype)
+                wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+                packed[name] = Packed(job.cast, tuple(x.shape), wide)
             del parts
-        reports.append(_report(name, x, reason, errors, spool.nbytes - before))
+        seen = (errors.largest, errors.rms, errors.flushed, errors.overflowed)
+        dtype, sizes = _name(x.dtype), (x.numel() * x.element_size(), spool.nbytes - before)
+        reports.append(TensorReport(name, tuple(x.shape), dtype, reason, *seen, *sizes))
         del x  # before the next one is read
         job.done(name)
     return reports, packed
 
 
-def _report(name: str, x: Tensor, reason: str, errors: Errors, size: int) -> TensorReport:
-    seen = (errors.largest, errors.rms, errors.flushed, errors.overflowed)
-    dtype = str(x.dtype).removeprefix("torch.")
-    return TensorReport(name, tuple(x.shape), dtype, reason, *seen, x.numel() * x.element_size(), size)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _why_unconverted(name: str, x: Tensor, job: _Job, errors: Errors) -> str:
     """Return why a tensor is not converted; '' if it is."""
     if not x.is_floating_point():
-        return f"{str(x.dtype).removeprefix('torch.')}, not floating-point"
+        return f"{_name(x.dtype)}, not floating-point"
     if any(fnmatchcase(name, pattern) for pattern in job.keep):
         return "asked for (keep)"
     if not x.numel():

@@ -78,8 +78,9 @@ class _Row:
 def strips(record: Record, other: Record | None = None) -> dict[str, Any]:
     """Return the data of the script; `other` is a second run of the model, beside the first."""
     rows: dict[str, list[_Row]] = {name: [] for name in MAPS}
-    order, steps = _Order(record), _shown_steps(record)
-    for key, row in order.sorted((key, _row(record, other, key, steps)) for key in record.tensors):
+    steps = _shown_steps(record)
+    for key in _in_order(record):
+        row = _row(record, other, key, steps)
         name = next((name for name, (_, role) in MAPS.items() if key.role == role), None)
         op = record.ops.get((key.module, key.op))
         if name is None or row is None or (key.role == "grad" and op is not None and op.op_class == "wide"):
@@ -207,23 +208,20 @@ def _label(record: Record, key: Key) -> str:
     return " · ".join(filter(None, (inside, name)))
 
 
-class _Order:
-    """The order of the layers: that in which their ops first ran, blocks together; outside of modules an op is one."""
+def _in_order(record: Record) -> list[Key]:
+    """Return the tensors in the order in which their ops first ran, blocks together; modules without an op are last.
 
-    def __init__(self, record: Record) -> None:
-        self._ops = {op: place for place, op in enumerate(record.ops)}
-        self._modules: dict[str, int] = {}
-        self._blocks: dict[str, int] = {}
-        for place, (module, _) in enumerate(record.ops):
-            self._modules.setdefault(module, place)
-            self._blocks.setdefault(block_of(module), place)
+    Outside of modules an op is a block.
+    """
+    ops = {op: place for place, op in enumerate(record.ops)}
+    modules: dict[str, int] = {}
+    blocks: dict[str, int] = {}
+    for place, (module, _) in enumerate(record.ops):
+        modules.setdefault(module, place)
+        blocks.setdefault(block_of(module), place)
 
-    def sorted(self, rows: Iterable[tuple[Key, _Row | None]]) -> list[tuple[Key, _Row | None]]:
-        """Return the rows in that order; modules without an op are last."""
+    def place_of(key: Key) -> tuple[int, int]:
+        own = ops.get((key.module, key.op), modules.get(key.module, len(ops)))
+        return (blocks.get(block_of(key.module), len(ops)) if key.module else own), own
 
-        def place(pair: tuple[Key, _Row | None]) -> tuple[int, int]:
-            key, last = pair[0], len(self._ops)
-            own = self._ops.get((key.module, key.op), self._modules.get(key.module, last))
-            return (self._blocks.get(block_of(key.module), last) if key.module else own), own
-
-        return sorted(rows, key=place)
+    return sorted(record.tensors, key=place_of)

@@ -5,16 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowp.report.figures import style
-from lowp.report.palette import BLUE, GREEN, GREY, PURPLE, RED
+from lowp.report.palette import GREEN, GREY, PURPLE, RED
 
 # fp32's line is broad, so that lines on it are visible
-_LINES = (
+_LINES: tuple[dict[str, Any], ...] = (
     {"color": GREY, "linewidth": 4.5, "alpha": 0.35},
     {"color": GREEN, "linewidth": 1.5, "linestyle": "--"},
     {"color": PURPLE, "linewidth": 1.3},
     {"color": RED, "linewidth": 1.6},
 )
-_COLORS = (GREY, GREEN, PURPLE, RED, BLUE)
 _SPAN = 9  # length of the running mean in steps
 
 
@@ -33,7 +32,7 @@ def stall(document: Mapping[str, Any]) -> Any:
         label = _short(row["label"], document["format"])
         for name, values in (("moving", smooth), ("way", document["ways"][index])):
             if values:
-                ends[name].append((values[-1], label, _COLORS[index % len(_COLORS)]))
+                ends[name].append((values[-1], label, line["color"]))
     moving.set(title="weights with a gradient that a step changes, %")
     moving.set_ylim(-4, 106)
     where = f"[{', '.join(map(str, document['index']))}]" if document["index"] else ""
@@ -58,9 +57,10 @@ def _losses(panel: Any, document: Mapping[str, Any]) -> None:
         ]
         if not known:
             continue
-        panel.plot(*zip(*known, strict=True), **_LINES[index % len(_LINES)])
+        line = _LINES[index % len(_LINES)]
+        panel.plot(*zip(*known, strict=True), **line)
         label = f"{_short(row['label'], document['format'])} {known[-1][1]:+.3f}"
-        ends.append((known[-1][1], label, _COLORS[index % len(_COLORS)]))
+        ends.append((known[-1][1], label, line["color"]))
     panel.set(xlabel="epoch", title=f"validation loss minus that of {document['variants'][0]['label']}")
     style.label_ends(panel, ends)
 
