@@ -1,17 +1,27 @@
-"""Finds the operation that first made a loss or a gradient infinite or NaN, by running the step again."""
+"""The guard of every step, and the search for the operation that first made a loss or a gradient infinite or NaN.
 
+A healthy step costs references to its batch, the random state, the order of ops on the model's output, and one read of
+the gradients. No tensor is copied or kept alive longer. A step with a fault is run again.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lowp.kernels.steps.spectra import largest_of
 from lowp.numerics.models import Models
-from lowp.numerics.modes import Paths, numbers_of, tensors_in
+from lowp.numerics.modes import Paths, Seam, numbers_of, tensors_in
 from lowp.numerics.record import StepSeen
 from lowp.numerics.replay import Event, Trace, state_of, tracing
 from lowp.numerics.tape import Tape, beside, calls_again
 
+_REMEMBERED = 20  # number of steps before a fault that are reported
 _EXPLODED = 1e3  # growth of weights over their first size that counts as exploding
 
 
@@ -187,3 +197,65 @@ _HINTS: list[tuple[set[str], str]] = [
     ),
     ({"exp", "expm1"}, "The exponential is beyond the largest number: subtract the maximum first."),
 ]
+
+
+# -- the guard ---------------------------------------------------------------------------------------------------------
+class Guard:
+    """Keeps what a step needs to be run again, and finds what made it not finite, once a run.
+
+    While a step is run again `is_replaying` tells everyone else to look away. `diagnoses`: whether it looks for faults
+    at all, or only keeps the tape. `unguarded` steps are said to have had no guard before the traced step.
+    """
+
+    def __init__(self, models: Models, seam: Seam, diagnoses: bool = True) -> None:
+        self.history: deque[StepSeen] = deque(maxlen=_REMEMBERED)
+        self.unguarded = 0
+        self.is_replaying = False
+        self.tape = Tape(seam)
+        self._models, self._seam, self._diagnoses = models, seam, diagnoses
+        self._first_weight: float | None = None
+
+    def current(self, step: int) -> StepSeen:
+        """The notes on this step."""
+        if not self.history or self.history[-1].step != step:
+            self.history.append(StepSeen(step))
+        return self.history[-1]
+
+    def saw_loss(self, loss: Tensor, seen: StepSeen, scale: float) -> Fault | None:
+        """Note the loss. Return the fault if the loss is not finite."""
+        self.tape.end(loss)
+        finite = seen.loss is None or abs(seen.loss) < float("inf")
+        return None if finite else self._diagnose("loss", seen, scale)
+
+    def before_step(self, parameters: Sequence[nn.Parameter], seen: StepSeen, scale: float) -> Fault | None:
+        """Check the gradients that the optimizer is about to use. Return the fault if one is not finite."""
+        self.tape.rest()
+        if not self._diagnoses:
+            return None
+        if self._first_weight is None:
+            self._first_weight = largest_of([numbers_of(one.detach()) for one in parameters])
+        gradients = [numbers_of(one.grad) for one in parameters if one.grad is not None]
+        if not gradients:
+            return None
+        seen.largest_gradient = largest_of(gradients)
+        finite = seen.largest_gradient < float("inf")
+        return None if finite else self._diagnose("gradients", seen, scale)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Run a step again within this context, in which nobody takes it for a training step."""
+        self.is_replaying = True
+        try:
+            yield
+        finally:
+            self.is_replaying = False
+
+    def _diagnose(self, what: str, seen: StepSeen, scale: float) -> Fault | None:
+        if not self._diagnoses:
+            return None
+        self._diagnoses = False
+        diagnosis = Diagnosis(self.tape, self._models, list(self.history), scale)
+        with self.replaying(), self._seam.resting():
+            fault = diagnosis.find(what, seen.step, self._first_weight, self.unguarded)
+        print(f"lowp profile: {fault}", file=sys.stderr)
+        return fault

@@ -1,20 +1,23 @@
-"""Function modes that come and go while others are active, and the place in model and source of the running code."""
+"""The seam where calls of torch's functions are seen, and the place in model and source of the running code."""
 
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, wraps
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lowp.compat import private, sparse_values
 from lowp.hooks import Uncopied
 from lowp.kernels.tracing import is_transformed
 from lowp.numerics.models import Models
+from lowp.numerics.schedule import MODE
 from lowp.ops import table
 from lowp.ops.table import Row
 
@@ -33,34 +36,94 @@ _LOWP = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _RECIPES = os.path.join(_LOWP, "recipes") + os.sep
 
 
-def depth() -> int:
-    """Return how many function modes are active."""
-    return len(_modes())
+class Seam(TorchFunctionMode):
+    """Lets observers see each call of a function of torch's that has run: the function, its arguments, its result.
+
+    One mode for all of them, in force while there are any, below the modes that were entered since `begin`.
+    `seconds` counts what the observers take, and what torch needs to come here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self._observers: list[Callable[[Callable[..., Any], Any, Any, Any], None]] = []
+        self._is_on = self._rests = False
+        self._place = 0
+
+    def begin(self) -> None:
+        """Stay below the modes that are entered from now on."""
+        self._place = len(_modes())
+
+    def take_seconds(self) -> float:
+        """The seconds since this was last asked."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def let(self, observer: Callable[[Callable[..., Any], Any, Any, Any], None], sees: bool) -> bool:
+        """Let an observer see the calls from now on, or no more; return whether that is new."""
+        if sees is (observer in self._observers):
+            return False
+        (self._observers.append if sees else self._observers.remove)(observer)
+        self._turn()
+        return True
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Let nobody see calls in here."""
+        self._rests = True
+        self._turn()
+        try:
+            yield
+        finally:
+            self._rests = False
+            self._turn()
+
+    def _turn(self) -> None:
+        """Be in force or not."""
+        above: list[Any] = []
+        if self._observers and not self._rests:
+            if not self._is_on:
+                above = [_pop() for _ in range(max(len(_modes()) - self._place, 0))]
+                _push(self)
+                self._is_on = True
+        elif self._is_on and any(one is self for one in _modes()):  # a mode that is running is off the stack
+            while (one := _pop()) is not self:
+                above.append(one)
+            self._is_on = False
+        for one in reversed(above):
+            _push(one)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a call, and let it be seen."""
+        result = func(*args, **(kwargs or {}))
+        started = time.perf_counter()
+        for saw in tuple(self._observers):
+            saw(func, args, kwargs or {}, result)
+        self.seconds += time.perf_counter() - started + MODE
+        return result
 
 
-def is_on(mode: Any) -> bool:
-    """Whether a mode is active."""
-    return any(one is mode for one in _modes())
+def hear_backward(heard: Callable[..., Any]) -> Callable[[], None]:
+    """Let `heard` make the calls of `Tensor.backward`, which it is given before their arguments; return what ends that.
 
+    A mode that is called for `Tensor.backward` is put in force again by torch when that returns. It would then cost
+    time in each call up to the optimizer's step, of which clipping alone makes several a parameter.
+    """
+    owner: Any = Tensor
+    original: Callable[..., Any] = owner.backward
 
-def put_on(mode: Any, place: int) -> None:
-    """Put a mode in force below all that were entered since `place` of them were."""
-    above = [_pop() for _ in range(max(depth() - place, 0))]
-    _push(mode)
-    for one in reversed(above):
-        _push(one)
+    @wraps(original)
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return heard(original, loss, *args, **kwargs)
 
+    def end() -> None:
+        if owner.backward is backward:
+            owner.backward = original
 
-def take_off(mode: Any) -> bool:
-    """Remove a mode, wherever it is on the stack. Return False if it is not active, or is running."""
-    if not is_on(mode):
-        return False
-    above = []
-    while (one := _pop()) is not mode:
-        above.append(one)
-    for one in reversed(above):
-        _push(one)
-    return True
+    owner.backward = backward
+    return end
 
 
 def in_backward() -> bool:
@@ -197,19 +260,3 @@ class Paths:
     def clear(self) -> None:
         """Leave every module."""
         self._stack.clear()
-
-
-class CompilerStance:
-    """Whether compiled code runs compiled or as it was written: hooks in it must be neither compiled nor guarded."""
-
-    def __init__(self) -> None:
-        self._eager: Any = None
-
-    def set(self, compiled: bool) -> None:
-        """Run compiled code compiled from now on, or as it was written."""
-        if not compiled and self._eager is None and "torch._dynamo" in sys.modules:
-            self._eager = torch.compiler.set_stance("force_eager")
-            self._eager.__enter__()
-        elif compiled and self._eager is not None:
-            self._eager.__exit__(None, None, None)
-            self._eager = None

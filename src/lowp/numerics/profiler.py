@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.errors import Misuse
-from lowp.numerics.divergence import Fault
-from lowp.numerics.guard import Guard, StepHooks
-from lowp.numerics.models import Cycle, Models
-from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
+from lowp.numerics.divergence import Fault, Guard
+from lowp.numerics.models import Cycle, Models, StepHooks
+from lowp.numerics.modes import Seam, hear_backward, in_backward
 from lowp.numerics.record import Part, Record, Recording, merged_over_ranks
-from lowp.numerics.schedule import MODE, Budget, Schedule
+from lowp.numerics.schedule import Budget, Schedule
 from lowp.numerics.tape import beside
-from lowp.numerics.watching import WatchMode
+from lowp.numerics.watching import StepWatch
 from lowp.numerics.windows import WatchedScale, initial_scale
 from lowp.ops.casting import functorch_is_active, is_jit_tracing
 from lowp.ops.observing import Observation, observe
@@ -56,18 +55,15 @@ class Profiler:
         self.budget, self.step = Budget.parse(max_overhead), 0
         self._scale = WatchedScale(scaler if scaler is not None else getattr(precision, "scaler", None))
         self._precision, self._title, self._divergence = precision, title, divergence
-        self._paths = Paths(self.models)
         self.schedule = Schedule(self.models, self.budget, divergence)
         self._kept = Recording(self._described(), None if out is None else Path(out))
-        self._watch: WatchMode | None = None
-        self._guard = Guard(self.models, self._saw_loss, self._looking_away, divergence)
-        self._guard.tape.after_backward = self._after_backward
+        self._watch: StepWatch | None = None
+        self._seam = Seam()
+        self._guard = Guard(self.models, self._seam, divergence)
         self._cycle = Cycle(self.models)
         self._ends: list[Callable[[], None]] = []
-        self._place = 0
-        self._entered = False
-        self._stance = CompilerStance()
-        self._end_observing: Callable[[], None] | None = None
+        self._entered = self._observes = False
+        self._look = ExitStack()  # what ends with a look
         self._hooks = StepHooks(self.models, optimizer, self._before_forward, self._after_forward, self._before_step)
         self._alone: Optimizer | None = None  # the only one that steps, while nothing is kept of its steps
         self._guarded = 0  # steps
@@ -78,13 +74,13 @@ class Profiler:
             raise Misuse("a profile can be entered once: create a new one for another run")
         self._entered = True
         self._kept.begin(self.budget.share)
-        self._place = depth()
+        self._seam.begin()
         self.schedule.start()
         if self.optimizer is not None:
             self._ends.append(self.optimizer.register_step_post_hook(self._after_step).remove)
         else:
             self._ends.append(register_optimizer_step_post_hook(self._after_step).remove)
-        self._ends.append(self._guard.listen())
+        self._ends.append(hear_backward(self._backward))
         self._prepare()
         return self
 
@@ -113,7 +109,7 @@ class Profiler:
             end()
         self._hooks.put(False)
         self._drop_watch()
-        self._guard.forget()
+        self._guard.tape.forget()
         self.budget.end()
         self._kept.close()
 
@@ -199,13 +195,13 @@ class Profiler:
                 self._begin_watch(module)
             if self.schedule.guards and torch.is_grad_enabled() and not functorch_is_active():
                 self._guard.unguarded = self.step - self._guarded
-                self._guard.begin(module, args, kwargs)
+                self._guard.tape.begin(module, args, kwargs)
         self._spent(started)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.schedule.guards and not self._is_idle(module) and torch.is_grad_enabled():
             started = time.perf_counter()
-            self._guard.open(module, output, self._place)
+            self._guard.tape.open(module, output)
             self._spent(started)
 
     def _spent(self, started: float) -> None:
@@ -218,27 +214,23 @@ class Profiler:
         region = entry.region if entry is not None and entry.engine is not None else None
         if schedule.beside and region is not None and region.exponents is not None:
             schedule.never_beside()  # a shared exponent follows every tensor that is written
-        if region is not None and not schedule.beside and self._end_observing is None:
+        if region is not None and not schedule.beside and not self._observes:
             schedule.in_region = True  # it must know before it is entered that it is observed
             schedule.modules = []
             return
         modules = None if is_whole else schedule.modules
-        self._watch = WatchMode(
-            self.step, self._paths, self.models, self._scale.value, modules, self._place, schedule.beside
-        )
-        self._watch.on_backward = self._saw_loss
-        if not schedule.beside:
-            self._stance.set(False)
+        self._watch = StepWatch(self.step, self._seam, self.models, self._scale.value, modules, schedule.beside)
+        if not schedule.beside and "torch._dynamo" in sys.modules:  # hooks must be neither compiled nor guarded
+            self._look.enter_context(torch.compiler.set_stance("force_eager"))
         self._watch.follow(running)
 
     def _prepare(self) -> None:
         """Prepare for the next step, or leave it unrecorded."""
         schedule = self.schedule
         schedule.decide(self.step)
-        if schedule.modules and schedule.in_region and not schedule.beside and self._end_observing is None:
-            self._end_observing = observe(self._observed)
-        if not schedule.guards:
-            self._guard.rest()
+        if schedule.modules and schedule.in_region and not schedule.beside and not self._observes:
+            self._observes = True
+            self._look.callback(observe(self._observed))
         busy = schedule.is_busy or self._scale.is_used
         self._hooks.put(busy)
         self._alone = None if busy else self._cycle.alone
@@ -249,24 +241,37 @@ class Profiler:
 
     def _drop_watch(self) -> None:
         self.schedule.modules = []
-        if self._end_observing is not None:
-            self._end_observing()
-            self._end_observing = None
         if self._watch is not None:
             self._watch.pause()
             self._watch = None
-        self._stance.set(True)
+        self._look.close()
+        self._observes = False
 
     # -- the backward pass --------------------------------------------------------------------------------------------
-    def _saw_loss(self, loss: Tensor) -> None:
-        """Note a loss whose backward pass begins."""
+    def _backward(self, run: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Make a backward pass of the training, in which no calls are seen."""
+        is_recorded, watch = self._guard.tape.rest(), self._watch
+        if not is_recorded and watch is None:
+            return run(loss, *args, **kwargs)
+        if watch is not None:
+            watch.begin_backward()
+        self._saw_loss(loss, is_recorded)
+        result = run(loss, *args, **kwargs)
+        if watch is not None and not watch.beside:
+            watch.resume()
+        self._after_backward(args[0] if args else kwargs.get("gradient"))
+        return result
+
+    def _saw_loss(self, loss: Tensor, is_recorded: bool) -> None:
+        """Note a loss whose backward pass begins; `is_recorded`: how it was computed is on the tape."""
         started = time.perf_counter()
         scale = self._scale.begin_backward()
         seen = self._guard.current(self.step)
         seen.scale = scale if self._scale.is_used else None
         if loss.numel() == 1:
             seen.loss = float(loss.detach()) / scale
-            self._keep_fault(self._guard.saw_loss(loss, seen, scale))
+            if is_recorded:
+                self._keep_fault(self._guard.saw_loss(loss, seen, scale))
         self._spent(started)
 
     def _keep_fault(self, fault: Fault | None) -> None:
@@ -288,17 +293,6 @@ class Profiler:
         watch.follow()
         self._spent(started)
 
-    @contextmanager
-    def _looking_away(self) -> Iterator[None]:
-        """Suspend the watch while the guard runs the step again."""
-        watch = self._watch
-        taken = watch is not None and take_off(watch)
-        try:
-            yield
-        finally:
-            if taken:
-                put_on(watch, self._place)
-
     def _skip_step(self) -> None:
         """End a step that a loss scaler has skipped: its optimizer was not called."""
         seen = self._guard.current(self.step)
@@ -316,7 +310,6 @@ class Profiler:
             if self._watch is not None:
                 self._watch.pause()  # before what the guard computes
             if self.schedule.guards:
-                self._guard.close()
                 seen = self._guard.current(self.step)
                 self._keep_fault(self._guard.before_step([one for _, one in parameters], seen, self._scale.value()))
             if self._watch is not None:
@@ -335,7 +328,7 @@ class Profiler:
             return
         self._scale.stepped()
         if self.schedule.guards:
-            self._guard.forget()
+            self._guard.tape.forget()
         if self._watch is not None:
             self._watch.after_step(parameters)
         if self._cycle.ends_with(optimizer):
@@ -374,8 +367,7 @@ class Profiler:
             self._drop_watch()
         elif self._scale.is_used:
             self._kept.add_scale(self._guard.current(self.step))
-        self.budget.spent(self._guard.take_seconds(MODE), False)
-        self.budget.spent(time.perf_counter() - started, watch is not None)
+        self.budget.spent(self._seam.take_seconds() + time.perf_counter() - started, watch is not None)
         if watch is not None:
             self.budget.spent(watch.seconds, True)
             self.schedule.end_look(looked, watch.beside)

@@ -1,22 +1,19 @@
 """What a step is remembered by, so that it can be run again beside the training, and that it runs again."""
 
 import sys
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lowp.compat import hooks_after_accumulation, unwrapped
 from lowp.numerics.models import Models
-from lowp.numerics.modes import put_on, source_line, take_off, tensors_in
+from lowp.numerics.modes import Seam, source_line, tensors_in
 from lowp.region import entries
 
 _MOST_CALLS = 16  # of models in one step; more are no training step, but for example a rollout
@@ -44,54 +41,22 @@ class TapedCall:
     random: list[Tensor] | None = None  # of a model: what the random state was
 
 
-class Tape(TorchFunctionMode):
+class Tape:
     """The calls of one step, from the first of a model to the backward pass.
 
     It keeps what the models were given and the random state, and of what was computed the order alone: no tensor lives
-    longer for it. A function mode, in force between the first call of a model and the end of the step.
+    longer for it. It sees the calls between those of models, and those up to the backward pass.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.on_backward: Callable[[Tensor], None] = lambda loss: None
-        self.after_backward: Callable[[Tensor | None], None] = lambda gradient: None  # told of the loss's gradient
+    def __init__(self, seam: Seam) -> None:
         self.calls: list[TapedCall] = []
         self.loss: int | None = None  # its number
         self.autocast: list[tuple[str, bool, torch.dtype]] = []
         self.region: Any = None
-        self.dispatched = 0  # calls that went through this mode, each of which cost time
-        self.seconds = 0.0  # what it took itself in them
         self._numbers: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
         self._count = self._models = 0
         self._waiting: TapedCall | None = None
-        self._records = self._is_on = self._is_over = False
-
-    def listen(self) -> Callable[[], None]:
-        """Be called before backward passes, when the tape need not be in force any longer; return what ends that.
-
-        A mode that is called for `Tensor.backward` is put in force again by torch when that returns. It would then cost
-        time in each call up to the optimizer's step, of which clipping alone makes several a parameter.
-        """
-        owner: Any = Tensor
-        original: Callable[..., Any] = owner.backward
-
-        @wraps(original)
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self._records or not take_off(self):
-                return original(loss, *args, **kwargs)
-            self._is_on = False
-            self.on_backward(loss)
-            self._records = False
-            result = original(loss, *args, **kwargs)
-            self.after_backward(args[0] if args else kwargs.get("gradient"))
-            return result
-
-        def end() -> None:
-            if owner.backward is backward:
-                owner.backward = original
-
-        owner.backward = backward
-        return end
+        self._seam, self._is_over = seam, False
 
     def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Remember a call of a model that is about to run, together with those since the last backward pass."""
@@ -105,35 +70,32 @@ class Tape(TorchFunctionMode):
             self.region = entry.region if inside and entry is not None else None
             self.autocast = [] if inside else [one for one in entries.autocast_state() if one[1]]
         self._waiting = TapedCall(model, self._kept(args), self._kept(kwargs), random=random_state())
-        self._records = False
+        self.rest()
 
-    def open(self, model: nn.Module, output: Any, place: int) -> None:
+    def open(self, model: nn.Module, output: Any) -> None:
         """Record what is computed of the output of a call that was begun."""
         call = self._waiting
         if call is None or call.function is not model:
             return
-        self._waiting, self._records = None, True
+        self._waiting = None
         self._models += 1
         self._add(call, output)
-        if not self._is_on:
-            put_on(self, place)
-            self._is_on = True
+        self._seam.let(self._saw, True)
 
     def end(self, loss: Tensor) -> None:
         """Note the loss, after which nothing more is recorded."""
         slot = self._slot(loss)
         self.loss = slot.number if isinstance(slot, Slot) else None
-        self._records, self._is_over = False, True
+        self._is_over = True
+        self.rest()
 
-    def close(self) -> None:
-        """Stop recording; what was recorded is kept until the next step."""
-        self._records = False
-        if self._is_on:
-            take_off(self)
-            self._is_on = False
+    def rest(self) -> bool:
+        """See no more calls until a model has given its output; return whether it has seen any until now."""
+        return self._seam.let(self._saw, False)
 
     def forget(self) -> None:
         """Let go of the tensors of a step that has ended."""
+        self.rest()
         self.calls.clear()
         self._numbers.clear()
         self.loss = self._waiting = None
@@ -146,25 +108,9 @@ class Tape(TorchFunctionMode):
         called = [one.function for one in self.calls if isinstance(one.function, nn.Module)]
         return list({id(one): one for one in called}.values())
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a call and remember it."""
-        kwargs = kwargs or {}
-        self.dispatched += 1
-        if not self._records:
-            return func(*args, **kwargs)
-        if func is Tensor.backward:
-            self.on_backward(args[0])
-            return func(*args, **kwargs)
-        started = time.perf_counter()
-        call = TapedCall(func, self._kept(args), self._kept(kwargs), source_line())
-        begun = time.perf_counter()
-        result = func(*args, **kwargs)
-        ended = time.perf_counter()
-        self._add(call, result)
-        self.seconds += time.perf_counter() - ended + begun - started
-        return result
+    def _saw(self, func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+        """Remember a call that has run."""
+        self._add(TapedCall(func, self._kept(args), self._kept(kwargs), source_line()), result)
 
     def _add(self, call: TapedCall, result: Any) -> None:
         for one in tensors_in(result):

@@ -1,7 +1,7 @@
 """What is looked at in one step: every op of the forward pass, the gradients that arrive at its outputs, the weights.
 
-A function mode sees the ops of a model in plain fp32, under torch.autocast and in torch.compile's eager stance; in a
-region of lowp's the region's own observers do. Gradients come through hooks on the outputs, parameters by the
+It observes the calls of torch's functions in plain fp32, under torch.autocast and in torch.compile's eager stance; in a
+region of lowp's it observes the region. Gradients come through hooks on the outputs, parameters by the
 optimizer.
 """
 
@@ -15,25 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lowp.kernels.steps.spectra import sampled, slope_of
 from lowp.numerics.models import Models
-from lowp.numerics.modes import (
-    Paths,
-    depth,
-    in_backward,
-    is_on,
-    numbers_of,
-    op_of,
-    put_on,
-    source_line,
-    take_off,
-    tensors_in,
-)
+from lowp.numerics.modes import Paths, Seam, in_backward, numbers_of, op_of, source_line, tensors_in
 from lowp.numerics.part import CountedTensor, add_up, looked_at, parameter_key
 from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print
-from lowp.numerics.schedule import HOOK, MODE
+from lowp.numerics.schedule import HOOK
 from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.numerics.tape import Tape, calls_again
 from lowp.ops.casting import functorch_is_active
@@ -47,28 +35,26 @@ _ACTIVATION_OF = {"grad": "output", "input gradient": "input"}  # by the role of
 _SAMPLED = 2048  # numbers of an activation that are kept until its gradient arrives
 
 
-class WatchMode(TorchFunctionMode):
+class StepWatch:
     """Looks at one step, or at some modules in it, from its first op to the end; what it saw is in `part` then.
 
-    `modules` are the paths of those that are looked at, None for all. `place` is how many function modes were in force
-    where the profile began. `beside`: the step's own ops are left alone, as they are compiled, and are looked at as
-    they run again. `seconds` counts the time that was spent here, and that which torch needs to come here.
+    `modules` are the paths of those that are looked at, None for all. `seam` lets it see the ops in these. `beside`:
+    the step's own ops are left alone, as they are compiled, and are looked at as they run again. `seconds` counts the
+    time that was spent here, and that which torch needs to come here, but for what `seam` counts.
     """
 
     def __init__(
         self,
         step: int,
-        paths: Paths,
+        seam: Seam,
         models: Models,
         scale: Callable[[], float],
         modules: Collection[str] | None = None,
-        place: int = 0,
         beside: bool = False,
     ) -> None:
-        super().__init__()
         self.step, self.part, self.seconds = step, Part(), 0.0
         self.beside, self.is_complete = beside, not beside  # complete: ops were looked at
-        self._paths, self._models, self._scale, self._place = paths, models, scale, place
+        self._paths, self._models, self._scale, self._seam = Paths(models), models, scale, seam
         self._modules = None if modules is None else frozenset(modules)
         self._gradients: dict[int | str, CountedTensor] = {}  # by hook, those of parameters by name
         self._slopes: dict[int, tuple[Key, NDArray[np.float64]]] = {}
@@ -81,9 +67,7 @@ class WatchMode(TorchFunctionMode):
         self._unanswered: dict[Key, list[Tensor]] = {}  # of activations in a region, numbers whose gradients may come
         self._answered: list[tuple[Key, Tensor, NDArray[np.float64]]] = []
         self._passes = 0
-        self._is_on = False
         self._first = ""  # what the first model was called when there came to be several
-        self.on_backward: Callable[[Tensor], None] = lambda loss: None
 
     # -- where it looks -----------------------------------------------------------------------------------------------
     def looks_at(self, module: str) -> bool:
@@ -125,7 +109,7 @@ class WatchMode(TorchFunctionMode):
 
     def _follow_ops(self, running: nn.Module | None = None) -> None:
         self._ends.append(self._paths.follow(self._entered, self._left, self._modules, running))
-        self._turn(self.looks_at(self._paths.current))
+        self.resume()
 
     def look_again(self, tape: Tape, gradient: Tensor | None) -> None:
         """Look at the step of a tape, which runs once more in here; the time of that is not counted in `seconds`.
@@ -152,59 +136,41 @@ class WatchMode(TorchFunctionMode):
 
     def pause(self) -> None:
         """Stop looking at ops, until `follow` is called again; what the optimizer does is still looked at."""
-        self._turn(False)
+        self._seam.let(self._saw_call, False)
         for end in self._ends:
             end()
         self._ends.clear()
 
-    def _turn(self, on: bool) -> None:
-        """Be in force or not."""
-        if on and not self._is_on:
-            put_on(self, self._place)
-            self._is_on = True
-        elif not on and self._is_on:
-            self._is_on = not take_off(self)
+    def resume(self) -> None:
+        """Look at ops where the running module is looked at."""
+        self._seam.let(self._saw_call, self.looks_at(self._paths.current))
 
     def _entered(self, module: nn.Module) -> None:
         started = time.perf_counter()
         if not in_backward():
-            self._turn(self.looks_at(self._paths.current))
-        elif self.looks_at(self._paths.current) and not is_on(self):
-            self._computed_again = module  # a checkpoint computes again, where no mode is in force
-            put_on(self, depth())
+            self.resume()
+        elif self.looks_at(self._paths.current) and self._seam.let(self._saw_call, True):
+            self._computed_again = module  # a checkpoint computes again, while none sees calls
         self._spent(started, HOOK)
 
     def _left(self, module: nn.Module, result: Any) -> None:
         started = time.perf_counter()
         if self._computed_again is module:
             self._computed_again = None
-            take_off(self)
+            self._seam.let(self._saw_call, False)
         elif not in_backward():
-            self._turn(self.looks_at(self._paths.around))
+            self._seam.let(self._saw_call, self.looks_at(self._paths.around))
         self._spent(started, HOOK)
 
     def _spent(self, started: float, around: float) -> None:
         self.seconds += time.perf_counter() - started + around
 
     # -- the forward pass ---------------------------------------------------------------------------------------------
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a call and look at it."""
-        kwargs = kwargs or {}
-        if func is Tensor.backward:
-            if not self._passes:
-                self._forget_gradients(0)
-            self._passes += 1
-            self.on_backward(args[0])
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        started = time.perf_counter()
+    def _saw_call(self, func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+        """Look at a call that has run."""
         row = op_of(func)
         if row is not None and self.looks_at(self._paths.current) and not self._in_region():
             self._saw(row.name, row.op_class, row.operands, (args, kwargs), result)
-        self._spent(started, MODE)
-        return result
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         """Look at a gradient as backward leaves it: before it is clipped, which formats do not see."""
@@ -338,6 +304,13 @@ class WatchMode(TorchFunctionMode):
         self._prints.append(seen.print)
 
     # -- the backward pass --------------------------------------------------------------------------------------------
+    def begin_backward(self) -> None:
+        """See no ops until `resume`; before the first pass a region has told of gradients of trials of scales alone."""
+        self._seam.let(self._saw_call, False)
+        if not self._passes:
+            self._forget_gradients(0)
+        self._passes += 1
+
     def _await(self, tensor: Tensor, key: Key, arrived: Callable[[int, Key, Tensor], None]) -> None:
         """Be told of the gradient of a tensor; the last one of each number counts, where scales are tried."""
         self._hooked += 1
