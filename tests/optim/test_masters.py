@@ -11,6 +11,7 @@ from torch import nn
 
 from lowp.errors import InvalidInput
 from lowp.optim import SGD, MasterWeights
+from lowp.optim.shards import sharing
 from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import check_saved
 from lowp.optim.storage import _signed
@@ -226,6 +227,14 @@ def test_schedulers_closures_and_clipping_work() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert float(closure().detach()) < 1.0
     torch.nn.utils.clip_grad_norm_([weight], 0.1)
+
+
+def test_tensors_share_memory_where_elements_of_theirs_are_the_same() -> None:
+    whole = torch.arange(6.0)
+    first, other, last = whole[:3], whole[3:], whole[2:4]
+    assert sharing([first, other, first, torch.arange(6.0)]) is None
+    assert sharing([first, last]) is sharing([other, first, last]) is last
+    assert sharing([whole[::2], whole[1::2]]) is None
 
 
 def test_what_cannot_have_masters_is_named() -> None:
