@@ -11,6 +11,7 @@ from torch import nn
 
 from lowp.errors import InvalidInput
 from lowp.optim import SGD, MasterWeights
+from lowp.optim.preparing import _checksum
 from lowp.optim.shards import sharing
 from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import check_saved
@@ -227,6 +228,16 @@ def test_schedulers_closures_and_clipping_work() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert float(closure().detach()) < 1.0
     torch.nn.utils.clip_grad_norm_([weight], 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_checksum_by_which_ranks_compare_weights_tells_every_bit_and_its_place(dtype: torch.dtype) -> None:
+    x = torch.ones(10_000, dtype=dtype)
+    changed, moved = x.clone(), x.clone()
+    changed.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])[-1] ^= 1
+    moved[:-1], moved[-1] = changed[1:], x[0]
+    sums = {_checksum([one]) for one in (x, changed, moved)} | {_checksum([x, changed]), _checksum([changed, x])}
+    assert len(sums) == 5
 
 
 def test_tensors_share_memory_where_elements_of_theirs_are_the_same() -> None:

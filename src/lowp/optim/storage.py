@@ -310,7 +310,7 @@ def split(value: Tensor, bits: int = 16) -> tuple[Tensor, Tensor]:
     words = value.contiguous().view(torch.int32)
     kept = words if bits == 16 else (words + 0x80) >> 8
     upper = (kept + (1 << (bits - 1))).bitwise_right_shift_(bits)
-    remainder = kept.sub(upper, alpha=1 << bits).to(packing.SIGNED[bits // 8])  # torch's shift to the left is slow
+    remainder = kept.to(packing.SIGNED[bits // 8])  # wrapped: kept - (upper << bits)
     if not _is_without_nan(value):
         is_nan = (words & 0x7FFF_FFFF) > _EXPONENT_ONES
         upper = torch.where(is_nan, (words >> 16) | _QUIET_BIT, upper)
