@@ -125,7 +125,11 @@ class Study:
                             f"repeat the command "
                             f"as it was ({document['command']}), or name another --out"
                         )
-                    runs[key] = self._checked({**run, "history": [_with_nan(record) for record in run["history"]]})
+                    history = [  # JSON has no NaN
+                        {name: math.nan if value is None else value for name, value in record.items()}
+                        for record in run["history"]
+                    ]
+                    runs[key] = self._checked({**run, "history": history})
         self.runs.update(runs)
         return len(runs)
 
@@ -236,11 +240,6 @@ def _last(run: dict[str, Any], name: str) -> float:
     return float(history[-1][name]) if history and len(history) > 1 else math.nan
 
 
-def _with_nan(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record as before its conversion to JSON, which has no NaN."""
-    return {name: math.nan if value is None else value for name, value in record.items()}
-
-
 # -- the verdict -------------------------------------------------------------------------------------------------------
 AS_FP32 = "converges as fp32"
 LOSES = "loses"
@@ -288,7 +287,8 @@ def judge(
     """
     finite = [value for value in values if math.isfinite(value)]
     gap = metric.worse_by(mean(finite), mean(baseline)) if finite else math.nan
-    unit = max(metric.resolution(examples), _or_zero(deviation(baseline)))
+    scatter = deviation(baseline)
+    unit = max(metric.resolution(examples), scatter if math.isfinite(scatter) else 0.0)
     p = chance(gap, unit, len(baseline))
     in_units = gap / unit if unit else math.nan
     if failures or not finite:
@@ -333,7 +333,3 @@ def student_tail(t: float, freedom: float) -> float:
     except ImportError:
         return math.nan
     return float(stdtr(freedom, -t))
-
-
-def _or_zero(value: float) -> float:
-    return value if math.isfinite(value) else 0.0

@@ -7,7 +7,7 @@ Zisserman, "Very Deep Convolutional Networks", 2015, arXiv 1409.1556, table 1, c
 from collections.abc import Sequence
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowp.recipes.recipe import Metric, Recipe, adam, step_decay
 
@@ -27,6 +27,11 @@ detector = partial(
 
 
 WIDTHS = (64, 128, 256, 512, 512)
+
+
+def by_anchor(x: Tensor, values: int) -> Tensor:
+    """Reshape a map [N, anchors per position * values, H, W] to [N, anchors, values]."""
+    return x.permute(0, 2, 3, 1).reshape(len(x), -1, values)
 
 
 # -- the backbone ------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from lowp.recipes.data.detection import (
     select_detections,
     truths_of,
 )
-from lowp.recipes.detection import VARIANCES, WIDTHS, detector, initialise, stage
+from lowp.recipes.detection import VARIANCES, WIDTHS, by_anchor, detector, initialise, stage
 from lowp.recipes.recipe import Size, built
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -98,9 +98,7 @@ class FasterRCNN(nn.Module):
     def propose(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores [N, anchors, 2] (background, object) and offsets [N, anchors, 4] of `region_anchors`."""
         x = self.region(features)
-        scores, offsets = self.region_scores(x), self.region_offsets(x)
-        count = len(x)
-        return scores.permute(0, 2, 3, 1).reshape(count, -1, 2), offsets.permute(0, 2, 3, 1).reshape(count, -1, 4)
+        return by_anchor(self.region_scores(x), 2), by_anchor(self.region_offsets(x), 4)
 
     def judge(self, features: Tensor, boxes: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return scores [regions, classes + 1] and offsets [regions, classes + 1, 4] for the boxes of all images."""

@@ -104,18 +104,7 @@ TEXT = Published(
 _DIVIDED = (("*train*.txt", "*train.tokens"), ("*valid*.txt", "*valid.tokens", "*test*.txt"))
 _UNDIVIDED = ("input.txt", "*.txt")
 _HELD_SHARE = 0.1
-_MODULES = (
-    "argparse",
-    "datetime",
-    "decimal",
-    "doctest",
-    "logging",
-    "pathlib",
-    "random",
-    "statistics",
-    "typing",
-    "unittest",
-)
+_MODULES = "argparse datetime decimal doctest logging pathlib random statistics typing unittest".split()
 
 
 class Passages:

@@ -269,14 +269,13 @@ def _cast(layer: nn.Module, role: str, to: str) -> Iterator[None]:
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
     """Set gradients to None, and restore them, the buffers and torch's random state at the end."""
-    rng_state = torch.get_rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
-        torch.set_rng_state(rng_state)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():

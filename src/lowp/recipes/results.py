@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,15 @@ def check_writable(path: Path) -> None:
     target = files.check_target(path)
     if not target.exists() or not target.stat().st_size:
         return
-    if path.suffix.lower() in PICTURES:
-        if not _is_picture(target, path.suffix.lower()):
+    if mark := PICTURES.get(path.suffix.lower()):
+        content = target.read_bytes()
+        if mark not in content[:512] or b"atplotlib" not in content:  # matplotlib's signature
             raise InvalidInput(f"{path} is not a picture made by lowp and was not changed: give another name")
-    elif not _is_results(target):
+        return
+    document = None
+    with suppress(ValueError, OSError, RecursionError):
+        document = json.loads(target.read_text(encoding="utf-8"))
+    if not isinstance(document, dict) or _MARK not in document:
         raise InvalidInput(f"{path} is not a file of lowp's results and was not changed: give another name")
 
 
@@ -156,17 +161,3 @@ def command_line() -> str:
     import shlex
 
     return shlex.join(["lowp", *sys.argv[1:]])
-
-
-def _is_results(path: Path) -> bool:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError):
-        return False
-    return isinstance(document, dict) and _MARK in document
-
-
-def _is_picture(path: Path, suffix: str) -> bool:
-    """Return whether a file is an image of this type with matplotlib's signature."""
-    content = path.read_bytes()
-    return PICTURES[suffix] in content[:512] and b"atplotlib" in content

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -60,7 +60,7 @@ def train_once(job: Job, data: Data, on_epoch: OnEpoch, stop: Stop = _never) -> 
     They are the settings, the history, the sampler's shares, the state of the loss scale, and the failure. The errors
     in `STOPS` (no usable loss scale, a weight that is NaN, out of memory) are the run's failure and are not raised.
     """
-    training = None
+    training, shares = None, {}
     if stop():
         return None
     try:
@@ -70,23 +70,19 @@ def train_once(job: Job, data: Data, on_epoch: OnEpoch, stop: Stop = _never) -> 
             sampler.restore(observed)
         keeper = RunKeeper(job.kept, lambda: {"observed": sampler and sampler.state()}, False) if job.kept else None
         on_step = Paced(lambda training: on_epoch(job.name, training.progress * training.epochs))
-        finished = training.run(
-            lambda training: on_epoch(job.name, training.epoch), stop, sampler, keeper, on_step
-        )  # fmt: skip
+        if not training.run(lambda training: on_epoch(job.name, training.epoch), stop, sampler, keeper, on_step):
+            return None
         failure, shares = training.failure, sampler.shares() if sampler is not None else {}
     except STOPS as error:
-        finished, failure, shares = True, f"{type(error).__name__}: {error}", {}
-    if not finished:
-        return None
+        failure = f"{type(error).__name__}: {error}"
     if job.kept is not None:
         job.kept.unlink(missing_ok=True)
-    history = training.history if training is not None else []
-    precision = training.precision if training is not None else None
+    precision = None if training is None else training.precision
     exponents = None if precision is None else precision.exponents
     return {
         "settings": asdict(job.settings),
         "seed": job.settings.seed,
-        "history": history,
+        "history": [] if training is None else training.history,
         "failure": failure,
         "loss_scale": None if precision is None else precision.scale,
         "skipped_steps": None if precision is None else precision.skipped_steps,
@@ -169,7 +165,9 @@ def _in_processes(
             done, _ = wait(waiting, timeout=0.1, return_when=FIRST_COMPLETED)
             if stop():
                 stopping.set()
-            _report_epochs(epochs, on_epoch)
+            with suppress(queue.Empty):
+                while True:
+                    on_epoch(*epochs.get_nowait())
             for future in done:
                 job = waiting.pop(future)
                 try:
@@ -184,14 +182,6 @@ def _in_processes(
         stopping.set()
         executor.shutdown(wait=True, cancel_futures=True)
         epochs.close()
-
-
-def _report_epochs(epochs: Any, on_epoch: OnEpoch) -> None:
-    while True:
-        try:
-            on_epoch(*epochs.get_nowait())
-        except queue.Empty:
-            return
 
 
 @contextmanager

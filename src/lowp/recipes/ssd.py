@@ -30,7 +30,7 @@ from lowp.recipes.data.detection import (
     select_detections,
     truths_of,
 )
-from lowp.recipes.detection import VARIANCES, WIDTHS, detector, initialise, stage
+from lowp.recipes.detection import VARIANCES, WIDTHS, by_anchor, detector, initialise, stage
 from lowp.recipes.recipe import Size, built
 
 
@@ -120,8 +120,8 @@ class SSD(nn.Module):
         for layers in self.added:
             x = layers(x)
             maps.append(x)
-        offsets = [_by_box(layer(x), 4) for layer, x in zip(self.offsets, maps, strict=True)]
-        scores = [_by_box(layer(x), self.classes + 1) for layer, x in zip(self.scores, maps, strict=True)]
+        offsets = [by_anchor(layer(x), 4) for layer, x in zip(self.offsets, maps, strict=True)]
+        scores = [by_anchor(layer(x), self.classes + 1) for layer, x in zip(self.scores, maps, strict=True)]
         return torch.cat(offsets, 1), torch.cat(scores, 1)
 
 
@@ -148,11 +148,6 @@ def _added(in_channels: int, width: int, stride: int, padding: int) -> nn.Module
         nn.Conv2d(width, 2 * width, 3, stride=stride, padding=padding),
         nn.ReLU(),
     )
-
-
-def _by_box(x: Tensor, values: int) -> Tensor:
-    """Reshape [N, boxes per position * values, H, W] to [N, boxes, values]."""
-    return x.permute(0, 2, 3, 1).reshape(len(x), -1, values)
 
 
 # -- the recipe --------------------------------------------------------------------------------------------------------

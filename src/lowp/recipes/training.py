@@ -268,7 +268,8 @@ class Training:
         self.history.append(record)
         self._loss_sum.zero_()
         self._seconds = 0.0
-        if not math.isfinite(record["loss"]) and not _all_finite(self.model):
+        is_finite = math.isfinite(record["loss"]) or all(bool(one.isfinite().all()) for one in self.model.parameters())
+        if not is_finite:
             self.failure = f"its weights were no numbers after epoch {self.epoch}"
 
     def evaluate(self) -> dict[str, float]:
@@ -400,7 +401,3 @@ def _known(value: Any) -> Any:
     """Return a setting that is not None after `Settings.filled`."""
     assert value is not None
     return value
-
-
-def _all_finite(model: nn.Module) -> bool:
-    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())

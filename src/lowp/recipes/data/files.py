@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lowp.errors import InvalidInput, Unavailable
+
+_LISTED = 6  # names of a folder in an error
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,11 @@ class Published:
 
     def missing(self, path: Path, names: Sequence[str]) -> InvalidInput:
         """Return the error for a missing data set: the names searched for, the content of `path`, and the source."""
-        content = (
-            f"it holds {listing(path)}" if path.is_dir() else ("it is a file" if path.exists() else "it is not there")
-        )
+        content = "it is a file" if path.exists() else "it is not there"
+        if path.is_dir():
+            inside = sorted(entry.name for entry in path.iterdir())
+            more = f" and {len(inside) - _LISTED} more" if len(inside) > _LISTED else ""
+            content = f"it holds {', '.join(inside[:_LISTED]) + more or 'nothing'}"
         return InvalidInput(
             f"{self.name}: looked for {' or '.join(names)} in {path}; {content}. Get it from {self.where}"
         )
@@ -66,27 +70,13 @@ def optional(use: str) -> Iterator[None]:
         raise Unavailable(f"{use}, which is not installed: pip install 'lowp[recipes]'") from None
 
 
-def listing(path: Path, max_count: int = 6) -> str:
-    """Return the first `max_count` names in a folder and the number of the others, in words."""
-    names = sorted(entry.name for entry in path.iterdir())
-    more = f" and {len(names) - max_count} more" if len(names) > max_count else ""
-    return ", ".join(names[:max_count]) + more if names else "nothing"
-
-
-@contextmanager
-def opened(published: Published, path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes, decompressed if it ends in .gz; raise InvalidInput if it cannot be read."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            yield stream  # type: ignore[misc]
-    except (OSError, EOFError, zlib.error) as error:
-        raise published.broken(path, f"cannot be read: {error}") from None
-
-
 def read_bytes(published: Published, path: Path) -> bytes:
     """Return all bytes of a file, decompressed if it ends in .gz; raise InvalidInput if it cannot be read."""
-    with opened(published, path) as stream:
-        return stream.read()
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise published.broken(path, f"cannot be read: {error}") from None
 
 
 def read_text(published: Published, path: Path) -> str:
