@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("LOWP_TRACEBACK", "") not in ("", "0") or not _is_about_input(error):
             raise
-        print_error(_one_line(error))
+        print_error(" ".join(str(error).split()) or type(error).__name__)
         return EXIT_ERROR
     finally:
         if handled:
@@ -259,8 +259,3 @@ def _is_about_input(error: Exception) -> bool:
         innermost = innermost.tb_next
     module = "" if innermost is None else str(innermost.tb_frame.f_globals.get("__name__", ""))
     return isinstance(error, ValueError) and module.partition(".")[0] == "lowp"
-
-
-def _one_line(error: BaseException) -> str:
-    """Return the error's text on one line; the name of its type if it has no text."""
-    return " ".join(str(error).split()) or type(error).__name__

@@ -136,9 +136,9 @@ def facts(format: Format) -> dict[str, Any]:
 
 
 def in_full(cast: Cast) -> Iterator[str]:
-    """Yield the properties of a format, one per line."""
-    format = cast.format
-    element = cast.element
+    """Yield a heading, and the properties of a format, one per line."""
+    format, element = cast.format, cast.element
+    yield f"{format}" if str(cast) == str(format) else f"{format}, cast as {cast}"
     if isinstance(format, ScaledFormat):
         yield from _scaled_lines(format)
     if isinstance(element, FloatFormat):
@@ -150,8 +150,9 @@ def in_full(cast: Cast) -> Iterator[str]:
     yield line("rounding", f"{cast.rounding}; another as in {format}:stochastic")
     yield from _cost_lines(format)
     yield line("source", source(format))
-    for index, example in enumerate(_examples(element)):
-        yield line("" if index else "examples", example)
+    for index, value in enumerate(_example_values(element)):
+        text = str(value) if len(str(value)) < 24 else brief_text(value.value, 6)
+        yield line("" if index else "examples", f"{bits_text(code_of_value(value, element), element)}   {text}")
 
 
 def _scaled_lines(format: ScaledFormat) -> Iterator[str]:
@@ -230,13 +231,6 @@ def _cost_lines(format: Format) -> Iterator[str]:
     yield line("", ", ".join(f"read from {name} {energy}" for name, energy in costs.read_energy.items()))
     yield line("area", f"multiply {costs.multiply_area}, add {costs.add_area}")
     yield line("", f"estimates: {SOURCE}; ~ is interpolated (or extrapolated) by that square")
-
-
-def _examples(element: FloatFormat | IntFormat) -> Iterator[str]:
-    for value in _example_values(element):
-        code = code_of_value(value, element)
-        text = str(value) if len(str(value)) < 24 else brief_text(value.value, 6)
-        yield f"{bits_text(code, element)}   {text}"
 
 
 def _example_values(element: FloatFormat | IntFormat) -> Iterator[Number]:

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lowp.casts import NAMED, Cast, parse
+from lowp.casts import NAMED, parse
 from lowp.cli import format_facts
 from lowp.cli.format_facts import scope_words
 from lowp.cli.options import OUTPUT, Option
@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.markdown:
         print(markdown(given or list(FORMATS.values())))
     elif casts:
-        show("\n\n".join(_in_full(cast) for cast in casts))
+        parts = ["\n".join([*format_facts.in_full(cast), "", draw([cast.format], _width())]) for cast in casts]
+        show("\n\n".join(parts))
     else:
         _list()
     return 0
@@ -107,12 +108,6 @@ def markdown(formats: list[Format]) -> str:
     return "\n".join([*lines, "", *(note.replace("~", "`~`") for note in NOTES), "", f"Casts with a name: {named}."])
 
 
-def _in_full(cast: Cast) -> str:
-    format = cast.format
-    heading = f"{format}" if str(cast) == str(format) else f"{format}, cast as {cast}"
-    return "\n".join([heading, *format_facts.in_full(cast), "", draw([format], _width())])
-
-
 DEFAULT = ("fp32", "tf32", "fp16", "bf16", "e5m2", "e4m3fn", "flex16+5")
 _BOX = "┌─┬┐│└┴┘░█▒"
 
@@ -133,14 +128,10 @@ class Pens(NamedTuple):
     shared: str
 
 
-def _pens() -> Pens:
-    return Pens(*_BOX) if can_show(_BOX) else Pens(*"+-++|+++.#:")
-
-
 # -- drawings ----------------------------------------------------------------------------------------------------------
 def draw(formats: Sequence[Format], width: int) -> str:
     """Draw boxes with one column per bit, aligned where exponents end and mantissas begin; then the ranges."""
-    pens = _pens()
+    pens = Pens(*(_BOX if can_show(_BOX) else "+-++|+++.#:"))
     names = max(len(str(format)) for format in formats) + 2
     left = max(sum(size for _, size in _left(_element(format))) + len(_left(_element(format))) for format in formats)
     lines = ["bits: s sign, e exponent, m mantissa, i integer; one column per bit"]
@@ -178,10 +169,12 @@ def _boxes(format: Format, names: int, left: int, pens: Pens) -> list[str]:
     top, bottom = " " * indent + top, " " * indent + bottom
     if not isinstance(format, ScaledFormat):
         return [top, f"{middle} = {format.bits}", bottom]
-    scale_box = _box(_scale_fields(format), pens)
-    words = f"2^e, shared by {scope_words(format.scope)}"
-    if isinstance(format.scale, FloatFormat) and format.scale.mantissa_bits:
-        words = f"{format.scale}, shared by {scope_words(format.scope)}"
+    scale, kind = format.scale, "2^e"
+    if isinstance(scale, PowerOfTwo):
+        scale_box = _box([(f"e{scale.bits}", scale.bits)], pens)
+    else:
+        scale_box, kind = _box(_left(scale) + _right(scale), pens), str(scale) if scale.mantissa_bits else kind
+    words = f"{kind}, shared by {scope_words(format.scope)}"
     words += f", and {format.outer} for the tensor" if format.outer else ""
     return [
         f"{top}   {scale_box[0]}",
@@ -189,12 +182,6 @@ def _boxes(format: Format, names: int, left: int, pens: Pens) -> list[str]:
         f"{bottom}   {scale_box[2]}",
         f"{' ' * names}{'':4}x {words}",
     ]
-
-
-def _scale_fields(format: ScaledFormat) -> list[tuple[str, int]]:
-    if isinstance(format.scale, PowerOfTwo):
-        return [(f"e{format.scale.bits}", format.scale.bits)]
-    return _left(format.scale) + _right(format.scale)
 
 
 def _box(fields: list[tuple[str, int]], pens: Pens) -> tuple[str, str, str]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowp import files, presets
 from lowp.cli.interrupts import Interrupts
-from lowp.cli.options import DATA, OUTPUT, Option, given, words_of
+from lowp.cli.options import BATCH, DATA, DEVICE, EPOCHS, OUTPUT, RATE, SIZE, Option, given, words_of
 from lowp.cli.output import print_json
 from lowp.errors import InvalidInput
 from lowp.report.terminal import console
@@ -36,10 +36,6 @@ _VERIFIED = 40  # steps
 USAGE = (
     "lowp profile [arguments] RECIPE | run.json | script.py [its arguments]\n       lowp profile --diff A.json B.json"
 )
-
-
-def _of_recipe(name: str, kind: type, setting: str) -> Option:
-    return Option(name, "option of the recipe, as for `lowp train`", kind=kind, setting=setting)
 
 
 OPTIONS = (
@@ -72,11 +68,7 @@ OPTIONS = (
         int,
         least=1,
     ),
-    _of_recipe("--size", str, "size"),
-    _of_recipe("--epochs", int, "epochs"),
-    _of_recipe("--batch", int, "batch"),
-    _of_recipe("--lr", float, "learning_rate"),
-    _of_recipe("--device", str, "device"),
+    *(replace(one, help="option of the recipe, as for `lowp train`") for one in (SIZE, EPOCHS, BATCH, RATE, DEVICE)),
     Option("--seed", "seed of the recipe's weights and batches (default: 0)", kind=int, default=0, setting="seed"),
     replace(DATA, help="folder or file of the recipe's data set"),
     # further predictions, and their verification by training

@@ -103,12 +103,8 @@ def drawn_tweets(count: int, seed: int = 0) -> list[Tweet]:
 
 
 _FEELINGS = {
-    "positive": "so happy|love it|really great|thank you|best day ever|awesome|good luck|very nice|feeling good".split(
-        "|"
-    ),
-    "negative": "so sad|hate it|really bad|i am sick|worst day ever|awful|feeling lonely|very tired|it hurts".split(
-        "|"
-    ),
+    "positive": "so happy|love it|really great|thank you|best day ever|awesome|good luck|very nice|feeling good",
+    "negative": "so sad|hate it|really bad|i am sick|worst day ever|awful|feeling lonely|very tired|it hurts",
 }
 _PLAIN = (
     "today i am going to the office|just had lunch with my sister|the train to work|watching a movie at home"
@@ -122,11 +118,11 @@ def _draw(random: np.random.Generator) -> Tweet:
     parts = [_PLAIN[index] for index in random.choice(len(_PLAIN), int(random.integers(1, 4)), replace=False)]
     opposite = {"positive": "negative", "negative": "positive"}.get(sentiment, "")
     if opposite and random.random() < 0.3:
-        parts.append(str(random.choice(_FEELINGS[opposite])))
+        parts.append(str(random.choice(_FEELINGS[opposite].split("|"))))
     if sentiment == "neutral":
         text = ", ".join(parts)
         return Tweet(text, sentiment, 0, len(text))
-    feeling = str(random.choice(_FEELINGS[sentiment]))
+    feeling = str(random.choice(_FEELINGS[sentiment].split("|")))
     parts.append(feeling)
     order = random.permutation(len(parts))
     text = ", ".join(parts[index] for index in order) + str(random.choice(["", "!", " ..."]))

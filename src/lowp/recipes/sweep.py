@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lowp import formats
 from lowp.errors import InvalidInput
-from lowp.recipes.comparison import Study, Variant, mean
+from lowp.recipes.comparison import Study, mean, variants_of
 from lowp.recipes.training import Settings
 
 _EXAMPLE = "exponent=3..8,mantissa=2..10"
@@ -77,12 +77,8 @@ class Sweep(Study):
 
     def __init__(self, settings: Settings, grid: Grid, seeds: Sequence[int]) -> None:
         self.grid = grid
-        scale = settings.loss_scale or "none"
-        rows = [Variant("fp32", replace(settings, precision="fp32", loss_scale=None, accumulate=None).filled())]
-        rows += [
-            Variant(name, replace(settings, precision=name, loss_scale=scale).filled())
-            for name in (grid.name(exponent, mantissa) for exponent in grid.exponents for mantissa in grid.mantissas)
-        ]
+        names = [grid.name(exponent, mantissa) for exponent in grid.exponents for mantissa in grid.mantissas]
+        rows = variants_of(replace(settings, loss_scale=settings.loss_scale or "none"), names)
         super().__init__(rows, seeds, kind="sweep", samples=0)
 
     def document(self) -> dict[str, Any]:
