@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,23 +78,21 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 
 
 _RUN = {"size": None, "seed": 0, "data": None}
-_FLEX = {**_RUN, "recipe": "digits", "precision": "flex16+5"}
+_flex = partial(
+    Figure,
+    module="flex",
+    run={**_RUN, "recipe": "digits", "precision": "flex16+5"},
+    options={"steps": 400, "layer": None},
+    has_words=False,
+)
 _ROWS = (
-    Figure(
+    _flex(
         "autoflex",
         "Γ, κ and the predicted maximum of weights, activations and updates, step by step (Flexpoint, figure 3)",
-        "flex",
-        _FLEX,
-        {"steps": 400, "layer": None},
-        has_words=False,
     ),
-    Figure(
+    _flex(
         "flex-window",
         "log2 histograms of weights, activations and updates with the 16-bit window (Flexpoint, figure 2)",
-        "flex",
-        _FLEX,
-        {"steps": 400, "layer": None},
-        has_words=False,
     ),
     Figure(
         "updates",

@@ -210,23 +210,15 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() > 1
 
 
+_SMALL = {"layers": 3, "heads": 4, "width": 96, "length": 64, "dropout": 0.0, "bytes": 300_000}
+_FULL = {"layers": 6, "heads": 6, "width": 384, "length": 256, "dropout": 0.2, "bytes": 10_000_000}
+
 GPT_RECIPE = Recipe(
     name="gpt",
     summary="small GPT: predicts the next byte of a text",
     source="Radford et al. 2019, Language Models are Unsupervised Multitask Learners; size of nanoGPT's Shakespeare",
     data="embedded: the documentation in Python's own library; --data DIR or FILE: a text (tiny Shakespeare, WikiText)",
-    sizes={
-        "cpu": Size(
-            4, 32, 3e-3, 366_432, {"layers": 3, "heads": 4, "width": 96, "length": 64, "dropout": 0.0, "bytes": 300_000}
-        ),
-        "full": Size(
-            20,
-            64,
-            1e-3,
-            10_844_160,
-            {"layers": 6, "heads": 6, "width": 384, "length": 256, "dropout": 0.2, "bytes": 10_000_000},
-        ),
-    },
+    sizes={"cpu": Size(4, 32, 3e-3, 366_432, _SMALL), "full": Size(20, 64, 1e-3, 10_844_160, _FULL)},
     metric=Metric("bits_per_byte", higher_is_better=False, share=False),
     load=load,
     make_model=built(GPT, "layers", "heads", "width", "length", "dropout"),

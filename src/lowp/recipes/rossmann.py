@@ -154,14 +154,9 @@ def read_tables(path: Path) -> Tables:
 
 
 _SHOP_NUMBERS = (
-    "Store",
-    "CompetitionDistance",
-    "CompetitionOpenSinceMonth",
-    "CompetitionOpenSinceYear",
-    "Promo2",
-    "Promo2SinceWeek",
-    "Promo2SinceYear",
-)
+    "Store CompetitionDistance CompetitionOpenSinceMonth CompetitionOpenSinceYear Promo2 Promo2SinceWeek "
+    "Promo2SinceYear"
+).split()
 
 
 def _numbers(path: Path, name: str, values: Sequence[str]) -> Column:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lowp.recipes.classification import loss
 from lowp.recipes.data.files import Published
-from lowp.recipes.data.images import SUFFIXES, open_picture, picture_tensor
+from lowp.recipes.data.images import SUFFIXES, mirrored, open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, built, constant
 
@@ -101,8 +101,7 @@ class MaskedExamples:
         """Return the images at `indices` and their masks."""
         images, masks = self.images[indices].float() / 127.5 - 1, self.masks[indices].long()
         if generator is not None:
-            flip = torch.rand(len(images), generator=generator) < 0.5
-            images = torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images)
+            images, flip = mirrored(images, generator)
             masks = torch.where(flip.view(-1, 1, 1), masks.flip(2), masks)
         return torch.nn.functional.pad(images, [self.border] * 4, mode="reflect"), masks
 

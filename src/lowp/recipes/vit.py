@@ -38,27 +38,15 @@ class VisionTransformer(nn.Module):
         return scores
 
 
+_SMALL = {"layers": 3, "heads": 4, "width": 64, "patch": 4, "dropout": 0.0, "images": (2000, 500)}
+_FULL = {"layers": 6, "heads": 6, "width": 192, "patch": 4, "dropout": 0.1, "images": (10_000, 2000)}
+
 VIT = classifier(
     name="vit",
     summary="vision transformer for images of 32x32",
     source="Dosovitskiy et al. 2020, arXiv 2010.11929; classified as in Beyer et al. 2022, arXiv 2205.01580",
     data=DRAWN_SMALL,
-    sizes={
-        "cpu": Size(
-            20,
-            50,
-            2e-3,
-            157_962,
-            {"layers": 3, "heads": 4, "width": 64, "patch": 4, "dropout": 0.0, "images": (2000, 500)},
-        ),
-        "full": Size(
-            100,
-            128,
-            1e-3,
-            2_693_194,
-            {"layers": 6, "heads": 6, "width": 192, "patch": 4, "dropout": 0.1, "images": (10_000, 2000)},
-        ),
-    },
+    sizes={"cpu": Size(20, 50, 2e-3, 157_962, _SMALL), "full": Size(100, 128, 1e-3, 2_693_194, _FULL)},
     load=partial(load_small, padding=4),
     make_model=built(VisionTransformer, "layers", "heads", "width", "patch", "dropout"),
     make_optimizer=partial(adamw_where, decays, weight_decay=0.05),

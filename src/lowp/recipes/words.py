@@ -107,27 +107,15 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     return {"nats_per_word": metrics["loss"], **metrics}
 
 
+_SMALL = {"vocabulary": 20_000, "width": 32, "hidden": 32, "context": 3, "drawn": (15_360, 2_048)}
+_FULL = {"vocabulary": 17_964, "width": 100, "hidden": 100, "context": 5, "drawn": (1_000_000, 100_000)}
+
 WORDS = Recipe(
     name="words",
     summary="neural language model over words: a softmax over a vocabulary of 20,000",
     source="Bengio et al. 2003, A Neural Probabilistic Language Model, JMLR 3; full: the size for its AP News",
     data="drawn with the frequencies of a language; --data DIR or FILE: a text",
-    sizes={
-        "cpu": Size(
-            1,
-            256,
-            1e-2,
-            1_303_104,
-            {"vocabulary": 20_000, "width": 32, "hidden": 32, "context": 3, "drawn": (15_360, 2_048)},
-        ),
-        "full": Size(
-            5,
-            256,
-            1e-3,
-            3_660_864,
-            {"vocabulary": 17_964, "width": 100, "hidden": 100, "context": 5, "drawn": (1_000_000, 100_000)},
-        ),
-    },
+    sizes={"cpu": Size(1, 256, 1e-2, 1_303_104, _SMALL), "full": Size(5, 256, 1e-3, 3_660_864, _FULL)},
     metric=Metric("nats_per_word", higher_is_better=False, share=False),
     load=load,
     make_model=built(NextWord, "vocabulary", "width", "hidden", "context"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowp.compat import real_tensors
 from lowp.recipes.data.files import Published
-from lowp.recipes.data.images import open_picture, picture_tensor
+from lowp.recipes.data.images import mirrored, open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
 from lowp.recipes.recipe import Data, Size
 
@@ -235,10 +235,9 @@ class BoxExamples:
             boxes[row, :count], classes[row, :count], difficult[row, :count] = truth
         images = (self.images[indices].float() - _MEAN) / _DEVIATION
         if generator is not None:
-            flip = torch.rand(len(images), generator=generator) < 0.5
-            images = torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images)
-            mirrored = torch.stack([1 - boxes[..., 2], boxes[..., 1], 1 - boxes[..., 0], boxes[..., 3]], -1)
-            boxes = torch.where(flip.view(-1, 1, 1), mirrored, boxes)
+            images, flip = mirrored(images, generator)
+            flipped = torch.stack([1 - boxes[..., 2], boxes[..., 1], 1 - boxes[..., 0], boxes[..., 3]], -1)
+            boxes = torch.where(flip.view(-1, 1, 1), flipped, boxes)
         return {"images": images, "boxes": boxes, "classes": classes, "difficult": difficult}
 
 

@@ -46,7 +46,7 @@ class ImageExamples:
         """Return the images at `indices` and their labels."""
         images = (self.images[indices].float() - self.mean) / self.deviation
         if generator is not None and self.padding:
-            images = _shifted(_mirrored(images, generator), self.padding, generator)
+            images = _shifted(mirrored(images, generator)[0], self.padding, generator)
         return images, self.labels[indices]
 
 
@@ -61,9 +61,10 @@ def image_data(source: LabelledImages, padding: int = 0) -> Data:
     )
 
 
-def _mirrored(images: Tensor, generator: torch.Generator) -> Tensor:
+def mirrored(images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return the images [N, channels, H, W], each flipped horizontally or not, and bool [N], true where it is."""
     flip = torch.rand(len(images), generator=generator) < 0.5
-    return torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images)
+    return torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images), flip
 
 
 def _shifted(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
-from lowp.recipes import results
-from lowp.recipes.recording.runs import NOBODY, Onlooker
+from lowp.recipes.recording.runs import NOBODY, Onlooker, short_head
 from lowp.recipes.training import Settings, Training, moved, threads_of
 
 CLASSES = ("weights", "activations", "updates")
@@ -46,7 +45,7 @@ def record_autoflex(
                 None if flush.predicted is None else float(flush.predicted[index]) for _, flush, index in rows
             ],
         }
-    return {**_head("figure-autoflex", training, layer), "steps": len(flushes), "series": series}
+    return {**short_head("figure-autoflex", training), "layer": layer, "steps": len(flushes), "series": series}
 
 
 def record_flex_window(
@@ -84,7 +83,8 @@ def record_flex_window(
         }
         for name, site in zip(CLASSES, sites, strict=True)
     }
-    return {**_head("figure-flex-window", training, layer), "steps": step, "lowest": _LOWEST, "windows": windows}
+    head = short_head("figure-flex-window", training)
+    return {**head, "layer": layer, "steps": step, "lowest": _LOWEST, "windows": windows}
 
 
 class _Histogram:
@@ -176,15 +176,3 @@ def _sites(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[st
     if layer is None or layer not in layers:
         raise InvalidInput(unknown("layer", layer, layers))
     return layer, layers[layer]
-
-
-def _head(kind: str, training: Training, layer: str) -> dict[str, Any]:
-    settings = training.settings
-    return {
-        **results.header(kind, results.command_line()),
-        "recipe": settings.recipe,
-        "data": training.data.description,
-        "precision": settings.precision,
-        "seed": settings.seed,
-        "layer": layer,
-    }

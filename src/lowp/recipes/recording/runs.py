@@ -42,16 +42,22 @@ def weights_of(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> 
     return {name: tensor for name, tensor in named if tensor.dim() >= 2}
 
 
-def head(kind: str, training: Training) -> dict[str, Any]:
-    """Return the header of a document of a run: settings, data, and the final metric."""
-    settings, metric = training.settings, training.recipe.metric
-    last = training.history[-1] if training.history else {}
+def short_head(kind: str, training: Training) -> dict[str, Any]:
+    """Return the header of a document of a run: settings and data."""
     return {
         **results.header(kind, results.command_line()),
-        "recipe": settings.recipe,
+        "recipe": training.settings.recipe,
         "data": training.data.description,
-        "precision": settings.precision,
-        "seed": settings.seed,
+        "precision": training.settings.precision,
+        "seed": training.settings.seed,
+    }
+
+
+def head(kind: str, training: Training) -> dict[str, Any]:
+    """Return the same with the length of a whole run, and the final metric."""
+    metric, last = training.recipe.metric, training.history[-1] if training.history else {}
+    return {
+        **short_head(kind, training),
         "epochs": training.epochs,
         "steps": training.steps,
         "metric": {"name": metric.name, "is_share": metric.share, "value": last.get(metric.name)},
