@@ -295,7 +295,7 @@ def test_other_calls_take_the_long_way_to_torch_autocast() -> None:
         assert taken(x, weight) and taken(x, held[0], None)
         assert not taken(x, leaf)  # its cast is kept from the second use on
         with torch.no_grad():
-            wide, large = torch.ones(5, 70), nn.Parameter(torch.ones(90, 70))
+            wide, large = torch.ones(5, 256), nn.Parameter(torch.ones(257, 256))
             assert taken(x, leaf) and taken(wide, large) and not taken(wide, large)  # small casts are not kept
         assert taken(x, weight=held[1]) and not taken(x, weight, out=None)
         assert not taken([x], weight)

@@ -94,7 +94,7 @@ _Sign = tuple[int, int, int]
 
 _ONE_NAME = sys.getrefcount(SimpleNamespace(name=object()).name) + 1  # references to an object that one attribute holds
 _PRUNE_AT = 1024
-_SMALL = 1024  # elements
+_SMALL = 1 << 16  # elements, whose cast to 16 bits takes as long as a look for a kept one
 _PLAIN = (Tensor, nn.Parameter)
 
 
