@@ -53,6 +53,25 @@ static inline void each_run(const Runs& runs, Pass pass) {
   }
 }
 
+// Copies what stands in runs under scales with a minus sign: that of `other` elements. Such runs follow no pattern, so that a
+// branch would often be taken wrongly.
+template <class T>
+static inline void take_negative(const Runs& runs, const double* scale, const T* from, T* to) {
+  if (runs.each == 1) {
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < runs.number; ++i) to[i] = scale[i] < 0 ? from[i] : to[i];
+    return;
+  }
+  each_run(runs, [&](int64_t run, int64_t begin, auto count) {
+    const T all = scale[run] < 0 ? static_cast<T>(~T{0}) : T{0};
+    const int64_t length = count;
+    const T* const other = from + begin;
+    T* const out = to + begin;
+    LOWP_RUN_LOOP
+    for (int64_t i = 0; i < length; ++i) out[i] = static_cast<T>((other[i] & all) | (out[i] & ~all));
+  });
+}
+
 // -- 1. the largest numbers -------------------------------------------------------------------------------------------
 template <class C, bool kFinite>
 static inline typename C::Bits largest_of(const typename C::Bits* in, int64_t count) {
@@ -292,9 +311,12 @@ static inline uint32_t drawn_element(uint32_t bits, uint32_t word, const Quick& 
 }
 
 // Beyond fp32's largest number values become that, whose bits are before those of infinity.
-static inline uint32_t value_of(uint32_t element, float factor, float second) {
-  const uint32_t value = bits_of(number(element) * factor * second);
+static inline uint32_t below_infinity(uint32_t value) {
   return value + mask<F32>((value & Constants<F32>::kMagnitude) == Constants<F32>::kInf);
+}
+
+static inline uint32_t value_of(uint32_t element, float factor, float second) {
+  return below_infinity(bits_of(number(element) * factor * second));
 }
 
 // What a cast writes: elements, values, or values that are known to be far below fp32's largest number.
@@ -460,9 +482,7 @@ struct GroupCast {
       alignas(64) uint64_t wholes[kBlock];
       other.with_words(out, wholes, first, count, words);
       wide.with_words(out, out, first, count, words);
-      return each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
-        if (scale[run] < 0) std::memcpy(out + begin, wholes + begin, sizeof(out[0]) * static_cast<size_t>(length));
-      });
+      return take_negative(runs, scale, wholes, out);
     }
     if (zero_point == nullptr) return wide.with_words(out, out, first, count, words);
     each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
@@ -478,7 +498,8 @@ struct GroupCast {
   bool invert(const Runs& runs, const double* scale, double outer, float* inverse) const {
     if (!in_fp32) return false;
     if (sharing.other.bits == 0) return invert(runs, scale, outer, [](double by) { return by; }, inverse);
-    return invert(runs, scale, outer, [&](double by) { return divisor_of(sharing, by); }, inverse);
+    const double part = -sharing.element.maximum / sharing.other.maximum;
+    return invert(runs, scale, outer, [part](double by) { return by < 0 ? by * part : by; }, inverse);
   }
 
  private:
@@ -654,25 +675,28 @@ static inline void multiply_run(const uint32_t* in, int64_t count, float factor,
   for (int64_t i = 0; i < count; ++i) out[i] = value_of(in[i], factor, second);
 }
 
-// The values of a strip of elements in fp64, which rounds products once before fp32 does. Under a scale of NaN all are that NaN.
+// The values of a strip of elements in fp64, which rounds products once before fp32 does: by factors that fp32 may lack.
 static inline void wide_values(const lowp_sharing& sharing, const uint32_t* element, const Runs& runs, const double* scale,
                                double outer, uint32_t* out) {
-  constexpr double kLargest = 0x1.fffffep127;
-  const auto value = [&](uint32_t bits, double factor) {
-    const double exact = static_cast<double>(number(bits)) * factor, above = exact < -kLargest ? -kLargest : exact;
-    const uint32_t found = bits_of(static_cast<float>(above > kLargest ? kLargest : above));
-    return choose<uint32_t>(static_cast<uint32_t>(mask<F64>(factor == factor)), found, Constants<F32>::kQuietNan);
-  };
+  alignas(64) double factor[kBlock];
+  const double above = -sharing.element.maximum, below = sharing.other.maximum;
+  LOWP_VECTOR_LOOP
+  for (int64_t run = 0; run < runs.number; ++run) {  // those of `divisor_of`, without a branch
+    const double by = scale[run] * outer, whole = by * above / below;
+    factor[run] = by < 0 ? whole : by;
+  }
   if (runs.each == 1) {
     LOWP_VECTOR_LOOP
-    for (int64_t i = 0; i < runs.number; ++i) out[i] = value(element[i], divisor_of(sharing, scale[i] * outer));
+    for (int64_t i = 0; i < runs.number; ++i) out[i] = below_infinity(bits_of(static_cast<float>(number(element[i]) * factor[i])));
     return;
   }
   each_run(runs, [&](int64_t run, int64_t begin, auto count) {
-    const double factor = divisor_of(sharing, scale[run] * outer);
+    const double by = factor[run];
+    const uint32_t* const in = element + begin;
+    uint32_t* const to = out + begin;
     const int64_t length = count;
     LOWP_RUN_LOOP
-    for (int64_t i = 0; i < length; ++i) out[begin + i] = value(element[begin + i], factor);
+    for (int64_t i = 0; i < length; ++i) to[i] = below_infinity(bits_of(static_cast<float>(number(in[i]) * by)));
   });
 }
 

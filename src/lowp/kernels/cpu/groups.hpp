@@ -366,17 +366,6 @@ static bool each_strip(const Task& task, const Groups& groups, int64_t begin, in
   return finite;
 }
 
-// use(index) for the numbers of a strip under scales with a minus sign: those of `other` elements.
-template <class Use>
-static inline void each_negative(const Runs& runs, const double* scale, Use use) {
-  each_run(runs, [&](int64_t run, int64_t begin, auto count) {
-    const int64_t length = count;
-    if (!(scale[run] < 0)) return;
-    LOWP_RUN_LOOP
-    for (int64_t i = 0; i < length; ++i) use(begin + i);
-  });
-}
-
 static inline void widen(const uint32_t* in, uint64_t* out, int64_t count) {
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) out[i] = bits_of(static_cast<double>(number(in[i])));
@@ -390,16 +379,7 @@ static const double* corrected(const Task& task, const Groups& groups, const Bit
   const int64_t first = task.index / groups.row * of_row + strip.group;
   lowp_cast random = groups.sharing->scale;
   random.rounding = kStochastic;
-  int64_t whole = 1;
-  while (whole < groups.group) whole *= 2;
   alignas(64) double squares[kMostTried], products[kMostTried];
-  const auto sum = [&](auto terms) {
-    for (int64_t size = terms; size > 1;) {
-      size /= 2;
-      LOWP_RUN_LOOP
-      for (int64_t i = 0; i < size; ++i) squares[i] += squares[i + size], products[i] += products[i + size];
-    }
-  };
   each_run(strip.runs, [&](int64_t run, int64_t begin, auto count) {
     const double by = scale[run] * groups.outer;
     const int64_t length = count;
@@ -410,9 +390,8 @@ static const double* corrected(const Task& task, const Groups& groups, const Bit
       squares[i] = quotient * quotient;
       products[i] = quotient == 0 ? 0 : product;
     }
-    for (int64_t i = length; i < whole; ++i) squares[i] = products[i] = 0;
-    whole == length ? sum(count) : sum(whole);
-    const double wanted = scale[run] * (products[0] == 0 ? 1 : squares[0] / products[0]);
+    const double square = sum_by_halves(squares, count, groups.group), product = sum_by_halves(products, count, groups.group);
+    const double wanted = scale[run] * (product == 0 ? 1 : square / product);
     out[run] = wanted == wanted ? cast_general(wanted, random, task.seed, first + run) : wanted;
   });
   return out;
@@ -501,13 +480,13 @@ static int64_t encode_groups_in(const Task& task, const Groups& groups, int64_t 
   const auto put = [&](const auto& coder, auto* element, int64_t first, const Strip& strip, const double* scale) {
     T* const out = groups.packed ? codes : static_cast<T*>(task.out) + first;
     alignas(64) T wholes[kBlock];
-    if (other.bits != 0)
-      each_negative(strip.runs, scale, [&](int64_t i) {
-        wholes[i] = static_cast<T>(static_cast<int>(number(element[i])) & ((1 << other.bits) - 1));
-        element[i] = 0;
-      });
+    if (other.bits != 0) {
+      LOWP_VECTOR_LOOP
+      for (int64_t i = 0; i < strip.count; ++i)
+        wholes[i] = static_cast<T>(static_cast<int32_t>(number(element[i])) & ((1 << other.bits) - 1));
+    }
     nans += coder.encode(element, out, strip.count);
-    if (other.bits != 0) each_negative(strip.runs, scale, [&](int64_t i) { out[i] = wholes[i]; });
+    if (other.bits != 0) take_negative(strip.runs, scale, wholes, out);
     if constexpr (sizeof(T) == 1)
       if (groups.packed) pack(codes, strip.count, bits, static_cast<uint8_t*>(task.out) + first * bits / 8);
   };
@@ -568,9 +547,10 @@ static bool decode_groups_in(const Task& task, const Groups& groups, int64_t beg
     coder.decode(codes, element, count);
     if (sharing.other.bits != 0) {
       const int sign = 1 << (sharing.element.bits - 1);
-      each_negative(strip.runs, scale, [&](int64_t i) {
-        element[i] = bits_of(static_cast<typename C::Number>((codes[i] ^ sign) - sign));
-      });
+      alignas(64) typename C::Bits wholes[kBlock];
+      LOWP_VECTOR_LOOP
+      for (int64_t i = 0; i < count; ++i) wholes[i] = bits_of(static_cast<typename C::Number>((codes[i] ^ sign) - sign));
+      take_negative(strip.runs, scale, wholes, element);
     }
     const bool narrow = sizeof(element[0]) == 4 && are_fp32(scale, strip.runs.number);
     if constexpr (sizeof(element[0]) == 4) {

@@ -10,17 +10,26 @@
 namespace lowp {
 namespace LOWP_ISA {
 
-// The sum of numbers: the second half is added to the first until one number is left. `numbers` has room for a power of two.
+// Adds the second half of kSize numbers to the first, until one is left.
+template <int64_t kSize, class Number>
+static inline void add_halves(Number* numbers) {
+  constexpr int64_t kHalf = kSize / 2;
+  LOWP_RUN_LOOP
+  for (int64_t i = 0; i < kHalf; ++i) numbers[i] += numbers[i + kHalf];
+  if constexpr (kHalf > 1) add_halves<kHalf>(numbers);
+}
+
+// The sum of numbers that are not -0, by halves of the power of two from `length` on, for which there is room: of 16 or more.
 template <class Number, class Count>
 static inline Number sum_by_halves(Number* numbers, Count count, int64_t length) {
-  int64_t size = 1;
+  int64_t size = 16;
   while (size < length) size *= 2;
   for (int64_t i = count; i < size; ++i) numbers[i] = 0;
-  while (size > 1) {
-    size /= 2;
+  for (; size > 16; size /= 2) {
     LOWP_RUN_LOOP
-    for (int64_t i = 0; i < size; ++i) numbers[i] += numbers[i + size];
+    for (int64_t i = 0; i < size / 2; ++i) numbers[i] += numbers[i + size / 2];
   }
+  add_halves<16>(numbers);
   return numbers[0];
 }
 
