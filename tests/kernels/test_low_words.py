@@ -51,6 +51,16 @@ def test_two_words_hold_what_one_loses() -> None:
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+@pytest.mark.parametrize(
+    ("shape", "has_two"), [((2, 1023), False), ((2, 1024), True), ((1024,), False), ((0, 1024), False)]
+)
+def test_values_have_a_second_word_from_1024_features_on(shape: tuple[int, ...], has_two: bool) -> None:
+    x = torch.full(shape, 2.0**-20).index_fill(-1, torch.tensor([0]), 1.0)
+    high = x.round()
+    assert (low_words.with_low_word(x, high, DFP) is high) is not has_two
+    assert torch.equal(low_words.with_low_word(x, high, DFP), x if has_two else high)
+
+
 def test_what_is_not_finite_becomes_the_positive_nan_whatever_the_processor_makes() -> None:
     x, cast = torch.tensor([1.0, math.inf, -math.inf, -math.nan, 0.0] * 9), parse("flex16+5:autoflex")
     table = ExponentTable(cast, torch.device("cpu"))
