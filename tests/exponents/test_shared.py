@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -402,3 +403,27 @@ def test_weights_that_were_not_written_in_this_step_are_stepped_at_once() -> Non
     assert left is weights[1]
     weights[1][0] = 0.123456  # is not in the format
     assert not StepWriter(exponents, FLEX, weights, sites).weights
+
+
+@pytest.mark.parametrize("spelled", ["flex16+5:autoflex", "flex16+5:static(-8)", "flex16+5:reactive"])
+def test_a_tensor_that_is_in_the_format_is_recognised_alike_by_the_kernel_that_would_write_it(spelled: str) -> None:
+    cast, generator = parse(spelled), torch.Generator().manual_seed(0)
+    found: dict[str, list[Tensor]] = {"bitwise": [], "best": []}
+    exact = torch.randint(-32767, 32768, (40,), generator=generator) * 2.0**-20
+    wide = torch.randn(40, generator=generator)
+    given = [wide, exact, exact * 2**9, exact * 2.0**-13, torch.zeros(3), wide * exact, torch.tensor([torch.inf, 1.0])]
+    given += [torch.tensor(1.0), torch.tensor(1 / 3), torch.zeros(0), exact.double()]
+    for way, results in found.items():
+        with use(way) if way != "best" else nullcontext():
+            exponents = SharedExponents()
+            for x in given:
+                x = x.clone()
+                exponents.write(wide, cast, "gradient of w")
+                exponents.flush()
+                before = exponents.summary()["all"].writes
+                results.append(exponents.write(x, cast, "gradient of w", unless_exact=True).values)
+                results.append(torch.tensor([results[-1] is x, bool(exponents.faults())]))
+                exponents.flush()
+                results.append(torch.tensor(exponents.summary()["all"].writes - before))
+    for one, other in zip(*found.values(), strict=True):
+        assert torch.equal(one, other)

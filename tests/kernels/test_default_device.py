@@ -133,6 +133,7 @@ def table_written() -> object:
     entries.write_in_place(table.block, FLEX, [(weight, places[2], entries.VALUES)])
     steps = entries.Steps(table.block, [weight], (places[1], places[2]))
     found.append(entries.write_in_place(table.block, FLEX, [], steps))
+    found += [table.met(), table.write_unless_exact(X / 3, table.index("output of y"))]
     ways = entries.TWO_WORDS, entries.ROOTS
     entries.write_in_place(table.block, FLEX, [(X.clone(), places[3], how) for how in ways])
     table.onlookers.watchers.append(found.append)

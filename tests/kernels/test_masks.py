@@ -44,7 +44,7 @@ def bits_of(x: Tensor) -> Tensor:
 def test_a_tensor_without_memory_is_refused_and_not_read() -> None:
     x, mask, mantissas = drawn(64), nonzero(drawn(64)), torch.ones(64, dtype=torch.int16)
     x.untyped_storage().resize_(0)
-    for read in (lambda: nonzero(x), lambda: passed(x, mask), lambda: passed_where_positive(x, mantissas)):
+    for read in (lambda: nonzero(x), lambda: passed(x, mask), lambda: passed_where_positive(x, mantissas)[0]):
         with pytest.raises(InvalidInput, match="without memory: its storage was resized to 0"):
             read()
 
@@ -77,8 +77,10 @@ def test_one_pass_packs_what_is_not_zero_and_another_lets_it_pass(count: int) ->
 def test_gradients_pass_where_mantissas_are_positive(count: int) -> None:
     mantissas = (drawn(count, seed=2).nan_to_num(0, 1, -1) * 10).to(torch.int16)
     gradient = drawn(count, seed=1)
-    found = passed_where_positive(gradient, mantissas)
+    found, own = passed_where_positive(gradient, mantissas, mantissas)
     assert torch.equal(bits_of(found), bits_of(torch.ops.aten.threshold_backward(gradient, mantissas, 0)))
+    assert own is None or torch.equal(own, mantissas.clamp(min=0))
+    assert (own is None) is (cpu.library() is None)
 
 
 def test_images_pass_as_they_lie_and_what_lies_otherwise_by_torch() -> None:

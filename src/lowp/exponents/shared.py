@@ -68,13 +68,14 @@ class SharedExponents(Sites[ExponentTable]):
         x = x.detach() if x.requires_grad else x  # the same tensor object if possible, for data cached by tensor
         table = self._table(cast, x.device)
         when: Condition = True
-        otherwise = None
-        if unless_exact:
+        otherwise, is_apart = None, training is not True or self._is_apart
+        finds_exact = unless_exact and not is_apart and table.may_find_exact(x, site)
+        if unless_exact and not finds_exact:
             is_exact, otherwise = payloads.exact_under(x, cast)
             if is_exact is True:
                 return Written(x.float())
             when = ~is_exact if isinstance(is_exact, Tensor) else True
-        if training is not True or self._is_apart:
+        if is_apart:
             result = table.write_at(x, training if isinstance(training, Tensor) else self._apart(table, x, site))
             return Written(result if when is True else torch.where(when, result, x.float()))
         if self._unless is not None and not table.is_host:
@@ -82,8 +83,13 @@ class SharedExponents(Sites[ExponentTable]):
         index, listeners = table.place(site, when), self.onlookers.listeners
         is_long = max(x.shape, default=0) >= low_words.FEATURES
         in_place = in_place and not is_long and not listeners
-        written = table.write(x, index, in_place, when, otherwise)
-        if is_long and (exponent := written.exponent) is not None:
+        if finds_exact:
+            written = table.write_unless_exact(x, index, in_place)
+        else:
+            written = table.write(x, index, in_place, when, otherwise)
+        if (exponent := written.exponent) is None:
+            return written
+        if is_long:
             result = self._with_low_word(table, x, written.values, site, exponent)
             if when is not True:  # x + (x - x) is not x if x is infinite
                 result = torch.where(when, result, x.float())
@@ -178,7 +184,7 @@ class SharedExponents(Sites[ExponentTable]):
         """
         found: list[str] = []
         for table in self._tables.values():
-            if table.names and (table.faults.any() if table.is_host else True):
+            if table.met()[0]:
                 found += [site for site, is_bad in zip(table.names, table.faults.tolist(), strict=True) if is_bad]
         return found if not all(map(is_result, found)) else []
 

@@ -52,7 +52,7 @@ class Passes:
         self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._trained: WeakSet[nn.Module] = WeakSet()
         self._kept: set[int] = set()  # the numbers of trained models, also of those that are gone
-        _all_passes.add(self)
+        _all_passes[id(self)] = weakref.ref(self)
         _watch_optimizers()
 
     def end_step(self) -> None:
@@ -95,11 +95,11 @@ class Passes:
     def __setstate__(self, state: dict[str, Any]) -> None:
         roots, trained = WeakKeyDictionary(dict(state["_roots"])), WeakSet(state.get("_trained", ()))
         self.__dict__.update({"_kept": set(), **state, "_roots": roots, "_trained": trained})
-        _all_passes.add(self)
+        _all_passes[id(self)] = weakref.ref(self)
         _watch_optimizers()
 
 
-_all_passes: weakref.WeakSet[Passes] = weakref.WeakSet()
+_all_passes: dict[int, weakref.ref[Passes]] = {}  # by id; a WeakSet takes microseconds, which small steps feel
 
 
 @once
@@ -109,8 +109,11 @@ def _watch_optimizers() -> None:
 
 
 def _end_steps(*_: Any) -> None:
-    for passes in list(_all_passes):
-        passes.end_step()
+    for key, known in list(_all_passes.items()):
+        if (passes := known()) is None:
+            _all_passes.pop(key, None)
+        else:
+            passes.end_step()
 
 
 class Trail:

@@ -26,6 +26,7 @@ from lowp.exponents.sites import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels.choose.dispatch import by_triton, has_integer_kernels, runs_triton, uses_library
 from lowp.kernels.int16 import entries, payloads
+from lowp.kernels.int16.cpu_int16 import memory_of
 from lowp.kernels.int16.mantissas import Mantissas, laid_out, mantissas_and_values, own_exponent
 from lowp.scaling import Autoflex, AutoflexState, Reactive, ReactiveState, WritesSeen
 from lowp.scaling.powers import times
@@ -76,17 +77,18 @@ def both(one: Condition, other: Condition) -> Condition:
 class ExponentTable(SiteTable):
     """The entries of one cast.
 
-    `is_host`: integer kernels run there, so that the host knows at once what a write has seen. `own` is the cast under
-    the exponent of a tensor's own maximum. `is_plain`: writes are rounded to nearest even, and only their maximum is
-    observed. `written` are the entries that were written since the last flush, and whether that counts.
+    `is_fixed`: its exponent is given. `is_host`: integer kernels run there, so that the host knows at once what a write
+    has seen. `own` is the cast under the exponent of a tensor's own maximum. `is_plain`: writes are rounded to nearest
+    even, and only their maximum is observed. `written` are the entries that were written since the last flush, and
+    whether that counts.
     """
 
     def __init__(self, cast: Cast, device: torch.device, onlookers: Onlookers | None = None) -> None:
         super().__init__(cast, device)
         self.scaling, self.onlookers = scaling_of(cast), onlookers or Onlookers()
         self.is_host = has_integer_kernels(device)
-        is_fixed = cast.scaling is not None and cast.scaling.exponent is not None
-        self.own = cast if is_fixed else current(cast)
+        self.is_fixed = cast.scaling is not None and cast.scaling.exponent is not None
+        self.own = cast if self.is_fixed else current(cast)
         self.is_plain = cast.rounding is Rounding.NEAREST_EVEN and not isinstance(self.scaling, Reactive)
         self.adapts = not isinstance(self.scaling, Autoflex) or self.scaling.adapt  # whether exponents change at all
         guess = self.scaling.guess if isinstance(self.scaling, Reactive) else self.scaling
@@ -143,6 +145,31 @@ class ExponentTable(SiteTable):
         return entries.block_of(guess, isinstance(self.scaling, Reactive), [*columns, *own.values()])
 
     # -- one write ------------------------------------------------------------------------------------------------
+    def may_find_exact(self, x: Tensor, site: str) -> bool:
+        """Whether `write_unless_exact` serves: x was not looked at before, nor its site written in this step."""
+        index = self.names.get(site)
+        if index is None or index in self.written or not self.is_host or self.is_fixed or not uses_library():
+            return False
+        return payloads.hint(x, self.cast.format) is None and memory_of(x) is not None
+
+    def write_unless_exact(self, x: Tensor, index: int, in_place: bool = False) -> Written:
+        """Do as `write`, or return x, and no exponent, if it is in the format: one call of the C++ library."""
+        return self._write_here(x, index, in_place, entries.UNLESS_EXACT)
+
+    def _write_here(self, x: Tensor, index: int, in_place: bool, how: int = entries.VALUES) -> Written:
+        given, x = x, laid_out(x, self.cast)
+        payload = torch.empty_like(x, dtype=torch.int16)
+        result = x if in_place and x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32)
+        exponent, nonfinite = entries.write(self.block, self.cast, index, x, payload, result, how)
+        if nonfinite < 0:
+            payloads.keep(given, self.cast.format, exponent)
+            return Written(given)
+        self.written[index] = True
+        if nonfinite:
+            return Written(result, exponent)
+        payloads.keep(result, self.cast.format, exponent, payload)
+        return Written(result, exponent, Mantissas(payload, exponent))
+
     def write(
         self, x: Tensor, index: int, in_place: bool = False, when: Condition = True, otherwise: Tensor | None = None
     ) -> Written:
@@ -152,15 +179,7 @@ class ExponentTable(SiteTable):
         `otherwise`, if given. `in_place`: on a CPU the values may take x's memory.
         """
         if self.is_host and uses_library():
-            x = laid_out(x, self.cast)
-            payload = torch.empty_like(x, dtype=torch.int16)
-            result = x if in_place and x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32)
-            exponent, nonfinite = entries.write(self.block, self.cast, index, x, payload, result)
-            self.written[index] = True
-            if nonfinite:
-                return Written(result, exponent)
-            payloads.keep(result, self.cast.format, exponent, payload)
-            return Written(result, exponent, Mantissas(payload, exponent))
+            return self._write_here(x, index, in_place)
         x = laid_out(x, self.cast)
         self.begin(x, index, when)
         how = when if isinstance(when, Tensor) else None, otherwise, None if index in self.written else self.seen[index]
@@ -371,16 +390,20 @@ class ExponentTable(SiteTable):
         """Whether something that is not finite was written in this step, by entry; bool[n], on the device."""
         return self.faulty | entries.nonfinite_of(self.seen)
 
+    def met(self) -> tuple[bool, bool]:
+        """Whether this step has written what is not finite, and what did not fit: of a CPU; else it may have."""
+        if self.is_host and uses_library():
+            return entries.met(self.block, len(self.names))
+        return True, self.is_host
+
     def cut_off(self) -> tuple[list[str], list[str]]:
         """Return the sites of a CPU whose writes in this step saturated under the largest exponent.
 
         And the results whose writes lost most of their numbers. None on other devices, which are not waited for.
         """
-        if not (self.is_host and self.adapts and self.names):
+        if not (self.adapts and self.met()[1]):
             return [], []
         overflowed, elements = entries.counts_of(self.seen)
-        if not overflowed.any():
-            return [], []
         format = self.cast.format
         assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
         at_most = (overflowed > 0) & (self.state.exponent >= format.scale.max_exponent)

@@ -6,10 +6,9 @@ optimizer's state, with the hyper-parameters of the fp32 run.
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
-from typing import cast as cast_to
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +122,7 @@ class FlexWeights(MasterKeeper, Wrapper):
                 "fp32 parameters, as in Precision('dfp16')"
             )
         trained = [row for row in self._rows() if row.parameter.grad is not None]
-        sparse = [row.gradient.name for row in trained if cast_to(Tensor, row.parameter.grad).is_sparse]
+        sparse = [row.gradient.name for row in trained if row.parameter.grad.is_sparse]  # type: ignore[union-attr]
         if sparse:
             raise InvalidInput(
                 f"the gradient of {sparse[0]} is sparse, which {self.cast} does not support: create the embedding with "
@@ -144,7 +143,7 @@ class FlexWeights(MasterKeeper, Wrapper):
         others = weights if writer is None else _without(weights, writer.weights)
         before = {parameter: parameter.detach().clone() for parameter in others}
         result = self._step_inner(parameters)
-        with self.exponents.unless(self._is_skipped):
+        with nullcontext() if self._is_skipped is None else self.exponents.unless(self._is_skipped):
             if before:
                 self._write_steps(before, names)
             if moved := self._write_states(parameters, writer):
@@ -193,9 +192,11 @@ class FlexWeights(MasterKeeper, Wrapper):
             return False
         return skips_on_device(self.inner, [one for one in self._parameters() if one.grad is not None])
 
-    @torch.no_grad()
     def write_gradients(self) -> None:
-        """Write the gradients as the step reads them: those that are not finite are then among the faults."""
+        """Write the gradients as the step reads them: those that are not finite are then among the faults.
+
+        Within torch.no_grad().
+        """
         given = list[tuple[Tensor, _Site]]()
         for row in self._rows():
             if (gradient := row.parameter.grad) is not None and not gradient.is_sparse:

@@ -184,6 +184,8 @@ class UnscaledSteps:
 
     def _state(self, optimizers: Optimizers) -> Iterator[_Value]:
         """Yield what the optimizers keep, unless it is known to be as the latest step has left it."""
+        if _versions(optimizers) == self._written:
+            return
         for optimizer, key, place, value in _kept(optimizers):
             if self._written.get(id(value)) != _version(value):
                 yield optimizer, key, place, local(value)
@@ -199,7 +201,7 @@ class UnscaledSteps:
         self.names.learned()
         self._steps += 1
         is_due = self.is_plain or self._steps % _INTERVAL == 0
-        self._written = {} if is_due else {id(one): _version(one) for *_, one in _kept(optimizers)}
+        self._written = {} if is_due else _versions(optimizers)
         if self.exponents is None:
             self.guard.count(False)
         else:
@@ -301,6 +303,17 @@ def _kept(optimizers: Optimizers) -> Iterator[_Value]:
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                     yield optimizer, key, place, value
+
+
+def _versions(optimizers: Optimizers) -> dict[int, int]:
+    """Return the version of each tensor of `_kept`, which it does not call: each step asks twice."""
+    return {
+        id(value): _version(value)
+        for optimizer in optimizers
+        for entry in getattr(optimizer, "inner", optimizer).state.values()
+        for value in entry.values()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
+    }
 
 
 def _version(value: Tensor) -> int:

@@ -29,17 +29,18 @@ DFP16 = {
 FLEX = {
     "lowp_layer_forward": 3,
     "lowp_layer_backward": 3,
-    "lowp_is_exact_int16": 2,
-    "lowp_write_entries": 2,
+    "lowp_is_exact_int16": 1,
+    "lowp_write_entries": 3,
     "lowp_same_int16": 1,
     "lowp_same_int16_list": 2,
     "lowp_from_int16": 1,
-    "lowp_exact_int16": 2,
+    "lowp_exact_int16": 0,
     "lowp_hold_entries": 1,
     "lowp_end_entries": 1,
     "lowp_relu_int16": 2,
     "lowp_pass_positive": 2,
     "lowp_observe_entries": 1,
+    "lowp_met_in_entries": 2,
 }
 
 

@@ -15,7 +15,7 @@ namespace {
 constexpr int kMostWindow = 256;
 constexpr int64_t kMostMantissa = 1 << 29;  // that is noted of a single number beyond the entry's exponent, in its units
 
-enum How : int64_t { kPlain = 0, kTwoWords = 1, kRoots = 2 };
+enum How : int64_t { kPlain = 0, kTwoWords = 1, kRoots = 2, kUnlessExact = 3 };
 
 template <class T>
 T* at(int64_t address) {
@@ -134,6 +134,13 @@ void begin(const lowp_table& table, const Row& row) {
   table.started[row.entry] = maximum > 0;
 }
 
+// Whether x, fp32, is in the format under the exponent of its own maximum, which is then told.
+bool is_exact(const lowp_table& table, const Row& row, int threads) {
+  const lowp_autoflex& rule = table.rule;
+  return lowp_is_exact_int16(static_cast<const float*>(row.x), 2 - rule.bits, rule.min_exponent, rule.max_exponent,
+                             row.count, threads, row.exponent);
+}
+
 // Returns whether anything is not finite.
 bool write(const lowp_table& table, const lowp_cast& cast, Row row, int threads) {
   begin(table, row);
@@ -230,11 +237,20 @@ void lowp::note(const lowp_table& table, int64_t entry, const int64_t* counts, i
 // Writes tensors to nearest even, or as `cast` rounds, each under its entry's exponent, which begins with it if it has not.
 // rows: entry, how (0 as values, which may overwrite x; in place 1 as two words, 2 as squares of values, of which none
 // vanishes), type, x, mantissas (0: not needed), values, elements, how many binary places a second word is lower, and where the
-// exponent is told (0: nowhere). Returns of how many tensors something is not finite.
+// exponent is told (0: nowhere). With 3 for how, fp32 is written as values unless it is in the format: then its own
+// exponent is told, and nothing else done. Returns of how many tensors something is not finite, less those not written.
 LOWP_EXPORT int64_t lowp_write_entries(const lowp_table* table, const lowp_cast* cast, const int64_t* rows,
                                        int64_t count, int threads) {
   int64_t nonfinite = 0;
-  for (int64_t i = 0; i < count; ++i, rows += 9) nonfinite += write(*table, *cast, Row(rows), threads);
+  for (int64_t i = 0; i < count; ++i, rows += 9) {
+    Row row(rows);
+    if (row.how == kUnlessExact && is_exact(*table, row, threads)) {
+      --nonfinite;
+      continue;
+    }
+    if (row.how == kUnlessExact) row.how = kPlain;
+    nonfinite += write(*table, *cast, row, threads);
+  }
   return nonfinite;
 }
 
@@ -274,4 +290,15 @@ LOWP_EXPORT void lowp_observe_entries(const lowp_table* table, const int64_t* en
     table->faulty[entries[i]] |= (seen[kFlags] & kSawNonFinite) != 0;
     std::fill(seen, seen + kWords, 0);
   }
+}
+
+// Whether anything that was written in this step is not finite (1), and whether a finite number did not fit (2); the sum.
+LOWP_EXPORT int lowp_met_in_entries(const lowp_table* table, int64_t count) {
+  int found = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t* seen = table->seen + i * kWords;
+    if (table->faulty[i] || (seen[kFlags] & kSawNonFinite)) found |= 1;
+    if (seen[kOverflowed] > 0) found |= 2;
+  }
+  return found;
 }

@@ -18,10 +18,15 @@ LOWP_EXPORT void lowp_pass_bits(const float* x, const uint8_t* bits, float* out,
                [&](int64_t begin, int64_t end) { kernel.pass_bits(x, bits, out, begin, end); });
 }
 
-LOWP_EXPORT void lowp_pass_positive(const float* x, const int16_t* mantissas, float* out, int64_t count, int threads) {
+// Passes x where the chosen are positive; its own mantissas, too, if it has any (null: none).
+LOWP_EXPORT void lowp_pass_positive(const float* x, const int16_t* chosen, float* out, const int16_t* mantissas,
+                                    int16_t* passed, int64_t count, int threads) {
   const Kernels& kernel = kernels();
-  parallel_for(count, kBlock, enough_threads(count, threads),
-               [&](int64_t begin, int64_t end) { kernel.pass_positive(x, mantissas, out, begin, end); });
+  parallel_for(count, kBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
+    kernel.pass_positive(x, chosen, out, begin, end);
+    if (!mantissas) return;
+    for (int64_t i = begin; i < end; ++i) passed[i] = chosen[i] > 0 ? mantissas[i] : int16_t{0};
+  });
 }
 
 // Returns 0; -1 if the mantissas are not those of x under this exponent, or if that is not near: the output is then invalid.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -29,8 +30,9 @@ LARGEST, OVERFLOWED, CROWDED, ELEMENTS, FLAGS = 0, 1, 2, 5, 6
 _NONFINITE, _NAN, _VANISHED = (8 * FLAGS + place for place in range(3))  # bytes
 MOST_MANTISSA = 1 << 29  # that is noted of a single number beyond the entry's exponent, in its units
 MOST_WINDOW = 256  # kMostWindow in cpu/exponents.cpp
-VALUES, TWO_WORDS, ROOTS = 0, 1, 2  # how a tensor is written: `How` in cpu/exponents.cpp
+VALUES, TWO_WORDS, ROOTS, UNLESS_EXACT = 0, 1, 2, 3  # how a tensor is written: `How` in cpu/exponents.cpp
 _LOW_BITS = 14  # of a second word, as in `low_words`
+_ROW = Struct("9q")  # of `lowp_write_entries`
 _APART = 32  # elements: each payload of a block begins at a multiple of 64 bytes
 
 
@@ -46,19 +48,19 @@ def block_of(scaling: Autoflex, crowds: bool, columns: Sequence[Tensor | None]) 
 
 
 def write(
-    table: object, cast: Cast, index: int, x: Tensor, payload: Tensor | None, values: Tensor
-) -> tuple[Tensor, bool]:
+    table: object, cast: Cast, index: int, x: Tensor, payload: Tensor, values: Tensor, how: int = VALUES
+) -> tuple[Tensor, int]:
     """Write x under an entry, which begins with it if it has not: its mantissas and its values, which may overwrite it.
 
     All lie alike, dense. What is not finite stays as it is. Returns the exponent, which of a single number is one that
-    holds it, and whether anything is not finite. Mantissas and values are those of `mantissas_and_values`.
+    holds it, and whether anything is not finite: 1. Mantissas and values are those of `mantissas_and_values`.
+    UNLESS_EXACT leaves fp32 that is in the format under its own exponent: returned are that, and -1.
     """
     exponent = torch.empty((), dtype=torch.int32, device="cpu")
-    memory = cpu.addresses_of((x, values, exponent) if payload is None else (x, values, exponent, payload))
-    at, to, under, *mantissas = memory
-    row = array("q", (index, VALUES, TYPE_NUMBERS[x.dtype], at, *(mantissas or (0,)), to, x.numel(), 0, under))
-    found = cpu.loaded().lowp_write_entries(table, mantissa_block(cast), row, 1, torch.get_num_threads())
-    return exponent, found != 0
+    at, to, under, mantissas = cpu.addresses_of((x, values, exponent, payload))
+    row = _ROW.pack(index, how, TYPE_NUMBERS[x.dtype], at, mantissas, to, x.numel(), 0, under)
+    call = cpu.loaded().lowp_write_entries.unguarded  # type: ignore[attr-defined]
+    return exponent, call(table, mantissa_block(cast), row, 1, torch.get_num_threads())
 
 
 def write_in_place(
@@ -86,6 +88,12 @@ def observe(table: object, entries: Iterable[int]) -> None:
     """Observe what was seen of entries of Autoflex, predict their exponents and forget it: `Autoflex.observe`."""
     numbers = array("q", entries)
     cpu.loaded().lowp_observe_entries(table, numbers, len(numbers))
+
+
+def met(table: object, count: int) -> tuple[bool, bool]:
+    """Whether anything that was written in this step is not finite, and whether a finite number did not fit."""
+    found = cpu.loaded().lowp_met_in_entries(table, count)
+    return found & 1 != 0, found & 2 != 0
 
 
 class Steps:

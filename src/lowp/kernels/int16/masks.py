@@ -60,14 +60,18 @@ def passed(x: Tensor, mask: Mask) -> Tensor:
     return result
 
 
-def passed_where_positive(x: Tensor, mantissas: Tensor) -> Tensor:
-    """Return x, of fp32 on a CPU, where int16 of its shape are positive, and 0 elsewhere; NaN passes too."""
-    if x.stride() != mantissas.stride() or not _serves(x):
-        result: Tensor = torch.ops.aten.threshold_backward(x, mantissas, 0)
-        return result
+def passed_where_positive(x: Tensor, chosen: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return x, of fp32 on a CPU, where int16 of its shape are positive, and 0 elsewhere; NaN passes too.
+
+    And its `own` mantissas there, if it has some that lie as x.
+    """
+    if x.stride() != chosen.stride() or not _serves(x):
+        return torch.ops.aten.threshold_backward(x, chosen, 0), None
     result = torch.empty_like(x)
-    cpu.loaded().lowp_pass_positive(x, mantissas, result, x.numel(), torch.get_num_threads())
-    return result
+    own = own if own is not None and own.stride() == x.stride() else None
+    mantissas = None if own is None else torch.empty_like(own)
+    cpu.loaded().lowp_pass_positive(x, chosen, result, own, mantissas, x.numel(), torch.get_num_threads())
+    return result, mantissas
 
 
 def _serves(x: Tensor) -> bool:

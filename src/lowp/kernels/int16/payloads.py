@@ -10,17 +10,19 @@ element differs the mantissas are computed again. An exponent without mantissas 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+from typing import cast as cast_to
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format
-from lowp.kernels import tracing
+from lowp.kernels import cpu, tracing
 from lowp.kernels.choose.dispatch import answers_at_once, uses_library
-from lowp.kernels.int16 import cpu_int16, mantissas
+from lowp.kernels.int16 import cpu_int16, mantissas, masks
 from lowp.kernels.int16.mantissas import (
     NOT_FINITE,
     Mantissas,
@@ -150,6 +152,24 @@ def relu(x: Tensor, cast: Cast, with_values: bool = True) -> tuple[Mantissas, Te
     return None if known is None else (Mantissas(known.payload.clamp(min=0), known.exponent), None)
 
 
+def passed_where_positive(x: Tensor, chosen: Tensor) -> Tensor:
+    """Return x where int16 of its shape are positive, and 0 elsewhere, with what is kept of x: nothing is compared.
+
+    Where gradients are recorded, the result is part of the graph, and has no mantissas.
+    """
+    found = _find(x)
+    if found is not None and isinstance(found.of, Cast):
+        found = None
+    if torch.is_grad_enabled():
+        result: Tensor = torch.ops.aten.threshold_backward(x, chosen, 0)
+        mantissas = None
+    else:
+        result, mantissas = masks.passed_where_positive(x, chosen, None if found is None else _of_view(found, x))
+    if found is not None and not result.requires_grad:
+        keep(result, cast_to(Format, found.of), found.exponent, mantissas)
+    return result
+
+
 def is_exact(x: Tensor, cast: Cast) -> bool:
     """Whether every element of x is in the cast's format under one exponent; False on an accelerator."""
     return answers_at_once(x) and exact_under(x, cast)[0] is True
@@ -207,28 +227,33 @@ def is_free(cast: Cast) -> bool:
 class Compared:
     """Tensors with their kept mantissas, contiguous and alike: one call compares them all, as often as asked."""
 
-    def __init__(self, kept: Sequence[cpu_int16.Kept]) -> None:
-        self._kept, self._given = kept, cpu_int16.given_of(kept)
+    def __init__(self, tensors: Sequence[Tensor], records: Sequence[_Record], given: array[int]) -> None:
+        self._tensors, self._records, self._given = tensors, records, given  # records: their memory has to live
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], format: Format) -> Compared | None:
         """Return tensors that their kept mantissas stand for; None if any is otherwise, or has none."""
         if not uses_library():
             return None
-        found: list[cpu_int16.Kept] = []
-        for x in tensors:
-            known = kept(x, format) if x.is_cpu and x.is_contiguous() and not x.data_ptr() % 4 else None
-            if known is None:
+        found, given = list[_Record](), array("q")
+        for x in tensors:  # as `kept`, of what lies as its mantissas
+            record = _find(x, format) if x.is_cpu and x.is_contiguous() else None
+            if record is None or (payload := record.payload) is None or not payload.is_contiguous():
                 return None
-            found.append((x, *known, (1, (count := x.numel()), count)))
-        made = cls(found)
-        return made if made.are_still(tensors) else None
+            if x.shape != payload.shape or x.storage_offset() != record.first:
+                return None
+            at, count = x.data_ptr(), x.numel()
+            if at < cpu.LOW or at % 4:
+                return None
+            found.append(record)
+            given.extend((at, payload.data_ptr(), 1, count, count, record.exponent.data_ptr()))
+        return None if any(cpu_int16.differences(given)) else cls(tensors, found, given)
 
     def are_still(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the tensors, where they were, and their mantissas still stand for them."""
-        if len(tensors) != len(self._kept):
+        if len(tensors) != len(self._tensors):
             return False
-        for x, (known, *_), address in zip(tensors, self._kept, self._given[::6], strict=True):
+        for x, known, address in zip(tensors, self._tensors, self._given[::6], strict=True):
             if x is not known or x.data_ptr() != address:
                 return False
         return not any(cpu_int16.differences(self._given))

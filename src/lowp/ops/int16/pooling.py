@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import Mantissas
-from lowp.kernels.int16.masks import passed_where_positive
 from lowp.ops.call import Call
 from lowp.ops.casting import shield
 from lowp.ops.generic import tensors_of
@@ -91,11 +90,7 @@ class _Relu(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (payload,) = ctx.saved_tensors  # a checkpoint may run its region now
         with shield():
-            if torch.is_grad_enabled():
-                result = torch.ops.aten.threshold_backward(gradient, payload, 0)
-            else:
-                result = passed_where_positive(gradient, payload)
-            return _inherited(result, gradient), None, None
+            return payloads.passed_where_positive(gradient, payload), None, None
 
 
 @cache
@@ -146,11 +141,3 @@ def _smallest(places: int) -> torch.dtype:
     return next(
         dtype for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64) if places <= torch.iinfo(dtype).max + 1
     )
-
-
-def _inherited(result: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient with elements set to zero, under the exponent of the original gradient."""
-    found = payloads.hint(gradient)
-    if found is not None and not result.requires_grad:
-        payloads.keep(result, *found)
-    return result
