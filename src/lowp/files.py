@@ -40,6 +40,16 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
+def json_object(path: Path, first_line: bool = False) -> dict[str, Any]:
+    """Return the JSON object that a file holds, or its first line; an empty one if there is none."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            found = json.loads(file.readline() if first_line else file.read())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def target_of(path: Path) -> Path:
     """Return the file to which a path leads, through links.
 

@@ -1,7 +1,7 @@
 """A benchmark of recipes: steps in fp32, torch.amp and lowp timed in turns, with memory, operations and estimates."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ class Subject:
         self.threads = plan.threads or self.recipe.threads or torch.get_num_threads()
         self.timers: dict[str, StepTimer] = {}
         self.memory: dict[str, Split] = {}
-        self.reserved: dict[str, int | None] = {}
         self.largest: dict[str, LargestBatch] = {}
 
     @property
@@ -93,15 +92,14 @@ class Subject:
     def _measure_memory(self, contender: Contender, stop: Stop) -> None:
         timer = self.timers[contender.label]
         try:
-            self.memory[contender.label] = split = memory_of(contender, self.data, self.batch)
+            split = memory_of(contender, self.data, self.batch)
         except STOPPED_BY as error:
             timer.failure = f"{type(error).__name__}: {error}"
             return
-        if split.reserved is not None:
-            self.reserved[contender.label] = split.reserved
-        elif not timer.slow:
+        if split.reserved is None and not timer.slow:
             growth = largest_batch.process_growth(contender, self.data, self.batch, self.threads, stop)
-            self.reserved[contender.label] = growth
+            split = replace(split, reserved=growth)
+        self.memory[contender.label] = split
 
     def _limit(self) -> int:
         """Return the memory in bytes for the largest batch, 0 for no search."""
@@ -167,9 +165,8 @@ class Subject:
             row["operations"] = {"total": counted.total, "in_16_bits": counted.narrow, "share": counted.share}
             row["estimates"] = estimate(contender, counted, split)
         if split is not None:
-            reserved = self.reserved.get(label)
-            slack = None if reserved is None else reserved - split.allocated
-            row["memory"] = {**asdict(split), "reserved": reserved, "slack": slack}
+            slack = None if split.reserved is None else split.reserved - split.allocated
+            row["memory"] = {**asdict(split), "slack": slack}
         if label in self.largest:
             row["largest_batch"] = self.largest[label].document()
         return row

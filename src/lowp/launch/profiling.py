@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lowp.errors import InvalidInput
 from lowp.launch.comparison import waited
 from lowp.launch.record import PRECISION
-from lowp.launch.waiting import Search
+from lowp.launch.waiting import Search, own_path, part_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,7 +48,7 @@ def profile_script(
     if list(script) == ["-m"]:
         raise InvalidInput("-m needs the name of a module: lowp profile -m package.train")
     path = Path(tempfile.gettempdir()) / f"lowp-profile-{secrets.token_hex(8)}.json" if out is None else out.resolve()
-    for old in (path, *path.parent.glob(_part(path, "*").name)):
+    for old in (path, *path.parent.glob(part_of(path, "*").name)):
         old.unlink(missing_ok=True)  # every file left afterwards is from this run
     site = str(Path(__file__).resolve().parent / "site")
     paths = [site, os.environ.get("PYTHONPATH", "")]
@@ -75,11 +75,6 @@ def _call(command: Sequence[str], environment: Mapping[str, str], stop: Callable
         process.wait()
 
 
-def _part(path: Path, process: int | str) -> Path:
-    """Return the file of a process that was not the first to train."""
-    return path.with_name(f"{path.stem}.process-{process}{path.suffix}")
-
-
 def _merge(path: Path) -> None:
     """Merge the records of other processes into the first one's, and remove their files.
 
@@ -87,7 +82,7 @@ def _merge(path: Path) -> None:
     """
     from lowp.numerics.record import Record
 
-    parts = sorted(path.parent.glob(_part(path, "*").name))
+    parts = sorted(path.parent.glob(part_of(path, "*").name))
     if not parts:
         return
     record = Record.load(path)
@@ -99,15 +94,6 @@ def _merge(path: Path) -> None:
             record = record.merge(other)
             one.unlink()
     record.save(path)
-
-
-def _own_path(path: Path) -> Path:
-    """Return the file of this process: the record itself for the first process that asks."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    except FileExistsError:
-        return _part(path, os.getpid())
-    return path
 
 
 def start() -> None:
@@ -129,7 +115,7 @@ class _Waiting(Search):
         """Start the profiler within a call of the first model."""
         from lowp.numerics.profiler import Profiler
 
-        profiler = Profiler(module, out=_own_path(self.out), max_overhead=self.max_overhead, title=self.title)
+        profiler = Profiler(module, out=own_path(self.out, self.out), max_overhead=self.max_overhead, title=self.title)
         profiler.__enter__()
         profiler.begin_within(module, args)
         atexit.register(_end, profiler, os.getpid())

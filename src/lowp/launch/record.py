@@ -182,11 +182,5 @@ def tell_of_run(own: list[ProcessRecord], settings: RunSettings) -> None:
 def check_report(path: Path) -> None:
     """Raise InvalidInput if a report cannot be written, or would replace a file that is not a report."""
     target = files.check_target(path)
-    if not target.exists() or not target.stat().st_size:
-        return
-    try:
-        found = json.loads(target.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or found.get("kind") != _KIND:
+    if target.exists() and target.stat().st_size and files.json_object(target).get("kind") != _KIND:
         raise InvalidInput(f"{path} is not a report of lowp run and was not changed: give another name")

@@ -101,6 +101,20 @@ class Search(ABC):
         return self.takes_untrained and bool(parameters) and self.watcher is not None and self.watcher.step > 0
 
 
+def part_of(path: Path, process: int | str) -> Path:
+    """Return the file of a process that was not the first to train."""
+    return path.with_name(f"{path.stem}.process-{process}{path.suffix}")
+
+
+def own_path(path: Path, claim: Path) -> Path:
+    """Return the file of this process: `path` for the first one that makes the file `claim`."""
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        return part_of(path, os.getpid())
+    return path
+
+
 # -- a monitor of them -------------------------------------------------------------------------------------------------
 def install(session: Session) -> None:
     """Watch from the first call of a model that is trained, if the settings say so."""
@@ -152,8 +166,4 @@ def _own(path: Path, directory: str) -> Path:
     if not directory or distributed.rank():  # further ranks write none
         return path
     os.makedirs(directory, mode=0o700, exist_ok=True)
-    try:
-        os.close(os.open(Path(directory) / "monitor", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        return path.with_name(f"{path.stem}.process-{os.getpid()}{path.suffix}")
-    return path
+    return own_path(path, Path(directory) / "monitor")

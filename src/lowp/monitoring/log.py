@@ -40,12 +40,7 @@ def check_log(path: Path) -> Path:
 
 
 def _is_own(path: Path) -> bool:
-    try:
-        with path.open(encoding="utf-8") as file:
-            found = json.loads(file.readline())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("kind") == KIND
+    return files.json_object(path, first_line=True).get("kind") == KIND
 
 
 class Tail:

@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -109,11 +109,7 @@ def check_writable(path: Path) -> None:
         content = target.read_bytes()
         if mark not in content[:512] or b"atplotlib" not in content:  # matplotlib's signature
             raise InvalidInput(f"{path} is not a picture made by lowp and was not changed: give another name")
-        return
-    document = None
-    with suppress(ValueError, OSError, RecursionError):
-        document = json.loads(target.read_text(encoding="utf-8"))
-    if not isinstance(document, dict) or _MARK not in document:
+    elif _MARK not in files.json_object(target):
         raise InvalidInput(f"{path} is not a file of lowp's results and was not changed: give another name")
 
 
