@@ -22,7 +22,7 @@ from lowp.kernels.steps import rules
 from lowp.kernels.triton import mantissas as int16
 from lowp.kernels.triton import predictions as exponents
 from lowp.kernels.triton import steps
-from lowp.kernels.triton.device import casts, codes, counts, predictions, products, scaled, updates
+from lowp.kernels.triton.device import casts, codes, counts, gradients, predictions, products, scaled, updates
 from lowp.kernels.triton.device import mantissas as sixteen
 from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, Codes, Numbers, exact, is_direct, layout, plan
@@ -319,7 +319,7 @@ def check(dtype: str, unscale: bool, counts: bool) -> Configuration:
     constants |= {"CHUNK": CHUNK, "BLOCK": steps.BLOCK}
     name = f"check {dtype}{' unscale' if unscale else ''}{' counts' if counts else ''}"
     traffic = _gradient_bytes(dtype) * (2 if unscale else 1)
-    return Configuration(name, updates.check, types, constants, CHUNK, traffic, rounds=steps.ROUNDS)
+    return Configuration(name, gradients.check, types, constants, CHUNK, traffic, rounds=steps.ROUNDS)
 
 
 def _gradient_bytes(dtype: str) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowp.casts import Cast, parse
 from lowp.formats import FORMATS, ScaledFormat
 from lowp.kernels.triton.calls import integers
-from lowp.kernels.triton.device import updates
+from lowp.kernels.triton.device import gradients, updates
 from lowp.kernels.triton.launch import INTERPRETED_BLOCK, run
 from lowp.kernels.triton.plans import DTYPES, CastPlan, exact, plan
 from lowp.kernels.triton.scaled import LONGEST_BLOCK, ScaledCastPlan, planned
@@ -177,21 +177,21 @@ def kept(weight: Cast | None, moments: Cast) -> KeptPlan | None:
 
 
 def check(
-    gradients: Sequence[Tensor], inverse: Tensor | None, found: Tensor, histogram: Tensor | None
+    given: Sequence[Tensor], inverse: Tensor | None, found: Tensor, histogram: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Unscale gradients of one dtype in place; set `found` to 1 if an element is infinite or NaN.
 
     Return the sum of squares of the finite unscaled elements, fp64, 0-d, and the largest magnitude of each gradient
     before unscaling, fp32. Counts by exponent are added to `histogram`, int32 [256].
     """
-    largest = torch.zeros(len(gradients), dtype=torch.int32, device=found.device)
-    if not any(one.numel() for one in gradients):
+    largest = torch.zeros(len(given), dtype=torch.int32, device=found.device)
+    if not any(one.numel() for one in given):
         return torch.zeros((), dtype=torch.float64, device=found.device), largest.view(torch.float32)
-    where = table([[integers(one) for one in gradients]])
+    where = table([[integers(one) for one in given]])
     energies = torch.zeros(len(where.chunks), dtype=torch.float64, device=found.device)
     bins = largest if histogram is None else histogram  # not read
     scale = found if inverse is None else inverse
-    flags = (DTYPES[gradients[0].dtype], inverse is not None, histogram is not None)
+    flags = (DTYPES[given[0].dtype], inverse is not None, histogram is not None)
     arguments = (where.addresses, where.chunks, scale, found, energies, largest, bins, *flags)
-    run(updates.check, (len(where.chunks),), *arguments, where.aligned, where.chunk, where.block)
+    run(gradients.check, (len(where.chunks),), *arguments, where.aligned, where.chunk, where.block)
     return energies.sum(), largest.view(torch.float32)

@@ -124,3 +124,12 @@ def infinity_bits(WIDE: tl.constexpr):
 @triton.jit
 def quiet_bit(WIDE: tl.constexpr):
     return 0x0008000000000000 if WIDE else 0x00400000
+
+
+@triton.jit
+def pointer(table, tensor, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the address in a column of a tensor's row as a pointer."""
+    found = tl.load(table + tensor * COLUMNS + COLUMN).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        found = tl.multiple_of(found, 16)
+    return found

@@ -6,7 +6,7 @@ Each operation is rounded to nearest in fp32 and none are fused, so that every d
 import triton
 import triton.language as tl
 
-from lowp.kernels.triton.device.bits import read, write
+from lowp.kernels.triton.device.bits import pointer, read, write
 from lowp.kernels.triton.device.codes import decoded, store
 from lowp.kernels.triton.device.rounding import cast
 from lowp.kernels.triton.device.scaled import codes_under_powers, each_of
@@ -22,12 +22,10 @@ SEED_OF_SLOT = tl.constexpr(0x1656_67B1_9E37_79F9)
 
 
 @triton.jit
-def _pointer(table, tensor, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the address in a column of a tensor's row as a pointer."""
-    pointer = tl.load(table + tensor * COLUMNS + COLUMN).to(tl.pointer_type(TYPE))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+def _values(numbers, places, mask, DTYPE: tl.constexpr):
+    """Return numbers of a dtype in fp32."""
+    magnitude, sign = read(numbers, places, mask, DTYPE, False)
+    return (magnitude | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -64,9 +62,8 @@ def _split(half, remainder, places, mask, weight, REST: tl.constexpr):
 
 
 @triton.jit
-def _gradient(pointer, inverse, places, mask, DTYPE: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr):
-    magnitude, sign = read(pointer, places, mask, DTYPE, False)
-    gradient = (magnitude | sign).to(tl.float32, bitcast=True)
+def _gradient(gradients, inverse, places, mask, DTYPE: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr):
+    gradient = _values(gradients, places, mask, DTYPE)
     if SCALED:
         gradient = gradient * tl.load(inverse)
     if MAXIMIZE:
@@ -113,26 +110,34 @@ def _lion(weight, gradient, average, rates, form):
     return weight * tl.load(rates) + sign * tl.load(rates + 1), average
 
 
+@triton.jit
+def _updated(weight, gradient, average, square, rates, form, WAY: tl.constexpr):
+    """Return the new weight and moments; a moment that the rule does not have is returned as given."""
+    if WAY.adamw:
+        weight, average, square = _adamw(weight, gradient, average, square, rates, form, WAY.near)
+    elif WAY.lion:
+        weight, average = _lion(weight, gradient, average, rates, form)
+    else:
+        weight, average = _sgd(weight, gradient, average, rates, form, WAY)
+    return weight, average, square
+
+
 # -- moments in fp32, and weights in fp32 or split in 16 bits ---------------------------------------------------------
 @triton.jit
-def _block(
-    weights, rests, grads, averages, squares, inverse, rates, places, mask, form, WAY: tl.constexpr
-):  # fmt: skip
+def _block(weights, rests, grads, averages, squares, inverse, rates, places, mask, form, WAY: tl.constexpr):
     weight = _joined(weights, rests, places, mask, WAY.rest)
     DTYPE: tl.constexpr = WAY.dtype  # Triton 3.6 passes no string out of a tuple
     gradient = _gradient(grads, inverse, places, mask, DTYPE, WAY.scaled, WAY.maximize)
-    if WAY.adamw:
+    average, square = gradient, gradient  # not read
+    if WAY.adamw or WAY.momentum:
         average = tl.load(averages + places, mask=mask, other=0.0)
+    if WAY.adamw:
         square = tl.load(squares + places, mask=mask, other=0.0)
-        weight, average, square = _adamw(weight, gradient, average, square, rates, form, WAY.near)
-        tl.store(averages + places, average, mask=mask)
+    weight, average, square = _updated(weight, gradient, average, square, rates, form, WAY)
+    if WAY.adamw:
         tl.store(squares + places, square, mask=mask)
-    elif WAY.momentum:
-        buffer = tl.load(averages + places, mask=mask, other=0.0)
-        weight, buffer = _sgd(weight, gradient, buffer, rates, form, WAY)
-        tl.store(averages + places, buffer, mask=mask)
-    else:
-        weight, _buffer = _sgd(weight, gradient, gradient, rates, form, WAY)
+    if WAY.adamw or WAY.momentum:
+        tl.store(averages + places, average, mask=mask)
     _split(weights, rests, places, mask, weight, WAY.rest)
 
 
@@ -152,11 +157,11 @@ def step(
         first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
         NUMBER: tl.constexpr = tl.int16 if WAY.rest > 0 else tl.int32
         GRADIENT: tl.constexpr = tl.int32 if WAY.dtype == "fp32" else tl.int16
-        weights = _pointer(table, tensor, 0, 6, NUMBER, ALIGNED)
-        rests = _pointer(table, tensor, 1, 6, tl.int16, ALIGNED)
-        grads = _pointer(table, tensor, 2, 6, GRADIENT, ALIGNED)
-        averages = _pointer(table, tensor, 3, 6, tl.float32, ALIGNED)
-        squares = _pointer(table, tensor, 4, 6, tl.float32, ALIGNED)
+        weights = pointer(table, tensor, 0, 6, NUMBER, ALIGNED)
+        rests = pointer(table, tensor, 1, 6, tl.int16, ALIGNED)
+        grads = pointer(table, tensor, 2, 6, GRADIENT, ALIGNED)
+        averages = pointer(table, tensor, 3, 6, tl.float32, ALIGNED)
+        squares = pointer(table, tensor, 4, 6, tl.float32, ALIGNED)
         own = rates + 4 * tensor
         count = tl.load(table + tensor * 6 + 5)
         whole = count // 16 * 16
@@ -170,11 +175,8 @@ def step(
 
 # -- moments and weights in any format --------------------------------------------------------------------------------
 @triton.jit
-def _cast(value, first, key, numbers, FORM: tl.constexpr, EXACT: tl.constexpr, COUNT: tl.constexpr):
+def _cast(magnitude, sign, first, key, numbers, FORM: tl.constexpr, EXACT: tl.constexpr, COUNT: tl.constexpr):
     """Return magnitude and sign of fp32 values after a cast."""
-    bits = value.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    sign = bits & -0x80000000
     if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
         if is_undecided(magnitude, first, key, numbers, FORM, COUNT):
             magnitude, sign = cast(magnitude, sign, first, key, numbers, EXACT, COUNT)
@@ -193,7 +195,7 @@ def _moment(
     """Return BLOCK numbers of a moment: of fp32 or bf16, or codes (DTYPE is "codes") of which SIZE share a scale."""
     places = start + tl.arange(0, BLOCK)
     NUMBER: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16 if DTYPE == "bf16" else tl.int8
-    kept = _pointer(table, tensor, COLUMN, COLUMNS, NUMBER, ALIGNED)
+    kept = pointer(table, tensor, COLUMN, COLUMNS, NUMBER, ALIGNED)
     if DTYPE == "codes":
         if LAYOUT.packed:
             byte = tl.load(kept + (places >> 1), mask=places < count, other=0).to(tl.int32)
@@ -203,7 +205,7 @@ def _moment(
         else:
             code = tl.load(kept + places, mask=places < count, other=0)
         magnitude, sign = decoded(code, codes, LAYOUT)
-        scales = _pointer(table, tensor, COLUMN + 1, COLUMNS, tl.int8, False)
+        scales = pointer(table, tensor, COLUMN + 1, COLUMNS, tl.int8, False)
         groups = start // SIZE + tl.arange(0, BLOCK // SIZE)
         exponent = (tl.load(scales + groups, mask=groups * SIZE < count, other=0).to(tl.int32) & 0xFF) + sharing.lowest
         by = each_of(power_bits(exponent), SIZE).to(tl.float32, bitcast=True)
@@ -211,8 +213,7 @@ def _moment(
         if ROOT:
             value = value * value
     else:
-        magnitude, sign = read(kept, places, places < count, DTYPE, False)
-        value = (magnitude | sign).to(tl.float32, bitcast=True)
+        value = _values(kept, places, places < count, DTYPE)
     return value
 
 
@@ -228,7 +229,7 @@ def _keep_moment(
     """
     places = start + tl.arange(0, BLOCK)
     NUMBER: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16 if DTYPE == "bf16" else tl.int8
-    kept = _pointer(table, tensor, COLUMN, COLUMNS, NUMBER, ALIGNED)
+    kept = pointer(table, tensor, COLUMN, COLUMNS, NUMBER, ALIGNED)
     if DTYPE == "fp32":
         tl.store(kept + places, value.to(tl.int32, bitcast=True), mask=places < count)
     else:
@@ -237,8 +238,7 @@ def _keep_moment(
         sign = bits & -0x80000000
         magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x7F7FFFFF)
         if DTYPE == "bf16":
-            value = (magnitude | sign).to(tl.float32, bitcast=True)
-            magnitude, sign = _cast(value, first, key, numbers, FORM, EXACT, BLOCK)
+            magnitude, sign = _cast(magnitude, sign, first, key, numbers, FORM, EXACT, BLOCK)
             write(kept, places, places < count, magnitude, sign, "bf16", False)
         else:
             if ROOT:
@@ -246,7 +246,7 @@ def _keep_moment(
             magnitude = tl.where(places < count, magnitude, 0)
             largest = tl.reduce(tl.reshape(magnitude, (BLOCK // SIZE, SIZE)), 1, tl.standard._elementwise_max)
             exponent = power_of_two(largest, sharing)
-            scales = _pointer(table, tensor, COLUMN + 1, COLUMNS, tl.int8, False)
+            scales = pointer(table, tensor, COLUMN + 1, COLUMNS, tl.int8, False)
             groups = start // SIZE + tl.arange(0, BLOCK // SIZE)
             tl.store(scales + groups, (exponent - sharing.lowest).to(tl.int8), mask=groups * SIZE < count)
             by = each_of(power_bits(exponent), SIZE)
@@ -270,33 +270,28 @@ def _kept_block(
     DTYPE: tl.constexpr = WAY.dtype
     STORED: tl.constexpr = WAY.stored
     MOMENTS: tl.constexpr = WAY.moments
-    weights = _pointer(table, tensor, 0, COLUMNS, tl.int32 if WAY.stored == "fp32" else tl.int16, ALIGNED)
-    rests = _pointer(table, tensor, 1, COLUMNS, tl.int8 if WAY.rest == 8 else tl.int16, ALIGNED)
-    grads = _pointer(table, tensor, 2, COLUMNS, tl.int32 if WAY.dtype == "fp32" else tl.int16, ALIGNED)
+    weights = pointer(table, tensor, 0, COLUMNS, tl.int32 if WAY.stored == "fp32" else tl.int16, ALIGNED)
+    rests = pointer(table, tensor, 1, COLUMNS, tl.int8 if WAY.rest == 8 else tl.int16, ALIGNED)
+    grads = pointer(table, tensor, 2, COLUMNS, tl.int32 if WAY.dtype == "fp32" else tl.int16, ALIGNED)
     if WAY.rest > 0:
         weight = _joined(weights, rests, places, mask, WAY.rest)
     else:
-        magnitude, sign = read(weights, places, mask, STORED, False)
-        weight = (magnitude | sign).to(tl.float32, bitcast=True)
+        weight = _values(weights, places, mask, STORED)
     gradient = _gradient(grads, inverse, places, mask, DTYPE, WAY.scaled, WAY.maximize)
     # numbers of a parameter draw by its seed, by the place of their block of SHARE, and by the moment
     key = seed + ((place + start) // SHARE) * SEED_OF_SLOT
     first = (place + start) % SHARE
+    average, square = gradient, gradient  # not read
     if WAY.adamw or WAY.lion or WAY.momentum:
         average = _moment(table, tensor, 3, start, count, codes, sharing, MOMENTS, LAYOUT, SIZE, False, ALIGNED, BLOCK)
-    else:
-        average = gradient  # not read
     if WAY.adamw:
         square = _moment(table, tensor, 5, start, count, codes, sharing, MOMENTS, LAYOUT, SIZE, True, ALIGNED, BLOCK)
-        weight, average, square = _adamw(weight, gradient, average, square, rates, form, WAY.near)
+    weight, average, square = _updated(weight, gradient, average, square, rates, form, WAY)
+    if WAY.adamw:
         _keep_moment(
             table, tensor, 5, start, count, square, first, key * SEED_OF_STEP + 2 * SEED_OF_TENSOR, numbers, codes,
             sharing, MOMENTS, FORM, EXACT, LAYOUT, SHARING, SIZE, True, ALIGNED, BLOCK,
         )  # fmt: skip
-    elif WAY.lion:
-        weight, average = _lion(weight, gradient, average, rates, form)
-    else:
-        weight, average = _sgd(weight, gradient, average, rates, form, WAY)
     if WAY.adamw or WAY.lion or WAY.momentum:
         _keep_moment(
             table, tensor, 3, start, count, average, first, key * SEED_OF_STEP + SEED_OF_TENSOR, numbers, codes,
@@ -306,7 +301,7 @@ def _kept_block(
     magnitude = bits & 0x7FFFFFFF
     sign = bits & -0x80000000
     if WAY.rounds:
-        magnitude, sign = _cast(weight, first, key, weight_numbers, CAST, CAST_EXACT, BLOCK)
+        magnitude, sign = _cast(magnitude, sign, first, key, weight_numbers, CAST, CAST_EXACT, BLOCK)
     if WAY.rest > 0:
         _split(weights, rests, places, mask, (magnitude | sign).to(tl.float32, bitcast=True), WAY.rest)
     else:
@@ -338,77 +333,3 @@ def step_kept(
                     table, tensor, begin + start, count, place, inverse, own, seed, form, weight_numbers, numbers,
                     codes, sharing, WAY, CAST, CAST_EXACT, FORM, EXACT, LAYOUT, SHARING, SIZE, ALIGNED, BLOCK,
                 )  # fmt: skip
-
-
-# -- gradients --------------------------------------------------------------------------------------------------------
-@triton.jit
-def _check_block(grads, inverse, places, mask, DTYPE: tl.constexpr, UNSCALE: tl.constexpr):
-    """Unscale a block; return its magnitudes before in fp32 bits, and its finite numbers after in fp64."""
-    magnitude, sign = read(grads, places, mask, DTYPE, False)
-    value = (magnitude | sign).to(tl.float32, bitcast=True)
-    if UNSCALE:
-        value = value * inverse
-        bits = value.to(tl.int32, bitcast=True)
-        if DTYPE == "fp32":
-            tl.store(grads + places, bits, mask=mask)
-        elif DTYPE == "fp16":
-            tl.store(grads + places, value.to(tl.float16).to(tl.int16, bitcast=True), mask=mask)
-        else:
-            half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            half = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, half)
-            tl.store(grads + places, half.to(tl.int16), mask=mask)
-    return magnitude, tl.where(magnitude >= 0x7F800000, 0.0, value).to(tl.float64)
-
-
-@triton.jit
-def _exponents(magnitude, mask):
-    field = tl.where((magnitude == 0) | (magnitude >= 0x7F800000), 255, magnitude >> 23)
-    return tl.histogram(field, 256, mask=mask)
-
-
-@triton.jit
-def check(
-    table, chunks, inverse, found, energies, largest, histogram, DTYPE: tl.constexpr, UNSCALE: tl.constexpr,
-    COUNTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Unscale one chunk of one gradient; find infinities and NaNs, the largest magnitude, the energy and the exponents.
-
-    table: int64 [gradients, 2], address and elements. found: fp32, set to 1 for infinities or NaNs. energies: fp64
-    [programs], the sum of squares of the finite elements. largest: int32 [gradients], the bits of the largest magnitude
-    before unscaling; NaN is larger than infinity. histogram: int32 [256], counts of finite nonzero elements before
-    unscaling by the exponent field of fp32.
-    """
-    tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
-    first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-    NUMBER: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16
-    grads = _pointer(table, tensor, 0, 2, NUMBER, ALIGNED)
-    count = tl.load(table + tensor * 2 + 1)
-    scale = tl.load(inverse) if UNSCALE else 1.0
-    whole = count // 16 * 16
-    most = tl.full((BLOCK,), 0, tl.int32)
-    energy = tl.full((BLOCK,), 0, tl.float64)
-    if COUNTS:
-        bins = tl.full((256,), 0, tl.int32)
-    for start in range(0, CHUNK, BLOCK):
-        places = first + start + tl.arange(0, BLOCK)
-        magnitude, value = _check_block(grads, scale, places, places < whole, DTYPE, UNSCALE)
-        most = tl.maximum(most, magnitude)
-        energy = tl.fma(value, value, energy)  # squares are exact in fp64: rounded like a sum
-        if COUNTS:
-            bins += _exponents(magnitude, places < whole)
-    size = tl.reduce(most, 0, tl.standard._elementwise_max)
-    squares = tl.reduce(energy, 0, tl.standard._sum_combine)
-    if first + CHUNK >= count:  # the last chunk: the elements after the last vector of 16
-        last = whole + tl.arange(0, 16)
-        few, values = _check_block(grads, scale, last, last < count, DTYPE, UNSCALE)  # a name has one shape in Triton
-        size = tl.maximum(size, tl.reduce(few, 0, tl.standard._elementwise_max))
-        squares += tl.reduce(values * values, 0, tl.standard._sum_combine)
-        if COUNTS:
-            bins += _exponents(few, last < count)
-    if size >= 0x7F800000:
-        tl.store(found, 1.0)
-    tl.atomic_max(largest + tensor, size)
-    tl.store(energies + tl.program_id(0), squares)
-    if COUNTS:
-        field = tl.arange(0, 256)
-        tl.atomic_add(histogram + field, tl.where(field == 255, 0, bins))
