@@ -398,7 +398,7 @@ class Precision:
             return None
         if is_flexpoint(stored):
             return FlexStorage(stored, self.exponents)
-        return MasterStorage(Storage(stored, self.preset.masters.kind), self.seed)
+        return MasterStorage(Storage.of(stored, self.preset.masters.kind), self.seed)
 
     def _new_scaler(self, device: str | None) -> GradScaler:
         scale = self.preset.loss_scale

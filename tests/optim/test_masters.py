@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lowp.errors import InvalidInput
+from lowp.kernels.steps.updates import signed
 from lowp.optim import SGD, MasterWeights
 from lowp.optim.preparing import _checksum
 from lowp.optim.shards import sharing
 from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import check_saved
-from lowp.optim.storage import _signed
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
@@ -327,7 +327,7 @@ def test_equal_tensors_are_rounded_independently() -> None:
 
 @pytest.mark.parametrize("word", [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, (3 << 64) + (1 << 63)])
 def test_the_words_of_a_seed_are_taken_modulo_the_int64_of_a_device(word: int) -> None:
-    found = _signed(word)
+    found = signed(word)
     assert -(1 << 63) <= found < 1 << 63 and (found - word) % (1 << 64) == 0
 
 

@@ -36,7 +36,7 @@ def _numbers() -> Tensor:
 def _written(storage: Storage, master: Tensor) -> Tensor:
     """The stored weight as torch operations write it."""
     parameter = torch.empty(master.shape, dtype=storage.dtype)
-    storage.save(parameter, {}, master, None)
+    storage.save(parameter, {}, master)
     return parameter
 
 

@@ -302,7 +302,7 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
             moments = {name: torch.where(skip, old[1][name], value) for name, value in moments.items()}
         if seen is not None:
             seen[block] = weight
-        self.storage.save(stored, state, weight, seed, places)
+        self.storage.save(stored, state, weight, (seed, places))
         for slot, (name, value) in enumerate(moments.items(), 1):
             self.kept.save(parts, name, block, value, (seed_of(0, seed, slot), places), skip)
 

@@ -244,7 +244,7 @@ class MasterWeights(MasterKeeper, Wrapper):
                 if parameter in told:
                     told[parameter](here, "weight", self.storage.cast, "step")
                 places = places_of(parameter) if draws else 0
-                weights.append((local(parameter), local_parts(self._master_state[parameter]), here, seed, places))
+                weights.append((local(parameter), local_parts(self._master_state[parameter]), here, (seed, places)))
             self.storage.save_all(weights)
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -254,7 +254,7 @@ class MasterWeights(MasterKeeper, Wrapper):
             with torch.no_grad():
                 for parameter, master in self._masters.items():
                     state = local_parts(self._master_state[parameter])
-                    self.storage.save(local(parameter), state, local(master.detach()).clone(), None)
+                    self.storage.save(local(parameter), state, local(master.detach()).clone())
             self._put_into_groups({master: parameter for parameter, master in self._masters.items()})
             try:
                 result = closure()

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from lowp.errors import InvalidInput
 from lowp.ops.observing import Watch, everywhere, step
 from lowp.optim.shards import is_sharded, local, local_parts, modules_of, shard_like, shard_of
-from lowp.optim.storage import MASTER_WEIGHT, STORAGE_STATE, Storage
+from lowp.optim.storage import STORAGE_STATE, Storage
 
 # by the id of the parameter, which no other tensor has while its owner holds it; a weak reference to the parameter
 # itself would keep torch.utils.swap_tensors from exchanging it
@@ -138,10 +138,7 @@ class MasterKeeper(ABC):
         """The fp32 value behind a stored parameter; a DTensor's is a DTensor."""
         if not self.holds(parameter):
             raise InvalidInput(f"a tensor of shape {tuple(parameter.shape)} is not a parameter of this optimizer")
-        here, kept = local(parameter), local_parts(self._kept(parameter))
-        value = self.storage.load(here, kept)
-        if MASTER_WEIGHT in kept:
-            value = self.storage.followed(here.detach(), value)
+        value = self.storage.master(local(parameter), local_parts(self._kept(parameter)))
         return shard_like(value, parameter) if is_sharded(parameter) else value
 
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
@@ -252,7 +249,7 @@ class StoredModel:
         if value is None or value.shape != parameter.shape:
             return None
         value = shard_of(value.to(parameter.device), parameter)
-        stored = self.storage.rounded(local(value), None).to(parameter.dtype)
+        stored = self.storage.rounded(local(value)).to(parameter.dtype)
         return value if torch.equal(stored, local(parameter.detach())) else None
 
     # -- what the hooks do ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,45 +21,48 @@ from lowp.kernels.steps.stored import Weight
 from lowp.kernels.steps.updates import signed
 from lowp.optim.shards import holder_of, is_sharded, local, places_of, quantize_at, shard_like, sharing
 
-KINDS = ("fp32", "split", "split-8", "stochastic", "none")
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
 BLOCK = 1 << 16
 MASTER_WEIGHT = "master_weight"  # the entry of a parameter's state that holds its fp32 value
 STORAGE_STATE = (MASTER_WEIGHT, "remainder")  # the entries that belong to its storage
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_OF_24_BITS = casts.parse("e8m15:stochastic-8")  # the 8 bits that are lost decide: no update is lost on average
 # each step and tensor is rounded with its own seed: these odd constants spread the three counters over 64 bits
 _SEED_OF_STEP, _SEED_OF_TENSOR, _SEED_OF_SLOT = 0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9
+
+Draw = tuple[int | Tensor | None, int | Tensor]  # the seed of a step, and the places of numbers: see `places_of`
+UNDRAWN: Draw = (None, 0)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The format in which parameters are stored, and the data kept so that updates are not lost.
+    """The format in which parameters are stored, and the kind of data kept so that updates are not lost.
 
-    `kind` is ``fp32`` (a full-precision copy), ``split`` (bf16 and a 16-bit remainder), ``split-8`` (bf16 and 8 bits: a
-    master of 24 bits, rounded stochastically), ``stochastic`` (nothing; the updated weight is rounded stochastically,
-    identically on all ranks) or ``none`` (nothing; rounded to nearest). With `cast` None, parameters stay in fp32.
+    This one keeps nothing, and rounds to nearest: ``none``. Others are subclasses: see `Storage.of`.
     """
 
     cast: Cast | None
     kind: str
+    kept: ClassVar[tuple[str, torch.dtype] | None] = None  # the entry of a parameter's state, and its dtype
+    has_kernels: ClassVar[bool] = True  # that step weights stored in this way
+    _is_rounded: ClassVar[bool] = True  # what is stored is the rounded master
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UnknownName(unknown("kind of master weights", self.kind, KINDS))
         if self.cast is not None and not isinstance(self.cast.format, FloatFormat):
             raise InvalidInput(f"parameters cannot be stored in {self.cast}: give a float format, such as bf16")
-        if self.remainder_bits and (self.cast is None or str(self.cast) != "bf16"):
-            raise InvalidInput(
-                f"{self.kind} masters consist of bf16 and a remainder, so the storage must be bf16, "
-                f"not {self.cast or 'fp32'}: give storage='bf16', or keep fp32 masters (masters='fp32')"
-            )
 
-    @classmethod
-    def parse(cls, storage: str | Cast | None, kind: str) -> Storage:
+    @staticmethod
+    def of(cast: Cast | None, kind: str) -> Storage:
+        """Return the storage of a kind; with None, parameters stay in fp32."""
+        if kind not in _KINDS:
+            raise UnknownName(unknown("kind of master weights", kind, _KINDS))
+        of_kind = _KINDS[kind]
+        return (Untouched if cast is None and not issubclass(of_kind, InParts) else of_kind)(cast, kind)
+
+    @staticmethod
+    def parse(storage: str | Cast | None, kind: str) -> Storage:
         """Return a storage from the text of a cast and a kind; fp32 or None leaves parameters as they are."""
         cast = None if storage is None else casts.parse(storage)
-        return cls(None if cast is not None and str(cast) == "fp32" else cast, kind)
+        return Storage.of(None if cast is not None and str(cast) == "fp32" else cast, kind)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,23 +70,9 @@ class Storage:
         return torch.float32 if self.cast is None else DTYPES.get(str(self.cast.format), torch.float32)
 
     @property
-    def remainder_bits(self) -> int:
-        """The bits of what is kept beside a bf16 weight; 0 for other kinds."""
-        return {"split": 16, "split-8": 8}.get(self.kind, 0)
-
-    @property
     def step_cast(self) -> Cast | None:
         """The cast by which a step rounds masters that it does not keep in full; None for other kinds."""
-        if self.kind == "split-8":
-            return _OF_24_BITS
-        if self.cast is None or self.kind not in ("stochastic", "none"):
-            return None
-        return self.cast.with_rounding("stochastic") if self.kind == "stochastic" else self.cast
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether kernels step weights stored in this way: in any but a copy."""
-        return self.cast is None or self.kind != "fp32"
+        return self.cast
 
     @property
     def draws(self) -> bool:
@@ -119,18 +109,14 @@ class Storage:
 
         Call `refuse` for all parameters before.
         """
-        if self.cast is None:
-            return
-        if parameter.dtype is not self.dtype:
-            parameter.grad = None  # has the old dtype
         given = local(parameter).detach()
         if parameter.dtype is not self.dtype:
+            parameter.grad = None  # has the old dtype
             parameter.data = torch.empty_like(parameter, dtype=self.dtype)
-        if self.remainder_bits or self.kind == "fp32":
-            bits = {16: torch.int16, 8: torch.int8}.get(self.remainder_bits, torch.float32)
+        if self.kept is not None:
+            name, dtype = self.kept
             # contiguous for every memory format of the parameter: optimizers walk it in logical order
-            kept = torch.empty(given.shape, dtype=bits, device=given.device)
-            state["remainder" if self.remainder_bits else MASTER_WEIGHT] = shard_like(kept, parameter)
+            state[name] = shard_like(torch.empty(given.shape, dtype=dtype, device=given.device), parameter)
         self.set(parameter, state, given)
 
     def set(self, parameter: Tensor, state: Mapping[str, Tensor], value: Tensor) -> None:
@@ -138,10 +124,8 @@ class Storage:
 
         In blocks, where they stay: the allocator would keep the memory of whole tensors for others.
         """
+        assert self.cast is not None
         here, given = local(parameter).detach(), value.detach().reshape(-1)
-        if self.cast is None:
-            here.copy_(given.view(here.shape))
-            return
         is_flat = here.is_contiguous()
         flat = here.view(-1) if is_flat else torch.empty_like(given, dtype=self.dtype)
         kept = {name: local(one).view(-1) for name, one in state.items()}
@@ -149,35 +133,53 @@ class Storage:
         for start in range(0, flat.numel(), size):
             piece = slice(start, start + size)
             block = given[piece].to(flat.device, torch.float32, copy=True)
-            self.save(flat[piece], {name: one[piece] for name, one in kept.items()}, block, None, places)
+            self.save(flat[piece], {name: one[piece] for name, one in kept.items()}, block, (None, places))
         if not is_flat:
             here.copy_(flat.view(here.shape))
 
     def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return the fp32 value of a stored, unsharded parameter, for an update that `save` writes. May be no copy."""
-        if self.cast is None:
-            return parameter.detach()
-        if MASTER_WEIGHT in state:
-            return state[MASTER_WEIGHT]
-        if "remainder" in state:
-            return join(parameter.detach(), state["remainder"])
         return parameter.detach().to(torch.float32, copy=True)
 
+    def master(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the fp32 value of a stored, unsharded parameter, which others may have written; may be no copy."""
+        return self.load(parameter, state)
+
     def follow_(self, weights: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
-        """Bring fp32 copies up to date with what others have written into stored, unsharded parameters.
+        """Bring what is kept up to date with what others have written into stored, unsharded parameters.
 
         Given are the parameters and what is kept of each; as one call where there is one.
         """
-        if self.cast is None or self.kind != "fp32":  # nothing to bring up to date
-            return
-        pairs = [(parameter.detach(), state[MASTER_WEIGHT]) for parameter, state in weights]
-        for (parameter, master), is_fresh in zip(pairs, self._at_once(pairs, stored.are_rounded), strict=True):
-            if not is_fresh and (followed := self.followed(parameter, master)) is not master:
-                master.copy_(followed)
+
+    def save(self, parameter: Tensor, state: dict[str, Tensor], master: Tensor, draw: Draw = UNDRAWN) -> None:
+        """Write an fp32 `master` into the stored parameter and its state.
+
+        `draw` is for stochastic rounding: a step's seed, and the places of the numbers among all that share it.
+        """
+        parameter.detach().copy_(self.rounded(master, draw))
+        self._keep(state, master)
+
+    def _keep(self, state: dict[str, Tensor], value: Tensor) -> None:
+        """Put a value into what is kept of a parameter, if there is anything."""
+        if self.kept is not None:
+            name, _ = self.kept
+            if name not in state:
+                state[name] = value
+            elif state[name].data_ptr() != value.data_ptr():
+                state[name].copy_(value)
+
+    def save_all(self, weights: Sequence[tuple[Tensor, dict[str, Tensor], Tensor, Draw]]) -> None:
+        """Do `save` with each of these arguments; as one call where there is one."""
+        pairs = [(parameter.detach(), master) for parameter, _, master, *_ in weights]
+        for weight, is_written in zip(weights, self._at_once(pairs, stored.store_rounded), strict=True):
+            if is_written:
+                self._keep(weight[1], weight[2])
+            else:
+                self.save(*weight)
 
     def _at_once(self, pairs: list[Weight], run: Callable[[Sequence[Weight], Cast], list[bool]]) -> list[bool]:
         """Return the results of a function of `kernels.stored`; False for each weight that it does not take."""
-        if self.cast is None or self.draws or self.remainder_bits:
+        if self.cast is None or self.draws or not self._is_rounded:
             return [False] * len(pairs)
         taken = [
             fits and parameter.dtype is self.dtype
@@ -186,7 +188,45 @@ class Storage:
         results = iter(run([pair for pair, is_taken in zip(pairs, taken, strict=True) if is_taken], self.cast))
         return [is_taken and next(results) for is_taken in taken]
 
-    def followed(self, parameter: Tensor, master: Tensor) -> Tensor:
+    def rounded(self, master: Tensor, draw: Draw = UNDRAWN) -> Tensor:
+        """Return `master` rounded to the format: stochastically if that is the kind and a seed is given."""
+        seed, places = draw
+        cast = self.cast if seed is None else self.step_cast or self.cast
+        assert cast is not None
+        if str(cast) in ("fp16", "bf16"):
+            return master.to(self.dtype)
+        # a cast that is itself stochastic also gets a new seed each step
+        return quantize_at(master, cast, 0 if seed is None else seed, places)
+
+
+class Stochastic(Storage):
+    """Nothing is kept; an updated weight is rounded stochastically, identically on all ranks."""
+
+    @property
+    def step_cast(self) -> Cast | None:
+        return None if self.cast is None else self.cast.with_rounding("stochastic")
+
+
+class Copied(Storage):
+    """A copy in full precision is kept."""
+
+    kept = MASTER_WEIGHT, torch.float32
+    has_kernels = False
+    step_cast = None
+
+    def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        return state[MASTER_WEIGHT]
+
+    def master(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        return self._followed(parameter.detach(), state[MASTER_WEIGHT])
+
+    def follow_(self, weights: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
+        pairs = [(parameter.detach(), state[MASTER_WEIGHT]) for parameter, state in weights]
+        for (parameter, master), is_fresh in zip(pairs, self._at_once(pairs, stored.are_rounded), strict=True):
+            if not is_fresh and (followed := self._followed(parameter, master)) is not master:
+                master.copy_(followed)
+
+    def _followed(self, parameter: Tensor, master: Tensor) -> Tensor:
         """Return the master; in places that `save` has not written, the stored value in fp32.
 
         A script writes parameters itself where it clips or prunes them or sets them anew. Only a value to which the
@@ -197,57 +237,75 @@ class Storage:
             below, above = (kernels.quantize(master, self.cast.with_rounding(way)) for way in ("down", "up"))
             is_own = (below <= parameter) & (parameter <= above)
         else:
-            rounded = self.rounded(master, None)
+            rounded = self.rounded(master)
             if answers_at_once(parameter) and _have_same_bits(rounded, parameter):
                 return master
             is_own = rounded == parameter
         return torch.where(is_own, master, parameter.to(torch.float32))
 
-    def save(
-        self,
-        parameter: Tensor,
-        state: dict[str, Tensor],
-        master: Tensor,
-        seed: int | Tensor | None,
-        places: int | Tensor = 0,
-    ) -> None:
-        """Write an fp32 `master` into the stored parameter and its state.
 
-        `seed` is for stochastic rounding, `places` those of the numbers among all that share it: see `places_of`.
-        """
-        if self.cast is None:
-            if master.data_ptr() != parameter.data_ptr():
-                parameter.detach().copy_(master)
-        elif self.remainder_bits:
-            if self.step_cast is not None and seed is not None:
-                master = quantize_at(master, self.step_cast, seed, places)
-            half, remainder = split(master, self.remainder_bits)
-            parameter.detach().copy_(half)
-            _put(state, "remainder", remainder)
-        else:
-            parameter.detach().copy_(self.rounded(master, seed, places))
-            if self.kind == "fp32":
-                _put(state, MASTER_WEIGHT, master)
+class InParts(Storage):
+    """The master is a bf16 weight and a remainder of 16 bits."""
 
-    def save_all(
-        self, weights: Sequence[tuple[Tensor, dict[str, Tensor], Tensor, int | Tensor | None, int | Tensor]]
-    ) -> None:
-        """Do `save` with each of these arguments; as one call where there is one."""
-        pairs = [(parameter.detach(), master) for parameter, _, master, *_ in weights]
-        for weight, is_written in zip(weights, self._at_once(pairs, stored.store_rounded), strict=True):
-            if not is_written:
-                self.save(*weight)
-            elif self.kind == "fp32":
-                _put(weight[1], MASTER_WEIGHT, weight[2])
+    kept = "remainder", torch.int16
+    step_cast: ClassVar[Cast | None] = None
+    _is_rounded = False
 
-    def rounded(self, master: Tensor, seed: int | Tensor | None, places: int | Tensor = 0) -> Tensor:
-        """Return `master` rounded to the format: stochastically if that is the kind and a seed is given."""
-        cast = self.cast if seed is None else self.step_cast or self.cast
-        assert cast is not None
-        if str(cast) in ("fp16", "bf16"):
-            return master.to(self.dtype)
-        # a cast that is itself stochastic also gets a new seed each step
-        return quantize_at(master, cast, 0 if seed is None else seed, places)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cast is None or str(self.cast) != "bf16":
+            raise InvalidInput(
+                f"{self.kind} masters consist of bf16 and a remainder, so the storage must be bf16, "
+                f"not {self.cast or 'fp32'}: give storage='bf16', or keep fp32 masters (masters='fp32')"
+            )
+
+    def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        return join(parameter.detach(), state["remainder"])
+
+    def save(self, parameter: Tensor, state: dict[str, Tensor], master: Tensor, draw: Draw = UNDRAWN) -> None:
+        seed, places = draw
+        if self.step_cast is not None and seed is not None:
+            master = quantize_at(master, self.step_cast, seed, places)
+        half, remainder = split(master, 8 * self.kept[1].itemsize)
+        parameter.detach().copy_(half)
+        self._keep(state, remainder)
+
+
+class InShortParts(InParts):
+    """The master is a bf16 weight and 8 bits: one of 24 bits, rounded stochastically."""
+
+    kept = "remainder", torch.int8
+    # the 8 bits that are lost decide: no update is lost on average
+    step_cast = casts.parse("e8m15:stochastic-8")
+
+
+class Untouched(Storage):
+    """Parameters stay in fp32."""
+
+    step_cast = None
+
+    def adopt(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        pass
+
+    def set(self, parameter: Tensor, state: Mapping[str, Tensor], value: Tensor) -> None:
+        here = local(parameter).detach()
+        here.copy_(value.detach().view(here.shape))
+
+    def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        return parameter.detach()
+
+    def save(self, parameter: Tensor, state: dict[str, Tensor], master: Tensor, draw: Draw = UNDRAWN) -> None:
+        if master.data_ptr() != parameter.data_ptr():
+            parameter.detach().copy_(master)
+
+
+_KINDS: dict[str, type[Storage]] = {
+    "fp32": Copied,
+    "split": InParts,
+    "split-8": InShortParts,
+    "stochastic": Stochastic,
+    "none": Storage,
+}
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
@@ -264,14 +322,6 @@ def _have_same_bits(one: Tensor, other: Tensor) -> bool:
     flat, others = one.view(-1), other.view(-1)
     is_same = torch.equal(flat[:whole].view(torch.int64), others[:whole].view(torch.int64))
     return is_same and torch.equal(flat[whole:], others[whole:])
-
-
-def _put(state: dict[str, Tensor], key: str, value: Tensor) -> None:
-    current = state.get(key)
-    if current is None:
-        state[key] = value
-    elif current.data_ptr() != value.data_ptr():
-        current.copy_(value)
 
 
 def check_seed(seed: object, what: str = "") -> None:
@@ -297,7 +347,7 @@ _EXPONENT_ONES = 0x7F80_0000
 
 
 def split(value: Tensor, bits: int = 16) -> tuple[Tensor, Tensor]:
-    """Split fp32 `value` into its bf16 half and a remainder of 16 or 8 bits (int16, int8), of the same shape.
+    """InParts fp32 `value` into its bf16 half and a remainder of 16 or 8 bits (int16, int8), of the same shape.
 
     `join` restores every number that is not NaN: bit for bit from 16 bits, rounded to 16 digits (a tie away from zero)
     from 8. A NaN becomes some NaN, and its half is NaN. Values above the largest bf16 by half an ulp or more have an
