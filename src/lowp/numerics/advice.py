@@ -9,7 +9,7 @@ from typing import Any
 from lowp import presets
 from lowp.loss_scale import DYNAMIC, LossScale
 from lowp.numerics.findings import Finding
-from lowp.numerics.part import failure
+from lowp.numerics.part import failure, parameter_key
 from lowp.numerics.prediction import Window, effect, lost_updates
 from lowp.numerics.record import Key, Record
 from lowp.numerics.spectrum import Spectrum
@@ -122,13 +122,9 @@ def modules_of_contractions(record: Record) -> dict[str, list[Key]]:
     for (module, op), seen in record.ops.items():
         if seen.op_class != "contraction":
             continue
-        keys = [
-            Key(module, op, role, phase)
-            for role, phase in (("input", "forward"), ("weight", "forward"), ("grad", "backward"))
-        ]
-        for name in seen.named("weight"):
-            path, _, own = name.rpartition(".")
-            keys.append(Key(path, own, "weight", "step"))
+        roles = (("input", "forward"), ("weight", "forward"), ("grad", "backward"))
+        keys = [Key(module, op, *one) for one in roles]
+        keys += [parameter_key(name, "weight", "step") for name in seen.named("weight")]
         found.setdefault(module, []).extend(key for key in keys if key in record.tensors)
     return {module: keys for module, keys in found.items() if keys}
 
@@ -199,8 +195,7 @@ def _sixteen(record: Record, name: str, word: str) -> FormatVerdict:
 
 
 def _lost_share(record: Record, name: str, parameter: str) -> float:
-    path, _, own = parameter.rpartition(".")
-    weights = record.tensors.get(Key(path, own, "weight", "step"), Spectrum())
+    weights = record.tensors.get(parameter_key(parameter, "weight", "step"), Spectrum())
     return lost_updates(record.updates[parameter], weights, name)
 
 
@@ -244,9 +239,7 @@ def _lost(record: Record) -> list[Finding]:
     if not stalled:
         return []
     sample = stalled[0]
-    path, _, own = sample.rpartition(".")
-    weight = record.tensors[Key(path, own, "weight", "step")].maximum
-    update = record.tensors[Key(path, own, "update", "step")].maximum
+    weight, update = (record.tensors[parameter_key(sample, one, "step")].maximum for one in ("weight", "update"))
     summary = f"{len(stalled)} of {len(shares)} parameters: {how_many} updates are lost in pure bf16"
     evidence = f"{sample}: |w| up to {weight:.3g}, |update| up to {update:.3g}, needs more than {weight * 2.0**-9:.3g}"
     return [Finding("N101", summary, evidence, tuple(stalled), severity="error" if stored else "")]

@@ -2,17 +2,15 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowp.compat import is_compiled_in_place, unwrapped
 from lowp.errors import InvalidInput
-from lowp.hooks import Uncopied
 
 
 class _Part:
@@ -144,9 +142,24 @@ class Models:
         return next((full for name in self.roots if (full := _joined(name, path)) in self.modules), path)
 
     def header(self, precision: Any) -> dict[str, Any]:
-        """Return the entries of a record's header about the models: plain data."""
-        header = header_of(list(self), precision)
-        return {**header, "models": [name for name in self.roots if name]} if len(self.roots) > 1 else header
+        """Return the header of a record, which describes the run: plain data."""
+        from lowp import __version__
+
+        models = list(self)
+        parameters = list({id(one): one for model in models for one in model.parameters()}.values())
+        preset = getattr(precision, "preset", None)
+        return {
+            "model": ", ".join(type(one).__name__ for one in models),
+            "fingerprint": fingerprint_of(*models),
+            "parameters": sum(one.numel() for one in parameters),
+            "dtypes": sorted({str(one.dtype).removeprefix("torch.") for one in parameters}),
+            "device": str(parameters[0].device) if parameters else "cpu",
+            "precision": preset.name if preset is not None else "fp32",
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "lowp": __version__,
+            "torch": torch.__version__,
+            **({"models": [name for name in self.roots if name]} if len(self.roots) > 1 else {}),
+        }
 
 
 def _joined(name: str, path: str) -> str:
@@ -168,25 +181,6 @@ def fingerprint_of(*models: nn.Module) -> str:
     """Return a hash of the names and shapes of the models' parameters."""
     text = "|".join(";".join(f"{name}{tuple(one.shape)}" for name, one in model.named_parameters()) for model in models)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def header_of(models: Sequence[nn.Module], precision: Any) -> dict[str, Any]:
-    """Return the header of a record, which describes the run: plain data."""
-    from lowp import __version__
-
-    parameters = list({id(one): one for model in models for one in model.parameters()}.values())
-    preset = getattr(precision, "preset", None)
-    return {
-        "model": ", ".join(type(one).__name__ for one in models),
-        "fingerprint": fingerprint_of(*models),
-        "parameters": sum(one.numel() for one in parameters),
-        "dtypes": sorted({str(one.dtype).removeprefix("torch.") for one in parameters}),
-        "device": str(parameters[0].device) if parameters else "cpu",
-        "precision": preset.name if preset is not None else "fp32",
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "lowp": __version__,
-        "torch": torch.__version__,
-    }
 
 
 # -- the optimizers that step in turn ----------------------------------------------------------------------------------
@@ -270,41 +264,3 @@ class Cycle:
         """Whether an optimizer that has stepped holds a parameter of the model."""
         trained = {id(one) for found in self._found.values() for _, one in found.named}
         return any(id(one) in trained for one in unwrapped(model).parameters())
-
-
-# -- hooks -------------------------------------------------------------------------------------------------------------
-class StepHooks:
-    """Hooks around each call of the models, and before each step of the optimizer, or if it is None of any."""
-
-    def __init__(
-        self,
-        models: Models,
-        optimizer: Optimizer | None,
-        before_forward: Callable[..., None],
-        after_forward: Callable[..., None],
-        before_step: Callable[..., None],
-    ) -> None:
-        self._models, self._optimizer = models, optimizer
-        self._before_forward, self._after_forward, self._before_step = before_forward, after_forward, before_step
-        self._handles: list[Any] = []
-
-    def put(self, on: bool) -> None:
-        """Add the hooks where they are not in place, or remove them."""
-        if not on:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-        elif not self._handles:
-            for root in self._models.roots.values():
-                before, after = Uncopied(self._before_forward), Uncopied(self._after_forward)
-                self._handles.append(root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-                self._handles.append(root.register_forward_hook(after, always_call=True))
-            register = register_optimizer_step_pre_hook
-            if self._optimizer is not None:
-                register = self._optimizer.register_step_pre_hook
-            self._handles.append(register(self._before_step))
-
-    def renew(self) -> None:
-        """Put the hooks on the models that there are."""
-        self.put(False)
-        self.put(True)

@@ -107,10 +107,6 @@ class Print(NamedTuple):
     checksum: int
     numbers: tuple[float, ...]
 
-    def of_model(self, name: str) -> Print:
-        """The same with a model's name before the path."""
-        return self._replace(key=self.key.of_model(name))
-
 
 class Octaves(NamedTuple):
     """How many numbers of a tensor a step had in each octave, from the octave 2^first on."""
@@ -185,20 +181,14 @@ class Part:
         def path(own: str) -> str:
             return f"{model}.{own}" if own else model
 
-        def keyed(counts: Mapping[Key, Any]) -> dict[Key, Any]:
-            return {key.of_model(model): seen for key, seen in counts.items()}
-
         for seen in self.ops.values():
             seen.parameters = {role: path(name) for role, name in seen.parameters.items()}
+        keyed = ("tensors", "prints", "slopes", "octaves", "blocks")
         return replace(
             self,
-            tensors=keyed(self.tensors),
             updates={path(name): seen for name, seen in self.updates.items()},
             ops={(path(module), op): seen for (module, op), seen in self.ops.items()},
-            prints={step: [one.of_model(model) for one in prints] for step, prints in self.prints.items()},
-            slopes=keyed(self.slopes),
-            octaves={step: keyed(one) for step, one in self.octaves.items()},
-            blocks={(key.of_model(model), layout): seen for (key, layout), seen in self.blocks.items()},
+            **{name: of_model(getattr(self, name), model) for name in keyed},
         )
 
     # -- JSON -------------------------------------------------------------------------------------------------------
@@ -263,6 +253,18 @@ class Part:
             raise InvalidInput(f"an entry of it is missing or is not what a profile has there: {error!r}") from None
 
 
+def of_model(value: Any, model: str) -> Any:
+    """The same with a model's name before the path of each key in dictionaries, lists and tuples."""
+    if isinstance(value, Key):
+        return value.of_model(model)
+    if isinstance(value, dict):
+        return {of_model(key, model): of_model(one, model) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [of_model(one, model) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
 def add_up(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:
     """Add to each entry what another has under its name; new names are taken over."""
     for name, seen in theirs.items():
@@ -310,10 +312,6 @@ class CountedTensor(NamedTuple):
     spectrum: Spectrum
     print: Print
     blocks: dict[BlockLayout, Blocks]
-
-    def of_model(self, name: str) -> CountedTensor:
-        """The same with a model's name before the path."""
-        return self._replace(print=self.print.of_model(name))
 
 
 def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> CountedTensor:

@@ -13,6 +13,7 @@ from lowp.errors import InvalidInput
 from lowp.formats import Format
 from lowp.numerics.advice import modules_of_contractions
 from lowp.numerics.blocks import BlockLayout, layout_of
+from lowp.numerics.part import parameter_key
 from lowp.numerics.prediction import Effect, effect, sensitivity
 from lowp.numerics.record import Key, Record
 from lowp.policy import Operands, Policy, Rule
@@ -57,9 +58,9 @@ def readings(record: Record, policy: Policy, module: str, op: str) -> Iterator[R
             continue
         keys = [Key(module, op, role, "backward" if role == "grad" else "forward")]
         if role == "weight":
-            keys += [Key(*_owned(name), "weight", "step") for name in seen.named(role)]
+            keys += [parameter_key(name, "weight", "step") for name in seen.named(role)]
         elif role == "output" and seen.op_class == "contraction":
-            keys += [Key(*_owned(name), "weight_grad", "backward") for name in seen.parameters.values()]
+            keys += [parameter_key(name, "weight_grad", "backward") for name in seen.parameters.values()]
         layout = layout_of(op, product, role, cast.format, hadamard)
         yield from (Reading(key, cast, product, layout) for key in keys if key in record.tensors)
 
@@ -78,12 +79,6 @@ def _casts(rule: Rule) -> Iterator[tuple[str, str, Cast | None, int]]:
         if own.other is not None:
             yield product, other, own.other, own.hadamard
         yield product, "grad", own.grad or rule.grad or rule.output, own.hadamard
-
-
-def _owned(name: str) -> tuple[str, str]:
-    """The module of a parameter, and its own name."""
-    module, _, own = name.rpartition(".")
-    return module, own
 
 
 _READ = {"forward": ("input", "weight"), "input_gradient": ("grad", "weight"), "weight_gradient": ("grad", "input")}

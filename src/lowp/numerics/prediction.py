@@ -168,16 +168,9 @@ def _tops(blocks: Blocks, cast: Cast, largest: float) -> tuple[NDArray[np.float6
 def _on_grid(seen: Spectrum, grid: _Grid, scale: float) -> Effect:
     total = seen.nonzero
     counts = seen.bins.astype(np.float64).reshape(256, PARTS)
-    shift, mantissa = math.frexp(scale)[1] - 1, math.ldexp(scale, 1 - math.frexp(scale)[1])
-    if mantissa == 1.0:
-        exponents = _EXPONENTS + shift
-        below = _count_flushed(seen, counts, grid, shift)
-        small = _count_below(counts, exponents, math.ldexp(1.0, grid.lowest))
-        above = total - _count_below(counts, exponents, grid.overflow_from)
-    else:
-        below = _count_below(counts, _EXPONENTS, grid.flush / scale)
-        small = _count_below(counts, _EXPONENTS, math.ldexp(1.0, grid.lowest) / scale)
-        above = total - _count_below(counts, _EXPONENTS, grid.overflow_from / scale)
+    below = _count_flushed(seen, counts, grid, scale)
+    small = _count_below(counts, math.ldexp(1.0, grid.lowest) / scale)
+    above = total - _count_below(counts, grid.overflow_from / scale)
     largest = seen.maximum * scale
     above = max(above, 1.0) if largest >= grid.overflow_from else 0.0
     noise = _noise(seen, counts, grid, scale)
@@ -187,21 +180,21 @@ def _on_grid(seen: Spectrum, grid: _Grid, scale: float) -> Effect:
     return Effect(below / total, small / total, above / total, ratio, largest, grid.maximum)
 
 
-def _count_flushed(seen: Spectrum, counts: NDArray[np.float64], grid: _Grid, power: int) -> float:
-    """How many numbers a grid flushes at the scale 2^power; of those at its limit itself the powers of two tell."""
-    fraction, exponent = math.frexp(grid.flush)
-    octave = exponent - 1 - power + _BIAS
+def _count_flushed(seen: Spectrum, counts: NDArray[np.float64], grid: _Grid, scale: float) -> float:
+    """How many numbers a grid flushes at a scale; of those at its limit itself, a power of two, `powers` tells."""
+    limit = grid.flush / scale
+    fraction, exponent = math.frexp(limit)
+    octave = exponent - 1 + _BIAS
     at = int(seen.powers[octave]) if grid.ties and fraction == 0.5 and 0 <= octave < 256 else 0
-    return _count_below(counts, _EXPONENTS + power, grid.flush) + at
+    return _count_below(counts, limit) + at
 
 
-def _count_below(counts: NDArray[np.float64], exponents: NDArray[np.int64], limit: float) -> float:
+def _count_below(counts: NDArray[np.float64], limit: float) -> float:
     """Return how many numbers are below a limit, assuming an even distribution in the bin that contains the limit."""
     if limit <= 0 or not math.isfinite(limit):
         return 0.0 if limit <= 0 else float(counts.sum())
     fraction, exponent = math.frexp(limit)
-    exponent, within = exponent - 1, (2 * fraction - 1) * PARTS
-    row = exponent - int(exponents[0])
+    row, within = exponent - 1 + _BIAS, (2 * fraction - 1) * PARTS
     if row < 0:
         return 0.0
     if row >= 256:
@@ -372,14 +365,9 @@ def scale_window(seen: Spectrum, to: str | Cast | Format, flushed: float = MOST_
         return _WIDEST
     grid = _grid(format)
     highest = math.floor(math.log2(format.maximum / seen.maximum))
-    lowest = next((power for power in range(-126, 128) if effect_flushed(seen, grid, power) < flushed), _WIDEST.highest)
-    return Window(lowest, highest)
-
-
-def effect_flushed(seen: Spectrum, grid: _Grid, power: int) -> float:
-    """Return the share of a tensor that a grid flushes at the scale 2^power."""
-    counts = seen.bins.astype(np.float64).reshape(256, PARTS)
-    return _count_flushed(seen, counts, grid, power) / seen.nonzero
+    counts, most = seen.bins.astype(np.float64).reshape(256, PARTS), flushed * seen.nonzero
+    fit = (power for power in range(-126, 128) if _count_flushed(seen, counts, grid, 2.0**power) < most)
+    return Window(next(fit, _WIDEST.highest), highest)
 
 
 # -- sensitivity ------------------------------------------------------------------------------------------------------

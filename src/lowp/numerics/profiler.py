@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp.errors import Misuse
+from lowp.hooks import Uncopied
 from lowp.numerics.divergence import Fault, Guard
-from lowp.numerics.models import Cycle, Models, StepHooks
+from lowp.numerics.models import Cycle, Models
 from lowp.numerics.modes import Seam, hear_backward, in_backward
 from lowp.numerics.record import Part, Record, Recording, merged_over_ranks
 from lowp.numerics.schedule import Budget, Schedule
@@ -64,7 +65,7 @@ class Profiler:
         self._ends: list[Callable[[], None]] = []
         self._entered = self._observes = False
         self._look = ExitStack()  # what ends with a look
-        self._hooks = StepHooks(self.models, optimizer, self._before_forward, self._after_forward, self._before_step)
+        self._hooks: list[Any] = []  # around each call of the models, and before each step of an optimizer
         self._alone: Optimizer | None = None  # the only one that steps, while nothing is kept of its steps
         self._guarded = 0  # steps
 
@@ -76,10 +77,9 @@ class Profiler:
         self._kept.begin(self.budget.share)
         self._seam.begin()
         self.schedule.start()
-        if self.optimizer is not None:
-            self._ends.append(self.optimizer.register_step_post_hook(self._after_step).remove)
-        else:
-            self._ends.append(register_optimizer_step_post_hook(self._after_step).remove)
+        owner = self.optimizer
+        register = register_optimizer_step_post_hook if owner is None else owner.register_step_post_hook
+        self._ends.append(register(self._after_step).remove)
         self._ends.append(hear_backward(self._backward))
         self._prepare()
         return self
@@ -107,7 +107,7 @@ class Profiler:
     def _stop(self) -> None:
         for end in self._ends:
             end()
-        self._hooks.put(False)
+        self._hook(False)
         self._drop_watch()
         self._guard.tape.forget()
         self.budget.end()
@@ -123,7 +123,8 @@ class Profiler:
             self._rename(renamed)
         self._kept.describe(self._described(), renamed)
         self.schedule.take_turns()
-        self._hooks.renew()
+        self._hook(False)
+        self._hook(True)
         if self._watch is not None:
             self._watch.follow(None if args is None else model)
         if args is not None:
@@ -146,6 +147,21 @@ class Profiler:
     def is_replaying(self) -> bool:
         """Whether a step is being run again to find what made it non-finite."""
         return self._guard.is_replaying
+
+    def _hook(self, on: bool) -> None:
+        """Have the hooks that a busy step needs, or remove them."""
+        if not on:
+            for handle in self._hooks:
+                handle.remove()
+            self._hooks.clear()
+        elif not self._hooks:
+            for root in self.models.roots.values():
+                before, after = Uncopied(self._before_forward), Uncopied(self._after_forward)
+                self._hooks.append(root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                self._hooks.append(root.register_forward_hook(after, always_call=True))
+            owner = self.optimizer
+            register = register_optimizer_step_pre_hook if owner is None else owner.register_step_pre_hook
+            self._hooks.append(register(self._before_step))
 
     def _rename(self, first: str) -> None:
         """Continue with the new names of modules; a recording of some of them in progress is discarded."""
@@ -232,7 +248,7 @@ class Profiler:
             self._observes = True
             self._look.callback(observe(self._observed))
         busy = schedule.is_busy or self._scale.is_used
-        self._hooks.put(busy)
+        self._hook(busy)
         self._alone = None if busy else self._cycle.alone
 
     def _observed(self, seen: Observation) -> None:

@@ -112,10 +112,6 @@ class Spectrum:
         """How many numbers that are not zero are below 2^exponent."""
         return int(self.octaves[: max(min(exponent + _BIAS, 256), 0)].sum())
 
-    def from_power(self, exponent: int) -> int:
-        """How many finite numbers are 2^exponent or more."""
-        return int(self.octaves[max(min(exponent + _BIAS, 256), 0) :].sum())
-
     def from_size(self, size: float) -> Spectrum:
         """The same without the numbers below `size`, to the bin: they count as zeros, and `significant` as it was."""
         if not size > 0:
@@ -203,11 +199,6 @@ class Updates:
     def present(self) -> int:
         """How many updates were not zero."""
         return int(self.joint.sum())
-
-    def largest(self) -> int | None:
-        """The exponent of the largest update; None where all were zero."""
-        columns = np.flatnonzero(self.joint.sum((0, 2)))
-        return int(columns[-1]) + LOWEST_UPDATE if len(columns) else None
 
     def ratios(self) -> dict[int, int]:
         """How many updates are 2^-k times their weight, by k, both sizes rounded down to powers of two."""

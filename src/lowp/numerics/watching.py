@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lowp.kernels.steps.spectra import sampled, slope_of
 from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, Seam, in_backward, numbers_of, op_of, source_line, tensors_in
-from lowp.numerics.part import CountedTensor, add_up, looked_at, parameter_key
+from lowp.numerics.part import CountedTensor, add_up, looked_at, of_model, parameter_key
 from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print
 from lowp.numerics.schedule import HOOK
 from lowp.numerics.spectrum import Spectrum, Updates
@@ -56,7 +56,7 @@ class StepWatch:
         self.beside, self.is_complete = beside, not beside  # complete: ops were looked at
         self._paths, self._models, self._scale, self._seam = Paths(models), models, scale, seam
         self._modules = None if modules is None else frozenset(modules)
-        self._gradients: dict[int | str, CountedTensor] = {}  # by hook, those of parameters by name
+        self._gradients: dict[int | Key, CountedTensor] = {}  # by hook, those of parameters by key
         self._slopes: dict[int, tuple[Key, NDArray[np.float64]]] = {}
         self._hooked = 0
         self._computed_again: nn.Module | None = None
@@ -87,15 +87,12 @@ class StepWatch:
         """Put the name of the only model so far before each path."""
         self._first = model
         self.part = self.part.renamed(model)
-        self._prints = [one.of_model(model) for one in self._prints]
-        self._gradients = {
-            f"{model}.{name}" if isinstance(name, str) else name: seen.of_model(model)
-            for name, seen in self._gradients.items()
-        }
-        self._told = [seen.of_model(model) for seen in self._told]
-        self._slopes = {number: (key.of_model(model), slope) for number, (key, slope) in self._slopes.items()}
-        self._answered = [(key.of_model(model), kept, slope) for key, kept, slope in self._answered]
-        self._unanswered = {key.of_model(model): kept for key, kept in self._unanswered.items()}
+        self._prints = of_model(self._prints, model)
+        self._gradients = of_model(self._gradients, model)
+        self._told = of_model(self._told, model)
+        self._slopes = of_model(self._slopes, model)
+        self._answered = of_model(self._answered, model)
+        self._unanswered = of_model(self._unanswered, model)
 
     def follow(self, running: nn.Module | None = None) -> None:
         """Follow the modules that are called from now on; `running` is a model whose call has begun."""
@@ -178,7 +175,7 @@ class StepWatch:
         gradient = parameter.grad
         if gradient is not None:
             key = parameter_key(name, "weight_grad", "backward")
-            self._gradients[name] = looked_at(key, gradient, self._scale())
+            self._gradients[key] = looked_at(key, gradient, self._scale())
         self._spent(started, HOOK)
 
     @cached_property
@@ -350,8 +347,9 @@ class StepWatch:
             weight = numbers_of(parameter.detach())
             self._count(parameter_key(name, "weight", "step"), weight)
             self._weights[name] = weight.clone()
-            if name not in self._gradients and parameter.grad is not None:
-                self._count(parameter_key(name, "weight_grad", "backward"), numbers_of(parameter.grad))
+            key = parameter_key(name, "weight_grad", "backward")
+            if key not in self._gradients and parameter.grad is not None:
+                self._count(key, numbers_of(parameter.grad))
 
     def after_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Look at what the step has changed."""

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from lowp.errors import InvalidInput
+from lowp.numerics.part import parameter_key
 from lowp.numerics.prediction import Window, scale_window
 from lowp.numerics.record import Key, OpSeen, Record
 from lowp.numerics.spectrum import Spectrum
@@ -54,9 +55,8 @@ def _gradients(record: Record) -> Iterator[tuple[Key, Spectrum]]:
     }
     for key, seen in record.tensors.items():
         if key.role == "weight_grad":
-            name = ".".join(filter(None, (key.module, key.op)))
-            if name in products:
-                yield key, seen.from_size(noise[name]) if name in noise else seen
+            if key.path in products:
+                yield key, seen.from_size(noise.get(key.path, 0.0))
         elif key.role == "grad" and (op := record.ops.get((key.module, key.op))):
             if op.op_class != "wide":
                 yield key, seen
@@ -73,8 +73,7 @@ def _noise_of_biases(record: Record) -> dict[str, float]:
     for (module, op), seen in record.ops.items():
         gradient = record.tensors.get(Key(module, op, "grad", "backward"))
         for name in _biases(seen):
-            path, _, own = name.rpartition(".")
-            bias = record.tensors.get(Key(path, own, "weight_grad", "backward"))
+            bias = record.tensors.get(parameter_key(name, "weight_grad", "backward"))
             if gradient is not None and bias is not None and bias.count:
                 found[name] = _ROUNDING * math.sqrt(gradient.sum_squares / bias.count)
     return found
