@@ -295,7 +295,7 @@ def test_packing_puts_the_first_code_lowest() -> None:
 def test_codes_of_every_integer_dtype_are_packed_alike(name: str) -> None:
     x = torch.randn(3, 13, generator=torch.Generator().manual_seed(0))
     codes, packed = encode(x, name), encode(x, name, packed=True)
-    for dtype in (torch.int16, torch.int32, torch.int64):
+    for dtype in (torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64):
         assert torch.equal(packing.pack(codes.to(dtype), lowp.format(name)), packed)
 
 

@@ -506,3 +506,10 @@ def test_a_convolution_lies_in_memory_alike_in_every_kernel(product: str) -> Non
         for kernel in (*kernels(), "reference"):
             found = integer.convolve(product, a, b, shape, exponent=-20, dtype=dtype, kernel=kernel)
             assert found.values.is_contiguous()
+
+
+def test_the_depth_of_a_convolutions_products_is_that_of_their_sums_with_padding_to_pairs() -> None:
+    shape = ConvolutionShape.of((2, 6, 5, 6), (4, 3, 3, 2), groups=2)
+    assert shape.output == (2, 4, 3, 5)
+    found = [shape.depth(product) for product in ("forward", "input_gradient", "weight_gradient")]
+    assert found == [3 * 2 * 4, 3 * 2 * 2, 2 * 16]
