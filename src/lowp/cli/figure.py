@@ -44,7 +44,6 @@ class Figure:
     run: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     trainings: int = 1
-    has_words: bool = True
     document: str = ""
 
     @property
@@ -63,8 +62,8 @@ class Figure:
         return _function(f"report.figures.{self.module}", self._function)
 
     def words(self, document: Mapping[str, Any]) -> list[str]:
-        """Return the numbers of a document in words."""
-        words = _function(f"report.figures.{self.module}", f"{self._function}_words") if self.has_words else None
+        """Return the numbers of a document in words, where there are some."""
+        words = getattr(import_module(f"lowp.report.figures.{self.module}"), f"{self._function}_words", None)
         return [] if words is None else list(words(document))
 
     @property
@@ -83,7 +82,6 @@ _flex = partial(
     module="flex",
     run={**_RUN, "recipe": "digits", "precision": "flex16+5"},
     options={"steps": 400, "layer": None},
-    has_words=False,
 )
 _ROWS = (
     _flex(

@@ -42,9 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not 0 < arguments.every <= 3600:
         raise InvalidInput(f"--every {arguments.every:g}: give seconds, more than 0")
-    tail, board = Tail(arguments.file), Board(arguments.file.name)
-    with contextlib.closing(tail):
-        return _shown(tail, board, arguments)
+    with contextlib.closing(Tail(arguments.file)) as tail:
+        return _shown(tail, Board(arguments.file.name), arguments)
 
 
 def _shown(tail: Tail, board: Board, arguments: argparse.Namespace) -> int:

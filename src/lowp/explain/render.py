@@ -9,7 +9,7 @@ from functools import singledispatch
 from lowp.casts import Cast
 from lowp.explain.arithmetic import OPERATORS, Alignment, Arithmetic
 from lowp.explain.conversion import Conversion
-from lowp.explain.exact import Rounded, RoundingRule
+from lowp.explain.exact import Rounded
 from lowp.explain.flexpoint import FlexArithmetic, FlexNumber, Rescaled, render_flex, render_rescaled
 from lowp.explain.multiply_add import MultiplyAdd, render_multiply_add
 from lowp.explain.numbers import (
@@ -106,9 +106,8 @@ def _given_lines(conversion: Conversion) -> Iterator[str]:
         yield line("exact", f"{sign}1.{places or '0'} x 2^{power_exponent}")
     if source is None or not given.is_finite:
         return
-    held = Rounded(given, conversion.cast, given, None, RoundingRule.EXACT)
     try:
-        code = code_of_value(held.result, source)
+        code = code_of_value(given, source)
     except (ValueError, OverflowError):
         yield line("from", f"{given} is no number of {source}: it is taken as it is")
         return

@@ -18,10 +18,10 @@ from lowp.errors import InvalidInput, LowpError
 from lowp.inference import ServingMismatch, footprint, mismatch, quantize_model, training_policy, unquantized
 from lowp.precision import Precision
 from lowp.recipes import RECIPES, get, results
-from lowp.recipes.recipe import Data, Recipe
+from lowp.recipes.recipe import Data, Examples, Recipe
 from lowp.recipes.training import STOPS, Settings, Training, load_data, moved, read_extra
 
-_CALIBRATED_ON = 8  # batches
+_BATCHES = 8  # of a calibration or a comparison
 METHODS = {
     "bytes": "bytes of all parameters and buffers of the served model",
     "time": "best of three runs over the validation set, on the CPU, the metric's own work in it",
@@ -83,7 +83,7 @@ class Serving:
         costs = footprint(
             model,
             forward=lambda module: trained.recipe.loss(
-                module, _batches(trained.data, trained.batch, trained.device, 1)[0]
+                module, _batches(trained.data.training, trained.batch, trained.device, 1)[0]
             ),
         )
         fp32_modules = {} if format == "fp32" else dict(unquantized(model))
@@ -92,7 +92,7 @@ class Serving:
     def _served(self, trained: Training, format: str) -> nn.Module:
         if format == "fp32":
             return trained.model.eval()
-        batches = _batches(trained.data, trained.batch, trained.device)
+        batches = _batches(trained.data.training, trained.batch, trained.device)
         return quantize_model(trained.model, format, batches, forward=trained.recipe.loss)
 
     def _recovered(self, format: str, on_epoch: Callable[[str], None], stop: Callable[[], bool]) -> dict[str, Any]:
@@ -123,14 +123,14 @@ class Serving:
         }
 
 
-def _batches(data: Data, batch: int, device: torch.device, count: int = _CALIBRATED_ON) -> list[Any]:
-    indices = torch.split(torch.arange(min(len(data.training), count * batch)), batch)
-    return [moved(data.training.batch(part), device) for part in indices]
+def _batches(examples: Examples, batch: int, device: torch.device, count: int = _BATCHES) -> list[Any]:
+    indices = torch.split(torch.arange(min(len(examples), count * batch)), batch)
+    return [moved(examples.batch(part), device) for part in indices]
 
 
 def served_as(settings: Settings, model: nn.Module, format: str, rounding: str) -> nn.Module:
     """Return a recipe's model as it is served, calibrated on batches of the training set."""
-    batches = _batches(load_data(settings), settings.batch or 1, torch.device("cpu"))
+    batches = _batches(load_data(settings).training, settings.batch or 1, torch.device("cpu"))
     return quantize_model(model, format, batches, rounding=rounding, forward=_result_of(get(settings.recipe)))
 
 
@@ -140,7 +140,6 @@ def _evaluated(trained: Training, model: nn.Module) -> Mapping[str, float]:
 
 
 # -- log-probabilities -------------------------------------------------------------------------------------------------
-_BATCHES = 8
 State = Mapping[str, Tensor]
 
 
@@ -209,8 +208,7 @@ def compared(
     check(recipe)
     data = load_data(settings) if data is None else data
     device = torch.device(settings.device)
-    indices = torch.split(torch.arange(len(data.validation)), settings.batch or 1)[:_BATCHES]
-    batches = [moved(data.validation.batch(one), device) for one in indices]
+    batches = _batches(data.validation, settings.batch or 1, device)
     assert recipe.classes is not None
     forward = _result_of(recipe)
     return mismatch(model.to(device), batches, formats, training=training, forward=forward, dim=recipe.classes), data

@@ -138,7 +138,13 @@ def read_masked(path: Path, side: int, border: int, classes: int) -> Data:
             raise MASKED.missing(mask_folder, [f"{file.stem}.png"])
         images.append(picture_tensor(open_picture(MASKED, file).resize((side, side))))
         masks.append(_mask(masks_by_stem[file.stem], side))
-    class_indices = _class_indices(mask_folder, masks, classes)
+    stacked = np.stack(masks)
+    values, ranks = np.unique(stacked, return_inverse=True)
+    if len(values) > classes:
+        raise MASKED.broken(
+            mask_folder, f"has {len(values)} values in its masks, but the network has {classes} classes"
+        )
+    class_indices = torch.from_numpy(ranks.reshape(stacked.shape).astype(np.uint8))
     held = torch.arange(len(files)) % round(1 / _HELD_SHARE) == 0
     pictures = torch.stack(images)
     description = f"{len(files)} pictures with masks from {path}, {int(held.sum())} of them held back"
@@ -157,15 +163,6 @@ def _mask(path: Path, side: int) -> npt.NDArray[Any]:
     rows, columns = (((np.arange(side) + 0.5) * length / side).astype(int) for length in values.shape)
     picked: npt.NDArray[Any] = values[rows[:, None], columns[None, :]]
     return picked
-
-
-def _class_indices(folder: Path, masks: Sequence[npt.NDArray[Any]], classes: int) -> Tensor:
-    """Return the rank of each grey value among all of them, uint8 [N, side, side]."""
-    stacked = np.stack(masks)
-    values, indices = np.unique(stacked, return_inverse=True)
-    if len(values) > classes:
-        raise MASKED.broken(folder, f"has {len(values)} values in its masks, but the network has {classes} classes")
-    return torch.from_numpy(indices.reshape(stacked.shape).astype(np.uint8))
 
 
 # -- the recipe --------------------------------------------------------------------------------------------------------
