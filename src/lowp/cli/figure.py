@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.options import DATA, EPOCHS, OUTPUT, SIZE, Option, split_list
-from lowp.cli.output import print_json, print_table
+from lowp.cli.output import print_json, print_table, written_line
 from lowp.errors import InvalidInput, Unavailable, UnknownName, unknown
 from lowp.report import plots
 
@@ -208,10 +208,7 @@ def run(arguments: argparse.Namespace) -> int:
     document = results.read(numbers, figure.kind)  # as --from reads it
     if plots.can_plot():
         figure.draw(document, out)
-        written = f"written: {numbers}, {out}"
-    else:
-        written = f"written: {numbers}; no picture: {plots.NO_MATPLOTLIB}"
-    _print(figure, document, written, arguments.json)
+    _print(figure, document, written_line(numbers, out), arguments.json)
     return 0
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 STOPS = (LowpError, ArithmeticError, torch.OutOfMemoryError)
 
 _KIND = "lowp train"
+_WORDS: tuple[type, ...] = (str, type(None))
 
 
 @dataclass(frozen=True)
@@ -354,14 +355,11 @@ def _invalid_entry(extra: dict[str, Any]) -> str | None:
         value = settings[name]
         if isinstance(value, bool) or not (isinstance(value, kind) or (type(value) is int and name == "learning_rate")):
             return f"its setting {name} is {value!r}"
-    for name in ("epoch", "step_of_epoch"):
-        if type(extra.get(name)) is not int or extra[name] < 0:
-            return f"its {name} is {extra.get(name)!r}"
-    for name in ("loss_sum", "seconds"):
-        if not isinstance(extra.get(name), float):
-            return f"its {name} is {extra.get(name)!r}"
-    if not isinstance(extra.get("failure"), (str, type(None))):
-        return f"its failure is {extra['failure']!r}"
+    kinds = {"epoch": (int,), "step_of_epoch": (int,), "loss_sum": (float,), "seconds": (float,), "failure": _WORDS}
+    for name, allowed in kinds.items():
+        value = extra.get(name)
+        if type(value) not in allowed or (type(value) is int and value < 0):
+            return f"its {name} is {value!r}"
     if not isinstance(history, list) or not all(_is_record(record) for record in history):
         return "its history is no list of numbers by name"
     if history and len(history) != extra["epoch"] + 1:
