@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from decimal import Context, Decimal
+from decimal import Context, Decimal, Inexact
 from fractions import Fraction
 from functools import wraps
 from math import copysign, inf, isinf, isnan, nan
@@ -17,6 +17,7 @@ from lowp.formats import FloatFormat, Format, IntFormat
 from lowp.formats import parse as parse_format
 
 DIGITS_LIMIT = 1500  # fp64's smallest subnormal has 1074 decimal places
+_EXACT = Context(prec=2 * DIGITS_LIMIT, Emax=999999, Emin=-999999, traps=[Inexact])
 BITS_SHOWN = 32
 LINE_WIDTH = 80
 P = ParamSpec("P")
@@ -36,19 +37,14 @@ def times_power(units: int, exponent: int) -> Fraction:
 
 def decimal_text(value: Fraction) -> str:
     """Return all decimal digits if the expansion ends, as for every binary fraction; otherwise a fraction, ``1/3``."""
-    denominator, places = value.denominator, 0
-    twos = (denominator & -denominator).bit_length() - 1
-    odd, fives = denominator >> twos, 0
-    while odd % 5 == 0:
-        odd, fives = odd // 5, fives + 1
-    places = max(twos, fives)
-    if odd != 1:
-        return f"{value.numerator}/{denominator}" if denominator < 10**12 else brief(value, 17)
-    if max(places, abs(value.numerator).bit_length() // 3) > DIGITS_LIMIT:
+    numerator, denominator = value.numerator, value.denominator
+    if numerator.bit_length() // 3 > DIGITS_LIMIT and pow(10, denominator.bit_length(), denominator) == 0:
         return brief(value, 17)
-    digits = str(abs(value.numerator) * 10**places // denominator).rjust(places + 1, "0")
-    whole, part = digits[: len(digits) - places], digits[len(digits) - places :]
-    return ("-" if value < 0 else "") + whole + (f".{part}" if part else "")
+    try:
+        text = f"{_EXACT.divide(Decimal(numerator), Decimal(denominator)):f}"
+    except Inexact:  # it does not end, or is too long
+        return f"{numerator}/{denominator}" if denominator < 10**12 else brief(value, 17)
+    return text if len(text.partition(".")[2]) <= DIGITS_LIMIT else brief(value, 17)
 
 
 def brief(value: Fraction, digits: int = 4) -> str:

@@ -8,14 +8,14 @@ Sutskever, Hinton, "ImageNet Classification with Deep Convolutional Neural Netwo
 
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from lowp.recipes.classification import DRAWN_LARGE, classifier, load_large
 from lowp.recipes.recipe import Size, built, one_cycle, sgd_with_momentum, step_decay
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
-class AlexNet(nn.Module):
+class AlexNet(nn.Sequential):
     """AlexNet: five convolutions and three linear layers, from float images [N, 3, side, side] to scores [N, classes].
 
     `side` is at least 63. `share` scales the published widths; with 1 and images of 224x224 it is the paper's network,
@@ -63,11 +63,6 @@ class AlexNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 assert module.bias is not None
                 nn.init.zeros_(module.bias)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return scores [N, classes]."""
-        scores: Tensor = self.classify(self.features(images))
-        return scores
 
 
 def _response_norm() -> nn.Module:

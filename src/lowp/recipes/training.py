@@ -114,6 +114,7 @@ class Training:
 
     def __init__(self, settings: Settings, data: Data | None = None, precision: Precision | None = None) -> None:
         self.settings = settings = settings.filled()
+        assert settings.batch is not None and settings.epochs is not None and settings.learning_rate is not None
         self.recipe: Recipe = get(settings.recipe)
         self.size: Size = self.recipe.size(settings.size)
         self.data = load_data(settings) if data is None else data
@@ -122,13 +123,13 @@ class Training:
         np.random.seed(settings.seed)
         torch.manual_seed(settings.seed)
         model = self.recipe.make_model(self.size).to(self.device)
-        optimizer = self.recipe.make_optimizer(model, _known(settings.learning_rate))
+        optimizer = self.recipe.make_optimizer(model, settings.learning_rate)
         self.precision = settings.make_precision() if precision is None else precision
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
         self.model, self.optimizer = self.precision.prepare(model, optimizer)
-        self.batch: int = min(_known(settings.batch), len(self.data.training))
-        self.epochs: int = _known(settings.epochs)
+        self.batch: int = min(settings.batch, len(self.data.training))
+        self.epochs: int = settings.epochs
         self.steps_per_epoch: int = len(self.data.training) // self.batch
         self.epoch: int = 0
         self.step_of_epoch: int = 0
@@ -393,9 +394,3 @@ def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(moved(part, device) for part in batch)
     return batch
-
-
-def _known(value: Any) -> Any:
-    """Return a setting that is not None after `Settings.filled`."""
-    assert value is not None
-    return value
