@@ -255,7 +255,7 @@ def _verified(settings: Any, record: Record, arguments: argparse.Namespace, docu
             print(search)
         if arguments.policy is not None:
             files.write(arguments.policy, policy.to_toml())
-    result = verified(settings, record, policy, _steps_to_verify(arguments))
+    result = verified(settings, policy, _steps_to_verify(arguments))
     document["verified"] = {**asdict(result), "holds": result.holds}
     if not arguments.json:
         print(result)

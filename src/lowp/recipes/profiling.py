@@ -114,7 +114,7 @@ class Verified:
         )
 
 
-def verified(settings: Settings, record: Record, policy: Policy, steps: int | None) -> Verified:
+def verified(settings: Settings, policy: Policy, steps: int | None) -> Verified:
     """Train in fp32 and under the policy, from the same weights and on the same batches, and compare.
 
     Without a number of steps both runs take all steps of the recipe.
@@ -151,32 +151,26 @@ def _errors(training: Training) -> dict[str, float]:
     ``flushed in fp16``: the share of nonzero gradients that become zero. ``lost in pure bf16``: the share of nonzero
     updates that do not change a bf16 weight.
     """
-    flushed: list[Any] = [0.0, 0.0, 0]  # predicted number, measured number, number of elements
-    lost: list[Any] = [0.0, 0.0, 0]
+    # of each share the predicted number, the measured number, and the number of elements
+    sums: dict[str, list[float]] = {"flushed in fp16": [0.0, 0, 0], "lost in pure bf16": [0.0, 0, 0]}
     for group in training.optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None or parameter.grad.is_sparse:
                 continue
             weight, gradient = parameter.detach().float(), parameter.grad.detach().float()
             update = -float(group["lr"]) * gradient
-            present, moved = gradient != 0, update != 0
             stored = quantize(weight, "bf16")
-            predicted = lost_updates(Updates.of(weight, update, gradient), Spectrum.of(weight), "bf16")
-            unchanged = (quantize(stored + update, "bf16") == stored) & moved
-            _add(
-                flushed,
-                effect(Spectrum.of(gradient), "fp16").flushed,
-                (quantize(gradient, "fp16") == 0) & present,
-                present,
+            flushed = effect(Spectrum.of(gradient), "fp16").flushed
+            lost = lost_updates(Updates.of(weight, update, gradient), Spectrum.of(weight), "bf16")
+            counts = (
+                (flushed, quantize(gradient, "fp16") == 0, gradient != 0),
+                (lost, quantize(stored + update, "bf16") == stored, update != 0),
             )
-            _add(lost, predicted, unchanged, moved)
-    both = {"flushed in fp16": flushed, "lost in pure bf16": lost}
-    return {name: abs(predicted - measured) / max(count, 1) for name, (predicted, measured, count) in both.items()}
-
-
-def _add(sums: list[Any], predicted_share: float, measured: torch.Tensor, counted: torch.Tensor) -> None:
-    count = int(counted.sum())
-    sums[0], sums[1], sums[2] = sums[0] + predicted_share * count, sums[1] + int(measured.sum()), sums[2] + count
+            for name, (predicted, measured, counted) in zip(sums, counts, strict=True):
+                count = int(counted.sum())
+                new = (predicted * count, int((measured & counted).sum()), count)
+                sums[name] = [one + more for one, more in zip(sums[name], new, strict=True)]
+    return {name: abs(predicted - measured) / max(count, 1) for name, (predicted, measured, count) in sums.items()}
 
 
 # -- single layers -----------------------------------------------------------------------------------------------------
@@ -250,20 +244,15 @@ def _loss(training: Training, batch: Any) -> Tensor:
 @contextmanager
 def _cast(layer: nn.Module, role: str, to: str) -> Iterator[None]:
     """Cast a layer's weight, or its outputs, to the format for a while."""
-    if role == "output":
-        handle = layer.register_forward_hook(lambda module, args, output: quantize(output, to))
-        try:
-            yield
-        finally:
-            handle.remove()
-        return
-    weight = layer.get_parameter("weight")
-    before = weight.detach().clone()
-    weight.copy_(quantize(weight, to))
-    try:
+    with ExitStack() as stack:
+        if role == "output":
+            handle = layer.register_forward_hook(lambda module, args, output: quantize(output, to))
+            stack.callback(handle.remove)
+        else:
+            weight = layer.get_parameter("weight")
+            stack.callback(weight.copy_, weight.detach().clone())
+            weight.copy_(quantize(weight, to))
         yield
-    finally:
-        weight.copy_(before)
 
 
 @contextmanager
