@@ -106,6 +106,7 @@ BROKEN = {
     "sentiment": (CSV.replace("positive", "glad"), "has the sentiment 'glad' in line 2"),
     "empty": ("", "has no column text, selected_text, sentiment; it has nothing"),
     "no rows": ("text,selected_text,sentiment\n", "has no row with a text and a part of it"),
+    "cut line": (CSV + "a4,x\n", "has 4 columns, but line 5 has a different number"),
     "quote": ('text,selected_text,sentiment\n"x"y,x,neutral\n', "is not CSV"),
 }
 
