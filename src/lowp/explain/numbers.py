@@ -85,15 +85,13 @@ def bits_text(code: int | None, format: FloatFormat | IntFormat) -> str:
     """The fields of a code with blanks between them: sign, exponent, mantissa."""
     if code is None:
         return "no code"
+    bits = binary(code, format.bits)
     if isinstance(format, IntFormat):
-        return " ".join(part for part in (binary(code, format.bits)[:1], binary(code, format.bits)[1:]) if part)
-    sign, exponent, mantissa = format.fields(code)
-    parts = (
-        str(sign) if format.signed else "",
-        binary(exponent, format.exponent_bits),
-        binary(mantissa, format.mantissa_bits),
-    )
-    return " ".join(part for part in parts if part)
+        parts = [bits[:1], bits[1:]]
+    else:
+        mantissa = format.bits - format.mantissa_bits
+        parts = [bits[: format.signed], bits[format.signed : mantissa], bits[mantissa:]]
+    return " ".join(filter(None, parts))
 
 
 def point(units: int, places: int) -> str:

@@ -156,20 +156,15 @@ def weight_update(
     expected: Fraction | None = current.value + steps * step
     if abs(current.value + steps * step) > Fraction(cast.format.maximum):
         expected = None
+    threshold = _threshold(current, upward, cast.with_rounding(Rounding.NEAREST_EVEN) if cast.is_stochastic else cast)
+    given = (cast, start, slope, learning_rate, step, upward, steps)
     if cast.is_stochastic:
-        threshold = _threshold(current, upward, cast.with_rounding(Rounding.NEAREST_EVEN))
         both = outcomes(_sum(current, step), cast)
         verdict = _verdict_of_chance(both, slope, current, step, threshold)
-        return WeightUpdate(
-            cast, start, slope, learning_rate, step, upward, steps, None, verdict, threshold, None, fp32, expected, both
-        )
-    threshold = _threshold(current, upward, cast)
+        return WeightUpdate(*given, None, verdict, threshold, None, fp32, expected, both)
     first = round_exact(_sum(current, step), cast)
     verdict = _verdict(first, slope, current, step, threshold)
-    trajectory = _walk(current, step, cast, steps)
-    return WeightUpdate(
-        cast, start, slope, learning_rate, step, upward, steps, first, verdict, threshold, trajectory, fp32, expected
-    )
+    return WeightUpdate(*given, first, verdict, threshold, _walk(current, step, cast, steps), fp32, expected)
 
 
 def _operand(value: Given, cast: Cast) -> Rounded:

@@ -11,6 +11,7 @@ from functools import partial
 from torch import nn
 
 from lowp.recipes.classification import DRAWN_LARGE, classifier, load_large
+from lowp.recipes.detection import initialise
 from lowp.recipes.recipe import Size, built, one_cycle, sgd_with_momentum, step_decay
 
 
@@ -58,11 +59,7 @@ class AlexNet(nn.Sequential):
             nn.ReLU(),
             nn.Linear(hidden, classes),
         )
-        for module in self.modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-                assert module.bias is not None
-                nn.init.zeros_(module.bias)
+        initialise(self.modules())
 
 
 def _response_norm() -> nn.Module:

@@ -4,7 +4,7 @@ The backbone are the convolutions of VGG-16; without normalisation, gradients di
 Zisserman, "Very Deep Convolutional Networks", 2015, arXiv 1409.1556, table 1, column D.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ def stage(in_channels: int, out_channels: int, layers: int) -> nn.Sequential:
     return nn.Sequential(*parts)
 
 
-def initialise(modules: Sequence[nn.Module]) -> None:
+def initialise(modules: Iterable[nn.Module]) -> None:
     """Initialise weights to preserve the variance of activations through ReLUs (arXiv 1502.01852), and biases to 0."""
     for module in modules:
         if isinstance(module, nn.Conv2d | nn.Linear):

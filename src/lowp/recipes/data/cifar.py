@@ -111,14 +111,10 @@ class _ArraysOnly(pickle.Unpickler):
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
             return _Array
         if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
-            return {"ndarray": _NoType, "dtype": _ElementType}[name]
+            return {"ndarray": object, "dtype": _ElementType}[name]  # a pickle names numpy.ndarray but does not call it
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes in protocol 2
             return _encoded
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of CIFAR-10 needs")
-
-
-class _NoType:
-    """The stand-in for numpy.ndarray, which a pickle names but does not call."""
 
 
 class _ElementType:
