@@ -108,13 +108,9 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name with which NumPy pickles an array; raise UnpicklingError for other names."""
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-            return _Array
-        if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
-            return {"ndarray": object, "dtype": _ElementType}[name]  # a pickle names numpy.ndarray but does not call it
-        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes in protocol 2
-            return _encoded
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of CIFAR-10 needs")
+        if (module, name) not in _STAND_INS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of CIFAR-10 needs")
+        return _STAND_INS[module, name]
 
 
 class _ElementType:
@@ -146,3 +142,12 @@ def _encoded(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it encodes as {encoding}")
     return text.encode("latin-1")
+
+
+_STAND_INS: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy", "ndarray"): object,  # a pickle names it but does not call it
+    ("numpy", "dtype"): _ElementType,
+    ("_codecs", "encode"): _encoded,  # how Python 3 writes bytes in protocol 2
+}

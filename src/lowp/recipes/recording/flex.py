@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
-from lowp.recipes.recording.runs import NOBODY, Onlooker, short_head
+from lowp.numerics.spectrum import Spectrum
+from lowp.recipes.recording.runs import BIAS, NOBODY, Onlooker, short_head
 from lowp.recipes.training import Settings, Training, moved, threads_of
 
 CLASSES = ("weights", "activations", "updates")
@@ -91,21 +92,16 @@ class _Histogram:
     """Counts of elements by binary exponent floor(log2|x|), and the shared exponents under which they are written."""
 
     def __init__(self) -> None:
-        self.counts = torch.zeros(_HIGHEST - _LOWEST, dtype=torch.int64)
-        self.zeros = self.below_unit = self.below_maximum = self.elements = 0
+        self.total = Spectrum()
+        self.below_unit = self.below_maximum = 0
         self.exponents: list[int] = []
 
     def add(self, x: Tensor, exponent: int) -> None:
         """Count a tensor that is written under an exponent."""
-        magnitude = x.detach().double().abs().flatten().cpu()
-        present = magnitude[magnitude > 0]
-        binary = torch.frexp(present)[1] - 1
-        self.counts += torch.bincount((binary - _LOWEST).clamp(0, len(self.counts) - 1), minlength=len(self.counts))
-        self.elements += len(magnitude)
-        self.zeros += len(magnitude) - len(present)
-        if len(present):
-            self.below_maximum += int((present < present.max() / 2**15).sum())
-        self.below_unit += int((present < 2.0**exponent / 2).sum())
+        seen, magnitude = Spectrum.of(x.detach()), x.detach().abs()
+        self.total += seen
+        self.below_unit += seen.below(exponent - 1)
+        self.below_maximum += int(((magnitude > 0) & (magnitude < seen.maximum / 2**15)).sum())
         self.exponents.append(exponent)
 
     def document(self) -> dict[str, Any]:
@@ -114,11 +110,15 @@ class _Histogram:
         `below_maximum`: the share of nonzero elements below max / 2^15, which int16 cannot represent under an exponent
         that represents the largest element. `below_unit`: the share of nonzero elements that are rounded to zero.
         """
-        present = max(1, self.elements - self.zeros)
+        total, present = self.total, max(1, self.total.nonzero)
+        octaves, low, high = total.octaves, _LOWEST + BIAS, _HIGHEST + BIAS
+        counts = octaves[low:high].copy()
+        counts[0] += octaves[:low].sum()
+        counts[-1] += octaves[high:].sum()
         return {
-            "counts": self.counts.tolist(),
-            "elements": self.elements,
-            "zeros": self.zeros,
+            "counts": counts.tolist(),
+            "elements": total.count,
+            "zeros": total.zeros,
             "below_maximum": self.below_maximum / present,
             "below_unit": self.below_unit / present,
             "exponents": [min(self.exponents), max(self.exponents)],

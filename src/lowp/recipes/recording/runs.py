@@ -66,7 +66,7 @@ def head(kind: str, training: Training) -> dict[str, Any]:
 
 
 # -- histograms --------------------------------------------------------------------------------------------------------
-_BIAS = 127  # octave e + 127 of a spectrum counts floor(log2 |x|) = e
+BIAS = 127  # octave e + 127 of a spectrum counts floor(log2 |x|) = e
 _SMALLEST, _SMALLEST_NORMAL = -24, -14  # fp16's, as powers of two
 
 
@@ -94,7 +94,7 @@ class Histogram:
         remaining = self.present / 2
         for index, count in enumerate(map(int, self._total.octaves)):
             if count and count >= remaining:
-                return index - _BIAS + remaining / count
+                return index - BIAS + remaining / count
             remaining -= count
         return None
 
