@@ -73,7 +73,7 @@ def test_ctrl_c_does_not_reach_the_process_that_is_started(monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     blocked: list[bool] = []
-    monkeypatch.setattr(type(process_memory._context().Process()), "start", start)
+    monkeypatch.setattr(type(multiprocessing.get_context("forkserver").Process()), "start", start)
     with pytest.raises(KeyboardInterrupt):
         process_memory.process_growth(FP32, DATA, 8, 1)
     assert blocked == [True]

@@ -170,7 +170,9 @@ def process_growth(
     """Return the growth of a process in bytes for a step; None if it is unknown, or an error or `stop` ends it."""
     if not is_known() or contender.settings.device != "cpu":
         return None
-    context = _context()
+    # of processes forked from one that has imported this module and computed nothing
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     examples = _Same(_packed(data.training.batch(torch.arange(batch) % len(data.training))), batch)
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(sending, contender, examples, threads), daemon=True)
@@ -212,13 +214,6 @@ def _packed(batch: Any) -> bytes:
     return file.getvalue()
 
 
-def _context() -> Any:
-    """Return a context of processes forked from one that has imported this module and computed nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
 # -- in the other process ---------------------------------------------------------------------------------------------
 def _measure(sending: Connection, contender: Contender, examples: _Same, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
@@ -242,7 +237,8 @@ def growth() -> Iterator[Callable[[], int | None]]:
     """Yield a function that returns the peak growth of this process in bytes since then; None if it is unknown."""
     _load_libraries()
     gc.collect()
-    _forget_highest()
+    with suppress(OSError):  # the peak may be that of the start of the process otherwise
+        Path("/proc/self/clear_refs").write_text("5")
     before = _kibibytes("VmRSS") if is_known() else 0
     yield lambda: 1024 * max(0, _kibibytes("VmHWM") - before) if is_known() else None
 
@@ -253,14 +249,6 @@ def _load_libraries() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     nn.functional.cross_entropy(model(torch.randn(4, 1, 8, 8)), torch.zeros(4, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-
-
-def _forget_highest() -> None:
-    """Reset the peak size of this process; otherwise it may be that of the start of the process."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def _kibibytes(name: str) -> int:

@@ -239,8 +239,12 @@ def measure(study: Study, seconds: float = 1.5, stop: Callable[[], bool] = lambd
         for contender, timer in zip(contenders, timers, strict=True):
             if stop():
                 return
+            step = timer.step()
             study.costs[contender.label] = {
-                **_times(timer, timers[0]),
+                "step_seconds": step["median"],
+                "step_seconds_quartiles": step["quartiles"],
+                "step_relative": timer.relative_to(timers[0]),
+                "steps_timed": step["steps"] or None,
                 "threads": threads,
                 "peak_memory_bytes": peak_memory(contender, study.data),
             }
@@ -258,16 +262,6 @@ def peak_memory(contender: Contender, data: Data) -> int | None:
 
 def _contender(variant: Variant) -> Contender:
     return Contender(variant.label, BASELINE if variant.settings.precision == "fp32" else "lowp", variant.settings)
-
-
-def _times(timer: StepTimer, baseline: StepTimer) -> dict[str, object]:
-    step = timer.step()
-    return {
-        "step_seconds": step["median"],
-        "step_seconds_quartiles": step["quartiles"],
-        "step_relative": timer.relative_to(baseline),
-        "steps_timed": step["steps"] or None,
-    }
 
 
 # -- the rest of the machine ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lowp.report.tables import bytes_of, seconds, with_unit
+from lowp.report.tables import amount, bytes_of, seconds, with_unit
 from lowp.report.terminal import WIDTH, plain_table
 
 _NOTHING = "-"
@@ -50,7 +50,7 @@ def _times(subject: Mapping[str, Any]) -> Table:
             _NOTHING if wall is None else seconds(wall["seconds_per_step"]),
             _NOTHING if wall is None else f"{wall['data_seconds'] / wall['seconds']:.0%}",
             _NOTHING if wall is None else seconds(wall["epoch_seconds"]),
-            _count(row["throughput"]),
+            _NOTHING if row["throughput"] is None else amount(row["throughput"]),
             _share((row.get("operations") or {}).get("share")),
         )
     return table
@@ -164,10 +164,6 @@ def _range(low: str, high: str) -> str:
     """Return two numbers with their unit, written once if it is the same."""
     number, _, unit = low.partition(" ")
     return f"{number}-{high}" if high.endswith(f" {unit}") else f"{low}-{high}"
-
-
-def _count(value: float | None) -> str:
-    return _NOTHING if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _share(value: float | None) -> str:

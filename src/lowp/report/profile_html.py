@@ -205,17 +205,11 @@ def _number(value: float | None) -> str:
 def _faults(record: Record) -> str:
     parts = []
     for fault in record.part.faults:
-        inputs = [
-            (
-                index,
-                "x".join(map(str, entry["shape"])) or "one number",
-                entry["dtype"],
-                f"{entry['smallest']:.6g} .. {entry['largest']:.6g}" if "smallest" in entry else "none is finite",
-                entry.get("nan", 0),
-                entry.get("inf", 0),
-            )
-            for index, entry in enumerate(fault["inputs"])
-        ]
+        inputs = []
+        for index, entry in enumerate(fault["inputs"]):
+            shape = "x".join(map(str, entry["shape"])) or "one number"
+            span = f"{entry['smallest']:.6g} .. {entry['largest']:.6g}" if "smallest" in entry else "none is finite"
+            inputs.append((index, shape, entry["dtype"], span, entry.get("nan", 0), entry.get("inf", 0)))
         before = [
             (entry["step"], _number(entry["loss"]), _number(entry["scale"]), _number(entry["largest_gradient"]))
             for entry in fault["history"]

@@ -88,20 +88,17 @@ def strips(record: Record, other: Record | None = None) -> dict[str, Any]:
         rows[name].append(row)
     left_out = {name: max(0, len(_fewer(found)) - _MOST_ROWS) for name, found in rows.items()}
     shown = {name: _fewer(found)[:_MOST_ROWS] for name, found in rows.items()}
+    every = [row.all for found in shown.values() for row in found]
+    lowest = min([one.first for one in every] + [-27])
+    highest = max([one.first + len(one.counts) for one in every] + [18])
     return {
         "maps": {name: [row.document() for row in found] for name, found in shown.items()},
         "left_out": left_out,
-        "axis": _axis([row.all for found in shown.values() for row in found]),
+        "axis": [max(lowest - 1, _SMALLEST), min(highest + 1, _LARGEST)],  # the first and the last binary place
         "steps": [_step(record, step) for step in steps],
         "formats": {name: _limits(name) for name in FORMATS_SHOWN},
         "scaled": _SCALED,
     }
-
-
-def _axis(every: list[Octaves]) -> list[int]:
-    """Return the first and the last binary place that is shown."""
-    lowest = min([one.first for one in every] + [-27]) - 1
-    return [max(lowest, _SMALLEST), min(max([one.first + len(one.counts) for one in every] + [18]) + 1, _LARGEST)]
 
 
 def _limits(name: str) -> dict[str, Any]:

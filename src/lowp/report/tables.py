@@ -206,6 +206,11 @@ def points(difference: float, share: bool) -> str:
     return f"{100 * difference:.1f} points" if share else f"{difference:.4g}"
 
 
+def amount(value: float) -> str:
+    """Return a number with three digits, from 100 on as a whole one."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def seconds(value: float) -> str:
     """Return a time with three digits and its unit."""
     return with_unit(value, ("s", "ms", "µs"))

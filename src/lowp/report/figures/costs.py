@@ -5,6 +5,7 @@ from typing import Any
 
 from lowp.report.figures import style
 from lowp.report.palette import BLUE, GREEN
+from lowp.report.tables import amount
 
 # The panels: an entry of a format's costs, and the title.
 _PANELS = (("energy", "energy, pJ"), ("read", "energy of a read, pJ"), ("area", "area, µm²"))
@@ -43,7 +44,7 @@ def _result(document: Mapping[str, Any]) -> str:
         return "What a number costs in silicon"
     costliest, cheapest = (pick(known, key=lambda pair: pair[1]["value"]) for pick in (max, min))
     mark = "" if cheapest[1]["how"] == costliest[1]["how"] == "table" else "about "
-    times = _number(costliest[1]["value"] / cheapest[1]["value"])
+    times = amount(costliest[1]["value"] / cheapest[1]["value"])
     return f"A multiplication in {costliest[0]} takes the energy of {mark}{times} in {cheapest[0]}"
 
 
@@ -57,7 +58,7 @@ def cost_words(document: Mapping[str, Any]) -> list[str]:
         if row is not costliest and multiply["value"] > 0:
             estimated = "" if multiply["how"] == "table" else "~"
             parts.append(
-                f"{row['name']} {estimated}{_number(costliest['energy']['multiply']['value'] / multiply['value'])}"
+                f"{row['name']} {estimated}{amount(costliest['energy']['multiply']['value'] / multiply['value'])}"
             )
     if not parts:
         return []
@@ -69,7 +70,7 @@ def _bars(panel: Any, estimates: list[Mapping[str, Any]], color: str, offset: fl
         known = estimate["how"] == "table"
         face = color if known else "white"
         panel.barh(position + offset, estimate["value"], height=0.36, color=face, edgecolor=color, linewidth=1)
-        text = f" {'' if known else '~'}{_number(estimate['value'])}"
+        text = f" {'' if known else '~'}{amount(estimate['value'])}"
         panel.text(estimate["value"], position + offset, text, va="center", fontsize=8)
 
 
@@ -78,10 +79,6 @@ def _ends(values: list[float]) -> tuple[float, float]:
     positive = [value for value in values if value > 0]
     low, high = min(positive) / 3, max(positive)
     return low, high * (high / low) ** 0.35
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _label(row: Mapping[str, Any]) -> str:
