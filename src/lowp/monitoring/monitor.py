@@ -116,14 +116,12 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._hears, self._turn = False, 0  # whether backward passes are heard between looks, and before which step
         self._unheard: Callable[[], None] | None = None  # ends that they are
         self._calls = places.Calls(self.models, self._pace, self._saw_output)
-        self._ends_of_look = ExitStack()
-        self._waiting: deque[tuple[Look, Sight]] = deque()
+        self._ends_of_look, self._waiting = ExitStack(), deque[tuple[Look, Sight]]()
         self._losses = Losses(self.models, self._sees_backward)
         self._compared: list[tuple[str, Tensor]] = []
         self._passes, self._added = 0, True  # backward passes since the last step
         self._probe: tuple[str, nn.Parameter] | None = None  # a parameter that tells of the gradients between passes
-        self._had = False  # whether it had one after the latest pass
-        self._skips = 0  # steps that the loss scaler has skipped
+        self._had, self._skips = False, 0  # whether it had one after the latest pass; steps that the scaler has skipped
         # whether losses carry the loss scale when they are seen: not where backward passes multiply by it
         self.losses_are_scaled: Callable[[], bool] = lambda: True
         self._apart: dict[str, tuple[int, float]] = {}
