@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,26 @@ def test_onnxruntime_gives_the_answers_of_the_int8_model_at_any_batch(tmp_path: 
     assert (kinds["QuantizeLinear"], kinds["DequantizeLinear"]) == (2, 4)
     int8 = {one.name for one in graph.initializer if one.data_type == onnx.TensorProto.INT8}
     assert {"embedding.codes", "convolution.codes", "head.codes"} <= int8
+
+
+@pytest.mark.parametrize(
+    ("options", "shapes"),
+    [
+        ({}, ({0: torch.export.Dim.DYNAMIC},)),
+        ({"dynamic_batch": False}, None),
+        ({"dynamic_shapes": ({1: torch.export.Dim.DYNAMIC},)}, ({1: torch.export.Dim.DYNAMIC},)),
+    ],
+    ids=["any batch", "one batch", "own shapes"],
+)
+def test_torch_is_asked_for_any_batch_unless_the_caller_says_otherwise(
+    options: dict[str, Any], shapes: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, asked = torch.ones(2, 4), dict[str, Any]()
+    served = lowp.quantize_model(nn.Linear(4, 4).eval(), "int8", [x])
+    monkeypatch.setattr(torch.onnx, "export", lambda *given, **named: asked.update(named))
+    with pytest.raises(AssertionError):  # nothing was exported
+        export_onnx(served, (x,), tmp_path / "model.onnx", **options)
+    assert asked.get("dynamic_shapes") == shapes
 
 
 class Block(nn.Module):
