@@ -22,7 +22,7 @@ from lowp.kernels.steps import rules
 from lowp.kernels.triton import mantissas as int16
 from lowp.kernels.triton import predictions as exponents
 from lowp.kernels.triton import steps
-from lowp.kernels.triton.device import casts, codes, counts, gradients, predictions, products, scaled, updates
+from lowp.kernels.triton.device import casts, codes, counts, gradients, predictions, products, scaled, tries, updates
 from lowp.kernels.triton.device import mantissas as sixteen
 from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, Codes, Numbers, exact, is_direct, layout, plan
@@ -209,7 +209,7 @@ def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 204
     types |= {"lost": "*i32", "seed": "*i64", "total": "i32", "length": "i32", "first": "i64"}
     types |= {"numbers": _typed(False, made.numbers), "codes": _typed(False, made.codes)}
     types |= {"scale_numbers": _typed(False, made.scale_numbers), "scale_codes": _typed(False, made.scale_codes)}
-    types["sharing"] = Shared(*["i32"] * 4, *["fp32"] * 3)  # type: ignore[arg-type]
+    types["sharing"] = types["second"] = Shared(*["i32"] * 4, *["fp32"] * 3)  # type: ignore[arg-type]
     constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "FORM": made.form, "EXACT": exact(made.form)}
     constants |= {"LAYOUT": made.layout, "SHARING": made.sharing, "BLOCK": BLOCK}
     is_block = scope.kind == "block"
@@ -217,7 +217,9 @@ def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 204
     share = scaled_bytes(cast.format, row) if written_as_codes else 0.0
     name = f"{'encode' if written_as_codes else 'quantize'} {text} {DTYPES[dtype]}"
     kernel = scaled.blocks if is_block else scaled.rows
-    warps = warps_of(made.form) if is_block else 4
+    if made.second is not None:
+        kernel, constants["WHOLES"] = tries.tried, cast.format.other is not None
+    warps = warps_of(made) if is_block else 4
     return Configuration(name, kernel, types, constants, BLOCK, dtype.itemsize + size + share, warps)
 
 
@@ -339,7 +341,7 @@ USUAL = (
     *("fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fn:saturate", "e2m1", "i8s", "bf16:stochastic"),
     *("e4m3fn:stochastic", "e4m3fn:stochastic-8", "bf16:toward-zero", "e5m2:up", "e4m3fn:nearest-away"),
 )
-SHARED = ("mxfp8", "mxfp8:stochastic", "mxfp4", "nvfp4", "int8", "e4m3fn@fp32/row")
+SHARED = ("mxfp8", "mxfp8:stochastic", "mxfp4", "nvfp4", "nvfp4:4/6", "if4", "int8", "e4m3fn@fp32/row")
 
 
 FEW_BITS: tuple[tuple[Any, ...], ...] = (  # of `step_kept`: rule, cast of the weight, moments, remainder, dtype

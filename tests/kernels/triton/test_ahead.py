@@ -81,6 +81,11 @@ def test_divisions_of_rare_groups_spill_nothing(capability: int) -> None:
     check(ahead.shared("int8", torch.float32, False), capability, MOST)
 
 
+@pytest.mark.parametrize(("text", "capability"), [("if4", 75), ("nvfp4:4/6", 120)])
+def test_comparisons_of_two_errors_spill_nothing(text: str, capability: int) -> None:
+    check(ahead.packed(ahead.shared(text, torch.float32, True)), capability, MOST)
+
+
 def test_integer_products_run_on_tensor_cores() -> None:
     found = check(ahead.product("int16", ahead.TILE), 80, MOST_OF_PRODUCTS, SPILLED)
     assert "IMMA" in found.sass

@@ -104,11 +104,14 @@ def test_statistics_of_any_length(launched: list[str]) -> None:
     assert launched == ["statistics"] * 2
 
 
-@pytest.mark.parametrize(("name", "shape"), [("mxfp8:stochastic", (1, 32)), ("nvfp4", (3, 64)), ("int8", (3, 4096))])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("mxfp8:stochastic", (1, 32)), ("nvfp4", (3, 64)), ("int8", (3, 4096)), ("nvfp4:4/6", (3, 64)), ("if4", (1, 16))],
+)
 def test_shared_scales_of_any_shape(launched: list[str], name: str, shape: tuple[int, int]) -> None:
     lowp.quantize(torch.randn(shape), name, seed=1)
     lowp.encode(torch.randn(shape), name, seed=1)
-    assert launched.count("rows" if name == "int8" else "blocks") == 2
+    assert launched.count({"int8": "rows", "nvfp4:4/6": "tried", "if4": "tried"}.get(name, "blocks")) == 2
 
 
 @pytest.mark.parametrize("shape", [(70, 90, 33), (70, 1, 33), (1, 1, 1)])

@@ -16,7 +16,7 @@ from lowp.kernels.numbers.floats import widen
 from lowp.kernels.numbers.philox import Seed, drawn
 from lowp.kernels.triton import plans
 from lowp.kernels.triton.calls import integers, key_of
-from lowp.kernels.triton.device import scaled
+from lowp.kernels.triton.device import scaled, tries
 from lowp.kernels.triton.launch import BLOCK, INTERPRETED_BLOCK, launch, programs_for, run
 from lowp.kernels.triton.plans import DTYPES, CastTraits, Codes, Layout, Numbers, exact, layout, plan
 
@@ -69,6 +69,13 @@ class ScaledCastPlan(NamedTuple):
     shared: Shared
     scale_numbers: Numbers
     scale_codes: Codes
+    second: Shared | None = None  # of a second scale, where groups have the better of two, or of two elements
+
+
+def _is_tried(cast: Cast) -> bool:
+    """Whether each group has the better of two scales or elements, of e2m1."""
+    format = definition.scaled_format(cast)
+    return format.other is not None or (cast.scaling is not None and cast.scaling.rule == "4/6")
 
 
 @functools.lru_cache(maxsize=256)
@@ -77,7 +84,7 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current" or format.affine:
         return None
-    if scaling.rule in ("4/6", "eden") or format.other is not None:
+    if scaling.rule == "eden" or (_is_tried(cast) and (format.outer is None or format.scope.kind != "block")):
         return None
     if dtype is torch.float64 or not _is_small(format.element) or format.scope.kind in ("tensor", "tile"):
         return None
@@ -85,7 +92,8 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
     shape, places = layout(format.element, False)
     shared = _shared(cast)
     sharing, shape = _sharing(cast, dtype, codes, form, shape)
-    found = ScaledCastPlan(form, numbers, shape, places, sharing, shared, numbers, places)
+    second = shared._replace(maximum=4.0, inverse=0.25, inverse_rest=0.0) if _is_tried(cast) else None
+    found = ScaledCastPlan(form, numbers, shape, places, sharing, shared, numbers, places, second)
     return _of_powers(found, cast) if sharing.power else _of_ratios(found, cast)
 
 
@@ -95,7 +103,8 @@ def _shared(cast: Cast) -> Shared:
     top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
     maximum = float(element.maximum) / 2.0**headroom
     inverse = float(np.float32(1.0 / maximum))
-    return Shared(top - headroom, carry_of(cast, 23), 0, 0, maximum, inverse, 1.0 / maximum - inverse)
+    carry = 0 if _is_tried(cast) else carry_of(cast, 23)
+    return Shared(top - headroom, carry, 0, 0, maximum, inverse, 1.0 / maximum - inverse)
 
 
 def _sharing(cast: Cast, dtype: torch.dtype, codes: bool, form: CastTraits, shape: Layout) -> tuple[Sharing, Layout]:
@@ -151,6 +160,8 @@ def _of_ratios(found: ScaledCastPlan, cast: Cast) -> ScaledCastPlan | None:
     if format.outer != _FP32 or not isinstance(scale, FloatFormat) or not _is_small(scale):
         return None
     if not scale.has_nan or not _is_small_product(format.element, scale):
+        return None
+    if format.other is not None and (format.element != FORMATS["e2m1"] or cast.rounding is not Rounding.NEAREST_EVEN):
         return None
     scale_form, scale_numbers = plan(Cast(scale, overflow=Overflow.SATURATE), torch.float32)
     scale_layout, scale_codes = layout(scale, False)
@@ -254,18 +265,21 @@ def _launched(
         integers(scales),
         *(integers(x) if one is None else one for one in (outer, lost)),
     )
-    if is_block:
-        more = {"warps": warps_of(made.form)}
-        launch(scaled.blocks, x, x.numel(), BLOCK, *given, key, x.numel(), first, *tables, *compiled, size, **more)
+    if made.second is not None:
+        more = (*tables[:3], made.second, *tables[3:], *compiled, format.other is not None, size)
+        launch(tries.tried, x, x.numel(), BLOCK, *given, x.numel(), *more, warps=warps_of(made))
+    elif is_block:
+        of_cast, warps = (*tables, *compiled, size), warps_of(made)
+        launch(scaled.blocks, x, x.numel(), BLOCK, *given, key, x.numel(), first, *of_cast, warps=warps)
     else:
         block = min(BLOCK if not x.is_cpu else INTERPRETED_BLOCK, max(16, 1 << (size - 1).bit_length()))
         run(scaled.rows, (x.numel() // size,), *given, size, *tables, *compiled, size <= block, block)
     return out, scales, outer, lost
 
 
-def warps_of(form: CastTraits) -> int:
-    """Return the warps per program of blocks: random bits need registers, so that each warp gets fewer numbers."""
-    return 8 if form.random_bits else 4
+def warps_of(made: ScaledCastPlan) -> int:
+    """Return the warps per program of blocks: random bits and two errors need registers, so each gets fewer numbers."""
+    return 8 if made.form.random_bits or made.second is not None else 4
 
 
 def _group(x: Tensor, cast: Cast) -> int | None:

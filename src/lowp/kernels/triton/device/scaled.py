@@ -25,7 +25,7 @@ from lowp.kernels.triton.device.usual import (
 
 
 @triton.jit
-def _finite(magnitude):
+def finite(magnitude):
     """Return magnitudes, with zeros for infinity and NaN."""
     return tl.where(magnitude < 0x7F800000, magnitude, 0)
 
@@ -206,31 +206,38 @@ def put(
         else:
             bits = product_to_odd(element, by, outer, SHARING)
         bits = tl.where(is_nan, 0x7FC00000, bits)
-        lost = is_nan
-        if DTYPE == "fp32":
-            raw = bits | side
-        elif DTYPE == "bf16":
-            if SHARING.power:
-                lost = (bits & 0xFFFF) != 0
-                half = bits >> 16
-            else:
-                half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-                half = tl.where(is_nan, half, tl.minimum(half, 0x7F7F))
-            raw = (half | (side >> 16)).to(tl.int16)
-        else:
-            half = float_of(tl.minimum(bits, 0x47800000)).to(tl.float16)
-            whole = half.to(tl.int16, bitcast=True).to(tl.int32)
-            if SHARING.power:
-                lost = (bits_of(half.to(tl.float32)) != bits) & (is_nan == 0)
-            else:
-                whole = tl.minimum(whole, 0x7BFF)
-            raw = (tl.where(is_nan, 0x7E00, whole) | (side >> 16)).to(tl.int16)
-        places = start + tl.arange(0, raw.shape[0])
-        tl.store(out + places, raw, mask=places < end)
+        lost = put_values(out, start, end, bits, side, is_nan, DTYPE, SHARING)
     found = tl.cast(0, tl.int32)
     if SHARING.loses:
         found = tl.reduce(lost.to(tl.int32), 0, tl.standard._elementwise_max)
     return found
+
+
+@triton.jit
+def put_values(out, start, end, bits, side, is_nan, DTYPE: tl.constexpr, SHARING: tl.constexpr):
+    """Write values, given by their bits in fp32 and, for 16 bits, rounded to odd; return which are lost."""
+    lost = is_nan
+    if DTYPE == "fp32":
+        raw = bits | side
+    elif DTYPE == "bf16":
+        if SHARING.power:
+            lost = (bits & 0xFFFF) != 0
+            half = bits >> 16
+        else:
+            half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            half = tl.where(is_nan, half, tl.minimum(half, 0x7F7F))
+        raw = (half | (side >> 16)).to(tl.int16)
+    else:
+        half = float_of(tl.minimum(bits, 0x47800000)).to(tl.float16)
+        whole = half.to(tl.int16, bitcast=True).to(tl.int32)
+        if SHARING.power:
+            lost = (bits_of(half.to(tl.float32)) != bits) & (is_nan == 0)
+        else:
+            whole = tl.minimum(whole, 0x7BFF)
+        raw = (tl.where(is_nan, 0x7E00, whole) | (side >> 16)).to(tl.int16)
+    places = start + tl.arange(0, raw.shape[0])
+    tl.store(out + places, raw, mask=places < end)
+    return lost
 
 
 @triton.jit
@@ -249,7 +256,7 @@ def keep(scales, places, mask, by, exponent, numbers, codes, sharing, SHARING: t
 
 
 @triton.jit
-def _scales(largest, highest, outer, numbers, sharing, SHARING: tl.constexpr):
+def scales_of(largest, highest, outer, numbers, sharing, SHARING: tl.constexpr):
     """Return the bits of groups' scales in fp32, NaN to mark infinities and NaNs; and exponents of powers of two."""
     if SHARING.power:
         exponent = power_of_two(largest, sharing)
@@ -267,6 +274,27 @@ def each_of(of_groups, SIZE: tl.constexpr):
     """Return what groups of SIZE have for each of their numbers."""
     GROUPS: tl.constexpr = of_groups.shape[0]
     return tl.reshape(tl.broadcast_to(of_groups[:, None], (GROUPS, SIZE)), (GROUPS * SIZE,))
+
+
+@triton.jit
+def write_blocks(
+    out, start, end, magnitude, sign, highest, by, outer, first, key, numbers, codes, DTYPE: tl.constexpr,
+    FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr, SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Write COUNT numbers under the scales `by` of groups of SIZE, with these largest magnitudes, like `write`."""
+    each = each_of(by, SIZE)
+    inverse, upper, lower, hard = each, each, each, 0  # not read
+    if SHARING.near:
+        inverse, upper, lower, hard = divisors(by, highest, outer, SHARING)
+        inverse, upper, lower = each_of(inverse, SIZE), each_of(upper, SIZE), each_of(lower, SIZE)
+        hard = tl.reduce(hard, 0, tl.standard._elementwise_max)
+    elif SHARING.summed or SHARING.direct:
+        hard = (tl.reduce(highest, 0, tl.standard._elementwise_max) >= 0x7E800000).to(tl.int32)
+    return write(
+        out, start, end, magnitude, sign, each, inverse, upper, lower, hard, outer, first, key, numbers, codes, DTYPE,
+        FORM, EXACT, LAYOUT, SHARING, COUNT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "numbers", "codes", "sharing", "scale_numbers", "scale_codes"])
@@ -288,24 +316,16 @@ def blocks(
     highest = tl.reduce(table, 1, tl.standard._elementwise_max)
     largest = highest
     if not SHARING.marks:
-        largest = tl.reduce(_finite(table), 1, tl.standard._elementwise_max)
+        largest = tl.reduce(finite(table), 1, tl.standard._elementwise_max)
     outer = tl.load(outers) if SHARING.outer else 1.0
     key = tl.load(seed) if FORM.random_bits > 0 else 0
-    by, exponent = _scales(largest, highest, outer, scale_numbers, sharing, SHARING)
+    by, exponent = scales_of(largest, highest, outer, scale_numbers, sharing, SHARING)
     if SHARING.codes:
         groups = tl.program_id(0).to(tl.int64) * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)
         keep(scales, groups, groups < total // SIZE, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
-    each = each_of(by, SIZE)
-    inverse, upper, lower, hard = each, each, each, 0  # not read
-    if SHARING.near:
-        inverse, upper, lower, hard = divisors(by, highest, outer, SHARING)
-        inverse, upper, lower = each_of(inverse, SIZE), each_of(upper, SIZE), each_of(lower, SIZE)
-        hard = tl.reduce(hard, 0, tl.standard._elementwise_max)
-    elif SHARING.summed or SHARING.direct:
-        hard = (tl.reduce(highest, 0, tl.standard._elementwise_max) >= 0x7E800000).to(tl.int32)
-    missing = write(
-        out, start, total, magnitude, sign, each, inverse, upper, lower, hard, outer, first + start, key, numbers,
-        codes, DTYPE, FORM, EXACT, LAYOUT, SHARING, BLOCK,
+    missing = write_blocks(
+        out, start, total, magnitude, sign, highest, by, outer, first + start, key, numbers, codes, DTYPE, FORM, EXACT,
+        LAYOUT, SHARING, SIZE, BLOCK,
     )  # fmt: skip
     if SHARING.loses:
         if missing > 0:
@@ -328,14 +348,14 @@ def rows(
     largest = highest
     if not SHARING.marks:
         if SHARING.again and highest >= 0x7F800000:
-            largest = tl.reduce(_finite(magnitude), 0, tl.standard._elementwise_max)
+            largest = tl.reduce(finite(magnitude), 0, tl.standard._elementwise_max)
     if not WHOLE:
         for start in range(BLOCK, length, BLOCK):
             more, _side = read(x, start + inside, start + inside < length, DTYPE, False)
             highest = tl.maximum(highest, tl.reduce(more, 0, tl.standard._elementwise_max))
-            largest = tl.maximum(largest, tl.reduce(_finite(more), 0, tl.standard._elementwise_max))
+            largest = tl.maximum(largest, tl.reduce(finite(more), 0, tl.standard._elementwise_max))
     outer = tl.load(outers) if SHARING.outer else 1.0
-    by, exponent = _scales(largest, highest, outer, scale_numbers, sharing, SHARING)
+    by, exponent = scales_of(largest, highest, outer, scale_numbers, sharing, SHARING)
     if SHARING.codes:
         keep(scales, row, row >= 0, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
     each = inside * 0 + by
@@ -370,4 +390,4 @@ def largest_of_all(x, partial, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Write the bits of the largest finite magnitude of each program's block, int32 [programs]."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     magnitude, _sign = read(x, places, places < count, DTYPE, False)
-    tl.store(partial + tl.program_id(0), tl.reduce(_finite(magnitude), 0, tl.standard._elementwise_max))
+    tl.store(partial + tl.program_id(0), tl.reduce(finite(magnitude), 0, tl.standard._elementwise_max))
