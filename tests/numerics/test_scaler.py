@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import lowp
-from lowp.errors import InvalidInput
 
 SMALL = 2.0**-36  # the loss is so small, as one of a probability or of a mean over many elements is
 
@@ -78,8 +76,3 @@ def test_the_gradients_of_activations_move_a_scale_that_follows_underflow() -> N
             scaler.update()
         scales.append(scaler.get_scale())
     assert scales[0] == 1.0 < scales[1]
-
-
-def test_counts_that_are_no_exponents_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="each of the 256 exponents"):
-        lowp.GradScaler("cpu").add_exponents(torch.zeros(3))

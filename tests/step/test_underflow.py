@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from step.cases import INF, OPTIMIZERS, one_parameter, parameter_of, started
 from torch import nn
 
+from lowp.errors import InvalidInput
 from lowp.step import GradScaler
 
 
@@ -92,3 +95,11 @@ def test_scale_compiles_without_a_graph_break() -> None:
     x = torch.ones(3, requires_grad=True)
     scaled(x).backward()
     assert x.grad is not None and x.grad.tolist() == [8.0] * 3
+
+
+@pytest.mark.parametrize("counts", [torch.zeros(255), torch.zeros(256, 1), [0] * 256], ids=["255", "two axes", "list"])
+def test_counts_of_further_gradients_are_a_tensor_with_a_number_for_each_exponent(counts: Any) -> None:
+    scaler = started(target_underflow=0.01)
+    with pytest.raises(InvalidInput, match=r"takes a count for each of the 256 exponents of fp32, an int64 tensor"):
+        scaler.add_exponents(counts)
+    scaler.add_exponents(torch.zeros(256, dtype=torch.int64))
