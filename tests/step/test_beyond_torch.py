@@ -156,6 +156,28 @@ def test_complex_gradients_are_unscaled_and_checked(dtype: torch.dtype, is_conju
     assert not scaler.stepped and parameter_of(optimizer).tolist() == [0.5 - 1j, 1 + 0.25j]
 
 
+class OfOthers(torch.Tensor):
+    """A subclass, with all of its numbers here."""
+
+
+class Shard(torch.Tensor):
+    """A gradient of which a rank has a part, as a DTensor."""
+
+    def to_local(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", [OfOthers, Shard])
+def test_gradients_of_other_classes_are_unscaled_and_checked(kind: type[torch.Tensor]) -> None:
+    scaler = started(init_scale=4.0)
+    optimizer = one_parameter([0.0, 0.0], "plain")
+    for values, weight in (([4.0, -2.0], [0.5, 1.25]), ([1.0, INF], [0.5, 1.25])):
+        parameter_of(optimizer).grad = torch.tensor(values).as_subclass(kind)
+        scaler.step(optimizer)
+        assert bool(scaler.stepped) is (INF not in values) and parameter_of(optimizer).tolist() == weight
+        scaler.update()
+
+
 @pytest.mark.parametrize("bad", [None, INF, float("nan")])
 def test_gradients_are_unscaled_at_once_to_the_bits_of_torchs_method(bad: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
