@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,9 @@ def recipe_head(recipe: Recipe, data: Data, size: str | None) -> dict[str, Any]:
 
 def machine(has_gpus: bool = True) -> dict[str, Any]:
     """Return a description of the machine: ``words`` is a sentence, ``cores`` the number available to this process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = _memory()
+    cores, memory = available_cores(), None
+    with suppress(AttributeError, OSError, ValueError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count() if has_gpus else 0)]
     words = [_cpu(), f"{cores} core{'s' * (cores > 1)}"]
     words += [f"{memory / 2**30:.0f} GiB of memory"] if memory else []
@@ -73,26 +74,20 @@ def machine(has_gpus: bool = True) -> dict[str, Any]:
     }
 
 
+def available_cores() -> int:
+    """Return the number of cores available to this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _cpu() -> str:
     """Return the processor's name, on x86 with family and model, since clouds use one name for several processors."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
     facts: dict[str, str] = {}
-    for line in lines:
-        key, _, value = line.partition(":")
-        facts.setdefault(key.strip(), value.strip())
+    with suppress(OSError):
+        rows = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+        facts = {key.strip(): value.strip() for key, _, value in rows}
     name = facts.get("model name") or platform.processor() or platform.machine()
     numbers = [f"{key.removeprefix('cpu ')} {facts[key]}" for key in ("cpu family", "model") if facts.get(key)]
     return f"{name} ({', '.join(numbers)})" if numbers else name
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

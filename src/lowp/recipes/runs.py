@@ -23,6 +23,7 @@ from lowp.errors import LowpError
 from lowp.exponents import SharedExponents
 from lowp.recipes import get
 from lowp.recipes.recipe import Data
+from lowp.recipes.results import available_cores
 from lowp.recipes.sampling import Sampler
 from lowp.recipes.training import STOPS, Settings, Training, load_data, read_extra, threads_of
 
@@ -130,8 +131,7 @@ def processes_for(jobs: Sequence[Job], data: Data) -> int:
     if not jobs or any(get(job.settings.recipe).threads != 1 or job.settings.device != "cpu" for job in jobs):
         return 1
     steps = sum((job.settings.epochs or 1) * len(data.training) // (job.settings.batch or 1) for job in jobs)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, len(jobs)) if steps >= _STEPS_WORTH_A_PROCESS else 1
+    return min(available_cores(), len(jobs)) if steps >= _STEPS_WORTH_A_PROCESS else 1
 
 
 def run_jobs(
