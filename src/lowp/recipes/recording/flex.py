@@ -1,6 +1,5 @@
 """Records of shared exponents in a training run: one layer's weights, activations and updates."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,8 +34,11 @@ def record_autoflex(
     layer, sites = _sites(exponents, layer)
     series = {}
     for name, site in zip(CLASSES, sites, strict=True):
-        rows = [(step, flush, indices[site]) for step, (flush, indices) in enumerate(flushes) if site in indices]
-        rows = [(step, flush, index) for step, flush, index in rows if bool(flush.written[index])]
+        rows = [
+            (step, flush, index)
+            for step, (flush, indices) in enumerate(flushes)
+            if (index := indices.get(site)) is not None and bool(flush.written[index])
+        ]
         series[name] = {
             "site": site,
             "step": [step for step, _, _ in rows],
@@ -61,20 +63,14 @@ def record_flex_window(
     tenth = max(1, steps // 10)
     moments = {"first": range(tenth), "last": range(steps - tenth, steps)}
     histograms: dict[tuple[str, str], _Histogram] = {}
-    step = 0
 
     def listen(site: str, x: Tensor, exponent: int) -> None:
         for moment, sampled_steps in moments.items():
-            if step in sampled_steps and training.model.training:
+            if training.done in sampled_steps and training.model.training:
                 histograms.setdefault((moment, site), _Histogram()).add(x, exponent)
 
     remove_listener = exponents.listen(listen)
-
-    def count() -> None:
-        nonlocal step
-        step += 1
-
-    _train(training, steps, onlooker, count)
+    taken = _train(training, steps, onlooker)
     remove_listener()
     layer, sites = _sites(exponents, layer)
     windows = {
@@ -85,7 +81,7 @@ def record_flex_window(
         for name, site in zip(CLASSES, sites, strict=True)
     }
     head = short_head("figure-flex-window", training)
-    return {**head, "layer": layer, "steps": step, "lowest": _LOWEST, "windows": windows}
+    return {**head, "layer": layer, "steps": taken, "lowest": _LOWEST, "windows": windows}
 
 
 class _Histogram:
@@ -138,8 +134,8 @@ def _start(settings: Settings) -> tuple[Training, SharedExponents]:
     return training, exponents
 
 
-def _train(training: Training, steps: int, onlooker: Onlooker, after: Callable[[], None] = lambda: None) -> None:
-    """Take `steps` steps, over as many epochs as needed; the recipe's schedule is scaled to these epochs."""
+def _train(training: Training, steps: int, onlooker: Onlooker) -> int:
+    """Take `steps` steps, over as many epochs as needed, to which the recipe's schedule is scaled; return how many."""
     training.epochs = -(-steps // training.steps_per_epoch)
     training.model.train()
     done = 0
@@ -153,9 +149,9 @@ def _train(training: Training, steps: int, onlooker: Onlooker, after: Callable[[
                 training.epoch, training.step_of_epoch = divmod(done, training.steps_per_epoch)
                 examples = order[index * training.batch : (index + 1) * training.batch]
                 training.step(moved(training.data.training.batch(examples, generator), training.device))
-                after()
                 done += 1
                 onlooker.on_progress(training.settings.recipe, done)
+    return done
 
 
 def _sites(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:
