@@ -166,25 +166,19 @@ def _average_precision(detections: Sequence[Detections], truths: Sequence[Truth]
         ),
         reverse=True,
     )
-    matched = [[False] * len(truth.boxes) for truth in truths]
     nearest = [_nearest(found.boxes, truth.boxes) for found, truth in zip(detections, truths, strict=True)]
-    true_positives = false_positives = 0
-    recalls, precisions = [], []
+    matched: set[tuple[int, int]] = set()
+    is_true: list[bool] = []
     for _, image, detection in ranked:
         overlap, index = nearest[image][detection]
+        if overlap >= 0.5 and bool(truths[image].difficult[index]):
+            continue
+        is_true.append(overlap >= 0.5 and (image, index) not in matched)
         if overlap >= 0.5:
-            if bool(truths[image].difficult[index]):
-                continue
-            true_positives += int(not matched[image][index])
-            false_positives += int(matched[image][index])
-            matched[image][index] = True
-        else:
-            false_positives += 1
-        recalls.append(true_positives / count)
-        precisions.append(true_positives / (true_positives + false_positives))
-    curve = list(zip(recalls, precisions, strict=True))
-    highest = (max((value for recall, value in curve if recall >= at / 10 - 1e-9), default=0.0) for at in range(11))
-    return sum(highest) / 11
+            matched.add((image, index))
+    true_positives = np.cumsum(is_true)
+    recall, precision = true_positives / count, true_positives / np.arange(1, len(is_true) + 1)
+    return sum(float(precision[recall >= at / 10 - 1e-9].max(initial=0.0)) for at in range(11)) / 11
 
 
 def _nearest(boxes: Tensor, truths: Tensor) -> list[tuple[float, int]]:
