@@ -74,6 +74,7 @@ def test_a_comparison_says_what_its_runs_showed() -> None:
 
 
 def test_two_processes_train_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked.begin()  # while Ctrl-C is not blocked: what is forked from the server would not hear it
     monkeypatch.setattr("lowp.recipes.runs.multiprocessing", SimpleNamespace(get_context=lambda _: forked.context()))
     rows = variants_of(TINY, ["fp16"])
     with threads_of(1):
