@@ -191,14 +191,7 @@ def _train(study: Study, out: Path, processes: int | None, stop: Interrupts) -> 
     with Bar(study.recipe.name, len(jobs) * epochs, "epochs") as bar:
         bar.line(title)
         results.write(out, study.document())  # so that --resume continues a run that is killed, too
-        done_epochs: dict[str, float] = {}
-
-        def on_epoch(name: str, epoch: float) -> None:
-            done_epochs[name] = epoch
-            bar.move(sum(done_epochs.values()), name)
-
-        runs = study.run(on_epoch, processes, stop)
-        for done, (name, result) in enumerate(runs, 1):
+        for done, (name, result) in enumerate(study.run(bar.move_part, processes, stop), 1):
             results.write(out, study.document())
             bar.line(f"{done}/{len(jobs)}  {result_line(study, name, result)}")
 

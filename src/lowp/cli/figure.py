@@ -246,13 +246,7 @@ def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) ->
         rows = 1 + len(options["precisions"]) if "precisions" in options else 1
         total, unit = options["settings"].epochs * figure.trainings * rows * options.get("seeds", 1), "epochs"
     with Bar(figure.kind, total, unit) as bar:
-        done_by_name: dict[str, float] = {}
-
-        def on_progress(name: str, done: float) -> None:
-            done_by_name[name] = done
-            bar.move(sum(done_by_name.values()), name)
-
-        return dict(figure.record(**options, onlooker=Onlooker(interrupts, on_progress)))
+        return dict(figure.record(**options, onlooker=Onlooker(interrupts, bar.move_part)))
 
 
 def _settings(figure: Figure, given: Mapping[str, Any]) -> Settings:

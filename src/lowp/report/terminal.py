@@ -101,6 +101,7 @@ class Bar:
         where = console(self._stream)
         self._progress = Progress(*columns, *times, console=where, transient=True, disable=not self.is_live)
         self._task = self._progress.add_task(title, total=total)
+        self._parts: dict[str, float] = {}
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -117,6 +118,11 @@ class Bar:
     def move(self, done: float, title: str | None = None, *, total: float | None = None) -> None:
         """Move the bar to `done`, a fraction of a unit too, and optionally change its title or the total."""
         self._progress.update(self._task, completed=done, total=total, description=title)
+
+    def move_part(self, name: str, done: float) -> None:
+        """Say how much of one of several parts is done: the bar shows their sum, and this name."""
+        self._parts[name] = done
+        self.move(sum(self._parts.values()), name)
 
     def line(self, text: str) -> None:
         """Print a line, above the bar on a terminal."""
