@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 
@@ -27,6 +28,13 @@ def test_a_model_has_the_parameters_that_its_size_says(name: str, size: str) -> 
 def test_a_recipe_is_found_by_its_own_name_and_has_its_default_size(name: str) -> None:
     assert get(name).name == name
     assert get(name).size() is get(name).sizes[get(name).default_size]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_can_be_given_to_another_process(name: str) -> None:
+    copied = pickle.loads(pickle.dumps(get(name)))
+    with torch.device("meta"):
+        assert isinstance(copied.make_model(copied.size()), torch.nn.Module)
 
 
 def test_an_unknown_recipe_or_size_lists_the_allowed_ones() -> None:
