@@ -127,6 +127,15 @@ def test_what_is_ten_times_worse_is_told_again() -> None:
     assert [alarm.value for alarm in alarms(looks) if alarm.id == "N301"] == [5e3, 5e4]
 
 
+def test_an_alarm_is_told_again_where_twice_as_many_layers_are_badly_off() -> None:
+    judge = Alarms(patience=1)
+    told = [
+        [alarm.id for alarm in judge.judge(look({"lost": {f"{layer}.weight": 1.0 for layer in layers}}))]
+        for layers in ("a", "a", "ab", "abc", "abcd")
+    ]
+    assert told == [["N101"], [], ["N101"], [], ["N101"]]
+
+
 def test_a_sign_that_has_gone_is_waited_for_anew() -> None:
     bad, good = one("lost", 1.0), one("lost", 0.0)
     told = alarms(
@@ -199,7 +208,7 @@ def test_a_gradient_that_is_thrown_away_is_no_skipped_step() -> None:
     assert monitor.step == 4
 
 
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("given", [False, True])
 def test_a_loss_scale_that_starts_anew_is_told_where_the_optimizer_goes_on(steps: int, given: bool) -> None:
     model, records = nn.Linear(4, 4), list[dict[str, Any]]()
@@ -272,3 +281,27 @@ def test_the_time_is_asked_again_about_when_there_is_enough_for_a_look(pace: tup
             paced.looked(step)
             paced.charge(step, False)
     assert looks > 20 and asked <= 3 * looks
+
+
+def test_the_next_look_is_at_the_step_at_which_there_will_be_time_for_it(pace: tuple[Pace, list[float]]) -> None:
+    paced, clock = pace
+    assert paced.next(100) == 100
+    paced.seconds = 0.5
+    paced.looked(100)
+    paced.charge(100, False)
+    share = paced.budget.share
+    assert share is not None
+    clock[0] = 30.0
+    at, a_step = paced.next(100), paced.budget.training / 100
+    assert (at - 1) * a_step < (paced.budget.own + paced._cost) / share <= at * a_step
+    assert 110 < at < 190  # neither the least nor the most
+
+
+@pytest.mark.parametrize(("seconds", "counted"), [(1e-4, 1.9e-4), (0.5, 0.5008)])
+def test_a_look_counts_what_the_steps_after_it_take_longer(
+    seconds: float, counted: float, pace: tuple[Pace, list[float]]
+) -> None:
+    paced, _ = pace
+    paced.seconds = seconds
+    paced.looked(1)
+    assert paced.seconds == pytest.approx(counted)
