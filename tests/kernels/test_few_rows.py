@@ -14,13 +14,21 @@ from lowp import casts, kernels
 from lowp.inference.modules import Stored
 from lowp.kernels import cpu
 from lowp.kernels.packed import few_rows
+from lowp.kernels.products import fp32_products
 
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
 LEVELS = (0, 1, -1)  # portable, AVX2, the best; as far as the processor has them
 DTYPES = (torch.bfloat16, torch.float16)
 # the shortest, one vector, less and more than one, a block of 512 and a piece; columns that are no pairs
-SHAPES = [(1, 1, 1), (1, 5, 16), (2, 3, 37), (8, 2, 512), (9, 33, 530), (few_rows.FEW, 4, 1100), (0, 3, 8), (2, 0, 8)]
+MOST = 24
+SHAPES = [(1, 1, 1), (1, 5, 16), (2, 3, 37), (8, 2, 512), (9, 33, 530), (MOST, 4, 1100), (0, 3, 8), (2, 0, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _many_rows_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "FEW", MOST)
+    monkeypatch.setattr(few_rows, "FEW_OF_16_BITS", MOST)
 
 
 @needs_library
@@ -69,7 +77,7 @@ def test_every_nan_is_the_positive_one_whatever_the_processor_makes(level: int |
 
 
 def test_many_rows_are_multiplied_in_fp32() -> None:
-    x, weight = torch.randn(few_rows.FEW + 1, 70), torch.randn(5, 70).bfloat16()
+    x, weight = torch.randn(MOST + 1, 70), torch.randn(5, 70).bfloat16()
     assert torch.equal(few_rows.multiply(x, weight), nn.functional.linear(x, weight.float()))
 
 
@@ -128,7 +136,7 @@ def test_formats_that_are_not_read_as_codes_are_multiplied_by_their_values(name:
 def test_many_rows_read_codes_in_panels_not_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "PANEL", 64 * 40)
     for name in ("mxfp8", "int4", "bf16"):
-        layer, x = nn.Linear(40, 150), torch.randn(few_rows.FEW + 1, 40)
+        layer, x = nn.Linear(40, 150), torch.randn(MOST + 1, 40)
         served = lowp.quantize_model(layer, name)
         wanted = nn.functional.linear(x, lowp.quantize(layer.weight.detach(), name).float(), layer.bias)
         asked: list[int] = []
@@ -138,10 +146,26 @@ def test_many_rows_read_codes_in_panels_not_all_at_once(monkeypatch: pytest.Monk
             into.append(given[1].shape[0])
             return call(*given)  # type: ignore[no-any-return]
 
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, kernels.use("bitwise"):
             patch.setattr(few_rows.F, "linear", linear)
             torch.testing.assert_close(served(x), wanted, rtol=1e-5, atol=1e-5)
         assert asked == [64, 64, 22]
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3fn", "mxfp8", "mxfp4", "int4"])
+def test_many_rows_are_products_of_the_library_which_reads_16_bits_as_they_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cpu.has_multiply_add():
+        pytest.skip("the processor has no fused multiply-add")
+    layer, x = nn.Linear(40, 150), torch.randn(MOST + 1, 40)
+    served = lowp.quantize_model(layer, name)
+    values = lowp.quantize(layer.weight.detach(), name).float()
+    monkeypatch.setattr(few_rows.F, "linear", lambda *given: pytest.fail("by torch"))
+    if name in ("bf16", "fp16"):
+        monkeypatch.setattr(few_rows, "values", None)  # no fp32 weight is made
+    assert torch.equal(served(x), fp32_products.multiply(x, values.t(), layer.bias.detach()))
 
 
 @needs_library

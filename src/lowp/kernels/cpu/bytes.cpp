@@ -20,6 +20,24 @@ namespace {
 
 int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
+// The values of a group of codes of a column, of which `count` are written.
+template <int bits>
+void group_values(const uint8_t* from, const float* levels, float scale, int64_t group, int64_t count, float* out) {
+  constexpr int kPer = 8 / bits, kUnit = 4 * kPer, kMask = (1 << bits) - 1;
+  float values[kMask + 1];
+  for (int code = 0; code <= kMask; code++) values[code] = levels[code] * scale;
+  for (int64_t at = 0; at < group; at += kUnit, from += 4 * kPanel) {
+    float some[kUnit];
+    uint32_t word;
+    std::memcpy(&word, from, sizeof(word));
+    for (int i = 0; i < kUnit; i++) some[i] = values[word >> (8 * (i % 4) + bits * (i / 4)) & kMask];
+    if (at + kUnit <= count)
+      std::memcpy(out + at, some, sizeof(some));
+    else if (at < count)
+      std::memcpy(out + at, some, sizeof(float) * static_cast<size_t>(count - at));
+  }
+}
+
 const ByteKernels& kernels(int level) {
 #if defined(__x86_64__)
   const Level used = usable_level(level);
@@ -338,6 +356,23 @@ LOWP_EXPORT void lowp_codes_multiply(int level, const int64_t* numbers, const in
         for (int64_t j = p * kPanel; j < std::min(n, (p + 1) * kPanel); j++)
           out[i * n + j] = bias ? sums[j - p * kPanel] + bias[j] : sums[j - p * kPanel];
       }
+    }
+  });
+}
+
+// out[n][k]: the values of panels of codes, see bytes.hpp: of each code the number of `levels` times its group's scale, of
+// scales[n][groups], rounded once.
+//   numbers: n, k, depth, group, bits
+LOWP_EXPORT void lowp_codes_values(const int64_t* numbers, const uint8_t* memory, const float* levels, const float* scales,
+                                   float* out, int threads) {
+  const int64_t n = numbers[0], k = numbers[1], depth = numbers[2], group = numbers[3], groups = depth / group;
+  const int bits = static_cast<int>(numbers[4]);
+  const auto values_of = bits == 4 ? group_values<4> : bits == 2 ? group_values<2> : group_values<1>;
+  parallel_for(n, 16, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const uint8_t* from = memory + row / kPanel * (depth * kPanel * bits / 8) + row % kPanel * 4;
+      for (int64_t g = 0; g < groups; g++, from += group * kPanel * bits / 8)
+        values_of(from, levels, scales[row * groups + g], group, std::min(group, k - g * group), out + row * k + g * group);
     }
   });
 }

@@ -19,11 +19,11 @@ from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.packed.byte_products import PANEL
 from lowp.kernels.packed.byte_rows import EIGHT, Bytes, matrix, numbered, on_cpu, up
-from lowp.kernels.packed.few_rows import as_halves, in_panels
+from lowp.kernels.packed.few_rows import LinearProduct, as_halves, by_torch, in_panels
 from lowp.kernels.packed.few_rows import is_read as are_halves
 
 EXPONENTS = 23  # kExponentBytes of cpu/bytes.hpp
-BLOCK, FEW = 64, 8  # depth is filled up to it; rows that are streamed past packed weights
+BLOCK, FEW = 64, 16  # depth is filled up to it; rows that are streamed past packed weights
 TOP_BITS, LEAST_EXPONENT = 18, -100  # of the whole numbers that fp32 activations become, as in cpu/bytes_lanes.hpp
 
 
@@ -178,7 +178,14 @@ def code_values(w: PackedCodes, first: int = 0, count: int | None = None) -> Ten
     """Return the weights in fp32 [n, k], or `count` rows from a multiple of 16 on."""
     count = w.n - first if count is None else count
     panels = slice(first // PANEL, up(first + count, PANEL) // PANEL)
-    return code_rows(w._replace(memory=w.memory[panels], scales=w.scales[panels], n=count), None)
+    some = w._replace(memory=w.memory[panels], scales=w.scales[panels], n=count)
+    if not uses_library():
+        return code_rows(some, None)
+    out = torch.empty(count, w.k, dtype=torch.float32, device="cpu")
+    numbers = array("q", (count, w.k, w.depth, w.group or w.depth, w.bits))
+    memory = some.memory, w.levels.float(), scales_of(some).contiguous()
+    cpu.loaded().lowp_codes_values(numbers, *memory, out, torch.get_num_threads())
+    return out
 
 
 def code_rows(w: PackedCodes, rows: Tensor | None) -> Tensor:
@@ -197,13 +204,19 @@ class _Operand(NamedTuple):
     sums: Tensor  # int32 [rows, groups]
 
 
-def multiply_codes(x: Tensor | Bytes, w: PackedCodes, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+def multiply_codes(
+    x: Tensor | Bytes,
+    w: PackedCodes,
+    bias: Tensor | None = None,
+    level: int | None = None,
+    linear: LinearProduct = by_torch,
+) -> Tensor:
     """Return x @ w.T (+ bias) in fp32, of x fp32 [rows, k] for weights in groups, or of bytes for those without.
 
     Every group of fp32 numbers becomes whole numbers, of which the largest has 19 bits; bytes are such. The sum of a
     group is exact, rounded to fp32, and multiplied by the product of the scales; the groups are added in their order.
-    Many rows multiply the values of the weights in fp32, exactly where the sums of bytes allow it; so do numbers that
-    are infinite or NaN.
+    Many rows multiply the values of the weights in fp32, by `linear`, exactly where the sums of bytes allow it; so do
+    numbers that are infinite or NaN.
     """
     if isinstance(x, Bytes):
         if w.group or x.payload.shape[1] != up(w.k, EIGHT):
@@ -212,13 +225,15 @@ def multiply_codes(x: Tensor | Bytes, w: PackedCodes, bias: Tensor | None = None
             )
         rows = x.payload.shape[0]
         if rows > FEW and w.k * x.highest * 2 < 1 << 24:  # every sum of these is exact in fp32, in any order
-            exact = (x.payload[:, : w.k].float() - x.zero) @ _numbers_of(w)[:, : w.k].t()
+            units = torch.ones(w.memory.shape[0], 1, PANEL, dtype=torch.float32, device="cpu")
+            numbers = code_values(w._replace(scales=units, group=0, read=None))
+            exact = (x.payload[:, : w.k].float() - x.zero) @ numbers.t()
             result = exact * (torch.tensor(x.scale, dtype=torch.float32, device="cpu") * scales_of(w)[:, 0])
             return result if bias is None else result + bias.float()
         return _multiplied(_of_bytes(x, w), w, bias, level)
     operand = _of_floats(x.detach(), w, level) if on_cpu(x, "x").shape[0] <= FEW else None
     if operand is None:
-        return in_panels(x, functools.partial(code_values, w), (w.n, w.k), bias)
+        return in_panels(x, functools.partial(code_values, w), (w.n, w.k), bias, linear)
     return _multiplied(operand, w, bias, level)
 
 

@@ -5,8 +5,9 @@ that it takes what the memory takes. The weights are read as they are stored. Su
 their products with fp32 are exact, and rounded once; those of codes are fp32. Their order is fixed: of the products
 under one scale, every 16th is added up one after the other; these 16 sums times the scale are added to those of the
 scales before; the 16 totals are added in halves (the first 8 and the last 8, and so on), then the bias in fp64. So the
-bits are the same with every instruction set, with any number of threads, and without the C++ library. With many rows,
-panels of the weights are converted to fp32, one after the other, for products of torch's.
+bits are the same with every instruction set, with any number of threads, and without the C++ library. With many rows
+it is a product in fp32, which may read weights in 16 bits as they are; of codes panels are converted, one after the
+other.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ from lowp.kernels.numbers import bitwise, groups, packing, scaled
 from lowp.kernels.packed.byte_rows import up
 
 SUMS = 16  # partial ones, as in cpu/rows.hpp
-FEW = 24  # with more rows the weights are converted to fp32, once, for products of torch's
+FEW, FEW_OF_16_BITS = (
+    8,
+    2,
+)  # with more rows a product in fp32 takes less time, of weights converted to it where they are codes
 PANEL = 1 << 20  # weights that are converted at a time: 4 MiB
 _SIXTEEN = {torch.float16: 0, torch.bfloat16: 1}
 _CODES, _SIX, _INTEGERS, _WITH_NAN = 2, 3, 4, 5  # kinds of weights, as in cpu/rows.hpp
+
+
+# Returns x @ weight.T (+ bias) in fp32, of x fp32 [rows, k] and a weight [n, k] in fp32 or 16 bits.
+LinearProduct = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 class StoredRows(NamedTuple):
@@ -118,22 +126,31 @@ def as_halves(element: FloatFormat) -> tuple[int, int, float]:
     return 10 - element.mantissa_bits - left, last << left, 2.0 ** (15 - element.bias)
 
 
-def multiply(x: Tensor, weight: Tensor | StoredRows, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+def multiply(
+    x: Tensor,
+    weight: Tensor | StoredRows,
+    bias: Tensor | None = None,
+    level: int | None = None,
+    linear: LinearProduct | None = None,
+) -> Tensor:
     """Return x @ weight.T (+ bias) in fp32, of x fp32 [rows, k] and a weight [n, k] in fp16, bf16 or codes.
 
     Of several weights, x [count, rows, k] has as many, and there is no bias.
 
-    More rows, and those on an accelerator, are products of torch's in fp32. `level` forces an instruction set, by its
-    place in `cpu.INSTRUCTION_SETS`.
+    More rows, and those on an accelerator, are products in fp32, by `linear` or by torch. `level` forces an instruction
+    set, by its place in `cpu.INSTRUCTION_SETS`.
     """
     if isinstance(weight, Tensor):
         weight = StoredRows(weight, weight.shape[1])
-    rows, k = x.shape[-2:]
+    rows, k, linear = *x.shape[-2:], linear or by_torch
     memory, several = weight.memory, weight.memory.ndim > 2
-    if rows > FEW or memory.stride(-1) != 1 or not (x.is_cpu and memory.is_cpu):
+    most = FEW if weight.element is not None else FEW_OF_16_BITS
+    if rows > most or memory.stride(-1) != 1 or not (x.is_cpu and memory.is_cpu):
         if several:
             return x @ torch.stack([values(one) for one in _each(weight)]).transpose(1, 2)
-        return in_panels(x, functools.partial(values, weight), (weight.n, k), bias)
+        if weight.element is None and linear is not by_torch and memory.is_cpu:
+            return linear(x, memory, bias)
+        return in_panels(x, functools.partial(values, weight), (weight.n, k), bias, linear)
     wide = x.detach().double() if weight.element is None else x.detach()
     wide = F.pad(wide, (0, -k % SUMS)).contiguous() if k % SUMS else wide.contiguous()
     bias = None if bias is None else bias.detach().float().contiguous()
@@ -183,18 +200,29 @@ def values(weight: StoredRows, first: int = 0, count: int | None = None) -> Tens
     return out
 
 
-def in_panels(x: Tensor, values: Callable[[int, int], Tensor], shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-    """Return x @ weight.T (+ bias) by torch, of a weight of this shape whose rows `values(first, count)` gives."""
+def in_panels(
+    x: Tensor,
+    values: Callable[[int, int], Tensor],
+    shape: tuple[int, int],
+    bias: Tensor | None,
+    linear: LinearProduct,
+) -> Tensor:
+    """Return x @ weight.T (+ bias) in fp32, of a weight of this shape whose rows `values(first, count)` gives."""
     n, k = shape
     step = max(64, PANEL // max(k, 1) // 64 * 64)
     if n <= step:
-        return F.linear(x, values(0, n), bias)
+        return linear(x, values(0, n), bias)
     out = x.new_empty(x.shape[0], n)
     for first in range(0, n, step):
         count = min(step, n - first)
         some = None if bias is None else bias[first : first + count]
-        out[:, first : first + count] = F.linear(x, values(first, count), some)
+        out[:, first : first + count] = linear(x, values(first, count), some)
     return out
+
+
+def by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ weight.T (+ bias) in fp32, of a weight in fp32 or 16 bits."""
+    return F.linear(x, weight.float(), bias)
 
 
 def _described(weight: StoredRows) -> tuple[array[int], Tensor | None, float]:

@@ -165,8 +165,19 @@ def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
     assert isinstance(left, (Tensor, Bytes))
     if isinstance(right, (Tensor, StoredRows)):
         assert isinstance(left, Tensor)
-        return few_rows.multiply(left, right, bias)
-    return few_bits.multiply_codes(left, right, bias)
+        return few_rows.multiply(left, right, bias, linear=_of_rows(left))
+    return few_bits.multiply_codes(left, right, bias, linear=_of_rows(left))
+
+
+def _of_rows(x: Tensor | Bytes) -> few_rows.LinearProduct:
+    """Return what multiplies many rows by weights in fp32 or 16 bits: the library, which reads both, or torch."""
+    is_served = isinstance(x, Tensor) and x.numel() > 0 and fp32_products.serves(x.detach())
+    return _linear if is_served else few_rows.by_torch
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    bias = None if bias is None else bias.detach().float().contiguous()
+    return fp32_products.multiply(x.detach(), weight.detach().t(), bias)
 
 
 def _in_dtype(form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
