@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowp.errors import InvalidInput
 from lowp.recipes.words import read_words
@@ -13,8 +14,9 @@ from lowp.recipes.words import read_words
 def test_the_most_frequent_words_have_the_smallest_indices_and_rare_ones_share_zero(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("A b a b a, " * 20)
     data = read_words(tmp_path, vocabulary=3, context=2)
-    assert data.training.text[:12].tolist() == [1, 2, 1, 2, 1, 0, 1, 2, 1, 2, 1, 0]
-    assert (len(data.training.text), len(data.validation.text)) == (108, 12)
+    words, following = data.training.batch(torch.arange(4))
+    assert words.tolist() == [[1, 2], [2, 1], [1, 2], [2, 1]] and following.tolist() == [1, 2, 1, 0]
+    assert (len(data.training), len(data.validation)) == (106, 10)
     assert data.description.endswith("108 words to train on, 12 held back, 2 different ones")
 
 

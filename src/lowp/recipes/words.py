@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowp.recipes.classification import loss, score_metrics
 from lowp.recipes.data.files import read_bytes
 from lowp.recipes.gpt import TEXT
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, built, constant
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, TensorExamples, adam, built, constant
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -40,19 +40,10 @@ _HELD_SHARE = 0.1
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
-class Contexts:
-    """Contexts of a text as batches ``(words int64 [N, context], the word after them int64 [N])``."""
-
-    def __init__(self, text: Tensor, context: int) -> None:
-        self.text, self.context = text, context
-
-    def __len__(self) -> int:
-        return max(len(self.text) - self.context, 0)
-
-    def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return the contexts that begin at `indices`, and the words after them."""
-        positions = indices[:, None] + torch.arange(self.context)
-        return self.text[positions], self.text[indices + self.context]
+def contexts(text: Tensor, context: int) -> TensorExamples:
+    """Return the contexts of a text: batches ``(words int64 [N, context], the word after them int64 [N])``."""
+    windows = text.unfold(0, context + 1, 1)
+    return TensorExamples(windows[:, :-1], windows[:, -1])
 
 
 def drawn_words(vocabulary: int, drawn: tuple[int, int], context: int) -> Data:
@@ -72,7 +63,7 @@ def drawn_words(vocabulary: int, drawn: tuple[int, int], context: int) -> Data:
         words.append(int(successors[words[-1]]) if is_successor[index] else independent[index])
     text, cut = torch.tensor(words), drawn[0] + context
     source = f"drawn words, {vocabulary:,} different ones: {drawn[0]:,} to train on, {drawn[1]:,} held back"
-    return Data(Contexts(text[:cut], context), Contexts(text[cut:], context), source)
+    return Data(contexts(text[:cut], context), contexts(text[cut:], context), source)
 
 
 def read_words(path: Path, vocabulary: int, context: int) -> Data:
@@ -89,7 +80,7 @@ def read_words(path: Path, vocabulary: int, context: int) -> Data:
     text = torch.tensor([indices.get(word, 0) for word in words])
     cut = round(len(text) * (1 - _HELD_SHARE))
     source = f"{file}: {cut:,} words to train on, {len(text) - cut:,} held back, {len(indices):,} different ones"
-    return Data(Contexts(text[:cut], context), Contexts(text[cut:], context), source)
+    return Data(contexts(text[:cut], context), contexts(text[cut:], context), source)
 
 
 # -- the recipe --------------------------------------------------------------------------------------------------------
