@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
-from lowp.exponents import Flush, SharedExponents, StepWriter, class_of, scaling_of, table
+from lowp.exponents import Flush, SharedExponents, SiteWriter, StepWriter, Trail, class_of, scaling_of, table
 from lowp.kernels.choose.dispatch import available, use, uses_library
 
 FLEX = parse("flex16+5:autoflex")
@@ -69,6 +69,65 @@ def test_moments_of_many_rows_have_two_words_where_one_would_lose_no_row(
     assert torch.equal(found, found.round()) is not has_both
     if has_both:
         assert (found - mantissas(x, exponents.exponent(site))).abs().max() <= 2.0**-15
+
+
+@pytest.mark.parametrize(("lost", "has_two"), [(128, False), (129, True)])
+def test_gradients_have_two_words_where_more_than_an_eighth_of_their_rows_would_be_lost(
+    lost: int, has_two: bool
+) -> None:
+    x = torch.rand(1024, 2, generator=torch.Generator().manual_seed(0)) + 0.5
+    x[:lost] *= 2.0**-20
+    exponents = SharedExponents()
+    written = exponents.write(x, FLEX, "gradient of 0.weight").values
+    assert bool((written[:lost] != 0).all()) is has_two
+
+
+@pytest.mark.skipif(not uses_library(), reason="the C++ library was not built")
+def test_a_step_leaves_the_tensors_that_the_library_cannot_read_to_be_written_one_by_one() -> None:
+    exponents, alone = SharedExponents(), SharedExponents()
+    first, turned = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    wanted = exponents.write(first, FLEX, "exp_avg of a").values
+    alone.write(torch.ones(2), FLEX, "weight of another")
+    before, given = turned.t().clone(), [first, turned.t()]
+    _, rest = StepWriter(alone, FLEX, (), ()).end(given, ["exp_avg of a", "exp_avg of b"], ())
+    assert rest == [1] and torch.equal(first, wanted) and torch.equal(given[1], before)
+
+
+@pytest.mark.parametrize("spelled", ["flex16+5:autoflex", "flex16+5:reactive"])
+def test_what_one_rank_agrees_on_alone_is_what_it_has_seen(spelled: str) -> None:
+    cast = parse(spelled)
+    (alone, agreed), x = (table.ExponentTable(cast, torch.device("cpu")) for _ in "ab"), torch.tensor([1.0, 3.0, 60.0])
+    for one in (alone, agreed):
+        for scale in (1.0, 1.0, 8.0, torch.inf):
+            one.write(x * scale, one.index("gradient of w"))
+            one.flush(None if one is alone else one.columns(["gradient of w"]))
+    for name, value in alone.state._asdict().items():
+        assert torch.equal(value, getattr(agreed.state, name)), name
+
+
+def test_a_maximum_is_predicted_from_the_second_write_on() -> None:
+    exponents, flushes = SharedExponents(), list[Flush]()
+    exponents.watch(flushes.append)
+    for _ in range(3):
+        exponents.write(torch.ones(3), FLEX, "output of x")
+        exponents.flush()
+    predicted = [float(flush.predicted[0]) for flush in flushes if flush.predicted is not None]
+    assert math.isnan(predicted[0]) and all(one >= 1 for one in predicted[1:]) and len(predicted) == 3
+
+
+def test_what_is_computed_again_is_written_under_the_exponents_of_the_first_time() -> None:
+    exponents, trail, x = SharedExponents(), Trail(training=True), torch.tensor([1.0, 1 / 3])
+    found = []
+    for trail.is_repeated in (False, True):
+        for role in ("output", "output gradient"):
+            found.append(SiteWriter(exponents, FLEX, "linear", True, trail).write(x, role))
+            exponents.flush()
+        for _ in range(3):  # later steps, of larger numbers
+            SiteWriter(exponents, FLEX, "linear", True).write(100 * x, "output")
+            exponents.flush()
+    assert list(trail.exponents) == ["output of linear"]  # gradients are written once, by the repeated run
+    assert torch.equal(found[0].values, found[2].values)
+    assert not torch.equal(SiteWriter(exponents, FLEX, "linear", True).write(x, "output").values, found[0].values)
 
 
 def test_a_tie_goes_to_the_even_mantissa_from_fp64_in_one_step() -> None:
