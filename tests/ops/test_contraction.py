@@ -118,6 +118,17 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any
 }
 
 
+@pytest.mark.parametrize("precision", ["fp16", "e5m7", "dfp16"])
+@pytest.mark.parametrize(("kernel", "end"), [((2, 3), (1, 1, 0, 1)), ((3, 4), (1, 2, 1, 1)), ((1, 3), (1, 1, 0, 0))])
+def test_an_odd_padding_to_the_same_size_pads_the_end_by_one_more(
+    kernel: tuple[int, int], end: tuple[int, ...], precision: str
+) -> None:
+    x, weight = torch.arange(20.0).reshape(1, 1, 4, 5), torch.ones(2, 1, *kernel)
+    with autocast(precision):
+        found = F.conv2d(x, weight, padding="same")
+    assert torch.equal(found.float(), F.conv2d(F.pad(x, end), weight))
+
+
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_every_spelling_of_a_product_gives_the_same(name: str) -> None:
     function, args, kwargs = SPELLINGS[name]

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 import torch.overrides
 
 from lowp import autocast
+from lowp.casts import parse
 from lowp.ops import rows, table
+from lowp.ops.generic import quick_wide
 from lowp.ops.table import ALIASES, TABLES, is_structural, name_of, op_names, row_of
 from lowp.ops.torch_lists import LISTS
-from lowp.policy import OP_CLASSES, Policy
+from lowp.policy import OP_CLASSES, Policy, Rule
 
 CLASSES = {
     "lower_precision_fp": {"contraction"},
@@ -225,3 +227,23 @@ def test_functions_in_place_have_the_derivatives_of_those_that_are_not(name: str
             found.append([y, x.grad, w.grad])
         for changed, kept in zip(*found, strict=True):
             assert changed is kept is None or torch.equal(changed, kept), function
+
+
+@pytest.mark.parametrize(
+    ("others", "named", "is_quick"),
+    [
+        ((), {}, True),
+        ((2, torch.Size([3])), {"index": torch.tensor(1)}, True),
+        ((torch.ones(2),), {}, False),
+        ((), {"out": (torch.ones(2), torch.ones(2))}, False),
+        (([0],), {}, False),
+    ],
+    ids=["alone", "numbers", "a tensor", "tensors in a tuple", "a list"],
+)
+def test_an_op_that_widens_is_quick_for_one_tensor_and_no_list(
+    others: tuple[Any, ...], named: dict[str, Any], is_quick: bool
+) -> None:
+    quick = quick_wide(Rule(input=parse("fp32")))
+    assert quick is not None
+    found = quick(lambda x, *others, **named: x, (torch.ones(2, dtype=torch.float16), *others), named, None)
+    assert (None if found is None else found.dtype) is (torch.float32 if is_quick else None)

@@ -50,9 +50,8 @@ def keeping_input(runner: Callable[[Call], Any]) -> Callable[[Call], Any]:
 
 def keeping(call: Call, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
     """Keep tensors that a product saves as codes."""
-    if torch.compiler.is_compiling() or functorch_is_active():
-        return _hooks(call, lambda x: False)
-    kept = {(x.data_ptr(), x.shape) for x in tensors}
+    has_addresses = not (torch.compiler.is_compiling() or functorch_is_active())
+    kept = {(x.data_ptr(), x.shape) for x in tensors if has_addresses}
     return _hooks(call, lambda x: (x.data_ptr(), x.shape) in kept)
 
 

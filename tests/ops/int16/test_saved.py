@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lowp.casts import parse
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.int16 import entries, payloads
+from lowp.ops.call import Call
 from lowp.ops.int16 import flexpoint, pooling
 from lowp.ops.int16 import layer as layer_room
 from lowp.ops.int16 import saved as saved_room
@@ -347,3 +349,27 @@ def test_indices_that_are_written_before_backward_are_noticed(
     index.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+X = torch.ones(4, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "has_mask"),
+    [
+        ((X,), {}, True),
+        ((), {"input": X, "p": 0.9}, True),
+        ((X, 0.5, False), {}, False),
+        ((X, 0.5), {"train": False}, False),
+        ((X, 0.5, True, True), {}, False),
+        ((X, 0.0), {}, False),
+        ((X, 1.0), {}, False),
+        ((torch.empty(0),), {}, False),
+    ],
+    ids=["alone", "named", "evaluation", "torch's name", "in place", "none", "all", "empty"],
+)
+def test_dropout_saves_a_mask_where_it_drops_some_elements(
+    args: tuple[Any, ...], kwargs: dict[str, Any], has_mask: bool
+) -> None:
+    found = saved_room.dropout_function(cast(Call, SimpleNamespace(args=args, kwargs=kwargs)))
+    assert (found is not None) is has_mask and (found is None or found[1] == [X])
