@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import math
 import os
 from typing import Any, cast
 
@@ -195,6 +197,23 @@ def test_attention_multiplies_bytes() -> None:
     wanted = nn.functional.scaled_dot_product_attention(query, key, value, mask)
     assert _error(attention(query, key, value, mask), wanted) < 0.04
     assert torch.equal(attention(query, key, value, is_causal=True), attention(query, key, value, mask))
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive", "negative", "zero", "tiny", "infinite", "no number"])
+@pytest.mark.parametrize("shape", [(2, 4, 16, 32), (3, 17, 40), (1, 2, 5, 700), (2, 3, 1, 8)], ids=str)
+@pytest.mark.parametrize("highest", [127, 255])
+def test_small_matrices_are_multiplied_together_with_the_bits_of_each_alone(
+    highest: int, shape: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    left, right = torch.randn(shape), torch.randn(*shape[:-2], 11, shape[-1])
+    left = {"positive": left.abs(), "negative": -left.abs(), "zero": left * 0, "tiny": left * 1e-42}.get(kind, left)
+    left.view(-1)[3] = {"infinite": math.inf, "no number": math.nan}.get(kind, 0.5 * float(left.view(-1)[3]))
+    module, found = importlib.import_module("lowp.inference.attention"), []  # the package's name is the function
+    for large in (0, 1 << 60):
+        monkeypatch.setattr(module, "_LARGE", large)
+        found.append(module.by_kernels(highest, left, right))
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])

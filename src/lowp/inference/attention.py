@@ -15,6 +15,9 @@ from lowp.kernels.packed.byte_rows import Activations
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 
+_LARGE = 1 << 21  # multiplications of a matrix from which the kernels of bytes take less time than one product of all
+_EXACT = (1 << 24) // (256 * 128)  # products of bytes whose sum fp32 holds in any order
+
 
 def attention(
     query: Tensor,
@@ -67,11 +70,31 @@ def by_kernels(highest: int, left: Tensor, right: Tensor) -> Tensor:
     if not rows.numel() or not columns.numel():
         return torch.zeros(*batch, left.shape[-2], right.shape[-2], dtype=torch.float32, device=left.device)
     codes = kernels.encode(columns, "int8")
+    if rows.shape[1] * columns.numel() // count < _LARGE:
+        return _together(highest, rows, codes.payload, codes.scale).reshape(*batch, left.shape[-2], right.shape[-2])
     found = []
     for one, payload, scales in zip(rows, codes.payload, codes.scale, strict=True):
         panels = byte_products.pack(payload, scales, highest)
         found.append(contract_packed((Activations(one, highest), panels)))
     return torch.stack(found).reshape(*batch, left.shape[-2], right.shape[-2])
+
+
+def _together(highest: int, rows: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the same of all matrices at once, whose sums fp32 or fp64 holds exactly."""
+    low, high = (one.double() for one in (rows.amin((1, 2)).clamp(max=0), rows.amax((1, 2)).clamp(min=0)))
+    scale = ((high - low) / highest).float()  # as `byte_rows.range_of`
+    scale = torch.where(
+        low.isfinite() & high.isfinite() & scale.isfinite(), torch.where(scale == 0, 1, scale), torch.nan
+    )
+    zero = (-low / scale).round().clamp(0, highest).nan_to_num(0).float()[:, None, None]
+    numbers = (rows / scale[:, None, None]).round().clamp(-zero, highest - zero)
+    numbers = torch.where(numbers.isnan(), -zero, numbers)
+    parts = [
+        torch.bmm(numbers[..., at : at + _EXACT], codes[..., at : at + _EXACT].float().transpose(1, 2))
+        for at in range(0, rows.shape[-1], _EXACT)
+    ]
+    sums = parts[0] if len(parts) == 1 else sum(one.double() for one in parts).float()  # type: ignore[union-attr]
+    return sums * (scale[:, None] * scales)[:, None]
 
 
 def projections(module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor | None]]:
