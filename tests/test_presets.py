@@ -69,6 +69,7 @@ def test_four_bits_have_stochastic_and_rotated_gradients_and_a_last_layer_in_bf1
 ) -> None:
     policy = PRESETS[name].policy
     rule = policy.match("linear", "contraction", "blocks.0.widen")
+    assert policy.match("addmm", "contraction", "blocks.0.widen") is rule
     convolution = policy.match("conv2d", "contraction", "embed")
     assert rule is not None and convolution is not None and convolution.weight == rule.weight
     assert convolution.grads == rule.grads and not convolution.has_products

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowp import distributed, precision_state, presets, region
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import DelayedScales, SharedExponents, is_flexpoint
+from lowp.ops.casting import native_dtype
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
 from lowp.optim.releasing import refuse_released
 from lowp.optim.skipping import skipping
@@ -269,11 +270,20 @@ class Precision:
             agree_on_masters(optimizers)
 
     def _forgotten(self) -> str:
-        if not self.policy.rules or self._region.was_entered or self._region.report().ops:
+        """Return what the first step has not done, for a warning; nothing if it did what the precision says."""
+        name, report = self.preset.name, self._region.report()
+        if self.policy.rules and not self._region.was_entered and not report.ops:
+            return (
+                f"nothing ran in {name} in the first step, because precision.autocast() was not entered: "
+                "compute the loss within `with precision.autocast():`"
+            )
+        narrow = [one for one in self.policy.rules if one.input is not None and native_dtype(one.input) is None]
+        if not narrow or not report.ops or any(one not in report.unused for one in narrow):
             return ""
         return (
-            f"nothing ran in {self.preset.name} in the first step, because precision.autocast() was not entered: "
-            "compute the loss within `with precision.autocast():`"
+            f"nothing was rounded to {name} in the first step: no call matched its rules for "
+            f"{', '.join(op for one in narrow for op in one.ops)}, and {', '.join(report.ops)} ran under its other "
+            f"rules. For other ops and modules edit the policy that `lowp policy show {name} --toml` prints"
         )
 
     def _require_backward(self, what: str) -> None:

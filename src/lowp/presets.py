@@ -80,6 +80,7 @@ def _int8() -> Policy:
 # where models have their last layers: by the usual names, and in the module that is called, as weights shared with an
 # embedding are
 _LAST = ("", "*head", "*classif*")
+_LINEAR = ("linear", "addmm")  # addmm: the layers of GPT-2 in transformers, whose weights are transposed
 
 
 def _but_the_last(*rules: Rule) -> Policy:
@@ -96,7 +97,7 @@ def _four_bits(operand: str, weight: str, input_gradient: str | None = None) -> 
     """
     casts = {"input": operand, "weight": weight, "grad": f"{operand}:stochastic", "output": "bf16"}
     turned = f"input={operand} hadamard=16"
-    linear = Rule.of("linear", **casts, input_gradient=input_gradient, weight_gradient=turned)
+    linear = Rule.of(*_LINEAR, **casts, input_gradient=input_gradient, weight_gradient=turned)
     return _but_the_last(linear, Rule.of("conv*", **casts))
 
 
@@ -108,14 +109,14 @@ def _quartet2() -> Policy:
     """
     casts = {"input": "nvfp4:4/6", "weight": "nvfp4:4/6", "output": "bf16"}
     backward = {f"{product}_gradient": f"grad=nvfp4:eden {other}=nvfp4:eden hadamard=32" for product, other in _READ}
-    return _but_the_last(Rule.of("linear", **casts, **backward))
+    return _but_the_last(Rule.of(*_LINEAR, **casts, **backward))
 
 
 def _mxfp8() -> Policy:
     """Linear layers in mxfp8 whose blocks lie along the sum of each product, and whose scales cut nothing off."""
     cast = "mxfp8:rceil"
     backward = {f"{product}_gradient": f"{other}={cast}" for product, other in _READ}
-    return _but_the_last(Rule.of("linear", input=cast, weight=cast, grad=cast, output="bf16", **backward))
+    return _but_the_last(Rule.of(*_LINEAR, input=cast, weight=cast, grad=cast, output="bf16", **backward))
 
 
 # the operand of forward that each product of the backward pass reads

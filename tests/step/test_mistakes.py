@@ -18,11 +18,15 @@ Change = Callable[[nn.Module], Any]
 
 
 def said(
-    precision: lowp.Precision, change: Change | None = None, cast: bool = True, unscale: bool = False
+    precision: lowp.Precision,
+    change: Change | None = None,
+    cast: bool = True,
+    unscale: bool = False,
+    model: nn.Module | None = None,
 ) -> list[str]:
     """Return the warnings of the first step of a loop that changes gradients between backward and step."""
     torch.manual_seed(0)
-    model = nn.Linear(6, 3)
+    model = model or nn.Linear(6, 3)
     optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[1]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -98,3 +102,26 @@ def test_a_region_in_which_no_op_has_a_rule_was_entered() -> None:
         loss = table(torch.arange(4)).square().mean()
     precision.backward(loss)
     precision.step(optimizer)
+
+
+class Transposed(nn.Linear):
+    """A layer whose weight is [inputs, outputs], as those of GPT-2 in transformers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x, self.weight.t())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "quartet2", "mxfp8-rceil"])
+def test_a_model_none_of_whose_layers_is_rounded_as_the_preset_says_is_told_so(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rulebook, "traced", rulebook.Rulebook)
+    (text,) = said(lowp.Precision(name))  # a lone layer is the last one
+    convolutions = ", conv*" if name.endswith("fp4") else ""
+    assert text == (
+        f"nothing was rounded to {name} in the first step: no call matched its rules for linear, addmm{convolutions}, "
+        "and linear ran under its other rules. For other ops and modules edit the policy that `lowp policy show "
+        f"{name} --toml` prints"
+    )
+    for layer in (nn.Linear(6, 16), Transposed(6, 16)):
+        assert said(lowp.Precision(name), model=nn.Sequential(layer, nn.ReLU(), nn.Linear(16, 3))) == []
