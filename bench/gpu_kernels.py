@@ -88,7 +88,7 @@ def _predicted(y: Tensor) -> Tensor:
         rows = torch.stack([mantissas, nothing, nothing, nothing, nothing, nothing + 8, flags, nothing], 1)
         for site, row in enumerate(rows):
             table.note(site, row)
-        table.flush(tell=False)
+        table.flush()
     parts = [*table.state, table.before, *(table.counts[name] for name in ("raises_needed", "measured"))]
     return torch.cat([one.reshape(-1).contiguous().view(torch.int8).int() for one in parts])
 
