@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -243,6 +244,17 @@ def test_a_loss_scale_may_grow_between_two_looks_as_often_as_it_does_but_not_mor
     state.completed(look(), {"scale": {"": 2.0}})
     seen = state.completed(look(passed=passed), {"scale": {"": 2.0 * growth}})
     assert seen.jump == ((2.0, 2.0 * growth) if jumps else None)
+
+
+@pytest.mark.parametrize(("precision", "kinds"), [("flex16+5", ["writes", "saturated"]), ("fp16", [])])
+def test_shared_exponents_of_a_region_without_a_precision_are_counted(precision: str, kinds: list[str]) -> None:
+    model, added = nn.Linear(4, 4), list[str]()
+    state = RunState(Models(model), None, None, [])
+    look = SimpleNamespace(add=lambda kind, names, values: added.append(kind))
+    with lowp.autocast(precision):
+        model(torch.ones(2, 4)).sum().backward()
+        state.add_to(cast(Look, look))
+    assert added == kinds
 
 
 # -- pace -------------------------------------------------------------------------------------------------------------
