@@ -12,7 +12,7 @@ from torch import nn
 
 import lowp
 from lowp.monitoring.alarms import Alarm, Alarms
-from lowp.monitoring.look import Look
+from lowp.monitoring.look import _MOST_CALLS, Look
 from lowp.monitoring.losses import Losses
 from lowp.monitoring.pace import Pace
 from lowp.monitoring.seen import Sight, Spike
@@ -246,6 +246,14 @@ def test_a_loss_scale_may_grow_between_two_looks_as_often_as_it_does_but_not_mor
     assert seen.jump == ((2.0, 2.0 * growth) if jumps else None)
 
 
+def test_the_first_results_of_a_module_are_seen_in_a_look_however_often_it_is_called() -> None:
+    seen = Look(0, of_flushed=False)
+    for call in range(1, 2 * _MOST_CALLS):
+        seen.saw_output("a", torch.tensor([float(call)]))
+    numbers = seen.read()
+    assert numbers is not None and numbers["activation"] == {"a": _MOST_CALLS}
+
+
 @pytest.mark.parametrize(("precision", "kinds"), [("flex16+5", ["writes", "saturated"]), ("fp16", [])])
 def test_shared_exponents_of_a_region_without_a_precision_are_counted(precision: str, kinds: list[str]) -> None:
     model, added = nn.Linear(4, 4), list[str]()
@@ -317,3 +325,13 @@ def test_a_look_counts_what_the_steps_after_it_take_longer(
     paced.seconds = seconds
     paced.looked(1)
     assert paced.seconds == pytest.approx(counted)
+
+
+@pytest.mark.parametrize(("last", "at"), [(0, 1), (3, 4), (4, 6), (31, 39), (32, 41), (1000, 1009)])
+def test_looks_are_a_quarter_of_the_steps_so_far_apart_and_eight_at_most(
+    last: int, at: int, pace: tuple[Pace, list[float]]
+) -> None:
+    paced, clock = pace
+    clock[0] = 1e6  # there is time enough
+    paced.looked(last)
+    assert paced.next(last + 1) == at and paced.next(last + 20) == last + 20
