@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -275,3 +276,27 @@ def test_a_transposed_convolution_with_one_result_is_rounded_and_one_of_other_ch
     torch.testing.assert_close(found, wanted)
     with pytest.raises(RuntimeError, match="expected input"):
         under(rule, F.conv_transpose1d, torch.randn(2, 2, 3), weight)
+
+
+@pytest.mark.parametrize(
+    ("precision", "way"),
+    [("bf16", "native"), ("fp16", "native"), *itertools.product(["bf16", "fp8", "mxfp8", "dfp16"], ["cpu", "bitwise"])],
+)
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (torch.mm, [(5, 64), (64, 7)]),
+        (torch.matmul, [(2, 5, 64), (64, 7)]),
+        (torch.bmm, [(2, 5, 64), (2, 64, 7)]),
+        (torch.addmm, [(7,), (5, 64), (64, 7)]),
+        (torch.baddbmm, [(2, 5, 7), (2, 5, 64), (2, 64, 7)]),
+    ],
+)
+def test_results_and_gradients_of_matrices_lie_one_row_after_the_other(
+    function: Callable[..., Tensor], shapes: list[tuple[int, ...]], precision: str, way: str
+) -> None:
+    operands = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    with kernels.use(way), autocast(precision):
+        y = function(*operands)
+    found = torch.autograd.grad(y, operands, torch.randn(y.shape).to(y.dtype))
+    assert y.is_contiguous() and all(one.is_contiguous() for one in found)

@@ -285,6 +285,8 @@ class Einsum(Form):
     def _gradient(self, slot: int, left: Tensor, right: Tensor) -> Tensor:
         """Return a gradient; along letters that neither operand has (they were summed) it is constant."""
         terms = (self.terms[SECOND] if slot == FIRST else self.terms[FIRST], self.terms[OUTPUT])
+        if slot == FIRST:  # of the gradient first are the letters that come first: in this order torch writes them
+            terms, left, right = terms[::-1], right, left
         return self._expanded(slot, torch.einsum(f"{terms[0]},{terms[1]}->{self._reachable(slot)}", left, right))
 
     def _reachable(self, slot: int) -> str:
@@ -312,6 +314,8 @@ class Einsum(Form):
         left, right = tensors
         batch = _common(target, terms[0], terms[1])
         rows, columns = (_common(target, term, without=batch) for term in terms)
+        if rows and columns and batch + columns + rows == target:  # then the product is the result as it lies
+            rows, columns, terms, left, right = columns, rows, terms[::-1], right, left
         summed = _common(terms[0], terms[1], without=target)
         sizes = {**dict(zip(terms[0], left.shape, strict=True)), **dict(zip(terms[1], right.shape, strict=True))}
 
