@@ -22,7 +22,7 @@ from lowp.ops.observing import everywhere, step
 from lowp.optim.masters import Wrapper
 from lowp.optim.model_state import Attachment, MasterKeeper, StoredModel, attach, given_names, own
 from lowp.optim.moments import SQUARES
-from lowp.optim.shards import Wholes, is_sharded, local
+from lowp.optim.shards import Wholes, local, refuse_shards
 from lowp.optim.skipping import begin_momentum, flagged, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import entries_by_parameter, parameters_of
 from lowp.optim.storage import Storage
@@ -58,17 +58,6 @@ def _text(role: str, part: str, name: str) -> str:
 
 _weight, _gradient = partial(_site, "weight", "weight"), partial(_site, "weight gradient", "gradient")
 _update, _buffer = partial(_site, "update", "update"), partial(_site, "buffer", "buffer")
-
-
-def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
-    """Raise InvalidInput if a parameter is sharded over ranks."""
-    if any(is_sharded(parameter) for parameter in parameters):
-        raise InvalidInput(
-            "a parameter that is sharded over ranks (a DTensor, by FSDP2 or tensor parallelism) cannot be stored in "
-            f"{cast}: an exponent belongs to the whole tensor. Call precision.prepare_model(model) before "
-            "fully_shard(model), or use DistributedDataParallel; for tensor parallelism use dfp16, or another "
-            "precision whose exponents are not predicted"
-        )
 
 
 class _Row(NamedTuple):
@@ -122,12 +111,7 @@ class FlexWeights(MasterKeeper, Wrapper):
                 "fp32 parameters, as in Precision('dfp16')"
             )
         trained = [row for row in self._rows() if row.parameter.grad is not None]
-        sparse = [row.gradient.name for row in trained if row.parameter.grad.is_sparse]  # type: ignore[union-attr]
-        if sparse:
-            raise InvalidInput(
-                f"the gradient of {sparse[0]} is sparse, which {self.cast} does not support: create the embedding with "
-                "sparse=False, or train in dfp16, whose optimizer is fp32"
-            )
+        self._refuse_sparse(trained)
         if self._is_skipped is None:
             self.write_gradients()
             self._compared = None
@@ -150,6 +134,14 @@ class FlexWeights(MasterKeeper, Wrapper):
                 self._write_steps(moved, names)
             self._write_buffers()
         return result
+
+    def _refuse_sparse(self, trained: Sequence[_Row]) -> None:
+        sparse = [row.gradient.name for row in trained if row.parameter.grad.is_sparse]  # type: ignore[union-attr]
+        if sparse:
+            raise InvalidInput(
+                f"the gradient of {sparse[0]} is sparse, which {self.cast} does not support: create the embedding with "
+                "sparse=False, or train in dfp16, whose optimizer is fp32"
+            )
 
     def _step_inner(self, trained: Sequence[Tensor]) -> Any:
         """Step the inner optimizer on these parameters; where a device has decided to skip, nothing changes."""

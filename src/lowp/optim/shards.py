@@ -183,6 +183,17 @@ def refuse_to_convert(storage: str) -> None:
             )
 
 
+def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
+    """Raise InvalidInput if a parameter is sharded over ranks."""
+    if any(is_sharded(parameter) for parameter in parameters):
+        raise InvalidInput(
+            "a parameter that is sharded over ranks (a DTensor, by FSDP2 or tensor parallelism) cannot be stored in "
+            f"{cast}: an exponent belongs to the whole tensor. Call precision.prepare_model(model) before "
+            "fully_shard(model), or use DistributedDataParallel; for tensor parallelism use dfp16, or another "
+            "precision whose exponents are not predicted"
+        )
+
+
 class Wholes:
     """The wholes of a rank's shards, in precisions with shared exponents. All ranks with shards make the same calls.
 

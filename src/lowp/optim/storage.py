@@ -347,7 +347,7 @@ _EXPONENT_ONES = 0x7F80_0000
 
 
 def split(value: Tensor, bits: int = 16) -> tuple[Tensor, Tensor]:
-    """InParts fp32 `value` into its bf16 half and a remainder of 16 or 8 bits (int16, int8), of the same shape.
+    """Split fp32 `value` into its bf16 half and a remainder of 16 or 8 bits (int16, int8), of the same shape.
 
     `join` restores every number that is not NaN: bit for bit from 16 bits, rounded to 16 digits (a tie away from zero)
     from 8. A NaN becomes some NaN, and its half is NaN. Values above the largest bf16 by half an ulp or more have an
