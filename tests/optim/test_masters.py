@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lowp.optim.preparing import _checksum
 from lowp.optim.shards import sharing
 from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
 from lowp.optim.state_dicts import check_saved
+from lowp.optim.storage import seed_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
@@ -238,6 +240,22 @@ def test_the_checksum_by_which_ranks_compare_weights_tells_every_bit_and_its_pla
     moved[:-1], moved[-1] = changed[1:], x[0]
     sums = {_checksum([one]) for one in (x, changed, moved)} | {_checksum([x, changed]), _checksum([changed, x])}
     assert len(sums) == 5
+
+
+def test_the_seed_of_a_step_on_a_device_stays_there_and_is_that_of_the_host() -> None:
+    on_host = seed_of(7, torch.tensor(3.0), 2, 1)
+    assert type(on_host) is int and on_host == seed_of(7, 3, 2, 1)
+    on_device = seed_of(7, torch.empty((), device="meta"), 2, 1)
+    assert isinstance(on_device, torch.Tensor) and on_device.is_meta and on_device.dtype is torch.int64
+
+
+@pytest.mark.parametrize(("beta", "is_fit"), [(0.0, True), (0.999, True), (1.0, False), (-0.1, False)])
+def test_a_state_of_an_optimizer_has_betas_from_0_to_below_1(beta: float, is_fit: bool) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0]["betas"] = (beta, 0.5)
+    state = optimizer.state_dict()
+    with nullcontext() if is_fit else pytest.raises(InvalidInput, match="each must be at least 0 and below 1"):
+        check_saved(optimizer, state, "AdamW", state)
 
 
 def test_tensors_share_memory_where_elements_of_theirs_are_the_same() -> None:
