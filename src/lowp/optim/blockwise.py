@@ -18,20 +18,12 @@ from lowp.optim.model_state import DtypeAdvice, MasterKeeper, ParameterNames, ow
 from lowp.optim.moments import SCALES, SQUARES, FormatOptions, Moments, admitted
 from lowp.optim.releasing import Released, refuse_released
 from lowp.optim.shards import local, places_of, refuse_to_convert, shard_of
-from lowp.optim.state_dicts import (
-    Checkpointed,
-    check_shape,
-    entries_by_parameter,
-    packed_groups,
-    parameters_of,
-)
+from lowp.optim.state_dicts import Checkpointed, check_shape, entries_by_parameter, packed_groups, parameters_of
 from lowp.optim.storage import BLOCK, MASTER_WEIGHT, STORAGE_STATE, Storage, check_seed, seed_of
 from lowp.scaling.loss_scale import inverse_of
 
 _foreach_add_ = cast(Callable[[list[Tensor], Any], None], private("torch._foreach_add_"))
 _COPIED = ("storage", "kept", "names", "seed", "_is_told")  # attributes that a copy keeps
-
-
 _Member = tuple[int, tuple[dict[str, Any], nn.Parameter]]  # a parameter, its group, and its place among all
 
 
