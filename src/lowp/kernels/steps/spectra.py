@@ -213,8 +213,9 @@ def largest_of(tensors: Sequence[Tensor]) -> float:
         most = cpu.loaded().lowp_largest(plain, counts, len(plain), torch.get_num_threads())
     if len(plain) < len(tensors):
         known = set(map(id, plain))
-        rest = [one.detach().abs().amax().double() for one in tensors if one.numel() and id(one) not in known]
-        most = max(most, float(torch.stack(rest).amax()), key=_rank) if rest else most
+        rest = [one.detach().abs().amax() for one in tensors if one.numel() and id(one) not in known]
+        wide = torch.float64 if any(one.dtype is torch.float64 for one in rest) else torch.float32
+        most = max(most, float(torch.stack([one.to(wide) for one in rest]).amax()), key=_rank) if rest else most
     return most
 
 
