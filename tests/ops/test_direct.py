@@ -575,3 +575,21 @@ def test_other_casts_have_the_bits_of_their_definition(call: str, casts: str, mo
     fast = run()
     take_the_long_way(monkeypatch)
     assert all(torch.equal(one, other) for one, other in zip(fast, run(), strict=True))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("precision", ["fp8", "e4m3fn@fp32/tensor", "mxfp8"])
+def test_gradients_that_may_lose_features_are_looked_at_at_times_and_have_the_same_bits(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layer, x, gradient = nn.Linear(8, 1024), torch.randn(4, 8), torch.randn(4, 1024)
+    ran, run = [], Back.run
+    monkeypatch.setattr(Back, "run", lambda *given: ran.append(True) or run(*given))
+    found = []
+    for _ in range(34):
+        with lowp.autocast(precision):
+            y = layer(x)
+        found.append(torch.autograd.grad(y, tuple(layer.parameters()), gradient))
+    assert len(ran) == (34 if precision == "mxfp8" else 32)  # the first and the 33rd by the definition
+    assert all(torch.equal(one, other) for some in found for one, other in zip(some, found[0], strict=True))

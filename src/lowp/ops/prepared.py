@@ -57,6 +57,7 @@ from lowp.ops.matrices import (
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form, Linear
 from lowp.policy import Rule
 
+LOOKS = 32  # calls for gradients, of which one looks for features that are lost
 SMALL = 1024  # elements of a weight that is rounded anew at each use, in less time than a look for a kept cast
 
 _AND_CODES = *cpu.FLOATS, torch.int8
@@ -89,6 +90,7 @@ class Prepared:
     """
 
     __slots__ = (
+        "asked",
         "backs",
         "form",
         "forwards",
@@ -121,6 +123,7 @@ class Prepared:
             self.keeps_weight = False
         self.forwards: dict[tuple[bool, bool, bool], ForwardProgram] = {}
         self.backs: dict[Hashable, Back | None] = {}
+        self.asked = 0  # for gradients that may lose features
 
     def run(self, given: Given, saves_value: bool, saves_factor: bool) -> Tensor:
         """Return the result; the values of casts that are saved are left in their places. Raises NotFinite."""
@@ -211,9 +214,16 @@ class Prepared:
         if found is UNKNOWN:
             with real_tensors():
                 found = self.backs[key] = self._back(gradient, needs, bias_dtype)
+        if found is None or (found.may_lose and self._is_looked_at()):
+            return None
         if entry is not None:
             values, memory = (*values, entry), [*memory, entry.data_ptr()]
-        return None if found is None else found.run(gradient, values, memory)
+        return found.run(gradient, values, memory)  # type: ignore[no-any-return]
+
+    def _is_looked_at(self) -> bool:
+        """Whether the definition runs, which tells of features that a gradient loses: at first, and then at times."""
+        self.asked += 1
+        return self.asked % LOOKS == 1
 
     def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
         return Builder(self, gradient, bias_dtype, keeps=self.is_apart and needs[2]).back(needs)
@@ -232,13 +242,14 @@ class Back(NamedTuple):
 
     `made`: the tensors that it writes, and copies of the gradient that it reads; `results`: the places of the gradients
     of x, the weight and the bias, and what gives them their shapes, or what makes them of all tensors. `copies`: as in
-    `Read`.
+    `Read`. `may_lose`: the gradient may lose features under one scale, of which the definition warns.
     """
 
     program: Program
     copies: bool
     made: Sequence[Empty | Turned]
     results: Sequence[tuple[int | None, Finish | None]] | Callable[[Found, Scratch], Found]
+    may_lose: bool
 
     def run(self, gradient: Tensor, values: Sequence[Tensor | None], memory: list[int]) -> Found | None:
         """Return the gradients of both operands and of the bias; None where the definition has to say what they are.
@@ -260,7 +271,7 @@ class Back(NamedTuple):
 
     def _runs(self, tensors: Found, memory: list[int], empty: Callable[..., Tensor]) -> bool:
         """Make the tensors that the program writes, and run it; return whether it came to its end."""
-        program, copies, made, _ = self
+        program, copies, made, *_ = self
         if copies:
             tensors[GRADIENT] = tensors[GRADIENT].contiguous()
             memory[GRADIENT] = tensors[GRADIENT].data_ptr()
@@ -300,7 +311,7 @@ class Builder:
         self.products = casts.of_product(FIRST), casts.of_product(SECOND)
         grads = [one.grad or rule.grad for one in self.products] + [rule.grad]
         self.casts_gradient = any(self.is_cast(to, gradient.dtype) for to in grads)
-        self.is_possible = not any(to is not None and self._loses(to, shape) for to in grads)
+        self.may_lose = any(to is not None and self._loses(to, shape) for to in grads)
         whole, strides = strides_of(shape), gradient.stride()
         is_read = not (self.casts_gradient or self.is_apart) and len(shape) == 2 and is_reached(shape, strides)
         self.copies = strides != whole and not is_read
@@ -322,8 +333,6 @@ class Builder:
 
     def back(self, needs: tuple[bool, ...]) -> Back | None:
         """Return the gradients asked for; None if they are no products of matrices as they lie, or no step casts."""
-        if not self.is_possible:
-            return None
         results: list[tuple[int | None, Finish | None]] = [(None, None)] * 3
         for slot in (FIRST, SECOND):
             if not needs[slot]:
@@ -423,7 +432,7 @@ class Builder:
 
     def finished(self, copies: bool, results: Any) -> Back:
         """Return the program."""
-        return Back(Program(self.steps, self.owned), copies, self.made, results)
+        return Back(Program(self.steps, self.owned), copies, self.made, results, self.may_lose)
 
     def _product(self, found: Matrices, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, Finish | None]:
         """Multiply into a tensor of this shape, in a dtype."""

@@ -200,8 +200,6 @@ class ByTorch(Prepared):
     def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
         builder = Builder(self, gradient, bias_dtype, keeps=True)
         copies = builder.copies and (builder.casts_gradient or builder.is_apart)
-        if not builder.is_possible:
-            return None
         to = self.rule.grad
         if copies and not builder.is_apart and to is not None and is_read(to):
             if is_dense(tuple(gradient.shape), gradient.stride()):
