@@ -102,7 +102,7 @@ def test_the_mean_of_many_rotated_casts_is_the_tensor_with_half_the_error_of_sto
 def test_gradients_of_quartet2_have_the_mean_of_gradients_in_fp32() -> None:
     x, coming, given = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(1))
     x, weight = x.requires_grad_(), nn.Parameter(given)
-    rule = next(rule for rule in PRESETS["quartet2"].policy.rules if rule.ops == ("linear",))
+    rule = next(rule for rule in PRESETS["quartet2"].policy.rules if "linear" in rule.ops)
     region = lowp.autocast(Policy((Rule(**{**vars(rule), "output": None}),)))
     exact = coming @ weight.detach(), coming.t() @ x.detach()
     torch.manual_seed(0)
