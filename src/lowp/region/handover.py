@@ -39,6 +39,7 @@ _set_enabled = torch.set_autocast_enabled  # torch's original function: the repl
 _caches, _set_caches = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _LEFT_ALONE = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 _ATTENTION = "multi_head_attention_forward"
+_PLAIN = (Tensor, Parameter)
 _BATCHED = ("linear", "matmul")  # take operands of any dimensions
 _FUSED = (_ATTENTION, "scaled_dot_product_attention")
 _OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_weights among them
@@ -166,7 +167,7 @@ def on_host(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, .
 
 def _is_apart(args: tuple[Any, ...]) -> bool:
     """Whether torch multiplies many matrices each by a copy of one, unlike lowp's runner (`lowp.ops.trilinear`)."""
-    if len(args) < 2 or not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
+    if len(args) < 2 or type(args[0]) not in _PLAIN or type(args[1]) not in _PLAIN or args[0].dim() + args[1].dim() < 5:
         return False
     many, one = args[:2] if args[0].dim() > 2 else args[1::-1]
     is_one_product = torch.is_grad_enabled() and one.requires_grad
