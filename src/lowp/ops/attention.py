@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowp.compat import constant_when_compiled, gradients_of, remembered_by_identity
+from lowp.compat import gradients_of, remembered_by_identity
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.products import contract, is_native
@@ -245,11 +245,11 @@ def _in_two_contractions(
     call: Call, settings: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Compute scores, softmax in fp32, and the product with the values; both contractions run under the rule."""
-    inner, outer = rules_of_products(call.rule)
+    of_scores, of_values = (_of_scores, _of_values) if torch.compiler.is_compiling() else _kept
     if settings.grouped:
         key, value = (x.repeat_interleave(query.shape[-3] // (x.shape[-3] or 1), -3) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1] or 1) if settings.scale is None else settings.scale
-    scores = contracted(call, inner, query, key.transpose(-2, -1)).float() * scale
+    scores = contracted(call, of_scores(call.rule), query, key.transpose(-2, -1)).float() * scale
     if settings.causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~allowed, -math.inf)
@@ -258,15 +258,23 @@ def _in_two_contractions(
     weights = torch.softmax(scores, -1)
     if settings.dropout:
         weights = torch.dropout(weights, settings.dropout, True)
-    return contracted(call, outer, weights, value)
+    return contracted(call, of_values(call.rule), weights, value)
 
 
-@constant_when_compiled
-@remembered_by_identity
-def rules_of_products(rule: Rule) -> tuple[Rule, Rule]:
-    """Return the rules of the product that makes scores, in fp32, and of that with the values."""
-    inner = Rule(input=rule.input, weight=rule.input, grad=rule.grad, accumulate=rule.accumulate)
-    return inner, replace(inner, output=rule.output)
+def _of_scores(rule: Rule) -> Rule:
+    """Return the rule of the product that makes scores, in fp32."""
+    return Rule(input=rule.input, weight=rule.input, grad=rule.grad, accumulate=rule.accumulate)
+
+
+def _of_values(rule: Rule) -> Rule:
+    """Return the rule of the product with the values."""
+    return Rule(**{**vars(_of_scores(rule)), "output": rule.output})
+
+
+_kept = (
+    remembered_by_identity(_of_scores),
+    remembered_by_identity(_of_values),
+)  # what is known of rules goes by identity
 
 
 def contracted(call: Call, rule: Rule, first: Tensor, second: Tensor) -> Tensor:

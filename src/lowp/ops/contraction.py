@@ -54,13 +54,15 @@ def multiply(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
     """Return a contraction: straight from its operands where nothing else sees the call, or by its definition."""
     if call.scales is not None:
         call = replace(call, scales=call.scales.part())
-    rule = call.rule if call.roles is None else _in_order(call.rule, call.roles)
-    if rule is not None and call.watch is None and call.writer is None and not functorch_is_active():
+    if call.watch is None and call.writer is None and not functorch_is_active():
         first, second, bias = unwrapped(first), unwrapped(second), None if bias is None else unwrapped(bias)
+        rule: Rule | None = call.rule
         result = None
-        if call.roles is None and is_fp8(rule) and (layer := in_fp8(form, rule, first, second, bias)) is not None:
+        if call.roles is not None:
+            rule = None if torch.compiler.is_compiling() else _in_order(call.rule, call.roles)
+        elif is_fp8(call.rule) and (layer := in_fp8(form, call.rule, first, second, bias)) is not None:
             result = product(layer[0], OUTPUT, call.casts, layer[1], layer[2], bias)
-        if result is None and (how := direct(rule)) is not None:
+        if result is None and rule is not None and (how := direct(rule)) is not None:
             kept = cast(KeptCasts, call.weight_cast) if hasattr(call.weight_cast, "look") else None
             result = how.contract(form, lambda *shapes: form, first, second, bias, kept, call.scales)
         if result is not None:
