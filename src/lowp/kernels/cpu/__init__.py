@@ -59,8 +59,8 @@ def library() -> ctypes.CDLL | None:
     except (OSError, AttributeError) as error:
         reason = "it was not built" if not PATH.exists() else str(error)
         warnings.warn(
-            f"lowp's C++ library {PATH} is not used ({reason}); torch operations give the same bits, more slowly. "
-            "Install lowp with a C++ compiler (GCC or Clang) to build it",
+            f"lowp's C++ library {PATH} is not used ({reason}); torch operations round alike, more slowly; products "
+            "are summed in another order. Install lowp with a C++ compiler (GCC or Clang) to build it",
             RuntimeWarning,
             stacklevel=2,
         )
