@@ -60,11 +60,7 @@ class SharedExponents(Sites[ExponentTable]):
         are all of it: None beside a second word, and of what is not finite.
         """
         if type(x) is not Tensor and is_sharded(x):
-            raise InvalidInput(
-                f"a tensor {tuple(x.shape)} that is distributed over ranks (a DTensor, by tensor parallelism) cannot "
-                f"be written in {cast}: an exponent belongs to the whole tensor. Use dfp16, or another precision whose "
-                "exponents are not predicted"
-            )
+            raise InvalidInput(_distributed(x, cast))
         x = x.detach() if x.requires_grad else x  # the same tensor object if possible, for data cached by tensor
         table = self._table(cast, x.device)
         when: Condition = True
@@ -76,8 +72,7 @@ class SharedExponents(Sites[ExponentTable]):
                 return Written(x.float())
             when = ~is_exact if isinstance(is_exact, Tensor) else True
         if is_apart:
-            result = table.write_at(x, training if isinstance(training, Tensor) else self._apart(table, x, site))
-            return Written(result if when is True else torch.where(when, result, x.float()))
+            return self._written_apart(table, x, site, training, when)
         if self._unless is not None and not table.is_host:
             when = both(when, ~self._unless)
         index, listeners = table.place(site, when), self.onlookers.listeners
@@ -90,15 +85,28 @@ class SharedExponents(Sites[ExponentTable]):
         if (exponent := written.exponent) is None:
             return written
         if is_long:
-            result = self._with_low_word(table, x, written.values, site, exponent)
-            if when is not True:  # x + (x - x) is not x if x is infinite
-                result = torch.where(when, result, x.float())
-            if not table.is_host:
-                payloads.keep(result, cast.format, exponent)
-            written = Written(result, exponent)
+            written = self._in_two_words(table, x, written.values, site, exponent, when)
         for listener in listeners:
-            listener(site, x, int(table.state.exponent[index]) if table.is_host else table.scaling.first_exponent)
+            listener(site, x, _told(table, index))
         return written
+
+    def _written_apart(
+        self, table: ExponentTable, x: Tensor, site: str, training: bool | Tensor, when: Condition
+    ) -> Written:
+        """Return what is written of x outside of training where `when` is true, and x elsewhere; nothing is noted."""
+        result = table.write_at(x, training if isinstance(training, Tensor) else self._apart(table, x, site))
+        return Written(result if when is True else torch.where(when, result, x.float()))
+
+    def _in_two_words(
+        self, table: ExponentTable, x: Tensor, high: Tensor, site: str, exponent: Tensor, when: Condition
+    ) -> Written:
+        """Return what was written of x with a second word, where it needs one and `when` is true; x elsewhere."""
+        result = self._with_low_word(table, x, high, site, exponent)
+        if when is not True:  # x + (x - x) is not x if x is infinite
+            result = torch.where(when, result, x.float())
+        if not table.is_host:
+            payloads.keep(result, table.cast.format, exponent)
+        return Written(result, exponent)
 
     @contextmanager
     def unless(self, is_skipped: Tensor | None) -> Iterator[None]:
@@ -227,3 +235,16 @@ class SharedExponents(Sites[ExponentTable]):
         On an accelerator the exponent is the one with which the site began.
         """
         return listed(self.onlookers.listeners, callback)
+
+
+def _distributed(x: Tensor, cast: Cast) -> str:
+    return (
+        f"a tensor {tuple(x.shape)} that is distributed over ranks (a DTensor, by tensor parallelism) cannot be "
+        f"written in {cast}: an exponent belongs to the whole tensor. Use dfp16, or another precision whose exponents "
+        "are not predicted"
+    )
+
+
+def _told(table: ExponentTable, index: int) -> int:
+    """Return the exponent of an entry that listeners are told: on a device, which nobody waits for, the first one."""
+    return int(table.state.exponent[index]) if table.is_host else table.scaling.first_exponent

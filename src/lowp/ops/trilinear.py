@@ -227,6 +227,16 @@ class Linear(Form):
         return sum_of_rows(gradient)
 
 
+def _summed_alone(tensors: list[Tensor], terms: list[str], target: str) -> tuple[list[Tensor], list[str]]:
+    """Return two operands, and their letters, summed along the letters of one alone that the result lacks."""
+    for index, term in enumerate(terms):
+        alone = [letter for letter in term if letter not in target and letter not in terms[1 - index]]
+        if alone:
+            tensors[index] = _summed(tensors[index], [term.index(letter) for letter in alone])
+            terms[index] = "".join(letter for letter in term if letter not in alone)
+    return tensors, terms
+
+
 def _common(letters: str, *terms: str, without: str = "") -> str:
     """Return the letters that all terms have, in order, but for some."""
     return "".join(one for one in letters if all(one in term for term in terms) and one not in without)
@@ -305,13 +315,7 @@ class Einsum(Form):
     def matrices(self, slot: int, left: Tensor, right: Tensor, batches: int = 1) -> tuple[Tensor, Tensor, Finish]:
         terms = [term for index, term in enumerate(self.terms) if index != slot]
         target = self._reachable(slot)
-        tensors = [left, right]
-        for index, term in enumerate(terms):  # letters of one operand alone that the result lacks are summed first
-            alone = [letter for letter in term if letter not in target and letter not in terms[1 - index]]
-            if alone:
-                tensors[index] = _summed(tensors[index], [term.index(letter) for letter in alone])
-                terms[index] = "".join(letter for letter in term if letter not in alone)
-        left, right = tensors
+        (left, right), terms = _summed_alone([left, right], terms, target)
         batch = _common(target, terms[0], terms[1])
         rows, columns = (_common(target, term, without=batch) for term in terms)
         if rows and columns and batch + columns + rows == target:  # then the product is the result as it lies

@@ -240,11 +240,9 @@ def _launched(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
     made = planned(cast, x.dtype, codes)
     size = None if made is None else _group(x, cast)
-    if made is None or size is None or (made.form.random_bits and drawn(seed)[1] % 4):
-        return None
     format = definition.scaled_format(cast)
     is_block = format.scope.kind == "block"
-    if made.form.random_bits and not is_block:
+    if made is None or size is None or (made.form.random_bits and not _draws(is_block, seed)):
         return None
     x = x.contiguous()
     packed = packed and format.element.bits == 4 and x.shape[-1] % 2 == 0
@@ -275,6 +273,11 @@ def _launched(
         block = min(BLOCK if not x.is_cpu else INTERPRETED_BLOCK, max(16, 1 << (size - 1).bit_length()))
         run(scaled.rows, (x.numel() // size,), *given, size, *tables, *compiled, size <= block, block)
     return out, scales, outer, lost
+
+
+def _draws(is_block: bool, seed: Seed) -> bool:
+    """Whether the kernels draw random words for a cast: of blocks, from a whole counter on."""
+    return is_block and not drawn(seed)[1] % 4
 
 
 def warps_of(made: ScaledCastPlan) -> int:
