@@ -69,6 +69,14 @@ def test_a_sample_is_the_same_for_a_seed_and_draws_no_equal_one(monkeypatch: pyt
     assert first[0] not in mutants.sample("hashing", 100, "0")
 
 
+@pytest.mark.parametrize("line", ["import {}", "import json, {}.inner", "from {}.inner import name"])
+def test_modules_of_libraries_that_are_not_installed_are_not_drawn(file: Path, line: str) -> None:
+    file.write_text(line.format("no_such_library"))
+    assert mutants.sources("room") == []
+    file.write_text(line.format("email"))
+    assert mutants.sources("room") == [file]
+
+
 def test_the_list_of_equal_faults_names_some_that_exist() -> None:
     for key, reason in mutants.equal().items():
         assert key in {one.key for one in mutants.mutants(mutants.SOURCES / key.split("  ")[0])}

@@ -174,6 +174,21 @@ def test_a_prepared_model_returns_fp32_its_copies_are_their_own_and_it_can_be_un
     assert used.unwrap_model(prepared, keep_fp32_wrapper=False).forward == own
 
 
+@pytest.mark.parametrize("on_each_node", [False, True])
+@pytest.mark.parametrize("local", [False, True])
+def test_one_process_of_all_or_of_each_node_writes_the_state_of_the_precision(
+    local: bool, on_each_node: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    used = accelerator("fp16", project_config=ProjectConfiguration(save_on_each_node=on_each_node))
+    used.prepare(*parts())
+    monkeypatch.setattr(type(used), "is_main_process", False)  # as on the second node
+    monkeypatch.setattr(type(used), "is_local_main_process", local)
+    used.save_state(str(tmp_path))
+    assert (tmp_path / "scaler.pt").exists() == (local and on_each_node) and used.scaler is not None
+
+
 def test_precisions_beside_accelerate_s_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(lowp.InvalidInput, match=r"mixed_precision='bf16' comes beside the lowp precision: omit it in"):
         accelerator("fp16", mixed_precision="bf16")

@@ -8,10 +8,11 @@ import math
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -174,6 +175,13 @@ def test_skipped_steps_change_nothing_and_are_logged_beside_the_loss_scale(tmp_p
     assert used.monitor.step == 8 and any(row["lowp/net/activation"] for row in found)
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_training_is_watched_if_that_is_asked_for(asked: bool) -> None:
+    used = plugin("bf16", monitor=asked)
+    fit(used, epochs=1, limit_train_batches=1)
+    assert (used.monitor is not None) == asked and (not asked or used.monitor.step == 1)
+
+
 def test_validation_and_predictions_run_in_the_precision() -> None:
     model = module()
     run = trainer("bf16")
@@ -243,6 +251,24 @@ def test_a_module_may_have_a_backward_of_its_own_and_batches_without_a_loss() ->
     assert used.steps == 4 and used.skipped_steps == 0
 
 
+def test_a_backward_of_the_module_s_own_gets_its_arguments_between_the_hooks_of_lightning() -> None:
+    heard: list[Any] = []
+
+    def by_hand(self: Any, batch: Any, index: int) -> None:
+        self.manual_backward(self.loss(batch), "once", retain=False)
+
+    def backward(self: Any, loss: Tensor, *given: Any, **named: Any) -> None:
+        heard.extend((given, named))
+        loss.backward()
+
+    hooks = {"on_before_backward": lambda self, loss: heard.append("before")}
+    hooks |= {"on_after_backward": lambda self: heard.append("after")}  # type: ignore[dict-item, misc]
+    model = module(training_step=by_hand, backward=backward, **hooks)
+    model.automatic_optimization = False
+    fit("fp16", model, epochs=1, limit_train_batches=1)
+    assert heard == ["before", ("once",), {"retain": False}, "after"]
+
+
 def test_a_fused_optimizer_trains_as_torch_s_other_one() -> None:
     def adam(self: Any, fused: bool) -> Any:
         assert self.trainer.scaler.get_scale() > 1
@@ -298,6 +324,20 @@ def test_a_run_of_fabric_resumes_with_the_same_bits(name: str, tmp_path: Path) -
     losses, model, steps = fabric(name, tmp_path)
     later, again, _ = fabric(name, tmp_path, resume=True)
     assert steps == 16 and later == losses[8:] and same(model, again)
+
+
+def test_a_model_of_fabric_returns_fp32_inside_of_what_holds_its_results() -> None:
+    class Output(NamedTuple):
+        logits: Any
+        loss: Any
+
+    half, double = torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)
+    given = {"list": [half, 3], "own": OrderedDict(named=Output((half, double), None))}
+    found = plugin("bf16").convert_output(given)
+    assert [*found] == ["list", "own"] and found["list"][0].dtype == torch.float32 and found["list"][1] == 3
+    assert type(found["own"]) is OrderedDict and type(found["own"]["named"]) is Output
+    (logits, wide), loss = found["own"]["named"]
+    assert logits.dtype == torch.float32 and wide is double and loss is None
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -57,9 +57,11 @@ def test_a_torch_built_for_cuda_on_a_machine_without_a_gpu_scales_on_the_cpu(mon
 
 def test_cuda_that_is_not_there_warns_and_disables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.warns(UserWarning, match="torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling"):
+    with pytest.warns(
+        UserWarning, match="torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling"
+    ) as told:
         scaler = GradScaler("cuda")
-    assert not scaler.is_enabled() and scaler.get_scale() == 1.0
+    assert told[0].filename == __file__ and not scaler.is_enabled() and scaler.get_scale() == 1.0
     assert not GradScaler("cuda", enabled=False).is_enabled()
 
 
