@@ -114,7 +114,9 @@ def test_weights_take_a_quarter_of_the_bytes() -> None:
         assert size / sum(one.numel() * 4 for one in model.parameters()) < most
 
 
-@pytest.mark.parametrize(("format", "bits"), [("mxfp4", 4.25), ("nvfp4", 4.5), ("mxfp8", 8.25), ("int4", 5)])
+@pytest.mark.parametrize(
+    ("format", "bits"), [("mxfp4", 4.25), ("nvfp4", 4.5), ("if4", 4.5), ("mxfp8", 8.25), ("int4", 5)]
+)
 def test_scales_of_a_byte_stay_bytes(format: str, bits: float) -> None:
     served = lowp.quantize_model(nn.Linear(512, 256, bias=False), format)
     assert sum(one.nbytes for one in served.buffers()) * 8 == pytest.approx(bits * 512 * 256, abs=8 * 64)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowp
 from lowp import casts, kernels
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import ScaledFormat
+from lowp.inference.modules import Nibble
 from lowp.kernels import cpu
 from lowp.kernels.numbers import scaled
 from lowp.kernels.packed import byte_products, byte_rows, few_bits
@@ -178,6 +180,28 @@ def test_scales_in_bytes_are_read_as_the_numbers_that_they_are(format: str) -> N
     assert all(torch.equal(few_bits.multiply_codes(x, packed, None, level), found) for level in LEVELS)
     with kernels.use("reference"):
         assert torch.equal(few_bits.multiply_codes(x, packed), found)
+
+
+@pytest.mark.parametrize("format", ["if4", "e2m1+i4s@e5m2@fp32/32", "e3m0finite+i4s@e4m3fn@fp32/16"])
+def test_the_sign_of_a_scale_chooses_one_of_two_tables(format: str) -> None:
+    torch.manual_seed(0)
+    weight, x, bias = torch.randn(21, 200) * torch.exp(torch.randn(21, 1)), torch.randn(3, 200), torch.randn(21)
+    weight[3], weight[4, :16] = 0, 1e-9  # scales of zero
+    packed = Nibble(weight, casts.parse(format)).codes()
+    assert packed.scales.dtype is torch.uint8 and 0.1 < (packed.scales >= 128).float().mean() < 0.9
+    values = lowp.quantize(weight, format)
+    assert torch.equal(few_bits.code_values(packed), values)
+    assert torch.equal(few_bits.code_values(packed, 16, 5), values[16:])
+    assert torch.equal(few_bits.code_rows(packed, torch.tensor([20, 4])), values[[20, 4]])
+    found = few_bits.multiply_codes(x, packed, bias)
+    assert all(torch.equal(few_bits.multiply_codes(x, packed, bias, level), found) for level in LEVELS)
+    with kernels.use("reference"):
+        assert torch.equal(few_bits.multiply_codes(x, packed, bias), found)
+        assert torch.equal(few_bits.code_values(packed), values)
+    error = (found - bias - x.double() @ values.double().t()).abs() / (x.double().abs() @ values.double().abs().t() + 1)
+    assert float(error.max()) < 2**-18
+    many = x.repeat(few_bits.FEW // 3 + 1, 1)
+    assert torch.equal(few_bits.multiply_codes(many, packed, bias), torch.nn.functional.linear(many, values, bias))
 
 
 @pytest.mark.parametrize("format", ["int4", "flex16+5", "e2m1@e5m10/32", "e2m1@2^-40..20/row"])

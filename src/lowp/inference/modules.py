@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowp import kernels
 from lowp.casts import Cast, parse
+from lowp.formats import ScaledFormat
 from lowp.kernels.numbers import groups, packing, scaled
 from lowp.kernels.packed import byte_products, byte_rows, few_bits, few_rows
 from lowp.kernels.packed.byte_products import Panels
@@ -187,16 +188,16 @@ class _Coded(Weight):
 
 
 class Nibble(_Coded):
-    """4 bits and less under scales of blocks: e2m1, mxfp4, nvfp4, int4; activations stay in fp32."""
+    """4 bits and less under scales of blocks: e2m1, mxfp4, nvfp4, if4, int4; activations stay in fp32."""
 
     def __init__(self, weight: Tensor | Quantized, cast: Cast) -> None:
         super().__init__()
         self.n, self.k = weight.shape
-        found = few_bits.levels_of(cast.element)
-        assert found is not None  # `packed` has seen it
-        levels, unit = found
+        other = cast.format.other if isinstance(cast.format, ScaledFormat) else None
+        found = [few_bits.levels_of(one) for one in (cast.element, other) if one is not None]
+        levels, (unit, *_) = zip(*found, strict=True)  # `packed` has seen that there are some
         codes, scales, group, read = _nibbles_of(weight, cast, unit)
-        self.hold(few_bits.pack_codes(codes, scales, levels, group, read))
+        self.hold(few_bits.pack_codes(codes, scales, levels if other else levels[0], group, read))
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """In whole numbers, of fp32 numbers to 20 bits."""

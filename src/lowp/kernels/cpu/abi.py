@@ -263,7 +263,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_codes_numbers": (c_int, (c_int, c_void_p, *(c_int64,) * 5, *(c_void_p,) * 3)),
     "lowp_codes_bytes": (None, (c_void_p, *(c_int64,) * 3, c_int, c_int, c_int64, c_void_p, c_void_p)),
     "lowp_codes_values": (None, (*(c_void_p,) * 5, c_int)),
-    "lowp_codes_multiply": (None, (c_int, *(c_void_p,) * 7, c_float, c_void_p, c_void_p, c_int)),
+    "lowp_codes_multiply": (None, (c_int, *(c_void_p,) * 7, c_float, c_float, c_void_p, c_void_p, c_int)),
     "lowp_rows_multiply": (
         None,
         (c_int, c_void_p, c_int64, c_int64, *(c_void_p,) * 3, c_double, c_void_p, c_void_p, c_int),

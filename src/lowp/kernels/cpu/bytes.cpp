@@ -21,11 +21,11 @@ namespace {
 int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
 // The values of a group of codes of a column, of which `count` are written.
-template <int bits>
-void group_values(const uint8_t* from, const float* levels, float scale, int64_t group, int64_t count, float* out) {
+template <int bits, class Number>
+void group_values(const uint8_t* from, const float* levels, Number scale, int64_t group, int64_t count, float* out) {
   constexpr int kPer = 8 / bits, kUnit = 4 * kPer, kMask = (1 << bits) - 1;
   float values[kMask + 1];
-  for (int code = 0; code <= kMask; code++) values[code] = levels[code] * scale;
+  for (int code = 0; code <= kMask; code++) values[code] = static_cast<float>(levels[code] * scale);
   for (int64_t at = 0; at < group; at += kUnit, from += 4 * kPanel) {
     float some[kUnit];
     uint32_t word;
@@ -334,11 +334,11 @@ LOWP_EXPORT void lowp_codes_bytes(const uint8_t* x, int64_t m, int64_t k, int64_
 
 // out[m][n] = rows of digits times panels of codes (see bytes.hpp), plus bias. Arrays of columns are padded to 16;
 // their scales are fp32, or bytes as CodePanel has them.
-//   numbers: m, n, depth, group, planes, bits, offset, shift
+//   numbers: m, n, depth, group, planes, bits, offset, shift, tables
 LOWP_EXPORT void lowp_codes_multiply(int level, const int64_t* numbers, const int8_t* digits, const float* row_scales,
                                      const int32_t* row_sums, const uint8_t* memory, const uint8_t* levels,
-                                     const void* column_scales, float factor, const float* bias, float* out,
-                                     int threads) {
+                                     const void* column_scales, float factor, float other_factor, const float* bias,
+                                     float* out, int threads) {
   const ByteKernels& run = kernels(level);
   const int64_t m = numbers[0], n = numbers[1], depth = numbers[2], group = numbers[3], groups = depth / group;
   const int planes = static_cast<int>(numbers[4]), bits = static_cast<int>(numbers[5]);
@@ -348,7 +348,7 @@ LOWP_EXPORT void lowp_codes_multiply(int level, const int64_t* numbers, const in
     for (int64_t p = begin; p < end; p++) {
       const int64_t before = p * groups * kPanel * static_cast<int64_t>(shift == kWholeScales ? sizeof(float) : 1);
       const CodePanel panel{memory + p * size, levels, static_cast<const uint8_t*>(column_scales) + before, shift, factor,
-                            static_cast<int32_t>(numbers[6]), bits, groups, group};
+                            other_factor, static_cast<int32_t>(numbers[6]), static_cast<int>(numbers[8]), bits, groups, group};
       for (int64_t i = 0; i < m; i++) {
         const Digits row{digits + i * planes * depth, planes, depth, row_scales + i * groups, row_sums + i * groups};
         float sums[kPanel];
@@ -361,18 +361,26 @@ LOWP_EXPORT void lowp_codes_multiply(int level, const int64_t* numbers, const in
 }
 
 // out[n][k]: the values of panels of codes, see bytes.hpp: of each code the number of `levels` times its group's scale, of
-// scales[n][groups], rounded once.
-//   numbers: n, k, depth, group, bits
-LOWP_EXPORT void lowp_codes_values(const int64_t* numbers, const uint8_t* memory, const float* levels, const float* scales,
+// scales[n][groups] in fp32, rounded once. Of two tables of levels, under scales in fp64, the second one is for those with a minus.
+//   numbers: n, k, depth, group, bits, tables
+LOWP_EXPORT void lowp_codes_values(const int64_t* numbers, const uint8_t* memory, const float* levels, const void* scales,
                                    float* out, int threads) {
   const int64_t n = numbers[0], k = numbers[1], depth = numbers[2], group = numbers[3], groups = depth / group;
-  const int bits = static_cast<int>(numbers[4]);
-  const auto values_of = bits == 4 ? group_values<4> : bits == 2 ? group_values<2> : group_values<1>;
+  const int bits = static_cast<int>(numbers[4]), tables = static_cast<int>(numbers[5]);
+  const auto values_of = bits == 4 ? group_values<4, float> : bits == 2 ? group_values<2, float> : group_values<1, float>;
   parallel_for(n, 16, threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const uint8_t* from = memory + row / kPanel * (depth * kPanel * bits / 8) + row % kPanel * 4;
-      for (int64_t g = 0; g < groups; g++, from += group * kPanel * bits / 8)
-        values_of(from, levels, scales[row * groups + g], group, std::min(group, k - g * group), out + row * k + g * group);
+      for (int64_t g = 0; g < groups; g++, from += group * kPanel * bits / 8) {
+        const int64_t at = row * groups + g, count = std::min(group, k - g * group);
+        float* const to = out + row * k + g * group;
+        if (tables == 1) {
+          values_of(from, levels, static_cast<const float*>(scales)[at], group, count, to);
+        } else {
+          const double scale = static_cast<const double*>(scales)[at];
+          group_values<4>(from, scale < 0 ? levels + 16 : levels, scale < 0 ? -scale : scale, group, count, to);
+        }
+      }
     }
   });
 }

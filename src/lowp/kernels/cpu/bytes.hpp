@@ -44,14 +44,16 @@ struct Panel {
 constexpr int kWholeScales = -1, kExponentBytes = 23;  // of `shift`
 
 // Panels of codes of 1, 2 or 4 bits: [16 columns][4 bytes] for every 32 / bits elements of depth, of which code i of byte t
-// is element 4 i + t. A code represents the integer levels[code] - offset.
+// is element 4 i + t. A code represents the integer levels[code] - offset. Of two tables of levels the sign of a group's byte
+// says which one its codes have: with a minus the second, under `other_factor`.
 struct CodePanel {
   const uint8_t* memory;
-  const uint8_t* levels;  // [16]
+  const uint8_t* levels;  // [tables][16]
   const void* scales;     // [groups][16]: fp32, or bytes, see `shift`
   int shift;              // of bytes: kExponentBytes for 2^(byte - 127), else to the bits of fp16; kWholeScales for fp32
-  float factor;           // of bytes
+  float factor, other_factor;  // of bytes
   int32_t offset;
+  int tables;  // 1, or 2 with codes of 4 bits under bytes that are floats
   int bits;
   int64_t groups, group;  // elements of a group: a multiple of 32 / bits
 };

@@ -158,11 +158,20 @@ struct Sums {
   }
 };
 
-// Eight scales of a panel.
-inline __m256 scales_at(const CodePanel& panel, int64_t at) {
-  if (panel.shift == kWholeScales) return _mm256_loadu_ps(static_cast<const float*>(panel.scales) + at);
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(panel.scales) + at));
-  const __m256 factor = _mm256_set1_ps(panel.factor);
+inline __m128i scale_bytes(const CodePanel& panel, int64_t at) {
+  return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(panel.scales) + at));
+}
+
+// Eight scales of a panel. `minus`: those of the second table.
+template <int tables>
+inline __m256 scales_at(const CodePanel& panel, int64_t at, __m256i minus) {
+  if (tables == 1 && panel.shift == kWholeScales) return _mm256_loadu_ps(static_cast<const float*>(panel.scales) + at);
+  __m128i bytes = scale_bytes(panel, at);
+  __m256 factor = _mm256_set1_ps(panel.factor);
+  if (tables == 2) {
+    bytes = _mm_and_si128(bytes, _mm_set1_epi8(127));
+    factor = _mm256_blendv_ps(factor, _mm256_set1_ps(panel.other_factor), _mm256_castsi256_ps(minus));
+  }
   if (panel.shift != kExponentBytes)
     return _mm256_mul_ps(_mm256_cvtph_ps(_mm_sll_epi16(_mm_cvtepu8_epi16(bytes), _mm_cvtsi32_si128(panel.shift))), factor);
   const __m256i exponents = _mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
@@ -172,15 +181,22 @@ inline __m256 scales_at(const CodePanel& panel, int64_t at) {
 
 // The 16-bit sums of one unit of memory cannot saturate: levels are at most 128 with four bits and 2 with fewer, and
 // digits at least -64.
-template <int bits, int planes>
+template <int bits, int planes, int tables>
 void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
   constexpr int per = 8 / bits;
-  const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.levels)));
+  const auto table = [&](int at) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.levels + 16 * at)));
+  };
+  const __m256i levels = table(0), others = table(tables - 1);
   const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
   const uint8_t* memory = panel.memory;
   const int8_t* digits = row.numbers;
   __m256 total[2] = {};
   for (int64_t g = 0; g < panel.groups; g++) {
+    __m256i minus[2] = {};
+    if (tables == 2)
+      for (int h = 0; h < 2; h++)
+        minus[h] = _mm256_srai_epi32(_mm256_cvtepi8_epi32(scale_bytes(panel, g * kPanel + 8 * h)), 31);
     __m256i sums[2][planes] = {};
     sums[0][0] = sums[1][0] = _mm256_set1_epi32(static_cast<int32_t>(-static_cast<int64_t>(panel.offset) * row.sums[g]));
     for (int64_t k = 0; k < panel.group; k += 4 * per, memory += 4 * kPanel, digits += 4 * per) {
@@ -191,7 +207,9 @@ void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
         __m256i some[planes];
 #pragma GCC unroll 8
         for (int i = 0; i < per; i++) {
-          const __m256i values = _mm256_shuffle_epi8(levels, _mm256_and_si256(_mm256_srli_epi16(units, bits * i), mask));
+          const __m256i codes = _mm256_and_si256(_mm256_srli_epi16(units, bits * i), mask);
+          __m256i values = _mm256_shuffle_epi8(levels, codes);
+          if (tables == 2) values = _mm256_blendv_epi8(values, _mm256_shuffle_epi8(others, codes), minus[h]);
 #pragma GCC unroll 3
           for (int p = 0; p < planes; p++) {
             const uint8_t* from = reinterpret_cast<const uint8_t*>(digits) + p * row.depth + 4 * i;
@@ -207,7 +225,7 @@ void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
     for (int h = 0; h < 2; h++) {
       __m256i sum = sums[h][planes - 1];
       for (int p = planes - 2; p >= 0; p--) sum = _mm256_add_epi32(_mm256_slli_epi32(sum, 7), sums[h][p]);
-      const __m256 scales = _mm256_mul_ps(_mm256_set1_ps(row.scales[g]), scales_at(panel, g * kPanel + 8 * h));
+      const __m256 scales = _mm256_mul_ps(_mm256_set1_ps(row.scales[g]), scales_at<tables>(panel, g * kPanel + 8 * h, minus[h]));
       total[h] = _mm256_add_ps(total[h], _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales));
     }
   }
@@ -215,9 +233,9 @@ void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
 }
 
 struct CodeSums {
-  template <int bits, int planes>
+  template <int bits, int planes, int tables>
   static void add(const Digits& row, const CodePanel& panel, float* out) {
-    sum_codes<bits, planes>(row, panel, out);
+    sum_codes<bits, planes, tables>(row, panel, out);
   }
 };
 

@@ -119,11 +119,20 @@ void multiply(const Rows& a, const Panel* panels, int64_t count, float* out, int
   (count == 1 ? multiply_tiles<1> : multiply_tiles<2>)(a, panels, out, stride);
 }
 
-// Sixteen scales of a panel.
-inline __m512 scales_at(const CodePanel& panel, int64_t at) {
-  if (panel.shift == kWholeScales) return _mm512_loadu_ps(static_cast<const float*>(panel.scales) + at);
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(panel.scales) + at));
-  const __m512 factor = _mm512_set1_ps(panel.factor);
+inline __m128i scale_bytes(const CodePanel& panel, int64_t at) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(panel.scales) + at));
+}
+
+// Sixteen scales of a panel. `minus`: those of the second table.
+template <int tables>
+inline __m512 scales_at(const CodePanel& panel, int64_t at, __mmask16 minus) {
+  if (tables == 1 && panel.shift == kWholeScales) return _mm512_loadu_ps(static_cast<const float*>(panel.scales) + at);
+  __m128i bytes = scale_bytes(panel, at);
+  __m512 factor = _mm512_set1_ps(panel.factor);
+  if (tables == 2) {
+    bytes = _mm_and_si128(bytes, _mm_set1_epi8(127));
+    factor = _mm512_mask_mov_ps(factor, minus, _mm512_set1_ps(panel.other_factor));
+  }
   if (panel.shift != kExponentBytes)
     return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_sll_epi16(_mm256_cvtepu8_epi16(bytes), _mm_cvtsi32_si128(panel.shift))), factor);
   const __m512i exponents = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
@@ -131,15 +140,19 @@ inline __m512 scales_at(const CodePanel& panel, int64_t at) {
   return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_mask_mov_epi32(exponents, none, _mm512_set1_epi32(1 << 22))), factor);
 }
 
-template <int bits, int planes>
+template <int bits, int planes, int tables>
 void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
   constexpr int per = 8 / bits, chains = per < 4 ? per : 4;  // independent sums
-  const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.levels)));
+  const auto table = [&](int at) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.levels + 16 * at)));
+  };
+  const __m512i levels = table(0), others = table(tables - 1);
   const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
   const uint8_t* memory = panel.memory;
   const uint8_t* digits = reinterpret_cast<const uint8_t*>(row.numbers);
   __m512 total = _mm512_setzero_ps();
   for (int64_t g = 0; g < panel.groups; g++) {
+    const __mmask16 minus = tables == 1 ? 0 : static_cast<__mmask16>(_mm_movemask_epi8(scale_bytes(panel, g * kPanel)));
     __m512i sums[planes][chains];
     for (auto& one : sums)
       for (auto& sum : one) sum = _mm512_setzero_si512();
@@ -149,7 +162,9 @@ void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
       const __m512i units = _mm512_loadu_si512(memory);
 #pragma GCC unroll 8
       for (int i = 0; i < per; i++) {
-        const __m512i values = _mm512_shuffle_epi8(levels, _mm512_and_si512(_mm512_srli_epi16(units, bits * i), mask));
+        const __m512i codes = _mm512_and_si512(_mm512_srli_epi16(units, bits * i), mask);
+        __m512i values = _mm512_shuffle_epi8(levels, codes);
+        if (tables == 2) values = _mm512_mask_mov_epi32(values, minus, _mm512_shuffle_epi8(others, codes));
 #pragma GCC unroll 3
         for (int p = 0; p < planes; p++) {
           __m512i& sum = sums[p][i % chains];
@@ -164,16 +179,16 @@ void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
 #pragma GCC unroll 4
       for (int c = 0; c < chains; c++) sum = _mm512_add_epi32(sum, sums[p][c]);
     }
-    const __m512 scales = _mm512_mul_ps(_mm512_set1_ps(row.scales[g]), scales_at(panel, g * kPanel));
+    const __m512 scales = _mm512_mul_ps(_mm512_set1_ps(row.scales[g]), scales_at<tables>(panel, g * kPanel, minus));
     total = _mm512_add_ps(total, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales));
   }
   _mm512_storeu_ps(out, total);
 }
 
 struct CodeSums {
-  template <int bits, int planes>
+  template <int bits, int planes, int tables>
   static void add(const Digits& row, const CodePanel& panel, float* out) {
-    sum_codes<bits, planes>(row, panel, out);
+    sum_codes<bits, planes, tables>(row, panel, out);
   }
 };
 

@@ -49,15 +49,15 @@ inline double rounded(double x) {
   return (x + kMiddle) - kMiddle;
 }
 
-// `codes` of ByteKernels: Sum::add<bits, planes> for the bits of a code and the number of planes of digits.
+// `codes` of ByteKernels: Sum::add<bits, planes, tables> for the bits of a code, the number of planes of digits, and of tables.
 template <class Sum>
 void dispatch_codes(const Digits& row, const CodePanel& panel, float* out) {
   if (panel.bits == 4)
-    Sum::template add<4, 3>(row, panel, out);
+    (panel.tables == 2 ? Sum::template add<4, 3, 2> : Sum::template add<4, 3, 1>)(row, panel, out);
   else if (panel.bits == 2)
-    (row.planes == 1 ? Sum::template add<2, 1> : Sum::template add<2, 2>)(row, panel, out);
+    (row.planes == 1 ? Sum::template add<2, 1, 1> : Sum::template add<2, 2, 1>)(row, panel, out);
   else
-    (row.planes == 1 ? Sum::template add<1, 1> : Sum::template add<1, 2>)(row, panel, out);
+    (row.planes == 1 ? Sum::template add<1, 1, 1> : Sum::template add<1, 2, 1>)(row, panel, out);
 }
 
 int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {

@@ -49,9 +49,14 @@ struct Sums {
   }
 };
 
+bool has_minus(const CodePanel& panel, int64_t at) {
+  return panel.tables == 2 && static_cast<const uint8_t*>(panel.scales)[at] >= 128;
+}
+
 float scale_at(const CodePanel& panel, int64_t at) {
   if (panel.shift == kWholeScales) return static_cast<const float*>(panel.scales)[at];
   const uint32_t byte = static_cast<const uint8_t*>(panel.scales)[at];
+  if (has_minus(panel, at)) return bit_cast<float>(portable::fp32_from_fp16((byte & 127) << panel.shift)) * panel.other_factor;
   const uint32_t exponent = byte ? byte << 23 : 1 << 22;  // 2^-127 is subnormal
   return bit_cast<float>(panel.shift == kExponentBytes ? exponent : portable::fp32_from_fp16(byte << panel.shift)) * panel.factor;
 }
@@ -63,6 +68,8 @@ void codes(const Digits& row, const CodePanel& panel, float* out) {
   std::fill(out, out + kPanel, 0.0f);
   for (int64_t g = 0; g < panel.groups; g++) {
     uint32_t sums[kPanel];  // modulo 2^32: the whole sum fits
+    const uint8_t* levels[kPanel];
+    for (int64_t j = 0; j < kPanel; j++) levels[j] = panel.levels + (has_minus(panel, g * kPanel + j) ? 16 : 0);
     std::fill(sums, sums + kPanel, -static_cast<uint32_t>(panel.offset) * static_cast<uint32_t>(row.sums[g]));
     for (int64_t k = 0; k < panel.group; k += 4 * per, memory += 4 * kPanel, digits += 4 * per)
       for (int i = 0; i < per; i++)
@@ -71,7 +78,7 @@ void codes(const Digits& row, const CodePanel& panel, float* out) {
           for (int p = row.planes - 1; p >= 0; p--) number = 128 * number + digits[p * row.depth + 4 * i + t];
           for (int64_t j = 0; j < kPanel; j++) {
             const int code = memory[4 * j + t] >> (panel.bits * i) & ((1 << panel.bits) - 1);
-            sums[j] += static_cast<uint32_t>(number) * panel.levels[code];
+            sums[j] += static_cast<uint32_t>(number) * levels[j][code];
           }
         }
     for (int64_t j = 0; j < kPanel; j++) {

@@ -33,14 +33,13 @@ class ByteScales(NamedTuple):
     shift: int  # of a byte to the bits of fp16; 23 for exponents, to those of fp32
     factor: Tensor  # fp32, of all
 
-    def values(self, scales: Tensor) -> Tensor:
-        """In fp32. Scales of finite weights are no NaN."""
-        bits = scales.int() << self.shift
+    def numbers(self, scales: Tensor) -> Tensor:
+        """In fp32, without the factor. Scales of finite weights are no NaN."""
         if self.shift == EXPONENTS:
-            found = torch.where(bits == 0, 1 << 22, bits).view(torch.float32)  # 2 ** -127 is subnormal
-        else:
-            found = bits.to(torch.int16).view(torch.float16).float()
-        return found * self.factor
+            bits = scales.int() << EXPONENTS
+            return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)  # 2 ** -127 is subnormal
+        bits = (scales.int() & 127) << self.shift | (scales.int() & 128) << 8
+        return bits.to(torch.int16).view(torch.float16).float()
 
 
 def byte_scales(format: ScaledFormat, factor: float | Tensor) -> ByteScales | None:
@@ -61,12 +60,13 @@ class PackedCodes(NamedTuple):
     """Weights [n, k] in codes of 1, 2 or 4 bits, each of which represents an integer; made by `pack_codes`.
 
     value = levels[code] * scale. Of `fp32` activations a group of 16, 32 or 64 has a scale; of bytes the whole row.
-    Scales of 8 bits are kept as bytes, see `ByteScales`.
+    Scales of 8 bits are kept as bytes, see `ByteScales`. Of two tables of levels the second is for groups whose scale
+    has a minus sign: it is its magnitude times the quotient of the largest levels, so that both reach as far.
     """
 
     memory: Tensor  # uint8 [n / 16, depth * bits / 32, 16, 4], filled up with code 0
     scales: Tensor  # fp32 or uint8 [n / 16, groups, 16]
-    levels: Tensor  # int8 [2 ** bits]
+    levels: Tensor  # int8 [2 ** bits], or two tables [2, 16]
     n: int
     k: int
     group: int  # 0: all of the depth
@@ -75,7 +75,12 @@ class PackedCodes(NamedTuple):
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return self.levels.numel().bit_length() - 1
+        return self.levels.shape[-1].bit_length() - 1
+
+    @property
+    def tables(self) -> int:
+        """One or two."""
+        return self.levels.ndim
 
     @property
     def depth(self) -> int:
@@ -115,23 +120,28 @@ def is_read(cast: Cast) -> bool:
         return False
     if not isinstance(format, ScaledFormat):
         return isinstance(format, FloatFormat)
-    if format.affine or format.other is not None:
+    if format.affine or (format.other is not None and byte_scales(format, 1.0) is None):
         return False
     return format.scope.kind in ("tensor", "row") or format.scope.size % 16 == 0
 
 
 def pack_codes(
-    codes: Tensor, scales: Tensor, levels: Sequence[int], group: int, read: ByteScales | None = None
+    codes: Tensor,
+    scales: Tensor,
+    levels: Sequence[int] | Sequence[Sequence[int]],
+    group: int,
+    read: ByteScales | None = None,
 ) -> PackedCodes:
     """Pack codes (int64 [n, k]) for `levels`, with scales [n, groups]; `group`: 16, 32 or 64 elements, 0 for a row.
 
-    `read` tells how to read scales in bytes.
+    `read` tells how to read scales in bytes. With it levels may be two tables.
     """
     n, k = on_cpu(codes, "the weight").shape
+    tables = torch.tensor(levels, dtype=torch.int8, device="cpu")
     if group not in (0, 16, 32, 64):
         raise InvalidInput(f"scales for groups of {group}: give 16, 32 or 64, or 0 for a scale a row")
-    bits, width, depth = len(levels).bit_length() - 1, up(n, PANEL), up(k, BLOCK)
-    while group and group * max(map(abs, levels)) >= 1 << 12:  # or the sum of a group might leave int32
+    bits, width, depth = tables.shape[-1].bit_length() - 1, up(n, PANEL), up(k, BLOCK)
+    while group and group * int(tables.int().abs().max()) >= 1 << 12:  # or the sum of a group might leave int32
         group, scales = group // 2, scales.repeat_interleave(2, 1)
     per = 8 // bits
     padded = torch.nn.functional.pad(codes, (0, depth - k, 0, width - n))
@@ -143,7 +153,7 @@ def pack_codes(
     scales = scales.float() if read is None else scales
     scales = torch.nn.functional.pad(scales, (0, groups - scales.shape[1], 0, width - n))
     scales = scales.reshape(width // PANEL, PANEL, groups).transpose(1, 2).contiguous()
-    return PackedCodes(memory, scales, torch.tensor(levels, dtype=torch.int8, device="cpu"), n, k, group, read)
+    return PackedCodes(memory, scales, tables, n, k, group, read)
 
 
 def codes_of(w: PackedCodes) -> Tensor:
@@ -159,19 +169,36 @@ def _codes(w: PackedCodes, rows: Tensor | None) -> Tensor:
     return codes.reshape(-1, w.depth)[: w.n if rows is None else None]
 
 
-def _numbers_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
-    """Return the whole numbers in fp32 [n, depth], or some rows of them."""
-    codes = _codes(w, rows)
-    return torch.nn.functional.embedding(codes.int(), w.levels.float()[:, None]).squeeze(-1)
+def _numbers_of(w: PackedCodes, rows: Tensor | None, scales: Tensor) -> Tensor:
+    """Return the whole numbers in fp32 [n, groups, elements], or some rows of them, under these scales."""
+    codes = _codes(w, rows).int().reshape(*scales.shape, -1)
+    if w.tables == 2:
+        codes = codes + 16 * (scales < 0)[..., None]
+    return torch.nn.functional.embedding(codes, w.levels.float().reshape(-1, 1)).squeeze(-1)
 
 
 def scales_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
-    """Return the scales in fp32 [n, groups], or some rows of them."""
+    """Return the scales in fp32 [n, groups], or some rows of them.
+
+    Of two tables in fp64, which the values are rounded from, and with a minus sign where the second one holds.
+    """
     if rows is not None:
-        found = w.scales[rows // PANEL, :, rows % PANEL]
+        stored = w.scales[rows // PANEL, :, rows % PANEL]
     else:
-        found = w.scales.transpose(1, 2).reshape(-1, w.scales.shape[1])[: w.n]
-    return found if w.read is None else w.read.values(found)
+        stored = w.scales.transpose(1, 2).reshape(-1, w.scales.shape[1])[: w.n]
+    if w.read is None or w.tables == 1:
+        return stored if w.read is None else w.read.numbers(stored) * w.read.factor
+    every = w.read.numbers(torch.arange(256, device="cpu")).double() * w.read.factor
+    most, most_of_second = w.levels.amax(1).tolist()
+    every = torch.where(every < 0, every * most / most_of_second, every)
+    return every.index_select(0, stored.int().flatten()).view(stored.shape)
+
+
+def _factors(w: PackedCodes) -> tuple[float, float]:
+    """Return the factors of scales in bytes in a product, for either table, which are read in fp32."""
+    factor = 1.0 if w.read is None else float(w.read.factor)
+    most, most_of_second = w.levels.amax(1).tolist() if w.tables == 2 else (1, 1)
+    return factor, factor * most / most_of_second
 
 
 def code_values(w: PackedCodes, first: int = 0, count: int | None = None) -> Tensor:
@@ -182,7 +209,7 @@ def code_values(w: PackedCodes, first: int = 0, count: int | None = None) -> Ten
     if not uses_library():
         return code_rows(some, None)
     out = torch.empty(count, w.k, dtype=torch.float32, device="cpu")
-    numbers = array("q", (count, w.k, w.depth, w.group or w.depth, w.bits))
+    numbers = array("q", (count, w.k, w.depth, w.group or w.depth, w.bits, w.tables))
     memory = some.memory, w.levels.float(), scales_of(some).contiguous()
     cpu.loaded().lowp_codes_values(numbers, *memory, out, torch.get_num_threads())
     return out
@@ -191,9 +218,8 @@ def code_values(w: PackedCodes, first: int = 0, count: int | None = None) -> Ten
 def code_rows(w: PackedCodes, rows: Tensor | None) -> Tensor:
     """Return rows of the weights in fp32 [rows, k]; all of them for None."""
     scales = scales_of(w, rows)
-    numbers = _numbers_of(w, rows)
-    grouped = numbers.reshape(*scales.shape, -1) * scales[..., None]
-    return grouped.flatten(1)[:, : w.k]
+    grouped = _numbers_of(w, rows, scales) * (scales if w.tables == 1 else scales.abs())[..., None]
+    return grouped.float().flatten(1)[:, : w.k]
 
 
 class _Operand(NamedTuple):
@@ -243,10 +269,11 @@ def _multiplied(x: _Operand, w: PackedCodes, bias: Tensor | None, level: int | N
         return _defined(x, w, bias)
     rows, planes = x.digits.shape[:2]
     out = torch.empty(rows, w.n, dtype=torch.float32, device="cpu")
-    offset = -int(min(w.levels.tolist()))
-    levels = bytes(one + offset for one in w.levels.tolist()).ljust(16, b"\0")
+    all_levels = w.levels.flatten().tolist()
+    offset = -min(all_levels)
+    levels = bytes(one + offset for one in all_levels).ljust(16, b"\0")
     shift = -1 if w.read is None else w.read.shift
-    numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset, shift))
+    numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset, shift, w.tables))
     cpu.loaded().lowp_codes_multiply(
         cpu.level(level),
         numbers,
@@ -256,7 +283,7 @@ def _multiplied(x: _Operand, w: PackedCodes, bias: Tensor | None, level: int | N
         w.memory,
         levels,
         w.scales,
-        0.0 if w.read is None else float(w.read.factor),
+        *_factors(w),
         bias,
         out,
         torch.get_num_threads(),
@@ -321,7 +348,10 @@ def _defined(x: _Operand, w: PackedCodes, bias: Tensor | None) -> Tensor:
     """Return the sums of the groups in fp64, which holds them exactly, added one after the other in fp32."""
     scales = scales_of(w)
     numbers, groups = x.digits[:, 0], scales.shape[1]
-    weights = _numbers_of(w).double().reshape(w.n, groups, -1)
+    weights = _numbers_of(w, None, scales).double()
+    if w.read is not None and w.tables == 2:
+        factors = torch.tensor(_factors(w), dtype=torch.float32, device="cpu")[(scales < 0).int()]
+        scales = w.read.numbers(w.scales.transpose(1, 2).reshape(-1, groups)[: w.n]).abs() * factors
     total = torch.zeros(numbers.shape[0], w.n, dtype=torch.float32, device="cpu")
     for group, some in enumerate(numbers.reshape(numbers.shape[0], groups, -1).unbind(1)):
         total = total + (some @ weights[:, group].t()).float() * (x.scales[:, group, None] * scales[:, group])
