@@ -23,6 +23,8 @@ from lowp.kernels.int16.layer import LayerPlan
 from lowp.kernels.packed import byte_rows, few_bits, few_rows
 from lowp.kernels.products import fp32_products, sum_of_rows
 from lowp.kernels.steps import spectra, stored
+from lowp.ops.int16.layer import products_of
+from lowp.ops.trilinear import Linear
 
 FLEX = parse("flex16+5:autoflex")
 X = torch.linspace(-3, 3, 120).reshape(3, 40)
@@ -100,12 +102,15 @@ def layers() -> object:
     to, table, found = parse("dfp16"), ExponentTable(FLEX, torch.device("cpu")), list[object]()
     places = [begun(table, f"output of {place}") for place in range(4)]
     convolved = tuple(operand(name).float() for name in OPERANDS["forward"])
-    for x, weight, shape in ((X, X.clone(), None), (*convolved, SHAPE)):
+    of_matrices = products_of(Linear(tuple(X.shape), tuple(X.shape)), X.stride(), X.stride())
+    assert of_matrices is not None
+    for x, weight, shape in ((X, X.clone(), of_matrices), (*convolved, SHAPE)):
         for output in (None, FLEX):
-            plan = LayerPlan(x.shape, weight.shape, shape, (to, to, to), output)
+            lies = ((tuple(one.shape), one.stride()) for one in (x, weight))
+            plan = LayerPlan(*lies, shape, (to, to, to), output)
             memory = cpu_int16.memory_of(x, weight)
             assert memory is not None
-            result = plan.forward(memory, None, (table.block, places[0]), True)
+            result = plan.forward(memory, [None, None], (table.block, places[0]), True)
             assert result is not None
             made, *saved = result
             gradients = plan.backward(made.values, None, saved, table.block, places[1:])  # type: ignore[arg-type]

@@ -16,11 +16,13 @@ from lowp.exponents.table import ExponentTable
 from lowp.kernels import cpu
 from lowp.kernels.int16 import entries
 from lowp.kernels.int16.cpu_int16 import Seen, memory_of
-from lowp.kernels.int16.integer import convolve, multiply
-from lowp.kernels.int16.integer_reference import ConvolutionShape
-from lowp.kernels.int16.integer_run import Bias, observed
-from lowp.kernels.int16.layer import LayerPlan, Target, serves
+from lowp.kernels.int16.integer_run import observed
+from lowp.kernels.int16.layer import Target, serves
 from lowp.kernels.int16.mantissas import Mantissas, current_mantissas, mantissas_and_values, sums, values
+from lowp.ops.convolution import Convolution
+from lowp.ops.int16.layer import plan_of
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Form, Linear
+from lowp.policy import Rule
 
 HAS_LIBRARY = "cpu" in kernels.available()
 pytestmark = pytest.mark.skipif(not HAS_LIBRARY, reason="the C++ library was not built")
@@ -41,34 +43,70 @@ LAYERS: dict[str, tuple[Any, ...]] = {
     "one dimension": ((3, 34, 30), (13, 34, 5), 1, 2, 1, 1),
     "three dimensions": ((1, 3, 5, 4, 6), (4, 3, 2, 3, 1), (1, 2, 1), (1, 1, 0), 1, 1),
 }
+# x, weight, their letters, and in which order their dimensions lie
+PRODUCTS: dict[str, tuple[Any, ...]] = {
+    "two matrices": ((5, 7), (7, 3), ("mk", "kn", "mn")),
+    "a number": ((1,), (1,), ("k", "k", "")),
+    "vectors": ((40,), (40,), ("k", "k", "")),
+    "an outer product": ((6,), (5,), ("m", "n", "mn")),
+    "a matrix and a vector": ((6, 9), (9,), ("mk", "k", "m")),
+    "batches": ((4, 9, 16), (4, 16, 17), ("bmk", "bkn", "bmn")),
+    "many for one": ((4, 9, 16), (16, 5), ("bmk", "kn", "bmn")),
+    "deep batches": ((2, 3, 700), (2, 700, 5), ("bmk", "bkn", "bmn")),
+    "batches without depth": ((3, 5, 1), (3, 1, 4), ("bmk", "bkn", "bmn")),
+    "rows of both": ((3, 5, 8), (3, 4, 8), ("bmk", "bnk", "bmn")),
+    "columns of both": ((3, 8, 5), (3, 8, 4), ("bkm", "bkn", "bmn")),
+    "turned": ((3, 5, 8), (3, 8, 4), ("bmk", "bkn", "bnm")),
+    "two batches": ((2, 3, 5, 8), (2, 3, 8, 4), ("abmk", "abkn", "abmn")),
+    "heads": ((2, 3, 5, 8), (2, 3, 8, 4), ("abmk", "abkn", "abmn"), (0, 2, 1, 3), (0, 3, 1, 2)),
+    "single ones, laid out otherwise": (
+        (2, 1, 5, 1),
+        (2, 1, 1, 4),
+        ("abmk", "abkn", "abmn"),
+        (3, 1, 0, 2),
+        (1, 0, 3, 2),
+    ),
+    "matrices laid out otherwise": ((2, 5, 8), (2, 8, 4), ("bmk", "bkn", "bmn"), (0, 2, 1), (0, 2, 1)),
+}
 
 
 class Case:
     """A layer's plan and drawn tensors, with magnitudes far apart."""
 
+    form: Form
+
     def __init__(self, name: str, cast: Cast = DFP16, output: Cast | None = None) -> None:
-        first, second, *settings = LAYERS[name]
-        self.shape = ConvolutionShape.of(first, second, *settings) if settings else None
-        self.plan = LayerPlan(first, second, self.shape, (cast, cast, cast), output)
+        first, second, *settings = LAYERS.get(name) or PRODUCTS[name]
+        orders = [*range(len(first))], [*range(len(second))]
+        if name in PRODUCTS:
+            self.form, orders = Einsum(settings[0], first, second), settings[1:] or orders
+        elif settings:
+            whole = [one if isinstance(one, tuple) else (one,) * (len(first) - 2) for one in settings[:3]]
+            self.form = Convolution(first, second, *whole, False, (0,) * (len(first) - 2), settings[3])
+        else:
+            self.form = Linear(first, second)
+        rule = Rule(input=cast, weight=cast, grad=cast, output=output)
+        lies = [torch.empty([one[at] for at in order]).permute(*map(order.index, range(len(order))))
+                for one, order in zip((first, second), orders, strict=True)]  # fmt: skip
+        plan = plan_of(self.form, lies[0].stride(), lies[1].stride(), rule)
+        assert plan is not None
+        self.plan, axis = plan, self.form.bias_axis()
+        features = () if axis is None else (plan.result[axis],)
         draw = torch.Generator().manual_seed(0)
-        shapes = zip((first, second, second[:1], self.plan.result), (1.0, 1e-3, 1e-2, 1e-6), strict=True)
-        self.x, self.weight, self.bias, self.gradient = (torch.randn(*one, generator=draw) * by for one, by in shapes)
+        shapes = zip((first, second, features, plan.result), (1.0, 1e-3, 1e-2, 1e-6), strict=True)
+        self.x, self.weight, self.bias, self.gradient = (torch.randn(one, generator=draw) * by for one, by in shapes)
+        self.x, self.weight = (to.copy_(x) for to, x in zip(lies, (self.x, self.weight), strict=True))
+        self.added = None if axis is None else self.bias
 
     def forward(self, bias: Tensor | None, target: Target = (None, 0), keeps: bool = True) -> Any:
-        memory = memory_of(self.x, self.weight, *([] if bias is None else [bias]))
+        memory = memory_of(self.x, self.weight, *([] if bias is None else [bias]), as_they_lie=True)
         assert memory is not None
-        return self.plan.forward(memory, None, target, keeps)
+        return self.plan.forward(memory, [None, None], target, keeps)
 
-    def product(self, slot: int, a: Mantissas, b: Mantissas, bias: Bias | None = None, **to: Any) -> Any:
-        """Return a product of two operands in the order of a convolution's: exact `to` an exponent, or in chains."""
-        exponent = a.exponent + b.exponent - to.pop("under", 0)
-        to = to or {"dtype": None}
-        if self.shape is not None:
-            name = ("forward", "input_gradient", "weight_gradient")[slot]
-            return convolve(name, a.payload, b.payload, self.shape, exponent=exponent, bias=bias, **to)
-        left, right = (one.flatten(0, -2) for one in (a.payload, b.payload))
-        how = ((left, right.t()), (left, right), (right.t(), left))[slot]
-        return multiply(*how, exponent=exponent, bias=bias, **to)
+    @property
+    def needs(self) -> list[int | None]:
+        """The entries of the gradients that there are."""
+        return [1, 2, None if self.added is None else 3]
 
 
 def words(x: Tensor, cast: Cast) -> Mantissas:
@@ -80,33 +118,38 @@ def words(x: Tensor, cast: Cast) -> Mantissas:
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("cast", ["dfp16", "dfp16:current(headroom=2)"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*LAYERS, *PRODUCTS])
 def test_one_call_gives_the_bits_of_chains(name: str, cast: str, has_bias: bool, instruction_set: str) -> None:
     to, before = parse(cast), cpu.asked()
     case = Case(name, to)
-    added = case.bias if has_bias else None
+    added = case.added if has_bias else None
     try:
         cpu.select(instruction_set)
         made, *saved = case.forward(added)
         alone, *nothing = case.forward(added, keeps=False)
-        found = case.plan.backward(case.gradient, None, saved, None, [0] * 3)
+        found = case.plan.backward(case.gradient, None, saved, None, case.needs)
     finally:
         cpu.select(before or None)
     a, b, g = words(case.x, to), words(case.weight, to), words(case.gradient, to)
     with kernels.use("reference"):
-        y = case.product(0, a, b, None if added is None else Bias(added)).values
-        of_x, of_weight = case.product(1, g, b).values, case.product(2, a, g).values
-    of_bias = (sums(g.payload, 1 if case.shape else -1).double() * 2.0**g.exponent).float()
-    assert torch.equal(made.values, y.view(made.values.shape)) and torch.equal(alone.values, made.values)
+        y, of_x, of_weight = (
+            case.form.integer_product(slot, *operands, False, torch.float32, bias)
+            for slot, *operands, bias in ((OUTPUT, a, b, added), (FIRST, b, g, None), (SECOND, a, g, None))
+        )
+    assert torch.equal(made.values, y) and torch.equal(alone.values, made.values)
     assert nothing[:2] == [None] * 2 and saved[2].tolist()[:2] == [a.exponent, b.exponent]
     assert torch.equal(saved[0], a.payload) and torch.equal(saved[1], b.payload)
-    assert found is not None
-    for one, other in zip(found, (of_x, of_weight, of_bias), strict=True):
-        assert one is not None and torch.equal(one.values, other.view(one.values.shape))
+    assert found is not None and found[0] is not None and found[1] is not None
+    assert torch.equal(found[0].values, of_x) and torch.equal(found[1].values, of_weight)
+    if (axis := case.form.bias_axis()) is None:
+        assert found[2] is None
+    else:
+        of_bias = (sums(g.payload, axis).double() * 2.0**g.exponent).float()
+        assert found[2] is not None and torch.equal(found[2].values, of_bias)
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*LAYERS, *PRODUCTS])
 def test_one_call_writes_exact_sums_and_notes_what_was_seen(name: str, instruction_set: str) -> None:
     case, before, table = Case(name, output=FLEX), cpu.asked(), ExponentTable(FLEX, torch.device("cpu"))
     a, b, g = (words(x, DFP16) for x in (case.x, case.weight, case.gradient))
@@ -116,24 +159,26 @@ def test_one_call_writes_exact_sums_and_notes_what_was_seen(name: str, instructi
         table.state.exponent[index], table.state.started[index] = exponent, True
     try:
         cpu.select(instruction_set)
-        made, *saved = case.forward(case.bias, (table.block, 0))
-        found = case.plan.backward(case.gradient, None, saved, table.block, [1, 2, 3])
-        summed = sums(g.payload, 1 if case.shape else -1).double() * 2.0**g.exponent
-        of_bias, _, of_bias_seen = mantissas_and_values(summed, FLEX, tops[3])
-        given = ((0, a, b, Bias(case.bias, -tops[0])), (1, g, b), (2, a, g))
-        for slot, one, other, *bias in given:
-            exact = case.product(slot, one, other, *bias, under=tops[slot], dtype=torch.int16)
+        made, *saved = case.forward(case.added, (table.block, 0))
+        found = case.plan.backward(case.gradient, None, saved, table.block, case.needs)
+        given = ((OUTPUT, a, b, case.added), (FIRST, b, g, None), (SECOND, a, g, None))
+        for at, (slot, left, right, bias) in enumerate(given):
+            exact = case.form.mantissas(slot, left, right, torch.tensor(tops[at], dtype=torch.int32), True, bias)
+            assert exact is not None
             seen = Seen(exact.largest_mantissa, False, exact.largest_mantissa == 0 and exact.largest_sum > 0,
                         exact.saturated, 0, exact.values.numel())  # fmt: skip
-            result = (made, *(found or ()))[slot]
-            assert torch.equal(result.payload, exact.values.view(result.payload.shape))
-            assert result.exponent == tops[slot] and torch.equal(result.values, values(result.payload, tops[slot]))
-            assert torch.equal(table.seen[slot], entries.record_of(seen))
+            result = (made, *(found or ()))[at]
+            assert torch.equal(result.payload, exact.values)
+            assert result.exponent == tops[at] and torch.equal(result.values, values(result.payload, tops[at]))
+            assert torch.equal(table.seen[at], entries.record_of(seen))
     finally:
         cpu.select(before or None)
-    assert found is not None and found[2] is not None
-    assert torch.equal(found[2].payload, of_bias.payload)
-    assert torch.equal(table.seen[3], entries.record_of(of_bias_seen))
+    if (axis := case.form.bias_axis()) is not None:
+        summed = sums(g.payload, axis).double() * 2.0**g.exponent
+        of_bias, _, of_bias_seen = mantissas_and_values(summed, FLEX, tops[3])
+        assert found is not None and found[2] is not None
+        assert torch.equal(found[2].payload, of_bias.payload)
+        assert torch.equal(table.seen[3], entries.record_of(of_bias_seen))
 
 
 def test_nothing_is_written_at_an_entry_that_has_not_begun() -> None:
@@ -178,18 +223,28 @@ def test_kept_mantissas_are_compared_with_their_tensor() -> None:
     exact = values(known.payload, known.exponent)
     memory = memory_of(exact, case.weight)
     assert memory is not None
-    found = case.plan.forward(memory, (known, True), (None, 0), False)
-    whole = case.plan.forward(memory, None, (None, 0), False)
+    found = case.plan.forward(memory, [(known, True), None], (None, 0), False)
+    whole = case.plan.forward(memory, [None, None], (None, 0), False)
     assert found is not None and whole is not None and torch.equal(found[0].values, whole[0].values)
     exact[0, 0] += 1
-    assert case.plan.forward(memory, (known, True), (None, 0), False) is None
+    assert case.plan.forward(memory, [(known, True), None], (None, 0), False) is None
 
 
 def test_who_counts_operations_sees_them_one_by_one() -> None:
     case = Case("small")
     with observed(lambda operations: pytest.raises(ValueError)):
         assert case.forward(case.bias) is None
-    assert not LayerPlan.is_possible((0, 4), (3, 4), None) and LayerPlan.is_possible((2, 4), (3, 4), None)
+
+
+def test_there_are_plans_of_products_that_read_all_their_memory_in_place() -> None:
+    rule = Rule(input=DFP16, weight=DFP16, grad=DFP16)
+    form = Einsum(("bmk", "bkn", "bmn"), (2, 3, 4), (2, 4, 5))
+    assert plan_of(form, (12, 4, 1), (20, 5, 1), rule) is not None
+    assert plan_of(form, (24, 8, 2), (20, 5, 1), rule) is None  # with gaps
+    assert plan_of(form, (0, 4, 1), (20, 5, 1), rule) is None  # one matrix for all
+    assert plan_of(Linear((0, 4), (3, 4)), (4, 1), (4, 1), rule) is None
+    for terms in (("bmk", "bkn", "mn"), ("bmk", "bnk", "kmn")):  # along two dimensions; with no neighbours in memory
+        assert plan_of(Einsum(terms, (2, 3, 4), (2, 4, 4)), (12, 4, 1), (16, 4, 1), rule) is None
 
 
 @pytest.mark.parametrize(

@@ -54,14 +54,20 @@ def multiply(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
     """Return a contraction: straight from its operands where nothing else sees the call, or by its definition."""
     if call.scales is not None:
         call = replace(call, scales=call.scales.part())
-    if call.watch is None and call.writer is None and not functorch_is_active():
+    is_alone = call.watch is None and not functorch_is_active()
+    if is_alone and (known := layer.layers(call.rule)) is not None:
+        has_order = call.roles is None or call.rule.input == call.rule.weight
+        result = known.contract(form, call.op, (first, second, bias), call.writer) if has_order else None
+        if result is not None:
+            return result
+    if is_alone and call.writer is None:
         first, second, bias = unwrapped(first), unwrapped(second), None if bias is None else unwrapped(bias)
         rule: Rule | None = call.rule
         result = None
         if call.roles is not None:
             rule = None if torch.compiler.is_compiling() else _in_order(call.rule, call.roles)
-        elif is_fp8(call.rule) and (layer := in_fp8(form, call.rule, first, second, bias)) is not None:
-            result = product(layer[0], OUTPUT, call.casts, layer[1], layer[2], bias)
+        elif is_fp8(call.rule) and (codes := in_fp8(form, call.rule, first, second, bias)) is not None:
+            result = product(codes[0], OUTPUT, call.casts, codes[1], codes[2], bias)
         if result is None and rule is not None and (how := direct(rule)) is not None:
             kept = cast(KeptCasts, call.weight_cast) if hasattr(call.weight_cast, "look") else None
             result = how.contract(form, lambda *shapes: form, first, second, bias, kept, call.scales)
@@ -104,14 +110,16 @@ def _linear_form(op: str, first: Sizes, second: Sizes, bias: Sizes | None, more:
 
 def quick_linear(rule: Rule) -> Quick | None:
     """Return what runs F.linear under a rule from its arguments alone, see `Row.quick`; None for other rules."""
-    if layer.sums_integers(rule):
-        return layer.Layers(rule, _linear_form).run
+    if (integers := layer.quick(rule, _linear_form)) is not None:
+        return integers
     how = direct(rule)
     return None if how is None else how.linear
 
 
 def quick_matmul(rule: Rule) -> Quick | None:
     """Return what runs matmul, mm and bmm under a rule from their arguments alone; None for other rules."""
+    if (integers := layer.quick(rule, _form_of_name)) is not None:
+        return integers
     how = direct(rule)
     if how is None:
         return None
@@ -143,6 +151,12 @@ def _form_of_matrices(function: Callable[..., Tensor], dims: int, first: Shape, 
     except Mismatch:
         return None
     return None if equation.is_squeezed else Einsum(equation.terms, first, second, function)
+
+
+def _form_of_name(op: str, first: Shape, second: Shape, bias: Shape | None, more: tuple[Any, ...]) -> Einsum | None:
+    """Return the form of matmul, mm and bmm of two operands; None of other calls, which are left to a runner."""
+    made = None if bias is not None or more else _MATRICES.get(getattr(torch, op, _no_form))
+    return None if made is None else made(first, second)
 
 
 def _no_form(first: Shape, second: Shape) -> None:

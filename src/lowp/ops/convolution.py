@@ -23,7 +23,7 @@ from lowp.ops.call import Call, Quick, QuickRegion
 from lowp.ops.casting import is_jit_tracing
 from lowp.ops.contraction import multiply, runner
 from lowp.ops.direct import Direct, direct
-from lowp.ops.int16.layer import Layers, sums_integers
+from lowp.ops.int16 import layer
 from lowp.ops.signature import Empty, Mismatch, bound, check, require
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair, has_numbers
 from lowp.policy import Rule
@@ -274,10 +274,10 @@ def conv_tbc(call: Call) -> Tensor:
 
 def quick(rule: Rule) -> Quick | None:
     """Return what runs conv1d to 3d and conv_transpose1d to 3d from their arguments; None for rules that have none."""
-    if not sums_integers(rule):
-        how = direct(rule)
-        return None if how is None else partial(_straight, how)
-    return Layers(rule, _form_of).run
+    if (integers := layer.quick(rule, _form_of)) is not None:
+        return integers
+    how = direct(rule)
+    return None if how is None else partial(_straight, how)
 
 
 def _straight(

@@ -17,6 +17,7 @@ from lowp.exponents import SharedExponents
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.int16.layer import LayerPlan
+from lowp.ops.int16 import layer
 from lowp.region import handover
 
 needs_library = pytest.mark.skipif(not uses_library(), reason="the C++ library was not built")
@@ -54,6 +55,41 @@ class Convolutions(nn.Module):
         z = self.last(self.back(z.flatten(2)))
         result: Tensor = self.last.weight.sum() * z.mT.contiguous().mT + z
         return result.mean(-1)
+
+
+class Products(nn.Module):
+    """Products of matrices and of batches in torch's functions, of heads, sequences, parameters and rows of two."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.project, self.mixed = nn.Linear(12, 12), nn.Parameter(torch.randn(12, 12) / 4)
+        self.bias, self.checkpointed = nn.Parameter(torch.randn(3)), checkpointed
+
+    def attended(self, x: Tensor) -> Tensor:
+        heads = self.project(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        weights = torch.matmul(heads, heads.transpose(-1, -2)).softmax(-1)
+        return (weights @ heads).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.attended, x, use_reentrant=False) if self.checkpointed else self.attended(x)
+        y = y + torch.einsum("bqd,bkd->bqk", y, x.relu()) @ y[:, : x.shape[1]]
+        y = torch.bmm(y, self.mixed.relu().expand(len(y), -1, -1).contiguous()) + y.matmul(self.mixed)
+        y = torch.einsum("ij,bkj->bki", self.mixed, y) + self.mixed @ y[:, :1, : len(self.mixed)].mT.mean(0).t()[0]
+        result: Tensor = (
+            torch.addmm(self.bias, y.flatten(0, 1), self.mixed[:, :3]) + torch.mm(y[:, 0], self.mixed)[0, :3]
+        )
+        return result + torch.baddbmm(self.bias, y, y.mT[..., :3])[:, :1].sum(0)
+
+
+class Wide(nn.Module):
+    """Products with as many features as may need a second word for a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(12, 1030)), nn.Parameter(torch.randn(1030))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight) + x.mm(self.weight) + (x.unsqueeze(0) @ self.weight)[0]
 
 
 def state(exponents: SharedExponents | None) -> list[Any]:
@@ -107,8 +143,14 @@ def are_same(one: Any, other: Any) -> bool:
 
 def both_ways(run: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     quick = run()
-    monkeypatch.setattr(handover, "functorch_transforms", lambda: True)  # no fast path is taken
+    in_parts(monkeypatch)
     return quick, run()
+
+
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take no fast path, and no plan."""
+    monkeypatch.setattr(handover, "functorch_transforms", lambda: True)
+    monkeypatch.setattr(layer.Layers, "_planned", lambda *given: None)
 
 
 def drawn(*shape: int, grad: bool = False) -> Tensor:
@@ -129,6 +171,13 @@ CASES: dict[str, Callable[[], list[Any]]] = {
     "convolutions, checkpointed": lambda: trained(Convolutions(checkpointed=True), drawn(2, 3, 8, 7), twice=False),
     "many channels": lambda: trained(Convolutions(1026), drawn(1, 3, 4, 7), 3, twice=False),
     "a large picture": lambda: trained(Convolutions(), drawn(2, 3, 31, 33, grad=True), twice=False),
+    "products": lambda: trained(Products(), drawn(2, 5, 12, grad=True)),
+    "products, trained": lambda: trained(Products(), drawn(2, 5, 12), twice=False),
+    "products, checkpointed": lambda: trained(Products(checkpointed=True), drawn(2, 5, 12), twice=False),
+    "wide products": lambda: trained(Wide(), drawn(6, 12), 3, twice=False),
+    "products of an infinity": lambda: trained(
+        Products(), drawn(2, 5, 12).index_fill(1, torch.tensor([1]), math.inf), 2
+    ),
     "an infinite picture": lambda: trained(Convolutions(), drawn(2, 3, 8, 7) / drawn(3, 1, 1).relu(), 2, twice=False),
 }
 
@@ -160,7 +209,7 @@ def test_every_instruction_set_gives_the_same_bits(instruction_set: str, monkeyp
         cpu.select(instruction_set)
         quick = run()
         cpu.select(before)
-        monkeypatch.setattr(handover, "functorch_transforms", lambda: True)  # no fast path is taken
+        in_parts(monkeypatch)
         assert all(map(are_same, quick, run()))
     finally:
         cpu.select(before)
@@ -182,7 +231,11 @@ def test_a_layer_is_one_call_forward_and_one_backward(monkeypatch: pytest.Monkey
     # the first step begins exponents; one input lies otherwise
     assert counts == {"forward": 2 * 4, "backward": 2 * 4}
     trained(Convolutions(), drawn(2, 3, 8, 7), steps=3, twice=False)
-    assert counts == {"forward": 4 * 4, "backward": 4 * 4}
+    assert counts == {"forward": 2 * 4 + 2 * 5, "backward": 2 * 4 + 2 * 5}
+    torch.manual_seed(0)
+    trained(Products(), drawn(2, 5, 12), steps=2, twice=False)
+    # but for slices of parameters, a view with gaps, and a bias of all rows
+    assert counts == {"forward": 18 + 9, "backward": 18 + 9}
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution"])

@@ -100,7 +100,7 @@ class LayerBlock(Structure):
 
     _fields_ = (
         *((name, ConversionBlock) for name in ("x", "weight", "gradient")),
-        *((name, c_void_p) for name in ("output", "geometry")),
+        *((name, c_void_p) for name in ("output", "geometry", "products")),
         ("sizes", c_int64 * 3),
     )
 
@@ -367,13 +367,18 @@ def layer_block(
     conversions: Sequence[tuple[object, int, int, int]],
     output: object | None,
     geometry: array[int] | None,
+    products: array[int] | None,
     sizes: tuple[int, int, int],
 ) -> object:
-    """Return a pointer to a layer: how x, weight and gradient are converted, how results are rounded, and its sizes."""
+    """Return a pointer to a layer: how x, weight and gradient are converted, and how results are rounded.
+
+    It is a convolution, or three products of matrices; `sizes`: elements of x, weight and result.
+    """
     blocks = [ConversionBlock(addressof(to._obj), *bounds) for to, *bounds in conversions]  # type: ignore[attr-defined]
     rounding = None if output is None else addressof(output._obj)  # type: ignore[attr-defined]
-    block = LayerBlock(*blocks, rounding, None if geometry is None else geometry.buffer_info()[0], sizes)
-    block.kept = conversions, output, geometry
+    memory = (None if one is None else one.buffer_info()[0] for one in (geometry, products))
+    block = LayerBlock(*blocks, rounding, *memory, sizes)
+    block.kept = conversions, output, geometry, products
     return byref(block)
 
 

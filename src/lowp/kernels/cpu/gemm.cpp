@@ -365,9 +365,9 @@ class Matrix : public Operand {
 }  // namespace
 }  // namespace lowp
 
-// c[b] = a[b] times b[b] for `batch` pairs of int16 matrices; see matmul_exact and matmul_chained in integer.py.
-//   sizes   batch, m, n, k
-//   strides of a: batch, m, k; of b: batch, n, k (one of the last two is 1); of c: batch, m (n has stride 1)
+// c[i, j] = a[i, j] times b[i, j] for pairs of int16 matrices in two dimensions; see `multiply` in integer.py.
+//   sizes   the matrices along i and along j, m, n, k
+//   strides of a: i, j, m, k; of b: i, j, n, k (one of the last two is 1); of c: i, j, m (n has stride 1)
 //   kind    0 chained fp32; exact: 1 int16, 2 fp32, 3 fp64, 4 int64
 //   bias    null, or n numbers added to chained results, or times 2^bias_exponent to the sums rounded to int16
 //   seen    int64[3]: saturated, largest mantissa, largest sum; largest: the largest value written (chained)
@@ -380,7 +380,8 @@ LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const 
   const lowp::Micro* micro = lowp::choose_micro(forced);
   if (!micro) return 1;
   try {
-    const int64_t batch = sizes[0], m = sizes[1], n = sizes[2], k = sizes[3];
+    const int64_t inner = sizes[1], batch = sizes[0] * inner, m = sizes[2], n = sizes[3], k = sizes[4];
+    const int64_t *of_a = strides, *of_b = strides + 4, *of_c = strides + 8;
     static const int64_t bytes[] = {4, 2, 4, 8, 8};
     std::vector<lowp::Matrix> lefts, rights;
     std::vector<lowp::Target> targets(static_cast<size_t>(batch));
@@ -391,11 +392,12 @@ LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const 
     lefts.reserve(static_cast<size_t>(batch));
     rights.reserve(static_cast<size_t>(batch));
     for (int64_t i = 0; i < batch; i++) {
-      lefts.emplace_back(a + i * strides[0], m, strides[1], strides[2]);
-      rights.emplace_back(b + i * strides[3], n, strides[4], strides[5]);
+      const auto place = [&](const int64_t* of) { return i / inner * of[0] + i % inner * of[1]; };
+      lefts.emplace_back(a + place(of_a), m, of_a[2], of_a[3]);
+      rights.emplace_back(b + place(of_b), n, of_b[2], of_b[3]);
       lowp::Target& target = targets[static_cast<size_t>(i)];
-      target.data = static_cast<char*>(c) + i * strides[6] * bytes[kind];
-      target.row_stride = strides[7];
+      target.data = static_cast<char*>(c) + place(of_c) * bytes[kind];
+      target.row_stride = of_c[2];
       products.push_back({&lefts.back(), &rights.back(), k, &target, nullptr, bias ? added.data() : nullptr});
     }
     lowp::Tally tally;

@@ -1,5 +1,4 @@
-// The C functions of a whole linear layer or convolution of int16 mantissas, called by lowp/kernels/int16/layer.py: forward,
-// and its gradients. Results are chains in fp32 (DFP-16), or exact sums, each rounded once under the exponent of its entry
+// The C functions of a whole contraction of int16 mantissas, called by lowp/kernels/int16/layer.py: forward, and its gradients. Results are chains in fp32 (DFP-16), or exact sums, each rounded once under the exponent of its entry
 // in a table. A layer of a few thousand operations takes the time of its calls, not of its arithmetic.
 #include <cmath>
 #include <exception>
@@ -24,11 +23,18 @@ struct lowp_conversion {
   int64_t offset, lowest, highest;
 };
 
+// A product of matrices as lowp_integer_matmul takes it. `turned`: of the operands in the order of a convolution's the
+// second is the left one.
+struct lowp_matrices {
+  int64_t sizes[5], strides[11], turned;
+};
+
 struct lowp_layer {
   lowp_conversion x, weight, gradient;
-  const lowp_cast* output;  // null: results are chains
-  const int64_t* geometry;  // of lowp_integer_convolution; null: linear
-  int64_t sizes[3];         // of linear layers m, n and k; else the elements of x, weight and result
+  const lowp_cast* output;            // null: results are chains
+  const int64_t* geometry;            // of lowp_integer_convolution; null: products of matrices
+  const lowp_matrices* products;      // of matrices: the result, and the gradients of x and of weight
+  int64_t of_x, of_weight, of_y;      // elements
 };
 
 namespace lowp {
@@ -53,6 +59,16 @@ bool is_same(const float* x, const int16_t* mantissas, int64_t count, int32_t ex
   return lowp_same_int16(x, mantissas, 1, count, count, &exponent, 0, 0, threads) == 0;
 }
 
+// Finds the mantissas of a tensor, as `given` says: the tensor, its mantissas, their exponent, and how. Tells their exponent;
+// false if it is not finite, or not what these mantissas stand for.
+bool found(const lowp_conversion& to, const int64_t* given, int64_t count, int threads, int16_t* mantissas,
+           int32_t* exponent) {
+  const float* x = at<float>(given[0]);
+  if (given[2]) *exponent = *at<int32_t>(given[2]);
+  if (given[3] == kToConvert) return convert(to, x, count, threads, mantissas, exponent);
+  return given[3] == kKnown || is_same(x, mantissas, count, *exponent, threads);
+}
+
 // Where a result goes: its entry, its mantissas (of chains none), and its values (0: it is not needed).
 struct Target {
   int64_t entry;
@@ -66,10 +82,6 @@ class Layer {
  public:
   Layer(const char* forced, const lowp_layer& plan, const lowp_table* table, int threads)
       : forced_(forced), plan_(plan), table_(table), threads_(threads) {}
-
-  int64_t of_x() const { return plan_.geometry ? plan_.sizes[0] : plan_.sizes[0] * plan_.sizes[2]; }
-  int64_t of_weight() const { return plan_.geometry ? plan_.sizes[1] : plan_.sizes[1] * plan_.sizes[2]; }
-  int64_t of_y() const { return plan_.geometry ? plan_.sizes[2] : plan_.sizes[0] * plan_.sizes[1]; }
 
   bool has_begun(const Target& to) const { return !to.values || !plan_.output || table_->started[to.entry]; }
 
@@ -94,10 +106,10 @@ class Layer {
   // The gradient of the bias: the exact sums of the mantissas of a gradient, rounded to fp64, and then once.
   void sum(const int16_t* gradient, int exponent, const Target& to, int32_t* told) const {
     const int64_t* shape = plan_.geometry;
-    const int64_t outer = shape ? shape[0] : plan_.sizes[0], channels = shape ? shape[2] : plan_.sizes[1];
+    const int64_t channels = shape ? shape[2] : plan_.products->sizes[3], outer = shape ? shape[0] : plan_.of_y / channels;
     std::vector<int64_t> sums(static_cast<size_t>(channels));
     std::vector<double> numbers(sums.size());
-    lowp_sum_int16(gradient, outer, channels, of_y() / (outer * channels), sums.data(), threads_);
+    lowp_sum_int16(gradient, outer, channels, plan_.of_y / (outer * channels), sums.data(), threads_);
     for (size_t i = 0; i < sums.size(); ++i) numbers[i] = std::ldexp(static_cast<double>(sums[i]), exponent);
     if (!plan_.output) {
       for (size_t i = 0; i < sums.size(); ++i) to.values[i] = static_cast<float>(numbers[i]);
@@ -116,14 +128,9 @@ class Layer {
     if (plan_.geometry)
       return lowp_integer_convolution(forced_, product, a, b, c, plan_.geometry, kind, exponent, lowest, bias,
                                       bias_exponent, threads_, seen, largest);
-    const int64_t m = plan_.sizes[0], n = plan_.sizes[1], k = plan_.sizes[2];
-    // matrices of operands, [rows, depth] and [columns, depth], by the strides of both dimensions; one of each is 1
-    const int64_t forward[][8] = {{1, m, n, k}, {0, k, 1, 0, k, 1, m * n, n}};
-    const int64_t of_x[][8] = {{1, m, k, n}, {0, n, 1, 0, 1, k, m * k, k}};
-    const int64_t of_weight[][8] = {{1, n, k, m}, {0, 1, n, 0, 1, k, n * k, k}};
-    const auto* form = product == kForward ? forward : product == kOfX ? of_x : of_weight;
-    if (product == kOfWeight) std::swap(a, b);  // a convolution takes x first
-    return lowp_integer_matmul(forced_, a, b, c, form[0], form[1], kind, exponent, lowest, bias, bias_exponent,
+    const lowp_matrices& form = plan_.products[product];
+    if (form.turned) std::swap(a, b);
+    return lowp_integer_matmul(forced_, a, b, c, form.sizes, form.strides, kind, exponent, lowest, bias, bias_exponent,
                                threads_, seen, largest);
   }
 
@@ -142,25 +149,25 @@ using namespace lowp;
 //    0  entry, mantissas and values of y
 //    3  x; its mantissas; their exponent; and how they are found: 0 they are written, under the exponent of x's maximum,
 //       1 they are kept, and compared with x first, 2 they are known to be those of x
-//    7  weight; the destination of its mantissas; bias (0: none)
-// exponents: those of x, weight and y are told there. Returns the codes of lowp_integer_matmul; or 4, with nothing noted, if an
-// operand is not finite or not what its mantissas stand for, or if the entry has not begun.
+//    7  the same of weight
+//   11  bias (0: none)
+// Tensors lie dense, and mantissas as they. exponents: those of x, weight and y are told there. Returns the codes of
+// lowp_integer_matmul; or 4, with nothing noted, if an operand is not finite or not what its mantissas stand for, or if
+// the entry has not begun.
 LOWP_EXPORT int lowp_layer_forward(const char* forced, const lowp_layer* plan, const lowp_table* table,
                                    const int64_t* given, int threads, int32_t* exponents) {
   const Layer layer(forced, *plan, table, threads);
   const Target y(given);
-  const float *x = at<float>(given[3]), *weight = at<float>(given[7]);
-  int16_t *a = at<int16_t>(given[4]), *b = at<int16_t>(given[8]);
-  if (given[5]) exponents[0] = *at<int32_t>(given[5]);
   if (!layer.has_begun(y)) return kUnfit;
+  int16_t *a = at<int16_t>(given[4]), *b = at<int16_t>(given[8]);
   try {
-    std::vector<int16_t> memory(static_cast<size_t>((a ? 0 : layer.of_x()) + (b ? 0 : layer.of_weight())));
+    std::vector<int16_t> memory(static_cast<size_t>((a ? 0 : plan->of_x) + (b ? 0 : plan->of_weight)));
+    if (!b) b = memory.data() + (a ? 0 : plan->of_x);
     if (!a) a = memory.data();
-    if (!b) b = memory.data() + (given[4] ? 0 : layer.of_x());
-    if (given[6] == kToConvert && !convert(plan->x, x, layer.of_x(), threads, a, exponents)) return kUnfit;
-    if (given[6] == kToCompare && !is_same(x, a, layer.of_x(), exponents[0], threads)) return kUnfit;
-    if (!convert(plan->weight, weight, layer.of_weight(), threads, b, exponents + 1)) return kUnfit;
-    return layer.multiply(kForward, a, b, exponents[0] + exponents[1], at<float>(given[9]), y, layer.of_y(), exponents + 2);
+    if (!found(plan->x, given + 3, plan->of_x, threads, a, exponents)) return kUnfit;
+    if (!found(plan->weight, given + 7, plan->of_weight, threads, b, exponents + 1)) return kUnfit;
+    const int exponent = exponents[0] + exponents[1];
+    return layer.multiply(kForward, a, b, exponent, at<float>(given[11]), y, plan->of_y, exponents + 2);
   } catch (const std::exception&) {
     return 2;
   }
@@ -178,19 +185,17 @@ LOWP_EXPORT int lowp_layer_backward(const char* forced, const lowp_layer* plan, 
   const int16_t *a = at<int16_t>(given[4]), *b = at<int16_t>(given[5]);
   const int32_t* exponents = at<int32_t>(given[6]);
   int16_t* g = at<int16_t>(given[1]);
-  int32_t own = given[2] ? *at<int32_t>(given[2]) : 0;
+  int32_t own = 0;
   if (!(layer.has_begun(of_x) && layer.has_begun(of_weight) && layer.has_begun(of_bias))) return kUnfit;
   try {
-    std::vector<int16_t> memory(static_cast<size_t>(g ? 0 : layer.of_y()));
+    std::vector<int16_t> memory(static_cast<size_t>(g ? 0 : plan->of_y));
     if (!g) g = memory.data();
-    const float* gradient = at<float>(given[0]);
-    if (given[3] == kToConvert && !convert(plan->gradient, gradient, layer.of_y(), threads, g, &own)) return kUnfit;
-    if (given[3] == kToCompare && !is_same(gradient, g, layer.of_y(), own, threads)) return kUnfit;
+    if (!found(plan->gradient, given, plan->of_y, threads, g, &own)) return kUnfit;
     int status = kDone;
     if (of_x.values)
-      status = layer.multiply(kOfX, g, b, own + exponents[1], nullptr, of_x, layer.of_x(), told);
+      status = layer.multiply(kOfX, g, b, own + exponents[1], nullptr, of_x, plan->of_x, told);
     if (!status && of_weight.values)
-      status = layer.multiply(kOfWeight, a, g, own + exponents[0], nullptr, of_weight, layer.of_weight(), told + 1);
+      status = layer.multiply(kOfWeight, a, g, own + exponents[0], nullptr, of_weight, plan->of_weight, told + 1);
     if (!status && of_bias.values) layer.sum(g, own, of_bias, told + 2);
     return status;
   } catch (const std::exception&) {

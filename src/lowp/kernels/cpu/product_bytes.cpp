@@ -63,8 +63,8 @@ void multiply_int16(const lowp_bytes& step, const int8_t* left, const int8_t* ri
 #if defined(__x86_64__)
   name = &kernels() == &kPortableKernels ? "portable" : "avx2";
 #endif
-  const int64_t sizes[] = {1, step.rows, step.columns, step.depth};
-  const int64_t strides[] = {0, step.depth, 1, 0, step.line, step.step, 0, step.columns};
+  const int64_t sizes[] = {1, 1, step.rows, step.columns, step.depth};
+  const int64_t strides[] = {0, 0, step.depth, 1, 0, 0, step.line, step.step, 0, 0, step.columns};
   int64_t seen[3];
   double largest;
   if (lowp_integer_matmul(name, a, b, out, sizes, strides, kSums, 0, 0, nullptr, 0, threads, seen, &largest) != 0)

@@ -34,13 +34,16 @@ class Seen(NamedTuple):
     elements: int
 
 
-def memory_of(*tensors: Tensor) -> list[int] | None:
-    """Return where contiguous tensors of fp32 lie; None if the C++ library cannot read one of them directly."""
+def memory_of(*tensors: Tensor, as_they_lie: bool = False) -> list[int] | None:
+    """Return where tensors of fp32 lie; None if the C++ library cannot read one of them directly.
+
+    They are contiguous, or may lie otherwise.
+    """
     if chosen() not in (None, "cpu") or cpu.library() is None:
         return None
     if (found := cpu.addresses(tensors, _FP32)) is not None:
         for x, pointer in zip(tensors, found, strict=True):
-            if not x.is_contiguous() or pointer & 3:
+            if pointer & 3 or not (as_they_lie or x.is_contiguous()):
                 return None
     return found
 

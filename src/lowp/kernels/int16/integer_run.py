@@ -131,8 +131,9 @@ def matmul(left: Tensor, right: Tensor, output: Output) -> Multiplied:
             a_depth = 1
         elif a_depth != 1 and m == 1:
             a, a_depth, a_rows = a.contiguous(), 1, k
-        sizes = array("q", (math.prod(batch), m, n, k))
-        strides = array("q", (*(a_batch or (0,)), a_rows, a_depth, *(b_batch or (0,)), b_columns, b_depth, m * n, n))
+        sizes = array("q", (1, math.prod(batch), m, n, k))
+        of_a, of_b = (*(a_batch or (0,)), a_rows, a_depth), (*(b_batch or (0,)), b_columns, b_depth)
+        strides = array("q", (0, *of_a, 0, *of_b, 0, m * n, n))
         return _called(library.lowp_integer_matmul, output, result, (a, b, result, sizes, strides))
 
 

@@ -163,15 +163,16 @@ def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     results: Results | None = ctx.results
     is_graph = torch.is_grad_enabled() or functorch_is_active()
     has_plan = product.plan is not None and not is_graph
-    has_one_word = gradient.shape[-1:] < (low_words.FEATURES,) or not isinstance(product.form, Linear)
+    has_one_word = gradient.shape[-1:] < (low_words.FEATURES,) or not _has_rows(gradient, product.form)
     if has_plan and has_one_word:
         kept = None if results is None else _kept(gradient, product.casts.rule)
         if (results is None or kept is not None) and (found := _at_once(gradient, kept, ctx)) is not None:
             return found
     gradient, incoming = _incoming(gradient, product, results, is_graph)
     words = [] if incoming is None else _words(gradient, incoming, product)
-    if has_plan and incoming is not None and len(words) == 1 and incoming.payload.is_contiguous():
-        if (found := _at_once(gradient, (incoming, False), ctx)) is not None:
+    if has_plan and incoming is not None and len(words) == 1:
+        whole = incoming._replace(payload=incoming.payload.contiguous())
+        if (found := _at_once(gradient, (whole, False), ctx)) is not None:
             return found
     first, second, exponents = ctx.saved_tensors
     saved = [Mantissas(first, exponents[0]), Mantissas(second, exponents[1])]
@@ -194,7 +195,8 @@ def _at_once(gradient: Tensor, known: Known | None, ctx: Any) -> list[Tensor | N
     if results is None:
         made = product.plan.backward(gradient, known, ctx.saved_tensors, None, [0 if one else None for one in needs])
         return None if made is None else [None if one is None else one.values for one in made]
-    is_long = needs[2] and product.form.second[0] >= low_words.FEATURES  # that gradient may need a second word
+    # that gradient may need a second word
+    is_long = needs[2] and gradient.shape[cast(int, product.form.bias_axis())] >= low_words.FEATURES
     needs[2] = needs[2] and not is_long
     roles = (*results.gradients, BIAS_GRADIENT)
     if (known_places := results.writer.places_of(tuple(compress(roles, needs)))) is None:
@@ -273,13 +275,18 @@ def _incoming(
     return gradient, found
 
 
+def _has_rows(gradient: Tensor, form: Form) -> bool:
+    """Whether the columns of a gradient are features."""
+    return gradient.dim() == 2 or isinstance(form, Linear)
+
+
 def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mantissas]:
     """Return the gradient as the word it was rounded to, or as two words if one would lose some of its columns."""
     cast = product.casts.rule.grad
     assert cast is not None
     if gradient.shape[-1:] < (low_words.FEATURES,):
         return [high]
-    if gradient.dim() != 2 and not isinstance(product.form, Linear):
+    if not _has_rows(gradient, product.form):
         return [high]
     if not low_words.has_low_word(cast):
         if not cast.is_stochastic:
