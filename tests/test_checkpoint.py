@@ -316,7 +316,7 @@ def parts() -> dict[str, Any]:
         (
             ("optimizer", "param_groups", 0, "params"),
             [0, 1],
-            "it has groups of 2 parameters, but this optimizer has groups of 4",
+            "the saved optimizer has groups of 2 parameters, but this one has groups of 4: it belongs to another model",
         ),
         (("optimizer", "param_groups", 0, "params"), [0, 1, 2, 2], "a parameter appears twice in an optimizer's state"),
         (("optimizer", "param_groups"), 3, "'param_groups' of an optimizer's state must be a list of dictionaries"),
@@ -333,7 +333,7 @@ def parts() -> dict[str, Any]:
         (
             (*_MOMENT[:3], "master_seed"),
             "x",
-            "master_seed of parameter 0 must be a whole number if there is a master_weight, not 'x'",
+            "master_seed of parameter 0 must be a whole number of 0 or more, not 'x'",
         ),
         ((*_MOMENT[:3], "master_seed"), -1, "master_seed of parameter 0 must be a whole number .* not -1"),
         (_MOMENT[:3], {}, "the state of parameter 0 lacks master_weight, which others have"),

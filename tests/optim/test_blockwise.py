@@ -269,12 +269,14 @@ def test_sgd_updates_a_block_without_reading_anything(options: dict[str, Any]) -
         (
             "exp_avg",
             torch.zeros(7),
-            r"exp_avg of parameter 1 must be a tensor of shape \(70001,\), not of shape \(7,\)",
+            r"exp_avg of parameter 1 must be a floating-point tensor of shape \(70001,\), not a .* shape \(7,\)",
         ),
-        ("exp_avg_sq", torch.zeros(1), r"exp_avg_sq of parameter 1 must be a tensor .* not of shape \(1,\)"),
-        ("exp_avg", "x", "exp_avg of parameter 1 must be a tensor .* not str"),
+        ("exp_avg_sq", torch.zeros(1), r"exp_avg_sq of parameter 1 must be a floating-point tensor .* shape \(1,\)"),
+        ("exp_avg", "x", "exp_avg of parameter 1 must be a floating-point tensor .* not str"),
         ("master_weight", torch.zeros(()), r"master_weight of parameter 1 .* a different order of parameters"),
-        ("step", "x", "the step of parameter 1 must be a number, not str"),
+        ("step", "x", "the step of parameter 1 must be a number of 0 or more, not 'x'"),
+        ("step", -1.0, "the step of parameter 1 must be a number of 0 or more, not -1.0"),
+        ("step", torch.zeros(1), "the step of parameter 1 must be a number of 0 or more, not tensor"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, value: object, text: str) -> None:

@@ -18,7 +18,7 @@ from lowp.optim.model_state import DtypeAdvice, MasterKeeper, ParameterNames, ow
 from lowp.optim.moments import SCALES, SQUARES, FormatOptions, Moments, admitted
 from lowp.optim.releasing import Released, refuse_released
 from lowp.optim.shards import local, places_of, refuse_to_convert, shard_of
-from lowp.optim.state_dicts import Checkpointed, check_shape, entries_by_parameter, packed_groups, parameters_of
+from lowp.optim.state_dicts import Checkpointed, entries_by_parameter, packed_groups, parameters_of
 from lowp.optim.storage import BLOCK, MASTER_WEIGHT, STORAGE_STATE, Storage, check_seed, seed_of
 from lowp.scaling.loss_scale import inverse_of
 
@@ -356,20 +356,13 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
 
     def _checked(self, state_dict: dict[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
         """Return the saved state by parameter, after checking that every tensor fits its parameter."""
-        saved = entries_by_parameter(self, state_dict)
-        for index, (parameter, entry) in enumerate(saved.items()):
+        saved = entries_by_parameter(self, state_dict, self.moments)
+        for index, entry in enumerate(saved.values()):
             if "step" not in entry and any(name in entry for name in STORAGE_STATE):
                 raise InvalidInput(
                     f"the state of parameter {index} has masters but no step, as torch.distributed.checkpoint leaves "
                     "it if the optimizer had no state: call optimizer.state_dict() before loading"
                 )
-            for name in self.moments:
-                check_shape(entry.get(name), parameter, f"{name} of parameter {index}")
-            step = entry.get("step", 0)
-            if isinstance(step, Tensor) and step.numel() == 1:
-                continue
-            if isinstance(step, bool) or not isinstance(step, (int, float)):
-                raise InvalidInput(f"the step of parameter {index} must be a number, not {type(step).__name__}")
         return saved
 
     def __getstate__(self) -> dict[str, Any]:

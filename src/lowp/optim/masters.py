@@ -16,7 +16,7 @@ from lowp.ops.observing import Watch
 from lowp.optim.model_state import MasterKeeper, ParameterNames, own
 from lowp.optim.shards import is_sharded, is_zero, local, local_parts, places_of
 from lowp.optim.skipping import begin_momentum, flagged
-from lowp.optim.state_dicts import Checkpointed, entries_by_parameter, parameters_of
+from lowp.optim.state_dicts import COUNTERS, OF_MASTERS, Checkpointed, entries_by_parameter, parameters_of
 from lowp.optim.storage import MASTER_WEIGHT, Storage, check_seed, seed_of
 
 
@@ -61,11 +61,6 @@ class Wrapper(Checkpointed):
     def __getstate__(self) -> dict[str, Any]:
         hooks = [name for name in self.__dict__ if name.startswith("_optimizer_")]  # not copied, as in torch
         return {name: value for name, value in self.__dict__.items() if name not in hooks}
-
-
-# counters of stochastic rounding, kept in each parameter's state so that torch.distributed.checkpoint finds them
-_COUNTERS = ("master_steps", "master_seed")
-_OF_MASTERS = (MASTER_WEIGHT, "remainder", *_COUNTERS)  # entries that the inner optimizer does not get
 
 
 class MasterWeights(MasterKeeper, Wrapper):
@@ -135,7 +130,7 @@ class MasterWeights(MasterKeeper, Wrapper):
         return self._steps_there[device]
 
     def _counters(self) -> dict[str, int]:
-        return dict(zip(_COUNTERS, (self.steps, self.seed), strict=True))
+        return dict(zip(COUNTERS, (self.steps, self.seed), strict=True))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -281,11 +276,9 @@ class MasterWeights(MasterKeeper, Wrapper):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         saved = entries_by_parameter(self, state_dict)
-        counters = [[entry[name] for name in _COUNTERS] for entry in saved.values() if _COUNTERS[0] in entry]
-        if not all(type(value) is int for pair in counters for value in pair):
-            raise InvalidInput(f"{' and '.join(_COUNTERS)} of a parameter's state must be whole numbers")
+        counters = [[entry[name] for name in COUNTERS] for entry in saved.values() if entry.keys() >= set(COUNTERS)]
         plain = {
-            key: {name: value for name, value in entry.items() if name not in _OF_MASTERS}
+            key: {name: value for name, value in entry.items() if name not in (*OF_MASTERS, "remainder")}
             for key, entry in state_dict["state"].items()
         }
         with self._on_masters():

@@ -2,8 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +13,9 @@ from lowp.errors import InvalidInput, brief
 from lowp.optim.storage import MASTER_WEIGHT
 
 Optimizer = torch.optim.Optimizer
+# counters of stochastic rounding, kept in each parameter's state so that torch.distributed.checkpoint finds them
+COUNTERS = ("master_steps", "master_seed")
+OF_MASTERS = {MASTER_WEIGHT, *COUNTERS}  # present before any step
 
 
 class Checkpointed(torch.optim.Optimizer):
@@ -82,37 +84,66 @@ def packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{**group, "params": [numbers[id(one)] for one in group["params"]]} for group in optimizer.param_groups]
 
 
-def entries_by_parameter(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
+def entries_by_parameter(
+    optimizer: Optimizer, state: Mapping[str, Any], moments: Sequence[str] = ()
+) -> dict[Tensor, Mapping[str, Any]]:
     """Return the saved entry of each parameter. Keys are numbers, or names as from torch.distributed.checkpoint.
 
-    Raises InvalidInput if the groups or the `MASTER_WEIGHT` entries belong to another model.
+    Raises InvalidInput if the groups, the `MASTER_WEIGHT` entries or these moments belong to another model.
     """
-    saved = [list(group["params"]) for group in state["param_groups"]]
-    lengths = [len(group["params"]) for group in optimizer.param_groups]
-    if [len(group) for group in saved] != lengths:
-        raise InvalidInput(
-            f"the saved optimizer has groups of {[len(group) for group in saved]} parameters and this one of {lengths}:"
-            " it belongs to another model or a different order of parameters"
-        )
     found: dict[Tensor, Mapping[str, Any]] = {}
-    for key, parameter in zip(chain.from_iterable(saved), parameters_of(optimizer), strict=True):
-        entry = state["state"].get(key, {})
-        if not isinstance(entry, Mapping):
-            raise InvalidInput(f"the state of parameter {key} must be a dictionary, not {type(entry).__name__}")
-        check_shape(entry.get(MASTER_WEIGHT), parameter, f"{MASTER_WEIGHT} of parameter {key}")
-        found[parameter] = entry
+    for key, parameter in _parameters_by_key(optimizer, state["param_groups"]).items():
+        found[parameter] = entry = _checked_entry(state["state"].get(key, {}), key)
+        for name in (MASTER_WEIGHT, *moments):
+            if entry.get(name) is not None:
+                _check_moment(name, entry[name], parameter, key)
+        if moments and "step" in entry:
+            _check_moment("step", entry["step"], parameter, key)
     return found
 
 
-def check_shape(value: Any, parameter: Tensor, what: str) -> None:
-    """Raise InvalidInput unless a saved value is missing or a tensor of the parameter's shape."""
-    if value is None or (isinstance(value, Tensor) and value.shape == parameter.shape):
+def _parameters_by_key(optimizer: Optimizer, groups: Any) -> dict[Any, Tensor]:
+    """Return the parameters by the keys of a saved state's groups. Raises InvalidInput for those of another model."""
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
+        raise InvalidInput("the entry 'param_groups' of an optimizer's state must be a list of dictionaries")
+    listed = [group.get("params") for group in groups]
+    if not all(isinstance(one, (list, tuple)) and all(type(key) in (int, str) for key in one) for one in listed):
+        raise InvalidInput("each group of an optimizer's state must have params, a list of indices or names")
+    sizes, own = [len(one) for one in listed], [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own:
+        raise InvalidInput(
+            f"the saved optimizer has groups of {_listed(sizes)} parameters, but this one has groups of {_listed(own)}"
+            ": it belongs to another model or a different order of parameters"
+        )
+    keys, parameters = [key for one in listed for key in one], parameters_of(optimizer)
+    if len(set(keys)) < len(set(map(id, parameters))):
+        raise InvalidInput("a parameter appears twice in an optimizer's state")
+    return dict(zip(keys, parameters, strict=True))
+
+
+def _checked_entry(entry: Any, key: object) -> Mapping[str, Any]:
+    """Return what is saved of a parameter. Raises InvalidInput unless it is a dictionary with whole counters."""
+    if not isinstance(entry, Mapping):
+        raise InvalidInput(f"the state of parameter {key} must be a dictionary, not {type(entry).__name__}")
+    for name in COUNTERS:
+        value = entry.get(name, 0)
+        if not (type(value) is int and 0 <= value < 2**64):
+            raise InvalidInput(f"{name} of parameter {key} must be a whole number of 0 or more, not {brief(value)}")
+    return entry
+
+
+def _check_moment(name: str, value: Any, parameter: Tensor, key: object) -> None:
+    """Raise InvalidInput unless a saved value has a number for each element of the parameter; a step is one number."""
+    if name == "step":
+        if not (_is_number(value) and value >= 0) or getattr(value, "ndim", None):
+            raise InvalidInput(f"the step of parameter {key} must be a number of 0 or more, not {brief(value)}")
         return
-    given = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    raise InvalidInput(
-        f"{what} must be a tensor of shape {tuple(parameter.shape)}, not {given}: the state belongs to "
-        "another model or a different order of parameters"
-    )
+    is_alike = isinstance(value, Tensor) and value.is_floating_point() == parameter.is_floating_point()
+    if not (is_alike and value.shape == parameter.shape):
+        raise InvalidInput(
+            f"{name} of parameter {key} must be a floating-point tensor of shape {tuple(parameter.shape)}, not "
+            f"{_described(value)}: the state belongs to another model or a different order of parameters"
+        )
 
 
 # Entries that a parameter's state must have in torch's element-wise optimizers, once there is a state.
@@ -138,7 +169,6 @@ _REQUIRED_BY = {
 }
 _SWITCHES = ("capturable", "differentiable", "foreach", "fused", "maximize")
 _OPTIONAL = ("grad_avg", MASTER_WEIGHT, "max_exp_avg_sq", "momentum_buffer")  # depending on the optimizer's options
-_OF_MASTERS = (MASTER_WEIGHT, "master_steps", "master_seed")  # present before any step
 
 
 def kind_of(part: Any) -> str | None:
@@ -175,7 +205,7 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
 # -- optimizers -------------------------------------------------------------------------------------------------------
 def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
     require_optimizer_state(saved)
-    parameters = _parameters_by_saved_index(optimizer, saved["param_groups"])
+    parameters = _parameters_by_key(optimizer, saved["param_groups"])
     inner = _innermost(optimizer)
     for number, (own, group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
         # an entry that a scheduler added (initial_lr) is compared if both have it
@@ -187,35 +217,13 @@ def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
     for index, entry in saved["state"].items():
         if index not in parameters:
             raise InvalidInput(f"it has a state of parameter {index!r}, but there are {len(parameters)} parameters")
-        if not isinstance(entry, Mapping):
-            raise InvalidInput(f"the state of parameter {index} must be a dictionary, not {type(entry).__name__}")
-        for name, value in entry.items():
+        for name, value in _checked_entry(entry, index).items():
             _check_finite(value, f"{name} of parameter {index}")
         if has_masters and MASTER_WEIGHT not in entry:
             raise InvalidInput(f"the state of parameter {index} lacks {MASTER_WEIGHT}, which others have")
         if is_torch_s and type(inner).__name__ in _REQUIRED:
             required = _REQUIRED[type(inner).__name__] + _required_by_options(inner, index, saved["param_groups"])
             _check_moments(entry, parameters[index], index, required)
-
-
-def _parameters_by_saved_index(optimizer: Optimizer, groups: Any) -> dict[Any, Tensor]:
-    """Return the parameters by the indices of a saved state, which torch counts through the groups."""
-    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
-        raise InvalidInput("the entry 'param_groups' of an optimizer's state must be a list of dictionaries")
-    listed = [group.get("params") for group in groups]
-    if not all(isinstance(one, (list, tuple)) and all(type(index) in (int, str) for index in one) for one in listed):
-        raise InvalidInput("each group of an optimizer's state must have params, a list of indices or names")
-    sizes = [len(one) for one in listed]
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != own:
-        raise InvalidInput(
-            f"it has groups of {_listed(sizes)} parameters, but this optimizer has groups of {_listed(own)}"
-        )
-    indices = [index for one in listed for index in one]
-    if len(set(indices)) < len(indices):
-        raise InvalidInput("a parameter appears twice in an optimizer's state")
-    present = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return dict(zip(indices, present, strict=True))
 
 
 def _check_options(own: Mapping[str, Any], group: Mapping[str, Any], place: str) -> None:
@@ -246,32 +254,12 @@ def _required_by_options(inner: Optimizer, index: object, groups: Any) -> tuple[
 
 def _check_moments(entry: Mapping[Any, Any], parameter: Tensor, index: object, required: tuple[str, ...]) -> None:
     missing = [name for name in required if name not in entry]
-    if missing and not set(entry) <= set(_OF_MASTERS):
+    if missing and not entry.keys() <= OF_MASTERS:
         raise InvalidInput(f"the state of parameter {index} lacks {', '.join(missing)}")
-    has_counters = set(_OF_MASTERS) <= set(entry)
     for name, value in entry.items():
-        if name == "step" and not (_is_number(value) and value >= 0):
-            raise InvalidInput(f"the step of parameter {index} must be a number of 0 or more, not {brief(value)}")
-        if name in _OF_MASTERS[1:] and not (has_counters and type(value) is int and 0 <= value < 2**64):
-            raise InvalidInput(
-                f"{name} of parameter {index} must be a whole number if there is a {MASTER_WEIGHT}, not {brief(value)}"
-            )
-        of_elements = _has_elements(name, value, required)
-        if of_elements and not (isinstance(value, Tensor) and _fits(value, parameter)):
-            raise InvalidInput(
-                f"{name} of parameter {index} must be a floating-point tensor of shape {tuple(parameter.shape)}, not "
-                f"{_described(value)}: the state belongs to another model or a different order of parameters"
-            )
-
-
-def _has_elements(name: str, value: Any, required: tuple[str, ...]) -> bool:
-    """Whether an entry is one number for each element of the parameter, by its name or as it looks."""
-    is_moment = (name in required and name != "step") or (name in _OPTIONAL and value is not None)
-    return is_moment or (isinstance(value, Tensor) and value.dim() > 0)
-
-
-def _fits(value: Tensor, parameter: Tensor) -> bool:
-    return value.shape == parameter.shape and value.is_floating_point() == parameter.is_floating_point()
+        is_moment = name in ("step", *required) or (name in _OPTIONAL and value is not None)
+        if is_moment or getattr(value, "ndim", None):
+            _check_moment(name, value, parameter, index)
 
 
 # -- schedulers and models --------------------------------------------------------------------------------------------
