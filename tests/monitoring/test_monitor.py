@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import lowp
 from lowp.errors import InvalidInput
 from lowp.monitoring import Alarm, TrainingAlarm
+from lowp.monitoring.log import JsonLines, Tail
 from lowp.monitoring.look import Look
 
 
@@ -280,6 +281,39 @@ def test_records_go_to_a_file_of_lines(run: planted.Run, tmp_path: Path) -> None
     assert [record["step"] for record in records] == list(range(8))
     (alarm,) = [alarm for record in records for alarm in record["alarms"]]
     assert Alarm(**{**alarm, "others": tuple(alarm["others"])}) == run.alarms[0]
+
+
+def test_a_file_is_read_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(InvalidInput, match=r"there is no file .*run\.jsonl: `lowp run --monitor=.* writes one"):
+        Tail(path)
+    written = JsonLines(path, {"model": "A"})
+    tail = Tail(path)
+    assert [one["model"] for one in tail.more()] == ["A"] and tail.more() == []
+    written({"step": 1})
+    with path.open("a") as file:
+        file.write('{"step"')
+    assert tail.more() == [{"step": 1}]
+    with path.open("a") as file:
+        file.write(': 2}\n[3]\n{"step\n{"step": 4}\n')  # a list, and the line of a process that was killed
+    assert tail.more() == [{"step": 2}, {"step": 4}]
+    written.close(5)
+    assert tail.more() == [{"ended": 5}]
+    tail.close()
+
+
+def test_a_sink_that_fails_ends_the_monitor_and_not_the_training_even_after_an_alarm(
+    run: planted.Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sink(record: dict[str, Any]) -> None:
+        if record["step"] == 4:
+            raise OSError("no space is left")
+
+    for _ in spoiled(run, sinks=sink):
+        pass
+    assert [alarm.step for alarm in run.alarms] == [2] and run.monitor is not None
+    assert run.monitor.failure == "OSError: no space is left" and run.monitor.step == 5
+    assert capsys.readouterr().err == "lowp monitor: it has stopped watching, because of OSError: no space is left\n"
 
 
 def test_a_file_of_another_kind_is_not_written_to(run: planted.Run, tmp_path: Path) -> None:

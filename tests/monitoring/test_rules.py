@@ -15,7 +15,9 @@ from lowp.monitoring.alarms import Alarm, Alarms
 from lowp.monitoring.look import _MOST_CALLS, Look
 from lowp.monitoring.losses import Losses
 from lowp.monitoring.pace import Pace
+from lowp.monitoring.places import Listener, listen
 from lowp.monitoring.seen import Sight, Spike
+from lowp.monitoring.sinks import record_of, scalars
 from lowp.monitoring.state import RunState
 from lowp.numerics.models import Models
 
@@ -209,9 +211,63 @@ def test_a_gradient_that_is_thrown_away_is_no_skipped_step() -> None:
     assert monitor.step == 4
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("given", [False, True])
-def test_a_loss_scale_that_starts_anew_is_told_where_the_optimizer_goes_on(steps: int, given: bool) -> None:
+@pytest.mark.parametrize(
+    ("carried", "latest", "now", "scale", "adds_up"),
+    [
+        (1.0, 2.0, 2.0, None, True),
+        (0.0, 2.0, 2.0, None, False),  # the gradient of the passes before was thrown away
+        (1.0, 2.0, 0.5, None, False),  # divided before the step
+        (1.0, 2.0, 1.5, None, False),
+        (1.0, 2.0, 1.6, None, True),
+        (1.0, 2048.0, 2.0, 1024.0, True),
+        (1.0, 2048.0, 0.5, 1024.0, False),
+        (1.0, 0.0, 0.0, None, False),
+    ],
+)
+def test_passes_add_up_if_a_gradient_stays_from_one_to_the_next_and_to_the_step(
+    carried: float, latest: float, now: float, scale: float | None, adds_up: bool
+) -> None:
+    numbers = {"carried": {"a": carried}, "latest": {"a": latest}, "gradient": {"a": now}}
+    numbers |= {} if scale is None else {"scale": {"": scale}}
+    state = RunState(Models(nn.Linear(2, 2)), None, None, [])
+    assert state.completed(look(backwards=4, adds_up=True), numbers).adds_up is adds_up
+
+
+def test_the_share_that_is_flushed_is_that_of_the_numbers_that_are_not_zero() -> None:
+    seen, result = Look(0, of_flushed=True), torch.ones(4, dtype=torch.float16, requires_grad=True)
+    seen.saw_output("a", result)
+    (result * torch.tensor([0.0, 2.0**-15, 2.0**-14, 2.0])).sum().backward()
+    seen.send()
+    numbers = seen.read()
+    assert numbers is not None and numbers["flushed"] == {"a": pytest.approx(1 / 3)}
+
+
+def test_a_listener_hears_of_every_loss_until_it_says_which_are_usual() -> None:
+    heard: list[tuple[float, bool]] = []
+
+    def told(loss: torch.Tensor, ended: bool) -> bool:
+        heard.append((loss.item(), ended))
+        return loss.item() > 3
+
+    listener = Listener(told, most=2)
+    stop = listen(listener)
+    for value in (1.0, 4.0):
+        torch.tensor(value, requires_grad=True).backward()
+    assert heard == [(1.0, False), (4.0, False), (4.0, True)] and listener.usual == []
+    listener.limit = 2.0
+    for value in (2.0, 1.0, 0.5, 2.5):  # the third is one too many, the last above the limit
+        torch.tensor(value, requires_grad=True).backward()
+    assert listener.usual == [2.0, 1.0] and heard[3:] == [(0.5, False), (2.5, False)]
+    stop()
+    torch.tensor(9.0, requires_grad=True).backward()
+    assert len(heard) == 5
+
+
+@pytest.mark.parametrize(("steps", "anew"), [(0, True), (1, True), (3, True), (2, False)])
+@pytest.mark.parametrize("given", [(), ("scaler",), ("optimizer", "scaler")], ids=str)  # what is not, is found
+def test_a_loss_scale_that_starts_anew_is_told_where_the_optimizer_goes_on(
+    steps: int, anew: bool, given: tuple[str, ...]
+) -> None:
     model, records = nn.Linear(4, 4), list[dict[str, Any]]()
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -223,13 +279,13 @@ def test_a_loss_scale_that_starts_anew_is_told_where_the_optimizer_goes_on(steps
         scaler.update()
         return float(loss.detach())
 
-    for _ in range(steps):
-        step(torch.amp.GradScaler("cpu"))
     scaler = torch.amp.GradScaler("cpu")
-    told: dict[str, Any] = {"optimizer": optimizer, "scaler": scaler} if given else {}  # else they are found
+    for _ in range(steps):
+        step(torch.amp.GradScaler("cpu") if anew else scaler)
+    told: dict[str, Any] = {name: {"optimizer": optimizer, "scaler": scaler}[name] for name in given}
     with lowp.Monitor(model, **told, max_overhead=None, sinks=records.append) as monitor:
         losses = [step(scaler) for _ in range(3)]
-    assert [alarm.id for alarm in monitor.alarms] == (["N207"] if steps else [])
+    assert [alarm.id for alarm in monitor.alarms] == (["N207"] if steps and anew else [])
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-4)
 
 
@@ -263,6 +319,43 @@ def test_shared_exponents_of_a_region_without_a_precision_are_counted(precision:
         model(torch.ones(2, 4)).sum().backward()
         state.add_to(cast(Look, look))
     assert added == kinds
+
+
+def test_a_record_has_the_numbers_of_each_group_of_layers_and_none_for_what_is_not_finite() -> None:
+    seen = look(
+        {
+            "activation": {"": 1.0, "blocks.0": 2.0, "blocks.0.up": math.nan, "head": 3.0},
+            "gradient": {"blocks.0.up.weight": 3.0, "blocks.0.up.bias": 4.0, "head.weight": 12.0},
+            "weight": {"blocks.0.up.weight": 2.0, "blocks.0.up.bias": 0.0, "blocks.0.down.weight": 4.0, "scale": 1.0},
+            "update": {"blocks.0.up.weight": 1.0, "blocks.0.up.bias": 1.0, "blocks.0.down.weight": 1.0, "scale": 0.125},
+            "lost": {"blocks.0.up.weight": 0.25, "blocks.0.up.bias": 0.75},
+        },
+        step=3,
+        losses=[(2, 1.0), (3, 0.1234567)],
+        scale=8.0,
+        skipped=1,
+    )
+    record = record_of(seen, [], 1.23456)
+    assert record == {
+        "step": 3,
+        "time": 1.235,
+        "loss": 0.123457,
+        "gradient": 13.0,
+        "scale": 8.0,
+        "skipped": 1,
+        "groups": {
+            "model": {"activation": 1.0, "update_to_weight": 0.125},
+            "blocks.0": {"activation": None, "gradient": 5.0, "update_to_weight": 0.5, "lost": 0.75},
+            "head": {"activation": 3.0, "gradient": 12.0},
+        },
+        "alarms": [],
+    }
+    flat = dict(scalars(record))
+    assert flat["lowp/blocks.0/gradient"] == 5.0 and flat["lowp/alarms"] == 0 and flat["lowp/skipped"] == 1
+    assert "lowp/blocks.0/activation" not in flat
+    empty = record_of(look(losses=[(0, math.inf)]), [], 0.0)
+    assert empty == {"step": 0, "time": 0.0, "loss": None, "groups": {}, "alarms": []}
+    assert dict(scalars(empty)) == {"lowp/alarms": 0}
 
 
 # -- pace -------------------------------------------------------------------------------------------------------------
