@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.casts import parse
+from lowp.exponents import SharedExponents
 from lowp.kernels import cpu, use
+from lowp.kernels.choose.dispatch import available
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import as_exponent
 
@@ -177,3 +179,24 @@ def test_the_lowest_mantissa_is_exact_under_the_exponent_that_is_kept(kernel: st
         assert payloads.is_exact(x, cast)
         x[1] += 2.0**-11
         assert not payloads.is_exact(x, cast)
+
+
+@pytest.mark.parametrize("way", available())
+def test_the_lowest_mantissa_is_exact_under_the_largest_exponent_which_no_maximum_leaves(way: str) -> None:
+    """Of numbers that end, begin or stand anywhere, at any byte; 32768 is none of the format, nor any of dfp16."""
+    among, predicted = torch.arange(-9000.0, 9000.0), parse("flex16+5:autoflex")
+    with use(way):
+        for place in (0, 4097, -1):
+            x = among.clone()
+            x[place] = -32768.0
+            assert payloads.exact_under(x, FLEX) == (True, 0)
+            assert not payloads.is_exact(2 * x, FLEX) and not payloads.is_exact(x / 2, FLEX)
+            assert not payloads.is_exact(x * 2.0**113, DFP)
+            given = x.clone()
+            exponents = SharedExponents()
+            for _ in range(2):
+                assert exponents.write(given, predicted, "gradient of w", unless_exact=True).values is given
+                exponents.write(given / 3, predicted, "gradient of w")
+                exponents.flush()
+            x[place - 1] = 32768.0
+            assert not payloads.is_exact(x, FLEX)

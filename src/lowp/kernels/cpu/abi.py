@@ -219,7 +219,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (*(c_void_p,) * 2, *(c_int,) * 3, *(c_void_p,) * 2, c_int64, c_uint64, c_int, c_void_p),
     ),
     "lowp_from_int16": (None, (*(c_void_p,) * 3, c_int64, c_int)),
-    "lowp_is_exact_int16": (c_int, (c_void_p, *(c_int,) * 3, c_int64, c_int, c_void_p)),
+    "lowp_is_exact_int16": (c_int, (*(c_void_p,) * 2, *(c_int,) * 3, c_int64, c_int, c_void_p)),
     "lowp_exact_int16": (c_int64, (*(c_void_p,) * 3, c_int64, c_int)),
     "lowp_same_int16": (c_int64, (*(c_void_p,) * 2, *(c_int64,) * 3, c_void_p, *(c_int,) * 3)),
     "lowp_same_int16_list": (None, (c_void_p, c_int64, c_int, c_void_p)),

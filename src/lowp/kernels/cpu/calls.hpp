@@ -64,8 +64,8 @@ LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int of
                                    float* values, int64_t count, uint64_t seed, int threads, int32_t* exponent);
 LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, const int32_t* exponent, float* out, int64_t count,
                                  int threads);
-LOWP_EXPORT int lowp_is_exact_int16(const float* x, int offset, int lowest, int highest, int64_t count, int threads,
-                                    int32_t* exponent);
+LOWP_EXPORT int lowp_is_exact_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest,
+                                    int64_t count, int threads, int32_t* exponent);
 LOWP_EXPORT int64_t lowp_exact_int16(const float* x, const int32_t* exponent, int16_t* out, int64_t count, int threads);
 LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
                                     int64_t stride, const int32_t* exponent, int rounded, int lowest, int threads);

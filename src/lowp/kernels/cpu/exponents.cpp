@@ -135,10 +135,10 @@ void begin(const lowp_table& table, const Row& row) {
 }
 
 // Whether x, fp32, is in the format under the exponent of its own maximum, which is then told.
-bool is_exact(const lowp_table& table, const Row& row, int threads) {
+bool is_exact(const lowp_table& table, const lowp_cast& cast, const Row& row, int threads) {
   const lowp_autoflex& rule = table.rule;
-  return lowp_is_exact_int16(static_cast<const float*>(row.x), 2 - rule.bits, rule.min_exponent, rule.max_exponent,
-                             row.count, threads, row.exponent);
+  return lowp_is_exact_int16(&cast, static_cast<const float*>(row.x), 2 - rule.bits, rule.min_exponent,
+                             rule.max_exponent, row.count, threads, row.exponent);
 }
 
 // Returns whether anything is not finite.
@@ -244,7 +244,7 @@ LOWP_EXPORT int64_t lowp_write_entries(const lowp_table* table, const lowp_cast*
   int64_t nonfinite = 0;
   for (int64_t i = 0; i < count; ++i, rows += 9) {
     Row row(rows);
-    if (row.how == kUnlessExact && is_exact(*table, row, threads)) {
+    if (row.how == kUnlessExact && is_exact(*table, *cast, row, threads)) {
       --nonfinite;
       continue;
     }

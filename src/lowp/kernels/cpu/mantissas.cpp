@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 
 #include "calls.hpp"
 
@@ -72,6 +73,16 @@ static int32_t own_exponent(const Grid& grid, int offset, int lowest, int highes
   return std::min(std::max(exponent - 1 + offset, lowest), highest);
 }
 
+// Whether x, which may begin at any byte, has this number.
+static bool has(const float* x, int64_t count, double number) {
+  for (int64_t i = 0; i < count; ++i) {
+    float one;
+    std::memcpy(&one, x + i, sizeof one);
+    if (one == number) return true;
+  }
+  return false;
+}
+
 }  // namespace lowp
 
 // Writes x, fp32, as mantissas under its own exponent. `out` receives the mantissas, `values` their values; either may be
@@ -85,17 +96,19 @@ LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int of
   return 1;
 }
 
-// Whether all of x is a mantissa under the exponent of its own maximum, which is told.
-LOWP_EXPORT int lowp_is_exact_int16(const float* x, int offset, int lowest, int highest, int64_t count, int threads,
-                                    int32_t* exponent) {
+// Whether all of x is a mantissa under the exponent of its own maximum, which is told. 2**15 units, under the largest
+// exponent, are the mantissa -32768, if all of them are negative.
+LOWP_EXPORT int lowp_is_exact_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest,
+                                    int64_t count, int threads, int32_t* exponent) {
   constexpr int kOfZeros = 1000, kBias = 127;
   const Grid grid = grid_of(x, count, true, threads);
   *exponent = own_exponent(grid, offset, lowest, highest);
   if (*exponent == kNoExponent) return 0;
   if (grid.lowest == kOfZeros) return 1;
   const int bit = static_cast<int>(grid.lowest) - kBias;
-  const bool is_held = magnitude(static_cast<uint32_t>(grid.maximum)) <= std::ldexp(32767.0, *exponent);
-  return is_held && *exponent <= bit && bit > -kBias;
+  if (*exponent > bit || bit <= -kBias) return 0;
+  const double units = std::ldexp(magnitude(static_cast<uint32_t>(grid.maximum)), -*exponent);
+  return units <= 32767 || (units <= -cast->minimum && !has(x, count, std::ldexp(units, *exponent)));
 }
 
 // Writes x * 2**-exponent and returns the largest |mantissa|; -1 if an x is not an int16 under this exponent, or if that

@@ -81,7 +81,7 @@ static void grid(const float* in, bool lowest, Grid* seen, int64_t begin, int64_
     const int32_t bit = lowest_bit(bits, count);
     seen->lowest = bit < seen->lowest ? bit : seen->lowest;
     const int32_t highest = static_cast<int32_t>(seen->maximum >> 23);
-    if (highest == 255 || (seen->lowest < 1000 && highest - seen->lowest > 14)) return;
+    if (highest == 255 || (seen->lowest < 1000 && highest - seen->lowest > 15)) return;
   }
 }
 

@@ -92,9 +92,9 @@ def is_exact_int16(x: Tensor, cast: Cast) -> tuple[bool, Tensor]:
     The cast's scaling counts for nothing.
     """
     exponent = torch.empty((), dtype=torch.int32, device="cpu")
-    _, offset, *bounds = own_bounds(cast)
+    block, offset, *bounds = own_bounds(cast)
     offset -= 0 if cast.scaling is None else cast.scaling.headroom
-    found = cpu.loaded().lowp_is_exact_int16(x, offset, *bounds, x.numel(), torch.get_num_threads(), exponent)
+    found = cpu.loaded().lowp_is_exact_int16(block, x, offset, *bounds, x.numel(), torch.get_num_threads(), exponent)
     return found != 0, exponent
 
 
