@@ -85,6 +85,22 @@ def test_the_limits_are_those_of_torch_and_ml_dtypes() -> None:
         assert row.smallest_normal == float(info.smallest_normal), name
 
 
+@pytest.mark.parametrize("row", [*FLOATS, formats.parse("ue5m3"), formats.parse("e9m52fn")], ids=str)
+def test_the_facts_of_a_row_follow_from_its_width_and_its_ulp(row: FloatFormat) -> None:
+    assert row.bytes * 8 == row.bits == row.codes.stop.bit_length() - 1
+    assert row.relative_error == row.ulp(1.0) / 2 == 2.0**-row.precision
+    assert row.decimal_digits == pytest.approx(math.log10(2 / row.ulp(1.0)))
+    assert row.has_zero == (row.decode(0) == 0)
+
+
+def test_the_facts_of_an_integer_follow_from_its_numbers() -> None:
+    for bits in range(1, 33):
+        row = IntFormat("mine", bits)
+        assert row.bytes * 8 == bits == (row.maximum - row.minimum).bit_length() - (bits == 1)
+        assert row.has_zero == (bits > 1)
+        assert row.decimal_digits == pytest.approx(math.log10(row.maximum + (bits > 1)) or math.log10(2))
+
+
 # -- codes ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")  # of ml_dtypes, at NaN
@@ -159,6 +175,7 @@ def test_any_spelling_reads_back(text: str) -> None:
 def test_any_integer_reads_back(bits: int, symmetric: bool) -> None:
     row = IntFormat("mine", bits, symmetric)
     assert formats.parse(str(row)) == row
+    assert row.symmetric == (row.maximum == -row.minimum)
     assert row.maximum - row.minimum + 1 == (1 << bits) - (row.symmetric and bits > 1) + (bits == 1)
 
 
@@ -249,6 +266,7 @@ def test_bytes_count_the_share_of_the_scale() -> None:
     assert found["flex16+5"] == 2.0
     assert (PowerOfTwo(-31, 0).bits, PowerOfTwo(-128, 127).bits) == (5, 8)
     assert Scope("block", 32) == Scope("block", 32)
+    assert [Scope(*of).is_square for of in (("tile", 16, 16), ("tile", 16, 8), ("block", 16))] == [True, False, False]
     assert FloatFormat("other name", 5, 10) == FORMATS["fp16"]
     assert FloatFormat("no zero", 4, 0, Specials.FN, signed=False).subnormals is False
 
@@ -279,6 +297,7 @@ def test_p3109_formats_are_gfloat_s_on_every_code(width: int, precision: int, si
     format = formats.parse(name)
     assert isinstance(format, FloatFormat)
     assert formats.parse(str(format)) == format == formats.parse(name.upper())
+    assert format.p3109_name == name
     assert (format.bits, format.bias, format.maximum, format.minimum) == (width, info.bias, info.max, info.min)
     assert (format.nan_code, format.has_infinity) == (info.code_of_nan, domain == "e")
     assert format.infinity_code == (info.code_of_posinf if domain == "e" else None)
@@ -286,3 +305,10 @@ def test_p3109_formats_are_gfloat_s_on_every_code(width: int, precision: int, si
         expected = gfloat.decode_float(info, code).fval
         assert value == expected or (math.isnan(value) and math.isnan(expected)), code
         assert format.encode(value) == code
+
+
+@pytest.mark.parametrize("other", ["fp16", "e4m3", "e4m3fn", "e4m3fnuzftz", "e4m3b11fnuz"])
+def test_p3109_has_no_name_for_other_formats(other: str) -> None:
+    format = formats.parse(other)
+    assert isinstance(format, FloatFormat)
+    assert format.p3109_name is None

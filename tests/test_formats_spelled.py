@@ -123,6 +123,8 @@ def test_a_constructor_names_what_it_was_given() -> None:
         (lambda: Cast("fp16", scaling=3), TypeError, "the scaling of a cast is a ScalingSpec or NoneType, not 3"),  # type: ignore[arg-type]
         (lambda: FORMATS["fp16"].decode(1e300), TypeError, "a code of fp16 is a whole number, not 1e+300"),  # type: ignore[union-attr]
         (lambda: FORMATS["fp16"].encode(10**400), InvalidInput, "is beyond the largest number of fp64"),  # type: ignore[union-attr]
+        (lambda: FORMATS["fp16"].encode("1"), TypeError, "a number to encode in fp16 is a number, not '1'"),  # type: ignore[union-attr]
+        (lambda: FORMATS["fp16"].ulp(True), TypeError, "an ulp is asked at is a number, not True"),  # type: ignore[union-attr]
     ]
     for call, error, text in cases:
         with pytest.raises(error, match=re.escape(text)):
