@@ -15,6 +15,7 @@ from lowp.ops.table import op_names
 from lowp.policy import OP_CLASSES, Accumulation, Policy, Rule, check_ops
 from lowp.presets import PRESETS
 
+DELAYED = "e4m3fn@fp32/tensor:delayed"
 CASTS = st.none() | st.sampled_from(["fp16", "bf16:toward-zero", "e4m3fn:saturate", "flex16+5", "mxfp8", "bf16-tpu"])
 ACCUMULATIONS = st.none() | st.sampled_from(["fp32", "fp16/16", "bf16/128", "int32", "exact"])
 
@@ -262,3 +263,42 @@ def test_a_range_that_a_training_step_does_not_carry_is_refused(text: str) -> No
     with pytest.raises(InvalidInput, match="parameters" + told):
         Policy(parameters=parse(text))
     assert Rule.of("linear", grad="e8m20").grad == parse("e8m20") and Rule.of(output="fp64").output == parse("fp64")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"output": DELAYED},
+            "output=.*: delayed scales are for the operands of products, input, weight and grad",
+        ),
+        ({"saved": DELAYED}, "saved=.*: delayed scales are for the operands of products"),
+        ({"input": "mxfp8:delayed"}, "mxfp8:delayed: a delayed scale is that of a whole tensor .* e4m3fn@e8m0/tensor"),
+        ({"input": "nvfp4:delayed"}, "give a format such as e2m1@e4m3fn/tensor, or omit delayed"),
+        ({"input": "ternary:delayed"}, "give a format such as e4m3fn@fp32/tensor"),
+        (
+            {"input": "dfp16:delayed", "accumulate": "int32"},
+            "accumulate=int32 sums integers under scales",
+        ),
+        ({"input": DELAYED, "output": "flex16[+]5:autoflex"}, "is written at sites, whose operands are the values"),
+    ],
+)
+def test_a_delayed_scale_is_refused_where_none_can_be(given: dict[str, str], text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        Rule.of("linear", **{role: cast.replace("[+]", "+") for role, cast in given.items()})  # type: ignore[arg-type]
+
+
+def test_parameters_are_not_stored_under_delayed_scales() -> None:
+    with pytest.raises(InvalidInput, match=r"parameters=.*: delayed scales are for the operands of products"):
+        Policy((), parse("e4m3fn@fp32/tensor:delayed"))
+
+
+def test_the_current_form_of_a_rule_keeps_its_margin_and_all_else() -> None:
+    cast = "e5m2@fp32/tensor:stochastic:delayed(window=3,headroom=2)"
+    rule = Rule.of("linear", input="bf16", grad=cast, weight_gradient=f"input={DELAYED}", accumulate="fp16/16")
+    own = "e5m2@fp32/tensor:stochastic:current(headroom=2)"
+    whole = "e4m3fn@fp32/tensor"
+    assert rule.current == Rule.of(
+        "linear", input="bf16", grad=own, weight_gradient=f"input={whole}", accumulate="fp16/16"
+    )
+    assert rule.is_delayed and not rule.current.is_delayed and rule.current.current == rule.current

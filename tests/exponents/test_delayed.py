@@ -416,45 +416,6 @@ def test_transforms_take_each_tensors_own_maximum(transform: Any) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (
-            {"output": DELAYED},
-            "output=.*: delayed scales are for the operands of products, input, weight and grad",
-        ),
-        ({"saved": DELAYED}, "saved=.*: delayed scales are for the operands of products"),
-        ({"input": "mxfp8:delayed"}, "mxfp8:delayed: a delayed scale is that of a whole tensor .* e4m3fn@e8m0/tensor"),
-        ({"input": "nvfp4:delayed"}, "give a format such as e2m1@e4m3fn/tensor, or omit delayed"),
-        ({"input": "ternary:delayed"}, "give a format such as e4m3fn@fp32/tensor"),
-        (
-            {"input": "dfp16:delayed", "accumulate": "int32"},
-            "accumulate=int32 sums integers under scales",
-        ),
-        ({"input": DELAYED, "output": "flex16[+]5:autoflex"}, "is written at sites, whose operands are the values"),
-    ],
-)
-def test_rules_that_cannot_be_are_refused_in_words(given: dict[str, str], text: str) -> None:
-    with pytest.raises(InvalidInput, match=text):
-        Rule.of("linear", **{role: cast.replace("[+]", "+") for role, cast in given.items()})  # type: ignore[arg-type]
-
-
-def test_parameters_are_not_stored_under_delayed_scales() -> None:
-    with pytest.raises(InvalidInput, match=r"parameters=.*: delayed scales are for the operands of products"):
-        Policy((), parse("e4m3fn@fp32/tensor:delayed"))
-
-
-def test_the_current_form_of_a_rule_keeps_its_margin_and_all_else() -> None:
-    cast = "e5m2@fp32/tensor:stochastic:delayed(window=3,headroom=2)"
-    rule = Rule.of("linear", input="bf16", grad=cast, weight_gradient=f"input={DELAYED}", accumulate="fp16/16")
-    own = "e5m2@fp32/tensor:stochastic:current(headroom=2)"
-    whole = "e4m3fn@fp32/tensor"
-    assert rule.current == Rule.of(
-        "linear", input="bf16", grad=own, weight_gradient=f"input={whole}", accumulate="fp16/16"
-    )
-    assert rule.is_delayed and not rule.current.is_delayed and rule.current.current == rule.current
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of a Function
 def test_compiled_code_takes_each_tensors_own_maximum() -> None:
