@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowp import formats
-from lowp.casts import Cast, Overflow, Rounding, ScalingSpec, parse, possible_overflows
+from lowp.casts import Cast, Overflow, Rounding, ScalingSpec, carry_of, doubles, parse, possible_overflows
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
 
@@ -23,7 +24,7 @@ def scalings(draw: st.DrawFn, format: ScaledFormat) -> ScalingSpec:
     """Draw a description of how a format's scale is chosen."""
     kind, scale = draw(st.sampled_from(ScalingSpec.KINDS)), format.scale
     exponent = draw(st.integers(scale.min_exponent, scale.max_exponent)) if kind == "static" else None
-    return ScalingSpec(kind, draw(st.integers(1, 99)), draw(st.integers(0, 9)), exponent)
+    return ScalingSpec(kind, draw(st.integers(1, 99)), draw(st.integers(0, 9)), exponent, draw(st.integers(1, 2)))
 
 
 NAMES = st.sampled_from(["mine", "", "a:b", "e5m2", "fp16", "i8s", "bf16-trunc", "mxfp8"])  # a user's own
@@ -88,6 +89,11 @@ def test_a_format_alone_is_a_cast_to_nearest_even(format: formats.Format) -> Non
     assert parse(cast) is cast
 
 
+def test_the_bounds_of_a_scaling_are_allowed() -> None:
+    scaling = parse("dfp16:delayed(window=65536,headroom=64,words=1)").scaling
+    assert scaling == ScalingSpec("delayed", 65536, 64, words=1)
+
+
 def test_overflow_follows_from_what_the_format_has() -> None:
     for format in EVERY:
         element = format.element if isinstance(format, ScaledFormat) else format
@@ -115,6 +121,46 @@ def test_the_element_cast_leaves_the_scale_out() -> None:
     assert parse("fp16:stochastic-32").random_bits == 32
     assert cast.with_rounding(Rounding.STOCHASTIC, 7) == parse("mxfp4:stochastic-7") == parse("mxfp4:stochastic-a-7")
     assert cast.with_rounding(Rounding.STOCHASTIC_B, 7) == parse("mxfp4:stochastic-b-7")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "dfp16", "e5m2@2^-9..4/row"])
+def test_a_static_scale_is_any_of_the_format_s(name: str) -> None:
+    scale = parse(name).format.scale  # type: ignore[union-attr]
+    for exponent in (scale.min_exponent, scale.max_exponent):
+        scaling = parse(f"{name}:static({exponent})").scaling
+        assert scaling is not None and scaling.exponent == exponent
+    for exponent in (scale.min_exponent - 1, scale.max_exponent + 1):
+        with pytest.raises(InvalidInput, match=rf"static\({exponent}\) is not possible"):
+            parse(f"{name}:static({exponent})")
+
+
+def test_the_current_form_of_a_delayed_cast_keeps_its_headroom() -> None:
+    assert parse("dfp16:up:delayed(window=3,headroom=2)").current == parse("dfp16:up:current(headroom=2)")
+    assert parse("dfp16:delayed").is_delayed
+    for cast in map(parse, ("dfp16:autoflex(headroom=2)", "dfp16", "fp16")):
+        assert cast.current == cast and not cast.is_delayed
+
+
+# 1 + field / 256 is the significand of a largest number: the field from which on the scale is twice that of floor
+DOUBLED_FROM = {
+    "mxfp8": 256,  # none
+    "mxfp8:ceil": 1,  # all above 1
+    "mxfp8:rceil": 193,  # above 448 / 256 = 1.75
+    "mxfp4:rceil": 129,  # above 6 / 4
+    "i4s@e8m0/32:rceil": 193,  # above 7 / 4
+    "mxfp8:even": 240,  # 1.9375 is as near to 1.875 as to 2, which is even
+    "mxfp4:even": 192,  # 1.75 is as near to 1.5
+    "i4s@e8m0/32:even": 224,  # 1.875 is as near to 1.75
+}
+
+
+@pytest.mark.parametrize("text", DOUBLED_FROM)
+def test_the_rule_of_a_scale_doubles_it_for_large_significands(text: str) -> None:
+    cast = parse(text)
+    for field in range(256):
+        is_doubled = field >= DOUBLED_FROM[text]
+        assert doubles(Fraction(256 + field, 256), cast) == is_doubled
+        assert (256 + field + carry_of(cast, 8)) >> 9 == is_doubled  # a carry into the exponent
 
 
 REFUSED = {
@@ -145,6 +191,11 @@ REFUSED = {
     "int4:4/6": "int4: the rule 4/6 is for elements e2m1",
     "dfp16:delayed(size=3)": "unknown scaling argument 'size'",
     "dfp16:current(headroom=-1)": "-1 bits of headroom are not possible: give 0 to 64",
+    "dfp16:current(headroom=65)": "65 bits of headroom are not possible: give 0 to 64",
+    "dfp16:delayed(window=65537)": "a window of 65537 maxima is too long: give up to 65536",
+    "dfp16:current(words=3)": "scaling current: 3 words are not possible: give 1 or 2",
+    "dfp16:static(-1,-2)": "dfp16:static(-1,-2): exponent is given twice",
+    "nvfp4:eden:up": "the rule eden rounds elements to nearest, and scales stochastically: omit up",
     "fp16:": "unknown rounding, overflow or scaling ''",
 }
 
