@@ -267,6 +267,14 @@ def test_activations_that_do_not_fit_codes_are_refused() -> None:
         few_bits.pack_codes(torch.zeros(4, 24, dtype=torch.int64), torch.ones(4, 3), INTEGERS, 8)
 
 
+@pytest.mark.parametrize("way", ["cpu", "reference"])
+@pytest.mark.parametrize("row", [-1, 4, 17])
+def test_a_row_that_is_not_there_is_refused(row: int, way: str) -> None:
+    packed = few_bits.pack_codes(torch.zeros(4, 24, dtype=torch.int64), torch.ones(4, 1), INTEGERS, 32)
+    with kernels.use(way), pytest.raises(IndexError, match="a row that is not there: give 0 to 3"):
+        few_bits.code_rows(packed, torch.tensor([0, row]))
+
+
 def test_windows_are_those_of_a_convolution() -> None:
     image = torch.randint(0, 128, (2, 9, 7, 3), dtype=torch.uint8)
     x = Bytes(image.flatten(), 1.0, 5, 127)

@@ -162,8 +162,9 @@ class _Coded(Weight):
 
     def codes(self) -> PackedCodes:
         """The packed weight."""
-        memory, scales, levels = (self.get_buffer(name) for name in ("memory", "scales", "levels"))
-        read = ByteScales(self.shift, self.get_buffer("factor")) if scales.dtype is torch.uint8 else None
+        held: Any = self._buffers
+        memory, scales, levels = held["memory"], held["scales"], held["levels"]
+        read = ByteScales(self.shift, held["factor"]) if scales.dtype is torch.uint8 else None
         return PackedCodes(memory, scales, levels, self.n, self.k, self.group, read)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:

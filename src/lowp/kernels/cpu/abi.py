@@ -260,10 +260,8 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_int, c_void_p, *(c_int64,) * 3, c_float, c_int, c_int, c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, c_int),
     ),
     "lowp_bytes_windows": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
-    "lowp_codes_numbers": (c_int, (c_int, c_void_p, *(c_int64,) * 5, *(c_void_p,) * 3)),
-    "lowp_codes_bytes": (None, (c_void_p, *(c_int64,) * 3, c_int, c_int, c_int64, c_void_p, c_void_p)),
-    "lowp_codes_values": (None, (*(c_void_p,) * 5, c_int)),
-    "lowp_codes_multiply": (None, (c_int, *(c_void_p,) * 7, c_float, c_float, c_void_p, c_void_p, c_int)),
+    "lowp_codes_values": (c_int, (*(c_void_p,) * 7, c_int)),
+    "lowp_codes_multiply": (c_int, (c_int, c_void_p, c_void_p, c_float, *(c_void_p,) * 6, c_int)),
     "lowp_rows_multiply": (
         None,
         (c_int, c_void_p, c_int64, c_int64, *(c_void_p,) * 3, c_double, c_void_p, c_void_p, c_int),

@@ -1,4 +1,5 @@
 // The C functions of the byte products: packing and distribution over threads.
+#define LOWP_ISA portable
 #include "bytes.hpp"
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "carrier.hpp"
 #include "export.hpp"
 #include "levels.hpp"
 #include "parallel.hpp"
@@ -281,9 +283,11 @@ LOWP_EXPORT void lowp_bytes_windows(const uint8_t* x, const int64_t* numbers, in
   });
 }
 
+namespace lowp {
+namespace {
+
 // Whole numbers [count] as digits [planes][depth] (see Digits) and their sums by groups.
-static void split(const int32_t* numbers, int64_t count, int64_t group, int planes, int64_t depth, int8_t* digits,
-                  int32_t* sums) {
+void split(const int32_t* numbers, int64_t count, int64_t group, int planes, int64_t depth, int8_t* digits, int32_t* sums) {
   for (int64_t begin = 0; begin < count; begin += group) {
     int32_t sum = 0;
     for (int64_t i = begin; i < std::min(count, begin + group); i++) {
@@ -299,90 +303,149 @@ static void split(const int32_t* numbers, int64_t count, int64_t group, int plan
   }
 }
 
-// fp32 x[m][k], rows `stride` apart, as three planes of digits [m][3][depth], whose padding must be zero before, with one
-// scale and one sum per group. Returns 0 if a number is infinite or NaN.
-LOWP_EXPORT int lowp_codes_numbers(int level, const float* x, int64_t m, int64_t k, int64_t stride, int64_t group,
-                                   int64_t depth, int8_t* digits, float* scales, int32_t* sums) {
-  const ByteKernels& run = kernels(level);
-  const int64_t groups = depth / group;
-  int32_t* const numbers = static_cast<int32_t*>(std::malloc(sizeof(int32_t) * std::max<int64_t>(k, 1)));
-  if (!numbers) return 0;
-  bool fit = true;
-  for (int64_t i = 0; i < m && fit; i++) {
-    fit = run.numbers(x + i * stride, k, group, numbers, scales + i * groups);
-    if (fit) split(numbers, k, group, 3, depth, digits + i * 3 * depth, sums + i * groups);
+// How the rows of a product become digits.
+struct CodedRows {
+  const void* x;
+  int64_t m, k, stride, depth, group;
+  int planes;     // 3: x is fp32
+  int32_t zero;   // of bytes
+  float scale;    // of bytes
+  int8_t* digits;   // [m][planes][depth], zeros
+  float* scales;    // [m][groups]
+  int32_t* sums;    // [m][groups]
+
+  // Of m bytes less their zero, under one scale.
+  void from_bytes(int32_t* numbers) const {
+    for (int64_t i = 0; i < m; i++) {
+      const uint8_t* from = static_cast<const uint8_t*>(x) + i * stride;
+      for (int64_t t = 0; t < k; t++) numbers[t] = from[t] - zero;
+      split(numbers, k, group, planes, depth, digits + i * planes * depth, sums + i);
+      scales[i] = scale;
+    }
   }
-  std::free(numbers);
+
+  // False if a number is infinite or NaN.
+  bool from_floats(const ByteKernels& run, int32_t* numbers) const {
+    const int64_t groups = depth / group;
+    for (int64_t i = 0; i < m; i++) {
+      if (!run.numbers(static_cast<const float*>(x) + i * stride, k, group, numbers, scales + i * groups)) return false;
+      split(numbers, k, group, planes, depth, digits + i * planes * depth, sums + i * groups);
+    }
+    return true;
+  }
+};
+
+// The scales of codes, as CodePanel has them, one by one: those of the second table with a minus, in fp64.
+struct ScaleReader {
+  const void* memory;
+  int shift, tables;
+  float factor;
+  double most[2];  // the largest levels
+
+  float of_one_table(int64_t at) const {
+    if (shift == kWholeScales) return static_cast<const float*>(memory)[at];
+    return magnitude(static_cast<const uint8_t*>(memory)[at]) * factor;
+  }
+
+  double of_two_tables(int64_t at) const {
+    const uint32_t byte = static_cast<const uint8_t*>(memory)[at];
+    const double by = static_cast<double>(magnitude(byte & 127)) * factor;
+    return byte > 128 ? -(by * most[0] / most[1]) : by;
+  }
+
+ private:
+  float magnitude(uint32_t byte) const {
+    const uint32_t exponent = byte ? byte << 23 : 1 << 22;  // 2^-127 is subnormal
+    return bit_cast<float>(shift == kExponentBytes ? exponent : portable::fp32_from_fp16(byte << shift));
+  }
+};
+
+int largest(const int8_t* levels, int count) { return *std::max_element(levels, levels + count); }
+
+}  // namespace
+}  // namespace lowp
+
+// out[m][n] = rows times panels of codes (see bytes.hpp), plus bias. x[m][k], rows `stride` apart, is fp32, or bytes less
+// `zero` under `row_scale`; arrays of columns are padded to 16. Of scales in bytes `factor` is one number. Returns 0 if a
+// number is infinite or NaN.
+//   numbers: m, n, k, stride, depth, group, planes (3 of fp32, 1 or 2 of bytes), zero, bits, shift, tables
+//   levels: [tables][2^bits]
+LOWP_EXPORT int lowp_codes_multiply(int level, const int64_t* numbers, const void* x, float row_scale, const uint8_t* memory,
+                                    const int8_t* levels, const void* column_scales, const float* factor,
+                                    const float* bias, float* out, int threads) {
+  const ByteKernels& run = kernels(level);
+  const int64_t m = numbers[0], n = numbers[1], k = numbers[2], depth = numbers[4], group = numbers[5], groups = depth / group;
+  const int planes = static_cast<int>(numbers[6]), bits = static_cast<int>(numbers[8]);
+  const int shift = static_cast<int>(numbers[9]), tables = static_cast<int>(numbers[10]), codes = 1 << bits;
+  const size_t of_digits = static_cast<size_t>(m * planes * depth), of_groups = static_cast<size_t>(m * groups);
+  void* const room = std::calloc(of_digits + 8 * of_groups + sizeof(int32_t) * static_cast<size_t>(k) + 1, 1);
+  if (room == nullptr) return 0;
+  float* const scales = static_cast<float*>(room);
+  int32_t* const sums = reinterpret_cast<int32_t*>(scales + of_groups);
+  int8_t* const digits = reinterpret_cast<int8_t*>(sums + of_groups + k);
+  const CodedRows rows{x, m, k, numbers[3], depth, group, planes, static_cast<int32_t>(numbers[7]), row_scale, digits, scales, sums};
+  bool fit = true;
+  if (planes == 3)
+    fit = rows.from_floats(run, sums + of_groups);
+  else
+    rows.from_bytes(sums + of_groups);
+  const int32_t offset = -*std::min_element(levels, levels + tables * codes);
+  uint8_t table[32] = {};
+  for (int i = 0; i < tables * codes; i++) table[i] = static_cast<uint8_t>(levels[i] + offset);
+  const double by = shift == kWholeScales ? 0 : *factor;
+  const double ratio = tables == 1 ? 1 : by * largest(levels, codes) / largest(levels + codes, codes);
+  const int64_t size = depth * kPanel * bits / 8;
+  if (fit)
+    parallel_for(up(n, kPanel) / kPanel, 4, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; p++) {
+        const int64_t before = p * groups * kPanel * static_cast<int64_t>(shift == kWholeScales ? sizeof(float) : 1);
+        const CodePanel panel{memory + p * size, table, static_cast<const uint8_t*>(column_scales) + before, shift,
+                              static_cast<float>(by), static_cast<float>(ratio), offset, tables, bits, groups, group};
+        for (int64_t i = 0; i < m; i++) {
+          const Digits row{digits + i * planes * depth, planes, depth, scales + i * groups, sums + i * groups};
+          float found[kPanel];
+          run.codes(row, panel, found);
+          for (int64_t j = p * kPanel; j < std::min(n, (p + 1) * kPanel); j++)
+            out[i * n + j] = bias ? found[j - p * kPanel] + bias[j] : found[j - p * kPanel];
+        }
+      }
+    });
+  std::free(room);
   return fit;
 }
 
-// Bytes minus `zero` [m][k], rows `stride` apart, as one or two planes of digits [m][planes][depth], with their sums [m].
-LOWP_EXPORT void lowp_codes_bytes(const uint8_t* x, int64_t m, int64_t k, int64_t stride, int zero, int planes,
-                                  int64_t depth, int8_t* digits, int32_t* sums) {
-  constexpr int64_t kSome = 256;
-  for (int64_t i = 0; i < m; i++) {
-    sums[i] = 0;
-    for (int64_t begin = 0; begin < k; begin += kSome) {
-      const int64_t count = std::min(kSome, k - begin);
-      int32_t numbers[kSome], sum = 0;
-      for (int64_t t = 0; t < count; t++) numbers[t] = x[i * stride + begin + t] - zero;
-      split(numbers, count, kSome, planes, depth, digits + i * planes * depth + begin, &sum);
-      sums[i] += sum;
-    }
-  }
-}
-
-// out[m][n] = rows of digits times panels of codes (see bytes.hpp), plus bias. Arrays of columns are padded to 16;
-// their scales are fp32, or bytes as CodePanel has them.
-//   numbers: m, n, depth, group, planes, bits, offset, shift, tables
-LOWP_EXPORT void lowp_codes_multiply(int level, const int64_t* numbers, const int8_t* digits, const float* row_scales,
-                                     const int32_t* row_sums, const uint8_t* memory, const uint8_t* levels,
-                                     const void* column_scales, float factor, float other_factor, const float* bias,
-                                     float* out, int threads) {
-  const ByteKernels& run = kernels(level);
-  const int64_t m = numbers[0], n = numbers[1], depth = numbers[2], group = numbers[3], groups = depth / group;
-  const int planes = static_cast<int>(numbers[4]), bits = static_cast<int>(numbers[5]);
-  const int shift = static_cast<int>(numbers[7]);
-  const int64_t size = depth * kPanel * bits / 8;
-  parallel_for(up(n, kPanel) / kPanel, 4, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; p++) {
-      const int64_t before = p * groups * kPanel * static_cast<int64_t>(shift == kWholeScales ? sizeof(float) : 1);
-      const CodePanel panel{memory + p * size, levels, static_cast<const uint8_t*>(column_scales) + before, shift, factor,
-                            other_factor, static_cast<int32_t>(numbers[6]), static_cast<int>(numbers[8]), bits, groups, group};
-      for (int64_t i = 0; i < m; i++) {
-        const Digits row{digits + i * planes * depth, planes, depth, row_scales + i * groups, row_sums + i * groups};
-        float sums[kPanel];
-        run.codes(row, panel, sums);
-        for (int64_t j = p * kPanel; j < std::min(n, (p + 1) * kPanel); j++)
-          out[i * n + j] = bias ? sums[j - p * kPanel] + bias[j] : sums[j - p * kPanel];
-      }
-    }
-  });
-}
-
-// out[n][k]: the values of panels of codes, see bytes.hpp: of each code the number of `levels` times its group's scale, of
-// scales[n][groups] in fp32, rounded once. Of two tables of levels, under scales in fp64, the second one is for those with a minus.
-//   numbers: n, k, depth, group, bits, tables
-LOWP_EXPORT void lowp_codes_values(const int64_t* numbers, const uint8_t* memory, const float* levels, const void* scales,
-                                   float* out, int threads) {
+// out[n][k]: the values of rows of panels of codes: of each code the number of its table times its group's scale, rounded
+// once. Row i is that of number rows[i], or i without them. Returns 0 if a number is not below `height`.
+//   numbers: n, k, depth, group, bits, shift, tables, height
+LOWP_EXPORT int lowp_codes_values(const int64_t* numbers, const int64_t* rows, const uint8_t* memory, const int8_t* levels,
+                                  const void* scales, const float* factor, float* out, int threads) {
   const int64_t n = numbers[0], k = numbers[1], depth = numbers[2], group = numbers[3], groups = depth / group;
-  const int bits = static_cast<int>(numbers[4]), tables = static_cast<int>(numbers[5]);
+  const int bits = static_cast<int>(numbers[4]), shift = static_cast<int>(numbers[5]);
+  const int tables = static_cast<int>(numbers[6]), codes = 1 << bits;
+  for (int64_t i = 0; rows != nullptr && i < n; i++)
+    if (rows[i] < 0 || rows[i] >= numbers[7]) return 0;
+  float table[32];
+  for (int i = 0; i < tables * codes; i++) table[i] = levels[i];
+  ScaleReader reader{scales, shift, tables, shift == kWholeScales ? 0 : *factor, {}};
+  for (int i = 0; i < tables; i++) reader.most[i] = largest(levels + i * codes, codes);
   const auto values_of = bits == 4 ? group_values<4, float> : bits == 2 ? group_values<2, float> : group_values<1, float>;
   parallel_for(n, 16, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t row = rows ? rows[i] : i;
       const uint8_t* from = memory + row / kPanel * (depth * kPanel * bits / 8) + row % kPanel * 4;
       for (int64_t g = 0; g < groups; g++, from += group * kPanel * bits / 8) {
-        const int64_t at = row * groups + g, count = std::min(group, k - g * group);
-        float* const to = out + row * k + g * group;
+        const int64_t at = (row / kPanel * groups + g) * kPanel + row % kPanel, count = std::min(group, k - g * group);
+        float* const to = out + i * k + g * group;
         if (tables == 1) {
-          values_of(from, levels, static_cast<const float*>(scales)[at], group, count, to);
+          values_of(from, table, reader.of_one_table(at), group, count, to);
         } else {
-          const double scale = static_cast<const double*>(scales)[at];
-          group_values<4>(from, scale < 0 ? levels + 16 : levels, scale < 0 ? -scale : scale, group, count, to);
+          const double scale = reader.of_two_tables(at);
+          group_values<4>(from, scale < 0 ? table + codes : table, scale < 0 ? -scale : scale, group, count, to);
         }
       }
     }
   });
+  return 1;
 }
 
 // out[m][n] = length - 2 * (number of different bits in rows of a and b): the product of rows of +1 (bit 0) and -1 (bit 1).

@@ -6,7 +6,7 @@ below does. This code is the definition: the bits are the same on every machine 
 
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,11 +18,11 @@ from lowp.formats import FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.packed.byte_products import PANEL
-from lowp.kernels.packed.byte_rows import EIGHT, Bytes, matrix, numbered, on_cpu, up
+from lowp.kernels.packed.byte_rows import EIGHT, Bytes, numbered, on_cpu, up
 from lowp.kernels.packed.few_rows import LinearProduct, as_halves, by_torch, in_panels
 from lowp.kernels.packed.few_rows import is_read as are_halves
 
-EXPONENTS = 23  # kExponentBytes of cpu/bytes.hpp
+EXPONENTS, WHOLE_SCALES = 23, -1  # kExponentBytes and kWholeScales of cpu/bytes.hpp
 BLOCK, FEW = 64, 16  # depth is filled up to it; rows that are streamed past packed weights
 TOP_BITS, LEAST_EXPONENT = 18, -100  # of the whole numbers that fp32 activations become, as in cpu/bytes_lanes.hpp
 
@@ -194,40 +194,38 @@ def scales_of(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
     return every.index_select(0, stored.int().flatten()).view(stored.shape)
 
 
-def _factors(w: PackedCodes) -> tuple[float, float]:
-    """Return the factors of scales in bytes in a product, for either table, which are read in fp32."""
-    factor = 1.0 if w.read is None else float(w.read.factor)
-    most, most_of_second = w.levels.amax(1).tolist() if w.tables == 2 else (1, 1)
-    return factor, factor * most / most_of_second
-
-
 def code_values(w: PackedCodes, first: int = 0, count: int | None = None) -> Tensor:
     """Return the weights in fp32 [n, k], or `count` rows from a multiple of 16 on."""
     count = w.n - first if count is None else count
     panels = slice(first // PANEL, up(first + count, PANEL) // PANEL)
-    some = w._replace(memory=w.memory[panels], scales=w.scales[panels], n=count)
+    return code_rows(w._replace(memory=w.memory[panels], scales=w.scales[panels], n=count))
+
+
+def code_rows(w: PackedCodes, rows: Tensor | None = None) -> Tensor:
+    """Return rows of the weights in fp32 [rows, k]; all of them for None. Raises IndexError for those that are not."""
     if not uses_library():
-        return code_rows(some, None)
-    out = torch.empty(count, w.k, dtype=torch.float32, device="cpu")
-    numbers = array("q", (count, w.k, w.depth, w.group or w.depth, w.bits, w.tables))
-    memory = some.memory, w.levels.float(), scales_of(some).contiguous()
-    cpu.loaded().lowp_codes_values(numbers, *memory, out, torch.get_num_threads())
+        _check(rows is None or not rows.numel() or bool((rows >= 0).all() and (rows < w.n).all()), w)
+        scales = scales_of(w, rows)
+        grouped = _numbers_of(w, rows, scales) * (scales if w.tables == 1 else scales.abs())[..., None]
+        return grouped.float().flatten(1)[:, : w.k]
+    rows = None if rows is None else rows.long().contiguous()
+    out = torch.empty(w.n if rows is None else len(rows), w.k, dtype=torch.float32, device="cpu")
+    numbers = array("q", (len(out), w.k, w.depth, w.group or w.depth, w.bits, _shift(w), w.tables, w.n))
+    are_there = cpu.loaded().lowp_codes_values(
+        numbers, rows, w.memory, w.levels, w.scales, w.read and w.read.factor, out, torch.get_num_threads()
+    )
+    _check(are_there, w)
     return out
 
 
-def code_rows(w: PackedCodes, rows: Tensor | None) -> Tensor:
-    """Return rows of the weights in fp32 [rows, k]; all of them for None."""
-    scales = scales_of(w, rows)
-    grouped = _numbers_of(w, rows, scales) * (scales if w.tables == 1 else scales.abs())[..., None]
-    return grouped.float().flatten(1)[:, : w.k]
+def _check(are_there: bool, w: PackedCodes) -> None:
+    if not are_there:
+        raise IndexError(f"a row that is not there: give 0 to {w.n - 1}")
 
 
-class _Operand(NamedTuple):
-    """Rows of whole numbers, by digits of seven bits where the C++ library reads them."""
-
-    digits: Tensor  # int8 [rows, planes, depth]; of the definition fp64 [rows, 1, depth]: the numbers
-    scales: Tensor  # fp32 [rows, groups]
-    sums: Tensor  # int32 [rows, groups]
+def _shift(w: PackedCodes) -> int:
+    """How the C++ library reads the scales."""
+    return WHOLE_SCALES if w.read is None else w.read.shift
 
 
 def multiply_codes(
@@ -235,14 +233,14 @@ def multiply_codes(
     w: PackedCodes,
     bias: Tensor | None = None,
     level: int | None = None,
-    linear: LinearProduct = by_torch,
+    linear_of: Callable[[Tensor], LinearProduct] = lambda x: by_torch,
 ) -> Tensor:
     """Return x @ w.T (+ bias) in fp32, of x fp32 [rows, k] for weights in groups, or of bytes for those without.
 
     Every group of fp32 numbers becomes whole numbers, of which the largest has 19 bits; bytes are such. The sum of a
     group is exact, rounded to fp32, and multiplied by the product of the scales; the groups are added in their order.
-    Many rows multiply the values of the weights in fp32, by `linear`, exactly where the sums of bytes allow it; so do
-    numbers that are infinite or NaN.
+    Many rows multiply the values of the weights in fp32, by `linear_of(x)`, exactly where the sums of bytes allow it;
+    so do numbers that are infinite or NaN.
     """
     if isinstance(x, Bytes):
         if w.group or x.payload.shape[1] != up(w.k, EIGHT):
@@ -256,105 +254,67 @@ def multiply_codes(
             exact = (x.payload[:, : w.k].float() - x.zero) @ numbers.t()
             result = exact * (torch.tensor(x.scale, dtype=torch.float32, device="cpu") * scales_of(w)[:, 0])
             return result if bias is None else result + bias.float()
-        return _multiplied(_of_bytes(x, w), w, bias, level)
-    operand = _of_floats(x.detach(), w, level) if on_cpu(x, "x").shape[0] <= FEW else None
-    if operand is None:
-        return in_panels(x, functools.partial(code_values, w), (w.n, w.k), bias, linear)
-    return _multiplied(operand, w, bias, level)
+        found = _multiplied(x.payload, x, w, bias, level)
+        assert found is not None  # whole numbers are finite
+        return found
+    if not w.group:
+        raise InvalidInput("fp32 activations do not fit weights with a scale a row: give bytes")
+    found = _multiplied(numbered(x.detach()), None, w, bias, level) if on_cpu(x, "x").shape[0] <= FEW else None
+    if found is None:
+        return in_panels(x, functools.partial(code_values, w), (w.n, w.k), bias, linear_of(x))
+    return found
 
 
-def _multiplied(x: _Operand, w: PackedCodes, bias: Tensor | None, level: int | None) -> Tensor:
+def _multiplied(
+    x: Tensor, of_bytes: Bytes | None, w: PackedCodes, bias: Tensor | None, level: int | None
+) -> Tensor | None:
+    """Return the product of rows of fp32 or of bytes; None if a number is infinite or NaN."""
     bias = None if bias is None else bias.detach().float().contiguous()
     if not uses_library():
-        return _defined(x, w, bias)
-    rows, planes = x.digits.shape[:2]
+        return _defined(x, of_bytes, w, bias)
+    planes, zero, scale = 3, 0, 0.0
+    if of_bytes is not None:
+        planes, zero, scale = 1 if of_bytes.highest < 128 else 2, of_bytes.zero, of_bytes.scale
+    rows, group = len(x), w.group or w.depth
     out = torch.empty(rows, w.n, dtype=torch.float32, device="cpu")
-    all_levels = w.levels.flatten().tolist()
-    offset = -min(all_levels)
-    levels = bytes(one + offset for one in all_levels).ljust(16, b"\0")
-    shift = -1 if w.read is None else w.read.shift
-    numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset, shift, w.tables))
-    cpu.loaded().lowp_codes_multiply(
+    numbers = (rows, w.n, w.k, x.stride(0), w.depth, group, planes, zero, w.bits, _shift(w), w.tables)
+    is_finite = cpu.loaded().lowp_codes_multiply(
         cpu.level(level),
-        numbers,
-        x.digits,
-        x.scales,
-        x.sums,
+        array("q", numbers),
+        x,
+        scale,
         w.memory,
-        levels,
+        w.levels,
         w.scales,
-        *_factors(w),
+        w.read and w.read.factor,
         bias,
         out,
         torch.get_num_threads(),
     )
-    return out
+    return out if is_finite else None
 
 
-def _of_bytes(x: Bytes, w: PackedCodes) -> _Operand:
-    """Bytes less their zero, under one scale."""
-    rows = x.payload.shape[0]
-    scales = torch.full((rows, 1), x.scale, dtype=torch.float32, device="cpu")
-    if not uses_library():
-        numbers = torch.nn.functional.pad(x.payload[:, : w.k].double() - x.zero, (0, w.depth - w.k))
-        return _Operand(numbers[:, None], scales, numbers.sum(1, keepdim=True).int())
-    planes = 1 if x.highest < 128 else 2
-    digits = torch.zeros(rows, planes, w.depth, dtype=torch.int8, device="cpu")
-    sums = torch.empty(rows, 1, dtype=torch.int32, device="cpu")
-    cpu.loaded().lowp_codes_bytes(
-        x.payload,
-        rows,
-        w.k,
-        x.payload.shape[1],
-        x.zero,
-        planes,
-        w.depth,
-        digits,
-        sums,
-    )
-    return _Operand(digits, scales, sums)
-
-
-def _of_floats(x: Tensor, w: PackedCodes, level: int | None) -> _Operand | None:
-    """Return fp32 rows as whole numbers under one power of two per group; None if a number is infinite or NaN."""
-    if not w.group:
-        raise InvalidInput("fp32 activations do not fit weights with a scale a row: give bytes")
-    rows, groups = x.shape[0], w.depth // w.group
-    if not uses_library():
-        if not bool(x.isfinite().all()):
-            return None
-        grouped = torch.nn.functional.pad(x, (0, w.depth - w.k)).reshape(rows, groups, w.group).double()
-        largest = grouped.abs().amax(2, keepdim=True).clamp(2.0**LEAST_EXPONENT)
-        scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1 - TOP_BITS)
-        numbers = (grouped / scales).round()
-        return _Operand(numbers.reshape(rows, 1, -1), scales[..., 0].float(), numbers.sum(2).int())
-    x = numbered(x)
-    digits = torch.zeros(rows, 3, w.depth, dtype=torch.int8, device="cpu")
-    scales = torch.zeros(rows, groups, dtype=torch.float32, device="cpu")
-    sums = torch.zeros(rows, groups, dtype=torch.int32, device="cpu")
-    finite = cpu.loaded().lowp_codes_numbers(
-        cpu.level(level),
-        *matrix(x),
-        w.group,
-        w.depth,
-        digits,
-        scales,
-        sums,
-    )
-    return _Operand(digits, scales, sums) if finite else None
-
-
-def _defined(x: _Operand, w: PackedCodes, bias: Tensor | None) -> Tensor:
-    """Return the sums of the groups in fp64, which holds them exactly, added one after the other in fp32."""
-    scales = scales_of(w)
-    numbers, groups = x.digits[:, 0], scales.shape[1]
+def _defined(x: Tensor, of_bytes: Bytes | None, w: PackedCodes, bias: Tensor | None) -> Tensor | None:
+    """The same: sums of the groups in fp64, which holds them exactly, added one after the other in fp32."""
+    scales, size = scales_of(w), w.group or w.depth
     weights = _numbers_of(w, None, scales).double()
     if w.read is not None and w.tables == 2:
-        factors = torch.tensor(_factors(w), dtype=torch.float32, device="cpu")[(scales < 0).int()]
-        scales = w.read.numbers(w.scales.transpose(1, 2).reshape(-1, groups)[: w.n]).abs() * factors
-    total = torch.zeros(numbers.shape[0], w.n, dtype=torch.float32, device="cpu")
-    for group, some in enumerate(numbers.reshape(numbers.shape[0], groups, -1).unbind(1)):
-        total = total + (some @ weights[:, group].t()).float() * (x.scales[:, group, None] * scales[:, group])
+        factor, (most, most_of_second) = w.read.factor, w.levels.amax(1).tolist()
+        factors = torch.where(scales < 0, (factor.double() * most / most_of_second).float(), factor)
+        scales = w.read.numbers(w.scales.transpose(1, 2).reshape(-1, scales.shape[1])[: w.n]).abs() * factors
+    if of_bytes is not None:
+        x = x[:, : w.k].double() - of_bytes.zero
+    elif not bool(x.isfinite().all()):
+        return None
+    grouped = torch.nn.functional.pad(x.double(), (0, w.depth - w.k)).reshape(len(x), -1, size)
+    of_rows = torch.full((len(x), 1, 1), of_bytes.scale if of_bytes else 0.0, dtype=torch.float32, device="cpu")
+    if of_bytes is None:
+        largest = grouped.abs().amax(2, keepdim=True).clamp(2.0**LEAST_EXPONENT)
+        of_rows = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1 - TOP_BITS)
+        grouped = (grouped / of_rows).round()
+    total = torch.zeros(len(x), w.n, dtype=torch.float32, device="cpu")
+    for group, some in enumerate(grouped.unbind(1)):
+        total = total + (some @ weights[:, group].t()).float() * (of_rows[:, group].float() * scales[:, group])
     return total if bias is None else total + bias
 
 

@@ -131,23 +131,24 @@ def multiply(
     weight: Tensor | StoredRows,
     bias: Tensor | None = None,
     level: int | None = None,
-    linear: LinearProduct | None = None,
+    linear_of: Callable[[Tensor], LinearProduct] = lambda x: by_torch,
 ) -> Tensor:
     """Return x @ weight.T (+ bias) in fp32, of x fp32 [rows, k] and a weight [n, k] in fp16, bf16 or codes.
 
     Of several weights, x [count, rows, k] has as many, and there is no bias.
 
-    More rows, and those on an accelerator, are products in fp32, by `linear` or by torch. `level` forces an instruction
+    More rows, and those on an accelerator, are products in fp32, by `linear_of(x)`. `level` forces an instruction
     set, by its place in `cpu.INSTRUCTION_SETS`.
     """
     if isinstance(weight, Tensor):
         weight = StoredRows(weight, weight.shape[1])
-    rows, k, linear = *x.shape[-2:], linear or by_torch
+    rows, k = x.shape[-2:]
     memory, several = weight.memory, weight.memory.ndim > 2
     most = FEW if weight.element is not None else FEW_OF_16_BITS
     if rows > most or memory.stride(-1) != 1 or not (x.is_cpu and memory.is_cpu):
         if several:
             return x @ torch.stack([values(one) for one in _each(weight)]).transpose(1, 2)
+        linear = linear_of(x)
         if weight.element is None and linear is not by_torch and memory.is_cpu:
             return linear(x, memory, bias)
         return in_panels(x, functools.partial(values, weight), (weight.n, k), bias, linear)

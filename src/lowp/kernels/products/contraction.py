@@ -165,13 +165,13 @@ def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
     assert isinstance(left, (Tensor, Bytes))
     if isinstance(right, (Tensor, StoredRows)):
         assert isinstance(left, Tensor)
-        return few_rows.multiply(left, right, bias, linear=_of_rows(left))
-    return few_bits.multiply_codes(left, right, bias, linear=_of_rows(left))
+        return few_rows.multiply(left, right, bias, linear_of=_of_rows)
+    return few_bits.multiply_codes(left, right, bias, linear_of=_of_rows)
 
 
-def _of_rows(x: Tensor | Bytes) -> few_rows.LinearProduct:
+def _of_rows(x: Tensor) -> few_rows.LinearProduct:
     """Return what multiplies many rows by weights in fp32 or 16 bits: the library, which reads both, or torch."""
-    is_served = isinstance(x, Tensor) and x.numel() > 0 and fp32_products.serves(x.detach())
+    is_served = x.numel() > 0 and fp32_products.serves(x.detach())
     return _linear if is_served else few_rows.by_torch
 
 
