@@ -8,7 +8,7 @@ LARGEST_NORMAL = 126
 
 
 def times(x: Tensor, exponent: Tensor) -> Tensor:
-    """Return x, fp32 or fp64, times 2**exponent, for integers of any shape that broadcasts.
+    """Return x, fp32 or fp64, times 2**exponent, for integers -252 to 253 of any shape that broadcasts.
 
     Rounded once, except for results below 2**-126 in fp32: a device may flush these to zero, and a subnormal
     intermediate value is rounded twice.
