@@ -130,7 +130,7 @@ def test_layouts_are_those_of_rows_images_and_weights() -> None:
     assert not blocks_of(image, "input", "matmul", 5.0) and not blocks_of(image * 0, "input", "conv2d", 0.0)
     assert layout_of("linear", "weight_gradient", "grad", format_of("nvfp4"), 16) == BlockLayout(0, "16", 16)
     assert layout_of("linear", "weight_gradient", "grad", format_of("nvfp4"), 64) is None
-    assert layout_of("linear", "forward", "weight", format_of("int8")) is None
+    assert layout_of("linear", "forward", "weight", format_of("int8"), 0) is None
 
 
 def test_blocks_are_added_and_come_back_from_plain_data() -> None:

@@ -13,6 +13,7 @@ from numerics.small import network, train
 from torch import nn
 
 import lowp
+from lowp.numerics.models import Models
 from lowp.numerics.record import Key
 
 
@@ -62,6 +63,18 @@ def test_parts_that_replace_others_are_recorded_by_their_paths() -> None:
     assert {Key(name, "weight", "update", "step") for name in ("0", "2", "2.0")} <= tensors.keys()
     first, inner = (tensors[Key(name, "weight", "update", "step")] for name in ("0", "2.0"))
     assert (first.count, inner.count) == (4 * 32 * 16, 2 * 32 * 8)
+
+
+def test_models_are_looked_through_again_once_a_part_has_changed_and_tell_of_new_paths() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    models = Models(model)
+    version = models.version
+    assert not models.renew() and models.version == version
+    model[1] = nn.Tanh()  # in the place of another
+    assert not models.renew() and models.version == version + 1 and models.modules["1"] is model[1]
+    model.append(nn.Linear(2, 2))
+    assert models.renew() and models.parameters[id(model[2].weight)] == "2.weight"
+    assert not models.renew() and models.version == version + 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

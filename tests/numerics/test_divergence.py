@@ -15,6 +15,21 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp.numerics.divergence import Fault
+from lowp.numerics.replay import ranges_of
+
+
+def test_ranges_of_inputs_are_those_of_their_finite_numbers() -> None:
+    mixed = torch.tensor([0.0, -0.0, 2.0, -3.0, math.nan, math.inf, -math.inf], dtype=torch.float64)
+    complex, meta = torch.ones(1, 2, dtype=torch.complex64), torch.ones(3, device="meta")
+    whole = {"shape": [2], "dtype": "int64", "smallest": 1.0, "largest": 1.0, "zeros": 0, "nan": 0, "inf": 0}
+    assert ranges_of([mixed, torch.full((2,), math.nan), complex, meta, torch.ones(2, dtype=torch.int64)]) == [
+        {"shape": [7], "dtype": "float64", "smallest": -3.0, "largest": 2.0, "zeros": 2, "nan": 1, "inf": 2},
+        {"shape": [2], "dtype": "float32", "nan": 2, "inf": 0},
+        {"shape": [1, 2], "dtype": "complex64"},
+        {"shape": [3], "dtype": "float32"},
+        whole,
+    ]
+    assert len(ranges_of([mixed] * 9)) == 6
 
 
 class Model(nn.Module):

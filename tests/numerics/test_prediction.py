@@ -73,6 +73,12 @@ def test_numbers_halfway_to_the_smallest_one_go_to_zero(name: str) -> None:
     assert effect(Spectrum.of(x * 4), name, 0.25).flushed == float((cast == 0).float().mean())
 
 
+def test_a_scale_may_move_the_bounds_of_a_format_beyond_those_of_fp32() -> None:
+    seen = Spectrum.of(torch.tensor([2.0**127, 1.0, 2.0**-126]))
+    assert effect(seen, "bf16", 0.5).overflow == 0 and effect(seen, "bf16", 4.0).overflow == pytest.approx(1 / 3)
+    assert effect(seen, "fp16", 2.0**-180).flushed == 1 and effect(seen, "fp16", 2.0**160).flushed == 0
+
+
 def test_numbers_that_a_format_holds_lose_nothing() -> None:
     assert effect(Spectrum.of(torch.randint(0, 17, (1000,)) / 16), "bf16").signal_to_noise == math.inf
 

@@ -426,6 +426,9 @@ def test_guarding_rests_when_it_has_had_its_part_and_goes_on_later(monkeypatch: 
     assert budget.may_guard(0.5) and budget.idle == 0.05
     budget.pass_by(1.0)
     assert not budget.may_guard(0.5)
+    budget.spent(0.75, True)
+    seconds = {"own_seconds": 2.0, "every_step_seconds": 1.25, "total_seconds": 30.0, "overhead": 2 / 28}
+    assert budget.account() == pytest.approx({"max_overhead": 0.03, "allowance": 0.0, **seconds})
     assert Budget(None).may_guard(0.1)
 
 

@@ -48,7 +48,15 @@ def test_every_floating_point_dtype_has_a_spectrum(dtype: torch.dtype) -> None:
 
 
 def test_an_empty_tensor_has_an_empty_spectrum() -> None:
-    assert Spectrum.of(torch.empty(0, 3)).count == 0
+    seen = Spectrum.of(torch.empty(0, 3))
+    assert (seen.count, seen.lowest, seen.highest, seen.root_mean_square, seen.below(200)) == (0, None, None, 0, 0)
+
+
+def test_a_spectrum_tells_where_its_numbers_begin_and_end_and_their_root_mean_square() -> None:
+    seen = Spectrum.of(torch.tensor([0.0, 3.0, -1.0, 0.25, math.nan, -math.inf]))
+    assert (seen.lowest, seen.highest, seen.nonfinite) == (-2, 1, 2)
+    assert seen.root_mean_square == pytest.approx(math.sqrt((9 + 1 + 0.0625) / 4))
+    assert [seen.below(exponent) for exponent in (-200, -2, -1, 0, 1, 2, 200)] == [0, 0, 1, 1, 2, 3, 3]
 
 
 def test_a_spectrum_comes_back_from_json() -> None:

@@ -84,7 +84,7 @@ def products_of(op: str) -> dict[str, dict[str, int]]:
     return _SUMMED.get(op.rstrip("0123456789d"), {})
 
 
-def layout_of(op: str, product: str, role: str, format: Format, hadamard: int = 0) -> BlockLayout | None:
+def layout_of(op: str, product: str, role: str, format: Format, hadamard: int) -> BlockLayout | None:
     """The layout in which a product reads an operand of a format; None where no blocks are counted for it."""
     axis = products_of(op).get(product, {}).get(role)
     if (

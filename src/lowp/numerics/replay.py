@@ -168,7 +168,7 @@ class Trace:
         return event
 
     def mark(self, results: Any, place: Place) -> None:
-        """Let the nodes of the graph that a call has made know where they belong."""
+        """Let the nodes of the graph that a call has made know where they belong, unless they do already."""
         waiting = [one.grad_fn for one in tensors_in(results) if one.grad_fn is not None]
         while waiting:
             node = waiting.pop()
@@ -237,7 +237,7 @@ class _Calls(TorchFunctionMode):
         given = tensors_in((args, kwargs))
         for one in given:
             trace.came_in(one)
-            if one.grad_fn is not None and _MARK not in _marks(one.grad_fn):  # a Function of the user's
+            if one.grad_fn is not None:  # of a Function of the user's
                 trace.mark(one, Place(_node_name(one.grad_fn), trace.paths.current, line))
         place = Place(name_of(func), trace.paths.current, line)
         before, trace.current = trace.current, place
@@ -274,7 +274,7 @@ def tracing(trace: Trace, models: Models) -> Iterator[None]:
 
     def left(module: nn.Module, result: Any) -> None:
         for one in tensors_in(result):
-            if one.grad_fn is not None and _MARK not in _marks(one.grad_fn):
+            if one.grad_fn is not None:
                 trace.mark(one, Place(_node_name(one.grad_fn), paths.current, ""))
 
     for name, parameter in models.named_parameters():
