@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import lowp
+from lowp import precision as precisions
 from lowp.errors import InvalidInput, Misuse
 from lowp.presets import PRESETS
 
@@ -112,6 +114,64 @@ def test_several_optimizers_step_and_the_scale_moves_once() -> None:
     precision.step(*[optimizer for _, optimizer in models])
     assert precision.steps == 1
     assert precision.scale == 8.0
+
+
+def test_optimizers_may_step_one_by_one() -> None:
+    found = []
+    for one_by_one in (False, True):
+        precision = lowp.Precision("fp16", loss_scale="dynamic(8)")
+        models = [precision.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in (_net(0), _net(1))]
+        x, y = _data()
+        torch.manual_seed(0)
+        for factor in (1.0, float("inf"), 1.0):
+            with precision.autocast():
+                loss = sum(nn.functional.cross_entropy(net(x), y) for net, _ in models)
+            precision.backward(loss * factor)
+            if one_by_one:
+                for _, optimizer in models:
+                    precision.step_one(optimizer)
+                precision.end_step()
+            else:
+                precision.step(*[optimizer for _, optimizer in models])
+            for _, optimizer in models:
+                optimizer.zero_grad()
+        weights = [weight for net, _ in models for weight in net.state_dict().values()]
+        found.append((precision.steps, precision.skipped_steps, precision.scale, [one.tolist() for one in weights]))
+    assert found[0] == found[1]
+    assert found[0][:3] == (3, 1, 4.0)
+    with pytest.raises(Misuse, match=r"step_one\(\) needs precision\.backward\(loss\) since the last step"):
+        precision.step_one(models[0][1])
+
+
+def test_the_first_step_alone_tells_that_nothing_was_cast() -> None:
+    precision, net = lowp.Precision("bf16"), _net()
+    net, optimizer = precision.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    x, y = _data()
+    precision.backward(nn.functional.cross_entropy(net(x), y))
+    with pytest.warns(UserWarning, match=r"nothing ran in bf16 in the first step, because precision\.autocast\(\) was"):
+        precision.step(optimizer)
+    precision.backward(nn.functional.cross_entropy(net(x), y))
+    precision.step(optimizer)
+
+
+def test_ranks_are_compared_once_and_their_masters_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(precisions.distributed, "has_other_ranks", lambda: True)
+    monkeypatch.setattr(precisions.distributed, "require_same_precision", lambda name, lines: told.append(name))
+    monkeypatch.setattr(precisions, "agree_on_masters", told.append)
+    precision, net = lowp.Precision("bf16-storage"), _net()
+    net, optimizer = precision.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert told == ["bf16-storage"]
+    _steps(3, precision, net, optimizer)
+    assert told == ["bf16-storage", (optimizer,)]
+
+
+def test_a_precision_prints_its_choices() -> None:
+    precision = lowp.Precision("fp16", loss_scale="dynamic(8)")
+    assert repr(precision) == "Precision('fp16', loss_scale='dynamic(8)', masters='none')"
+    assert re.fullmatch(r"fp16: .* \(loss scale dynamic\(8\), masters none\)", str(precision))
+    assert str(precision.report()) == str(precision.autocast().report())
+    assert precision.faults == []
 
 
 def test_clipping_sees_unscaled_gradients() -> None:
@@ -334,6 +394,7 @@ def test_a_dynamic_loss_scale_over_gradients_that_are_clipped_warns_once(
         precision.backward(loss)
         precision.step(optimizer)
     said = [str(one.message) for one in recwarn if "clipped" in str(one.message)]
+    assert {one.filename for one in recwarn if "clipped" in str(one.message)} <= {__file__}
     is_clipped = name in ("e3m2", "e2m1") or "saturate" in name
     assert len(said) == (is_clipped and loss_scale != 64.0)
     assert all(f"gradients in {name} are clipped at" in one and "constant loss scale" in one for one in said)
