@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowp.errors import InvalidInput
+from lowp.presets import LossScale
 from lowp.scaling import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -22,7 +23,7 @@ from lowp.scaling import (
     LossScaling,
     StaticLossScale,
 )
-from lowp.scaling.loss_scale import flush_field, underflow
+from lowp.scaling.loss_scale import flush_field, inverse_of, scaling_of, underflow
 
 GOOD, BAD = torch.zeros(()), torch.ones(())
 SCALES = (StaticLossScale(), DynamicLossScale(), DynamicLossScale(hysteresis=2), AdaptiveLossScale())
@@ -90,6 +91,41 @@ def test_observe_leaves_the_state_it_was_given() -> None:
         before = [part.clone() for part in state]
         after(scaling, [True, False], state)
         assert all(torch.equal(part, kept) for part, kept in zip(state, before, strict=True))
+
+
+@given(
+    st.sampled_from(
+        [dataclasses.replace(one, growth_interval=3) for one in SCALES if isinstance(one, DynamicLossScale)]
+    ),
+    st.lists(st.booleans(), max_size=20),
+    st.sampled_from([2.0**16, SMALLEST_SCALE, LARGEST_SCALE, math.inf, 0.0]),
+)
+def test_a_state_that_is_moved_in_place_moves_as_a_new_one_does(
+    scaling: LossScaling, steps: list[bool], start: float
+) -> None:
+    for one in (scaling, StaticLossScale()):
+        new = one.init()._replace(scale=torch.tensor(start))
+        kept = LossScaleState(*(part.clone() for part in new))
+        for overflowed in steps:
+            seen = GradientsSeen(BAD if overflowed else GOOD, counts({-27: 1, 0: 1}))
+            new = one.observe(new, seen)
+            one.observe_(kept, seen, is_good=not overflowed)
+            assert [part.item() for part in kept] == [part.item() for part in new]
+            assert one.scale(kept) is kept.scale
+
+
+def test_each_number_of_a_description_is_kept() -> None:
+    numbers = {"growth": 3.0, "backoff": 0.25, "interval": 7, "hysteresis": 2, "floor": 0.5, "ceiling": 64.0}
+    found = scaling_of(LossScale("dynamic", 8.0, **numbers))  # type: ignore[arg-type]
+    assert found == DynamicLossScale(8.0, 0.5, 64.0, 3.0, 0.25, 7, 2)
+    assert scaling_of(LossScale("static", 8.0, floor=0.5, ceiling=64.0)) == StaticLossScale(8.0, 0.5, 64.0)
+    assert scaling_of(LossScale.parse("none")) is None
+
+
+def test_the_inverse_of_a_scale_is_rounded_once() -> None:
+    for scale in (3.0, 1e-38, 2.0**-126, LARGEST_SCALE):
+        held = torch.tensor(scale)
+        assert inverse_of(held) == torch.tensor(1 / held.item()) and inverse_of(held).dtype is torch.float32
 
 
 def test_a_scale_backs_off_to_its_floor_and_no_further() -> None:

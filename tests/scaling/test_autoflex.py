@@ -17,14 +17,15 @@ from lowp.scaling.autoflex import load_state_dict, state_dict
 AS_PUBLISHED = Autoflex(warm_headroom=0)
 
 
-def _by_the_paper(maxima: list[float], window: int = 16) -> list[int]:
+def _by_the_paper(maxima: list[float], window: int = 16, bits: int = 16) -> list[int]:
     """Algorithms 1 and 2, one tensor at a time, in plain Python: an independent oracle."""
+    limit, half = 2 ** (bits - 1) - 1, 2 ** (bits - 2)
     exponents: list[int] = []
     history: list[float] = []
     exponent, started = -8, False
 
     def mantissa(value: float) -> int:
-        return min(round(math.ldexp(value, -exponent)), 32767)  # Python rounds ties to even
+        return min(round(math.ldexp(value, -exponent)), limit)  # Python rounds ties to even
 
     for value in maxima:
         if not started:
@@ -34,18 +35,19 @@ def _by_the_paper(maxima: list[float], window: int = 16) -> list[int]:
                 exponent, started = -8, True
                 for _ in range(10):
                     top = mantissa(value)
-                    wanted = exponent + 7 if top >= 32767 else exponent + max(top.bit_length(), 1) - 15
-                    if 16384 <= top < 32767:
+                    length = max(top.bit_length(), 1)
+                    wanted = exponent + (bits - 1) // 2 if top >= limit else exponent + length - (bits - 1)
+                    if half <= top < limit:
                         break
                     before, exponent = top, min(max(wanted, -31), 0)
-                    if (before >= 32767 and exponent != wanted) or (32 <= before < 16384):
+                    if (before >= limit and exponent != wanted) or (32 <= before < half):
                         break
         elif history:
             chi = max(history) + 3 * pstdev(history) + 100 * math.ldexp(1, exponent)
-            exponent = min(max(math.frexp(chi)[1] - 1 - 14, -31), 0)
+            exponent = min(max(math.frexp(chi)[1] - 1 - (bits - 2), -31), 0)
         exponents.append(exponent)
         top = mantissa(value)
-        if top >= 32767:
+        if top >= limit:
             history, top = [], 2 * top
         if top:
             history = [*history, math.ldexp(top, exponent)][-window:]
@@ -55,10 +57,11 @@ def _by_the_paper(maxima: list[float], window: int = 16) -> list[int]:
 maxima = st.floats(min_value=2.0**-30, max_value=2.0**13)
 
 
-@settings(max_examples=25)
-@given(st.lists(maxima, min_size=1, max_size=40))
-def test_any_sequence_of_maxima_gives_the_exponents_of_the_paper(values: list[float]) -> None:
-    assert AS_PUBLISHED.replay(values) == _by_the_paper(values)
+@settings(max_examples=30)
+@given(st.lists(maxima, min_size=1, max_size=40), st.sampled_from([(16, 16), (16, 16), (1, 8), (5, 4)]))
+def test_any_sequence_of_maxima_gives_the_exponents_of_the_paper(values: list[float], sizes: tuple[int, int]) -> None:
+    window, bits = sizes
+    assert Autoflex(bits, window, warm_headroom=0).replay(values) == _by_the_paper(values, window, bits)
 
 
 @settings(max_examples=8)  # an example has 24 to 60 steps, each of them several tensor operations
@@ -101,6 +104,22 @@ def test_the_guess_leaves_at_most_one_free_bit(value: float) -> None:
 def test_a_steady_maximum_keeps_its_exponent_and_does_not_saturate() -> None:
     exponents = AS_PUBLISHED.replay([1.0] * 50)
     assert set(exponents[1:]) == {-14}  # floor(log2(1 + 100 * 2**-14)) - 14
+
+
+def test_what_is_predicted_and_how_often_an_exponent_moved_is_told() -> None:
+    scaling, moved = AS_PUBLISHED, 0
+    state = scaling.start(scaling.init(), torch.tensor([1.0]))
+    for mantissa in (16000, 20000, 32767, 100):
+        before = state
+        state = scaling.observe(state, WritesSeen(torch.tensor([mantissa], dtype=torch.int32)))
+        moved += int(state.exponent != before.exponent)
+        assert int(state.moved) == moved
+        assert scaling.scale(state).tolist() == [2.0 ** int(state.exponent)]
+    assert moved > 1 and int(state.saturated) == 1
+    known = state.history[0, :2].tolist()  # two since the saturation
+    assert state.seen.tolist() == [2] and known[1] == 100 * float(scaling.scale(before))
+    chi = max(known) + 3 * pstdev(known) + 100 * float(scaling.scale(state))
+    assert scaling.predicted_maximum(state).tolist() == [pytest.approx(chi)]
 
 
 def test_a_sixty_fourfold_jump_saturates_and_is_recovered() -> None:

@@ -35,6 +35,7 @@ def test_it_begins_as_autoflex_does_and_stays_in_the_range() -> None:
     reactive = Reactive(period=1, guess=Autoflex(min_exponent=-14, max_exponent=-14))
     assert int(started(reactive).exponent) == -14
     assert int(reactive.observe(started(reactive), seen(32767, 500, 900)).exponent) == -14
+    assert reactive.first_exponent == reactive.init().exponent == -14
     assert int(started(Reactive()).exponent) == int(Autoflex().start(Autoflex().init(), torch.tensor([1.0])).exponent)
 
 
@@ -51,6 +52,7 @@ def test_what_is_not_finite_or_not_written_counts_for_nothing() -> None:
     after = reactive.observe(state, both)
     assert torch.equal(after.exponent, state.exponent) and after.nonfinite.tolist() == [1, 0]
     assert after.writes.tolist() == [1, 0] and after.saturated.tolist() == [0, 0]
+    assert not any(count.any() for count in (after.overflowed, after.crowded, after.elements))
 
 
 def test_a_scale_is_a_power_of_two() -> None:
