@@ -268,7 +268,17 @@ def test_a_forked_child_multiplies_too(two_threads: None) -> None:
 CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
-@pytest.mark.parametrize("case", (*CONVOLUTIONS, (12, 9, 3, 1, 1, 1, 1)), ids=str)
+# groups of one channel: strided, with more results than channels, with taps far apart, and with no tap for some pixels
+OF_ONE_CHANNEL = (
+    (4, 4, 3, 1, 1, 1, 4),
+    (4, 8, 3, 2, 1, 1, 4),
+    (3, 3, 2, 3, 2, 2, 3),
+    (2, 2, 3, 1, 1, 3, 2),
+    (2, 2, 1, 3, 0, 1, 2),
+)
+
+
+@pytest.mark.parametrize("case", (*CONVOLUTIONS, (12, 9, 3, 1, 1, 1, 1), *OF_ONE_CHANNEL), ids=str)
 @pytest.mark.parametrize("dims", CONVOLVE)
 def test_convolutions_equal_torch_in_fp64(dims: int, case: tuple[int, ...]) -> None:
     shape = convolution_shape(dims, case)
@@ -287,6 +297,11 @@ def test_convolutions_equal_torch_in_fp64(dims: int, case: tuple[int, ...]) -> N
             assert expected is not None
             assert torch.equal(exact.values, expected.to(torch.int64)), (product, kernel)
             assert same(integer.convolve(product, a, b, shape, exponent=-30, kernel=kernel, dtype=None), chained)
+        bias = None if product == "weight_gradient" else Bias(torch.randn(shape.of_operand(PRODUCTS[product][2])[1]), 9)
+        for to in (torch.int16, torch.float32, torch.float64) if shape.groups > 1 else ():
+            how = {"exponent": -20, "dtype": to, "bias": bias if to is torch.int16 else None}
+            written = integer.convolve(product, a, b, shape, kernel="reference", **how)
+            assert all(same(integer.convolve(product, a, b, shape, kernel=one, **how), written) for one in KERNELS), to
     narrow = integer.convolve("forward", x, w, shape, exponent=-20)
     rounded = (y.detach() * 2.0**-20).round()
     assert torch.equal(narrow.values, rounded.clamp(-32768, 32767).to(torch.int16))

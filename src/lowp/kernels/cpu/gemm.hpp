@@ -69,6 +69,9 @@ struct Run {
 // The number of int32 that `copies` may read beyond its input, and write beyond the panel.
 constexpr int64_t OVERRUN = 16;
 
+// The numbers that `correlate` and `dots` may read beyond their operands, which are then finite, and write beyond `out`.
+constexpr int64_t BEYOND = 8;
+
 // Packs one side. `lines[w]` may be null (zeros); an odd length is padded with a zero.
 struct Packer {
   int width;
@@ -123,10 +126,16 @@ struct Micro {
   // [channels][positions] -> [positions][channels], positions `to_stride` apart
   void (*interleave)(const int16_t* from, int64_t from_stride, int64_t channels, int64_t positions, int16_t* to,
                      int64_t to_stride);
-  // sums in fp64 (gemm_direct.hpp): out[j] = sum over i < count of weights[i] * rows[i][j * stride]; of a[i] * b[i]
-  void (*correlate)(const double* const* rows, const double* weights, int64_t count, int64_t stride, int64_t length,
+  // gemm_direct.hpp, in fp64: to[i] = from[i * stride]; out[j] = sum over i < count of weights[i] * from[places[i] + j];
+  // sums[i] += sum of a[j] * b[places[i] + j]; and lines of such sums -> results
+  void (*widen)(const int16_t* from, int64_t stride, int64_t count, double* to);
+  void (*correlate)(const double* from, const int64_t* places, const double* weights, int64_t count, int64_t length,
                     double* out);
-  double (*dot)(const double* a, const double* b, int64_t count);
+  void (*dots)(const double* a, const double* b, const int64_t* places, int64_t count, int64_t length, double* sums);
+  void (*finish_chained_line)(const double* sums, int64_t count, int exponent, const double* addend, float* out,
+                              Tally& tally);
+  void (*finish_int16_line)(const double* sums, int64_t count, int exponent, const double* addend, int lowest,
+                            int16_t* out, Tally& tally);
 };
 
 // null where this build or this processor lacks the instructions

@@ -50,8 +50,11 @@ static constexpr lowp::Micro make_micro(const char* name) {
           finish_int64,
           pair_lines,
           interleave,
+          widen,
           correlate,
-          dot};
+          dots,
+          finish_chained_line,
+          finish_int16_line};
 }
 
 }  // namespace
