@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import lowp
+from lowp.exponents import SharedExponents
 from lowp.kernels.int16.payloads import are_exact
+from lowp.optim import FlexWeights
 
 IN_FLEX = lowp.Precision("flex16+5").policy.parameters
 
@@ -86,3 +88,20 @@ def test_a_model_whose_optimizer_is_prepared_after_it_loads_values_of_the_format
     for one, is_written in ((model, True), (other, False)):
         one.load_state_dict({"weight": torch.tensor([[1.0, 1 / 3, 2**-20]] * 3), "bias": torch.zeros(3)})
         assert IN_FLEX is not None and are_exact([one.weight.detach()], IN_FLEX) == [is_written]
+
+
+def test_values_that_are_set_are_rounded_to_the_format_and_none_is_cut_off() -> None:
+    precision, layer, values = lowp.Precision("flex16+5"), nn.Linear(2, 2), torch.tensor([[1000.1, 0.5], [-7.0, 0.0]])
+    _, optimizer = precision.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    optimizer.set_masters({layer.weight: values, nn.Parameter(torch.ones(2)): torch.zeros(2)})  # type: ignore[attr-defined]
+    assert IN_FLEX is not None and are_exact([layer.weight.detach()], IN_FLEX) == [True]
+    assert torch.allclose(layer.weight.detach(), values, rtol=0, atol=2.0**-6)
+    assert torch.equal(optimizer.master(layer.weight), layer.weight)  # type: ignore[attr-defined]
+
+
+def test_a_group_that_comes_later_has_the_names_that_it_is_given() -> None:
+    first, second, exponents = nn.Linear(2, 2, bias=False), nn.Linear(2, 2), SharedExponents()
+    assert IN_FLEX is not None
+    optimizer = FlexWeights(torch.optim.SGD(first.named_parameters(prefix="first"), lr=0.1), IN_FLEX, exponents)
+    optimizer.add_param_group({"params": list(second.named_parameters(prefix="second"))})
+    assert exponents.sites() == [f"weight of {name}" for name in ("first.weight", "second.weight", "second.bias")]

@@ -13,7 +13,7 @@ import lowp
 from lowp.exponents import SharedExponents, StepWriter
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.int16 import payloads
-from lowp.optim.shards import Wholes
+from lowp.optim.exponents import UnderExponents
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -150,4 +150,5 @@ def test_parts_of_a_tensor_are_exact_where_one_exponent_holds_all_their_numbers(
     numbers: list[float], flex: bool, dfp: bool
 ) -> None:
     for name, expected in (("flex16+5", flex), ("dfp16", dfp)):
-        assert Wholes(()).are_exact([torch.tensor(numbers)], lowp.casts.parse(name)) == [expected]
+        storage = UnderExponents(lowp.casts.parse(name), "none", SharedExponents(), {})
+        assert storage.are_exact([torch.tensor(numbers)]) == [expected]

@@ -4,7 +4,7 @@ import gc
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,10 +14,6 @@ from lowp import distributed, kernels
 from lowp.casts import Cast
 from lowp.compat import part_of
 from lowp.errors import InvalidInput
-from lowp.exponents import SharedExponents, largest
-from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels.int16 import payloads
-from lowp.kernels.int16.mantissas import int16_element
 from lowp.kernels.tracing import is_sharded as is_sharded  # of this room, too
 
 
@@ -192,62 +188,3 @@ def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
             "fully_shard(model), or use DistributedDataParallel; for tensor parallelism use dfp16, or another "
             "precision whose exponents are not predicted"
         )
-
-
-class Wholes:
-    """The wholes of a rank's shards, in precisions with shared exponents. All ranks with shards make the same calls.
-
-    False if no parameter is sharded: then shards are wholes, and no rank needs another one.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._groups = distributed.mesh_groups(parameters)
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
-    def begin(self, exponents: SharedExponents, cast: Cast, shards: Sequence[Tensor], sites: Sequence[str]) -> None:
-        """Let sites that are written first begin with the exponents of wholes. All ranks know which sites these are."""
-        if self:
-            exponents.begin(cast, sites, lambda new: self._maxima([shards[place] for place in new]))
-
-    def admit(self, exponents: SharedExponents, cast: Cast, shards: Sequence[Tensor], sites: Sequence[str]) -> None:
-        """Restart sites whose exponents do not hold what stands in wholes, as `SharedExponents.admit`."""
-        exponents.admit(self._maxima(shards), cast, list(sites))
-
-    def are_exact(self, shards: Sequence[Tensor], cast: Cast) -> list[bool]:
-        """Return whether every element of each whole is in the format under one exponent.
-
-        That is the exponent of its maximum, or the one below, under which the maximum may be the mantissa -32768.
-        """
-        given = list(zip(shards, self._maxima(shards), strict=True))
-        missed = [
-            [
-                not payloads.is_exact(torch.cat([x.reshape(-1).to(end.dtype), end]), cast),
-                not _is_exact_below(x, float(end), cast),
-            ]
-            for x, end in given
-        ]
-        return [not all(one) for one in self._agreed(torch.tensor(missed, dtype=torch.float32, device="cpu")).tolist()]
-
-    def _maxima(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return the largest finite |x| of each whole, in tensors of one element on the devices of the shards."""
-        if not shards:
-            return []
-        maxima = torch.stack([largest(x, False).float() for x in shards])
-        return [one.reshape(1) for one in self._agreed(maxima)]
-
-    def _agreed(self, values: Tensor) -> Tensor:
-        for group in self._groups:
-            distributed.agree_on_maximum_(values, group)
-        return values
-
-
-def _is_exact_below(x: Tensor, maximum: float, cast: Cast) -> bool:
-    """Whether x is in int16 under the exponent by which -maximum is -32768."""
-    format, (fraction, exponent) = cast.format, math.frexp(maximum)
-    assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
-    if fraction != 0.5 or int16_element(cast).symmetric or exponent - 16 < format.scale.min_exponent:
-        return False
-    scaled = x.double() * 2.0 ** (16 - exponent)
-    return bool(((scaled == scaled.round()) & (scaled >= -32768) & (scaled <= 32767)).all())
