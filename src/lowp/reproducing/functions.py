@@ -118,7 +118,8 @@ def erf(x: Tensor) -> Tensor:
     series = torch.ones_like(x)
     for k in range(120, 0, -1):
         series = series * (square * (2 / (2 * k + 1))) + 1
-    return near * series * exp(-square) * (2 / math.sqrt(math.pi))
+    found = near * series * exp(-square) * (2 / math.sqrt(math.pi))
+    return found.where(~(x.abs() > 6), x.sign())  # to the last bit, so that gelu ends at 0
 
 
 @in_fp64
@@ -168,7 +169,7 @@ def power(x: Tensor | float, y: Tensor | float) -> Tensor:
     found = exp(exponent * log(base.abs()))
     is_odd = exponent.remainder(2) == 1
     found = torch.where((base < 0) & is_odd, -found, found)
-    found = found.where((base >= 0) | (exponent == exponent.floor()), torch.nan)
+    found = found.where((base >= 0) | (base == -torch.inf) | (exponent == exponent.floor()), torch.nan)
     found = found.where((exponent != 0) & (base != 1), 1.0)
     return found if dtype is torch.float64 else found.float().to(dtype)
 
@@ -180,7 +181,8 @@ def total(x: Tensor, dims: Sequence[int] | int | None = None, keepdim: bool = Fa
     kept = [dim for dim in range(x.dim()) if dim not in summed]
     shape = [1 if dim in summed else size for dim, size in enumerate(x.shape) if keepdim or dim in kept]
     rows = math.prod(x.shape[dim] for dim in summed) if x.dim() else 1
-    matrix = x.detach().permute(*(summed if x.dim() else ()), *kept).reshape(rows, math.prod(x.shape[d] for d in kept))
+    order = (*summed, *kept) if x.dim() else ()
+    matrix = x.detach().permute(order).reshape(rows, math.prod(x.shape[dim] for dim in kept))
     if not x.is_floating_point() or not matrix.numel():
         return matrix.sum(0).reshape(shape)  # whole numbers: exact
     if x.dtype is torch.float64:
