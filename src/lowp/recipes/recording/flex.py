@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
 from lowp.numerics.spectrum import Spectrum
 from lowp.recipes.recording.runs import BIAS, NOBODY, Onlooker, short_head
-from lowp.recipes.training import Settings, Training, moved, threads_of
+from lowp.recipes.training import Settings, Training, threads_of
 
 CLASSES = ("weights", "activations", "updates")
 _LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; others are counted in the first or the last bin
@@ -62,12 +61,12 @@ def record_flex_window(
     training, exponents = _start(settings)
     tenth = max(1, steps // 10)
     moments = {"first": range(tenth), "last": range(steps - tenth, steps)}
-    histograms: dict[tuple[str, str], _Histogram] = {}
+    histograms: dict[tuple[str, str], _Written] = {}
 
     def listen(site: str, x: Tensor, exponent: int) -> None:
         for moment, sampled_steps in moments.items():
             if training.done in sampled_steps and training.model.training:
-                histograms.setdefault((moment, site), _Histogram()).add(x, exponent)
+                histograms.setdefault((moment, site), _Written()).add(x, exponent)
 
     remove_listener = exponents.listen(listen)
     taken = _train(training, steps, onlooker)
@@ -84,7 +83,7 @@ def record_flex_window(
     return {**head, "layer": layer, "steps": taken, "lowest": _LOWEST, "windows": windows}
 
 
-class _Histogram:
+class _Written:
     """Counts of elements by binary exponent floor(log2|x|), and the shared exponents under which they are written."""
 
     def __init__(self) -> None:
@@ -137,21 +136,14 @@ def _start(settings: Settings) -> tuple[Training, SharedExponents]:
 def _train(training: Training, steps: int, onlooker: Onlooker) -> int:
     """Take `steps` steps, over as many epochs as needed, to which the recipe's schedule is scaled; return how many."""
     training.epochs = -(-steps // training.steps_per_epoch)
-    training.model.train()
-    done = 0
+
+    def is_enough(taken: int) -> bool:
+        if taken:
+            onlooker.on_progress(training.settings.recipe, taken)
+        return taken >= steps or onlooker.stop()
+
     with threads_of(training.recipe.threads):
-        while done < steps and not onlooker.stop():
-            generator = torch.Generator().manual_seed(training.settings.seed * 1_000_003 + done)
-            order = torch.randperm(len(training.data.training), generator=generator)
-            for index in range(training.steps_per_epoch):
-                if done >= steps or onlooker.stop():
-                    break
-                training.epoch, training.step_of_epoch = divmod(done, training.steps_per_epoch)
-                examples = order[index * training.batch : (index + 1) * training.batch]
-                training.step(moved(training.data.training.batch(examples, generator), training.device))
-                done += 1
-                onlooker.on_progress(training.settings.recipe, done)
-    return done
+        return len(training.take(is_enough))
 
 
 def _sites(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:
