@@ -76,6 +76,23 @@ def test_every_nan_is_the_positive_one_whatever_the_processor_makes(level: int |
     assert found.isnan().sum() == 7 and set(found.view(torch.int32)[found.isnan()].tolist()) == {0x7FC00000}
 
 
+@needs_library
+@pytest.mark.parametrize("k", [48, 53])  # read where they are; copied, with zeros behind them
+@pytest.mark.parametrize("name", ["e4m3fn@fp32/row", "bf16"])
+def test_rows_that_lie_apart_are_multiplied_as_those_side_by_side(name: str, k: int) -> None:
+    rows = Stored(torch.randn(7, k), casts.parse(name)).rows()
+    assert rows is not None
+    several = rows._replace(
+        memory=torch.stack([rows.memory] * 3), scales=None if rows.scales is None else torch.stack([rows.scales] * 3)
+    )
+    x = torch.randn(5, 3, k + 9)[:, :, 4 : 4 + k].transpose(0, 1)
+    for level in LEVELS:
+        wanted = [few_rows.multiply(one.contiguous(), rows, None, level) for one in x]
+        assert torch.equal(few_rows.multiply(x, several, None, level), torch.stack(wanted))
+        turned = x[0].t().contiguous().t()
+        assert torch.equal(few_rows.multiply(turned, rows, None, level), wanted[0])
+
+
 def test_many_rows_are_multiplied_in_fp32() -> None:
     x, weight = torch.randn(MOST + 1, 70), torch.randn(5, 70).bfloat16()
     assert torch.equal(few_rows.multiply(x, weight), nn.functional.linear(x, weight.float()))

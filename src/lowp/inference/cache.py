@@ -36,6 +36,7 @@ class KeyValueCache:
             )
         self._is_plain = str(self.cast) in _DTYPES
         self._layers: dict[int, tuple[_Kept, _Kept]] = {}
+        self._scales: dict[int, Tensor] = {}  # fp32 [keys and values, heads, positions]
 
     @property
     def nbytes(self) -> int:
@@ -52,13 +53,16 @@ class KeyValueCache:
             )
         if layer not in self._layers:
             room = (count * heads, self.length, size)
-            self._layers[layer] = _Kept(room, self, False), _Kept(room, self, True)
+            scales = torch.zeros(2, *room[:2], dtype=torch.float32, device="cpu")
+            self._scales[layer] = scales
+            self._layers[layer] = _Kept(room, self, scales[0], False), _Kept(room, self, scales[1], True)
         both = torch.stack([key.detach(), value.detach()]).flatten(1, 2)  # encoded in one call
         codes = both if self._is_plain else kernels.encode(both.float(), self.cast)
-        for i, kept in enumerate(self._layers[layer]):
-            kept.write(self.positions, (codes if isinstance(codes, Tensor) else codes.payload)[i])
-            if not isinstance(codes, Tensor):
-                kept.write_scales(self.positions, codes.scale[i])
+        if not isinstance(codes, Tensor):
+            self._scales[layer][:, :, self.positions : self.positions + new] = codes.scale
+            codes = codes.payload
+        for kept, some in zip(self._layers[layer], codes.unbind(), strict=True):
+            kept.write(self.positions, some)
         return self._layers[layer]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -84,14 +88,14 @@ class KeyValueCache:
 class _Kept:
     """Keys [heads, positions, size], or values, whose positions come last, so that both are rows of a product."""
 
-    def __init__(self, room: tuple[int, int, int], cache: KeyValueCache, is_value: bool) -> None:
+    def __init__(self, room: tuple[int, int, int], cache: KeyValueCache, scales: Tensor, is_value: bool) -> None:
         self._cast, self._is_value = cache.cast, is_value
         self._plain = _DTYPES.get(str(self._cast))
         heads, positions, size = room
         element = torch.uint8 if str(self._cast) != "int8" else torch.int8
         shape = (heads, size, positions) if is_value else room
         self._memory = torch.zeros(shape, dtype=self._plain or element, device="cpu")
-        self._scales = torch.zeros(heads, positions, dtype=torch.float32, device="cpu")
+        self._scales = scales
         self.nbytes = self._memory.nbytes + (self._scales.nbytes if self._cast.scaling is not None else 0)
 
     def write(self, begin: int, codes: Tensor) -> None:
@@ -99,10 +103,6 @@ class _Kept:
         end = begin + codes.shape[1]
         place = self._memory[:, :, begin:end] if self._is_value else self._memory[:, begin:end]
         place.copy_(codes.transpose(1, 2) if self._is_value else codes)
-
-    def write_scales(self, begin: int, scales: Tensor) -> None:
-        """Keep the scales [heads, new] of some positions."""
-        self._scales[:, begin : begin + scales.shape[1]] = scales
 
     def product(self, x: Tensor, end: int) -> Tensor:
         """Of queries with the keys of positions up to `end`, or of their probabilities with the values."""

@@ -39,7 +39,7 @@ class Weight(nn.Module, ABC):
         kwargs = kwargs or {}
         if func is F.linear and len(args) > 1 and isinstance(args[1], Weight) and not isinstance(args[0], Weight):
             x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
-            return ServedLinear(weight, bias)(x)
+            return linear(x.detach(), weight, bias) if is_eager(x) else ServedLinear(weight, bias)(x)
         plain = [one.values() if isinstance(one, Weight) else one for one in args]
         return func(*plain, **{name: one.values() if isinstance(one, Weight) else one for name, one in kwargs.items()})
 
@@ -361,13 +361,18 @@ class Served(nn.Module, ABC):
         return found
 
 
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias in x's dtype."""
+    found = weight.product(x.reshape(-1, weight.k).float(), bias)
+    return found.reshape(*x.shape[:-1], weight.n).to(x.dtype)
+
+
 class ServedLinear(Served):
     """`nn.Linear` with a packed weight."""
 
     def computed(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias in x's dtype."""
-        rows = x.reshape(-1, self.weight.k).float()
-        return self.weight.product(rows, self._bias()).reshape(*x.shape[:-1], self.weight.n).to(x.dtype)
+        return linear(x, self.weight, self._bias())
 
     def empty(self, x: Tensor) -> Tensor:
         """Of x's dtype."""

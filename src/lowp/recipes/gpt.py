@@ -86,7 +86,7 @@ class Block(nn.Module):
     def _attend(self, x: Tensor, attend: Callable[..., Tensor] | None) -> Tensor:
         count, length, width = x.shape
         parts = self.query_key_value(x).view(count, length, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()
         if attend is None:
             attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         else:

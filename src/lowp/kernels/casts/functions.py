@@ -178,10 +178,15 @@ def encode(
     if not verbs.is_scaled(cast):
         checks.scales(scale, verbs.as_cast(cast), x)  # refuses any
         return call.encode(x.detach(), given[0], *given[3:], packed)
-    payload, kept, zero_point, outer = call.encode_scaled(x.detach(), *given, packed)
+    zero_point: Tensor | None
+    outer: Tensor | None
     is_affine, has_outer, is_whole = verbs.parts(cast)
+    if is_direct:
+        payload, kept, zero_point, outer = verbs.encode_scaled(x.detach(), *given, packed)
+    else:
+        payload, kept, zero_point, outer = call.encode_scaled(x.detach(), *given, packed)
+        outer, zero_point = outer if has_outer else None, zero_point if is_affine else None
     length = x.shape[-1] if packed and x.ndim and not is_whole else None
-    outer, zero_point = outer if has_outer else None, zero_point if is_affine else None
     return Quantized(payload, kept, verbs.as_cast(cast), outer, zero_point, x.dtype, length)
 
 

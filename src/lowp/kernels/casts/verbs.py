@@ -110,11 +110,16 @@ def _encodes_rows(x: Tensor, cast: str, *given: Any) -> bool:
     return _is_elementwise(x, cast) and (x.ndim > 1 or not given[-1])
 
 
-def _encode_scaled(x: Tensor, cast: str | Cast, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def encode_scaled(x: Tensor, cast: str | Cast, *given: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return codes, scales, zero points and outer scale, as in `Quantized`."""
     plan, module = checks.as_cast(cast), implementation(x.device, "encode")
-    payload, kept, zero_point, outer = run.encode_scaled(module, x, plan, *_choices(x, plan, *given[:-1]), given[-1])
-    nothing = x.new_empty(0)
-    return payload, kept, nothing if zero_point is None else zero_point, x.new_empty(0) if outer is None else outer
+    return run.encode_scaled(module, x, plan, *_choices(x, plan, *given[:-1]), given[-1])
+
+
+def _encode_scaled(x: Tensor, cast: str | Cast, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    payload, kept, *others = encode_scaled(x, cast, *given)
+    zero_point, outer = (x.new_empty(0) if one is None else one for one in others)  # an operator returns tensors
+    return payload, kept, zero_point, outer
 
 
 def _fake_scaled_codes(x: Tensor, cast: str, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -263,8 +263,8 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_codes_values": (c_int, (*(c_void_p,) * 7, c_int)),
     "lowp_codes_multiply": (c_int, (c_int, c_void_p, c_void_p, c_float, *(c_void_p,) * 6, c_int)),
     "lowp_rows_multiply": (
-        None,
-        (c_int, c_void_p, c_int64, c_int64, *(c_void_p,) * 3, c_double, c_void_p, c_void_p, c_int),
+        c_int,
+        (c_int, c_void_p, c_int64, *(c_void_p,) * 4, c_double, c_void_p, c_void_p, c_int),
     ),
     "lowp_rows_values": (None, (c_int, *(c_void_p,) * 3, c_double, c_int64, c_int64, c_void_p, c_int)),
     "lowp_bits_multiply": (None, (c_int, c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),

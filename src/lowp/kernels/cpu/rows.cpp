@@ -1,6 +1,8 @@
 // The C functions of few rows times a matrix in 16 bits or less: choice of the instruction set, distribution over threads.
 #include "rows.hpp"
 
+#include <cstdlib>
+
 #include "export.hpp"
 #include "levels.hpp"
 #include "parallel.hpp"
@@ -40,29 +42,49 @@ Matrices matrices(const void* memory, const int64_t* numbers, const void* scales
   return {first, at[10], at[11], at[12]};
 }
 
+// The rows of x[count * m][depth] as `multiply` of RowKernels reads them, in memory of zeros.
+template <class Number>
+void widen_rows(const float* x, int64_t count, int64_t m, int64_t k, const int64_t* strides, int64_t depth, Number* out) {
+  for (int64_t i = 0; i < count * m; i++, out += depth) {
+    const float* const from = x + i / m * strides[0] + i % m * strides[1];
+    for (int64_t t = 0; t < k; t++) out[t] = from[t];
+  }
+}
+
 }  // namespace
 }  // namespace lowp
 
 using namespace lowp;
 
-// out[count][m][n] = x[count][m][stride] times the rows of weights[count][n][k], plus bias in fp64, rounded to fp32; see
-// rows.hpp. A NaN is the positive quiet one, whichever the processor makes.
-LOWP_EXPORT void lowp_rows_multiply(int level, const void* x, int64_t m, int64_t stride, const void* memory,
-                                    const int64_t* numbers, const void* scales, double factor, const float* bias, float* out,
-                                    int threads) {
+// out[count][m][n] = x[count][m][k] times the rows of weights[count][n][k], plus bias in fp64, rounded to fp32; see
+// rows.hpp. strides: numbers from a matrix of x to the next, and from a row to the next. A NaN is the positive quiet one,
+// whichever the processor makes. Returns 0 if there is no memory.
+LOWP_EXPORT int lowp_rows_multiply(int level, const float* x, int64_t m, const int64_t* strides, const void* memory,
+                                   const int64_t* numbers, const void* scales, double factor, const float* bias, float* out,
+                                   int threads) {
   const RowKernels& run = kernels(level);
   const Matrices all = matrices(memory, numbers, scales, factor);
-  const int64_t n = all.first.n, size = stride * (all.first.kind <= kRowBf16 ? 8 : 4);
+  const int64_t n = all.first.n, k = all.first.k, depth = (k + kRowSums - 1) / kRowSums * kRowSums;
+  const int64_t number = all.first.kind <= kRowBf16 ? 8 : 4;  // bytes of one
+  const bool is_read = number == 4 && k == depth;
+  const int64_t line = is_read ? strides[1] : depth, apart = (is_read ? strides[0] : m * depth) * number;
+  void* const room = is_read ? nullptr : std::calloc(static_cast<size_t>(all.count * m * depth * number) + 1, 1);
+  if (!is_read && room == nullptr) return 0;
+  if (!is_read && number == 8)
+    widen_rows(x, all.count, m, k, strides, depth, static_cast<double*>(room));
+  else if (!is_read)
+    widen_rows(x, all.count, m, k, strides, depth, static_cast<float*>(room));
+  const char* const rows_from = is_read ? reinterpret_cast<const char*>(x) : static_cast<const char*>(room);
   const int64_t most = m == 1 ? kColumns * kMostRows : kColumns, blocks = (n + most - 1) / most;
   parallel_for(all.count * blocks, m == 1 ? 1 : 4, threads, [&](int64_t begin, int64_t end) {
     double sums[kColumns * kMostRows];
     for (int64_t block = begin; block < end; block++) {
       const int64_t at = block / blocks, j = block % blocks * most, columns = n - j < most ? n - j : most;
       const RowMatrix w = all[at];
-      const char* const rows_of = static_cast<const char*>(x) + at * m * size;
+      const char* const rows_of = rows_from + at * apart;
       for (int64_t first = 0; first < m; first += kMostRows) {
         const int64_t rows = m - first < kMostRows ? m - first : kMostRows;
-        run.multiply(w, j, columns, rows_of + first * size, stride, rows, sums);
+        run.multiply(w, j, columns, rows_of + first * line * number, line, rows, sums);
         for (int64_t c = 0; c < columns; c++)
           for (int64_t i = 0; i < rows; i++) {
             const double sum = sums[c * rows + i] + (bias ? static_cast<double>(bias[j + c]) : -0.0);
@@ -71,6 +93,8 @@ LOWP_EXPORT void lowp_rows_multiply(int level, const void* x, int64_t m, int64_t
       }
     }
   });
+  std::free(room);
+  return 1;
 }
 
 // out[count][k]: the weights of some rows in fp32, rounded once.

@@ -152,20 +152,20 @@ def multiply(
         if weight.element is None and linear is not by_torch and memory.is_cpu:
             return linear(x, memory, bias)
         return in_panels(x, functools.partial(values, weight), (weight.n, k), bias, linear)
-    wide = x.detach().double() if weight.element is None else x.detach()
-    wide = F.pad(wide, (0, -k % SUMS)).contiguous() if k % SUMS else wide.contiguous()
+    x = x.detach()
     bias = None if bias is None else bias.detach().float().contiguous()
     if not uses_library():
         if several:
-            return torch.stack([_defined(*pair, None) for pair in zip(wide, _each(weight), strict=True)])
-        return _defined(wide, weight, bias)
+            return torch.stack([_defined(*pair, None) for pair in zip(x, _each(weight), strict=True)])
+        return _defined(x, weight, bias)
+    x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(*x.shape[:-1], weight.n, dtype=torch.float32, device="cpu")
     described, scales, factor = _described(weight)
-    cpu.loaded().lowp_rows_multiply(
+    has_memory = cpu.loaded().lowp_rows_multiply(
         cpu.level(level),
-        wide,
+        x,
         rows,
-        wide.shape[-1],
+        array("q", (x.stride(0), x.stride(-2))),
         memory,
         described,
         scales,
@@ -174,6 +174,8 @@ def multiply(
         out,
         torch.get_num_threads(),
     )
+    if not has_memory:
+        raise MemoryError(f"a product of {rows} rows of {k}: give fewer rows")
     return out
 
 
@@ -283,7 +285,8 @@ def scales_of(weight: StoredRows) -> Tensor:
 
 
 def _defined(x: Tensor, weight: StoredRows, bias: Tensor | None) -> Tensor:
-    """The sums in their order, in operations of torch, in x's dtype; x is filled up with zeros."""
+    """The sums in their order, in operations of torch: in fp64 of weights in 16 bits, else in fp32."""
+    x = F.pad(x.double() if weight.element is None else x, (0, -x.shape[1] % SUMS))
     numbers, scales = (one.to(x.dtype) for one in _numbers(weight))
     factors = F.pad(numbers, (0, x.shape[1] - numbers.shape[1]))
     group = weight.group or x.shape[1]
