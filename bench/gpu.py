@@ -5,9 +5,9 @@
 
 The parts, in order: `build` (what is there, and what each kernel's first call takes), `kernels` (every cast and the
 products against the definition, bit for bit), `bandwidth` (each kernel beside torch.copy_), `products` (int16 and fp8
-beside torch's fp16), then the recipes `rossmann`, `unet` and `bert` at full size: time a step, wall time, memory
-allocated and reserved, in fp32 (TF32 off and on), torch.amp and lowp, one row after the other, each with the device to
-itself.
+beside torch's fp16), `turns` (a step of each recipe in every precision, in turns), then the recipes `rossmann`, `unet`
+and `bert` at full size: time a step, wall time, memory allocated and reserved, in fp32 (TF32 off and on), torch.amp and
+lowp, one row after the other, each with the device to itself.
 
 Each part runs in a process of its own, and what it asks has a limit of its own: an error, a crash or a hang ends one
 kernel or row, and another process does the rest. The file is written anew after each of them, so that a call that is

@@ -2,8 +2,8 @@
 
 `build`: what is there, and the first call of each kernel, which compiles it. `kernels`: casts, codes, statistics and
 products against the definition, bit for bit. `bandwidth`: kernels and optimizer steps beside torch.copy_. `products`:
-products of int16 and fp8 beside torch's of fp16. A recipe is a part, too:
-its items are the data and a row a precision, each with the device to itself.
+products of int16 and fp8 beside torch's of fp16. `turns`: steps of the recipes in every precision, which take turns. A
+recipe is a part, too: its items are the data and a row a precision, each with the device to itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import gpu_recipes
 import torch
 from gpu_kernels import CANDIDATES, Buffers, bits, buffers, checks, numbers, seconds_of
 from gpu_products import BASE, PRODUCTS, Operands, operands, product_checks, products, tf32_of
+from gpu_turns import METHOD as TURNS_METHOD
+from gpu_turns import in_turns
 
 from lowp import kernels
 from lowp.benchmarking.contenders import Contender, begin, contenders_of, step_of
@@ -39,6 +41,7 @@ PRECISIONS = (*NARROW, "fp8", "flex16+5")
 ITEM_SECONDS = 60.0  # of everything but the rows of recipes
 MORE_SECONDS = 30.0  # for a row to end by itself when its time is up
 _ROUNDS = 12
+TAKING_TURNS = (*PRECISIONS, "int8", "mxfp8", "nvfp4")
 
 Result = dict[str, Any]
 Results = dict[str, Result]
@@ -237,6 +240,17 @@ def _merged_products(found: Results) -> dict[str, Any]:
     }
 
 
+# -- steps that take turns --------------------------------------------------------------------------------------------
+def _turns(run: Run, item: str, places: int) -> Result:
+    rows = contenders_of(_settings(run, item), TAKING_TURNS, torch_amp=True)
+    return in_turns(rows, _data(run, item), *((1, 2) if run.is_tiny else (4, _ROUNDS)))
+
+
+def _merged_turns(found: Results) -> dict[str, Any]:
+    kept = {name: {key: one[key] for key in ("rows", "failed")} for name, one in found.items() if "rows" in one}
+    return {"method": TURNS_METHOD, "recipes": kept, "errors": failures(found)}
+
+
 # -- the recipes ------------------------------------------------------------------------------------------------------
 def recipe(name: str, share: float) -> Part:
     """Return the part that trains a recipe in every precision, one after the other: no row holds another's memory."""
@@ -357,6 +371,7 @@ PARTS: dict[str, Part] = {
     "kernels": Part(lambda run: list(_checks(run)), _check, _merged_checks, share=0.25),
     "bandwidth": Part(lambda run: list(CANDIDATES), _bandwidth, _merged_bandwidth, share=0.1),
     "products": Part(lambda run: list(products(run.device, run.is_tiny)), _product, _merged_products, share=0.1),
+    "turns": Part(lambda run: list(RECIPES), _turns, _merged_turns, share=0.3),
     "rossmann": recipe("rossmann", share=0.2),
     "unet": recipe("unet", share=0.35),
     "bert": recipe("bert", share=1.0),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lowp.numerics.profiler import Profiler
+from lowp.recipes.profiling import _run
 from lowp.recipes.training import Settings, Training
 
 
@@ -32,7 +33,7 @@ def once(name: str, steps: int, share: str | None, guard: bool) -> tuple[float, 
             profiler.schedule.looks = False
         profiler.__enter__()
     started = time.process_time()
-    training.take(lambda taken: taken >= steps)
+    _run(training, lambda taken: taken >= steps)
     seconds = time.process_time() - started
     if profiler is not None:
         profiler._stop()

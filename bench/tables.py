@@ -178,7 +178,29 @@ def optimizers() -> Rows:
     return rows
 
 
+def gpu_steps() -> Rows:
+    """Return the milliseconds of a step in each precision, of recipes whose steps took turns on a GPU."""
+    found = result("gpu")["parts"]["turns"]["recipes"]
+    recipes = [found[name]["rows"] for name in ("rossmann", "unet", "bert")]
+    return [[name, *(told(1e3 * one[name]["whole"], 1) for one in recipes)] for name in recipes[0]]
+
+
+def gpu_kernels() -> Rows:
+    """Return the bandwidth of each kernel on a GPU, in TB/s and beside torch's copy."""
+    kernels = result("gpu")["parts"]["bandwidth"]["kernels"]
+    return [[name, told(one["bytes_per_second"] / 1e12, 2), told(one["of_copy"], 2)] for name, one in kernels.items()]
+
+
+def gpu_products() -> Rows:
+    """Return the time of each product on a GPU, in microseconds and beside torch's in fp16."""
+    products = result("gpu")["parts"]["products"]["products"]
+    return [[name, told(1e6 * one["seconds"], 0), told(one["of_fp16"], 2)] for name, one in products.items()]
+
+
 TABLES = (
+    Table("docs/gpu.md", "a step of", gpu_steps),
+    Table("bench/results/README.md", "kernel, H200", gpu_kernels),
+    Table("bench/results/README.md", "product, H200", gpu_products),
     Table("bench/results/README.md", "optimizer | bytes a parameter", optimizers),
     Table("docs/ranks.md", "recipe, ranks | gradients", compressed),
     Table("bench/results/README.md", "network, AVX2 | format", lambda: steps("step-avx2")),

@@ -206,21 +206,21 @@ def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 204
     size = code_bytes(cast) if written_as_codes else dtype.itemsize
     kept = "*i32" if not made.sharing.power and not made.sharing.outer else "*i8"
     types: dict[str, Any] = {"x": pointer, "out": f"*{INTEGER_NAMES[size]}", "scales": kept, "outers": "*fp32"}
-    types |= {"lost": "*i32", "seed": "*i64", "total": "i32", "length": "i32", "first": "i64"}
-    types |= {"numbers": _typed(False, made.numbers), "codes": _typed(False, made.codes)}
+    types |= {"lost": "*i32", "seed": "*i64", "maxima": "*i32", "total": "i32", "length": "i32", "first": "i64"}
+    types |= {"numbers": _typed(made.form.wide, made.numbers), "codes": _typed(False, made.codes)}
     types |= {"scale_numbers": _typed(False, made.scale_numbers), "scale_codes": _typed(False, made.scale_codes)}
     types["sharing"] = types["second"] = Shared(*["i32"] * 4, *["fp32"] * 3)  # type: ignore[arg-type]
     constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "FORM": made.form, "EXACT": exact(made.form)}
     constants |= {"LAYOUT": made.layout, "SHARING": made.sharing, "BLOCK": BLOCK}
     is_block = scope.kind == "block"
-    constants |= {"SIZE": scope.size} if is_block else {"WHOLE": row <= BLOCK}
+    is_known = scope.kind == "tensor"
+    constants |= {"SIZE": scope.size} if is_block else {"KNOWN": is_known, "WHOLE": row <= BLOCK and not is_known}
     share = scaled_bytes(cast.format, row) if written_as_codes else 0.0
     name = f"{'encode' if written_as_codes else 'quantize'} {text} {DTYPES[dtype]}"
     kernel = scaled.blocks if is_block else scaled.rows
     if made.second is not None:
         kernel, constants["WHOLES"] = tries.tried, cast.format.other is not None
-    warps = warps_of(made) if is_block else 4
-    return Configuration(name, kernel, types, constants, BLOCK, dtype.itemsize + size + share, warps)
+    return Configuration(name, kernel, types, constants, BLOCK, dtype.itemsize + size + share, warps_of(made))
 
 
 def scaled_bytes(format: ScaledFormat, row: int) -> float:
@@ -315,7 +315,7 @@ def step_kept(rule: str, weight: str | None, moments: str, rest: int = 0, stored
 
 def check(dtype: str, unscale: bool, counts: bool) -> Configuration:
     """Return the kernel that looks at gradients of a dtype."""
-    types = {"table": "*i64", "chunks": "*i32", "inverse": "*fp32", "found": "*fp32", "energies": "*fp64"}
+    types = {"table": "*i64", "chunks": "*i32", "inverse": "*fp32", "found": "*fp32"}
     types |= {"largest": "*i32", "histogram": "*i32"}
     constants = {"DTYPE": dtype, "UNSCALE": unscale, "COUNTS": counts, "ALIGNED": True}
     constants |= {"CHUNK": CHUNK, "BLOCK": steps.BLOCK}
@@ -341,7 +341,8 @@ USUAL = (
     *("fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fn:saturate", "e2m1", "i8s", "bf16:stochastic"),
     *("e4m3fn:stochastic", "e4m3fn:stochastic-8", "bf16:toward-zero", "e5m2:up", "e4m3fn:nearest-away"),
 )
-SHARED = ("mxfp8", "mxfp8:stochastic", "mxfp4", "nvfp4", "nvfp4:4/6", "if4", "int8", "e4m3fn@fp32/row")
+OTHERS = ("e4m3fn@fp32/tensor", "int8:stochastic", "nvfp4:stochastic")
+SHARED = ("mxfp8", "mxfp8:stochastic", "mxfp4", "nvfp4", "nvfp4:4/6", "if4", "int8", "e4m3fn@fp32/row", *OTHERS)
 
 
 FEW_BITS: tuple[tuple[Any, ...], ...] = (  # of `step_kept`: rule, cast of the weight, moments, remainder, dtype

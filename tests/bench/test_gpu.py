@@ -145,6 +145,16 @@ def test_a_number_that_is_wrong_is_counted(
     assert parts.PARTS["kernels"].measure(run, name, 1)["wrong"] == 1
 
 
+def test_steps_of_a_recipe_take_turns(gpu: ModuleType, parts: ModuleType, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(parts, "RECIPES", {"rossmann": parts.RECIPES["rossmann"]})
+    monkeypatch.setattr(parts, "TAKING_TURNS", ("bf16", "int8"))
+    code, document = _ran(gpu, tmp_path / "gpu.json", "--parts", "turns")
+    found = document["parts"]["turns"]["recipes"]["rossmann"]
+    assert code == 0 and not found["failed"] and list(found["rows"])[-2:] == ["lowp bf16", "lowp int8"]
+    for row in found["rows"].values():
+        assert row["whole"] > 0 and all(row[name] > 0 for name in ("forward", "backward", "step"))
+
+
 # batches of two, of which a norm makes numbers much larger than those of the step before
 @pytest.mark.filterwarnings("ignore:.*most numbers were cut off:UserWarning")
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,4 +1,4 @@
-"""The recipes' forward passes on CUDA: every dtype as torch.autocast's but around norms and softmax, fewer launches."""
+"""The recipes' forward passes on CUDA: dtypes and launches as torch.autocast's, but around norms and softmax."""
 
 from __future__ import annotations
 
@@ -69,13 +69,14 @@ def _seen(name: str, region: Any) -> tuple[list[tuple[str, tuple[torch.dtype, ..
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in RECURRENT])
-def test_a_forward_pass_has_torch_autocasts_dtypes_and_no_more_launches(name: str) -> None:
+def test_a_forward_pass_has_torch_autocasts_dtypes_and_its_launches_but_for_casts_of_norms(name: str) -> None:
     expected, theirs = _seen(name, torch_autocast(torch.float16))
     found, ours = _seen(name, lowp.autocast("fp16"))
     work, own = ([op for op in seen if op[0] not in _PLUMBING] for seen in (expected, found))
     assert [op for op, _ in own] == [op for op, _ in work]
     assert [one for one in own if one[0] in SUMS] == [one for one in work if one[0] in SUMS]
-    assert len(found) <= len(expected)
+    norms = sum("norm" in op for op, _ in own)
+    assert len(found) <= len(expected) + 2 * norms  # the casts of scale and shift
     assert name in DETECTORS or ours.dtype is theirs.dtype is torch.float32
     if name in NARROW:
         pairs = [pair for one, other in zip(own, work, strict=True) for pair in zip(one[1], other[1], strict=True)]

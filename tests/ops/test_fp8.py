@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
+from lowp import kernels
 from lowp.casts import parse
 from lowp.kernels.products import fp8_products
 from lowp.ops import coded as layers
@@ -131,3 +134,20 @@ def test_the_chip_decides(capability: tuple[int, int], multiplies: bool, monkeyp
     with fake_cuda():
         assert fp8_products.multiplies_fp8(torch.empty(2, device="cuda")) is multiplies
     assert not fp8_products.multiplies_fp8(torch.empty(2))
+
+
+@pytest.mark.parametrize("to", [FORWARD, BACKWARD], ids=str)
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
+def test_a_matrix_encoded_by_triton_is_that_of_the_long_way(to: Any, bad: float | None) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    torch.manual_seed(0)
+    x = torch.randn(6, 20) * 3.0 ** torch.randn(6, 20)
+    if bad is not None:
+        x[2, 3] = bad
+    with kernels.use("bitwise"):
+        expected = fp8_products.encoded(x, to)
+    with kernels.use("triton"):
+        found = fp8_products.encoded(x, to)
+    assert found.scale == expected.scale and found.numbers.dtype is expected.numbers.dtype
+    assert torch.equal(found.values.nan_to_num(7.25), expected.values.nan_to_num(7.25))
+    assert int(found.values.isnan().sum()) == (bad is not None)

@@ -289,7 +289,7 @@ def test_other_calls_take_the_long_way_to_torch_autocast() -> None:
         assert plan is not None and plan.way is not None
 
         def taken(*args: Any, **kwargs: Any) -> bool:
-            return handover.on_host(current_engine(), plan, F.linear, args, kwargs) is not handover.ELSEWHERE
+            return handover.as_usual(current_engine(), plan, F.linear, args, kwargs) is not handover.ELSEWHERE
 
         held = nn.Parameter(weight), nn.Parameter(weight)  # alive until the end: uses are counted by id
         assert taken(x, weight) and taken(x, held[0], None)

@@ -126,10 +126,9 @@ def test_a_weight_that_was_written_within_an_entry_is_cast_anew(
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_where_torch_casts_a_weight_first_the_second_cast_is_kept_until_it_is_written(
-    write: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+def test_torch_casts_a_weight_first_and_the_second_cast_is_kept_until_it_is_written(
+    write: Callable[[Tensor], object],
 ) -> None:
-    monkeypatch.setattr(weights, "has_launches", lambda x: False)
     layer, x = ones(), torch.ones(1, 4)
     with kernels.use("native"), autocast("bf16") as region, CountCasts(layer.weight) as casts:
         for kept in (0, 1, 1):
@@ -139,8 +138,7 @@ def test_where_torch_casts_a_weight_first_the_second_cast_is_kept_until_it_is_wr
         assert layer(x).tolist() == [[12.0] * 4]
 
 
-def test_a_weight_that_is_given_by_its_name_is_kept_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "has_launches", lambda x: False)
+def test_a_weight_that_is_given_by_its_name_is_kept_as_others_are() -> None:
     layer, x = ones(), torch.ones(1, 4)
     with kernels.use("native"), autocast("bf16") as region, CountCasts(layer.weight) as casts:
         for kept in (0, 1, 1):
@@ -159,7 +157,7 @@ def test_a_weight_that_is_given_by_its_name_is_kept_as_others_are(monkeypatch: p
 )
 def test_no_cast_is_kept_of_what_is_no_plain_leaf(weight: Tensor) -> None:
     held = weights.WeightCasts()
-    assert held(weight, parse("bf16")).dtype is torch.bfloat16 and held.together([weight, weight], parse("bf16"))
+    assert held(weight, parse("bf16")).dtype is torch.bfloat16
     assert len(held) == 0
 
 
@@ -419,70 +417,3 @@ def test_one_entry_around_a_whole_training_sees_every_step() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     assert torch.equal(layers[0].weight, layers[1].weight)
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Cast the weights of a call as on a device whose launches cost time; return how many each launch has cast."""
-    found: list[int] = []
-
-    def copy(to: list[Tensor], tensors: list[Tensor]) -> None:
-        found.append(len(tensors))
-        torch._foreach_copy_(to, tensors)
-
-    monkeypatch.setattr(weights, "has_launches", lambda x: True)
-    monkeypatch.setattr(weights, "_foreach_copy", copy)
-    return found
-
-
-def test_missing_casts_of_a_call_are_made_in_one_launch_and_so_are_their_gradients(launches: list[int]) -> None:
-    held, to, x = weights.WeightCasts(), parse("bf16"), torch.ones(3)
-    first, second, third = (torch.randn(3, requires_grad=True) for _ in range(3))
-    args, kwargs = held.cast_arguments((x, first), {"bias": second}, to)
-    assert args[0] is x and torch.equal(args[1], first.bfloat16()) and torch.equal(kwargs["bias"], second.bfloat16())
-    assert launches == [2]
-    (args[1] * 3).sum().backward()  # the gradient of the second is None
-    assert first.grad is not None and first.grad.dtype is torch.float32 and first.grad.tolist() == [3.0] * 3
-    assert second.grad is None and launches == [2, 1]
-    again = held.together([first, second], to)
-    assert [one.data_ptr() for one in again] == [args[1].data_ptr(), kwargs["bias"].data_ptr()] and launches == [2, 1]
-    values = held.together([first, third, second], to)  # one is missing
-    assert all(
-        torch.equal(*pair) for pair in zip(values, (first.bfloat16(), third.bfloat16(), second.bfloat16()), strict=True)
-    )
-    with torch.no_grad():
-        first.add_(1)
-        second.add_(1)
-    values = held.together([first, third, second], to)
-    assert [one.data_ptr() for one in held.together([third], to)] == [values[1].data_ptr()]
-    assert torch.equal(values[0], first.bfloat16()) and torch.equal(values[2], second.bfloat16())
-    assert launches == [2, 1, 2]
-
-
-def test_gradients_of_weights_that_were_cast_in_one_launch_have_gradients(launches: list[int]) -> None:
-    pair = [torch.randn(3, requires_grad=True) for _ in range(2)]
-    casts = weights.WeightCasts().together(pair, parse("bf16"))
-    gradients = torch.autograd.grad(sum(one.float().pow(3).sum() for one in casts), pair, create_graph=True)
-    for one, gradient in zip(pair, torch.autograd.grad(sum(one.sum() for one in gradients), pair), strict=True):
-        assert torch.allclose(gradient, 6 * one, rtol=2e-2)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "to"),
-    [
-        (torch.randn(3), torch.randn(3, dtype=torch.float64), "bf16"),
-        (torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64), "bf16"),
-        (torch.randn(3).half(), torch.randn(3).half(), "bf16"),
-        (torch.randn(3), torch.randn(3), "e5m7"),
-    ],
-    ids=["two dtypes", "fp64", "fp16", "no dtype of torch"],
-)
-def test_weights_that_one_launch_cannot_cast_are_cast_one_by_one(
-    launches: list[int], first: Tensor, second: Tensor, to: str
-) -> None:
-    pair = [first.clone().requires_grad_(), second.clone().requires_grad_()]
-    found = weights.WeightCasts().together(pair, parse(to))
-    alone = weights.WeightCasts()
-    assert not launches and all(
-        torch.equal(one, alone(given, parse(to))) for one, given in zip(found, pair, strict=True)
-    )

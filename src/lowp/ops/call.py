@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -227,14 +227,6 @@ class Call:
     def cast(self, x: Tensor, role: str) -> Tensor:
         """Return x rounded by its role; see `RoleCasts.cast`."""
         return self.casts.cast(x, role)
-
-    def weight_casts(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
-        """Return several weights cast as by `weight_cast`; a region casts them together."""
-        together = getattr(self.weight_cast, "together", None)
-        if together is None:
-            return [self.weight_cast(weight, to) for weight in weights]
-        casts: list[Tensor] = together(weights, to)
-        return casts
 
     def inner(
         self,

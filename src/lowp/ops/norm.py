@@ -23,7 +23,7 @@ from lowp.ops.casting import native_dtype
 from lowp.ops.contraction import runner
 from lowp.ops.fp32 import Computation, Gradients, computed_in_fp32, is_one_kernel
 from lowp.ops.int16.saved import Fp32Function, Tensors, computed_and_rounded
-from lowp.ops.signature import Empty, bound, check, require
+from lowp.ops.signature import Empty, bound, check, is_ordinary, require
 from lowp.policy import Rule
 
 
@@ -200,6 +200,25 @@ def quick_batch_norm(rule: Rule) -> Quick | None:
     return run
 
 
+def quick_norm(rule: Rule) -> Quick | None:
+    """Return the fast path of layer, RMS and group norm where torch's kernel takes 16 bits; see `Row.quick`."""
+    dtype = _read_by_torch(rule)
+    if dtype is None:
+        return None
+
+    def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
+        if not args or type(args[0]) is not Tensor or (kwargs and kwargs.keys() & {"input", "out"}):
+            return None
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        if not (is_torchs_own(tensors[0]) and is_ordinary(*tensors) and tensors[0].numel()):
+            return None
+        given = [one.to(dtype) if isinstance(one, Tensor) else one for one in args]
+        named = {name: one.to(dtype) if isinstance(one, Tensor) else one for name, one in kwargs.items()}
+        return function(*given, **named)
+
+    return run
+
+
 @constant_when_compiled
 @remembered_by_identity
 def _read_by_torch(rule: Rule) -> torch.dtype | None:
@@ -351,18 +370,10 @@ def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | No
     casts = call.casts
     x = casts.cast(x, "input")
     weight = None if weight is None else casts.carry(weight, "weight")
-    if computation.narrows_parameters and is_torchs_own(x) and is_one_kernel(computation, x, casts.rule):
-        weight, bias = _narrowed(call, x.dtype, weight, bias)
+    if is_torchs_own(x) and is_one_kernel(computation, x, casts.rule):  # torch's kernels on a device take no others
+        dtype = x.dtype if computation.narrows_parameters else torch.float32
+        weight, bias = (one if one is None else one.to(dtype) for one in (weight, bias))
     return computed_in_fp32(computation, casts, x, weight, bias)
-
-
-def _narrowed(call: Call, dtype: torch.dtype, *parameters: Tensor | None) -> list[Tensor | None]:
-    """Return the parameters of a norm in the dtype that its kernel takes, cast like the weights of the region."""
-    to = call.rule.output
-    assert to is not None
-    wide = [one for one in parameters if one is not None and one.dtype is not dtype]
-    casts = dict(zip(map(id, wide), call.weight_casts(wide, to), strict=True))
-    return [casts.get(id(one), one) for one in parameters]
 
 
 def _check_normalized(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:

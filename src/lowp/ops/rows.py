@@ -124,11 +124,11 @@ _ROWS: list[tuple[Row, str]] = [
         """,
     ),
     # -- norms and softmax --------------------------------------------------------------------------------------------
-    (replace(_NORM, runner="norm:layer_norm", at_site=OF_NORM), "layer_norm"),
-    (replace(_NORM, runner="norm:group_norm", at_site=OF_NORM), "group_norm"),
+    (replace(_NORM, runner="norm:layer_norm", quick="norm:quick_norm", at_site=OF_NORM), "layer_norm"),
+    (replace(_NORM, runner="norm:group_norm", quick="norm:quick_norm", at_site=OF_NORM), "group_norm"),
     (replace(_NORM, runner="norm:batch_norm", quick="norm:quick_batch_norm", at_site=OF_NORM), "batch_norm"),
     (replace(_NORM, runner="norm:instance_norm"), "instance_norm"),
-    (replace(_NORM, runner="norm:rms_norm", at_site=AGAIN), "rms_norm"),
+    (replace(_NORM, runner="norm:rms_norm", quick="norm:quick_norm", at_site=AGAIN), "rms_norm"),
     (
         replace(_NORM, runner="generic:inside"),
         "native_layer_norm native_group_norm native_batch_norm _fused_rms_norm",

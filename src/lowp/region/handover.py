@@ -4,9 +4,9 @@ Each way returns ELSEWHERE, with nothing done, for a call that it leaves to the 
 
 Ops are handed over that torch.autocast's dispatcher runs as the rule says, on a device that computes in 16 bits itself.
 The dispatcher casts the activations in C++, and torch's kernel and autograd node do the rest. torch's cache of cast
-weights does not notice that a weight was written, so it stays empty. On a CPU the dispatcher casts a weight at its
-first use in an entry, and the region casts and keeps it from the second use on. On an accelerator the region casts all
-weights of a call in one launch. Ops for which torch differs from the rule run with lowp's own runner.
+weights does not notice that a weight was written, so it stays empty: the dispatcher casts a weight at its first use in
+an entry, and the region casts and keeps it from the second use on. Ops for which torch differs from the rule run with
+lowp's own runner.
 """
 
 from collections.abc import Callable
@@ -49,16 +49,14 @@ _OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_
 class HandOver:
     """An op, the devices on which torch's dispatcher does what the op's rule says, and the cast of its weights.
 
-    `dtype` is the dtype of the region. `is_usual`: the CPU multiplies it itself, so that most calls are handed over,
-    unless the op is handed over on accelerators alone and there is none.
+    `dtype` is the dtype of the region. `usual`: the devices of this machine on which calls of the op are handed over.
     """
 
     op: str
     devices: frozenset[str]
     dtype: torch.dtype
     weights: Cast | None
-    is_usual: bool
-    is_on_host: bool = False  # usual on the CPU, and a single product
+    usual: frozenset[str]
 
 
 def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: torch.dtype) -> HandOver | None:
@@ -69,9 +67,10 @@ def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: 
     if not devices or not _agrees(row, rule, dtype):
         return None
     weights = rule.weight if row.is_contraction and rule is not None else None
-    is_usual = multiplies("cpu", dtype) and ("cpu" in devices or accelerator() is not None)
-    is_on_host = is_usual and "cpu" in devices and row.name not in _FUSED
-    return HandOver(row.name, devices, dtype, weights, is_usual, is_on_host)
+    kinds = {accelerator(), *(() if row.name in _FUSED else ("cpu",))}
+    return HandOver(
+        row.name, devices, dtype, weights, frozenset(one for one in devices & kinds if multiplies(one, dtype))
+    )
 
 
 def _agrees(row: Row, rule: Rule | None, dtype: torch.dtype) -> bool:
@@ -149,17 +148,19 @@ def as_it_is(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
             return engine.without_kernel(error, func, args, kwargs)
 
 
-def on_host(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do what `handed_over` does, in fewer functions, for a usual call on a CPU.
+def as_usual(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what `handed_over` does, in fewer functions, for a usual call.
 
-    Between large tensors a CPU has little Python code left in its caches, and each function takes microseconds. Not for
-    a call with an `out`, tensors in lists, other tensors than plain ones on the CPU, or a weight whose cast this entry
-    keeps.
+    Between large tensors a CPU has little Python code left in its caches, and a GPU often waits for Python: each
+    function takes microseconds. Not for a call with an `out`, tensors in lists, other tensors than plain ones on one
+    device, or a weight whose cast this entry keeps.
     """
     way = plan.way
     if engine.is_strict or chosen() is not None or "out" in kwargs or (way.op in _BATCHED and _is_apart(args)):
         return ELSEWHERE
-    leaves = _leaves_of_plain(args, kwargs, way.dtype)
+    if way.op == _ATTENTION and _returns_probabilities(args, kwargs):
+        return ELSEWHERE
+    leaves = _leaves_of_plain(args, kwargs, way)
     if leaves is None or (leaves and way.weights is not None and engine.weights.again(leaves)):
         return ELSEWHERE
     return _under_autocast(engine, func, args, kwargs)
@@ -174,21 +175,26 @@ def _is_apart(args: tuple[Any, ...]) -> bool:
     return many.dim() > 2 >= one.dim() and not is_one_product and (many is args[1] or not many.is_contiguous())
 
 
-def _leaves_of_plain(args: tuple[Any, ...], kwargs: dict[str, Any], narrow: torch.dtype) -> list[Tensor] | None:
-    """Return the leaves to be cast among plain tensors on the CPU; None if there are no tensors, or other ones."""
-    fp32, strided, has_tensors, leaves = torch.float32, torch.strided, False, []
+def _leaves_of_plain(args: tuple[Any, ...], kwargs: dict[str, Any], way: HandOver) -> list[Tensor] | None:
+    """Return the leaves to be cast among plain tensors on a usual device; None if there are no tensors, or others."""
+    fp32, strided, narrow, device, leaves = torch.float32, torch.strided, way.dtype, None, []
     for x in (*args, *kwargs.values()) if kwargs else args:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
             dtype = x.dtype
-            if not x.is_cpu or x.layout is not strided or x.is_nested or (dtype is not fp32 and dtype in _LEFT_ALONE):
+            if device is None:
+                device = "cpu" if x.is_cpu else x.device.type
+                if device not in way.usual:
+                    return None
+            elif x.is_cpu is not (device == "cpu"):
                 return None
-            has_tensors = True
+            if x.layout is not strided or x.is_nested or (dtype is not fp32 and dtype in _LEFT_ALONE):
+                return None
             if x.requires_grad and dtype is not narrow and x.is_leaf:
                 leaves.append(x)
         elif isinstance(x, (Tensor, list, tuple)) and not (kind is tuple and x and type(x[0]) is int):
             return None
-    return leaves if has_tensors else None
+    return None if device is None else leaves
 
 
 def handed_over(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from lowp.ops.rows import BY_ITSELF
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
-from lowp.region.handover import HandOver, Way, as_it_is, hand_over, handed_over, on_host, quickly
+from lowp.region.handover import HandOver, Way, as_it_is, as_usual, hand_over, handed_over, quickly
 
 _NO_RULE = Rule()
 _LEFT_ALONE = frozenset((torch.float64, torch.complex32, torch.complex64, torch.complex128))
@@ -319,9 +319,7 @@ def _ways(way: HandOver | None, quick: Quick | None) -> tuple[Way, ...]:
     quicks = () if quick is None else (quickly,)
     if way is None:
         return quicks
-    if not way.is_usual:
-        return *quicks, handed_over
-    return (on_host, handed_over, *quicks) if way.is_on_host else (handed_over, *quicks)
+    return (as_usual, handed_over, *quicks) if way.usual else (*quicks, handed_over)
 
 
 def _leaves_wide(row: Row, rule: Rule | None) -> bool:

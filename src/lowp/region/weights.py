@@ -28,11 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.casts import Cast
 from lowp.compat import applied_at_once, once, private, real_tensors
-from lowp.kernels.products import has_launches
-from lowp.ops.casting import PassedOn, carried, functorch_is_active, is_irregular, is_jit_tracing, native_dtype, shield
+from lowp.ops.casting import PassedOn, carried, functorch_is_active, is_jit_tracing, native_dtype
 
 _storage_holders = cast(Callable[[int], int], private("torch._C._storage_Use_Count"))
-_foreach_copy = cast(Callable[[list[Tensor], list[Tensor]], None], private("torch._foreach_copy_"))
 _fix_weakref = cast(Callable[[Tensor], None], private("torch.Tensor._fix_weakref"))
 _tensor_holders = cast(Callable[[Tensor], int], private("torch.Tensor._use_count"))
 
@@ -61,30 +59,6 @@ WRITES_UNSEEN = HANDS_OUT | RUNS_HOOKS  # after these a weight may be written wi
 
 
 _attach = applied_at_once(PassedOn)  # no cast is kept where torch.func transforms
-
-
-class _Together(torch.autograd.Function):
-    """Casts several fp32 weights in one launch, and their gradients in one launch in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return _copied(weights, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = [one for one in gradients if one is not None]
-        with shield():
-            is_graph = torch.is_grad_enabled()  # double backward
-            wide = iter([one.float() for one in found] if is_graph else _copied(found, torch.float32))
-        return None, *(None if one is None else next(wide) for one in gradients)
-
-
-def _copied(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return the tensors converted to another dtype in one launch."""
-    copies = [torch.empty_like(one, dtype=dtype) for one in tensors]
-    _foreach_copy(copies, list(tensors))
-    return tuple(copies)
 
 
 # Identifies the contents of a weight: its version, its address, and `_writes`, which counts events that may have
@@ -169,23 +143,6 @@ class WeightCasts:
                     return entry.value, sign
         return None, sign
 
-    def together(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
-        """Return several weights under one cast. Missing casts are computed in one launch if possible."""
-        is_traced = _is_traced()
-        signs = [None if is_traced or not _can_serve(weight) else self._sign(weight) for weight in weights]
-        found = [self._known(weight, to, sign) for weight, sign in zip(weights, signs, strict=True)]
-        missing = {id(weight): weight for weight, one in zip(weights, found, strict=True) if one is None}
-        if not missing:
-            return cast("list[Tensor]", found)
-        dtype = native_dtype(to)
-        if len(missing) < 2 or dtype is None or not _go_together(list(missing.values()), dtype):
-            return [self(weight, to) if one is None else one for weight, one in zip(weights, found, strict=True)]
-        values = dict(zip(missing, cast(Any, _Together).apply(dtype, *missing.values()), strict=True))
-        for weight, sign in zip(weights, signs, strict=True):
-            if id(weight) in values and not is_traced and _can_serve(weight):
-                self.keep(weight, to, sign, values[id(weight)])
-        return [values[id(weight)] if one is None else one for weight, one in zip(weights, found, strict=True)]
-
     def _known(self, weight: Tensor, to: Cast, sign: _Sign | None) -> Tensor | None:
         """Return a cast that can be reused, attached to the graph if gradients are recorded; None if there is none."""
         for entry in self._entries.get(id(weight), ()):
@@ -235,27 +192,22 @@ class WeightCasts:
     def cast_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], to: Cast
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with its weights cast. Weights are the leaves that require a gradient.
+        """Return the arguments of a call with those weights cast that `again` names; torch.autocast casts the others.
 
-        If a launch costs nothing, those that `again` does not name are left to torch.autocast.
+        Weights are the leaves that require a gradient.
         """
         given, dtype = (*args, *kwargs.values()) if kwargs else args, native_dtype(to)
         found = [x for x in given if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and x.dtype is not dtype]
-        if found and has_launches(found[0]):
-            values = self.together(found, to)
-        else:
-            found = self.again(found)
-            values = [self(x, to) for x in found]
-        if not found:
+        casts = {id(x): self(x, to) for x in self.again(found)}
+        if not casts:
             return args, kwargs
-        casts = dict(zip(map(id, found), values, strict=True))
         return (
             tuple([casts.get(id(x), x) for x in args]),
             {name: casts.get(id(x), x) for name, x in kwargs.items()} if kwargs else kwargs,
         )
 
     def again(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weights on a CPU that this entry casts and keeps: those used before. Their uses are noted.
+        """Return the weights that this entry casts and keeps: those used before. Their uses are noted.
 
         The first cast of each weight is left to torch.autocast, and so are small weights without gradients: most
         weights are used once per entry, and torch.autocast takes no time in Python.
@@ -333,12 +285,3 @@ def _is_traced() -> bool:
 def _can_serve(weight: Tensor) -> bool:
     """Whether a cast of this tensor may be kept, apart from tracing."""
     return weight.is_leaf and type(weight) in _PLAIN and weight.layout is torch.strided and not weight.is_nested
-
-
-def _go_together(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether one launch can cast all these tensors from fp32."""
-    one_kind = {(type(weight), weight.dtype, weight.device) for weight in weights}
-    is_narrow = dtype in (torch.float16, torch.bfloat16)
-    if len(one_kind) > 1 or weights[0].dtype is not torch.float32 or not is_narrow or functorch_is_active():
-        return False
-    return not any(is_irregular(weight) for weight in weights)

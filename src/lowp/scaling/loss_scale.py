@@ -7,13 +7,14 @@ the next finite gradients become 0 * inf = NaN and are written into the weights.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
-from lowp.compat import has_fp64
+from lowp.compat import has_fp64, private
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, parse
 from lowp.presets import LossScale
@@ -25,6 +26,7 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = (2.0 - 2.0**-23) * 2.0**127
 
 _FP32_BIAS = 127
+_update_scale_ = cast(Callable[..., torch.Tensor], private("torch._amp_update_scale_"))
 
 
 class InvalidLossScale(InvalidInput, AssertionError):
@@ -87,8 +89,8 @@ class LossScaling:
 
     def observe(self, state: LossScaleState, seen: GradientsSeen) -> LossScaleState:
         """Return the state after one step; the scale stays, only the counters move."""
-        _, good_steps, overflows, stuck = self._count(state, seen)
-        return LossScaleState(self._bounded(state.scale), good_steps, overflows, stuck)
+        bad, overflows, stuck = self._count(state, seen)
+        return LossScaleState(self._bounded(state.scale), (state.good_steps + 1) * ~bad, overflows, stuck)
 
     def observe_(self, state: LossScaleState, seen: GradientsSeen, is_good: bool) -> None:
         """Do `observe` in place. `is_good`: the host knows that the step was; most of those are only counted there."""
@@ -110,9 +112,7 @@ class LossScaling:
 
     def _count(self, state: LossScaleState, seen: GradientsSeen) -> tuple[torch.Tensor, ...]:
         bad = (seen.nonfinite > 0).reshape(())
-        good_steps = torch.where(bad, 0, state.good_steps + 1)
-        stuck = torch.where(bad & self._at_floor(state), state.stuck + 1, 0)
-        return bad, good_steps, state.overflows + bad, stuck
+        return bad, state.overflows + bad, (state.stuck + 1) * (bad & self._at_floor(state))
 
     def _at_floor(self, state: LossScaleState) -> torch.Tensor:
         """Return whether no smaller scale is left to try."""
@@ -120,7 +120,7 @@ class LossScaling:
 
     def _bounded(self, scale: torch.Tensor) -> torch.Tensor:
         """Clamp a scale to its bounds. NaN, which compares false with everything, becomes the floor."""
-        return torch.where(scale >= self.floor, scale, self.floor).clamp(max=self.ceiling)
+        return scale.nan_to_num(nan=self.floor).clamp(self.floor, self.ceiling)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,10 @@ class DynamicLossScale(LossScaling):
 
     def observe(self, state: LossScaleState, seen: GradientsSeen) -> LossScaleState:
         """Return the state after one step."""
-        bad, good_steps, overflows, stuck = self._count(state, seen)
+        if self._is_torchs and state.scale.dtype is torch.float32:
+            return self._observed_by_torch(state, seen)
+        bad, overflows, stuck = self._count(state, seen)
+        good_steps = (state.good_steps + 1) * ~bad
         grows, grown = self._growth(state, good_steps, overflows, seen)
         grows = grows & ~bad
         lowered = _product(state.scale, self.backoff_factor)
@@ -170,6 +173,19 @@ class DynamicLossScale(LossScaling):
         return LossScaleState(
             self._bounded(scale), torch.where(grows, 0, good_steps), torch.where(grows, 0, overflows), stuck
         )
+
+    @property
+    def _is_torchs(self) -> bool:
+        """Whether torch's kernel has this rule, but for the bounds: one launch on a device in place of thirty."""
+        return self.hysteresis == 1
+
+    def _observed_by_torch(self, state: LossScaleState, seen: GradientsSeen) -> LossScaleState:
+        bad, overflows, stuck = self._count(state, seen)
+        scale, good_steps = state.scale.clone(), state.good_steps.clamp(max=self.growth_interval - 1)
+        found = seen.nonfinite.reshape(()).float()
+        _update_scale_(scale, good_steps, found, self.growth_factor, self.backoff_factor, self.growth_interval)
+        stays = (good_steps > 0) | bad  # a growth is not kept as a good step
+        return LossScaleState(self._bounded(scale), good_steps, overflows * stays, stuck)
 
     def _only_counts(self, state: LossScaleState) -> bool:
         return super()._only_counts(state) and state.good_steps.item() + 1 < self.growth_interval
@@ -204,6 +220,8 @@ class AdaptiveLossScale(DynamicLossScale):
                 "1e-3 allows one in a thousand to be flushed"
             )
         flush_field(self.format)
+
+    _is_torchs = False
 
     def _only_counts(self, state: LossScaleState) -> bool:
         return False  # exponents may let the scale grow at any step
@@ -292,8 +310,8 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 
 
 def inverse_of(scale: torch.Tensor) -> torch.Tensor:
-    """Return 1 / scale in fp32, computed in fp64 and rounded once, as torch's kernel does."""
-    return scale.to(widest_dtype(scale.device)).reciprocal().float()
+    """Return 1 / scale in fp32, rounded once, as torch's kernel does: twice, by way of fp64, is the same."""
+    return scale.reciprocal().float()
 
 
 def _product(scale: torch.Tensor, factor: float) -> torch.Tensor:

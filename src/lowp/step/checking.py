@@ -174,7 +174,7 @@ class Checks(ScalerState):
             unscale = False
         self._count(by_kernel.exponents)
         sizes = by_kernel.sizes * inverse
-        flag = (~torch.isfinite(sizes.float())).any().to(found_inf)
+        flag = grads.not_finite(sizes.float()).any().to(found_inf)
         self._seen = sizes, self._about(inverse)
         flags, inverses = _Replicator(torch.maximum(found_inf, flag)), _Replicator(inv_scale)
         for (device, _), group in kinds.items():

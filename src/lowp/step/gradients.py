@@ -115,6 +115,11 @@ def widen_fp16(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = widened
 
 
+def not_finite(sizes: torch.Tensor) -> torch.Tensor:
+    """Return which magnitudes are infinite or NaN: of a device half the launches of `~torch.isfinite(sizes)`."""
+    return ~(sizes < math.inf)
+
+
 def by_kind(gradients: Iterable[Gradient]) -> Kinds:
     """Group by device and dtype, as torch's multi-tensor kernels require."""
     groups: Kinds = defaultdict(list)
@@ -178,13 +183,11 @@ def largest(kinds: Kinds, count: int, device: torch.device) -> torch.Tensor:
     """
     wide = torch.float64 if any(kind is torch.float64 for _, kind in kinds) else torch.float32
     found: dict[int, torch.Tensor] = {}
-    for (place, _), group in kinds.items():
+    for group in kinds.values():
         filled = [each for each in group if each.values.numel()]
         if not filled:
             continue
-        values = [each.values.detach() for each in filled]
-        sizes = _magnitudes_on_cpu(values) if place.type == "cpu" else torch.stack(_foreach_norm(values, math.inf))
-        sizes = sizes.to(device, wide, non_blocking=True)
+        sizes = _magnitudes([each.values.detach() for each in filled]).to(device, wide, non_blocking=True)
         if len(filled) == count:  # all of them in one group, hence in order
             return sizes
         found |= zip((each.position for each in filled), sizes.unbind(), strict=True)
@@ -192,10 +195,18 @@ def largest(kinds: Kinds, count: int, device: torch.device) -> torch.Tensor:
     return torch.stack([found.get(place, nothing) for place in range(count)]) if count else nothing.new_zeros(0)
 
 
-def _magnitudes_on_cpu(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return magnitudes from the range, which torch vectorises: its inf-norm on a CPU takes 25 times as long."""
-    low, high = zip(*(torch.aminmax(value) for value in values), strict=True)
-    return torch.maximum(torch.stack(high), -torch.stack(low))
+def _magnitudes(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the largest magnitude of each tensor of one dtype; on a device in one launch, where it has the kernel.
+
+    On a CPU from the range, which torch vectorises: its inf-norm there takes 25 times as long.
+    """
+    device = values[0].device
+    if device.type == "cpu":
+        low, high = zip(*(torch.aminmax(value) for value in values), strict=True)
+        return torch.maximum(torch.stack(high), -torch.stack(low))
+    if updates.can_check(values):
+        return updates.check(values, torch.zeros((), dtype=torch.float32, device=device)).largest
+    return torch.stack(_foreach_norm(values, math.inf))
 
 
 def largest_finite(kinds: Kinds) -> float:

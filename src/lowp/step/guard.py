@@ -67,9 +67,10 @@ class StepGuard:
         self._stepped = stepped
         known = bool(stepped) if isinstance(stepped, bool) or hardware.is_on_host(stepped) else None
         if known is not True:
-            skipped = (~as_flag(stepped)).to(torch.int64)
+            skipped = ~as_flag(stepped)
             if self._skipped is None or self._skipped.device != skipped.device:
-                self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
+                before = 0 if self._skipped is None else self._skipped.to(skipped.device)
+                self._skipped = skipped.to(torch.int64) + before
             else:  # in place: a captured graph continues to count
                 self._skipped.add_(skipped)
             self._told_skipped += known is False

@@ -226,4 +226,6 @@ def all_finite(losses: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tens
     """Return 1 if all losses are finite, 0 if one is not, -1 if there are none; in the dtype and device of `like`."""
     if not losses:
         return torch.full_like(like, -1.0)
-    return torch.stack([torch.isfinite(loss).all().to(like, non_blocking=True) for loss in losses]).amin()
+    found = [loss.detach().abs() < math.inf for loss in losses]
+    flags = [(one.all() if one.dim() else one).to(like, non_blocking=True) for one in found]
+    return flags[0] if len(flags) == 1 else torch.stack(flags).amin()

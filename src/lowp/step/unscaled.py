@@ -83,7 +83,8 @@ class UnscaledSteps:
             if type(loss) is Tensor and hardware.is_on_host(loss) and loss.numel() == 1:  # faster than torch's kernels
                 bad: Tensor | bool = not cmath.isfinite(loss.item())
             else:
-                bad = ~torch.isfinite(loss.detach()).all()
+                bad = grads.not_finite(loss.detach().abs())
+                bad = bad.any() if bad.dim() else bad
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
     # -- before a step --------------------------------------------------------------------------------------------
@@ -104,8 +105,12 @@ class UnscaledSteps:
         may_skip = self.exponents is not None or isinstance(is_bad, Tensor)
         there = self._flags_there(optimizers) if may_skip else None
         if there is not None and (isinstance(is_bad, Tensor) or (there and not is_bad)):
+            if not there:
+                assert isinstance(flags, Tensor)
+                return self._skip_there([*sites], flags, cast(Tensor, is_bad))
             own = ([*sites], [flags]) if isinstance(flags, Tensor) else ([], [])
-            return self._skip_there([*there, *own[0]], [*there.values(), *own[1]], is_bad)
+            found = torch.cat([flag.reshape(-1) for flag in (*there.values(), *own[1])])
+            return self._skip_there([*there, *own[0]], found, found.any() | is_bad)
         faults = self._found(sites, flags if is_bad else [])
         is_skipped = bool(is_bad) or bool(faults)
         if self.exponents is not None:
@@ -143,10 +148,8 @@ class UnscaledSteps:
             found += [_name(site, self.names) for site in own]
         return found
 
-    def _skip_there(self, sites: list[str | _Read], flags: list[Tensor], is_bad: bool | Tensor) -> Tensor:
-        """Return whether a device skips the step: for a flag of these sites, which it keeps, or for a rank."""
-        found = torch.cat([flag.reshape(-1) for flag in flags])
-        skip = found.any() | is_bad
+    def _skip_there(self, sites: list[str | _Read], found: Tensor, skip: Tensor) -> Tensor:
+        """Return whether a device skips the step; it keeps the flags of these sites."""
         self._there.keep(sites, found, skip)
         if self._in_a_row is None:
             self._in_a_row = torch.zeros_like(skip, dtype=torch.int64)
@@ -196,7 +199,8 @@ class UnscaledSteps:
 
         Warns once when it is known that the run is no longer finite.
         """
-        self.guard.settle(~skip if isinstance(skip, Tensor) else True)
+        stepped = ~skip if isinstance(skip, Tensor) else True
+        self.guard.settle(stepped)
         bad, self._bad_loss = self._bad_loss, None
         self.names.learned()
         self._steps += 1
@@ -209,7 +213,7 @@ class UnscaledSteps:
             self.exponents.flush()
         if isinstance(skip, Tensor):
             self._tell_of_skips(number)
-            bad = None if bad is None else ~skip & bad
+            bad = None if bad is None else stepped & bad
         if bad is None and self.is_plain:
             bad = _smallest_gradient_is_bad(optimizers)
         if bad is not None and self.guard.turned_bad(bad):
@@ -278,7 +282,7 @@ def _nonfinite(values: Sequence[Tensor]) -> list[bool] | Tensor:
         return [not math.isfinite(one.sum().item()) and not bool(torch.isfinite(one).all()) for one in values]
     device = next(one.device for one in values if not hardware.is_on_host(one))
     kinds = grads.by_kind(grads.Gradient(one, place) for place, one in enumerate(values))
-    return ~torch.isfinite(grads.largest(kinds, len(values), device))
+    return grads.not_finite(grads.largest(kinds, len(values), device))
 
 
 def _on_any_rank(flags: list[bool] | Tensor, optimizers: Optimizers) -> bool | Tensor:
@@ -290,6 +294,8 @@ def _on_any_rank(flags: list[bool] | Tensor, optimizers: Optimizers) -> bool | T
     if isinstance(flags, list) and not groups:
         return any(flags)
     is_bad = flags.any() if isinstance(flags, Tensor) else torch.full((), any(flags), device="cpu")
+    if not groups:
+        return is_bad
     agreed = is_bad.float()
     for group in groups:
         distributed.agree_on_maximum_(agreed, group)
@@ -312,12 +318,15 @@ def _versions(optimizers: Optimizers) -> dict[int, int]:
         for optimizer in optimizers
         for entry in getattr(optimizer, "inner", optimizer).state.values()
         for value in entry.values()
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
+        if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
     }
 
 
 def _version(value: Tensor) -> int:
-    return -1 if value.is_inference() else value._version
+    try:
+        return value._version
+    except RuntimeError:  # a tensor of inference mode counts no writes
+        return -1
 
 
 def _is_gradient(site: str | _Read) -> TypeGuard[_Read]:

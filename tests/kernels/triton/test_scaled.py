@@ -22,7 +22,8 @@ CASTS = [*SERVED, "e5m2@fp32/channel:saturate", "mxfp8:nearest-away", "int8:near
 CASTS += ["nvfp4:4/6", "if4", "e2m1@e5m2@fp32/32:4/6"]
 CASTS += ["mxfp8:rceil", "mxfp4:ceil", "mxfp8:even", "mxfp6:rceil"]
 CASTS += ["mxfp8:stochastic", "mxfp4:stochastic-b-8", "mxfp8:current(headroom=1)", "int8:current(headroom=1)"]
-CASTS += ["e4m0fn@fp32/row", "e2m1@e8m0/16"]
+CASTS += ["e4m0fn@fp32/row", "e2m1@e8m0/16", "e4m3fn@fp32/tensor", "e5m2@fp32/tensor"]
+CASTS += ["int8:stochastic", "nvfp4:stochastic", "e5m2@fp32/tensor:stochastic-b-8"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -74,6 +75,22 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("text", "dtype"), CASES)
 @pytest.mark.usefixtures("small_programs")
 def test_values_and_codes_are_those_of_the_definition(text: str, dtype: torch.dtype) -> None:
+    _compare(text, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("text", ["int8", "int8:stochastic", "e4m3fn@fp32/tensor", "e5m2@fp32/tensor"])
+@pytest.mark.usefixtures("small_programs")
+def test_long_rows_are_cast_by_several_programs(text: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels.triton import launch, scaled
+
+    monkeypatch.setattr(scaled, "LONG_ROW", 48)
+    for module in (launch, scaled):
+        monkeypatch.setattr(module, "INTERPRETED_BLOCK", 32)
+    _compare(text, dtype)
+
+
+def _compare(text: str, dtype: torch.dtype) -> None:
     assert served(text, dtype)
     x = numbers(dtype)
     held = x if dtype is torch.float32 else x[6:8].contiguous()  # 16 bits hold no value under a tiny scale

@@ -203,9 +203,7 @@ def test_gradients_are_divided_by_the_scale_of_the_loss() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_one_pass_unscales_checks_counts_and_sums_gradients(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_pass_unscales_checks_and_counts_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "INTERPRETED_BLOCK", 64)  # several programs
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(n, generator=generator).to(dtype) for n in (1, 0, 16, 200)]
@@ -217,13 +215,10 @@ def test_one_pass_unscales_checks_counts_and_sums_gradients(
     torch._amp_foreach_non_finite_check_and_unscale_([one for one in wanted if len(one)], torch.zeros(1), inverse)
     assert all(torch.equal(one, other) for one, other in zip(gradients, wanted, strict=True))
     assert found == 0 and seen.histogram is not None and int(seen.histogram.sum()) == 216
-    assert float(seen.squares) == pytest.approx(sum(float((one.double() ** 2).sum()) for one in wanted), rel=1e-2)
     gradients[2][3] = torch.nan
     with kernels.use("triton"):
         seen = updates.check(gradients, found, histogram=True)
     assert found == 1 and seen.histogram is not None and int(seen.histogram.sum()) == 215
-    exact = sum(float((one.double().nan_to_num(0.0) ** 2).sum()) for one in gradients)
-    assert float(seen.squares) == pytest.approx(exact, rel=1e-12)
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1), AdamW], ids=["torch", "lowp"])
@@ -274,14 +269,15 @@ def test_a_table_on_a_device_is_made_once_for_the_same_addresses(monkeypatch: py
         def data_ptr(self) -> int:
             return self.address
 
-    made: list[tuple[int, ...]] = []
+    made: list[torch.Tensor] = []
     streams, capturing = [7], [False]
 
-    def make(rows: Any, block: int, chunk: int, like: Any, width: int) -> tuple[steps.Table, tuple[torch.Tensor, ...]]:
-        made.append(rows)
-        return steps.Table(torch.tensor(rows), torch.zeros(0), True, chunk, block), (torch.zeros(1),)
+    def there(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        made.append(host)
+        return host
 
-    monkeypatch.setattr(steps, "_made", make)
+    monkeypatch.setattr(steps, "_there", there)
+    monkeypatch.setattr(steps, "_chunks", steps.OrderedDict())
     monkeypatch.setattr(steps, "_tables", steps.OrderedDict())
     monkeypatch.setattr(steps, "_of_graphs", [])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": streams[0]}))
@@ -292,20 +288,20 @@ def test_a_table_on_a_device_is_made_once_for_the_same_addresses(monkeypatch: py
 
     first = asked(16, 32)
     assert asked(16, 32) is first and asked(16, 48) is not first and asked(32, 16) is not first
-    assert asked(16, 32) is first and len(made) == 3
+    assert asked(16, 32) is first and len(made) == 4  # the chunks are those of all three
     streams[0] = 8  # another stream could read what is not copied yet
-    assert asked(16, 32) is not first and len(made) == 4
+    assert asked(16, 32) is not first and len(made) == 6
     capturing[0] = True
     kept = asked(16, 32)
     asked(64, 80)  # made while a graph is captured: its memory is the graph's
-    assert [one.addresses.tolist() for one, _ in steps._of_graphs] == [
+    assert [one.addresses.tolist() for (one,) in steps._of_graphs if isinstance(one, steps.Table)] == [
         [[16, 5000], [32, 5000]],
         [[64, 5000], [80, 5000]],
     ]
     capturing[0] = False
-    assert asked(16, 32) is kept and len(made) == 5
+    assert asked(16, 32) is kept and len(made) == 7
     asked(64, 80)
-    assert len(made) == 6
+    assert len(made) == 8
     for address in range(steps._MOST_TABLES + 5):
         asked(address)
     assert len(steps._tables) == steps._MOST_TABLES

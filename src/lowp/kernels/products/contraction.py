@@ -222,11 +222,6 @@ def torchs_own_device(x: Tensor, dtype: torch.dtype, is_fused: bool = False) -> 
     return device if multiplies(device, dtype) and not (is_fused and device == "cpu") else None
 
 
-def has_launches(x: Tensor) -> bool:
-    """Whether one call for several tensors is faster than one call each on the device of x: on a GPU, or if forced."""
-    return not x.is_cpu or forced() == "native"
-
-
 def ready_operand(value: Tensor, scratch: Scratch | None = None) -> Tensor:
     """Return an operand of several products in the dtype they compute in: fp32 for products in fp32.
 

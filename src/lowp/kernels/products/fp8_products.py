@@ -9,6 +9,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import private
 from lowp.formats import FORMATS, ScaledFormat
+from lowp.kernels import triton
 from lowp.kernels.casts.run import encode_scaled
 from lowp.kernels.choose.dispatch import capability, forced, implementation
 
@@ -47,8 +48,11 @@ def multiplies_fp8(x: Tensor) -> bool:
 
 def encoded(x: Tensor, to: Cast) -> Fp8Matrix:
     """Return x under a cast; infinities and NaN become NaN."""
-    payload, scale, *_ = encode_scaled(implementation(x.device, "encode"), x.detach(), to, None, 0, False)
+    module, x = implementation(x.device, "encode"), x.detach()
     dtype = next(dtype for name, dtype in _DTYPES.items() if to.element == FORMATS[name])
+    if module is triton and (found := triton.encode_groups(x.contiguous(), to, 0, False, spoils=True)) is not None:
+        return Fp8Matrix(found[0].view(dtype), found[1])
+    payload, scale, *_ = encode_scaled(module, x, to, None, 0, False)
     codes = torch.where(x.isfinite(), payload, _NAN[dtype])
     return Fp8Matrix(codes.view(dtype), scale)
 

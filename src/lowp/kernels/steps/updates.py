@@ -43,7 +43,6 @@ class Kept(NamedTuple):
 class CheckedGradients(NamedTuple):
     """Results of one pass over gradients, on their device, without synchronization."""
 
-    squares: Tensor  # fp64, 0-d: of the finite elements
     largest: Tensor  # fp32 [gradients]: the largest magnitude of each before it was unscaled; inf or NaN if it has one
     histogram: Tensor | None  # int32 [256], by the exponent field of fp32, of finite nonzero elements
 
@@ -141,8 +140,7 @@ def check(
     if not has_kernels(found_inf.device):
         raise Unavailable(f"no kernel checks gradients on {found_inf.device}: lowp.kernels.use('triton') has one")
     bins = torch.zeros(256, dtype=torch.int32, device=found_inf.device) if histogram else None
-    squares, largest = steps.check(gradients, inverse, found_inf, bins)
-    return CheckedGradients(squares, largest, bins)
+    return CheckedGradients(steps.check(gradients, inverse, found_inf, bins), bins)
 
 
 def can_check(gradients: Sequence[Tensor]) -> bool:

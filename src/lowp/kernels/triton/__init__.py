@@ -70,14 +70,16 @@ def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
     return scaled.quantize_groups(x, cast, seed)
 
 
-def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
+def encode_groups(
+    x: Tensor, cast: Cast, seed: Seed, packed: bool, spoils: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
     """Return codes, stored scales, the outer scale, and the number of NaNs without a code; None if unsupported.
 
-    `packed`: codes packed as by `packing.pack`.
+    `packed`: codes packed as by `packing.pack`. `spoils`: an infinity has the code of NaN.
     """
     from lowp.kernels.triton import scaled
 
-    return scaled.encode_groups(x, cast, seed, packed)
+    return scaled.encode_groups(x, cast, seed, packed, spoils)
 
 
 def encode_packed(x: Tensor, cast: Cast, seed: Seed) -> tuple[Tensor, int] | None:

@@ -17,7 +17,7 @@ from lowp.kernels.numbers.philox import Seed, drawn
 from lowp.kernels.triton import plans
 from lowp.kernels.triton.calls import integers, key_of
 from lowp.kernels.triton.device import scaled, tries
-from lowp.kernels.triton.launch import BLOCK, INTERPRETED_BLOCK, launch, programs_for, run
+from lowp.kernels.triton.launch import BLOCK, INTERPRETED_BLOCK, block_for, launch, run
 from lowp.kernels.triton.plans import DTYPES, CastTraits, Codes, Layout, Numbers, exact, layout, plan
 
 _FP32, _E8M0 = FORMATS["fp32"], FORMATS["e8m0"]
@@ -25,6 +25,7 @@ _NEAREST = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY)
 _MOST_BITS, _WIDEST_RANGE = 8, 60  # most bits of an element, and its range of exponents
 _LOWEST_POWER, _HIGHEST_POWER = -133, 127
 LONGEST_BLOCK = 512
+LONG_ROW = 8 * BLOCK  # numbers from which on a row is cast by several programs
 
 
 class Sharing(NamedTuple):
@@ -41,6 +42,7 @@ class Sharing(NamedTuple):
     near: bool  # quotients are approximated and corrected, see `device.usual`
     summed: bool  # values under powers of two are rounded by a sum, see there
     tolerance: int  # error bound of a quotient in units of fp32's last place
+    spoils: bool = False  # an infinity becomes NaN; of rows
     again: bool = True  # rare cases are computed; False only to count the instructions of the usual path
     form: CastTraits | None = None  # the form of the scale's cast
     layout: Layout | None = None
@@ -86,15 +88,25 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
         return None
     if scaling.rule == "eden" or (_is_tried(cast) and (format.outer is None or format.scope.kind != "block")):
         return None
-    if dtype is torch.float64 or not _is_small(format.element) or format.scope.kind in ("tensor", "tile"):
+    if dtype is torch.float64 or not _is_small(format.element) or format.scope.kind == "tile":
         return None
-    form, numbers = plan(cast.element_cast, torch.float32)
+    is_power = _is_power(format)
+    if is_power and codes and format.scope.kind == "tensor":  # of zeros alone the scale is 1
+        return None
+    # a draw compares all bits of a quotient, which fp32 holds of powers of two alone
+    is_wide = cast.is_stochastic and not is_power
+    form, numbers = plan(cast.element_cast, torch.float64 if is_wide else torch.float32)
     shape, places = layout(format.element, False)
     shared = _shared(cast)
     sharing, shape = _sharing(cast, dtype, codes, form, shape)
     second = shared._replace(maximum=4.0, inverse=0.25, inverse_rest=0.0) if _is_tried(cast) else None
     found = ScaledCastPlan(form, numbers, shape, places, sharing, shared, numbers, places, second)
     return _of_powers(found, cast) if sharing.power else _of_ratios(found, cast)
+
+
+def _is_power(format: ScaledFormat) -> bool:
+    """Whether scales are powers of two."""
+    return isinstance(format.scale, PowerOfTwo) or format.scale == _E8M0
 
 
 def _shared(cast: Cast) -> Shared:
@@ -110,7 +122,7 @@ def _shared(cast: Cast) -> Shared:
 def _sharing(cast: Cast, dtype: torch.dtype, codes: bool, form: CastTraits, shape: Layout) -> tuple[Sharing, Layout]:
     """Return what determines the instructions of a scale, and the layout of codes under it."""
     format, element = definition.scaled_format(cast), cast.element
-    is_power = isinstance(format.scale, PowerOfTwo) or format.scale == _E8M0
+    is_power = _is_power(format)
     marks = format.scale == _E8M0 or format.outer is not None
     loses = not marks and shape.nan == "none" if codes else is_power and dtype is not torch.float32
     is_direct = codes and is_power and plans.is_direct(form, shape)
@@ -153,7 +165,7 @@ def _of_ratios(found: ScaledCastPlan, cast: Cast) -> ScaledCastPlan | None:
     """Return the plan of a cast whose scales are ratios of maxima; None if no kernel supports it."""
     format = definition.scaled_format(cast)
     scale = format.scale
-    if found.form.flush or cast.rounding not in _NEAREST:
+    if found.form.flush or not (cast.rounding in _NEAREST or cast.is_stochastic):
         return None
     if format.outer is None:
         return found if scale == _FP32 else None
@@ -222,12 +234,15 @@ def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
     return values
 
 
-def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
+def encode_groups(
+    x: Tensor, cast: Cast, seed: Seed, packed: bool, spoils: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
     """Return codes, scales as in `Quantized`, the outer scale, and the number of NaNs without a code; or None.
 
-    Waits for the device only if neither elements nor scales have a NaN.
+    `spoils`: an infinity under the scale of a row or tensor has the code of NaN. Waits for the device only if neither
+    elements nor scales have a NaN.
     """
-    found = _launched(x, cast, seed, True, packed)
+    found = _launched(x, cast, seed, True, packed, spoils)
     if found is None:
         return None
     codes, scales, outer, lost = found
@@ -236,14 +251,14 @@ def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tens
 
 
 def _launched(
-    x: Tensor, cast: Cast, seed: Seed, codes: bool, packed: bool = False
+    x: Tensor, cast: Cast, seed: Seed, codes: bool, packed: bool = False, spoils: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
     made = planned(cast, x.dtype, codes)
     size = None if made is None else _group(x, cast)
     format = definition.scaled_format(cast)
     is_block = format.scope.kind == "block"
-    if made is None or size is None or (made.form.random_bits and not _draws(is_block, seed)):
-        return None
+    if made is None or size is None or (made.form.random_bits and (drawn(seed)[1] % 4 or (size % 4 and not is_block))):
+        return None  # kernels draw random words from a whole counter on
     x = x.contiguous()
     packed = packed and format.element.bits == 4 and x.shape[-1] % 2 == 0
     shape = (*x.shape[:-1], x.shape[-1] // 2) if packed else x.shape
@@ -255,7 +270,8 @@ def _launched(
     outer = _outer(x, cast) if made.sharing.outer else None
     key, first = key_of(x, seed, made.form.random_bits > 0)
     tables = (made.numbers, made.codes, made.shared, made.scale_numbers, made.scale_codes)
-    compiled = (DTYPES[x.dtype], made.form, exact(made.form), made.layout._replace(packed=packed), made.sharing)
+    sharing = made.sharing._replace(spoils=spoils) if spoils else made.sharing
+    compiled = (DTYPES[x.dtype], made.form, exact(made.form), made.layout._replace(packed=packed), sharing)
     # any tensor for arguments that the kernel does not read
     given = (
         integers(x),
@@ -264,20 +280,19 @@ def _launched(
         *(integers(x) if one is None else one for one in (outer, lost)),
     )
     if made.second is not None:
-        more = (*tables[:3], made.second, *tables[3:], *compiled, format.other is not None, size)
-        launch(tries.tried, x, x.numel(), BLOCK, *given, x.numel(), *more, warps=warps_of(made))
+        tried = (*tables[:3], made.second, *tables[3:], *compiled, format.other is not None, size)
+        launch(tries.tried, x, x.numel(), BLOCK, *given, x.numel(), *tried, warps=warps_of(made))
     elif is_block:
         of_cast, warps = (*tables, *compiled, size), warps_of(made)
         launch(scaled.blocks, x, x.numel(), BLOCK, *given, key, x.numel(), first, *of_cast, warps=warps)
     else:
         block = min(BLOCK if not x.is_cpu else INTERPRETED_BLOCK, max(16, 1 << (size - 1).bit_length()))
-        run(scaled.rows, (x.numel() // size,), *given, size, *tables, *compiled, size <= block, block)
+        is_known, count = size > LONG_ROW, x.numel() // size
+        maxima = _largest_of_rows(x, size) if is_known else integers(x)
+        grid = (-(-size // block), count) if is_known else (count,)
+        more = (*tables, *compiled, is_known, size <= block, block)
+        run(scaled.rows, grid, *given, key, maxima, size, first, *more, warps=warps_of(made))
     return out, scales, outer, lost
-
-
-def _draws(is_block: bool, seed: Seed) -> bool:
-    """Whether the kernels draw random words for a cast: of blocks, from a whole counter on."""
-    return is_block and not drawn(seed)[1] % 4
 
 
 def warps_of(made: ScaledCastPlan) -> int:
@@ -290,6 +305,8 @@ def _group(x: Tensor, cast: Cast) -> int | None:
     if not x.numel() or not x.ndim:
         return None
     scope = definition.scaled_format(cast).scope
+    if scope.kind == "tensor":
+        return x.numel()
     if scope.kind == "channel":
         return x[0].numel()
     if scope.kind == "row":
@@ -300,7 +317,17 @@ def _group(x: Tensor, cast: Cast) -> int | None:
 
 def _outer(x: Tensor, cast: Cast) -> Tensor:
     """Return the scale of the whole tensor, fp32, 0-d."""
-    partial = torch.empty(programs_for(x, x.numel(), BLOCK), dtype=torch.int32, device=x.device)
-    launch(scaled.largest_of_all, x, x.numel(), BLOCK, integers(x), partial, x.numel(), DTYPES[x.dtype])
-    largest = widen(partial.amax().view(torch.float32))
+    largest = widen(_largest_of_rows(x, x.numel())[0, 1].view(torch.float32))
     return definition.outer_scale(largest, cast).to(torch.float32)
+
+
+def _largest_of_rows(x: Tensor, size: int) -> Tensor:
+    """Return the bits of the largest magnitude of each row of `size` numbers, and of its largest finite one: [rows, 2].
+
+    Blocks of rows in one launch, and rows in another.
+    """
+    block = block_for(x, size, BLOCK)
+    grid = -(-size // block), x.numel() // size
+    partial = torch.empty(grid[1], 2, grid[0], dtype=torch.int32, device=x.device)
+    run(scaled.largest_of_rows, grid, integers(x), partial, size, DTYPES[x.dtype], block)
+    return partial.amax(-1)

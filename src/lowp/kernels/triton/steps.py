@@ -2,15 +2,15 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast, parse
 from lowp.formats import FORMATS, ScaledFormat
-from lowp.kernels.triton.calls import integers
 from lowp.kernels.triton.device import gradients, updates
 from lowp.kernels.triton.launch import INTERPRETED_BLOCK, run
 from lowp.kernels.triton.plans import DTYPES, CastPlan, exact, plan
@@ -62,11 +62,12 @@ class Table(NamedTuple):
     block: int
 
 
-# Tables on a device by their whole content and device, so that a table found is valid. A model's steps need few of
+# Tables on a device by their whole content, device and stream, so that one found is valid. A model's steps need few of
 # them, as gradients that are allocated again return to earlier addresses.
 _tables: OrderedDict[tuple[Any, ...], Table] = OrderedDict()
+_chunks: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()  # by the numbers of elements: the same in every step
 _MOST_TABLES = 64
-_of_graphs: list[tuple[Table, tuple[Tensor, ...]]] = []  # tables read by captured graphs at every replay
+_of_graphs: list[tuple[Any, ...]] = []  # what captured graphs read at every replay
 
 
 def table(columns: Sequence[Sequence[Tensor]], *more: Sequence[int]) -> Table:
@@ -77,45 +78,61 @@ def table(columns: Sequence[Sequence[Tensor]], *more: Sequence[int]) -> Table:
     A new table is copied to their device, from pinned memory and without waiting, unless one with the same addresses
     and sizes exists. Tables used in the capture of a graph are kept for good.
     """
-    lead = columns[0]
-    counts = [one.numel() for one in lead]
-    rows = [
-        (*(one.data_ptr() for one in row), count, *(each[place] for each in more))
-        for place, (row, count) in enumerate(zip(zip(*columns, strict=True), counts, strict=True))
-    ]
-    width = len(columns)
-    if lead[0].is_cpu:
-        block = min(INTERPRETED_BLOCK, max(16, 1 << (max(counts) - 1).bit_length()))
-        return _made(rows, block, block, lead[0], width)[0]
-    stream = torch.cuda.current_stream(lead[0].device).cuda_stream  # another one could read before the copy
-    key = (lead[0].device, stream, *rows)
-    found, captures = _tables.get(key), torch.cuda.is_current_stream_capturing()
-    staged: tuple[Tensor, ...] = ()
-    if found is None:
-        found, staged = _made(rows, BLOCK, BLOCK * ROUNDS, lead[0], width)
-    if captures:
-        _of_graphs.append((found, staged))
-        return found
-    _tables.pop(key, None)
-    _tables[key] = found  # the most recently used last
-    if len(_tables) > _MOST_TABLES:
-        _tables.popitem(last=False)
+    lead, device = columns[0], columns[0][0].device
+    counts = tuple([one.numel() for one in lead])
+    addresses = [[one.data_ptr() for one in column] for column in columns]
+    rows = tuple(zip(*addresses, counts, *more, strict=True))
+    is_host = device.type == "cpu"
+    block = min(INTERPRETED_BLOCK, max(16, 1 << (max(counts) - 1).bit_length())) if is_host else BLOCK
+    # on another stream the copy may still be under way
+    place = (device, None if is_host else torch.cuda.current_stream(device).cuda_stream)
+
+    def made() -> Table:
+        chunk = block if is_host else BLOCK * ROUNDS
+        aligned = all(address % _ALIGNMENT == 0 for column in addresses for address in column)
+        chunks = _kept(_chunks, (place, counts, chunk), lambda: _there(_pieces(counts, chunk), device))
+        return Table(_there(torch.tensor(rows, dtype=torch.int64, device="cpu"), device), chunks, aligned, chunk, block)
+
+    found: Table = _kept(_tables, (place, rows), made)
     return found
 
 
-def _made(
-    rows: Sequence[tuple[int, ...]], block: int, chunk: int, like: Tensor, width: int
-) -> tuple[Table, tuple[Tensor, ...]]:
-    """Return a table on the device of `like`, with `width` addresses a row, and the host memory it is copied from."""
-    aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:width])
-    pieces = [(place, part) for place, row in enumerate(rows) for part in range(-(-row[width] // chunk))]
-    addresses = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    chunks = torch.tensor(pieces, dtype=torch.int32, device="cpu").reshape(-1, 2)
-    if like.is_cpu:
-        return Table(addresses, chunks, aligned, chunk, block), ()
-    staged = (addresses.pin_memory(), chunks.pin_memory())
-    there = [one.to(like.device, non_blocking=True) for one in staged]
-    return Table(there[0], there[1], aligned, chunk, block), staged
+def _kept(known: OrderedDict[tuple[Any, ...], Any], key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """Return what is known by a key, or made now; while a graph is captured what is made is the graph's alone."""
+    is_host = key[0][1] is None
+    if is_host:
+        return make()
+    found = known.pop(key, None)
+    if found is not None:
+        known[key] = found  # the most recently used last
+    captures = torch.cuda.is_current_stream_capturing()
+    if found is None:
+        found = make()
+        if not captures:
+            known[key] = found
+            if len(known) > _MOST_TABLES:
+                known.popitem(last=False)
+    if captures:
+        _of_graphs.append((found,))
+    return found
+
+
+def _pieces(counts: Sequence[int], chunk: int) -> Tensor:
+    """Return the chunk of each program, int32 [programs, 2]: the places of its tensor, and of the chunk in it."""
+    parts = numpy.array([-(-count // chunk) for count in counts])
+    tensors = numpy.repeat(numpy.arange(len(counts)), parts)
+    first = numpy.repeat(parts.cumsum() - parts, parts)
+    return torch.from_numpy(numpy.stack((tensors, numpy.arange(len(tensors)) - first), 1).astype(numpy.int32))
+
+
+def _there(host: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on a device, from pinned memory and without waiting."""
+    if device.type == "cpu":
+        return host
+    staged = host.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _of_graphs.append((staged,))
+    return staged.to(device, non_blocking=True)
 
 
 def step(
@@ -126,7 +143,7 @@ def step(
 
     Moments are in fp32, and weights in fp32 or split in two halves of 16 bits.
     """
-    where = table([[integers(one) for one in column] for column in columns])
+    where = table(columns)
     arguments = (where.addresses, where.chunks, rates, *_flags(rates, inverse, skip), numbers, way)
     run(updates.step, (len(where.chunks),), *arguments, where.aligned, where.chunk, where.block)
 
@@ -140,7 +157,7 @@ def step_kept(
     `drawn`: of each parameter its seed before any step, a signed word, and the place of its first number in the whole,
     a multiple of `BLOCK`. The fourth of `rates` are the earlier steps.
     """
-    where = table([[integers(one) for one in column] for column in columns], *zip(*drawn, strict=True))
+    where = table(columns, *zip(*drawn, strict=True))
     form, numbers_of = kept.moments.form, (kept.weight.numbers, kept.moments.numbers, kept.moments.codes)
     compiled = (kept.weight.form, exact(kept.weight.form), form, exact(form), kept.moments.layout, kept.moments.sharing)
     arguments = (where.addresses, where.chunks, rates, *_flags(rates, inverse, skip), numbers, *numbers_of)
@@ -176,22 +193,19 @@ def kept(weight: Cast | None, moments: Cast) -> KeptPlan | None:
     return KeptPlan(rounding, like._replace(form=form, numbers=numbers), 32, str(moments.format), weight is not None)
 
 
-def check(
-    given: Sequence[Tensor], inverse: Tensor | None, found: Tensor, histogram: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def check(given: Sequence[Tensor], inverse: Tensor | None, found: Tensor, histogram: Tensor | None) -> Tensor:
     """Unscale gradients of one dtype in place; set `found` to 1 if an element is infinite or NaN.
 
-    Return the sum of squares of the finite unscaled elements, fp64, 0-d, and the largest magnitude of each gradient
-    before unscaling, fp32. Counts by exponent are added to `histogram`, int32 [256].
+    Return the largest magnitude of each gradient before unscaling, fp32. Counts by exponent are added to `histogram`,
+    int32 [256].
     """
     largest = torch.zeros(len(given), dtype=torch.int32, device=found.device)
     if not any(one.numel() for one in given):
-        return torch.zeros((), dtype=torch.float64, device=found.device), largest.view(torch.float32)
-    where = table([[integers(one) for one in given]])
-    energies = torch.zeros(len(where.chunks), dtype=torch.float64, device=found.device)
+        return largest.view(torch.float32)
+    where = table([given])
     bins = largest if histogram is None else histogram  # not read
     scale = found if inverse is None else inverse
     flags = (DTYPES[given[0].dtype], inverse is not None, histogram is not None)
-    arguments = (where.addresses, where.chunks, scale, found, energies, largest, bins, *flags)
+    arguments = (where.addresses, where.chunks, scale, found, largest, bins, *flags)
     run(gradients.check, (len(where.chunks),), *arguments, where.aligned, where.chunk, where.block)
-    return energies.sum(), largest.view(torch.float32)
+    return largest.view(torch.float32)

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
 from lowp.numerics.spectrum import Spectrum
 from lowp.recipes.recording.runs import BIAS, NOBODY, Onlooker, short_head
-from lowp.recipes.training import Settings, Training, threads_of
+from lowp.recipes.training import Settings, Training, moved, threads_of
 
 CLASSES = ("weights", "activations", "updates")
 _LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; others are counted in the first or the last bin
@@ -61,12 +62,12 @@ def record_flex_window(
     training, exponents = _start(settings)
     tenth = max(1, steps // 10)
     moments = {"first": range(tenth), "last": range(steps - tenth, steps)}
-    histograms: dict[tuple[str, str], _Written] = {}
+    histograms: dict[tuple[str, str], _Histogram] = {}
 
     def listen(site: str, x: Tensor, exponent: int) -> None:
         for moment, sampled_steps in moments.items():
             if training.done in sampled_steps and training.model.training:
-                histograms.setdefault((moment, site), _Written()).add(x, exponent)
+                histograms.setdefault((moment, site), _Histogram()).add(x, exponent)
 
     remove_listener = exponents.listen(listen)
     taken = _train(training, steps, onlooker)
@@ -83,7 +84,7 @@ def record_flex_window(
     return {**head, "layer": layer, "steps": taken, "lowest": _LOWEST, "windows": windows}
 
 
-class _Written:
+class _Histogram:
     """Counts of elements by binary exponent floor(log2|x|), and the shared exponents under which they are written."""
 
     def __init__(self) -> None:
@@ -136,14 +137,21 @@ def _start(settings: Settings) -> tuple[Training, SharedExponents]:
 def _train(training: Training, steps: int, onlooker: Onlooker) -> int:
     """Take `steps` steps, over as many epochs as needed, to which the recipe's schedule is scaled; return how many."""
     training.epochs = -(-steps // training.steps_per_epoch)
-
-    def is_enough(taken: int) -> bool:
-        if taken:
-            onlooker.on_progress(training.settings.recipe, taken)
-        return taken >= steps or onlooker.stop()
-
+    training.model.train()
+    done = 0
     with threads_of(training.recipe.threads):
-        return len(training.take(is_enough))
+        while done < steps and not onlooker.stop():
+            generator = torch.Generator().manual_seed(training.settings.seed * 1_000_003 + done)
+            order = torch.randperm(len(training.data.training), generator=generator)
+            for index in range(training.steps_per_epoch):
+                if done >= steps or onlooker.stop():
+                    break
+                training.epoch, training.step_of_epoch = divmod(done, training.steps_per_epoch)
+                examples = order[index * training.batch : (index + 1) * training.batch]
+                training.step(moved(training.data.training.batch(examples, generator), training.device))
+                done += 1
+                onlooker.on_progress(training.settings.recipe, done)
+    return done
 
 
 def _sites(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:

@@ -149,7 +149,7 @@ def direct(
         code = tl.where(sign != 0, -size, size)
     else:
         if not ENDS:
-            code = _limited(code, codes, FORM.overflow, FOLLOWED)
+            code = _limited(code, codes, FORM, FOLLOWED)
         if LAYOUT.nan == "above" and (DIRECTED or FORM.overflow != "nan"):  # otherwise overflow becomes NaN
             code = tl.where(is_nan, codes.nan_code, code)
         code = _with_side(code, sign, codes, LAYOUT, ENDS)
@@ -159,13 +159,13 @@ def direct(
 
 
 @triton.jit
-def _limited(code, codes, OVERFLOW: tl.constexpr, FOLLOWED: tl.constexpr):
+def _limited(code, codes, FORM: tl.constexpr, FOLLOWED: tl.constexpr):
     """Return the codes of magnitudes with that of overflow for those above the largest number's."""
-    if OVERFLOW == "saturate":
+    if FORM.overflow == "saturate":  # Triton 3.6 passes no string out of a tuple
         code = tl.minimum(code, codes.most)
     elif FOLLOWED:
         code = tl.minimum(code, codes.beyond)
-    elif OVERFLOW == "nan":
+    elif FORM.overflow == "nan":
         code = tl.where(code > codes.most, codes.nan_code, code)
     else:
         code = tl.where(code > codes.most, codes.beyond, code)

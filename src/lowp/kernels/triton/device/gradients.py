@@ -8,7 +8,7 @@ from lowp.kernels.triton.device.bits import pointer, read
 
 @triton.jit
 def _check_block(grads, inverse, places, mask, DTYPE: tl.constexpr, UNSCALE: tl.constexpr):
-    """Unscale a block; return its magnitudes before in fp32 bits, and its finite numbers after in fp64."""
+    """Unscale a block; return its magnitudes before, in the bits of fp32."""
     magnitude, sign = read(grads, places, mask, DTYPE, False)
     value = (magnitude | sign).to(tl.float32, bitcast=True)
     if UNSCALE:
@@ -22,7 +22,7 @@ def _check_block(grads, inverse, places, mask, DTYPE: tl.constexpr, UNSCALE: tl.
             half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             half = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, half)
             tl.store(grads + places, half.to(tl.int16), mask=mask)
-    return magnitude, tl.where(magnitude >= 0x7F800000, 0.0, value).to(tl.float64)
+    return magnitude
 
 
 @triton.jit
@@ -33,15 +33,14 @@ def _exponents(magnitude, mask):
 
 @triton.jit
 def check(
-    table, chunks, inverse, found, energies, largest, histogram, DTYPE: tl.constexpr, UNSCALE: tl.constexpr,
+    table, chunks, inverse, found, largest, histogram, DTYPE: tl.constexpr, UNSCALE: tl.constexpr,
     COUNTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Unscale one chunk of one gradient; find infinities and NaNs, the largest magnitude, the energy and the exponents.
+    """Unscale one chunk of one gradient; find infinities and NaNs, the largest magnitude and the exponents.
 
-    table: int64 [gradients, 2], address and elements. found: fp32, set to 1 for infinities or NaNs. energies: fp64
-    [programs], the sum of squares of the finite elements. largest: int32 [gradients], the bits of the largest magnitude
-    before unscaling; NaN is larger than infinity. histogram: int32 [256], counts of finite nonzero elements before
-    unscaling by the exponent field of fp32.
+    table: int64 [gradients, 2], address and elements. found: fp32, set to 1 for infinities or NaNs. largest: int32
+    [gradients], the bits of the largest magnitude before unscaling; NaN is larger than infinity. histogram: int32
+    [256], counts of finite nonzero elements before unscaling by the exponent field of fp32.
     """
     tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
     first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
@@ -51,29 +50,24 @@ def check(
     scale = tl.load(inverse) if UNSCALE else 1.0
     whole = count // 16 * 16
     most = tl.full((BLOCK,), 0, tl.int32)
-    energy = tl.full((BLOCK,), 0, tl.float64)
     if COUNTS:
         bins = tl.full((256,), 0, tl.int32)
     for start in range(0, CHUNK, BLOCK):
         places = first + start + tl.arange(0, BLOCK)
-        magnitude, value = _check_block(grads, scale, places, places < whole, DTYPE, UNSCALE)
+        magnitude = _check_block(grads, scale, places, places < whole, DTYPE, UNSCALE)
         most = tl.maximum(most, magnitude)
-        energy = tl.fma(value, value, energy)  # squares are exact in fp64: rounded like a sum
         if COUNTS:
             bins += _exponents(magnitude, places < whole)
     size = tl.reduce(most, 0, tl.standard._elementwise_max)
-    squares = tl.reduce(energy, 0, tl.standard._sum_combine)
     if first + CHUNK >= count:  # the last chunk: the elements after the last vector of 16
         last = whole + tl.arange(0, 16)
-        few, values = _check_block(grads, scale, last, last < count, DTYPE, UNSCALE)  # a name has one shape in Triton
+        few = _check_block(grads, scale, last, last < count, DTYPE, UNSCALE)  # a name has one shape in Triton
         size = tl.maximum(size, tl.reduce(few, 0, tl.standard._elementwise_max))
-        squares += tl.reduce(values * values, 0, tl.standard._sum_combine)
         if COUNTS:
             bins += _exponents(few, last < count)
     if size >= 0x7F800000:
         tl.store(found, 1.0)
     tl.atomic_max(largest + tensor, size)
-    tl.store(energies + tl.program_id(0), squares)
     if COUNTS:
         field = tl.arange(0, 256)
         tl.atomic_add(histogram + field, tl.where(field == 255, 0, bins))

@@ -30,6 +30,11 @@ def finite(magnitude):
     return tl.where(magnitude < 0x7F800000, magnitude, 0)
 
 
+@triton.jit
+def _spoiled(magnitude):
+    return tl.where(magnitude >= 0x7F800000, 0x7FC00000, magnitude)
+
+
 # -- elements ---------------------------------------------------------------------------------------------------------
 @triton.jit
 def quotients(magnitude, by, outer, SHARING: tl.constexpr):
@@ -77,6 +82,20 @@ def again(magnitude, by, outer, SHARING: tl.constexpr):
 
 
 @triton.jit
+def _drawn(
+    magnitude, sign, by, outer, first, seed, numbers, FORM: tl.constexpr, SHARING: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Return magnitude and sign of COUNT elements rounded stochastically, which compares all bits of fp64 quotients."""
+    divisor = wide_of(by)
+    if SHARING.outer:
+        divisor = divisor * outer.to(tl.float64)
+    quotient = (wide_of(magnitude) / tl.where(by == 0, 1.0, divisor)).to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    quotient = tl.where(by == 0, tl.where(magnitude > 0x7F800000, 0x7FF8000000000000, 0), quotient)
+    element, side = cast(quotient, sign.to(tl.int64) << 32, first, seed, numbers, FORM, COUNT)
+    return bits_of(element.to(tl.float64, bitcast=True).to(tl.float32)), (side >> 32).to(tl.int32)
+
+
+@triton.jit
 def is_close(quotient, element, by, outer, SHARING: tl.constexpr):
     """Return whether a quotient is so close to the midpoint of two elements that its rounding may decide."""
     low = (quotient + SHARING.tolerance) & ((1 << SHARING.low_bits) - 1)
@@ -94,7 +113,9 @@ def elements(
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """Return magnitude and sign of COUNT elements: numbers divided by their scales `by`, rounded."""
-    if SHARING.power:
+    if FORM.wide:
+        element, side = _drawn(magnitude, sign, by, outer, first, seed, numbers, FORM, SHARING, COUNT)
+    elif SHARING.power:
         quotient = bits_of(_over_power(magnitude, by, SHARING))
         element, side = cast(quotient, sign, first, seed, numbers, FORM, COUNT)
         if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
@@ -332,42 +353,53 @@ def blocks(
             tl.store(lost, 1)
 
 
-@triton.jit(do_not_specialize=["numbers", "codes", "sharing", "scale_numbers", "scale_codes"])
+@triton.jit(do_not_specialize=["first", "numbers", "codes", "sharing", "scale_numbers", "scale_codes"])
 def rows(
-    x, out, scales, outers, lost, length, numbers, codes, sharing, scale_numbers, scale_codes, DTYPE: tl.constexpr,
-    FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, out, scales, outers, lost, seed, maxima, length, first, numbers, codes, sharing, scale_numbers, scale_codes,
+    DTYPE: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr,
+    KNOWN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cast a row of `length` numbers that share a scale, like `blocks`; a WHOLE row fits one BLOCK and is read once."""
-    row = tl.program_id(0).to(tl.int64)
+    """Cast a row of `length` numbers that share a scale, like `blocks`; a WHOLE row fits one BLOCK and is read once.
+
+    With KNOWN maxima, those of `largest_of_rows`, each program casts one block of a row.
+    """
+    row = tl.program_id(1 if KNOWN else 0).to(tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK if KNOWN else row * 0
     x += row * length
     out += row * length // 2 if LAYOUT.packed else row * length
+    first += row * length
     inside = tl.arange(0, BLOCK)
-    magnitude, sign = read(x, inside, inside < length, DTYPE, False)
-    highest = tl.reduce(magnitude, 0, tl.standard._elementwise_max)
-    largest = highest
-    if not SHARING.marks:
-        if SHARING.again and highest >= 0x7F800000:
-            largest = tl.reduce(finite(magnitude), 0, tl.standard._elementwise_max)
-    if not WHOLE:
+    magnitude, sign = read(x, begin + inside, begin + inside < length, DTYPE, False)
+    if SHARING.spoils:
+        magnitude = _spoiled(magnitude)
+    if KNOWN:
+        highest, largest = tl.load(maxima + 2 * row), tl.load(maxima + 2 * row + 1)
+    else:
+        highest = tl.reduce(magnitude, 0, tl.standard._elementwise_max)
+        largest = highest
+        if not SHARING.marks:
+            if SHARING.again and highest >= 0x7F800000:
+                largest = tl.reduce(finite(magnitude), 0, tl.standard._elementwise_max)
+    if not (WHOLE or KNOWN):
         for start in range(BLOCK, length, BLOCK):
             more, _side = read(x, start + inside, start + inside < length, DTYPE, False)
             highest = tl.maximum(highest, tl.reduce(more, 0, tl.standard._elementwise_max))
             largest = tl.maximum(largest, tl.reduce(finite(more), 0, tl.standard._elementwise_max))
     outer = tl.load(outers) if SHARING.outer else 1.0
+    key = tl.load(seed) if FORM.random_bits > 0 else 0
     by, exponent = scales_of(largest, highest, outer, scale_numbers, sharing, SHARING)
     if SHARING.codes:
-        keep(scales, row, row >= 0, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
+        keep(scales, row, begin == 0, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
     each = inside * 0 + by
     inverse, upper, lower, hard = by, by, by, 0  # not read
     if SHARING.near:
         inverse, upper, lower, hard = divisors(by, highest, outer, SHARING)
     elif SHARING.summed or SHARING.direct:
         hard = (highest >= 0x7E800000).to(tl.int32)
-    if WHOLE:
+    if WHOLE or KNOWN:
         missing = write(
-            out, 0, length, magnitude, sign, each, inverse, upper, lower, hard, outer, 0, 0, numbers, codes, DTYPE,
-            FORM, EXACT, LAYOUT, SHARING, BLOCK,
+            out, begin, length, magnitude, sign, each, inverse, upper, lower, hard, outer, first + begin, key, numbers,
+            codes, DTYPE, FORM, EXACT, LAYOUT, SHARING, BLOCK,
         )  # fmt: skip
         if SHARING.loses:
             if missing > 0:
@@ -376,18 +408,26 @@ def rows(
         for start in range(0, length, BLOCK):
             places = start + inside
             magnitude, sign = read(x, places, places < length, DTYPE, False)
+            if SHARING.spoils:
+                magnitude = _spoiled(magnitude)
             missing = write(
-                out, start, length, magnitude, sign, each, inverse, upper, lower, hard, outer, 0, 0, numbers, codes,
-                DTYPE, FORM, EXACT, LAYOUT, SHARING, BLOCK,
+                out, start, length, magnitude, sign, each, inverse, upper, lower, hard, outer, first + start, key,
+                numbers, codes, DTYPE, FORM, EXACT, LAYOUT, SHARING, BLOCK,
             )  # fmt: skip
             if SHARING.loses:
                 if missing > 0:
                     tl.store(lost, 1)
 
 
-@triton.jit(do_not_specialize=["count"])
-def largest_of_all(x, partial, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the bits of the largest finite magnitude of each program's block, int32 [programs]."""
+@triton.jit(do_not_specialize=["length"])
+def largest_of_rows(x, partial, length, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the bits of the largest magnitude of each block of each row, and of its largest finite one.
+
+    partial: int32 [rows, 2, blocks]; a program for each block and row.
+    """
+    row, count = tl.program_id(1).to(tl.int64), tl.num_programs(0)
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    magnitude, _sign = read(x, places, places < count, DTYPE, False)
-    tl.store(partial + tl.program_id(0), tl.reduce(finite(magnitude), 0, tl.standard._elementwise_max))
+    magnitude, _sign = read(x + row * length, places, places < length, DTYPE, False)
+    partial += 2 * row * count + tl.program_id(0)
+    tl.store(partial, tl.reduce(magnitude, 0, tl.standard._elementwise_max))
+    tl.store(partial + count, tl.reduce(finite(magnitude), 0, tl.standard._elementwise_max))
