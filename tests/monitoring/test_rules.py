@@ -125,6 +125,88 @@ def test_what_is_at_a_bound_raises_no_alarm_and_what_is_beyond_it_does(id: str, 
     assert [alarm.id for alarm in alarms(beyond)].count(id) == 1
 
 
+@pytest.mark.parametrize(
+    ("id", "looks", "layer", "value", "text"),
+    [
+        ("N101", one("lost", 1.0, dtypes={"a.weight": "bfloat16"}), "a.weight", 1, "100% of the updates are rounded"),
+        ("N103", update(0.5, 0.25), "a.weight", 2, "an update is 2 times as large as the weight"),
+        ("N104", weights(16.0, 0.5), "a.weight", 32, "its weights have shrunk from 16 to 0.5"),
+        ("N102", one("gradient", 0.0), "the model", 1, "all gradients of all layers are zero"),
+        ("N205", one("activation", 4e4, half=["a"]), "a", 1, "its result in fp16 reaches 4e+04; fp16 ends at 65504"),
+        ("N205", one("activation", math.inf, half=["a"]), "a", 1, "its result in fp16 is beyond; fp16 ends at 65504"),
+        ("N206", one("flushed", 0.75), "a", 0.75, "75% of the fp16 gradient of its result are below 2^-14"),
+        ("N301", results(200.0, 8000.0), "a", 40, "its result has grown from 200 to 8e+03"),
+        ("N303", [look(saturated={"a": 0.75})], "a", 0.75, "numbers were cut off in 75% of its writes"),
+        ("N402", skips(5, 10) + skips(4, 10), "the loss scale", 9, "9 of 20 steps were skipped; it is 1 now"),
+        ("N403", [look(spikes=[Spike(7, 5.0, 2.0, 1.0)])], "the loss", 2.5, "it was 5 in step 7, after 1 usually"),
+        ("N503", [look(apart={"a": (1, 0.5)})], "a", 1, "rank 1 has other weights than rank 0"),
+        ("N505", [look(compared={"a": 0.5})], "a", 0.5, "the two differ by 0.5 on average"),
+    ],
+)
+def test_an_alarm_says_of_what_how_bad_it_is(id: str, looks: Looks, layer: str, value: float, text: str) -> None:
+    (alarm,) = (alarm for alarm in alarms(looks) if alarm.id == id)
+    assert (alarm.layer, alarm.value) == (layer, value) and alarm.text.startswith(text)
+
+
+FINE = look({"weight": {"a.weight": 1.0}}, losses=[(2, 1.0)], step=2)
+FIRST = "; its {} the first that {} comes from"
+
+
+@pytest.mark.parametrize(
+    ("looks", "layer", "text"),
+    [
+        (
+            [FINE, look({"weight": {"b": 1.0}, "activation": {"a": math.nan, "b": math.nan}}, losses=[(5, math.nan)])],
+            "a",
+            ", and in step 2 all was finite" + FIRST.format("result was", "the loss"),
+        ),
+        (
+            [
+                FINE,
+                look({"weight": {"a": math.nan, "b": math.nan, "c": 1.0}}, losses=[(4, 1.0), (5, math.inf)], step=5),
+            ],
+            "the loss",
+            ", and in step 2 all was finite, and by step 5 a step has spread it to most weights",
+        ),
+        (
+            [look({"weight": {"a": math.nan, "b": 1.0}}, losses=[(5, math.nan)])],
+            "a",
+            FIRST.format("values were", "the loss"),
+        ),
+        (
+            [look({"weight": {"a": math.nan, "b": math.nan}}, losses=[(5, math.nan)], suspects=["b"])],
+            "b",
+            FIRST.format("values were", "the loss"),
+        ),
+        (
+            [look({"activation": {"": math.nan}}, losses=[(0, math.nan)])],
+            "the model",
+            FIRST.format("result was", "the loss"),
+        ),
+        ([look({"weight": {"a": 1.0, "b": math.nan}})], "b", FIRST.format("values were", "a weight")),
+        ([look({"gradient": {"a.weight": math.inf}})], "a.weight", FIRST.format("values were", "a gradient")),
+        ([look({"buffer": {"bn.running_var": math.inf}})], "bn.running_var", ""),
+        ([look(losses=[(step, math.nan)]) for step in range(3)], "the loss", ""),  # told once
+    ],
+)
+def test_the_origin_of_what_is_not_finite_is_what_lies_nearest(looks: Looks, layer: str, text: str) -> None:
+    (alarm,) = (alarm for alarm in alarms(looks) if alarm.id == "N401")
+    assert alarm.layer == layer and alarm.text.endswith(f"is infinite or NaN{text}")
+
+
+def test_gradients_of_a_scaled_loss_may_be_infinite() -> None:
+    assert alarms([look({"gradient": {"a.weight": math.inf}}, scale=8.0)]) == []
+
+
+def test_a_look_knows_how_many_steps_there_were_since_the_one_before() -> None:
+    state, losses = RunState(Models(nn.Linear(2, 2)), None, None, []), [(5, 1.0), (8, 1.0), (8, 2.0)]
+    assert state.described(Look(4, False), [], 1, False).passed == 5
+    seen = state.described(Look(9, False), losses, 1, False)
+    assert (seen.passed, seen.steps, seen.loss) == (5, 2, 2.0)
+    assert state.described(Look(12, False), [], 1, False).steps == 3
+    assert state.described(Look(12, False), [], 1, False).passed == 1  # at least one
+
+
 def test_what_is_ten_times_worse_is_told_again() -> None:
     looks = [*one("activation", 1.0) * 3, *(one("activation", size)[0] for size in (5e3, 4.9e4, 5e4, 5.1e4))]
     assert [alarm.value for alarm in alarms(looks) if alarm.id == "N301"] == [5e3, 5e4]

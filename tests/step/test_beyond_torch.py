@@ -22,7 +22,7 @@ from step.cases import (
 from torch import nn
 
 from lowp.scaling import AdaptiveLossScale, DynamicLossScale, StaticLossScale
-from lowp.step import GradScaler
+from lowp.step import GradScaler, NonFiniteGradients
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,18 @@ def test_a_static_scale_skips_and_stays() -> None:
         assert bool(scaler.stepped) == (gradient == 1.0)
         scaler.update()
     assert scaler.get_scale() == 128.0
+    moves = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+    assert moves == (1.0, 1.0, 1)
     loaded = GradScaler("cpu")
     loaded.load_state_dict(scaler.state_dict())
     assert (loaded.get_scale(), loaded.get_growth_factor()) == (128.0, 2.0)
+
+
+def test_a_patience_of_one_step_ends_at_the_first_overflow_that_no_scale_cures() -> None:
+    scaler = started(loss_scale=8.0, patience=1, sample_interval=0)
+    scaler.step(one_parameter([INF]))
+    with pytest.raises(NonFiniteGradients, match="1 steps in a row were skipped with the loss scale at 8"):
+        scaler.update()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
