@@ -398,6 +398,8 @@ PRODUCTS: dict[str, tuple[Any, ...]] = {  # a function, and the shapes of its op
     "a weight first": (torch.matmul, [5, 7], (7, 3)),
     "weights": (torch.matmul, [5, 7], [7, 3]),
     "a weight by a vector": (torch.mv, [5, 7], (7,)),
+    "lying across, expanded": (lambda x, y: torch.bmm(x.permute(2, 1, 0), y.expand(3, 7, 4)), (7, 5, 3), (1, 7, 4)),
+    "expanded, lying across": (lambda x, y: torch.bmm(x.expand(3, 5, 7), y.permute(2, 1, 0)), (1, 5, 7), (4, 7, 3)),
     "transposed rows": (lambda x, weight: F.linear(x.transpose(0, 1), weight), (2, 5, 7), (3, 7)),
 }
 

@@ -292,7 +292,8 @@ def _copied(read: Read) -> Read:
     """Return how an operand is read whose rounded values have to be contiguous."""
     shape, strides, dtype = read.empty
     whole = strides_of(shape)
-    return read if read.cast is None else read._replace(empty=(shape, whole, dtype), copies=strides != whole)
+    copies = read.copies or strides != whole
+    return read if read.cast is None else read._replace(empty=(shape, whole, dtype), copies=copies)
 
 
 def _rotates(form: Form, slot: int, own: Operands) -> bool:
