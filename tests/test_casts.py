@@ -89,6 +89,11 @@ def test_a_format_alone_is_a_cast_to_nearest_even(format: formats.Format) -> Non
     assert parse(cast) is cast
 
 
+def test_a_scaling_without_arguments_has_its_defaults_and_prints_none() -> None:
+    assert parse("dfp16:delayed").scaling == ScalingSpec("delayed", 16, 0, None, 2, "floor")
+    assert [str(ScalingSpec("delayed", window)) for window in (16, 17)] == ["delayed", "delayed(window=17)"]
+
+
 def test_the_bounds_of_a_scaling_are_allowed() -> None:
     scaling = parse("dfp16:delayed(window=65536,headroom=64,words=1)").scaling
     assert scaling == ScalingSpec("delayed", 65536, 64, words=1)

@@ -85,12 +85,28 @@ def test_the_limits_are_those_of_torch_and_ml_dtypes() -> None:
         assert row.smallest_normal == float(info.smallest_normal), name
 
 
-@pytest.mark.parametrize("row", [*FLOATS, formats.parse("ue5m3"), formats.parse("e9m52fn")], ids=str)
+# OCP MX 1.0, table 1; NVFP4 of NVIDIA's Blackwell; IF4, arXiv 2603.28765; Koester et al. 2017; Das et al. 2018; and the
+# usual symmetric integers
+SPELLINGS = {
+    **{"mxfp8": "e4m3fn@e8m0/32", "mxfp8-e5m2": "e5m2@e8m0/32", "mxfp6": "e2m3@e8m0/32", "mxfp6-e3m2": "e3m2@e8m0/32"},
+    **{"mxfp4": "e2m1@e8m0/32", "mxint8": "i8s@2^-133..121/32", "nvfp4": "e2m1@e4m3fn@fp32/16"},
+    **{"if4": "e2m1+i4s@e4m3fn@fp32/16", "flex16+5": "i16@2^-31..0/tensor", "dfp16": "i16s@2^-128..127/tensor"},
+    **{"int16": "i16s@fp32/row", "int8": "i8s@fp32/row", "int8-affine": "i8@fp32/row/affine", "int4": "i4s@fp32/32"},
+    **{"ternary": "i2s@fp32/row", "binary": "i1@fp32/row"},
+}
+
+
+def test_the_elements_and_scales_of_every_scaled_row_are_those_of_its_definition() -> None:
+    assert {row.name: row.spelling for row in SCALED} == SPELLINGS
+
+
+@pytest.mark.parametrize("row", [*FLOATS, *map(formats.parse, ("ue5m3", "e9m52fn", "e4m0finite"))], ids=str)
 def test_the_facts_of_a_row_follow_from_its_width_and_its_ulp(row: FloatFormat) -> None:
     assert row.bytes * 8 == row.bits == row.codes.stop.bit_length() - 1
     assert row.relative_error == row.ulp(1.0) / 2 == 2.0**-row.precision
     assert row.decimal_digits == pytest.approx(math.log10(2 / row.ulp(1.0)))
     assert row.has_zero == (row.decode(0) == 0)
+    assert (row.smallest_subnormal is None) == (row.smallest == row.smallest_normal)
 
 
 def test_the_facts_of_an_integer_follow_from_its_numbers() -> None:
@@ -264,7 +280,7 @@ def test_bytes_count_the_share_of_the_scale() -> None:
     assert found["mxfp4"] == 17 / 32
     assert found["nvfp4"] == 9 / 16
     assert found["flex16+5"] == 2.0
-    assert (PowerOfTwo(-31, 0).bits, PowerOfTwo(-128, 127).bits) == (5, 8)
+    assert [PowerOfTwo(*ends).bits for ends in ((-31, 0), (-128, 127), (3, 3))] == [5, 8, 0]
     assert Scope("block", 32) == Scope("block", 32)
     assert [Scope(*of).is_square for of in (("tile", 16, 16), ("tile", 16, 8), ("block", 16))] == [True, False, False]
     assert FloatFormat("other name", 5, 10) == FORMATS["fp16"]

@@ -288,6 +288,10 @@ def test_a_delayed_scale_is_refused_where_none_can_be(given: dict[str, str], tex
         Rule.of("linear", **{role: cast.replace("[+]", "+") for role, cast in given.items()})  # type: ignore[arg-type]
 
 
+def test_a_delayed_scale_stands_beside_others_in_a_rule() -> None:
+    assert Rule.of("linear", input=DELAYED, weight="mxfp8", grad="bf16", output="fp16").is_delayed
+
+
 def test_parameters_are_not_stored_under_delayed_scales() -> None:
     with pytest.raises(InvalidInput, match=r"parameters=.*: delayed scales are for the operands of products"):
         Policy((), parse("e4m3fn@fp32/tensor:delayed"))

@@ -239,6 +239,7 @@ def test_an_adaptive_scale_waits_after_an_overflow() -> None:
         (lambda: DynamicLossScale(backoff_factor=1.0), "backoff factor must be < 1.0 and larger than 0, not 1.0"),
         (lambda: DynamicLossScale(backoff_factor=0.0), "backoff factor must be < 1.0 and larger than 0, not 0.0"),
         (lambda: DynamicLossScale(growth_interval=0), "growth_interval must be a number of steps from 1"),
+        (lambda: DynamicLossScale(growth_interval=2**31), "a number of steps from 1 to 2**31 - 1, not 2147483648"),
         (lambda: DynamicLossScale(hysteresis=0), "hysteresis must be a number of steps from 1"),
         (lambda: AdaptiveLossScale(target_underflow=1.0), "target_underflow must be a share"),
         (lambda: AdaptiveLossScale(format="mxfp8"), "not for 'mxfp8', which shares a scale"),

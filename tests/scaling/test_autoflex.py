@@ -150,7 +150,7 @@ def test_a_nonfinite_write_is_counted_and_moves_nothing() -> None:
     scaling = Autoflex()
     state = scaling.start(scaling.init(entries=2), torch.tensor([1.0, float("nan")]))
     assert state.started.tolist() == [True, False]
-    seen = WritesSeen(torch.tensor([32767, 5]), nonfinite=torch.tensor([True, False]), mask=torch.tensor([True, False]))
+    seen = WritesSeen(torch.tensor([32767, 5]), nonfinite=torch.tensor([True, True]), mask=torch.tensor([True, False]))
     after = scaling.observe(state, seen)
     assert after.nonfinite.tolist() == [1, 0]
     assert after.writes.tolist() == [1, 0]

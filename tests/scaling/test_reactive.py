@@ -45,7 +45,7 @@ def test_what_is_not_finite_or_not_written_counts_for_nothing() -> None:
     both = WritesSeen(
         torch.tensor([32767, 5], dtype=torch.int32),
         torch.tensor([True, False]),
-        torch.tensor([True, False]),
+        torch.tensor([True, True]),
         None,
         *(torch.tensor([900, 900]) for _ in range(3)),
     )
@@ -53,6 +53,10 @@ def test_what_is_not_finite_or_not_written_counts_for_nothing() -> None:
     assert torch.equal(after.exponent, state.exponent) and after.nonfinite.tolist() == [1, 0]
     assert after.writes.tolist() == [1, 0] and after.saturated.tolist() == [0, 0]
     assert not any(count.any() for count in (after.overflowed, after.crowded, after.elements))
+
+
+def test_a_hundred_writes_may_have_one_element_in_ten_thousand_overflow() -> None:
+    assert (Reactive().period, Reactive().rate) == (100, 1e-4)
 
 
 def test_a_scale_is_a_power_of_two() -> None:

@@ -228,3 +228,17 @@ def test_a_policy_may_write_some_ops_alone_in_any_accumulator() -> None:
 
 def test_other_precisions_have_no_such_exponents() -> None:
     assert [name for name in PRESETS if lowp.autocast(name).exponents is not None] == ["flex16+5"]
+
+
+@pytest.mark.parametrize("function", [F.embedding, lambda i, w, *a, **k: F.embedding_bag(i, w, *a, mode="sum", **k)])
+@pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
+def test_rows_are_cut_to_their_largest_norm_as_torch_does(function: Callable[..., Tensor], by_name: bool) -> None:
+    rows, weight = torch.tensor([[1, 3], [3, 0]]), flexed(6, 4)
+    wide = weight.detach().clone().requires_grad_()
+    bound = {"max_norm": 0.5} if by_name else {}
+    place = () if by_name else (None, 0.5)
+    expected = function(rows, wide, *place, **bound)
+    with lowp.autocast("flex16+5"):
+        found = function(rows, weight, *place, **bound)
+    assert torch.equal(weight, wide) and is_flex(found)
+    assert torch.allclose(found, expected, atol=2.0**-14)
