@@ -111,7 +111,8 @@ def test_a_site_takes_its_own_maximum_first_and_then_that_of_earlier_steps() -> 
     assert scales.rounded(10 * x, CAST, "input of a")[1] == -448 * scale.float()  # saturated, until the next step
     scales.flush()
     assert scales.scale("input of a") == torch.tensor(30.0 / 448)
-    (_, steps, beyond), *_ = scales.counted()
+    counted = scales.state_dict()["groups"][0]["state"]
+    steps, beyond = counted["writes"], counted["saturated"]
     assert (steps.tolist(), beyond.tolist()) == ([2], [1])
 
 
@@ -298,7 +299,7 @@ def test_batches_of_one_step_in_any_number_and_size_share_the_scale_of_module_an
     assert sorted(run.scales.sites()) == sorted(
         f"{role} of {layer} linear" for role in ("input", "weight", "grad") for layer in ("first", "last")
     )
-    assert all(steps.unique().tolist() == [3] for _, steps, _ in run.scales.counted())
+    assert all(one["state"]["writes"].unique().tolist() == [3] for one in run.scales.state_dict()["groups"])
 
 
 class Twice(Net):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from lowp import checkpoint
 from lowp.casts import parse
 from lowp.errors import InvalidInput, Misuse
-from lowp.exponents import SharedExponents
+from lowp.exponents import SharedExponents, table
 from lowp.kernels.int16.mantissas import NOT_FINITE, own_exponent, to_mantissas, values
+from lowp.ops.observing import observe
 from lowp.optim import FlexWeights
 from lowp.optim.moments import SQUARES
 from lowp.precision import Precision
@@ -139,16 +141,30 @@ def test_the_default_dtype_changes_nothing() -> None:
     assert all(map(torch.equal, run.model.state_dict().values(), wanted.model.state_dict().values()))
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_step_is_taken_if_nothing_but_results_is_infinite(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_there:
+        monkeypatch.setattr(table, "has_integer_kernels", lambda device: False)
+    run, x = Run(), torch.full((4, 2), math.inf)
+    with run.precision.autocast():
+        assert not F.linear(x, run.model[0].weight.detach()).isfinite().any()  # used by nothing
+    run.step()
+    assert run.precision.stepped
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a device they come later
+        run.step(spoil=math.inf)
+    assert not run.precision.stepped
+
+
 def test_the_last_update_is_exactly_what_the_weights_moved_by() -> None:
     run = Run()
     for _ in range(5):
         run.step()
     seen: dict[str, Tensor] = {}
-    exponents = run.precision.exponents
-    assert exponents is not None
-    exponents.listen(lambda site, x, exponent: seen.update({site: x.clone()}))
+    end = observe(lambda one: seen.update({f"{one.role} of {one.path}": one.tensor.clone()}))
     before = run.model[0].weight.detach().clone()
     run.step()
+    end()
     exact = seen["weight of 0.weight"]  # old + written update, in fp64, before its one rounding
     assert exact.dtype is torch.float64 and is_flex((exact - before.double()).float())
 

@@ -141,7 +141,7 @@ def table_written() -> object:
     found += [table.met(), table.write_unless_exact(X / 3, table.index("output of y"))]
     ways = entries.TWO_WORDS, entries.ROOTS
     entries.write_in_place(table.block, FLEX, [(X.clone(), places[3], how) for how in ways])
-    table.onlookers.watchers.append(found.append)
+    table.run.watchers.append(found.append)
     table.flush()
     return [*found, table.state, weight]
 

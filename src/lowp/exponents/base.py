@@ -118,7 +118,7 @@ class Sites(ABC, Generic[AnyTable]):
         return found
 
     # -- steps ----------------------------------------------------------------------------------------------------
-    def flush(self) -> None:
+    def flush(self) -> Any:
         """End a step: observe what was met in it, on all ranks, and predict what is to come. Each rank must call it."""
         self.passes.end_step()
         self._flush(self._agreed() if distributed.has_other_ranks() else MappingProxyType({}))
@@ -226,13 +226,6 @@ class Sites(ABC, Generic[AnyTable]):
             if site in table.names:
                 return table, table.names[site]
         raise InvalidInput(f"nothing {what} at the site {site!r}; sites have names such as {self.sites()[:3]}")
-
-    def counted(self) -> list[tuple[list[str], Tensor, Tensor]]:
-        """Return sites, what they have met, and how often that did not fit, int64 [sites], on their devices; no wait.
-
-        Of shared exponents writes are counted, of delayed scales steps.
-        """
-        return [(list(one.names), one.state.writes, one.state.saturated) for one in self._tables.values() if one.names]
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ an evaluation does not change the training and does not depend on earlier evalua
 Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 2.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents.base import Sites
-from lowp.exponents.sites import features_axis, is_of_optimizer, is_result
+from lowp.exponents.sites import features_axis, is_of_optimizer
 from lowp.exponents.summary import Summary, summarised
-from lowp.exponents.table import Condition, ExponentTable, Flush, Onlookers, Written, both
+from lowp.exponents.table import Condition, ExponentTable, Flush, Run, Written, both
 from lowp.hooks import listed
 from lowp.kernels.int16 import low_words, payloads
 from lowp.kernels.int16.mantissas import own_exponent
@@ -32,12 +32,10 @@ class SharedExponents(Sites[ExponentTable]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.onlookers = Onlookers()
-        self._unless: Tensor | None = None
-        self._is_apart = False
+        self.run = Run()
 
     def _new(self, cast: Cast, device: torch.device) -> ExponentTable:
-        return ExponentTable(cast, device, self.onlookers)
+        return ExponentTable(cast, device, self.run)
 
     # -- writing --------------------------------------------------------------------------------------------------
     def write(
@@ -64,7 +62,7 @@ class SharedExponents(Sites[ExponentTable]):
         x = x.detach() if x.requires_grad else x  # the same tensor object if possible, for data cached by tensor
         table = self._table(cast, x.device)
         when: Condition = True
-        otherwise, is_apart = None, training is not True or self._is_apart
+        otherwise, is_apart = None, training is not True or self.run.uncounted is True
         finds_exact = unless_exact and not is_apart and table.may_find_exact(x, site)
         if unless_exact and not finds_exact:
             is_exact, otherwise = payloads.exact_under(x, cast)
@@ -73,22 +71,17 @@ class SharedExponents(Sites[ExponentTable]):
             when = ~is_exact if isinstance(is_exact, Tensor) else True
         if is_apart:
             return self._written_apart(table, x, site, training, when)
-        if self._unless is not None and not table.is_host:
-            when = both(when, ~self._unless)
-        index, listeners = table.place(site, when), self.onlookers.listeners
-        is_long = max(x.shape, default=0) >= low_words.FEATURES
-        in_place = in_place and not is_long and not listeners
+        if self.run.uncounted is not None:
+            when = both(when, table.counting)
+        index, is_long = table.place(site, when), max(x.shape, default=0) >= low_words.FEATURES
+        in_place = in_place and not is_long
         if finds_exact:
             written = table.write_unless_exact(x, index, in_place)
         else:
             written = table.write(x, index, in_place, when, otherwise)
         if (exponent := written.exponent) is None:
             return written
-        if is_long:
-            written = self._in_two_words(table, x, written.values, site, exponent, when)
-        for listener in listeners:
-            listener(site, x, _told(table, index))
-        return written
+        return self._in_two_words(table, x, written.values, site, exponent, when) if is_long else written
 
     def _written_apart(
         self, table: ExponentTable, x: Tensor, site: str, training: bool | Tensor, when: Condition
@@ -109,22 +102,16 @@ class SharedExponents(Sites[ExponentTable]):
         return Written(result, exponent)
 
     @contextmanager
-    def unless(self, is_skipped: Tensor | None) -> Iterator[None]:
-        """Let writes on a device give back what they are given, and be forgotten, where a flag of it is set."""
-        before, self._unless = self._unless, is_skipped
-        try:
-            yield
-        finally:
-            self._unless = before
+    def uncounted(self, where: Condition) -> Iterator[None]:
+        """Let writes not count, in all threads: with True all, which are then as outside of training.
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Let `write` take all tensors as outside of training, in all threads: none is cut off, and none noted."""
-        before, self._is_apart = self._is_apart, True
+        With a flag of a device its writes, where the flag is set: they give back what they are given.
+        """
+        before, self.run.uncounted = self.run.uncounted, where
         try:
             yield
         finally:
-            self._is_apart = before
+            self.run.uncounted = before
 
     @staticmethod
     def _apart(table: ExponentTable, x: Tensor, site: str) -> Tensor:
@@ -149,71 +136,39 @@ class SharedExponents(Sites[ExponentTable]):
             return high
         return low_words.low_value(x, high, exponent, needed).add_(high)
 
-    def quick(self, cast: Cast) -> ExponentTable | None:
-        """Return the table of a CPU whose entries the C++ library may write, each in its first write of a step.
-
-        None where every tensor has to be passed to `write`: `apart`, for listeners, and in other rounding modes.
-        """
+    def table(self, cast: Cast) -> ExponentTable | None:
+        """Return the entries of a cast; None before its first write, and while no write counts."""
         table = next(iter(self._tables.values()), None)
         if table is not None and table.cast is not cast:  # of two or more
             table = self._tables.get(cast)
-        if self.onlookers.listeners or self._is_apart or table is None or not (table.is_host and table.is_plain):
-            return None
-        return table
-
-    def begin(self, cast: Cast, sites: Sequence[str], maxima: Callable[[list[int]], Iterable[Tensor]]) -> None:
-        """Let sites that have not begun begin with the exponents of first writes of `maxima`, told for their places.
-
-        A site has begun on a CPU with a write of numbers other than 0, on a device with any. Nothing is written.
-        """
-        known = self._tables.get(cast)
-        new = [place for place, site in enumerate(sites) if known is None or not known.has_begun(site)]
-        for place, maximum in zip(new, maxima(new), strict=True):
-            table = self._table(cast, maximum.device)
-            table.begin(maximum, table.place(sites[place]))
-
-    def admit(self, tensors: Sequence[Tensor], cast: Cast, sites: list[str]) -> None:
-        """Restart sites that hold less than what stands there, which was set from outside; nothing is read.
-
-        Weights that were loaded or scaled between two steps were not predicted, so they must not be cut off.
-        """
-        table = self._tables.get(cast)
-        known = [place for place, site in enumerate(sites) if table is not None and site in table.names]
-        if table is not None and known:
-            when: Condition = True if self._unless is None or table.is_host else ~self._unless
-            table.admit([tensors[place].detach() for place in known], [sites[place] for place in known], when)
+        return table if self.run.uncounted is not True else None
 
     # -- what was seen --------------------------------------------------------------------------------------------
-    def faults(self) -> list[str]:
-        """Return the sites where a non-finite value was written in this step, in order.
+    def faults(self) -> dict[str, bool | Tensor]:
+        """Whether what was written in this step was not finite, by site: of a CPU those where it was, in order.
 
-        Empty if only results, and no gradient, are not finite: a program may mask with infinities, or not use an
-        overflowed result. Waits for an accelerator, once; a CPU knows the answer.
+        Of a device all sites, each with a flag, 0-d, of which nothing is read.
         """
-        found: list[str] = []
+        found = dict[str, bool | Tensor]()
         for table in self._tables.values():
-            if table.met()[0]:
-                found += [site for site, is_bad in zip(table.names, table.faults.tolist(), strict=True) if is_bad]
-        return found if not all(map(is_result, found)) else []
-
-    def flags(self) -> dict[str, Tensor]:
-        """Whether what was written in this step was not finite, by site, of the sites of devices: nothing is read."""
-        found: dict[str, Tensor] = {}
-        for table in self._tables.values():
-            if table.names and not table.is_host:
+            if not table.is_host:
                 found |= zip(table.names, table.faults.unbind(), strict=True)
+            elif table.met()[0]:
+                found |= {site: True for site, is_bad in zip(table.names, table.faults.tolist(), strict=True) if is_bad}
         return found
 
-    def beyond(self) -> tuple[list[str], list[str]]:
-        """Return the sites where numbers were cut off in this step that no exponent of the format can hold.
+    def flush(self) -> tuple[list[str], list[str]]:
+        """End a step: observe what was met in it, on all ranks, and predict what is to come. Each rank must call it.
 
-        And results of which most numbers were, as exponents predicted from earlier steps hold less. Only for writes on
-        a CPU: an accelerator is not waited for.
+        Returns the sites where numbers were cut off that no exponent of the format can hold, and results of which most
+        numbers were, as exponents predicted from earlier steps hold less. Only of writes on a CPU: an accelerator is
+        not waited for.
         """
         beyond, most = list[str](), list[str]()
         for table in self._tables.values():
             for found, more in zip((beyond, most), table.cut_off(), strict=True):
                 found += more
+        super().flush()
         return beyond, most
 
     def exponent(self, site: str) -> int:
@@ -227,14 +182,7 @@ class SharedExponents(Sites[ExponentTable]):
 
     def watch(self, callback: Callable[[Flush], object]) -> Callable[[], None]:
         """Call `callback` with the writes of each step when the step is flushed. Return a function that ends this."""
-        return listed(self.onlookers.watchers, callback)
-
-    def listen(self, callback: Callable[[str, Tensor, int], object]) -> Callable[[], None]:
-        """Call `callback` at every write with site, unrounded tensor and exponent. Return a function to end it.
-
-        On an accelerator the exponent is the one with which the site began.
-        """
-        return listed(self.onlookers.listeners, callback)
+        return listed(self.run.watchers, callback)
 
 
 def _distributed(x: Tensor, cast: Cast) -> str:
@@ -243,8 +191,3 @@ def _distributed(x: Tensor, cast: Cast) -> str:
         f"written in {cast}: an exponent belongs to the whole tensor. Use dfp16, or another precision whose exponents "
         "are not predicted"
     )
-
-
-def _told(table: ExponentTable, index: int) -> int:
-    """Return the exponent of an entry that listeners are told: on a device, which nobody waits for, the first one."""
-    return int(table.state.exponent[index]) if table.is_host else table.scaling.first_exponent

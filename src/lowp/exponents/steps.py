@@ -15,17 +15,16 @@ from lowp.kernels.int16.cpu_int16 import memory_of
 class StepWriter:
     """Holds weights before an optimizer's step; after it writes update, weight and what the optimizer keeps.
 
-    Whatever `SharedExponents.write` has to see is left out: on other devices, at a second write of a step, for
-    listeners, of weights whose sites have not begun, and gradients that may need a second word. `sites` are those of
-    update and weight.
+    Whatever `SharedExponents.write` has to see is left out: on other devices, at a second write of a step, of weights
+    whose sites have not begun, and gradients that may need a second word. `sites` are those of update and weight.
     """
 
     def __init__(
         self, exponents: SharedExponents, cast: Cast, weights: Sequence[Tensor], sites: Sequence[tuple[str, str]]
     ) -> None:
-        self._exponents, self._cast = exponents, cast
-        table = exponents.quick(cast)
-        self._held = None if table is None else _held(table, weights, sites)
+        table = exponents.table(cast)
+        self._table = table if table is not None and table.is_quick else None
+        self._held = None if self._table is None else _held(self._table, weights, sites)
         self.weights: Sequence[Tensor] = () if self._held is None else self._held.weights  # those that are held
 
     def end(
@@ -36,15 +35,14 @@ class StepWriter:
         Of weights that have moved to other memory, with their values before the step; of tensors, their places. Of
         means of squares, at the places `squares`, the root is written: see `FlexWeights`.
         """
-        table, held = self._exponents.quick(self._cast), self._held
-        before = {}
-        if held is not None and (table is None or held.have_moved()):
-            before, held = dict(zip(held.weights, held.before, strict=True)), None
+        table, held, before = self._table, self._held, dict[Tensor, Tensor]()
         if table is None:
             return before, list(range(len(tensors)))
+        if held is not None and held.have_moved():
+            before, held = dict(zip(held.weights, held.before, strict=True)), None
         given, rest = _chosen(table, tensors, sites, squares) if tensors else ([], [])
         if given or held is not None:
-            table.written |= dict.fromkeys(entries.write_in_place(table.block, self._cast, given, held), True)
+            table.written |= dict.fromkeys(entries.write_in_place(table.block, table.cast, given, held), True)
         return before, rest
 
 

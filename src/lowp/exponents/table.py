@@ -54,17 +54,17 @@ class Written(NamedTuple):
     mantissas: Mantissas | None = None  # those that the C++ library has written, if all is finite
 
 
-class Onlookers:
-    """Who is told of writes, and what was warned of once, for all tables of a run. Copies have no callbacks."""
+class Run:
+    """What the tables of a run share: who watches its steps, which writes do not count, what was warned of once."""
 
     def __init__(self) -> None:
-        self.watchers: list[Callable[[Flush], object]] = []
-        self.listeners: list[Callable[[str, Tensor, int], object]] = []
+        self.watchers: list[Callable[[Flush], object]] = []  # copies have none
+        self.uncounted: Condition | None = None  # see `SharedExponents.uncounted`
         self.has_told_beyond = False  # about numbers too large for the format
         self.has_told_most = False  # about tensors of which most was cut off
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "watchers": [], "listeners": []}
+        return {**self.__dict__, "watchers": [], "uncounted": None}
 
 
 def both(one: Condition, other: Condition) -> Condition:
@@ -78,18 +78,20 @@ class ExponentTable(SiteTable):
     """The entries of one cast.
 
     `is_fixed`: its exponent is given. `is_host`: integer kernels run there, so that the host knows at once what a write
-    has seen. `own` is the cast under the exponent of a tensor's own maximum. `is_plain`: writes are rounded to nearest
-    even, and only their maximum is observed. `written` are the entries that were written since the last flush, and
+    has seen. `own` is the cast under the exponent of a tensor's own maximum. `is_quick`: the C++ library may write
+    entries by itself, each in its first write of a step, as writes are rounded to nearest even and only their maximum
+    is observed. `written` are the entries that were written since the last flush, and
     whether that counts.
     """
 
-    def __init__(self, cast: Cast, device: torch.device, onlookers: Onlookers | None = None) -> None:
+    def __init__(self, cast: Cast, device: torch.device, run: Run | None = None) -> None:
         super().__init__(cast, device)
-        self.scaling, self.onlookers = scaling_of(cast), onlookers or Onlookers()
+        self.scaling, self.run = scaling_of(cast), run or Run()
         self.is_host = has_integer_kernels(device)
         self.is_fixed = cast.scaling is not None and cast.scaling.exponent is not None
         self.own = cast if self.is_fixed else current(cast)
-        self.is_plain = cast.rounding is Rounding.NEAREST_EVEN and not isinstance(self.scaling, Reactive)
+        is_plain = cast.rounding is Rounding.NEAREST_EVEN and not isinstance(self.scaling, Reactive)
+        self.is_quick = self.is_host and is_plain
         self.adapts = not isinstance(self.scaling, Autoflex) or self.scaling.adapt  # whether exponents change at all
         guess = self.scaling.guess if isinstance(self.scaling, Reactive) else self.scaling
         self.is_near = -100 <= guess.min_exponent and guess.max_exponent <= 100  # units are normal numbers of fp32
@@ -270,14 +272,27 @@ class ExponentTable(SiteTable):
         is_beyond = size.isfinite() & (size > times(torch.full_like(size, self.scaling.limit), exponent))
         return torch.where(is_beyond, torch.maximum(own_exponent(x, self.own, only_finite=True), exponent), exponent)
 
-    def admit(self, tensors: Sequence[Tensor], sites: list[str], when: Condition = True) -> None:
-        """Forget the past of the entries of which what stands there would saturate: the next write is the first."""
-        if not (self.adapts and tensors):
+    @property
+    def counting(self) -> Condition:
+        """Whether writes count, as far as a flag of the table's device says."""
+        uncounted = self.run.uncounted
+        return ~uncounted if isinstance(uncounted, Tensor) and not self.is_host else True
+
+    def admit(self, tensors: Sequence[Tensor], sites: Sequence[str]) -> None:
+        """Restart entries that hold less than what stands at their sites, set from outside: they begin anew.
+
+        Weights that were loaded or scaled between two steps were not predicted, so they must not be cut off. Nothing is
+        read.
+        """
+        known = [place for place, site in enumerate(sites) if site in self.names]
+        if not (self.adapts and known):
             return
+        tensors, sites = [tensors[place].detach() for place in known], [sites[place] for place in known]
         places = self.order_of(sites)
         wide = self.counts["measured"]
         maxima = torch.stack([x.abs().amax().to(wide) if x.numel() else wide.new_zeros(()) for x in tensors])
-        anew = (maxima > times(torch.full_like(maxima, self.scaling.limit), self.state.exponent[places])) & when
+        held = times(torch.full_like(maxima, self.scaling.limit), self.state.exponent[places])
+        anew = (maxima > held) & self.counting
         self.state.started[places] &= ~anew
         if isinstance(self.state, AutoflexState):
             self.state.seen[places] = torch.where(anew, 0, self.state.seen[places])
@@ -292,7 +307,7 @@ class ExponentTable(SiteTable):
     def _flush(self, agreed: Tensor | None = None) -> None:
         if not self.names or (not self.written and agreed is None):
             return
-        watchers = self.onlookers.watchers
+        watchers = self.run.watchers
         if agreed is not None or watchers or not self._observe_at_once():
             seen = self._observed() if agreed is None else self._adopted(agreed)
             self.faulty |= entries.nonfinite_of(self.seen)
@@ -360,8 +375,8 @@ class ExponentTable(SiteTable):
             return self.index(site)
         if index in self.written and not distributed.has_other_ranks():
             # a second write at a site uses the result of the first; a step may end without `flush`, in a region alone
-            if not self.onlookers.has_told_beyond and (beyond := self.cut_off()[0]):
-                self.onlookers.has_told_beyond = True
+            if not self.run.has_told_beyond and (beyond := self.cut_off()[0]):
+                self.run.has_told_beyond = True
                 warnings.warn(
                     f"numbers beyond the largest of {self.cast.format} are cut off, first in the {beyond[0]}. If "
                     "this continues, look at the learning rate and at the scale of inputs and loss",

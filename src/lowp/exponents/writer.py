@@ -83,7 +83,7 @@ class SiteWriter:
         trail, site = self._trail_of(role), f"{role} of {self.where}"
         if not self.training or (trail is not None and trail.is_repeated) or self.tell is not None:
             return None
-        if (table := self.exponents.quick(self.cast)) is None:
+        if (table := self.exponents.table(self.cast)) is None or not table.is_quick:
             return None
         entry = SumEntry(table, table.place(site))
         if trail is not None:
@@ -95,7 +95,9 @@ class SiteWriter:
 
         None, with nothing done, if a role has no entry or was written in this step, or if `write` must see the sums.
         """
-        if not self.training or self.tell is not None or (table := self.exponents.quick(self.cast)) is None:
+        if not self.training or self.tell is not None:
+            return None
+        if (table := self.exponents.table(self.cast)) is None or not table.is_quick:
             return None
         found = []
         for role in roles:

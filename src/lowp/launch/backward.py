@@ -168,7 +168,7 @@ class _Replaced:
     def apart(self) -> AbstractContextManager[object]:
         """Return a context for gradients that the script is given, which no later step may find cut off."""
         exponents = self.session.precision.exponents
-        return nullcontext() if exponents is None else exponents.apart()
+        return nullcontext() if exponents is None else exponents.uncounted(True)
 
     def backward(self, tensors: Any, grad_tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session, scaled, (original, _), is_within = self.session, self.scaled, self.originals, self.is_within()

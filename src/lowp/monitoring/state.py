@@ -138,9 +138,9 @@ class RunState:
         if self._exponents is None and entry is not None and entry.engine is not None:
             self._exponents = entry.region.exponents if entry.region is not None else None
         if self._exponents is not None:
-            for sites, writes, saturated in self._exponents.counted():
-                look.add("writes", sites, writes)
-                look.add("saturated", sites, saturated)
+            for group in self._exponents.state_dict()["groups"]:
+                for count in ("writes", "saturated"):
+                    look.add(count, group["sites"], group["state"][count])
         for name, root in self._models.roots.items():
             if _is_average(name, root):
                 self._compare(look, name, root)

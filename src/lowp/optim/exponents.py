@@ -106,7 +106,8 @@ class UnderExponents(Storage):
             self.begin([change], [moved])
             new = old.to(wide) + self.write(change, moved).to(wide)
             coming.append((parameter, new, weight_of(names[parameter])))
-        self.exponents.admit(list(before.values()), self.cast, [site.text for *_, site in coming])
+        if (table := self.exponents.table(self.cast)) is not None:
+            table.admit(list(before.values()), [site.text for *_, site in coming])
         for parameter, new, site in coming:
             self.begin([new], [site])
             parameter.copy_(self.write(new, site))
@@ -135,13 +136,16 @@ class UnderExponents(Storage):
     # -- wholes of shards -----------------------------------------------------------------------------------------
     def begin(self, shards: Sequence[Tensor], sites: Sequence[Site]) -> None:
         """Let sites that are written first begin with the exponents of wholes. All ranks know which sites these are."""
-        if self.groups:
-            texts = [site.text for site in sites]
-            self.exponents.begin(self.cast, texts, lambda new: self._maxima([shards[place] for place in new]))
+        if self.groups and (table := self.exponents.table(self.cast)) is not None:
+            new = [place for place, site in enumerate(sites) if not table.has_begun(site.text)]
+            for place, maximum in zip(new, self._maxima([shards[place] for place in new]), strict=True):
+                table.begin(maximum, table.place(sites[place].text))
 
-    def admit(self, shards: Sequence[Tensor], sites: list[str]) -> None:
-        """Restart sites whose exponents do not hold what stands in wholes, as `SharedExponents.admit`."""
-        self.exponents.admit(self._maxima(shards) if self.groups else shards, self.cast, sites)
+    def admit(self, shards: Sequence[Tensor], sites: Sequence[str]) -> None:
+        """Restart sites whose exponents do not hold what stands in wholes, as `ExponentTable.admit`."""
+        maxima = self._maxima(shards) if self.groups else shards
+        if (table := self.exponents.table(self.cast)) is not None:
+            table.admit(maxima, sites)
 
     def are_exact(self, shards: Sequence[Tensor]) -> list[bool]:
         """Return whether every element of each whole is in the format under one exponent.

@@ -100,7 +100,7 @@ class FlexWeights(MasterKeeper, Wrapper):
         others = weights if writer is None else _without(weights, writer.weights)
         before = {parameter: parameter.detach().clone() for parameter in others}
         result = self._step_inner(parameters)
-        with nullcontext() if self._is_skipped is None else self.exponents.unless(self._is_skipped):
+        with nullcontext() if self._is_skipped is None else self.exponents.uncounted(self._is_skipped):
             if before:
                 storage.write_steps(before, names)
             if moved := self._write_states(parameters, writer):

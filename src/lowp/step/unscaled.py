@@ -4,7 +4,7 @@ import cmath
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress, groupby
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -32,6 +32,7 @@ _GRADIENT = "gradient"
 _GIVE_UP = "look at the inputs, the learning rate and the loss, or add a rule that keeps that op in fp32"
 
 
+_Faults = Mapping[str, bool | Tensor]  # of shared exponents, see `SharedExponents.faults`
 _Value = tuple[torch.optim.Optimizer, str, int, Tensor]  # as a `_Read`, and the tensor
 
 
@@ -103,7 +104,8 @@ class UnscaledSteps:
         sites, flags = self._looked_at(optimizers)
         is_bad = False if self.is_plain else _on_any_rank(flags, optimizers)
         may_skip = self.exponents is not None or isinstance(is_bad, Tensor)
-        there = self._flags_there(optimizers) if may_skip else None
+        written = {} if self.exponents is None else self.exponents.faults()
+        there = self._flags_there(optimizers, written) if may_skip else None
         if there is not None and (isinstance(is_bad, Tensor) or (there and not is_bad)):
             if not there:
                 assert isinstance(flags, Tensor)
@@ -111,7 +113,9 @@ class UnscaledSteps:
             own = ([*sites], [flags]) if isinstance(flags, Tensor) else ([], [])
             found = torch.cat([flag.reshape(-1) for flag in (*there.values(), *own[1])])
             return self._skip_there([*there, *own[0]], found, found.any() | is_bad)
-        faults = self._found(sites, flags if is_bad else [])
+        faults = _faulty(written) if written else []
+        if is_bad:
+            faults += self._named(list(compress(sites, flags if isinstance(flags, list) else flags.tolist())))
         is_skipped = bool(is_bad) or bool(faults)
         if self.exponents is not None:
             is_skipped = self.exponents.any_rank(is_skipped)
@@ -120,12 +124,6 @@ class UnscaledSteps:
             for one in stored:
                 one.forget_gradients()
         return is_skipped
-
-    def _found(self, sites: Sequence[_Read], flags: list[bool] | Tensor) -> list[str]:
-        """Return the words for what is not finite: of shared exponents, and of the sites that have a flag."""
-        faults = [] if self.exponents is None else self.exponents.faults()
-        every = flags if isinstance(flags, list) else flags.tolist()  # waits for a device
-        return faults + self._named(list(compress(sites, every))) if every else faults
 
     def _looked_at(self, optimizers: Optimizers) -> tuple[Sequence[_Read], list[bool] | Tensor]:
         """Return what the step reads and is looked at, and for each of these whether it is not finite."""
@@ -169,13 +167,13 @@ class UnscaledSteps:
             raise NonFiniteGradients(f"{text}, as were the {_PATIENCE - 1} steps before it: {_GIVE_UP}")
         warnings.warn(text, UserWarning, stacklevel=6)
 
-    def _flags_there(self, optimizers: Optimizers) -> dict[str, Tensor] | None:
+    def _flags_there(self, optimizers: Optimizers, written: _Faults) -> dict[str, Tensor] | None:
         """Return the flags of a device by site, of shared exponents; None if the host has to know."""
         if self.exponents is None:
             return None if any(map(starts_momentum, optimizers)) else {}
-        if not (flags := self.exponents.flags()) or distributed.has_other_ranks():
+        if not written or distributed.has_other_ranks():
             return None
-        flags = {site: flag for site, flag in flags.items() if not is_result(site)}
+        flags = {site: one for site, one in written.items() if isinstance(one, Tensor) and not is_result(site)}
         can_skip = bool(flags) and all(isinstance(one, FlexWeights) and one.skips_there() for one in optimizers)
         return flags if can_skip else None
 
@@ -210,7 +208,6 @@ class UnscaledSteps:
             self.guard.count(False)
         else:
             self._look_beyond(self.exponents, number)
-            self.exponents.flush()
         if isinstance(skip, Tensor):
             self._tell_of_skips(number)
             bad = None if bad is None else stepped & bad
@@ -247,12 +244,12 @@ class UnscaledSteps:
         )
 
     def _look_beyond(self, exponents: SharedExponents, number: int) -> None:
-        """Warn once about numbers too large for the format; raise if weights stay too large."""
-        sites, most = exponents.beyond()
+        """Flush; warn once about numbers too large for the format; raise if weights stay too large."""
+        sites, most = exponents.flush()
         self.guard.count(bool(sites) and any(site.startswith(("weight of", "update of")) for site in sites))
         if not sites:
-            if most and not exponents.onlookers.has_told_most:
-                exponents.onlookers.has_told_most = True
+            if most and not exponents.run.has_told_most:
+                exponents.run.has_told_most = True
                 warnings.warn(
                     f"step {number}: most numbers were cut off in the {most[0]}, as they are much larger than what "
                     "this place has seen in earlier steps. Its next exponent holds them. If two kinds of data take "
@@ -264,11 +261,23 @@ class UnscaledSteps:
         text = f"step {number}: numbers beyond the largest of {self.name} are cut off, first in the {sites[0]}"
         advice = "look at the learning rate and at the scale of inputs and loss"
         if self.guard.too_many():
-            exponents.flush()
             raise NonFiniteGradients(f"{text}, and weights for {_PATIENCE} steps in a row: {advice}")
-        if not exponents.onlookers.has_told_beyond:
-            exponents.onlookers.has_told_beyond = True
+        if not exponents.run.has_told_beyond:
+            exponents.run.has_told_beyond = True
             warnings.warn(f"{text}. If this continues, {advice}", UserWarning, stacklevel=5)
+
+
+def _faulty(written: _Faults) -> list[str]:
+    """Return the sites where a non-finite value was written in this step. Waits for an accelerator, once.
+
+    None if only results, and no gradient, are not finite: a program may mask with infinities, or not use an overflowed
+    result.
+    """
+    found, there = dict(written), [site for site, flag in written.items() if isinstance(flag, Tensor)]
+    if there:
+        found |= zip(there, torch.stack([*map(written.get, there)]).tolist(), strict=True)  # type: ignore[list-item]
+    bad = [site for site, is_bad in found.items() if is_bad]
+    return bad if not all(map(is_result, bad)) else []
 
 
 def _nonfinite(values: Sequence[Tensor]) -> list[bool] | Tensor:

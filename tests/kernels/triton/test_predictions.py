@@ -125,7 +125,7 @@ def test_who_watches_is_told_what_a_cpu_tells(there: None) -> None:
     told = list[Flush]()
     for way in ("bitwise", "triton"):
         table = table_of(Autoflex())
-        table.onlookers.watchers.append(told.append)
+        table.run.watchers.append(told.append)
         note_drawn(table, torch.Generator().manual_seed(1), False)
         with kernels.use(way):
             table.flush()

@@ -195,8 +195,10 @@ def _at_once(gradient: Tensor, known: Known | None, ctx: Any) -> list[Tensor | N
     if results is None:
         made = product.plan.backward(gradient, known, ctx.saved_tensors, None, [0 if one else None for one in needs])
         return None if made is None else [None if one is None else one.values for one in made]
-    # that gradient may need a second word
-    is_long = needs[2] and gradient.shape[cast(int, product.form.bias_axis())] >= low_words.FEATURES
+    axis = product.form.bias_axis() if needs[2] else 0
+    if axis is None:  # of a layer whose input is a single vector
+        return None
+    is_long = needs[2] and gradient.shape[axis] >= low_words.FEATURES  # that gradient may need a second word
     needs[2] = needs[2] and not is_long
     roles = (*results.gradients, BIAS_GRADIENT)
     if (known_places := results.writer.places_of(tuple(compress(roles, needs)))) is None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
 from lowp.numerics.spectrum import Spectrum
+from lowp.ops.observing import Observation, observe
 from lowp.recipes.recording.runs import BIAS, NOBODY, Onlooker, short_head
 from lowp.recipes.training import Settings, Training, moved, threads_of
 
@@ -63,15 +64,28 @@ def record_flex_window(
     tenth = max(1, steps // 10)
     moments = {"first": range(tenth), "last": range(steps - tenth, steps)}
     histograms: dict[tuple[str, str], _Histogram] = {}
+    waiting: dict[str, tuple[Spectrum, int]] = {}  # of this step, for the exponents under which they were written
 
-    def listen(site: str, x: Tensor, exponent: int) -> None:
-        for moment, sampled_steps in moments.items():
-            if training.done in sampled_steps and training.model.training:
-                histograms.setdefault((moment, site), _Histogram()).add(x, exponent)
+    def sampled() -> list[str]:
+        return [moment for moment, when in moments.items() if training.done in when and training.model.training]
 
-    remove_listener = exponents.listen(listen)
+    def see(seen: Observation) -> None:
+        is_forward = seen.phase == "forward"
+        if seen.role in (("output",) if is_forward else ("update", "weight")) and sampled():
+            site = f"{seen.role} of {seen.path}" + (f" {seen.op}" if is_forward else "")
+            if site not in waiting:
+                waiting[site] = _counted(seen.tensor)
+
+    def keep(flush: Flush) -> None:
+        for site, exponent in zip(flush.sites, flush.exponent.tolist(), strict=True):
+            for moment in sampled() if site in waiting else ():
+                histograms.setdefault((moment, site), _Histogram()).add(*waiting[site], exponent)
+        waiting.clear()
+
+    ends = observe(see), exponents.watch(keep)
     taken = _train(training, steps, onlooker)
-    remove_listener()
+    for end in ends:
+        end()
     layer, sites = _sites(exponents, layer)
     windows = {
         name: {
@@ -84,6 +98,12 @@ def record_flex_window(
     return {**head, "layer": layer, "steps": taken, "lowest": _LOWEST, "windows": windows}
 
 
+def _counted(x: Tensor) -> tuple[Spectrum, int]:
+    """Return the spectrum of a tensor, and how many nonzero numbers are below max / 2^15."""
+    seen, magnitude = Spectrum.of(x), x.abs()
+    return seen, int(((magnitude > 0) & (magnitude < seen.maximum / 2**15)).sum())
+
+
 class _Histogram:
     """Counts of elements by binary exponent floor(log2|x|), and the shared exponents under which they are written."""
 
@@ -92,12 +112,11 @@ class _Histogram:
         self.below_unit = self.below_maximum = 0
         self.exponents: list[int] = []
 
-    def add(self, x: Tensor, exponent: int) -> None:
+    def add(self, seen: Spectrum, below_maximum: int, exponent: int) -> None:
         """Count a tensor that is written under an exponent."""
-        seen, magnitude = Spectrum.of(x.detach()), x.detach().abs()
         self.total += seen
         self.below_unit += seen.below(exponent - 1)
-        self.below_maximum += int(((magnitude > 0) & (magnitude < seen.maximum / 2**15)).sum())
+        self.below_maximum += below_maximum
         self.exponents.append(exponent)
 
     def document(self) -> dict[str, Any]:
