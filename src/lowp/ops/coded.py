@@ -15,7 +15,7 @@ from lowp.compat import remembered_by_identity, with_tangents
 from lowp.kernels.packed.byte_products import multiply_codes
 from lowp.kernels.products.fp8_products import Fp8Matrix, encoded, is_eight_bits, multiplied, multiplies_fp8
 from lowp.ops.call import RoleCasts, sums_bytes
-from lowp.ops.casting import Operand, edge
+from lowp.ops.casting import Operand, end_of
 from lowp.ops.trilinear import FIRST, SECOND, Einsum, Form, Linear
 from lowp.policy import Rule
 
@@ -165,6 +165,5 @@ def in_fp8(
     coded = []
     for one, to in ((x, rule.input), (weight, rule.weight)):
         matrix = encoded(one.detach().reshape(-1, one.shape[-1]), cast(Any, to))
-        end = edge(one, torch.float32) if one.requires_grad and torch.is_grad_enabled() else one
-        coded.append(Operand(end, matrix.numbers, matrix.scale))
+        coded.append(Operand(end_of(one), matrix.numbers, matrix.scale))
     return Linear(tuple(x.shape), tuple(weight.shape)), coded[0], coded[1]
