@@ -315,6 +315,22 @@ def test_checkpointed_layers_are_computed_again_as_they_were(
     assert numbers(ran.stdout) == pytest.approx(numbers(plain("checkpointed.py")), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("precision", "sentence"),
+    [
+        ("int8", "module Averaged runs in fp32: int8 rounds strided tensors, not one of layout torch.sparse_coo"),
+        ("fp16", "module Loss runs in fp32: binary_cross_entropy inside a low-precision region is unsafe"),
+    ],
+)
+def test_a_module_whose_code_the_precision_refuses_runs_in_fp32_and_is_named(
+    precision: str, sentence: str, plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in(precision, "refused.py", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert [line for line in ran.stderr.splitlines() if "runs in fp32" in line] == [f"lowp run: {sentence}"]
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain("refused.py")), rel=0.05)
+
+
 def test_threads_that_train_at_once_do_not_take_each_others_scale(plain: Callable[[str], str], tmp_path: Path) -> None:
     ran = run_in("fp16", "threads.py", tmp_path)
     assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import private
+from lowp.errors import LowpError
 from lowp.launch.boot import replaces
 from lowp.launch.gradients import SIXTEEN_BIT
 from lowp.launch.session import Session
@@ -106,7 +107,7 @@ class Forward:
         return to_fp32(output) if isinstance(output, Tensor) else _tree_map(to_fp32, output)
 
     def inner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module within one that runs under the rules. From the first dtype error of its code on, run it in fp32.
+        """Run a module within one that runs under the rules; in fp32 from the first error of dtypes or of lowp on.
 
         The innermost module sees the error first, so that only this module is kept in fp32.
         """
@@ -114,16 +115,18 @@ class Forward:
             return self._wide(module, args, kwargs)
         try:
             return self.original(module, *args, **kwargs)
-        except RuntimeError as error:
-            if not _DTYPE_ERROR.search(str(error)):
+        except (RuntimeError, LowpError) as error:
+            is_refused = isinstance(error, LowpError)
+            if not is_refused and not _DTYPE_ERROR.search(str(error)):
                 raise
             try:
                 output = self._wide(module, args, kwargs)
-            except RuntimeError:
+            except (RuntimeError, LowpError):
                 raise error from None
             self._in_fp32.add(module)
             first = str(error).strip().splitlines()[0]
-            self.session.keeps_in_fp32(f"module {type(module).__name__}", f"its code mixes dtypes ({first})")
+            why = first.partition(": ")[0] if is_refused else f"its code mixes dtypes ({first})"
+            self.session.keeps_in_fp32(f"module {type(module).__name__}", why)
             return output
 
     def _wide(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
