@@ -72,8 +72,9 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """What names it in the list of equal ones, which lines may pass by; a number alone is known by its line."""
-        return f"{self.file}  {self.change}" + (f"  in  {self.text}" if self.change[0].isdigit() else "")
+        """What names it in the list of equal ones, which lines may pass by; a constant alone is known by its line."""
+        is_constant = self.change[0].isdigit() or self.change.startswith(("True ", "False "))
+        return f"{self.file}  {self.change}" + (f"  in  {self.text}" if is_constant else "")
 
     def planted(self, source: bytes) -> bytes:
         return source[: self.start] + self.new.encode() + source[self.end :]

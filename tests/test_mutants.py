@@ -57,9 +57,11 @@ def test_a_fault_is_planted_where_it_stands(file: Path) -> None:
     assert planted["é * 2  ->  é / 2"] == "    return (é / 2) if é else -é"
 
 
-def test_a_changed_number_is_known_by_its_line_too(file: Path) -> None:
+def test_a_changed_constant_is_known_by_its_line_too(file: Path) -> None:
     keys = {one.key for one in mutants.mutants(file)}
     assert {"room.py  2  ->  3  in  return é * 2 if é else -é", "room.py  é < 4  ->  é <= 4"} <= keys
+    file.write_text("flag = found = True  # why")
+    assert [one.key for one in mutants.mutants(file)] == ["room.py  True  ->  False  in  flag = found = True  # why"]
 
 
 def test_a_sample_is_the_same_for_a_seed_and_draws_no_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:

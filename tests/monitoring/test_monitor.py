@@ -71,6 +71,16 @@ def test_losses_of_every_step_are_seen_where_only_some_are_looked_at(run: plante
     assert seen == [0]  # of the first look, the only one that there is time for
 
 
+def test_each_loss_is_seen_once(run: planted.Run) -> None:
+    run.watch(max_overhead=1e-9)
+    run.before = lambda step: setattr(run, "reduction", "sum" if step == 25 else "mean")
+    seen: list[float] = []
+    judge = run.monitor._judge.judge  # type: ignore[union-attr]
+    run.monitor._judge.judge = lambda one: seen.extend(loss for _, loss in one.losses) or judge(one)  # type: ignore
+    run.train(40)
+    assert len(set(seen)) == len(seen) == 27 and max(seen) == seen[25]  # the latest look is that after the spike
+
+
 def test_losses_of_steps_that_are_shorter_than_a_millisecond_are_heard_in_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -198,6 +198,20 @@ def test_gradients_of_a_scaled_loss_may_be_infinite() -> None:
     assert alarms([look({"gradient": {"a.weight": math.inf}}, scale=8.0)]) == []
 
 
+def test_a_scaler_is_looked_for_until_it_is_found_in_sixteen_steps_at_most() -> None:
+    scaler, models = torch.amp.GradScaler("cpu"), Models(nn.Linear(2, 2))
+    late, never = RunState(models, None, None, []), RunState(models, None, None, [])
+    for _ in range(15):
+        late.find(None, None)
+        never.find(None, None)
+    assert late.searches and never.searches
+    late.find(scaler, None)
+    never.find(None, None)
+    assert not late.searches and not never.searches and late.scaler is scaler and never.scale is None
+    assert not RunState(models, scaler, None, []).searches
+    assert not RunState(models, torch.amp.GradScaler("cpu", enabled=False), None, []).searches
+
+
 def test_a_look_knows_how_many_steps_there_were_since_the_one_before() -> None:
     state, losses = RunState(Models(nn.Linear(2, 2)), None, None, []), [(5, 1.0), (8, 1.0), (8, 2.0)]
     assert state.described(Look(4, False), [], 1, False).passed == 5
@@ -333,8 +347,8 @@ def test_a_listener_hears_of_every_loss_until_it_says_which_are_usual() -> None:
 
     listener = Listener(told, most=2)
     stop = listen(listener)
-    for value in (1.0, 4.0):
-        torch.tensor(value, requires_grad=True).backward()
+    torch.tensor([1.0], requires_grad=True).backward()
+    torch.tensor(4.0, requires_grad=True).backward()
     assert heard == [(1.0, False), (4.0, False), (4.0, True)] and listener.usual == []
     listener.limit = 2.0
     for value in (2.0, 1.0, 0.5, 2.5):  # the third is one too many, the last above the limit
@@ -459,6 +473,28 @@ def test_losses_are_heard_in_turns_where_all_would_take_too_long(pace: tuple[Pac
     paced.heard(1.0)  # each takes as long again, as far as is known from one
     heard, not_heard = paced.turns(1250)
     assert heard == 256 and 3 * 250 <= not_heard <= 3 * 260
+
+
+def test_what_a_monitor_takes_is_added_up_until_it_is_charged(pace: tuple[Pace, list[float]]) -> None:
+    paced, clock = pace
+    clock[0] = 2.0
+    paced.spent(1.5, 0.25)
+    paced.spent(1.75)
+    assert paced.seconds == 1.0
+    paced.charge(1000, True)
+    assert paced.seconds == 0.0 and paced.budget.own == pytest.approx(1.0 + 6e-6 * 1000)
+    paced.charge(2000, False)
+    assert paced.budget.own == pytest.approx(1.0 + 8e-6 * 1000)
+
+
+def test_what_a_loss_takes_that_is_not_as_usual_is_an_average(pace: tuple[Pace, list[float]]) -> None:
+    paced, clock = pace
+    clock[0] = 1.0
+    for _ in range(3000):
+        paced.heard(1.0 - 1e-6)  # before the pass, and as long behind it
+    paced.charge(0, False)
+    heard, not_heard = paced.turns(1250)
+    assert heard == 256 and not_heard == pytest.approx(2 * 256, abs=8)
 
 
 def test_the_time_is_asked_again_about_when_there_is_enough_for_a_look(pace: tuple[Pace, list[float]]) -> None:

@@ -66,9 +66,15 @@ def test_the_order_is_that_of_backward_and_not_of_definition() -> None:
     scaler = GradScaler("cpu")
     scaler.watch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():  # of a step without a backward, of which there is nothing to learn
+        parameter.grad = torch.zeros_like(parameter)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
     scaler.scale(model(torch.full((1, 2), 1.0)).sum() * INF).backward()
     scaler.step(optimizer)
     scaler.update()
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
     found = scaler.nonfinite
     assert found is not None and found.name.startswith("last.") and found.loss_finite is False
     assert "; the loss itself was not finite" in str(found)

@@ -222,7 +222,7 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._had = self._probe is not None and self._probe[1].grad is not None
             if self._passes > 1:
                 self._add_probe("latest")
-            return False
+            return False  # behind the pass nobody asks
         if self._passes and self._had and self._is_alone and self._probe is not None and self._probe[1].grad is None:
             self._skips += 1  # the loss scaler has skipped the optimizer's step
             self._is_urgent = self._is_urgent or (self._skips % _SKIPS == 0 and self._pace.may_confirm())
