@@ -200,6 +200,48 @@ def test_what_torch_refuses_is_refused_in_its_words(name: str) -> None:
     assert str(found.value).split("\n")[0] == str(plain.value).split("\n")[0]
 
 
+APART: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "matmul": (torch.matmul, ((2, 3), (4, 5))),
+    "matmul of one column": (torch.matmul, ((2, 1), (4, 5))),
+    "matmul with one row": (torch.matmul, ((2, 3), (1, 5))),
+    "matmul with a vector of one": (torch.matmul, ((2, 3), (1,))),
+    "batches": (torch.matmul, ((2, 3, 4), (5, 4, 6))),
+    "__rmatmul__": (lambda x, y: x.__rmatmul__(y), ((4, 5), (2, 1))),
+    "mm": (torch.mm, ((2, 1), (4, 5))),
+    "mv": (torch.mv, ((2, 3), (1,))),
+    "dot": (torch.dot, ((1,), (3,))),
+    "bmm": (torch.bmm, ((5, 2, 1), (5, 3, 4))),
+    "bmm of one": (torch.bmm, ((1, 2, 3), (5, 3, 4))),
+    "bmm with one": (torch.bmm, ((5, 2, 3), (1, 3, 4))),
+    "inner": (torch.inner, ((2, 1), (4, 3))),
+    "linear": (F.linear, ((2, 3), (4, 1))),
+    "einsum": (lambda x, y: torch.einsum("ij,jk->ik", x, y), ((2, 3), (4, 5))),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, 1), ((2, 3), (4, 5))),
+    "bilinear": (F.bilinear, ((2, 3), (2, 1), (5, 3, 4))),
+}
+
+
+@pytest.mark.parametrize("precision", ["e5m7", "mxfp8", "fp16", "dfp16", "flex16+5"])
+@pytest.mark.parametrize("name", APART)
+def test_operands_that_torch_does_not_multiply_are_refused_in_its_words(name: str, precision: str) -> None:
+    function, shapes = APART[name]
+    operands = [torch.ones(shape) for shape in shapes]
+    with pytest.raises(RuntimeError) as plain:
+        function(*operands)
+    with pytest.raises(RuntimeError) as found, autocast(precision):
+        function(*operands)
+    assert str(found.value) == str(plain.value)
+
+
+@pytest.mark.parametrize("shapes", [((2, 1), (2, 3)), ((5, 3), (1, 3)), ((5, 3), (3,)), ((4, 5, 3), (1, 5, 1))])
+def test_vectors_are_multiplied_as_torch_broadcasts_them(shapes: tuple[tuple[int, ...], ...]) -> None:
+    first, second = (torch.randint(-8, 9, shape).float() for shape in shapes)
+    for x, y in ((first, second), (second, first)):
+        expected = torch.linalg.vecdot(x, y)
+        with autocast("e5m7"):
+            assert torch.equal(torch.linalg.vecdot(x, y).float(), expected.bfloat16().float())
+
+
 IMPOSSIBLE: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "a longer kernel": (F.conv1d, (1, 1, 2), (1, 1, 3), {}),
     "a larger kernel": (F.conv2d, (1, 1, 1, 4), (1, 1, 5, 3), {"padding": 1}),

@@ -211,3 +211,18 @@ def test_a_narrow_accumulator_reaches_the_hidden_projection() -> None:
     plain = trained(module, x, False, EXACT)
     narrow = trained(module, x, False, Rule.of(accumulate="bf16/1"))
     assert 0 < (plain[0] - narrow[0]).abs().max() < 0.1
+
+
+def test_a_packed_call_gives_its_settings_by_place_or_by_name() -> None:
+    module = nn.LSTM(3, 4)
+    data, state, weights = torch.randn(5, 3), torch.zeros(1, 3, 4), list(module.parameters())
+    sizes, names = torch.tensor([3, 2]), ("has_biases", "num_layers", "dropout", "train", "bidirectional")
+    settings = (True, 1, 0.0, False, False)
+    found = []
+    for count in range(len(names) + 1):
+        by_name = dict(zip(names[count:], settings[count:], strict=True))
+        found.append(
+            under(sixteen_bit("fp16"), torch.lstm, data, sizes, (state, state), weights, *settings[:count], **by_name)
+        )
+    assert found[0][0].dtype is torch.float16
+    assert all(torch.equal(*pair) for one in found for pair in zip(one, found[0], strict=True))

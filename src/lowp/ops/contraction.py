@@ -204,6 +204,7 @@ def _matmul(call: Call, first: Tensor, second: Tensor, function: Callable[..., T
     require(first.dim() >= 1 and second.dim() >= 1)
     equation = Equation.of_matmul(tuple(first.shape), tuple(second.shape))
     if equation.is_squeezed:  # one operand is broadcast along a batch dimension of the other
+        require(call.op != "bmm")
         function = _Unsqueezed(function, equation.squeezes)
     return _pair(call, equation, *equation.squeezed(first, second), function)
 
@@ -324,7 +325,7 @@ def inner(call: Call) -> Tensor:
     """torch.inner(input, other): the last dimensions are contracted."""
     first, second = bound(call, "input", "other")
     check(first, second)
-    require(first.dim() >= 1 and second.dim() >= 1)
+    require(first.dim() >= 1 and second.dim() >= 1 and first.shape[-1] == second.shape[-1])
     equation = parse_tensordot(first, second, ([first.dim() - 1], [second.dim() - 1]))
     return _pair(call, equation, *equation.squeezed(first, second))
 
@@ -336,9 +337,13 @@ def vecdot(call: Call) -> Tensor:
     check(first, second)
     dim = dim if dim < 0 else dim - max(first.dim(), second.dim())  # counted from the end, as both are broadcast
     require(first.dim() >= -dim and second.dim() >= -dim > 0)
-    first, second = first.movedim(dim, -1), second.movedim(dim, -1)
-    equation = Equation.of_matmul((*first.shape[:-1], 1, first.shape[-1]), (*second.shape, 1))
-    return _pair(call, equation, first.unsqueeze(-2), second.unsqueeze(-1)).squeeze(-1).squeeze(-1)
+    first, second = first.movedim(dim, -1).unsqueeze(-2), second.movedim(dim, -1).unsqueeze(-1)
+    if first.shape[-1] == 1:  # which torch broadcasts, too
+        first = first.expand(*first.shape[:-1], second.shape[-2])
+    elif second.shape[-2] == 1:
+        second = second.expand(*second.shape[:-2], first.shape[-1], 1)
+    equation = Equation.of_matmul(tuple(first.shape), tuple(second.shape))
+    return _pair(call, equation, *equation.squeezed(first, second)).squeeze(-1).squeeze(-1)
 
 
 @runner
@@ -347,6 +352,7 @@ def bilinear(call: Call) -> Tensor:
     first, second, weight, bias = bound(call, "input1", "input2", "weight", bias=None)
     check(first, second, weight, bias)
     require(first.dim() == second.dim() >= 1 and weight.dim() == 3 and first.shape[:-1] == second.shape[:-1])
+    require((first.shape[-1], second.shape[-1]) == weight.shape[1:])
     rows, columns = first.reshape(-1, first.shape[-1]), second.reshape(-1, second.shape[-1])
     half = _pair(call, Equation(("bi", "oij", "boj")), rows, weight)
     result = _pair(call, Equation(("bj", "boj", "bo")), columns, half, bias=bias)

@@ -27,7 +27,12 @@ class Equation:
 
     @classmethod
     def of_matmul(cls, first: tuple[int, ...], second: tuple[int, ...]) -> Equation:
-        """Return the equation of torch.matmul for operands of these shapes, with broadcast batch dimensions."""
+        """Return the equation of torch.matmul for operands of these shapes, with broadcast batch dimensions.
+
+        Raises Mismatch where torch refuses them: what is summed over is not broadcast.
+        """
+        if first[-1] != second[-min(len(second), 2)]:
+            raise Mismatch
         batch = _LETTERS[: max(len(first), len(second), 2) - 2]
         m, k, n = tuple(_LETTERS[-3:])
         left = k if len(first) == 1 else batch[len(batch) - len(first) + 2 :] + m + k
