@@ -15,7 +15,7 @@ from lowp.monitoring.alarms import Alarm, Alarms
 from lowp.monitoring.look import _MOST_CALLS, Look
 from lowp.monitoring.losses import Losses
 from lowp.monitoring.pace import Pace
-from lowp.monitoring.places import Listener, listen
+from lowp.monitoring.places import Calls, Listener, listen
 from lowp.monitoring.seen import Sight, Spike
 from lowp.monitoring.sinks import record_of, scalars
 from lowp.monitoring.state import RunState
@@ -210,6 +210,27 @@ def test_a_scaler_is_looked_for_until_it_is_found_in_sixteen_steps_at_most() -> 
     assert not late.searches and not never.searches and late.scaler is scaler and never.scale is None
     assert not RunState(models, scaler, None, []).searches
     assert not RunState(models, torch.amp.GradScaler("cpu", enabled=False), None, []).searches
+
+
+@pytest.mark.parametrize(
+    ("state", "steps"),
+    [({"step": torch.tensor(3.0)}, 3), ({"step": 3}, 3), ({"step": 2.0}, 2), ({"step": "3"}, 0), ({}, 0)],
+)
+def test_the_steps_that_an_optimizer_has_taken_are_read_from_its_state(state: dict[str, Any], steps: int) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = state
+    assert RunState(Models(model), None, None, [optimizer]).described(Look(0, False), [], 1, False).resumed == steps
+
+
+def test_what_is_within_a_compiled_model_is_seen_by_a_second_run_except_in_an_evaluation() -> None:
+    model, seen = nn.Sequential(nn.Linear(2, 2)), list[str]()
+    calls = Calls(Models(model), Pace(None), lambda path, result: seen.append(path))
+    with torch.no_grad():
+        calls._run_inside(model, (torch.ones(1, 2),), {})
+    assert seen == []
+    calls._run_inside(model, (torch.ones(1, 2),), {})
+    assert seen == ["0", ""]
 
 
 def test_a_look_knows_how_many_steps_there_were_since_the_one_before() -> None:
@@ -485,6 +506,18 @@ def test_what_a_monitor_takes_is_added_up_until_it_is_charged(pace: tuple[Pace, 
     assert paced.seconds == 0.0 and paced.budget.own == pytest.approx(1.0 + 6e-6 * 1000)
     paced.charge(2000, False)
     assert paced.budget.own == pytest.approx(1.0 + 8e-6 * 1000)
+
+
+def test_a_look_takes_what_the_latest_ones_took_but_for_the_first_of_which_later_ones_take_a_quarter(
+    pace: tuple[Pace, list[float]],
+) -> None:
+    paced, costs = pace[0], []
+    for seconds in (0.4, 0.2, 0.3):
+        paced.seconds = seconds
+        paced.looked(1)
+        paced.charge(1, False)
+        costs.append(paced._cost)
+    assert costs == pytest.approx([0.25 * 0.4008, 0.3008, 0.3008])
 
 
 def test_what_a_loss_takes_that_is_not_as_usual_is_an_average(pace: tuple[Pace, list[float]]) -> None:
