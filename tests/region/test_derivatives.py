@@ -11,6 +11,7 @@ from region.small_model import PRECISIONS, Net, gradients, same
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from lowp.errors import Misuse
 from lowp.policy import Policy, Rule
 from lowp.region import autocast
 
@@ -78,7 +79,7 @@ def test_stochastic_casts_draw_for_each_example_of_vmap_as_its_randomness_says(p
     with autocast(Policy((rule,)) if ":" in precision else precision):
         same = torch.func.vmap(gradient, randomness="same")(x)
         different = torch.func.vmap(gradient, randomness="different")(x)
-        with pytest.raises(RuntimeError, match="randomness"):
+        with pytest.raises(Misuse, match=r"a cast rounds stochastically .* give it randomness='different', or 'same'"):
             torch.func.vmap(gradient)(x)
     assert torch.equal(same, same[:1].expand(4, 64))
     assert not torch.equal(different, different[:1].expand(4, 64))

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowp.errors import Misuse
+
 MASK = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -31,8 +33,17 @@ def draw_seed(device: torch.device | str = "cpu") -> Tensor:
     """Return a new seed for stochastic rounding from torch's generator: `torch.manual_seed` repeats it.
 
     On a device the device's own generator draws it, so that a captured CUDA graph draws a new one at each replay.
+    Raises Misuse under a vmap that allows no random numbers.
     """
-    return torch.randint(2**62, (), device=device)
+    try:
+        return torch.randint(2**62, (), device=device)
+    except RuntimeError as error:
+        if "randomness error mode" not in str(error):
+            raise
+        raise Misuse(
+            "a cast rounds stochastically within torch.func.vmap, which was not told whether examples share what is "
+            "drawn: give it randomness='different', or 'same'; or take a precision that rounds to nearest, such as fp8"
+        ) from None
 
 
 def block(counter: tuple[Tensor, Word, Word, Word], seed: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
