@@ -280,27 +280,12 @@ def observe(window: int = 16) -> Configuration:
     return Configuration(f"observe {window}", predictions.observe, types, constants, exponents.BLOCK, traffic)
 
 
-def step(way: Way) -> Configuration:
+def step(way: Way, moments: str = "fp32", weight: str | None = None) -> Configuration:
     """Return the kernel of an optimizer's step."""
-    form = rules.AdamWNumbers if way.adamw else rules.SgdNumbers
-    types: dict[str, Any] = {"table": "*i64", "chunks": "*i32", "rates": "*fp32", "inverse": "*fp32", "skip": "*fp32"}
-    types["form"] = form(*["fp32"] * len(form._fields))  # type: ignore[arg-type]
-    constants = {"WAY": way, "ALIGNED": True, "CHUNK": CHUNK, "BLOCK": steps.BLOCK}
-    moments = 2 if way.adamw else int(way.momentum)
-    traffic = _gradient_bytes(way.dtype) + 8 + 8 * moments
-    chosen = " ".join(name for name, value in way._asdict().items() if value is True and name != "adamw")
-    name = f"{'adamw' if way.adamw else 'sgd'} {way.dtype} {chosen}"
-    return Configuration(name, updates.step, types, constants, CHUNK, traffic, rounds=steps.ROUNDS)
-
-
-def step_kept(rule: str, weight: str | None, moments: str, rest: int = 0, stored: str = "bf16") -> Configuration:
-    """Return the kernel of a step with weights rounded by a cast, and moments in few bits."""
     kept = steps.kept(None if weight is None else parse(weight), parse(moments))
     assert kept is not None
-    form = {"adamw": rules.AdamWNumbers, "lion": rules.LionNumbers, "sgd": rules.SgdNumbers}[rule]
-    is_sgd = rule == "sgd"
-    way = Way("bf16", rest, True, False, rule == "adamw", True, is_sgd, lion=rule == "lion", decay=is_sgd)
-    way = way._replace(rounds=kept.rounds, stored=stored, moments=kept.kind)
+    form = rules.AdamWNumbers if way.adamw else rules.LionNumbers if way.lion else rules.SgdNumbers
+    way = way._replace(rounds=kept.rounds, moments=kept.kind, stored="bf16" if way.rest else way.stored)
     types: dict[str, Any] = {"table": "*i64", "chunks": "*i32", "rates": "*fp32", "inverse": "*fp32", "skip": "*fp32"}
     types["form"] = form(*["fp32"] * len(form._fields))  # type: ignore[arg-type]
     made = kept.moments
@@ -309,8 +294,20 @@ def step_kept(rule: str, weight: str | None, moments: str, rest: int = 0, stored
     constants = {"WAY": way, "CAST": kept.weight.form, "CAST_EXACT": exact(kept.weight.form), "FORM": made.form}
     constants |= {"EXACT": exact(made.form), "LAYOUT": made.layout, "SHARING": made.sharing, "SIZE": kept.size}
     constants |= {"ALIGNED": True, "CHUNK": CHUNK, "BLOCK": steps.BLOCK}
-    name = f"{rule} {weight} {moments} {rest}"
-    return Configuration(name, updates.step_kept, types, constants, CHUNK, 0, steps.KEPT_WARPS, steps.ROUNDS)
+    # bytes of weight, gradient and moments in fp32, which are read, and written but for the gradient
+    traffic = _gradient_bytes(way.dtype) + 8 + 8 * (2 if way.adamw else int(way.momentum)) if kept.is_plain else 0
+    chosen = " ".join(name for name, value in way._asdict().items() if value is True)
+    name = f"step {way.dtype} {chosen} {weight} {moments} {way.rest}"
+    return Configuration(name, updates.step, types, constants, CHUNK, traffic, kept.warps, steps.ROUNDS)
+
+
+def few_bits(rule: str, weight: str | None, moments: str, rest: int = 0, stored: str = "bf16") -> Configuration:
+    """Return the kernel of a step with weights rounded by a cast, and moments in few bits."""
+    is_sgd = rule == "sgd"
+    way = Way(
+        "bf16", rest, True, False, rule == "adamw", True, is_sgd, lion=rule == "lion", decay=is_sgd, stored=stored
+    )
+    return step(way, moments, weight)
 
 
 def check(dtype: str, unscale: bool, counts: bool) -> Configuration:
@@ -345,7 +342,7 @@ OTHERS = ("e4m3fn@fp32/tensor", "int8:stochastic", "nvfp4:stochastic")
 SHARED = ("mxfp8", "mxfp8:stochastic", "mxfp4", "nvfp4", "nvfp4:4/6", "if4", "int8", "e4m3fn@fp32/row", *OTHERS)
 
 
-FEW_BITS: tuple[tuple[Any, ...], ...] = (  # of `step_kept`: rule, cast of the weight, moments, remainder, dtype
+FEW_BITS: tuple[tuple[Any, ...], ...] = (  # of `few_bits`: rule, cast of the weight, moments, remainder, dtype
     ("adamw", "e8m15:stochastic-8", "mxint8:stochastic", 8),
     ("adamw", None, "mxfp8:stochastic", 16),
     ("adamw", "bf16:stochastic", "mxfp8:stochastic"),

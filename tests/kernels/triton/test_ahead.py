@@ -57,11 +57,11 @@ def test_a_cast_and_an_optimizers_step_compile_with_vectors() -> None:
 @pytest.mark.parametrize("capability", [*CAPABILITIES, 120])
 def test_steps_with_few_bits_spill_next_to_nothing(capability: int) -> None:
     for given in ahead.FEW_BITS:  # ptxas spills a few registers where that lets two programs run beside each other
-        check(ahead.step_kept(*given), capability, MOST, stack=16 + SPILLED)
+        check(ahead.few_bits(*given), capability, MOST, stack=16 + SPILLED)
 
 
 def test_a_step_with_moments_of_eight_bits_compiles() -> None:
-    check(ahead.step_kept("lion", None, "mxfp8:stochastic", 16), 80, MOST)
+    check(ahead.few_bits("lion", None, "mxfp8:stochastic", 16), 80, MOST)
 
 
 def test_codes_of_four_bits_are_packed_where_they_are_made() -> None:

@@ -153,7 +153,7 @@ def test_steps_with_few_bits(launched: list[str], make: Callable[..., Any], opti
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert "step_kept" in launched and "step" not in launched
+    assert launched.count("step") == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 64])

@@ -80,26 +80,25 @@ def step(columns: Columns, rule: StepRule, kept: Kept, grad_scale: Tensor | None
     before = torch.stack(list(columns.steps))
     factors, inverse = rule.table(before), None if grad_scale is None else inverse_of(grad_scale)
     rest = 0 if columns.remainders is None else 8 * columns.remainders[0].element_size()
+    found = steps.kept(kept.weight, kept.moments)
+    assert found is not None  # `fits_triton`
     way = steps.Way(
         dtype=plans.DTYPES[columns.gradients[0].dtype],
         rest=rest,
         scaled=inverse is not None,
         maximize=rule.maximize,
+        rounds=found.rounds,
         stored=plans.DTYPES[columns.weights[0].dtype] if rest == 0 else "bf16",
+        moments=found.kind,
     )._replace(**rule.flags())
+    if not found.is_plain:
+        factors[:, 3] = before
     rests = columns.weights if columns.remainders is None else columns.remainders
-    moments = [*columns.moments, *[columns.weights] * (2 - len(columns.moments))]  # not read
-    if not way.lion and kept.weight is None and rest != 8 and str(kept.moments) == "fp32":
-        each = [columns.weights, rests, columns.gradients, *moments]
-        return steps.step(each, factors, inverse, skip, rule.numbers(), way)
-    found = steps.kept(kept.weight, kept.moments)
-    assert found is not None  # `fits_triton`
-    factors[:, 3] = before
-    way = way._replace(rounds=found.rounds, moments=found.kind)
-    scales = [*columns.scales, *[columns.weights] * (2 - len(columns.scales))]
-    each = [columns.weights, rests, columns.gradients, moments[0], scales[0], moments[1], scales[1]]
+    each = [columns.weights, rests, columns.gradients]
+    for kind in (columns.moments, columns.scales)[: 2 if found.kind == "codes" else 1]:
+        each += [*kind, *[columns.weights] * (2 - len(kind))]  # which are not read
     drawn = list(zip(map(signed, columns.seeds), columns.places, strict=True))
-    steps.step_kept(each, drawn, factors, inverse, skip, rule.numbers(), way, found)
+    steps.step(each, drawn, factors, inverse, skip, rule.numbers(), way, found)
 
 
 _FLAGS = {"near": 1, "nesterov": 2, "momentum": 4, "decay": 8}  # RuleFlag of cpu/cast.hpp

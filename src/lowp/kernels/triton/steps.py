@@ -17,14 +17,13 @@ from lowp.kernels.triton.plans import DTYPES, CastPlan, exact, plan
 from lowp.kernels.triton.scaled import LONGEST_BLOCK, ScaledCastPlan, planned
 
 BLOCK, ROUNDS = 1024, 8
-KEPT_WARPS = 8  # random bits need registers, so that each warp gets fewer numbers
 _ALIGNMENT = 16  # bytes of a thread's vector loads
 
 
 class Way(NamedTuple):
     """The properties that determine the instructions of a step.
 
-    `near` is for AdamW, the three after it for SGD, the last ones for `step_kept`.
+    `near` is for AdamW, the three after it for SGD.
     """
 
     dtype: str  # of the gradients
@@ -43,13 +42,23 @@ class Way(NamedTuple):
 
 
 class KeptPlan(NamedTuple):
-    """How moments and weights are kept, as arguments of `step_kept`: casts and codes with their numbers."""
+    """How moments and weights are kept, as arguments of `step`: casts and codes with their numbers."""
 
     weight: CastPlan
     moments: ScaledCastPlan
     size: int  # numbers that share a scale
     kind: str  # "fp32", "bf16" or "codes"
     rounds: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is rounded but by a bf16 half and its remainder."""
+        return self.kind == "fp32" and not self.rounds
+
+    @property
+    def warps(self) -> int:
+        """The warps of a program; random bits need registers, so that each warp gets fewer numbers."""
+        return 4 if self.is_plain else 8
 
 
 class Table(NamedTuple):
@@ -136,35 +145,22 @@ def _there(host: Tensor, device: torch.device) -> Tensor:
 
 
 def step(
-    columns: Sequence[Sequence[Tensor]], rates: Tensor, inverse: Tensor | None, skip: Tensor | None,
-    numbers: tuple[float, ...], way: Way,
-) -> None:  # fmt: skip
-    """Step parameters; columns: weight, remainder, gradient, two moments; any tensor for what there is not.
-
-    Moments are in fp32, and weights in fp32 or split in two halves of 16 bits.
-    """
-    where = table(columns)
-    arguments = (where.addresses, where.chunks, rates, *_flags(rates, inverse, skip), numbers, way)
-    run(updates.step, (len(where.chunks),), *arguments, where.aligned, where.chunk, where.block)
-
-
-def step_kept(
     columns: Sequence[Sequence[Tensor]], drawn: Sequence[tuple[int, int]], rates: Tensor, inverse: Tensor | None,
     skip: Tensor | None, numbers: tuple[float, ...], way: Way, kept: KeptPlan,
 ) -> None:  # fmt: skip
-    """Step parameters; columns: weight, remainder, gradient, and two moments, each with its scales.
+    """Step parameters; columns: weight, remainder, gradient, two moments, and the scales of moments in codes.
 
     `drawn`: of each parameter its seed before any step, a signed word, and the place of its first number in the whole,
-    a multiple of `BLOCK`. The fourth of `rates` are the earlier steps.
+    a multiple of `BLOCK`. The fourth of `rates` are the earlier steps, if numbers are drawn.
     """
     where = table(columns, *zip(*drawn, strict=True))
     form, numbers_of = kept.moments.form, (kept.weight.numbers, kept.moments.numbers, kept.moments.codes)
     compiled = (kept.weight.form, exact(kept.weight.form), form, exact(form), kept.moments.layout, kept.moments.sharing)
     arguments = (where.addresses, where.chunks, rates, *_flags(rates, inverse, skip), numbers, *numbers_of)
     most = BLOCK if any(place for _, place in drawn) else updates.SHARE.value  # a tile is in one share
-    block = max(min(where.block, most), kept.size)
+    block = where.block if kept.is_plain else max(min(where.block, most), kept.size)
     more = (*arguments, kept.moments.shared, way, *compiled, kept.size, where.aligned, where.chunk, block)
-    run(updates.step_kept, (len(where.chunks),), *more, warps=KEPT_WARPS)
+    run(updates.step, (len(where.chunks),), *more, warps=kept.warps)
 
 
 def _flags(rates: Tensor, inverse: Tensor | None, skip: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ from lowp.kernels.triton.device.scaled import codes_under_powers, each_of
 from lowp.kernels.triton.device.scales import power_bits, power_of_two
 from lowp.kernels.triton.device.stochastic import is_undecided
 
-COLUMNS = tl.constexpr(10)  # of the table of `step_kept`
 SHARE = tl.constexpr(1 << 16)  # numbers of a parameter that draw by one seed: BLOCK of optim/storage.py
 # what `seed_of` of optim/storage.py multiplies its counters by, as signed words
 SEED_OF_STEP = tl.constexpr(0x9E37_79B9_7F4A_7C15 - (1 << 64))
@@ -122,57 +121,6 @@ def _updated(weight, gradient, average, square, rates, form, WAY: tl.constexpr):
     return weight, average, square
 
 
-# -- moments in fp32, and weights in fp32 or split in 16 bits ---------------------------------------------------------
-@triton.jit
-def _block(weights, rests, grads, averages, squares, inverse, rates, places, mask, form, WAY: tl.constexpr):
-    weight = _joined(weights, rests, places, mask, WAY.rest)
-    DTYPE: tl.constexpr = WAY.dtype  # Triton 3.6 passes no string out of a tuple
-    gradient = _gradient(grads, inverse, places, mask, DTYPE, WAY.scaled, WAY.maximize)
-    average, square = gradient, gradient  # not read
-    if WAY.adamw or WAY.momentum:
-        average = tl.load(averages + places, mask=mask, other=0.0)
-    if WAY.adamw:
-        square = tl.load(squares + places, mask=mask, other=0.0)
-    weight, average, square = _updated(weight, gradient, average, square, rates, form, WAY)
-    if WAY.adamw:
-        tl.store(squares + places, square, mask=mask)
-    if WAY.adamw or WAY.momentum:
-        tl.store(averages + places, average, mask=mask)
-    _split(weights, rests, places, mask, weight, WAY.rest)
-
-
-@triton.jit
-def step(
-    table, chunks, rates, inverse, skip, form, WAY: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Step one chunk of one parameter, unless `skip` is above zero.
-
-    table: int64 [parameters, 6], the addresses of weight, remainder, gradient and moments, and the elements;
-    chunks: int32 [programs, 2], parameter and chunk; rates: fp32 [parameters, 4], see
-    `lowp.kernels.steps.updates.rates`.
-    """
-    if tl.load(skip) <= 0:
-        tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
-        first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-        NUMBER: tl.constexpr = tl.int16 if WAY.rest > 0 else tl.int32
-        GRADIENT: tl.constexpr = tl.int32 if WAY.dtype == "fp32" else tl.int16
-        weights = pointer(table, tensor, 0, 6, NUMBER, ALIGNED)
-        rests = pointer(table, tensor, 1, 6, tl.int16, ALIGNED)
-        grads = pointer(table, tensor, 2, 6, GRADIENT, ALIGNED)
-        averages = pointer(table, tensor, 3, 6, tl.float32, ALIGNED)
-        squares = pointer(table, tensor, 4, 6, tl.float32, ALIGNED)
-        own = rates + 4 * tensor
-        count = tl.load(table + tensor * 6 + 5)
-        whole = count // 16 * 16
-        for start in range(0, CHUNK, BLOCK):
-            places = first + start + tl.arange(0, BLOCK)
-            _block(weights, rests, grads, averages, squares, inverse, own, places, places < whole, form, WAY)
-        if first + CHUNK >= count:  # the last chunk: the elements after the last vector of 16
-            places = whole + tl.arange(0, 16)
-            _block(weights, rests, grads, averages, squares, inverse, own, places, places < count, form, WAY)
-
-
 # -- moments and weights in any format --------------------------------------------------------------------------------
 @triton.jit
 def _cast(magnitude, sign, first, key, numbers, FORM: tl.constexpr, EXACT: tl.constexpr, COUNT: tl.constexpr):
@@ -189,13 +137,11 @@ def _cast(magnitude, sign, first, key, numbers, FORM: tl.constexpr, EXACT: tl.co
 
 @triton.jit
 def _moment(
-    table, tensor, COLUMN: tl.constexpr, start, count, codes, sharing, DTYPE: tl.constexpr, LAYOUT: tl.constexpr,
-    SIZE: tl.constexpr, ROOT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    kept, scales, start, count, codes, sharing, DTYPE: tl.constexpr, LAYOUT: tl.constexpr, SIZE: tl.constexpr,
+    ROOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return BLOCK numbers of a moment: of fp32 or bf16, or codes (DTYPE is "codes") of which SIZE share a scale."""
     places = start + tl.arange(0, BLOCK)
-    NUMBER: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16 if DTYPE == "bf16" else tl.int8
-    kept = pointer(table, tensor, COLUMN, COLUMNS, NUMBER, ALIGNED)
     if DTYPE == "codes":
         if LAYOUT.packed:
             byte = tl.load(kept + (places >> 1), mask=places < count, other=0).to(tl.int32)
@@ -205,7 +151,6 @@ def _moment(
         else:
             code = tl.load(kept + places, mask=places < count, other=0)
         magnitude, sign = decoded(code, codes, LAYOUT)
-        scales = pointer(table, tensor, COLUMN + 1, COLUMNS, tl.int8, False)
         groups = start // SIZE + tl.arange(0, BLOCK // SIZE)
         exponent = (tl.load(scales + groups, mask=groups * SIZE < count, other=0).to(tl.int32) & 0xFF) + sharing.lowest
         by = each_of(power_bits(exponent), SIZE).to(tl.float32, bitcast=True)
@@ -219,17 +164,15 @@ def _moment(
 
 @triton.jit
 def _keep_moment(
-    table, tensor, COLUMN: tl.constexpr, start, count, value, first, key, numbers, codes, sharing,
-    DTYPE: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr,
-    SIZE: tl.constexpr, ROOT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    kept, scales, start, count, value, first, key, numbers, codes, sharing, DTYPE: tl.constexpr, FORM: tl.constexpr,
+    EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr, SIZE: tl.constexpr, ROOT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK numbers of a moment for `_moment`; NaN becomes 0 and infinities the largest number.
 
-    A root above zero has a code above zero.
+    In fp32 they stay what they are. A root above zero has a code above zero.
     """
     places = start + tl.arange(0, BLOCK)
-    NUMBER: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16 if DTYPE == "bf16" else tl.int8
-    kept = pointer(table, tensor, COLUMN, COLUMNS, NUMBER, ALIGNED)
     if DTYPE == "fp32":
         tl.store(kept + places, value.to(tl.int32, bitcast=True), mask=places < count)
     else:
@@ -246,7 +189,6 @@ def _keep_moment(
             magnitude = tl.where(places < count, magnitude, 0)
             largest = tl.reduce(tl.reshape(magnitude, (BLOCK // SIZE, SIZE)), 1, tl.standard._elementwise_max)
             exponent = power_of_two(largest, sharing)
-            scales = pointer(table, tensor, COLUMN + 1, COLUMNS, tl.int8, False)
             groups = start // SIZE + tl.arange(0, BLOCK // SIZE)
             tl.store(scales + groups, (exponent - sharing.lowest).to(tl.int8), mask=groups * SIZE < count)
             by = each_of(power_bits(exponent), SIZE)
@@ -260,19 +202,33 @@ def _keep_moment(
 
 
 @triton.jit
-def _kept_block(
-    table, tensor, start, count, place, inverse, rates, seed, form, weight_numbers, numbers, codes, sharing,
-    WAY: tl.constexpr, CAST: tl.constexpr, CAST_EXACT: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
-    LAYOUT: tl.constexpr, SHARING: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    places = start + tl.arange(0, BLOCK)
-    mask = places < count
-    DTYPE: tl.constexpr = WAY.dtype
-    STORED: tl.constexpr = WAY.stored
-    MOMENTS: tl.constexpr = WAY.moments
+def _pointers(table, tensor, COLUMNS: tl.constexpr, WAY: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return pointers to weight, remainder, gradient and two moments, and to the scales of moments in codes."""
+    MOMENT: tl.constexpr = tl.int8 if WAY.moments == "codes" else tl.int16 if WAY.moments == "bf16" else tl.int32
     weights = pointer(table, tensor, 0, COLUMNS, tl.int32 if WAY.stored == "fp32" else tl.int16, ALIGNED)
     rests = pointer(table, tensor, 1, COLUMNS, tl.int8 if WAY.rest == 8 else tl.int16, ALIGNED)
     grads = pointer(table, tensor, 2, COLUMNS, tl.int32 if WAY.dtype == "fp32" else tl.int16, ALIGNED)
+    averages = pointer(table, tensor, 3, COLUMNS, MOMENT, ALIGNED)
+    squares = pointer(table, tensor, 4, COLUMNS, MOMENT, ALIGNED)
+    scales, square_scales = averages, squares  # not read
+    if WAY.moments == "codes":
+        scales = pointer(table, tensor, 5, COLUMNS, tl.int8, False)
+        square_scales = pointer(table, tensor, 6, COLUMNS, tl.int8, False)
+    return weights, rests, grads, averages, squares, scales, square_scales
+
+
+@triton.jit
+def _block(
+    kept, start, count, place, inverse, rates, seed, form, weight_numbers, numbers, codes, sharing, WAY: tl.constexpr,
+    CAST: tl.constexpr, CAST_EXACT: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr,
+    SHARING: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    weights, rests, grads, averages, squares, scales, square_scales = kept
+    places = start + tl.arange(0, BLOCK)
+    mask = places < count
+    DTYPE: tl.constexpr = WAY.dtype  # Triton 3.6 passes no string out of a tuple
+    STORED: tl.constexpr = WAY.stored
+    MOMENTS: tl.constexpr = WAY.moments
     if WAY.rest > 0:
         weight = _joined(weights, rests, places, mask, WAY.rest)
     else:
@@ -283,19 +239,19 @@ def _kept_block(
     first = (place + start) % SHARE
     average, square = gradient, gradient  # not read
     if WAY.adamw or WAY.lion or WAY.momentum:
-        average = _moment(table, tensor, 3, start, count, codes, sharing, MOMENTS, LAYOUT, SIZE, False, ALIGNED, BLOCK)
+        average = _moment(averages, scales, start, count, codes, sharing, MOMENTS, LAYOUT, SIZE, False, BLOCK)
     if WAY.adamw:
-        square = _moment(table, tensor, 5, start, count, codes, sharing, MOMENTS, LAYOUT, SIZE, True, ALIGNED, BLOCK)
+        square = _moment(squares, square_scales, start, count, codes, sharing, MOMENTS, LAYOUT, SIZE, True, BLOCK)
     weight, average, square = _updated(weight, gradient, average, square, rates, form, WAY)
     if WAY.adamw:
         _keep_moment(
-            table, tensor, 5, start, count, square, first, key * SEED_OF_STEP + 2 * SEED_OF_TENSOR, numbers, codes,
-            sharing, MOMENTS, FORM, EXACT, LAYOUT, SHARING, SIZE, True, ALIGNED, BLOCK,
+            squares, square_scales, start, count, square, first, key * SEED_OF_STEP + 2 * SEED_OF_TENSOR, numbers,
+            codes, sharing, MOMENTS, FORM, EXACT, LAYOUT, SHARING, SIZE, True, BLOCK,
         )  # fmt: skip
     if WAY.adamw or WAY.lion or WAY.momentum:
         _keep_moment(
-            table, tensor, 3, start, count, average, first, key * SEED_OF_STEP + SEED_OF_TENSOR, numbers, codes,
-            sharing, MOMENTS, FORM, EXACT, LAYOUT, SHARING, SIZE, False, ALIGNED, BLOCK,
+            averages, scales, start, count, average, first, key * SEED_OF_STEP + SEED_OF_TENSOR, numbers, codes,
+            sharing, MOMENTS, FORM, EXACT, LAYOUT, SHARING, SIZE, False, BLOCK,
         )  # fmt: skip
     bits = weight.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -309,27 +265,44 @@ def _kept_block(
 
 
 @triton.jit
-def step_kept(
+def step(
     table, chunks, rates, inverse, skip, form, weight_numbers, numbers, codes, sharing, WAY: tl.constexpr,
     CAST: tl.constexpr, CAST_EXACT: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr,
     SHARING: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step one chunk of one parameter as `step` does, with weights and moments in any format.
+    """Step one chunk of one parameter, unless `skip` is above zero.
 
-    table: int64 [parameters, 10], the addresses of weight, remainder, gradient, and of two moments and their scales;
-    the elements; the parameter's seed before any step, and the place of the first element in the whole, a multiple of
-    BLOCK. The fourth of `rates` are the earlier steps.
+    table: int64 [parameters, 8 or 10], the addresses of weight, remainder, gradient and two moments, and those of the
+    scales of moments in codes; the elements; the parameter's seed before any step, and the place of the first element
+    in the whole, a multiple of BLOCK. chunks: int32 [programs, 2], parameter and chunk. rates: fp32 [parameters, 4],
+    see `StepRule.table` of `lowp.kernels.steps.rules`; the fourth are the earlier steps, if numbers are drawn.
     """
     if tl.load(skip) <= 0:
+        COLUMNS: tl.constexpr = 10 if WAY.moments == "codes" else 8
         tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
         begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
         own = rates + 4 * tensor
-        count = tl.load(table + tensor * COLUMNS + 7)
-        place = tl.load(table + tensor * COLUMNS + 9)
-        seed = tl.load(table + tensor * COLUMNS + 8) + tl.load(own + 3).to(tl.int64) * SEED_OF_STEP
-        for start in range(0, CHUNK, BLOCK):
-            if begin + start < count:
-                _kept_block(
-                    table, tensor, begin + start, count, place, inverse, own, seed, form, weight_numbers, numbers,
-                    codes, sharing, WAY, CAST, CAST_EXACT, FORM, EXACT, LAYOUT, SHARING, SIZE, ALIGNED, BLOCK,
+        count = tl.load(table + tensor * COLUMNS + COLUMNS - 3)
+        if WAY.moments == "fp32" and not WAY.rounds:  # nothing is drawn
+            whole = count // 16 * 16
+            kept = _pointers(table, tensor, COLUMNS, WAY, ALIGNED)
+            for start in range(0, CHUNK, BLOCK):
+                _block(
+                    kept, begin + start, whole, 0, inverse, own, 0, form, weight_numbers, numbers, codes, sharing, WAY,
+                    CAST, CAST_EXACT, FORM, EXACT, LAYOUT, SHARING, SIZE, BLOCK,
                 )  # fmt: skip
+            if begin + CHUNK >= count:  # the last chunk: the elements after the last vector of 16
+                _block(
+                    kept, whole, count, 0, inverse, own, 0, form, weight_numbers, numbers, codes, sharing, WAY, CAST,
+                    CAST_EXACT, FORM, EXACT, LAYOUT, SHARING, SIZE, 16,
+                )  # fmt: skip
+        else:
+            seed = tl.load(table + tensor * COLUMNS + COLUMNS - 2) + tl.load(own + 3).to(tl.int64) * SEED_OF_STEP
+            place = tl.load(table + tensor * COLUMNS + COLUMNS - 1)
+            for start in range(0, CHUNK, BLOCK):
+                if begin + start < count:
+                    kept = _pointers(table, tensor, COLUMNS, WAY, ALIGNED)  # here they need fewer registers
+                    _block(
+                        kept, begin + start, count, place, inverse, own, seed, form, weight_numbers, numbers, codes,
+                        sharing, WAY, CAST, CAST_EXACT, FORM, EXACT, LAYOUT, SHARING, SIZE, BLOCK,
+                    )  # fmt: skip
