@@ -10,7 +10,8 @@ import torch
 import lowp
 from lowp import kernels
 from lowp.casts import parse
-from lowp.exponents.table import COUNTS, ExponentTable
+from lowp.exponents.learning import COUNTS
+from lowp.exponents.table import ExponentTable
 from lowp.kernels.int16 import entries
 from lowp.kernels.int16.cpu_int16 import Seen
 from lowp.scaling import Autoflex

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowp import checkpoint
 from lowp.casts import parse
 from lowp.errors import InvalidInput, Misuse
-from lowp.exponents import SharedExponents, table
+from lowp.exponents import SharedExponents, learning
 from lowp.kernels.int16.mantissas import NOT_FINITE, own_exponent, to_mantissas, values
 from lowp.ops.observing import observe
 from lowp.optim import FlexWeights
@@ -144,7 +144,7 @@ def test_the_default_dtype_changes_nothing() -> None:
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_step_is_taken_if_nothing_but_results_is_infinite(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_there:
-        monkeypatch.setattr(table, "has_integer_kernels", lambda device: False)
+        monkeypatch.setattr(learning, "has_integer_kernels", lambda device: False)
     run, x = Run(), torch.full((4, 2), math.inf)
     with run.precision.autocast():
         assert not F.linear(x, run.model[0].weight.detach()).isfinite().any()  # used by nothing

@@ -18,9 +18,10 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents.base import Sites
+from lowp.exponents.learning import Condition, Flush, Run, both
 from lowp.exponents.sites import features_axis, is_of_optimizer
 from lowp.exponents.summary import Summary, summarised
-from lowp.exponents.table import Condition, ExponentTable, Flush, Run, Written, both
+from lowp.exponents.table import ExponentTable, Written
 from lowp.hooks import listed
 from lowp.kernels.int16 import low_words, payloads
 from lowp.kernels.int16.mantissas import own_exponent
@@ -75,10 +76,7 @@ class SharedExponents(Sites[ExponentTable]):
             when = both(when, table.counting)
         index, is_long = table.place(site, when), max(x.shape, default=0) >= low_words.FEATURES
         in_place = in_place and not is_long
-        if finds_exact:
-            written = table.write_unless_exact(x, index, in_place)
-        else:
-            written = table.write(x, index, in_place, when, otherwise)
+        written = table.write(x, index, in_place, when, otherwise, finds_exact)
         if (exponent := written.exponent) is None:
             return written
         return self._in_two_words(table, x, written.values, site, exponent, when) if is_long else written

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lowp.exponents.learning import COUNTS, LearningTable
 from lowp.exponents.sites import CLASSES, class_of
-from lowp.exponents.table import COUNTS, ExponentTable
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Summary:
         return self.headroom_sum / self.measured if self.measured else math.nan
 
 
-def summarised(groups: Iterable[ExponentTable]) -> dict[str, Summary]:
+def summarised(groups: Iterable[LearningTable]) -> dict[str, Summary]:
     """Return sums over all entries of some tables, as ``all`` and by class of tensors, without empty classes."""
     found = {"all": Summary(), **{name: Summary() for name in CLASSES}}
     for group in groups:

@@ -1,49 +1,26 @@
-"""The table of shared exponents: what one write does, and how the writes of a step update all entries at once.
+"""The table of shared exponents: what one write does.
 
-An exponent is a slot of a tensor on every device. A CPU's are read and begun by the C++ library, in the call that
-writes; those of other devices by Triton's kernels or by torch, and nobody reads them. There each thing that a CPU
-decides (a gradient that is in the format already stays as it is, a step with infinities is not taken, a weight that
-was put there from outside begins anew) is a flag, a 0-d tensor of bools, and a write that is not to happen is computed
-all the same and left out of everything that remembers writes. So the numbers are those of a CPU, and a captured graph
-makes the decisions anew at each replay.
+A CPU's exponents are begun by the C++ library, in the call that writes; those of other devices by Triton's kernels or
+by torch, and nobody reads them.
 """
 
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp import distributed
 from lowp.casts import Cast, Rounding
-from lowp.compat import widest_float
-from lowp.exponents.base import SiteTable
-from lowp.exponents.scalings import FirstExponents, current, scaling_of
-from lowp.exponents.sites import is_result
-from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels.choose.dispatch import by_triton, has_integer_kernels, runs_triton, uses_library
+from lowp.exponents.learning import Condition, LearningTable, Run
+from lowp.exponents.scalings import FirstExponents, current
+from lowp.kernels.choose.dispatch import by_triton, uses_library
 from lowp.kernels.int16 import entries, payloads
 from lowp.kernels.int16.cpu_int16 import memory_of
 from lowp.kernels.int16.mantissas import Mantissas, laid_out, mantissas_and_values, own_exponent
-from lowp.scaling import Autoflex, AutoflexState, Reactive, ReactiveState, WritesSeen
+from lowp.scaling import AutoflexState, Reactive
 from lowp.scaling.powers import times
-
-Condition: TypeAlias = Literal[True] | Tensor  # of a write: True, or a 0-d tensor of its device
-_LOWEST = -1000  # below every exponent
-COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
-
-
-class Flush(NamedTuple):
-    """The data that a watcher gets for one step, by entry: exponents and predictions at the time of the writes."""
-
-    sites: list[str]
-    written: Tensor  # bool[n]
-    mantissa: Tensor  # int32[n], Γ
-    exponent: Tensor  # int32[n], log2 κ
-    predicted: Tensor | None  # fp64[n], χ; None of scalings that predict no maximum
 
 
 class Written(NamedTuple):
@@ -54,114 +31,64 @@ class Written(NamedTuple):
     mantissas: Mantissas | None = None  # those that the C++ library has written, if all is finite
 
 
-class Run:
-    """What the tables of a run share: who watches its steps, which writes do not count, what was warned of once."""
+class ExponentTable(LearningTable):
+    """The entries of one cast, and the writes at them.
 
-    def __init__(self) -> None:
-        self.watchers: list[Callable[[Flush], object]] = []  # copies have none
-        self.uncounted: Condition | None = None  # see `SharedExponents.uncounted`
-        self.has_told_beyond = False  # about numbers too large for the format
-        self.has_told_most = False  # about tensors of which most was cut off
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "watchers": [], "uncounted": None}
-
-
-def both(one: Condition, other: Condition) -> Condition:
-    """Return whether both hold; no operation where one of them is True."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one & other
-    return one if isinstance(one, Tensor) else other
-
-
-class ExponentTable(SiteTable):
-    """The entries of one cast.
-
-    `is_fixed`: its exponent is given. `is_host`: integer kernels run there, so that the host knows at once what a write
-    has seen. `own` is the cast under the exponent of a tensor's own maximum. `is_quick`: the C++ library may write
-    entries by itself, each in its first write of a step, as writes are rounded to nearest even and only their maximum
-    is observed. `written` are the entries that were written since the last flush, and
-    whether that counts.
+    `own` is the cast under the exponent of a tensor's own maximum. `is_quick`: the C++ library may write entries by
+    itself, each in its first write of a step, as writes are rounded to nearest even and only their maximum is observed.
     """
 
     def __init__(self, cast: Cast, device: torch.device, run: Run | None = None) -> None:
-        super().__init__(cast, device)
-        self.scaling, self.run = scaling_of(cast), run or Run()
-        self.is_host = has_integer_kernels(device)
-        self.is_fixed = cast.scaling is not None and cast.scaling.exponent is not None
-        self.own = cast if self.is_fixed else current(cast)
-        is_plain = cast.rounding is Rounding.NEAREST_EVEN and not isinstance(self.scaling, Reactive)
-        self.is_quick = self.is_host and is_plain
-        self.adapts = not isinstance(self.scaling, Autoflex) or self.scaling.adapt  # whether exponents change at all
+        super().__init__(cast, device, run)
+        self._is_fixed = cast.scaling is not None and cast.scaling.exponent is not None  # the exponent is given
+        self.own = cast if self._is_fixed else current(cast)
         guess = self.scaling.guess if isinstance(self.scaling, Reactive) else self.scaling
+        self.is_quick = self.is_host and cast.rounding is Rounding.NEAREST_EVEN and guess is self.scaling
         self.is_near = -100 <= guess.min_exponent and guess.max_exponent <= 100  # units are normal numbers of fp32
-        self.written: dict[int, Condition] = {}
         self._scratch = torch.zeros(2, dtype=torch.int32, device=device)  # of Triton's kernel, which leaves zeros there
-        counts = {name: torch.zeros(0, dtype=widest_float(device), device=device) for name in COUNTS}
-        state = self.scaling.init(device, 0)
-        self.hold({}, {"state": state._asdict(), "counts": counts, "before": state.exponent.clone()})
         self._looked_up = None if self.is_host else FirstExponents(self.scaling, device)
 
-    @property
-    def parts(self) -> dict[str, Tensor | dict[str, Tensor]]:
-        """What a checkpoint holds of the entries."""
-        return {"state": self.state._asdict(), "counts": self.counts, "before": self.before}
-
-    def hold(self, names: dict[str, int], parts: Mapping[str, Any]) -> None:
-        """Take over entries with their `parts`."""
-        self.names, self.counts = names, parts["counts"]
-        self.state = (ReactiveState if isinstance(self.scaling, Reactive) else AutoflexState)(**parts["state"])
-        self.before: Tensor = parts["before"]  # the exponent of the previous write
-        self.seen = self.before.new_zeros(len(names), entries.WORDS, dtype=torch.int64)  # since the last flush
-        self.faulty: Tensor = self.before.new_zeros(len(names), dtype=torch.bool)  # in this step
-        self._is_result = self.faulty.clone()
-        if names:
-            self._is_result = torch.tensor([is_result(site) for site in names], device=self.device)
-        self._places = torch.arange(len(names), dtype=torch.int32, device=self.device)
-        self.__dict__.pop("block", None)
-
-    def grow(self, site: str) -> None:
-        """Make the entry of a new site."""
-        self.state = self.scaling.extend(self.state, 1)
-        self.counts = {name: torch.cat((value, value.new_zeros(1))) for name, value in self.counts.items()}
-        self.before = torch.cat((self.before, self.state.exponent[-1:]))
-        self.seen = torch.cat((self.seen, self.seen.new_zeros(1, entries.WORDS)))
-        self.faulty = torch.cat((self.faulty, self.faulty.new_zeros(1)))
-        self._is_result = torch.cat((self._is_result, self.faulty.new_full((1,), is_result(site))))
-        self._places = torch.arange(len(self.names), dtype=torch.int32, device=self.device)
-        self.__dict__.pop("block", None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state; a copy lies elsewhere in memory."""
-        return {name: value for name, value in self.__dict__.items() if name != "block"}
-
-    @cached_property
-    def block(self) -> object:
-        """What the C++ library is given of a table on a CPU, as long as it has these entries."""
-        state = self.state._asdict()
-        own = dict.fromkeys(("history", "seen", "writes", "saturated", "moved", "nonfinite", *COUNTS))
-        if isinstance(self.scaling, Autoflex):
-            own |= {name: state[name] for name in own if name in state} | self.counts
-        columns = [state["exponent"], state["started"], self.before, self.seen, self._is_result, self.faulty]
-        guess = self.scaling if isinstance(self.scaling, Autoflex) else self.scaling.guess
-        return entries.block_of(guess, isinstance(self.scaling, Reactive), [*columns, *own.values()])
-
-    # -- one write ------------------------------------------------------------------------------------------------
-    def may_find_exact(self, x: Tensor, site: str) -> bool:
-        """Whether `write_unless_exact` serves: x was not looked at before, nor its site written in this step."""
+    def place(self, site: str, when: Condition = True) -> int:
+        """Return the entry of a site, ready for a write of training, which counts if `when` holds."""
         index = self.names.get(site)
-        if index is None or index in self.written or not self.is_host or self.is_fixed or not uses_library():
+        if index is None:
+            return self.index(site)
+        if index in self.written and not distributed.has_other_ranks():
+            # a second write at a site uses the result of the first; a step may end without `flush`, in a region alone
+            if not self.run.has_told_beyond and (beyond := self.cut_off()[0]):
+                self.run.has_told_beyond = True
+                warnings.warn(
+                    f"numbers beyond the largest of {self.cast.format} are cut off, first in the {beyond[0]}. If "
+                    "this continues, look at the learning rate and at the scale of inputs and loss",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            self._flush_before(index, when)
+        return index
+
+    def may_find_exact(self, x: Tensor, site: str) -> bool:
+        """Whether a write may be `unless_exact`: x was not looked at before, nor its site written in this step."""
+        index = self.names.get(site)
+        if index is None or index in self.written or not self.is_host or self._is_fixed or not uses_library():
             return False
         return payloads.hint(x, self.cast.format) is None and memory_of(x) is not None
 
-    def write_unless_exact(self, x: Tensor, index: int, in_place: bool = False) -> Written:
-        """Do as `write`, or return x, and no exponent, if it is in the format: one call of the C++ library."""
-        return self._write_here(x, index, in_place, entries.UNLESS_EXACT)
+    def write(
+        self, x: Tensor, index: int, in_place: bool = False, when: Condition = True, otherwise: Tensor | None = None,
+        unless_exact: bool = False,
+    ) -> Written:  # fmt: skip
+        """Return x as values of the format under the entry's exponent; what was seen is noted where `when` holds.
 
-    def _write_here(self, x: Tensor, index: int, in_place: bool, how: int = entries.VALUES) -> Written:
+        Non-finite values stay unchanged. Where `when` does not hold, the values are those of x, and the exponent is
+        `otherwise`, if given. On a CPU the values may take x's memory, `in_place`; with `unless_exact`, where
+        `may_find_exact`, x that is in the format is returned as it is, without an exponent.
+        """
+        if not (self.is_host and uses_library()):
+            return self._write_unread(x, index, when, otherwise)
         given, x = x, laid_out(x, self.cast)
         payload = torch.empty_like(x, dtype=torch.int16)
         result = x if in_place and x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32)
+        how = entries.UNLESS_EXACT if unless_exact else entries.VALUES
         exponent, nonfinite = entries.write(self.block, self.cast, index, x, payload, result, how)
         if nonfinite < 0:
             payloads.keep(given, self.cast.format, exponent)
@@ -172,16 +99,8 @@ class ExponentTable(SiteTable):
         payloads.keep(result, self.cast.format, exponent, payload)
         return Written(result, exponent, Mantissas(payload, exponent))
 
-    def write(
-        self, x: Tensor, index: int, in_place: bool = False, when: Condition = True, otherwise: Tensor | None = None
-    ) -> Written:
-        """Return x as values of the format under the entry's exponent; what was seen is noted where `when` holds.
-
-        Non-finite values stay unchanged. Where `when` does not hold, the values are those of x, and the exponent is
-        `otherwise`, if given. `in_place`: on a CPU the values may take x's memory.
-        """
-        if self.is_host and uses_library():
-            return self._write_here(x, index, in_place)
+    def _write_unread(self, x: Tensor, index: int, when: Condition, otherwise: Tensor | None) -> Written:
+        """Do that without the C++ library; nothing waits for a device."""
         x = laid_out(x, self.cast)
         self.begin(x, index, when)
         how = when if isinstance(when, Tensor) else None, otherwise, None if index in self.written else self.seen[index]
@@ -202,6 +121,30 @@ class ExponentTable(SiteTable):
         """Keep the exponent of values; on a CPU only where they are finite, so that mantissas stand for them."""
         if not self.is_host or bool(values.isfinite().all()):
             payloads.keep(values, self.cast.format, exponent)
+
+    def write_at(self, x: Tensor, exponent: Tensor) -> Tensor:
+        """Return x as values of the format under an exponent, and remember nothing."""
+        held = self._holding(x, exponent)
+        x = laid_out(x, self.cast)
+        if self.is_host and uses_library():
+            found, result, seen = mantissas_and_values(x, self.cast, held)
+            if not seen.nonfinite:
+                payloads.keep(result, self.cast.format, held, found.payload)
+            return result
+        result = entries.write_unread(x, self.cast, held.reshape(1), 0).values
+        self._keep(result, held)
+        return result
+
+    def _holding(self, x: Tensor, exponent: Tensor) -> Tensor:
+        """Return the exponent for a write of x: of a single number, such as a loss, one that holds it.
+
+        Nothing of a single number would be left if it were cut off: a loss that is another than the one before.
+        """
+        if x.numel() != 1 or not self.adapts:
+            return exponent
+        size = x.detach().abs().reshape(())
+        is_beyond = size.isfinite() & (size > times(torch.full_like(size, self.scaling.limit), exponent))
+        return torch.where(is_beyond, torch.maximum(own_exponent(x, self.own, only_finite=True), exponent), exponent)
 
     def exponent(self, index: int) -> Tensor:
         """The exponent of an entry's next write: a copy, 0-d."""
@@ -239,39 +182,6 @@ class ExponentTable(SiteTable):
             self._looked_up = FirstExponents(self.scaling, self.device)
         return self._looked_up
 
-    def note(self, index: int, record: Tensor, when: Condition = True) -> None:
-        """Note what was seen of one write at an entry until the step is flushed: a row of `entries`."""
-        row, earlier = self.seen[index], self.written.get(index)
-        row.copy_(record if earlier is None else entries.joined(row, record))
-        if earlier is None or earlier is True or when is True:
-            self.written[index] = when if earlier is None else True
-        else:
-            self.written[index] = earlier | when
-
-    def write_at(self, x: Tensor, exponent: Tensor) -> Tensor:
-        """Return x as values of the format under an exponent, and remember nothing."""
-        held = self._holding(x, exponent)
-        x = laid_out(x, self.cast)
-        if self.is_host and uses_library():
-            found, result, seen = mantissas_and_values(x, self.cast, held)
-            if not seen.nonfinite:
-                payloads.keep(result, self.cast.format, held, found.payload)
-            return result
-        result = entries.write_unread(x, self.cast, held.reshape(1), 0).values
-        self._keep(result, held)
-        return result
-
-    def _holding(self, x: Tensor, exponent: Tensor) -> Tensor:
-        """Return the exponent for a write of x: of a single number, such as a loss, one that holds it.
-
-        Nothing of a single number would be left if it were cut off: a loss that is another than the one before.
-        """
-        if x.numel() != 1 or not self.adapts:
-            return exponent
-        size = x.detach().abs().reshape(())
-        is_beyond = size.isfinite() & (size > times(torch.full_like(size, self.scaling.limit), exponent))
-        return torch.where(is_beyond, torch.maximum(own_exponent(x, self.own, only_finite=True), exponent), exponent)
-
     @property
     def counting(self) -> Condition:
         """Whether writes count, as far as a flag of the table's device says."""
@@ -297,179 +207,6 @@ class ExponentTable(SiteTable):
         if isinstance(self.state, AutoflexState):
             self.state.seen[places] = torch.where(anew, 0, self.state.seen[places])
             self.state.history[places] = torch.where(anew[:, None], 0.0, self.state.history[places])
-
-    # -- the end of a step ----------------------------------------------------------------------------------------
-    def flush(self, agreed: Tensor | None = None) -> None:
-        """End a step: observe all writes since the last flush, and tell of them if something was written."""
-        self._flush(agreed)
-        self.faulty.zero_()
-
-    def _flush(self, agreed: Tensor | None = None) -> None:
-        if not self.names or (not self.written and agreed is None):
-            return
-        watchers = self.run.watchers
-        if agreed is not None or watchers or not self._observe_at_once():
-            seen = self._observed() if agreed is None else self._adopted(agreed)
-            self.faulty |= entries.nonfinite_of(self.seen)
-            told = self._told(seen) if watchers else None
-            self._observe(seen)
-            self.seen.zero_()
-            if told is not None:
-                for watcher in watchers:
-                    watcher(told)
-        self.written.clear()
-
-    def _observe(self, seen: WritesSeen) -> None:
-        """Take over what the writes of a step make of the entries, in place."""
-        assert seen.mask is not None
-        self._count(seen, seen.mask)
-        before, state = torch.where(seen.mask, self.state.exponent, self.before), self.scaling.observe(self.state, seen)
-        for kept, new in zip((self.before, *self.state), (before, *state), strict=True):
-            kept.copy_(new)
-
-    def _observe_at_once(self) -> bool:
-        """Do that by one call of the C++ library or one kernel of Triton; False, with nothing done, if neither can."""
-        scaling = self.scaling
-        if not isinstance(scaling, Autoflex) or scaling.window > entries.MOST_WINDOW:
-            return False
-        if self.is_host:
-            if uses_library():
-                entries.observe(self.block, self.written)
-            return uses_library()
-        if self.counts["measured"].dtype is not torch.float64 or not runs_triton(self.before):
-            return False
-        from lowp.kernels.triton import predictions as kernels
-
-        places, written = self._places, None
-        if list(self.written) != list(range(len(self.names))):
-            places = torch.stack([self._places[index] for index in self.written])
-        if any(when is not True for when in self.written.values()):
-            always = self.faulty.new_ones(())
-            written = torch.stack([always if when is True else when for when in self.written.values()])
-        state = (*self.state, self.before, *(self.counts[name] for name in COUNTS))
-        kernels.observe(scaling, state, kernels.Writes(places, written, self.seen, self._is_result, self.faulty))
-        return True
-
-    def _mask(self) -> Tensor:
-        """Return which entries were written, bool[n]; made on the device, as a copy is no part of a captured graph."""
-        yes, no = self.faulty.new_ones(()), self.faulty.new_zeros(())
-        conditions = (self.written.get(index) for index in range(len(self.names)))
-        return torch.stack([no if one is None else yes if one is True else one for one in conditions])
-
-    def _observed(self) -> WritesSeen:
-        return entries.observed(self.seen, self._is_result, self._mask())
-
-    def _told(self, seen: WritesSeen) -> Flush:
-        predicted = None
-        if isinstance(self.scaling, Autoflex):
-            # κ in the prediction is that of the previous write
-            predicted = self.scaling.predicted_maximum(self.state._replace(exponent=self.before))
-            predicted = torch.where(self.state.seen > 0, predicted, math.nan)
-        assert seen.mask is not None
-        return Flush(list(self.names), seen.mask, seen.mantissa, self.state.exponent.clone(), predicted)
-
-    def place(self, site: str, when: Condition = True) -> int:
-        """Return the entry of a site, ready for a write of training, which counts if `when` holds."""
-        index = self.names.get(site)
-        if index is None:
-            return self.index(site)
-        if index in self.written and not distributed.has_other_ranks():
-            # a second write at a site uses the result of the first; a step may end without `flush`, in a region alone
-            if not self.run.has_told_beyond and (beyond := self.cut_off()[0]):
-                self.run.has_told_beyond = True
-                warnings.warn(
-                    f"numbers beyond the largest of {self.cast.format} are cut off, first in the {beyond[0]}. If "
-                    "this continues, look at the learning rate and at the scale of inputs and loss",
-                    UserWarning,
-                    stacklevel=3,
-                )
-            self._flush_before(index, when)
-        return index
-
-    def _flush_before(self, index: int, when: Condition) -> None:
-        """Observe the writes so far before another write at an entry that was written, where both of them count."""
-        earlier = both(self.written[index], when)
-        if earlier is True:
-            self._flush()
-            return
-        later, written = ~earlier, dict(self.written)
-        rows = self.seen * later
-        self.seen *= earlier
-        self.written = {place: both(counts, earlier) for place, counts in written.items()}
-        self._flush()
-        self.seen.copy_(rows)
-        self.written = {place: both(counts, later) for place, counts in written.items()}
-
-    @property
-    def faults(self) -> Tensor:
-        """Whether something that is not finite was written in this step, by entry; bool[n], on the device."""
-        return self.faulty | entries.nonfinite_of(self.seen)
-
-    def met(self) -> tuple[bool, bool]:
-        """Whether this step has written what is not finite, and what did not fit: of a CPU; else it may have."""
-        if self.is_host and uses_library():
-            return entries.met(self.block, len(self.names))
-        return True, self.is_host
-
-    def cut_off(self) -> tuple[list[str], list[str]]:
-        """Return the sites of a CPU whose writes in this step saturated under the largest exponent.
-
-        And the results whose writes lost most of their numbers. None on other devices, which are not waited for.
-        """
-        if not (self.adapts and self.met()[1]):
-            return [], []
-        overflowed, elements = entries.counts_of(self.seen)
-        format = self.cast.format
-        assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
-        at_most = (overflowed > 0) & (self.state.exponent >= format.scale.max_exponent)
-        names, most = list(self.names), 2 * overflowed > elements
-        beyond = [names[place] for place in at_most.nonzero().flatten().tolist()]
-        return beyond, [site for place in most.nonzero().flatten().tolist() if is_result(site := names[place])]
-
-    # -- ranks ------------------------------------------------------------------------------------------------------
-    def columns(self, sites: list[str]) -> Tensor:
-        """Return this rank's observations at some sites, fp64[9, n], for a maximum over ranks; zeros if it saw nothing.
-
-        Rows: the maximum as a real value; the exponent, counted from `_LOWEST`; the flags written, not finite, not
-        vanished and started; the numbers of elements that did not fit, that were crowded, and that were written.
-        """
-        own = self._observed()
-        exponent, started = self.state.exponent, self.state.started
-        mask, nonfinite, vanished = own.mask, own.nonfinite, own.vanished
-        assert mask is not None and nonfinite is not None and vanished is not None
-        assert own.overflowed is not None and own.crowded is not None and own.elements is not None
-        rows = [
-            torch.where(mask, torch.ldexp(own.mantissa.double(), exponent), 0.0),
-            torch.where(mask | started, exponent.double() - _LOWEST, 0.0),
-            *(flag.double() for flag in (mask, nonfinite, mask & ~vanished, started)),
-            *(count.double() for count in (own.overflowed, own.crowded, own.elements)),
-        ]
-        return torch.stack(rows)[:, self.order_of(sites)]
-
-    def _adopted(self, agreed: Tensor) -> WritesSeen:
-        """Take over the largest exponent under which a rank has written. Return the observations of all ranks."""
-        exponent = torch.where(agreed[1] > 0, (agreed[1] + _LOWEST).to(torch.int32), self.state.exponent)
-        mantissa = torch.ldexp(agreed[0], -exponent).round().clamp(max=entries.MOST_MANTISSA).to(torch.int32)
-        self.state.exponent.copy_(exponent)
-        self.state.started.copy_(agreed[5] > 0)
-        written, nonfinite = agreed[2] > 0, agreed[3] > 0
-        vanished = written & (agreed[4] == 0)
-        return WritesSeen(mantissa, written, nonfinite, vanished, *(agreed[row].to(torch.int64) for row in (6, 7, 8)))
-
-    def _count(self, seen: WritesSeen, mask: Tensor) -> None:
-        good = mask & (seen.mantissa > 0)
-        if seen.nonfinite is not None:
-            good = good & ~seen.nonfinite
-        measured = self.counts["measured"]
-        mantissa = seen.mantissa.to(measured.dtype)
-        held = times(torch.full_like(measured, self.scaling.limit), self.before)
-        saturated = seen.mantissa >= self.scaling.limit
-        needed = good & (saturated | (times(mantissa, self.state.exponent) > held))
-        free = torch.log2(32768.0 / mantissa.clamp(min=1))
-        self.counts["headroom_sum"] += torch.where(good, free, 0.0)
-        self.counts["measured"] += good
-        self.counts["raises_needed"] += needed
-        self.counts["raises_in_time"] += needed & ~saturated
 
 
 def largest(x: Tensor, is_known: bool) -> Tensor:

@@ -103,8 +103,8 @@ class UnscaledSteps:
             one.write_gradients()
         sites, flags = self._looked_at(optimizers)
         is_bad = False if self.is_plain else _on_any_rank(flags, optimizers)
-        may_skip = self.exponents is not None or isinstance(is_bad, Tensor)
         written = {} if self.exponents is None else self.exponents.faults()
+        may_skip = isinstance(is_bad, Tensor) if self.exponents is None else bool(written)
         there = self._flags_there(optimizers, written) if may_skip else None
         if there is not None and (isinstance(is_bad, Tensor) or (there and not is_bad)):
             if not there:
@@ -171,7 +171,7 @@ class UnscaledSteps:
         """Return the flags of a device by site, of shared exponents; None if the host has to know."""
         if self.exponents is None:
             return None if any(map(starts_momentum, optimizers)) else {}
-        if not written or distributed.has_other_ranks():
+        if distributed.has_other_ranks():
             return None
         flags = {site: one for site, one in written.items() if isinstance(one, Tensor) and not is_result(site)}
         can_skip = bool(flags) and all(isinstance(one, FlexWeights) and one.skips_there() for one in optimizers)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.casts import parse
-from lowp.exponents.table import COUNTS, Condition, ExponentTable, Flush
+from lowp.exponents.learning import COUNTS, Condition, Flush
+from lowp.exponents.table import ExponentTable
 from lowp.kernels.choose import dispatch
 from lowp.kernels.int16.cpu_int16 import Seen
 from lowp.kernels.int16.entries import record_of

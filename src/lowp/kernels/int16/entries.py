@@ -4,7 +4,7 @@ A table is columns with one number an entry, tensors of a device, which the C++ 
 their pointers: the host is told what it asks for, and keeps no copy. What was seen of an entry since the last step is a
 row of `WORDS` int64: the largest |mantissa| of what is finite, 0 .. 32768; finite elements that did not fit; elements
 that would not fit under half the unit, where a scaling counts them; the elements; and flags, in bytes: whether anything
-is not finite, whether anything is NaN, and whether all nonzero values became zero. `lowp.exponents.table` owns tables.
+is not finite, whether anything is NaN, and whether all nonzero values became zero. `lowp.exponents` owns tables.
 """
 
 from __future__ import annotations
