@@ -18,6 +18,7 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.exponents import DelayedScales
+from lowp.exponents.delayed import DelayedTable
 from lowp.kernels import cpu
 from lowp.kernels.casts.functions import quantize_measured
 from lowp.ops.direct import Direct
@@ -430,3 +431,24 @@ def test_compiled_code_takes_each_tensors_own_maximum() -> None:
         loss.backward()
         found.append((loss.detach(), model.first.weight.grad))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+@pytest.mark.parametrize("spelled", ["e4m3fn@fp32/tensor:delayed(window=3,headroom=2)", "e5m2@fp32/tensor:delayed"])
+def test_maxima_are_remembered_in_one_call_as_by_definition(spelled: str) -> None:
+    tables = [DelayedTable(parse(spelled), torch.device("cpu")) for _ in range(2)]
+    torch.manual_seed(0)
+    for table in tables:
+        for name in range(60):
+            table.index(str(name))
+    for _ in range(8):
+        met = torch.randn(60).abs() * 2.0 ** torch.randint(-160, 128, (60,))
+        met[:3] = torch.tensor([torch.inf, torch.nan, 0.0])[torch.randperm(3)]
+        for table, way in zip(tables, ("cpu", "reference"), strict=True):
+            table.rows[:, 1], table.rows[:, 2] = met, (torch.arange(60) % 5 > 0).double()
+            with kernels.use(way):
+                table.flush()
+        one, other = tables
+        assert torch.equal(one.rows, other.rows) and one.knows == other.knows
+        assert all(map(torch.equal, one.state, other.state))
+    assert all(int(count.sum()) for count in tables[0].state[3:]) and 0 < sum(tables[0].knows) <= 60

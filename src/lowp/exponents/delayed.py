@@ -21,7 +21,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import widest_float
 from lowp.exponents.base import Sites, SiteTable
-from lowp.kernels.casts.functions import quantize_measured, quantize_operand
+from lowp.kernels.casts.functions import quantize_measured, quantize_operand, remember_maxima
 from lowp.kernels.choose import hardware
 from lowp.kernels.numbers.scaled import scale_of_maxima
 from lowp.scaling.delayed import DelayedMaximum, DelayedState, MaximaSeen
@@ -87,10 +87,12 @@ class DelayedTable(SiteTable):
 
     def flush(self, agreed: Tensor | None = None) -> None:
         """Remember the maxima met since the last flush, or those of all ranks."""
-        seen = self.seen
         if agreed is not None:
-            seen = MaximaSeen(torch.where(agreed[1] > 0, torch.inf, agreed[0]).float(), agreed[2] > 0)
-        for kept, new in zip(self.state, self.scaling.observe(self.state, seen), strict=True):
+            self.rows[:, 1], self.rows[:, 2] = torch.where(agreed[1] > 0, torch.inf, agreed[0]), agreed[2]
+        if self.is_host and remember_maxima(self.rows, self.state, self.cast):
+            self.knows = (self.state.largest > 0).tolist()
+            return
+        for kept, new in zip(self.state, self.scaling.observe(self.state, self.seen), strict=True):
             kept.copy_(new)  # in place: a captured graph reads where it has read
         self.rows.zero_()
         self._choose()

@@ -5,6 +5,7 @@ operator.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow
 from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.errors import InvalidInput
-from lowp.formats import FloatFormat, Format, Specials
+from lowp.formats import FloatFormat, Format, ScaledFormat, Specials
 from lowp.formats.checks import whole_number
 from lowp.kernels import cpu, tracing
 from lowp.kernels.casts import arrays, checks, cpu_groups, run, shards, verbs
 from lowp.kernels.casts.verbs import DIRECT
 from lowp.kernels.choose.dispatch import implementation, uses_library
-from lowp.kernels.numbers import packing
+from lowp.kernels.numbers import packing, scaled
 from lowp.kernels.numbers.floats import CARRIERS
 from lowp.kernels.numbers.statistics import Statistics
 from lowp.kernels.tracing import is_compiling, is_eager
@@ -127,6 +128,22 @@ def quantize_measured(x: Tensor, cast: Cast, scale: Tensor, seed: int | Tensor) 
         return torch.where(x.isfinite(), out, x), torch.tensor(math.inf, device="cpu")
     rounded = quantize(x, cast, scale=scale, seed=seed)
     return torch.where(x.isfinite(), rounded, x), x.abs().amax() if x.numel() else x.new_zeros(())
+
+
+def remember_maxima(rows: Tensor, state: Sequence[Tensor], cast: Cast) -> bool:
+    """Observe the maxima of a step in place and choose the next scales, as `DelayedTable` has them, in one call.
+
+    False, with nothing done, but on a CPU with the C++ library and for scales in fp32.
+    """
+    format, scaling = cast.format, cast.scaling
+    is_plain = isinstance(format, ScaledFormat) and format.scale == scaled.FP32 and format.outer is None
+    if not is_plain or scaling is None or not (rows.is_cpu and uses_library() and is_eager(rows)):
+        return False
+    history, known, largest, *counts = state
+    factor, highest = 2.0**scaling.headroom, scaled.aim(cast)
+    given = len(rows), history, history.shape[1], known, largest, *counts, factor, highest
+    cpu.loaded().lowp_remember_maxima(rows, *given)
+    return True
 
 
 @constant_when_compiled

@@ -233,6 +233,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_write_entries": (c_int64, (*(c_void_p,) * 3, c_int64, c_int)),
     "lowp_hold_entries": (None, (*(c_void_p,) * 2, c_int64, c_int, c_void_p)),
     "lowp_end_entries": (None, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 2, c_int64, c_int)),
+    "lowp_remember_maxima": (None, (c_void_p, c_int64, c_void_p, c_int64, *(c_void_p,) * 5, c_double, c_double)),
     "lowp_observe_entries": (None, (*(c_void_p,) * 2, c_int64)),
     "lowp_met_in_entries": (c_int, (c_void_p, c_int64)),
     "lowp_layer_forward": (c_int, (c_char_p, *(c_void_p,) * 3, c_int, c_void_p)),

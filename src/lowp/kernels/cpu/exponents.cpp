@@ -1,9 +1,10 @@
 // The C functions of tables of shared exponents, called by lowp/kernels/int16/entries.py: tensors are written under the exponents
-// of their entries, which begin at a first write, and predictions are made from what was seen.
+// of their entries, which begin at a first write, and predictions are made from what was seen. And the maxima of delayed scales.
 #include "exponents.hpp"
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -301,4 +302,34 @@ LOWP_EXPORT int lowp_met_in_entries(const lowp_table* table, int64_t count) {
     if (seen[kOverflowed] > 0) found |= 2;
   }
   return found;
+}
+
+// Remembers the maxima of a step, as `DelayedMaximum` of lowp/scaling/delayed.py does, and chooses the next scales in fp32.
+//   rows[n][3]: of each entry the scale, the maximum met, and whether any was; the last two become 0
+//   history[n][window], largest[n]; known, writes, saturated, nonfinite: int64[n]
+//   factor: 2^headroom; highest: what the largest number is to become
+LOWP_EXPORT void lowp_remember_maxima(double* rows, int64_t n, float* history, int64_t window, int64_t* known, float* largest,
+                                      int64_t* writes, int64_t* saturated, int64_t* nonfinite, double factor,
+                                      double highest) {
+  for (int64_t i = 0; i < n; i++, rows += 3) {
+    const float seen = static_cast<float>(rows[1]);
+    const bool is_met = rows[2] > 0, is_good = is_met && std::isfinite(seen);
+    writes[i] += is_met, nonfinite[i] += is_met && !is_good;
+    if (is_good) {
+      saturated[i] += largest[i] > 0 && seen > largest[i] * static_cast<float>(factor);
+      float* const ring = history + i * window;
+      ring[known[i]++ % window] = seen;
+      uint32_t most = 0;  // bits of numbers that are not negative are ordered like them
+      for (int64_t t = 0; t < window; t++) {
+        uint32_t bits;
+        std::memcpy(&bits, ring + t, sizeof(bits));
+        most = bits > most ? bits : most;
+      }
+      std::memcpy(largest + i, &most, sizeof(most));
+    }
+    const double ratio = static_cast<double>(largest[i]) * factor / highest, rounded = static_cast<double>(static_cast<float>(ratio));
+    const double least = std::numeric_limits<float>::min(), most = std::numeric_limits<float>::max();
+    rows[0] = ratio == 0 ? 1.0 : std::min(std::max(rounded, least), most);
+    rows[1] = rows[2] = 0;
+  }
 }
