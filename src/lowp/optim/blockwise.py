@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -335,7 +335,13 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
 
     @torch.no_grad()
     def _load(self, state_dict: dict[str, Any]) -> None:
-        saved = self._checked(state_dict)
+        saved = entries_by_parameter(self, state_dict, self.moments)
+        for index, entry in enumerate(saved.values()):
+            if "step" not in entry and any(name in entry for name in STORAGE_STATE):
+                raise InvalidInput(
+                    f"the state of parameter {index} has masters but no step, as torch.distributed.checkpoint leaves "
+                    "it if the optimizer had no state: call optimizer.state_dict() before loading"
+                )
         for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in given.items() if name != "params"})
         for group, parameter in self._parameters():
@@ -353,17 +359,6 @@ class BlockwiseOptimizer(MasterKeeper, Checkpointed):
                 self.kept.save(parts, name, slice(0, value.numel()), value.to(torch.float32, copy=True), (0, 0))
             if entry.get(MASTER_WEIGHT) is not None:
                 self.set_masters({parameter: entry[MASTER_WEIGHT]})
-
-    def _checked(self, state_dict: dict[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
-        """Return the saved state by parameter, after checking that every tensor fits its parameter."""
-        saved = entries_by_parameter(self, state_dict, self.moments)
-        for index, entry in enumerate(saved.values()):
-            if "step" not in entry and any(name in entry for name in STORAGE_STATE):
-                raise InvalidInput(
-                    f"the state of parameter {index} has masters but no step, as torch.distributed.checkpoint leaves "
-                    "it if the optimizer had no state: call optimizer.state_dict() before loading"
-                )
-        return saved
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self.__dict__[name] for name in _COPIED if name in self.__dict__}

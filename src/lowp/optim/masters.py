@@ -79,6 +79,8 @@ class MasterWeights(MasterKeeper, Wrapper):
     Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
     """
 
+    allows_fp16_gradients = True  # which a loss scaler may pass, or replace by fp32 ones
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -135,11 +137,6 @@ class MasterWeights(MasterKeeper, Wrapper):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
-
-    @property
-    def allows_fp16_gradients(self) -> bool:
-        """True: a loss scaler may pass gradients in 16 bits, or replace them by fp32 ones."""
-        return True
 
     @skipped_by_compilers
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
