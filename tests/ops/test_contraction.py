@@ -342,3 +342,31 @@ def test_results_and_gradients_of_matrices_lie_one_row_after_the_other(
         y = function(*operands)
     found = torch.autograd.grad(y, operands, torch.randn(y.shape).to(y.dtype))
     assert y.is_contiguous() and all(one.is_contiguous() for one in found)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["conv2d", "conv_transpose2d"])
+def test_blocks_of_a_convolution_lie_along_what_its_products_sum_over(transposed: bool) -> None:
+    """A kernel of one place is a linear layer of the channels; the gradient of its weight is summed over places."""
+    x, weight, direction = torch.randn(2, 40, 2, 40), torch.randn(70, 40), torch.randn(2, 70, 2, 40)
+    images, rows = x.clone().requires_grad_(), x.movedim(1, -1).clone().requires_grad_()
+    filters = (weight.t() if transposed else weight)[:, :, None, None].clone().requires_grad_()
+    with autocast("mxfp8"):
+        found = (F.conv_transpose2d if transposed else F.conv2d)(images, filters)
+        expected = F.linear(rows, weight)
+    found.backward(direction)
+    expected.backward(direction.movedim(1, -1))
+    assert torch.allclose(found.movedim(1, -1), expected, atol=1e-4)
+    assert images.grad is not None and rows.grad is not None and filters.grad is not None
+    assert torch.allclose(images.grad.movedim(1, -1), rows.grad, atol=1e-4)
+    forward = kernels.quantize(x.movedim(1, -1).contiguous(), "mxfp8")  # which the gradient of the weight reads again
+    summed = torch.einsum("nohw,nhwi->oi", kernels.quantize(direction, "mxfp8"), forward)
+    assert torch.allclose((filters.grad.squeeze().t() if transposed else filters.grad.squeeze()), summed, atol=1e-3)
+
+
+def test_blocks_of_an_input_that_is_cast_again_for_the_gradient_of_the_weight_lie_along_its_last_dimension() -> None:
+    x, direction = torch.randn(2, 4, 2, 40), torch.randn(2, 6, 2, 40)
+    filters = torch.randn(6, 4, 1, 1, requires_grad=True)
+    rule = Rule.of(input="fp32", weight="fp32", grad="fp32", weight_gradient="input=mxfp8 grad=fp32")
+    under(rule, F.conv2d, x, filters).backward(direction)
+    summed = torch.einsum("nohw,nihw->oi", direction, kernels.quantize(x, "mxfp8"))
+    assert filters.grad is not None and torch.allclose(filters.grad.flatten(1), summed, atol=1e-4)
