@@ -102,6 +102,7 @@ def test_the_first_match_wins_and_the_unused_are_told() -> None:
     assert policy.unused([general]) == (special,)
     assert special.is_empty
     assert not general.is_empty
+    assert Policy((general,), name="mine") == Policy((general,)) != Policy()
 
 
 def test_a_policy_prints_its_rules() -> None:
