@@ -69,7 +69,7 @@ class RunState:
         self._searches = 0 if scaler is not None or precision is not None else _SEARCHED
         self.is_sharded = any(map(is_sharded, (one for _, one in models.named_parameters())))
         self._resumed = max((_steps_of(one) for one in optimizers), default=-1)
-        self._is_fresh = _is_fresh(self.scaler) if self._resumed > 0 else False
+        self._is_fresh = self._resumed > 0 and _is_fresh(self.scaler)
         self._held: dict[int, _Held] = {}  # by the id of the optimizer
         self._trained: dict[str, int] = {}  # parameters that were trained, and the id of the optimizer
         self._dtypes: dict[str, str] = {}
