@@ -24,13 +24,13 @@ def test_every_maximum_begins_as_algorithm_1_says(scaling: Autoflex | Reactive, 
     generator = torch.Generator().manual_seed(0)
     spread = 2.0 ** torch.randint(-60, 60, (20000,), generator=generator).double()
     first = FirstExponents(scaling, torch.device("cpu"))
-    guess = scaling.guess if isinstance(scaling, Reactive) else scaling
+    guess = scaling.guess
     edges = torch.tensor([2.0**k for k in range(guess.bits)] + [guess.limit, 2.0 ** (guess.bits - 1) - 1.5]) - 0.5
     exponents = torch.arange(max(guess.min_exponent, -100), min(guess.max_exponent, 100) + 1)
     bounds = (edges.double()[:, None] * 2.0 ** exponents.double()).flatten().to(dtype)
     up, down = (torch.nextafter(bounds, torch.tensor(one, dtype=dtype)) for one in (torch.inf, 0.0))
     maxima = torch.cat([(torch.rand(20000, generator=generator) * spread).to(dtype), bounds, up, down, bounds[:1] * 0])
-    state = scaling.start(scaling.init("cpu", len(maxima)), maxima)
+    state = guess.start(guess.init("cpu", len(maxima)), maxima)
     found, begins = first(maxima)
     assert torch.equal(found, state.exponent) and torch.equal(begins, state.started)
     assert len(found.unique()) > (1 if guess.min_exponent < guess.max_exponent else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lowp.scaling.autoflex import extended
 from lowp.scaling.delayed import DelayedMaximum, MaximaSeen
 
 
@@ -37,7 +38,7 @@ def test_what_is_not_finite_is_counted_and_not_remembered() -> None:
 
 def test_entries_that_were_not_written_stay_as_they_are() -> None:
     scaling = DelayedMaximum(2)
-    state = scaling.extend(scaling.init(), 1)
+    state = extended(scaling, scaling.init())
     state = scaling.observe(state, MaximaSeen(torch.tensor([3.0, 0.0]), torch.tensor([True, False])))
     after = scaling.observe(state, MaximaSeen(torch.tensor([9.0, 2.0]), torch.tensor([False, True])))
     assert scaling.scale(after).tolist() == [3.0, 2.0] and after.writes.tolist() == [1, 1]

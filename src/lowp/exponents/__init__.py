@@ -3,10 +3,9 @@
 from lowp.exponents.delayed import DelayedScales, SiteScales
 from lowp.exponents.learning import Flush
 from lowp.exponents.scalings import is_flexpoint, scaling_of
-from lowp.exponents.shared import SharedExponents
+from lowp.exponents.shared import SharedExponents, Summary
 from lowp.exponents.sites import CLASSES, Spots, Tell, Trail, class_of, is_result
 from lowp.exponents.steps import StepWriter
-from lowp.exponents.summary import Summary
 from lowp.exponents.table import ExponentTable, largest
 from lowp.exponents.writer import SiteWriter
 

@@ -24,6 +24,7 @@ from lowp.exponents.base import Sites, SiteTable
 from lowp.kernels.casts.functions import quantize_measured, quantize_operand, remember_maxima
 from lowp.kernels.choose import hardware
 from lowp.kernels.numbers.scaled import scale_of_maxima
+from lowp.scaling.autoflex import extended
 from lowp.scaling.delayed import DelayedMaximum, DelayedState, MaximaSeen
 
 Entries = list[Tensor | None]
@@ -63,7 +64,7 @@ class DelayedTable(SiteTable):
 
     def grow(self, site: str) -> None:
         """Make the entry of a new site."""
-        self.state = self.scaling.extend(self.state, 1)
+        self.state = extended(self.scaling, self.state)
         self.rows = torch.cat((self.rows, self.rows.new_zeros(1, 3)))
         self.entries = self.rows.unbind()
         self.rows[-1, 0] = self._scales(self.state.largest[-1])

@@ -25,6 +25,7 @@ from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels.choose.dispatch import has_integer_kernels, runs_triton, uses_library
 from lowp.kernels.int16 import entries
 from lowp.scaling import Autoflex, AutoflexState, Reactive, ReactiveState, WritesSeen
+from lowp.scaling.autoflex import extended
 from lowp.scaling.powers import times
 
 Condition: TypeAlias = Literal[True] | Tensor  # of a write: True, or a 0-d tensor of its device
@@ -99,7 +100,7 @@ class LearningTable(SiteTable):
 
     def grow(self, site: str) -> None:
         """Make the entry of a new site."""
-        self.state = self.scaling.extend(self.state, 1)
+        self.state = extended(self.scaling, self.state)
         self.counts = {name: torch.cat((value, value.new_zeros(1))) for name, value in self.counts.items()}
         self.before = torch.cat((self.before, self.state.exponent[-1:]))
         self.seen = torch.cat((self.seen, self.seen.new_zeros(1, entries.WORDS)))
@@ -120,8 +121,7 @@ class LearningTable(SiteTable):
         if isinstance(self.scaling, Autoflex):
             own |= {name: state[name] for name in own if name in state} | self.counts
         columns = [state["exponent"], state["started"], self.before, self.seen, self._is_result, self.faulty]
-        guess = self.scaling if isinstance(self.scaling, Autoflex) else self.scaling.guess
-        return entries.block_of(guess, isinstance(self.scaling, Reactive), [*columns, *own.values()])
+        return entries.block_of(self.scaling.guess, isinstance(self.scaling, Reactive), [*columns, *own.values()])
 
     # -- the end of a step --------------------------------------------------------------------------------------------
     def note(self, index: int, record: Tensor, when: Condition = True) -> None:

@@ -56,8 +56,7 @@ class FirstExponents:
     """
 
     def __init__(self, scaling: Autoflex | Reactive, device: torch.device) -> None:
-        guess = scaling.guess if isinstance(scaling, Reactive) else scaling
-        dtype = widest_float(device)
+        guess, dtype = scaling.guess, widest_float(device)
         powers = fp32_power(torch.arange(guess.bits, device=device)) - 0.5
         mantissas = torch.cat((powers, torch.full((1,), guess.limit - 0.5, device=device))).to(dtype)
         tried = torch.arange(guess.min_exponent, guess.max_exponent + 1, device=device)

@@ -9,8 +9,10 @@ an evaluation does not change the training and does not depend on earlier evalua
 Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 2.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,13 +21,32 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents.base import Sites
 from lowp.exponents.learning import Condition, Flush, Run, both
-from lowp.exponents.sites import features_axis, is_of_optimizer
-from lowp.exponents.summary import Summary, summarised
+from lowp.exponents.sites import CLASSES, class_of, features_axis, is_of_optimizer
 from lowp.exponents.table import ExponentTable, Written
 from lowp.hooks import listed
 from lowp.kernels.int16 import low_words, payloads
 from lowp.kernels.int16.mantissas import own_exponent
 from lowp.kernels.tracing import is_sharded
+
+
+@dataclass
+class Summary:
+    """Sums over writes. `raises_needed`: maxima that the exponent of the previous write could not have held."""
+
+    tensors: int = 0
+    writes: int = 0
+    saturated: int = 0
+    moved: int = 0
+    nonfinite: int = 0
+    raises_needed: int = 0
+    raises_in_time: int = 0
+    measured: int = 0
+    headroom_sum: float = 0.0
+
+    @property
+    def headroom_bits(self) -> float:
+        """The mean of log2(32768 / Γ) over the writes that were not all zero."""
+        return self.headroom_sum / self.measured if self.measured else math.nan
 
 
 class SharedExponents(Sites[ExponentTable]):
@@ -175,8 +196,17 @@ class SharedExponents(Sites[ExponentTable]):
         return int(table.state.exponent[index])
 
     def summary(self) -> dict[str, Summary]:
-        """Return a summary of all flushed writes, by class of tensors and as ``all``."""
-        return summarised(self._tables.values())
+        """Return sums over all flushed writes, by class of tensors, without empty classes, and as ``all``."""
+        found = {"all": Summary(), **{name: Summary() for name in CLASSES}}
+        for table in self._tables.values():
+            counted = {name: getattr(table.state, name) for name in ("writes", "saturated", "moved", "nonfinite")}
+            columns = {name: column.tolist() for name, column in (counted | table.counts).items()}
+            for site, index in table.names.items():
+                for one in (found["all"], found[class_of(site)]):
+                    one.tensors += 1
+                    for name, column in columns.items():
+                        setattr(one, name, getattr(one, name) + type(getattr(one, name))(column[index]))
+        return {name: one for name, one in found.items() if one.tensors or name == "all"}
 
     def watch(self, callback: Callable[[Flush], object]) -> Callable[[], None]:
         """Call `callback` with the writes of each step when the step is flushed. Return a function that ends this."""

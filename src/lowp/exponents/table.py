@@ -19,7 +19,7 @@ from lowp.kernels.choose.dispatch import by_triton, uses_library
 from lowp.kernels.int16 import entries, payloads
 from lowp.kernels.int16.cpu_int16 import memory_of
 from lowp.kernels.int16.mantissas import Mantissas, laid_out, mantissas_and_values, own_exponent
-from lowp.scaling import AutoflexState, Reactive
+from lowp.scaling import AutoflexState
 from lowp.scaling.powers import times
 
 
@@ -42,7 +42,7 @@ class ExponentTable(LearningTable):
         super().__init__(cast, device, run)
         self._is_fixed = cast.scaling is not None and cast.scaling.exponent is not None  # the exponent is given
         self.own = cast if self._is_fixed else current(cast)
-        guess = self.scaling.guess if isinstance(self.scaling, Reactive) else self.scaling
+        guess = self.scaling.guess
         self.is_quick = self.is_host and cast.rounding is Rounding.NEAREST_EVEN and guess is self.scaling
         self.is_near = -100 <= guess.min_exponent and guess.max_exponent <= 100  # units are normal numbers of fp32
         self._scratch = torch.zeros(2, dtype=torch.int32, device=device)  # of Triton's kernel, which leaves zeros there

@@ -9,7 +9,7 @@ function works on all entries at once, on their device, without waiting for the 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,9 +54,10 @@ class WritesSeen(NamedTuple):
         return writes, torch.zeros_like(writes) if self.nonfinite is None else self.nonfinite & writes
 
 
-def joined(state: Iterable[Tensor], more: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Return the tensors of a state, each concatenated with the tensor of further entries."""
-    return (torch.cat(pair) for pair in zip(state, more, strict=True))
+def extended(scaling: Any, state: Any, entries: int = 1) -> Any:
+    """Return the state of a scaling with more entries at its end, of which nothing was seen."""
+    more = scaling.init(state[0].device, entries)
+    return type(state)(*(torch.cat(pair) for pair in zip(state, more, strict=True)))
 
 
 def powers_of_two(exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -118,6 +119,11 @@ class Autoflex:
         return (1 << (self.bits - 1)) - 1
 
     @property
+    def guess(self) -> "Autoflex":
+        """What makes the exponents of first writes."""
+        return self
+
+    @property
     def first_exponent(self) -> int:
         """The exponent of an entry of which nothing was seen."""
         return self._clamped(_START_EXPONENT)
@@ -133,10 +139,6 @@ class Autoflex:
         started = zeros(torch.bool)
         history = zeros(widest_float(exponent.device), self.window)
         return AutoflexState(exponent, history, zeros(torch.int32), started, *counters)
-
-    def extend(self, state: AutoflexState, entries: int) -> AutoflexState:
-        """The state with `entries` more entries at its end."""
-        return AutoflexState(*joined(state, self.init(state.exponent.device, entries)))
 
     def scale(self, state: AutoflexState) -> Tensor:
         """kappa of the next write of every entry: fp32[n], powers of two."""
@@ -244,24 +246,3 @@ class Autoflex:
             exponents.append(int(state.exponent))
             state = self.observe(state, WritesSeen(self._mantissa(maximum.abs(), state.exponent).to(torch.int32)))
         return exponents
-
-
-def state_dict(state: AutoflexState) -> dict[str, Tensor]:
-    """The state as a dictionary of tensors, for a checkpoint."""
-    return state._asdict()
-
-
-def load_state_dict(
-    scaling: Autoflex, saved: dict[str, Tensor], device: torch.device | str | None = None
-) -> AutoflexState:
-    """The state from such a dictionary; raises InvalidInput for one of another window or with entries missing."""
-    names = AutoflexState._fields
-    if missing := [name for name in names if name not in saved]:
-        raise InvalidInput(f"the state of Autoflex has no {', '.join(missing)}: it is not a state of Autoflex")
-    state = AutoflexState(*(saved[name].to(device) for name in names))
-    if state.history.shape != (len(state.exponent), scaling.window):
-        raise InvalidInput(
-            f"the state of Autoflex has {tuple(state.history.shape)} maxima, but this Autoflex has "
-            f"{scaling.window} per entry: use the window that it was trained with"
-        )
-    return state

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.scaling.autoflex import joined
-
 
 class DelayedState(NamedTuple):
     """The state of n entries; its tensors are saved in checkpoints."""
@@ -44,10 +42,6 @@ class DelayedMaximum:
         history = torch.zeros(entries, self.window, device=device, dtype=torch.float32)
         counts = [torch.zeros(entries, device=device, dtype=torch.int64) for _ in range(4)]
         return DelayedState(history, counts[0], history[:, 0].clone(), *counts[1:])
-
-    def extend(self, state: DelayedState, entries: int) -> DelayedState:
-        """The state with `entries` more entries at its end."""
-        return DelayedState(*joined(state, self.init(state.known.device, entries)))
 
     def scale(self, state: DelayedState) -> Tensor:
         """The maxima that the next casts are made for, fp32[n]; 0 where the tensor's own has to serve."""

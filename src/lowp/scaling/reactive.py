@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput
-from lowp.scaling.autoflex import Autoflex, WritesSeen, joined, powers_of_two
+from lowp.scaling.autoflex import Autoflex, WritesSeen, powers_of_two
 
 
 class ReactiveState(NamedTuple):
@@ -67,20 +67,9 @@ class Reactive:
         }
         return ReactiveState(exponent=first.exponent, started=first.started, **zeros)
 
-    def extend(self, state: ReactiveState, entries: int) -> ReactiveState:
-        """The state with `entries` more entries at its end."""
-        return ReactiveState(*joined(state, self.init(state.exponent.device, entries)))
-
     def scale(self, state: ReactiveState) -> Tensor:
         """kappa of the next write of every entry: fp32[n], powers of two."""
         return powers_of_two(state.exponent)
-
-    def start(self, state: ReactiveState, maximum: Tensor, mask: Tensor | None = None) -> ReactiveState:
-        """The first guess, which is Autoflex's, for entries that have not started."""
-        guessed = self.guess.init(state.exponent.device, len(state.exponent))
-        guessed = guessed._replace(exponent=state.exponent, started=state.started)
-        guessed = self.guess.start(guessed, maximum, mask)
-        return state._replace(exponent=guessed.exponent, started=guessed.started)
 
     def observe(self, state: ReactiveState, seen: WritesSeen) -> ReactiveState:
         """Count what overflowed, and after `period` writes double the scale, halve it or leave it."""
