@@ -188,6 +188,8 @@ REFUSED = {
     "dfp16:delayed(window=0)": "a window of 0 maxima is not possible: give 1 or more",
     "dfp16:delayed(window=x)": "'window=x' is not a whole number: give one, as in delayed(window=8)",
     "nvfp4:rceil": "nvfp4: the rule rceil is for scales that are powers of two, as of mxfp8",
+    "e4m3fn@fp32/32:ceil": "e4m3fn@fp32/32: the rule ceil is for scales that are powers of two",
+    "e2m1@e8m0@fp32/32:ceil": "e2m1@e8m0@fp32/32: the rule ceil is for scales that are powers of two",
     "dfp16:ceil": "integers under one exponent have that of floor by their definition",
     "mxfp8:delayed(rule=ceil)": "scaling delayed: the rule ceil is for current scales",
     "mxfp8:current(rule=up)": "unknown rule of a scale 'up'; allowed: floor, rceil, ceil, even, 4/6, eden",
