@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import subprocess
@@ -185,6 +186,25 @@ def test_what_killed_writers_left_is_removed_and_what_others_own_is_not(tmp_path
         assert (tmp_path / "run.pt").read_bytes() == b"second"
     assert (tmp_path / "run.pt").read_bytes() == b"first"
     assert names(tmp_path) == sorted([*kept, "run.pt"])
+
+
+def test_a_lock_that_a_full_disk_does_not_take_is_named_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    path = tmp_path / "run.pt"
+    with pytest.raises(NotWritten) as raised, files.sole_writer(path):
+        pass
+    assert (
+        str(raised.value) == f"{tmp_path}/.run.pt.lock, the lock of {path}, cannot be written: No space left on device"
+    )
+    assert names(tmp_path) == []
+    monkeypatch.undo()
+    with files.sole_writer(path):
+        assert names(tmp_path) == [".run.pt.lock"]
 
 
 def test_the_longest_names_can_be_written(tmp_path: Path) -> None:

@@ -166,9 +166,13 @@ def sole_writer(path: Path) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
-            lock.unlink(missing_ok=True)
-            _own.discard(lock)
-            os.close(descriptor)
+            _release(lock, descriptor)
+
+
+def _release(lock: Path, descriptor: int) -> None:
+    lock.unlink(missing_ok=True)
+    _own.discard(lock)
+    os.close(descriptor)
 
 
 def remove_own() -> None:
@@ -184,7 +188,7 @@ def _locked(lock: Path, path: Path) -> int | None:
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            raise NotWritten(f"{lock}, the lock of {path}, cannot be written: {error.strerror}") from error
+            raise _not_locked(lock, path, error) from error
         try:
             _fcntl.flock(descriptor, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
         except BlockingIOError:
@@ -199,10 +203,18 @@ def _locked(lock: Path, path: Path) -> int | None:
             return None
         if _is_at(descriptor, lock):
             _own.add(lock)
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
+            try:
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
+            except OSError as error:  # the disk is full
+                _release(lock, descriptor)
+                raise _not_locked(lock, path, error) from error
             return descriptor
         os.close(descriptor)  # the holder removed it meanwhile: try again
+
+
+def _not_locked(lock: Path, path: Path, error: OSError) -> NotWritten:
+    return NotWritten(f"{lock}, the lock of {path}, cannot be written: {error.strerror}")
 
 
 def _new_part(target: Path, mode: int) -> tuple[Path, int]:
