@@ -29,35 +29,27 @@ def _values(numbers, places, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def _joined(half, remainder, places, mask, REST: tl.constexpr):
-    """Return fp32 weights, which are stored as such (REST is 0) or as a bf16 half and a remainder of REST bits.
+    """Return fp32 weights, which are stored as a bf16 half and a remainder of REST bits.
 
     bits = half * 2**16 + remainder, with 16 bits in -32768 .. 32767; of 8 bits the other 8 are zeros. If other code has
     set the half to 0, a negative remainder counts as 0.
     """
-    if REST == 0:
-        bits = tl.load(half + places, mask=mask, other=0)
-    else:
-        upper = tl.load(half + places, mask=mask, other=0).to(tl.int32)
-        rest = tl.load(remainder + places, mask=mask, other=0).to(tl.int32)
-        rest = tl.where((upper & 0x7FFF) == 0, tl.maximum(rest, 0), rest)
-        bits = (upper << 16) + (rest << (16 - REST))
-    return bits.to(tl.float32, bitcast=True)
+    upper = tl.load(half + places, mask=mask, other=0).to(tl.int32)
+    rest = tl.load(remainder + places, mask=mask, other=0).to(tl.int32)
+    rest = tl.where((upper & 0x7FFF) == 0, tl.maximum(rest, 0), rest)
+    return ((upper << 16) + (rest << (16 - REST))).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _split(half, remainder, places, mask, weight, REST: tl.constexpr):
-    """Write weights for `_joined`: the half is the nearest bf16, ties away from zero; a NaN becomes some NaN."""
-    bits = weight.to(tl.int32, bitcast=True)
-    if REST == 0:
-        tl.store(half + places, bits, mask=mask)
-    else:
-        kept = bits if REST == 16 else (bits + 0x80) >> 8
-        upper = (kept + (1 << (REST - 1))) >> REST
-        rest = kept - (upper << REST)
-        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        upper = tl.where(is_nan, (bits >> 16) | 0x40, upper)
-        tl.store(half + places, upper.to(tl.int16), mask=mask)
-        tl.store(remainder + places, tl.where(is_nan, 0, rest).to(remainder.dtype.element_ty), mask=mask)
+def _split(half, remainder, places, mask, bits, REST: tl.constexpr):
+    """Write bits of fp32 weights for `_joined`: the half is the nearest bf16, ties away from zero; a NaN stays one."""
+    kept = bits if REST == 16 else (bits + 0x80) >> 8
+    upper = (kept + (1 << (REST - 1))) >> REST
+    rest = kept - (upper << REST)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    upper = tl.where(is_nan, (bits >> 16) | 0x40, upper)
+    tl.store(half + places, upper.to(tl.int16), mask=mask)
+    tl.store(remainder + places, tl.where(is_nan, 0, rest).to(remainder.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -259,7 +251,7 @@ def _block(
     if WAY.rounds:
         magnitude, sign = _cast(magnitude, sign, first, key, weight_numbers, CAST, CAST_EXACT, BLOCK)
     if WAY.rest > 0:
-        _split(weights, rests, places, mask, (magnitude | sign).to(tl.float32, bitcast=True), WAY.rest)
+        _split(weights, rests, places, mask, magnitude | sign, WAY.rest)
     else:
         write(weights, places, mask, magnitude, sign, STORED, False)
 
