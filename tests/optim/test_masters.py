@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowp
 from lowp.errors import InvalidInput
 from lowp.kernels.steps.updates import signed
 from lowp.optim import SGD, MasterWeights
@@ -324,6 +325,19 @@ def test_a_models_state_with_a_nan_under_either_name_of_a_tied_weight_is_refused
     for name in ("0.weight", "1.weight"):
         with pytest.raises(InvalidInput, match=f"^{name} has infinities or NaN, from which no run can go on"):
             check_saved(model, present | {name: torch.full((3, 3), torch.nan)}, None, present)
+
+
+def test_both_names_of_a_tied_weight_give_its_master_and_take_it() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    lowp.Precision("bf16-storage").prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = model.state_dict()
+    assert {one.dtype for one in state.values()} == {torch.float32} and model[1].weight is model[0].weight
+    between = torch.full((3, 3), 1 + 2.0**-12)  # which bf16 does not hold
+    model.load_state_dict({**state, "0.weight": between, "1.weight": between})
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], between) and torch.equal(state["1.weight"], between)
+    assert torch.equal(model[0].weight.float(), torch.ones(3, 3))
 
 
 @pytest.mark.parametrize("make", [lambda p: MasterWeights(torch.optim.SGD(p, lr=0.1)), lambda p: SGD(p, lr=0.1)])
