@@ -218,6 +218,9 @@ REFUSED = {
     "i33": "33 bits are not possible",
     "bf16-trunc": "bf16-trunc is a cast, not a format",
     "e4m3fn@e8m0": "is not ELEMENT@SCALE/SCOPE",
+    "i8@fp32/row/affin": "is not ELEMENT@SCALE/SCOPE",
+    "i8@fp32/row/affine/affine": "is not ELEMENT@SCALE/SCOPE",
+    "e2m1@e4m3fn@fp32@fp32/16": "is not ELEMENT@SCALE/SCOPE",
     "e4m3fn@i8/32": "a scale is a float format (e8m0, fp32) or a power of two",
     "mxfp8@e8m0/32": "the element mxfp8 already has a shared scale",
     "i8@fp32/rows": "unknown scope 'rows'; did you mean row?",
@@ -293,6 +296,8 @@ def test_a_format_of_another_name_prints_what_is_read_back() -> None:
             "mine", row.exponent_bits, row.mantissa_bits, row.specials, row.bias_offset, row.subnormals, row.signed
         )
         assert formats.parse(str(mine)) == mine == row
+    widths = ((8, 7), (8, 10), (8, 23), (11, 52))
+    assert [str(FloatFormat("mine", *bits)) for bits in widths] == ["e8m7", "e8m10", "fp32", "fp64"]
 
 
 P3109 = [
