@@ -341,6 +341,21 @@ def test_both_names_of_a_tied_weight_give_its_master_and_take_it() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda p: MasterWeights(torch.optim.SGD(p, lr=0.1)), lambda p: SGD(p, lr=0.1)])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_master_is_that_of_a_parameter_of_the_optimizer(
+    make: Callable[..., torch.optim.Optimizer], stepped: bool
+) -> None:
+    mine, other = (nn.Parameter(torch.ones(3, 4)) for _ in range(2))
+    optimizer = make([mine])
+    if stepped:
+        mine.grad = torch.zeros_like(mine)
+        optimizer.step()
+    assert optimizer.master(mine).dtype == torch.float32  # type: ignore[attr-defined]
+    with pytest.raises(InvalidInput, match=r"a tensor of shape \(3, 4\) is not a parameter of this optimizer"):
+        optimizer.master(other)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [lambda p: MasterWeights(torch.optim.SGD(p, lr=0.1)), lambda p: SGD(p, lr=0.1)])
 def test_hooks_of_state_dicts_fire(make: Callable[..., torch.optim.Optimizer]) -> None:
     optimizer, seen = make(list(_model().parameters())), list[object]()
     optimizer.register_state_dict_pre_hook(lambda one: seen.append("before saving"))
