@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from lowp.numerics.profiler import Profiler
-from lowp.recipes.profiling import _run
 from lowp.recipes.training import Settings, Training
 
 
@@ -33,7 +32,7 @@ def once(name: str, steps: int, share: str | None, guard: bool) -> tuple[float, 
             profiler.schedule.looks = False
         profiler.__enter__()
     started = time.process_time()
-    _run(training, lambda taken: taken >= steps)
+    training.take(lambda taken: taken >= steps)
     seconds = time.process_time() - started
     if profiler is not None:
         profiler._stop()

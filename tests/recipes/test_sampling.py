@@ -43,7 +43,7 @@ def make_toy() -> Recipe:
 def sampled(precision: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
     monkeypatch.setattr("lowp.recipes.training.get", lambda name: make_toy())
     training = Training(Settings("toy", precision))
-    sampler = Sampler(training.recipe, training.size, training.device, 1)
+    sampler = Sampler(training, 1)
     training.step((torch.zeros(1),), sampler)
     return sampler.shares()
 
@@ -76,7 +76,7 @@ def test_masters_keep_what_fp16_would_lose(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_samples_are_spread_over_the_run() -> None:
     training = Training(Settings("digits", epochs=2, batch=128), load_data(Settings("digits")))
-    sampler = Sampler(training.recipe, training.size, training.device, 4)
+    sampler = Sampler(training, 4)
     wanted = [step for step in range(18) if sampler.wants(step / 18)]
     assert len(wanted) == 4 and wanted == [3, 7, 12, 16]
 
@@ -91,7 +91,7 @@ def test_looking_changes_no_bit_of_the_run(recipe: str, precision: str) -> None:
     states: list[dict[str, Any]] = []
     for look in (False, True):
         training = Training(Settings(recipe, precision, epochs=1, batch=min(128, len(data.training) // 4)), data)
-        sampler = Sampler(training.recipe, training.size, training.device, 5)
+        sampler = Sampler(training, 5)
         training.run(sampler=sampler if look else None)
         states.append({**training.model.state_dict(), "draw": torch.rand(1)})
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

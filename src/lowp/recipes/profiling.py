@@ -61,22 +61,8 @@ def profiled(
             return taken >= _STEPS and (profiler.schedule.rounds >= _LOOKS or time.perf_counter() - begun > _SECONDS)
 
         with profiler:
-            _run(training, is_enough)
+            training.take(is_enough)
     return profiler.record
-
-
-def _run(training: Training, is_enough: Callable[[int], bool]) -> list[float]:
-    """Train until `is_enough(steps)` or the last epoch's end, without evaluations; return the loss of each step."""
-    losses: list[torch.Tensor] = []
-    training.history.append({"loss": math.nan, "epoch": 0})  # no evaluation of the model before training
-    while not is_enough(len(losses)):
-        if training._run_epoch(
-            lambda: is_enough(len(losses)), None, on_step=lambda training, loss: losses.append(loss)
-        ):
-            training.epoch, training.step_of_epoch = training.epoch + 1, 0
-        if training.epoch >= training.epochs:
-            break
-    return [float(loss) for loss in losses]
 
 
 @dataclass(frozen=True)
@@ -128,13 +114,13 @@ def verified(settings: Settings, policy: Policy, steps: int | None) -> Verified:
         return taken >= (whole if steps is None else steps)
 
     with threads_of(training.recipe.threads):
-        losses = _run(training, is_enough)
+        losses = training.take(is_enough)
         ends.append(_last(losses))
         errors = _errors(training)
         layers = tuple(confirmed(training, _CAST_ALONE))
         precision = Precision(policy, seed=settings.seed)
         policy_run = Training(replace(settings, precision="fp32"), data, precision)
-        ends.append(_last(_run(policy_run, is_enough)))
+        ends.append(_last(policy_run.take(is_enough)))
         skipped = policy_run.precision.skipped_steps
     return Verified(len(losses), whole, (ends[0], ends[1]), losses[0], skipped, errors, layers)
 

@@ -66,7 +66,7 @@ def train_once(job: Job, data: Data, on_epoch: OnEpoch, stop: Stop = _never) -> 
         return None
     try:
         training, observed = _begun(job, data)
-        sampler = Sampler(training.recipe, training.size, training.device, job.samples) if job.samples else None
+        sampler = Sampler(training, job.samples) if job.samples else None
         if sampler is not None and observed is not None:
             sampler.restore(observed)
         keeper = RunKeeper(job.kept, lambda: {"observed": sampler and sampler.state()}, False) if job.kept else None

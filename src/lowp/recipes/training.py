@@ -154,10 +154,10 @@ class Training:
         if self.recipe.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         if sampler is not None:
-            sampler.before_step(self.model, self.optimizer, batch)
+            sampler.before_step(batch)
         self.precision.step(self.optimizer)
         if sampler is not None and (not self.precision.scaler.is_enabled() or bool(self.precision.stepped)):
-            sampler.after_step(self.model)
+            sampler.after_step()
         return loss.detach()
 
     @property
@@ -211,6 +211,21 @@ class Training:
                 return False
             on_epoch(self)
         return True
+
+    def take(self, is_enough: Callable[[int], bool]) -> list[float]:
+        """Train until `is_enough(steps)`, asked after each step and before, without evaluations; return each loss."""
+        losses: list[Tensor] = []
+        enough = is_enough(0)
+
+        def on_step(training: Training, loss: Tensor) -> None:
+            nonlocal enough
+            losses.append(loss)
+            enough = is_enough(len(losses))
+
+        self.history.append({"loss": math.nan, "epoch": 0})  # no evaluation of the model before training
+        while self.epoch < self.epochs and self._run_epoch(lambda: enough, None, on_step=on_step):
+            self.epoch, self.step_of_epoch = self.epoch + 1, 0
+        return [float(loss) for loss in losses]
 
     def _evaluated(self, stop: Callable[[], bool], keeper: RunKeeper | None) -> bool:
         """End the epoch with an evaluation; return False if it was stopped, and nothing has changed."""

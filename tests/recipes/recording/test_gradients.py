@@ -6,8 +6,9 @@ import pytest
 import torch
 from recipes.recording import toy
 
+from lowp.numerics.spectrum import Spectrum
 from lowp.recipes.recording.gradients import record_gradients, record_updates
-from lowp.recipes.recording.runs import Histogram, Onlooker
+from lowp.recipes.recording.runs import Onlooker, histogram, median
 from lowp.recipes.training import Settings, Training
 
 
@@ -27,9 +28,8 @@ def test_updates_are_the_rate_times_the_gradients() -> None:
         found = document["moments"][moment]
         gradient, weight = toy.flat(toy.gradients(model)[1]), weights_of(model)
         change = -toy.RATE * gradient
-        expected = Histogram()
-        expected.add(gradient)
-        assert found["gradients"] == {**expected.document(), "median": pytest.approx(expected.median())}
+        expected = Spectrum.of(gradient)
+        assert found["gradients"] == {**histogram(expected), "median": pytest.approx(median(expected))}
         ratio, moving = change.abs() / weight.abs(), change != 0
         assert found["below"] == {
             "bf16": toy.share(ratio < 2**-8, moving),

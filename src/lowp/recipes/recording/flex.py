@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, unknown
@@ -10,7 +9,7 @@ from lowp.exponents import Flush, SharedExponents
 from lowp.numerics.spectrum import Spectrum
 from lowp.ops.observing import Observation, observe
 from lowp.recipes.recording.runs import BIAS, NOBODY, Onlooker, short_head
-from lowp.recipes.training import Settings, Training, moved, threads_of
+from lowp.recipes.training import Settings, Training, threads_of
 
 CLASSES = ("weights", "activations", "updates")
 _LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; others are counted in the first or the last bin
@@ -156,21 +155,14 @@ def _start(settings: Settings) -> tuple[Training, SharedExponents]:
 def _train(training: Training, steps: int, onlooker: Onlooker) -> int:
     """Take `steps` steps, over as many epochs as needed, to which the recipe's schedule is scaled; return how many."""
     training.epochs = -(-steps // training.steps_per_epoch)
-    training.model.train()
-    done = 0
+
+    def is_enough(taken: int) -> bool:
+        if taken:
+            onlooker.on_progress(training.settings.recipe, taken)
+        return taken >= steps or onlooker.stop()
+
     with threads_of(training.recipe.threads):
-        while done < steps and not onlooker.stop():
-            generator = torch.Generator().manual_seed(training.settings.seed * 1_000_003 + done)
-            order = torch.randperm(len(training.data.training), generator=generator)
-            for index in range(training.steps_per_epoch):
-                if done >= steps or onlooker.stop():
-                    break
-                training.epoch, training.step_of_epoch = divmod(done, training.steps_per_epoch)
-                examples = order[index * training.batch : (index + 1) * training.batch]
-                training.step(moved(training.data.training.batch(examples, generator), training.device))
-                done += 1
-                onlooker.on_progress(training.settings.recipe, done)
-    return done
+        return len(training.take(is_enough))
 
 
 def _sites(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:

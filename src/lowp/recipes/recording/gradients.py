@@ -1,30 +1,32 @@
 """Records of the gradients of weights and activations, of updates, and of what they lose in 16 bits."""
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat
+from lowp.numerics.spectrum import Spectrum
 from lowp.presets import LossScale
 from lowp.recipes.recording.runs import (
     NOBODY,
     Fp16Counts,
-    Histogram,
-    LostUpdates,
     Onlooker,
+    are_weights,
+    below,
     head,
+    histogram,
+    is_lost,
+    median,
     moments_of,
     ratios,
     train,
-    weights_of,
 )
-from lowp.recipes.sampling import ExactUpdates, Observer, Reference
+from lowp.recipes.sampling import Comparing, Share
 from lowp.recipes.training import Settings, Training
 
 # An update smaller than 2**limit times its weight can be lost in rounding to nearest: with p bits of significand, half
@@ -50,7 +52,7 @@ def record_updates(settings: Settings, onlooker: Onlooker = NOBODY) -> dict[str,
     return {
         **head("figure-updates", training),
         "limits": LIMITS,
-        "weights": sum(weight.numel() for weight in weights_of(training.model.named_parameters()).values()),
+        "weights": sum(weight.numel() for weight in training.model.parameters() if are_weights(weight)),
         "moments": {moment: observer.moments[moment].document() for moment in moments},
     }
 
@@ -71,6 +73,10 @@ def record_gradients(settings: Settings, onlooker: Onlooker = NOBODY) -> dict[st
     return {**head("figure-gradients", training), **numbers}
 
 
+def _below_limits(ratios: Spectrum) -> dict[str, float]:
+    return {format: below(ratios, limit) for format, limit in LIMITS.items()}
+
+
 class _Moment:
     """Counts of the sampled steps of one epoch."""
 
@@ -78,8 +84,8 @@ class _Moment:
         self.epoch = epoch
         self.steps: list[int] = []
         self.rates: list[float] = []
-        self.gradients, self.ratios = Histogram(), Histogram()
-        self.lost = [LostUpdates(format) for format in LIMITS]
+        self.gradients, self.ratios = Spectrum(), Spectrum()
+        self.lost = {format: Share() for format in LIMITS}
 
     def document(self) -> dict[str, Any]:
         """Return plain values; epochs are counted from 1."""
@@ -87,31 +93,14 @@ class _Moment:
             "epoch": self.epoch + 1,
             "steps_sampled": self.steps,
             "learning_rates": [min(self.rates), max(self.rates)] if self.rates else None,
-            "gradients": self.gradients.document(),
-            "ratios": self.ratios.document(),
-            "below": {format: self.ratios.below(limit) for format, limit in LIMITS.items()},
-            "lost": {updates.format: updates.share for updates in self.lost},
+            "gradients": histogram(self.gradients),
+            "ratios": histogram(self.ratios),
+            "below": _below_limits(self.ratios),
+            "lost": {format: share.value for format, share in self.lost.items()},
         }
 
 
-class _Comparing(Observer):
-    """Observes `steps` of a training; can compare them with an fp32 backward pass, and with updates in fp64."""
-
-    def __init__(self, training: Training, steps: Collection[int]) -> None:
-        self._training, self.steps = training, steps
-        self._reference = Reference(training.recipe, training.size, training.device)
-        self._exact = ExactUpdates(training.recipe, training.size, training.device)
-
-    def wants(self, progress: float) -> bool:
-        """Return whether to observe the step."""
-        return self._training.done in self.steps
-
-    def before_forward(self) -> None:
-        """Save the random states for the reference."""
-        self._reference.remember()
-
-
-class _UpdateObserver(_Comparing):
+class _UpdateObserver(Comparing):
     """Counts weight gradients and fp64 updates at eight steps of each given epoch."""
 
     def __init__(self, training: Training, moments: dict[str, int]) -> None:
@@ -119,68 +108,60 @@ class _UpdateObserver(_Comparing):
         super().__init__(training, [epoch * length + step for epoch in moments.values() for step in sampled])
         self.moments = {moment: _Moment(epoch) for moment, epoch in moments.items()}
 
-    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def before_step(self, batch: Any) -> None:
         """Count the gradients and the fp64 updates."""
-        weights, parameters = model.state_dict(), dict(model.named_parameters())
-        updates = weights_of(self._exact.of(weights, parameters, optimizer))
-        step = self._training.done
-        for moment in self.moments.values():
-            if moment.epoch != self._training.epoch:
-                continue
-            moment.steps.append(step)
-            moment.rates.append(optimizer.param_groups[0]["lr"])
-            for name, update in updates.items():
-                gradient, weight = parameters[name].grad, weights[name].double()
-                if gradient is not None:
-                    moment.gradients.add(gradient)
-                    moment.ratios.add(ratios(weight, update))
-                    for lost in moment.lost:
-                        lost.add(weight, update)
+        moment = next(one for one in self.moments.values() if one.epoch == self.training.epoch)
+        moment.steps.append(self.training.done)
+        moment.rates.append(self.training.optimizer.param_groups[0]["lr"])
+        for name, weight, update in self.updates():
+            gradient = self.training.model.get_parameter(name).grad
+            if gradient is not None and are_weights(weight):
+                moment.gradients += Spectrum.of(gradient)
+                moment.ratios += ratios(weight, update)
+                for format, share in moment.lost.items():
+                    share.add(is_lost(weight, update, format), update != 0)
 
 
-class _NaiveObserver(_Comparing):
+class _NaiveObserver(Comparing):
     """Counts gradients and updates of a naive 16-bit run, compared with fp32 and fp64, at 24 steps."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training, moments_of(range(training.steps), _STEPS_OF_A_RUN))
         self._updates: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
-        self.gradients, self.updates, self.ratios = Fp16Counts(), Fp16Counts(), Histogram()
-        self._flushed = self._unmoved = self._nonzero = 0
+        self._gradients_seen, self._updates_seen, self._ratios = Fp16Counts(), Fp16Counts(), Spectrum()
+        self._flushed, self._unmoved = Share(), Share()
 
-    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """Compare the gradients with those of the reference, and count the updates computed from them in fp64."""
-        weights, parameters = model.state_dict(), dict(model.named_parameters())
-        self._reference.backward(weights, batch)
-        for name, parameter in weights_of(self._reference.model.named_parameters()).items():
-            reference, gradient = parameter.grad, parameters[name].grad
-            if reference is not None:
-                self.gradients.add(reference)
-                self._flushed += int(((reference != 0) & (True if gradient is None else gradient == 0)).sum())
-        self._updates = weights_of(self._exact.of(weights, parameters, optimizer))
-        self._before = {name: weights[name].detach().clone() for name in self._updates}
-        for name, update in self._updates.items():
-            self.updates.add(update)
-            self.ratios.add(ratios(weights[name].double(), update))
+    def before_step(self, batch: Any) -> None:
+        """Compare the gradients with those in fp32, and count the updates computed from them in fp64."""
+        for _, exact, own in self.gradients(batch):
+            if are_weights(exact):
+                self._gradients_seen.add(exact)
+                self._flushed.add(own == 0, exact != 0)
+        self._before = self.weights()
+        self._updates = {}
+        for name, weight, update in self.updates():
+            if are_weights(weight):
+                self._updates[name] = update
+                self._updates_seen.add(update)
+                self._ratios += ratios(weight, update)
 
-    def after_step(self, model: nn.Module) -> None:
+    def after_step(self) -> None:
         """Count the weights with a nonzero update that did not change."""
-        weights = model.state_dict()
+        weights = self.training.model.state_dict()
         for name, update in self._updates.items():
-            nonzero = update != 0
-            self._nonzero += int(nonzero.sum())
-            self._unmoved += int((nonzero & (weights[name] == self._before[name])).sum())
+            self._unmoved.add(weights[name] == self._before[name], update != 0)
 
     def document(self) -> dict[str, Any]:
         """Return plain values; shares are those of the nonzero elements of the histograms."""
         return {
             "steps_sampled": self.steps,
-            "gradients": self.gradients.document(),
-            "flushed": self._flushed / max(1, self.gradients.histogram.present),
-            "updates": self.updates.document(),
-            "ratios": self.ratios.document(),
-            "below": {format: self.ratios.below(limit) for format, limit in LIMITS.items()},
-            "unmoved": self._unmoved / max(1, self._nonzero),
+            "gradients": self._gradients_seen.document(),
+            "flushed": self._flushed.value,
+            "updates": self._updates_seen.document(),
+            "ratios": histogram(self._ratios),
+            "below": _below_limits(self._ratios),
+            "unmoved": self._unmoved.value,
         }
 
 
@@ -201,7 +182,7 @@ def record_activation_gradients(settings: Settings, onlooker: Onlooker = NOBODY)
         **head("figure-activation-gradients", training),
         "steps_sampled": observer.steps,
         "activations": observer.activations.document(),
-        "weights": observer.weights.document(),
+        "weights": observer.weights_seen.document(),
         "layers": list(observer.layers()),
     }
 
@@ -258,56 +239,53 @@ class GradientHooks:
                 tensor.register_hook(partial(self._listen, name))  # type: ignore[no-untyped-call]
 
 
-class _ActivationObserver(_Comparing):
+class _ActivationObserver(Comparing):
     """Counts the gradients of activations, unscaled and scaled, and of weights at some steps."""
 
     def __init__(self, training: Training, scaled: bool = False) -> None:
         super().__init__(training, moments_of(range(training.steps), _STEPS_OF_ACTIVATIONS))
         self._counts_scaled = scaled
-        GradientHooks(self._reference.model, self._add)
+        GradientHooks(self.reference, self._add)
         self.scales: list[tuple[int, float]] = []  # (step, scale) at each change
         self._scale = 1.0  # at the sampled step
         self.largest = 0.0  # the largest gradient of a parameter
-        self.activations, self.scaled, self.weights = Fp16Counts(), Fp16Counts(), Fp16Counts()
-        self._of_layer: dict[str, tuple[Histogram, Histogram]] = {
-            name: (Histogram(), Histogram()) for name in _layers(self._reference.model)
-        }
+        self.activations, self.scaled, self.weights_seen = Fp16Counts(), Fp16Counts(), Fp16Counts()
+        # of each layer the gradients of its outputs, and of its weights
+        self._of_layer = {name: [Spectrum(), Spectrum()] for name in _layers(self.reference)}
 
     def wants(self, progress: float) -> bool:
         """Return whether to sample the step, 16 in all; record the loss scale before every step."""
-        step = self._training.done
-        precision = self._training.precision
+        step, precision = self.training.done, self.training.precision
         if step == 1 and precision.skipped_steps == 0:
             self.scales = [(0, precision.scale)]  # it was set in the first backward pass
         elif not self.scales or precision.scale != self.scales[-1][1]:
             self.scales.append((step, precision.scale))
-        return step in self.steps
+        return super().wants(progress)
 
-    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """Run the reference's backward pass, whose hooks count gradients of activations; count those of its weights."""
-        self._scale = self._training.precision.scale
-        self._reference.backward(model.state_dict(), batch)
-        named = self._reference.model.named_parameters()
-        gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
-        self.largest = max([self.largest, *(float(gradient.abs().max()) for gradient in gradients.values())])
-        for name, gradient in weights_of(gradients).items():
-            self.weights.add(gradient)
-            layer = name.rpartition(".")[0]
-            if layer in self._of_layer:
-                self._of_layer[layer][1].add(gradient)
+    def before_step(self, batch: Any) -> None:
+        """Run the backward pass in fp32, whose hooks count gradients of activations; count those of its weights."""
+        self._scale = self.training.precision.scale
+        for name, gradient, _ in self.gradients(batch):
+            self.largest = max(self.largest, float(gradient.abs().max()))
+            if are_weights(gradient):
+                self.weights_seen.add(gradient)
+                self._add_to_layer(name.rpartition(".")[0], 1, gradient)
 
     def _add(self, name: str, gradient: Tensor) -> None:
         self.activations.add(gradient)
-        if name in self._of_layer:
-            self._of_layer[name][0].add(gradient)
+        self._add_to_layer(name, 0, gradient)
         if self._counts_scaled:
             self.scaled.add(gradient * self._scale)
+
+    def _add_to_layer(self, name: str, place: int, gradient: Tensor) -> None:
+        if name in self._of_layer:
+            self._of_layer[name][place] += Spectrum.of(gradient.detach())
 
     def layers(self) -> Iterator[dict[str, Any]]:
         """Yield log2 of the median gradients of the outputs and the weights of each layer, in the model's order."""
         for name, (activations, weights) in self._of_layer.items():
-            if activations.present and weights.present:
-                yield {"name": name, "activations": activations.median(), "weights": weights.median()}
+            if activations.nonzero and weights.nonzero:
+                yield {"name": name, "activations": median(activations), "weights": median(weights)}
 
 
 def _layers(model: nn.Module) -> list[str]:
@@ -315,5 +293,5 @@ def _layers(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if not any(True for _ in module.children()) and weights_of(module.named_parameters(recurse=False))
+        if not any(True for _ in module.children()) and any(map(are_weights, module.parameters(recurse=False)))
     ]

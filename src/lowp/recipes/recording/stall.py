@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lowp import presets
 from lowp.errors import InvalidInput, unknown
 from lowp.precision import Precision
-from lowp.recipes.recording.runs import NOBODY, Onlooker, head, moments_of, train, weights_of
-from lowp.recipes.sampling import Observer
+from lowp.recipes.recording.runs import NOBODY, Onlooker, are_weights, head, moments_of, train
+from lowp.recipes.sampling import Observer, Share
 from lowp.recipes.training import Settings, Training, load_data
 
 # The label and the masters of each run; None for fp32.
@@ -65,7 +65,7 @@ def record_stall(settings: Settings, layer: str | None = None, onlooker: Onlooke
         "variants": [
             {
                 "label": name,
-                "step": observer.steps,
+                "step": observer.taken,
                 "moving": observer.moving,
                 "history": run.history,
                 "failure": run.failure,
@@ -78,7 +78,7 @@ def record_stall(settings: Settings, layer: str | None = None, onlooker: Onlooke
 
 def _layer(model: nn.Module, layer: str | None) -> str:
     """Return the name of the layer's weight, by default that of the first layer; raise InvalidInput without one."""
-    names = {name.removesuffix(".weight"): name for name in weights_of(model.named_parameters())}
+    names = {name.removesuffix(".weight"): name for name, one in model.named_parameters() if are_weights(one)}
     key = next(iter(names)) if layer is None else layer
     if key not in names:
         raise InvalidInput(unknown("layer", layer, names))
@@ -97,7 +97,7 @@ def _weight(observers: list[_WeightObserver]) -> dict[str, Any]:
     return {
         "index": observers[0].indices[index],
         "ways": [way[:, index].tolist() for way in ways],
-        "way_steps": [0, *(step + 1 for step in observers[0].steps)],
+        "way_steps": [0, *(step + 1 for step in observers[0].taken)],
     }
 
 
@@ -105,49 +105,38 @@ class _WeightObserver(Observer):
     """Counts the weights that change at 200 steps, and records the values of some weights of a layer."""
 
     def __init__(self, training: Training, parameter: str) -> None:
-        self._training = training
+        super().__init__(training, set(moments_of(range(training.steps), _MOMENTS)))
         self._parameter = parameter
-        self._moments = set(moments_of(range(training.steps), _MOMENTS))
         self._before: dict[str, Tensor] = {}
-        self.steps: list[int] = []
+        self.taken: list[int] = []
         self.moving: list[float] = []
-        weights = self._weights(training.model)
-        self._first = {name: weight.detach().clone() for name, weight in weights.items()}
-        shape = weights[parameter].shape
+        self._first = self.weights()
+        shape = self._first[parameter].shape
         self._recorded = torch.arange(shape.numel())[:: max(1, shape.numel() // _RECORDED)]
         self.ways = [self._first[parameter].flatten()[self._recorded]]
         self.indices = [[int(i) for i in torch.unravel_index(element, shape)] for element in self._recorded]
 
-    def wants(self, progress: float) -> bool:
-        """Return whether to sample the step: 200 steps of the run."""
-        return self._training.done in self._moments
-
     def before_forward(self) -> None:
         """Copy the weights for comparison."""
-        self._before = {name: weight.detach().clone() for name, weight in self._weights(self._training.model).items()}
+        self._before = self.weights()
 
-    def after_step(self, model: nn.Module) -> None:
+    def after_step(self) -> None:
         """Count the weights with a nonzero gradient that have changed."""
-        weights, changed, count = self._weights(model), 0, 0
-        for name, parameter in model.named_parameters():
-            if name in weights and parameter.grad is not None:
-                nonzero = parameter.grad != 0
-                count += int(nonzero.sum())
-                changed += int((nonzero & (weights[name] != self._before[name])).sum())
-        self.steps.append(self._training.done)
-        self.moving.append(changed / max(1, count))
-        self.ways.append(weights[self._parameter].detach().flatten()[self._recorded].clone())
+        weights, changed = self.weights(), Share()
+        for name, parameter in self.training.model.named_parameters():
+            if are_weights(parameter) and parameter.grad is not None:
+                changed.add(weights[name] != self._before[name], parameter.grad != 0)
+        self.taken.append(self.training.done)
+        self.moving.append(changed.value)
+        self.ways.append(weights[self._parameter].flatten()[self._recorded])
 
     def never(self, fp32: _WeightObserver) -> float:
         """Return the share of unchanged weights, at the end, among those that changed in fp32."""
-        changed_fp32, changed = fp32._changed(), self._changed()
-        unchanged = sum(int((changed_fp32[name] & ~changed[name]).sum()) for name in changed_fp32)
-        return unchanged / max(1, sum(int(mask.sum()) for mask in changed_fp32.values()))
+        unchanged, own = Share(), self._changed()
+        for name, changed in fp32._changed().items():
+            unchanged.add(~own[name], changed)
+        return unchanged.value
 
     def _changed(self) -> dict[str, Tensor]:
         """Return, by name, masks of the weights that differ from the initial ones."""
-        return {name: weight != self._first[name] for name, weight in self._weights(self._training.model).items()}
-
-    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the weights, or their masters if there are any."""
-        return weights_of(model.state_dict())
+        return {name: one != self._first[name] for name, one in self.weights().items() if are_weights(one)}
