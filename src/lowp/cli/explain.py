@@ -25,27 +25,12 @@ import re
 import shlex
 from fractions import Fraction
 
+from lowp import explain
 from lowp.casts import parse as parse_cast
 from lowp.cli import Parser
 from lowp.cli.options import OUTPUT, Option, add_options
 from lowp.cli.output import print_json, show
 from lowp.errors import InvalidInput
-from lowp.explain import (
-    WORKED_CASES,
-    as_json,
-    convert,
-    evaluate,
-    flex_arithmetic,
-    flex_number,
-    fused_multiply_add,
-    is_flex,
-    parse_number,
-    render,
-    render_multiply_add,
-    rescale,
-    split_expression,
-    weight_update,
-)
 from lowp.explain.multiply_add import ORDERS
 
 _UPDATE, _FMA = "a weight update", "the tensor core's D = A B + C"
@@ -99,11 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     result = _explanation(arguments)
     if arguments.json:
-        print_json(as_json(result))
+        print_json(explain.as_json(result))
     elif arguments.fma:
-        show(render_multiply_add(result, _element(arguments.element)))  # type: ignore[arg-type]
+        show(explain.render_multiply_add(result, _element(arguments.element)))  # type: ignore[arg-type]
     else:
-        show(render(result))
+        show(explain.render(result))
     return 0
 
 
@@ -122,7 +107,7 @@ def _explanation(arguments: argparse.Namespace) -> object:
         )
     _check_options(requests[0], text, arguments)
     if arguments.fma:
-        return fused_multiply_add(
+        return explain.fused_multiply_add(
             arguments.a,
             arguments.b,
             arguments.c,
@@ -147,9 +132,9 @@ _TAKES = {
 
 def _check_options(request: str, text: str, arguments: argparse.Namespace) -> None:
     """Raise InvalidInput for an option that this explanation would not heed."""
-    if request == "a number" and split_expression(text, arguments.bits):
+    if request == "a number" and explain.split_expression(text, arguments.bits):
         format = arguments.within or arguments.to
-        request = "an operation in a flex format" if format and is_flex(parse_cast(format)) else "an operation"
+        request = "an operation in a flex format" if format and explain.is_flex(parse_cast(format)) else "an operation"
     elif request == "a number" and arguments.rescale is not None:
         request = "--rescale"
     takes = set(_TAKES[request])
@@ -173,9 +158,10 @@ def _update(arguments: argparse.Namespace) -> object:
     if rate is not None and arguments.minus:
         raise InvalidInput("--learning-rate already makes the update - R x gradient: omit --minus")
     weight, gradient = (
-        parse_number(getattr(arguments, name), _element_format(cast), arguments.bits) for name in ("weight", "gradient")
+        explain.parse_number(getattr(arguments, name), _element_format(cast), arguments.bits)
+        for name in ("weight", "gradient")
     )
-    return weight_update(
+    return explain.weight_update(
         weight,
         gradient,
         cast,
@@ -186,7 +172,7 @@ def _update(arguments: argparse.Namespace) -> object:
 
 
 def _number(text: str, arguments: argparse.Namespace) -> object:
-    parts = split_expression(text, arguments.bits)
+    parts = explain.split_expression(text, arguments.bits)
     target = arguments.to or arguments.within
     if target is None:
         option = "--in, for example --in fp16" if parts else "--to, for example --to fp16"
@@ -198,12 +184,12 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
     # with --from, 0x3c7c means a bit pattern, not the number 15484
     bits = arguments.bits or (arguments.source is not None and re.fullmatch("0x[0-9a-f]+", text.lower()) is not None)
     if arguments.rescale is not None:
-        number = flex_number(parse_number(text, source, bits), parse_cast(target), arguments.exponent)
-        return rescale(number, arguments.rescale)
+        number = explain.flex_number(explain.parse_number(text, source, bits), parse_cast(target), arguments.exponent)
+        return explain.rescale(number, arguments.rescale)
     if arguments.to and arguments.within and arguments.via:
         raise InvalidInput("--in and --via are both the format before --to: give one of them")
-    return convert(
-        parse_number(text, source, bits),
+    return explain.convert(
+        explain.parse_number(text, source, bits),
         target,
         via=arguments.via or (arguments.within if arguments.to else None),
         source=arguments.source,
@@ -227,11 +213,11 @@ def _expression(
     parts: tuple[str, str, str], source: str, random: Fraction | None, arguments: argparse.Namespace
 ) -> object:
     left, operator, right = parts
-    first, second = (parse_number(part, source, arguments.bits) for part in (left, right))
+    first, second = (explain.parse_number(part, source, arguments.bits) for part in (left, right))
     within = arguments.within or arguments.to
-    if is_flex(parse_cast(within)):
-        return flex_arithmetic(operator, first, second, parse_cast(within), arguments.exponent)
-    return evaluate(operator, first, second, within, arguments.to if arguments.within else None, random)
+    if explain.is_flex(parse_cast(within)):
+        return explain.flex_arithmetic(operator, first, second, parse_cast(within), arguments.exponent)
+    return explain.evaluate(operator, first, second, within, arguments.to if arguments.within else None, random)
 
 
 def _element_format(cast: str) -> str:
@@ -240,7 +226,7 @@ def _element_format(cast: str) -> str:
 
 
 def _fraction(text: str, option: str) -> Fraction:
-    number = parse_number(text)
+    number = explain.parse_number(text)
     if not number.is_finite:
         raise InvalidInput(f"{option} {text}: give a finite number")
     return number.value
@@ -259,8 +245,8 @@ def _worked() -> str:
     parser = Parser(prog="lowp explain")
     add_options(parser, OPTIONS)
     parts = []
-    for index, case in enumerate(WORKED_CASES, 1):
+    for index, case in enumerate(explain.WORKED_CASES, 1):
         arguments = parser.parse_args(case.arguments)
         command = shlex.join(["lowp", "explain", *case.arguments])
-        parts.append(f"{index}. {case.title}\n$ {command}\n{render(_explanation(arguments))}")
+        parts.append(f"{index}. {case.title}\n$ {command}\n{explain.render(_explanation(arguments))}")
     return "\n\n".join(parts)

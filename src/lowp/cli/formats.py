@@ -21,6 +21,7 @@ from lowp.cli.options import OUTPUT, Option
 from lowp.cli.output import can_show, print_json, print_table, show
 from lowp.errors import InvalidInput
 from lowp.explain import as_json
+from lowp.explain.numbers import floor_log2
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
 
 HEADS = ("format", "bits", "layout", "smallest", "normal", "maximum", "ulp at 1", "max error", "digits")
@@ -206,20 +207,9 @@ class Reach(NamedTuple):
 
 def reach(format: Format) -> Reach:
     """Return the binades of a format, over all values of a shared scale."""
-    if isinstance(format, IntFormat):
-        return Reach(0, 0, format.maximum.bit_length())
-    if isinstance(format, FloatFormat):
-        smallest = format.min_exponent - (format.mantissa_bits if format.subnormals else 0)
-        return Reach(smallest, format.min_exponent, format.max_exponent + 1)
-    element = reach(format.element)
-    scale = format.scale
-    if isinstance(scale, PowerOfTwo):
-        low, high = scale.min_exponent, scale.max_exponent
-    else:
-        low, high = reach(scale).smallest, scale.max_exponent
-        if format.outer:
-            low, high = low + reach(format.outer).smallest, high + format.outer.max_exponent
-    return Reach(element.smallest + low, element.normal + low, element.end + high)
+    found = format_facts.limits(format)
+    smallest, maximum = floor_log2(found.smallest), floor_log2(found.maximum)
+    return Reach(smallest, floor_log2(found.smallest_normal) if found.smallest_normal else smallest, maximum + 1)
 
 
 def _ranges(formats: Sequence[Format], names: int, width: int, pens: Pens) -> list[str]:

@@ -16,20 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.data.detection import (
-    Detections,
-    Truth,
-    box_iou,
-    decode_boxes,
-    encode_boxes,
-    evaluate_detector,
-    load,
-    match_anchors,
-    nms,
-    no_autocast_no_grad,
-    select_detections,
-    truths_of,
-)
+from lowp.recipes.data import detection
 from lowp.recipes.detection import VARIANCES, WIDTHS, by_anchor, detector, initialise, stage
 from lowp.recipes.recipe import Size, built
 
@@ -112,11 +99,11 @@ def region_features(features: Tensor, boxes: list[Tensor]) -> Tensor:
     Each value is the mean of 2 x 2 bilinear samples of the map (RoIAlign).
     """
     side = POOLED * _SAMPLES
-    with no_autocast_no_grad(features.device):
+    with detection.no_autocast_no_grad(features.device):
         steps = (torch.arange(side, device=features.device) + 0.5) / side
     pooled = []
     for image, regions in zip(features, boxes, strict=True):
-        with no_autocast_no_grad(features.device):
+        with detection.no_autocast_no_grad(features.device):
             low, size = regions[:, :2, None], (regions[:, 2:] - regions[:, :2])[:, :, None]
             points = 2 * (low + size * steps) - 1  # [regions, (x, y), side] in -1 to 1: coordinates of grid_sample
             x = points[:, 0, None, :].expand(-1, side, -1)
@@ -150,8 +137,8 @@ def proposals(scores: Tensor, offsets: Tensor, anchors: Tensor, max_count: int) 
     proposed = []
     for probabilities, image_offsets in zip(scores.float().softmax(-1)[..., 1], offsets.float(), strict=True):
         first = probabilities.argsort(descending=True)[: 4 * max_count]
-        boxes = decode_boxes(image_offsets[first], anchors[first]).clamp(0, 1)
-        proposed.append(boxes[nms(boxes, probabilities[first], iou_threshold=0.7, max_count=max_count)])
+        boxes = detection.decode_boxes(image_offsets[first], anchors[first]).clamp(0, 1)
+        proposed.append(boxes[detection.nms(boxes, probabilities[first], iou_threshold=0.7, max_count=max_count)])
     return proposed
 
 
@@ -166,37 +153,37 @@ def sample_balanced(labels: Tensor, count: int, positive_share: float) -> Tensor
     return torch.cat([positive, negative])
 
 
-def anchor_targets(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def anchor_targets(anchors: Tensor, truth: detection.Truth) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample anchors of an image for the loss, with their targets.
 
     Return the indices of the sampled anchors, their labels (1 for object, 0 for background), the indices of those
     labelled 1, and the target offsets of these. An anchor is labelled 1 if it overlaps a box by more than 0.7 or has
     the largest overlap with a box, 0 if it overlaps all boxes by less than 0.3; others are not sampled.
     """
-    overlap, index = match_anchors(anchors, truth.boxes)
+    overlap, index = detection.match_anchors(anchors, truth.boxes)
     labels = torch.full((len(anchors),), -1, device=anchors.device)
     labels[overlap < 0.3] = 0
     labels[overlap > 0.7] = 1
     sampled = sample_balanced(labels, ANCHORS_SAMPLED, 0.5)
     positive = sampled[labels[sampled] == 1]
-    return sampled, labels[sampled], positive, encode_boxes(truth.boxes[index[positive]], anchors[positive])
+    return sampled, labels[sampled], positive, detection.encode_boxes(truth.boxes[index[positive]], anchors[positive])
 
 
-def region_loss(scores: Tensor, offsets: Tensor, anchors: Tensor, truth: Truth) -> Tensor:
+def region_loss(scores: Tensor, offsets: Tensor, anchors: Tensor, truth: detection.Truth) -> Tensor:
     """Compute the first stage's loss of one image: cross-entropy of the labels, smooth L1 of the objects' offsets."""
-    with no_autocast_no_grad(scores.device):
+    with detection.no_autocast_no_grad(scores.device):
         sampled, labels, positive, target_offsets = anchor_targets(anchors, truth)
     offset_loss = nn.functional.smooth_l1_loss(offsets[positive].float(), target_offsets, reduction="sum", beta=1 / 9)
     return nn.functional.cross_entropy(scores[sampled].float(), labels) + offset_loss / len(sampled)
 
 
-def region_targets(boxes: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor]:
+def region_targets(boxes: Tensor, truth: detection.Truth) -> tuple[Tensor, Tensor, Tensor]:
     """Sample regions of an image for the loss of the second stage.
 
     Return the regions, the target class of each (0 for background, else 1 + the class index), and its target box.
     """
     boxes = torch.cat([boxes, truth.boxes])  # the true ones too, since few objects are proposed at first
-    overlap, index = box_iou(boxes, truth.boxes).max(1)
+    overlap, index = detection.box_iou(boxes, truth.boxes).max(1)
     labels = torch.where(overlap >= 0.5, truth.classes[index] + 1, 0)
     sampled = sample_balanced(labels, REGIONS_SAMPLED, 0.25)
     return boxes[sampled], labels[sampled], truth.boxes[index[sampled]]
@@ -214,7 +201,7 @@ class Proposed(NamedTuple):
 def propose(network: Any, images: Tensor) -> Proposed:
     """Run the first stage."""
     features = network.features(images)
-    with no_autocast_no_grad(features.device):
+    with detection.no_autocast_no_grad(features.device):
         anchors = region_anchors(network.shape, *features.shape[-2:]).to(features.device)
     scores, offsets = network.propose(features)
     return Proposed(features, scores, offsets, anchors)
@@ -231,14 +218,14 @@ def both_losses(network: Any, first: Proposed, batch: dict[str, Tensor]) -> Tens
     It is 0 for a batch without objects.
     """
     features, scores, offsets, anchors = first
-    with no_autocast_no_grad(features.device):
-        truths = truths_of(batch)
+    with detection.no_autocast_no_grad(features.device):
+        truths = detection.truths_of(batch)
         images = [image for image, truth in enumerate(truths) if len(truth.boxes)]
     if not images:
         zero: Tensor = 0.0 * scores.float().sum()
         return zero
     region_losses = [region_loss(scores[image], offsets[image], anchors, truths[image]) for image in images]
-    with no_autocast_no_grad(features.device):
+    with detection.no_autocast_no_grad(features.device):
         proposed = proposals(scores[images], offsets[images], anchors, 2 * REGIONS_SAMPLED)
         regions = [region_targets(boxes, truths[image]) for boxes, image in zip(proposed, images, strict=True)]
     class_scores, class_offsets = network.judge(features[images], [boxes for boxes, _, _ in regions])
@@ -248,40 +235,40 @@ def both_losses(network: Any, first: Proposed, batch: dict[str, Tensor]) -> Tens
 
 def class_loss(scores: Tensor, offsets: Tensor, regions: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """Compute the second stage's loss: cross-entropy of the classes, smooth L1 of the offsets of the true classes."""
-    with no_autocast_no_grad(scores.device):
+    with detection.no_autocast_no_grad(scores.device):
         boxes, labels, target_boxes = (torch.cat(parts) for parts in zip(*regions, strict=True))
         positive = torch.nonzero(labels)[:, 0]
-        target_offsets = encode_boxes(target_boxes[positive], boxes[positive], VARIANCES)
+        target_offsets = detection.encode_boxes(target_boxes[positive], boxes[positive], VARIANCES)
     class_offsets = offsets.float()[positive, labels[positive]]
     offset_loss = nn.functional.smooth_l1_loss(class_offsets, target_offsets, reduction="sum")
     return nn.functional.cross_entropy(scores.float(), labels) + offset_loss / len(labels)
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
-def detections(network: Any, first: Proposed) -> list[Detections]:
+def detections(network: Any, first: Proposed) -> list[detection.Detections]:
     """Return the detections of each image: boxes with a probability above 5 %, after suppression at 0.3."""
-    with no_autocast_no_grad(first.features.device):
+    with detection.no_autocast_no_grad(first.features.device):
         regions = proposals(first.scores, first.offsets, first.anchors, PROPOSED)
     scores, offsets = network.judge(first.features, regions)
-    with no_autocast_no_grad(scores.device):
+    with detection.no_autocast_no_grad(scores.device):
         probabilities = scores.float().softmax(-1)[:, 1:]
-        boxes = decode_boxes(offsets[:, 1:].float(), torch.cat(regions)[:, None], VARIANCES).clamp(0, 1)
+        boxes = detection.decode_boxes(offsets[:, 1:].float(), torch.cat(regions)[:, None], VARIANCES).clamp(0, 1)
         counts = [len(part) for part in regions]
         pairs = zip(torch.split(boxes, counts), torch.split(probabilities, counts), strict=True)
-        return [select_detections(*pair, iou_threshold=0.3, max_count=PROPOSED) for pair in pairs]
+        return [detection.select_detections(*pair, iou_threshold=0.3, max_count=PROPOSED) for pair in pairs]
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     """Return ``mAP``, as in Pascal VOC 2007 (0 to 1), and ``loss``, whose regions are sampled as in training."""
     network: Any = model
 
-    def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[Detections]]:
+    def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[detection.Detections]]:
         first = propose(network, batch["images"])
         return both_losses(network, first, batch), detections(network, first)
 
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same regions at every evaluation
-        return evaluate_detector(batches, detect, network.shape.classes)
+        return detection.evaluate_detector(batches, detect, network.shape.classes)
 
 
 FASTER_RCNN = detector(
@@ -292,7 +279,7 @@ FASTER_RCNN = detector(
         "cpu": Size(12, 8, 1e-3, 2_070_735, {"shape": SMALL, "side": 96, "images": (400, 80)}),
         "full": Size(30, 2, 1e-4, 137_078_239, {"shape": VGG_16, "side": 600, "images": (200, 40)}),
     },
-    load=partial(load, "shape"),
+    load=partial(detection.load, "shape"),
     make_model=built(FasterRCNN, "shape"),
     loss=loss,
     evaluate=evaluate,

@@ -18,18 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import real_tensors
-from lowp.recipes.data.detection import (
-    Detections,
-    Truth,
-    decode_boxes,
-    encode_boxes,
-    evaluate_detector,
-    load,
-    match_anchors,
-    no_autocast_no_grad,
-    select_detections,
-    truths_of,
-)
+from lowp.recipes.data import detection
 from lowp.recipes.detection import VARIANCES, WIDTHS, by_anchor, detector, initialise, stage
 from lowp.recipes.recipe import Size, built
 
@@ -174,22 +163,22 @@ def anchors_of(count: int, device: torch.device) -> Tensor:
 
 
 # -- loss -------------------------------------------------------------------------------------------------------------
-def match_targets(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
+def match_targets(anchors: Tensor, truth: detection.Truth) -> tuple[Tensor, Tensor]:
     """Return the target class int64 [N] (0 for background, else 1 + the class index) and box [N, 4] of each anchor.
 
     A box is matched to the anchor with the largest overlap, and to all anchors that overlap it by more than a half.
     """
     if not len(truth.boxes):
         return torch.zeros(len(anchors), dtype=torch.int64, device=anchors.device), anchors
-    overlap, index = match_anchors(anchors, truth.boxes)
+    overlap, index = detection.match_anchors(anchors, truth.boxes)
     return torch.where(overlap > 0.5, truth.classes[index] + 1, 0), truth.boxes[index]
 
 
 def targets(anchors: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the target classes int64 [N, anchors] and offsets [N, anchors, 4] of a batch, as in `match_targets`."""
-    pairs = [match_targets(anchors, truth) for truth in truths_of(batch)]
+    pairs = [match_targets(anchors, truth) for truth in detection.truths_of(batch)]
     boxes = torch.stack([boxes for _, boxes in pairs])
-    return torch.stack([classes for classes, _ in pairs]), encode_boxes(boxes, anchors, VARIANCES)
+    return torch.stack([classes for classes, _ in pairs]), detection.encode_boxes(boxes, anchors, VARIANCES)
 
 
 def mine_negatives(losses: Tensor, positive: Tensor) -> Tensor:
@@ -207,14 +196,14 @@ def detection_loss(offsets: Tensor, scores: Tensor, batch: dict[str, Tensor]) ->
     The cross-entropy is that of the anchors in `mine_negatives`.
     """
     offsets, scores = offsets.float(), scores.float()
-    with no_autocast_no_grad(scores.device):
+    with detection.no_autocast_no_grad(scores.device):
         target_classes, target_offsets = targets(anchors_of(scores.shape[1], scores.device), batch)
         positive = target_classes > 0
         count = positive.sum().clamp(min=1)
     offset_loss = nn.functional.smooth_l1_loss(offsets[positive], target_offsets[positive], reduction="sum")
     losses = nn.functional.cross_entropy(scores.flatten(0, 1), target_classes.flatten(), reduction="none")
     losses = losses.view(target_classes.shape)
-    with no_autocast_no_grad(scores.device):
+    with detection.no_autocast_no_grad(scores.device):
         counted = mine_negatives(losses, positive)
     return (offset_loss + losses[counted].sum()) / count
 
@@ -226,24 +215,24 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
-def detections(offsets: Tensor, scores: Tensor) -> list[Detections]:
+def detections(offsets: Tensor, scores: Tensor) -> list[detection.Detections]:
     """Return the detections of each image, at most 50 per class."""
-    with no_autocast_no_grad(scores.device):
-        boxes = decode_boxes(offsets.float(), anchors_of(scores.shape[1], scores.device), VARIANCES)
+    with detection.no_autocast_no_grad(scores.device):
+        boxes = detection.decode_boxes(offsets.float(), anchors_of(scores.shape[1], scores.device), VARIANCES)
         probabilities = scores.float().softmax(-1)[..., 1:]
         pairs = zip(boxes, probabilities, strict=True)
-        return [select_detections(*pair, iou_threshold=0.45, max_count=50) for pair in pairs]
+        return [detection.select_detections(*pair, iou_threshold=0.45, max_count=50) for pair in pairs]
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     """Return ``mAP``, as in Pascal VOC 2007 (0 to 1), and ``loss``."""
 
-    def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[Detections]]:
+    def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[detection.Detections]]:
         offsets, scores = model(batch["images"])
         return detection_loss(offsets, scores, batch), detections(offsets, scores)
 
     network: Any = model
-    return evaluate_detector(batches, detect, network.classes)
+    return detection.evaluate_detector(batches, detect, network.classes)
 
 
 SSD_RECIPE = detector(
@@ -254,7 +243,7 @@ SSD_RECIPE = detector(
         "cpu": Size(14, 8, 1e-3, 509_038, {"layout": SMALL, "side": 96, "images": (400, 80)}),
         "full": Size(120, 32, 1e-4, 26_285_486, {"layout": SSD300, "side": 300, "images": (400, 80)}),
     },
-    load=partial(load, "layout"),
+    load=partial(detection.load, "layout"),
     make_model=built(SSD, "layout"),
     loss=loss,
     evaluate=evaluate,

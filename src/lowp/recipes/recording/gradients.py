@@ -12,20 +12,8 @@ from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat
 from lowp.numerics.spectrum import Spectrum
 from lowp.presets import LossScale
-from lowp.recipes.recording.runs import (
-    NOBODY,
-    Fp16Counts,
-    Onlooker,
-    are_weights,
-    below,
-    head,
-    histogram,
-    is_lost,
-    median,
-    moments_of,
-    ratios,
-    train,
-)
+from lowp.recipes.recording import runs
+from lowp.recipes.recording.runs import NOBODY, Fp16Counts, Onlooker, are_weights, head, train
 from lowp.recipes.sampling import Comparing, Share
 from lowp.recipes.training import Settings, Training
 
@@ -74,7 +62,7 @@ def record_gradients(settings: Settings, onlooker: Onlooker = NOBODY) -> dict[st
 
 
 def _below_limits(ratios: Spectrum) -> dict[str, float]:
-    return {format: below(ratios, limit) for format, limit in LIMITS.items()}
+    return {format: runs.below(ratios, limit) for format, limit in LIMITS.items()}
 
 
 class _Moment:
@@ -93,8 +81,8 @@ class _Moment:
             "epoch": self.epoch + 1,
             "steps_sampled": self.steps,
             "learning_rates": [min(self.rates), max(self.rates)] if self.rates else None,
-            "gradients": histogram(self.gradients),
-            "ratios": histogram(self.ratios),
+            "gradients": runs.histogram(self.gradients),
+            "ratios": runs.histogram(self.ratios),
             "below": _below_limits(self.ratios),
             "lost": {format: share.value for format, share in self.lost.items()},
         }
@@ -104,7 +92,7 @@ class _UpdateObserver(Comparing):
     """Counts weight gradients and fp64 updates at eight steps of each given epoch."""
 
     def __init__(self, training: Training, moments: dict[str, int]) -> None:
-        sampled, length = moments_of(range(training.steps_per_epoch), _STEPS_OF_AN_EPOCH), training.steps_per_epoch
+        sampled, length = runs.moments_of(range(training.steps_per_epoch), _STEPS_OF_AN_EPOCH), training.steps_per_epoch
         super().__init__(training, [epoch * length + step for epoch in moments.values() for step in sampled])
         self.moments = {moment: _Moment(epoch) for moment, epoch in moments.items()}
 
@@ -117,16 +105,16 @@ class _UpdateObserver(Comparing):
             gradient = self.training.model.get_parameter(name).grad
             if gradient is not None and are_weights(weight):
                 moment.gradients += Spectrum.of(gradient)
-                moment.ratios += ratios(weight, update)
+                moment.ratios += runs.ratios(weight, update)
                 for format, share in moment.lost.items():
-                    share.add(is_lost(weight, update, format), update != 0)
+                    share.add(runs.is_lost(weight, update, format), update != 0)
 
 
 class _NaiveObserver(Comparing):
     """Counts gradients and updates of a naive 16-bit run, compared with fp32 and fp64, at 24 steps."""
 
     def __init__(self, training: Training) -> None:
-        super().__init__(training, moments_of(range(training.steps), _STEPS_OF_A_RUN))
+        super().__init__(training, runs.moments_of(range(training.steps), _STEPS_OF_A_RUN))
         self._updates: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
         self._gradients_seen, self._updates_seen, self._ratios = Fp16Counts(), Fp16Counts(), Spectrum()
@@ -144,7 +132,7 @@ class _NaiveObserver(Comparing):
             if are_weights(weight):
                 self._updates[name] = update
                 self._updates_seen.add(update)
-                self._ratios += ratios(weight, update)
+                self._ratios += runs.ratios(weight, update)
 
     def after_step(self) -> None:
         """Count the weights with a nonzero update that did not change."""
@@ -159,7 +147,7 @@ class _NaiveObserver(Comparing):
             "gradients": self._gradients_seen.document(),
             "flushed": self._flushed.value,
             "updates": self._updates_seen.document(),
-            "ratios": histogram(self._ratios),
+            "ratios": runs.histogram(self._ratios),
             "below": _below_limits(self._ratios),
             "unmoved": self._unmoved.value,
         }
@@ -243,7 +231,7 @@ class _ActivationObserver(Comparing):
     """Counts the gradients of activations, unscaled and scaled, and of weights at some steps."""
 
     def __init__(self, training: Training, scaled: bool = False) -> None:
-        super().__init__(training, moments_of(range(training.steps), _STEPS_OF_ACTIVATIONS))
+        super().__init__(training, runs.moments_of(range(training.steps), _STEPS_OF_ACTIVATIONS))
         self._counts_scaled = scaled
         GradientHooks(self.reference, self._add)
         self.scales: list[tuple[int, float]] = []  # (step, scale) at each change
@@ -285,7 +273,7 @@ class _ActivationObserver(Comparing):
         """Yield log2 of the median gradients of the outputs and the weights of each layer, in the model's order."""
         for name, (activations, weights) in self._of_layer.items():
             if activations.nonzero and weights.nonzero:
-                yield {"name": name, "activations": median(activations), "weights": median(weights)}
+                yield {"name": name, "activations": runs.median(activations), "weights": runs.median(weights)}
 
 
 def _layers(model: nn.Module) -> list[str]:
