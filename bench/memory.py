@@ -26,8 +26,8 @@ from step import networks, stepper
 from torch import Tensor, nn
 
 import lowp
+from lowp.benchmarking import memory
 from lowp.benchmarking.largest_batch import growth
-from lowp.benchmarking.memory import peak_of
 from lowp.recipes import results
 
 # way -> the precision of the step, and the argument of lowp.kernels.use
@@ -74,6 +74,24 @@ def saved_bytes(network: nn.Module, x: Tensor, context: Context) -> int:
         result = network(x)
     del result
     return sum(found.values())
+
+
+def peak_of(begin: Callable[[], Callable[[], object]]) -> int:
+    """Return the peak of CPU memory in bytes in a third step; `begin` creates the model and returns the step."""
+
+    def three_steps() -> None:
+        step = begin()
+        step()
+        step()
+        memory._mark(memory._FORWARD)
+        step()
+        memory._mark(memory._END)
+
+    events = memory._profiled(three_steps)
+    names = (memory._FORWARD, memory._END)
+    first, last = (next(event["ts"] for event in events if event.get("name") == name) for name in names)
+    peak, _ = memory._highest(list(memory._allocations(events, memory._DEVICE_TYPES["cpu"])), first, last)
+    return peak
 
 
 def measured(name: str, way: str) -> dict[str, int | None]:

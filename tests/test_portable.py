@@ -143,8 +143,8 @@ def test_shards_become_one_file() -> None:
 def test_shards_tell_what_lies_in_them_as_one_file_would() -> None:
     _shards()
     with open_source(Path("shards/model.safetensors.index.json")) as source:
-        assert sorted(source.raw_names()) == sorted(_state())
-        assert all(torch.equal(source.raw(name), tensor) for name, tensor in _state().items())
+        assert sorted(source.stored) == sorted(_state())
+        assert all(torch.equal(source.stored[name](), tensor) for name, tensor in _state().items())
 
 
 def test_weights_are_given_in_bf16_where_asked() -> None:
@@ -369,7 +369,7 @@ def test_a_flipped_bit_of_a_header_is_refused_or_reads_the_stored_bytes(format: 
         try:
             lowp.load("bad.safetensors")
             with open_source(Path("bad.safetensors")) as source:
-                raw = [source.raw(name).reshape(-1).view(torch.uint8) for name in source.raw_names()]
+                raw = [source.stored[name]().reshape(-1).view(torch.uint8) for name in source.stored]
             assert sorted(torch.cat(raw).tolist()) == sorted(content[begins:]), bit
         except InvalidCheckpoint:
             refused += 1

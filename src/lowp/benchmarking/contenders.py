@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lowp import presets
-from lowp.casts import Cast
 from lowp.formats import FORMATS, FloatFormat, Format, ScaledFormat
 from lowp.kernels.products import torchs_own_device
 from lowp.ops.direct import one_dtype
@@ -43,8 +42,9 @@ class Contender:
             return None
         if self.kind == "torch.amp":
             return FORMATS[self.settings.precision]
-        found = [cast.format for cast in _operand_casts(self.settings.precision)]
-        return max(found, key=significand_bits, default=None)
+        rules = [rule for rule in presets.parse(self.settings.precision).policy.rules if rule.weight is not None]
+        operands = (cast for rule in rules for cast in (rule.input, rule.weight, *rule.grads) if cast is not None)
+        return max((cast.format for cast in operands), key=significand_bits, default=None)
 
     @property
     def sums_integers(self) -> bool:
@@ -164,9 +164,3 @@ def significand_bits(format: Format) -> int:
     """Return the bits of the significand including the hidden bit; all bits of an integer."""
     element = format.element if isinstance(format, ScaledFormat) else format
     return element.precision if isinstance(element, FloatFormat) else element.bits
-
-
-def _operand_casts(precision: str) -> Iterator[Cast]:
-    for rule in presets.parse(precision).policy.rules:
-        if rule.weight is not None:
-            yield from (cast for cast in (rule.input, rule.weight, *rule.grads) if cast is not None)

@@ -103,23 +103,6 @@ def memory_of(contender: Contender, data: Data, batch: int) -> Split:
     return taken.corrected(_split(events, marks, device))
 
 
-def peak_of(begin: Callable[[], Callable[[], object]]) -> int:
-    """Return the peak of CPU memory in bytes in a third step; `begin` creates the model and returns the step."""
-
-    def three_steps() -> None:
-        step = begin()
-        step()
-        step()
-        _mark(_FORWARD)
-        step()
-        _mark(_END)
-
-    events = _profiled(three_steps)
-    first, last = (next(event["ts"] for event in events if event.get("name") == name) for name in (_FORWARD, _END))
-    peak, _ = _highest(list(_allocations(events, _DEVICE_TYPES["cpu"])), first, last)
-    return peak
-
-
 def _profiled(run: Callable[[], object]) -> list[dict[str, Any]]:
     """Return the events of a memory profile of a function."""
     with tempfile.TemporaryDirectory() as folder:

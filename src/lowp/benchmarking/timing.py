@@ -20,7 +20,7 @@ from lowp.benchmarking import memory
 from lowp.benchmarking.contenders import BASELINE, STOPPED_BY, Contender, begin, step_of
 from lowp.benchmarking.memory import batch_of
 from lowp.benchmarking.operations import Operations, counted
-from lowp.recipes.comparison import Study, Variant
+from lowp.recipes.comparison import Study
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import Training, moved, threads_of
 
@@ -227,13 +227,17 @@ def _size(training: Training) -> int:
 # -- the rows of a comparison ------------------------------------------------------------------------------------------
 def measure(study: Study, seconds: float = 1.5, stop: Callable[[], bool] = lambda: False) -> None:
     """Time steps of every row for about `seconds` each, and measure their peak memory, until `stop()` is true."""
-    contenders = [_contender(variant) for variant in study.variants]
+    contenders = [
+        Contender(one.label, BASELINE if one.settings.precision == "fp32" else "lowp", one.settings)
+        for one in study.variants
+    ]
     with threads_of(study.recipe.threads) as threads:
         with others_busy() as busy:
             timers = time_steps(contenders, study.data, seconds, stop, steps_only=True)
             cores = busy()
+        others = "" if cores is None else f". Other processes kept {cores:.1f} of {os.cpu_count()} cores busy meanwhile"
         study.cost_methods = {
-            "time": STEP_METHOD.format(slow=slow_limit(seconds)) + _meanwhile(cores),
+            "time": STEP_METHOD.format(slow=slow_limit(seconds)) + others,
             "memory": memory.METHODS[torch.device(study.settings.device).type],
         }
         for contender, timer in zip(contenders, timers, strict=True):
@@ -260,10 +264,6 @@ def peak_memory(contender: Contender, data: Data) -> int | None:
         return None
 
 
-def _contender(variant: Variant) -> Contender:
-    return Contender(variant.label, BASELINE if variant.settings.precision == "fp32" else "lowp", variant.settings)
-
-
 # -- the rest of the machine ------------------------------------------------------------------------------------------
 @contextmanager
 def others_busy() -> Iterator[Callable[[], float | None]]:
@@ -277,10 +277,6 @@ def others_busy() -> Iterator[Callable[[], float | None]]:
         return max(0.0, now - busy - (_own_seconds() - own)) / max(time.perf_counter() - started, 1e-9)
 
     yield cores
-
-
-def _meanwhile(cores: float | None) -> str:
-    return "" if cores is None else f". Other processes kept {cores:.1f} of {os.cpu_count()} cores busy meanwhile"
 
 
 def _busy_seconds() -> float | None:

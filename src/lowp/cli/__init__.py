@@ -178,10 +178,14 @@ class Parser(argparse.ArgumentParser):
 
     def check_options(self, arguments: Sequence[str]) -> None:
         """Raise UnknownName for an unknown option, before argparse takes the value after it for another argument."""
+        known = self._option_string_actions
         for argument in arguments[: arguments.index("--")] if "--" in arguments else arguments:
             name = argument.partition("=")[0]
-            if name.startswith("-") and not self._is_value(argument) and not self._is_option(name):
-                options = [option for option in self._option_string_actions if option.startswith("--")]
+            is_value = len(argument) == 1 or " " in argument or self._negative_number_matcher.match(argument)
+            # with two dashes a longer name will do, as argparse finds it
+            is_option = any(one == name or (name.startswith("--") and one.startswith(name)) for one in known)
+            if name.startswith("-") and not is_value and not is_option:
+                options = [option for option in known if option.startswith("--")]
                 raise UnknownName(unknown(f"option of {self.prog}", name, options))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -192,15 +196,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise InvalidInput."""
         raise InvalidInput(f"{self.prog}: {message} (`{self.prog} --help` says what is allowed)")
-
-    def _is_value(self, argument: str) -> bool:
-        return len(argument) == 1 or " " in argument or self._negative_number_matcher.match(argument) is not None
-
-    def _is_option(self, name: str) -> bool:
-        """Whether an option has this name or, with two dashes, a longer one, as argparse finds it."""
-        return any(
-            one == name or (name.startswith("--") and one.startswith(name)) for one in self._option_string_actions
-        )
 
 
 def _version(arguments: Sequence[str]) -> int:

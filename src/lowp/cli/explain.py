@@ -157,9 +157,9 @@ def _update(arguments: argparse.Namespace) -> object:
     rate = arguments.learning_rate
     if rate is not None and arguments.minus:
         raise InvalidInput("--learning-rate already makes the update - R x gradient: omit --minus")
+    format = str(parse_cast(cast).format)  # of bit patterns
     weight, gradient = (
-        explain.parse_number(getattr(arguments, name), _element_format(cast), arguments.bits)
-        for name in ("weight", "gradient")
+        explain.parse_number(one, format, arguments.bits) for one in (arguments.weight, arguments.gradient)
     )
     return explain.weight_update(
         weight,
@@ -178,7 +178,7 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
         option = "--in, for example --in fp16" if parts else "--to, for example --to fp16"
         raise InvalidInput(f"{text}: the format is missing: give {option}; `lowp formats` lists the formats")
     random = _random(target, arguments)
-    source = arguments.source or _element_format(arguments.within or target)
+    source = arguments.source or str(parse_cast(arguments.within or target).format)
     if parts:
         return _expression(parts, source, random, arguments)
     # with --from, 0x3c7c means a bit pattern, not the number 15484
@@ -218,11 +218,6 @@ def _expression(
     if explain.is_flex(parse_cast(within)):
         return explain.flex_arithmetic(operator, first, second, parse_cast(within), arguments.exponent)
     return explain.evaluate(operator, first, second, within, arguments.to if arguments.within else None, random)
-
-
-def _element_format(cast: str) -> str:
-    """Return the format of bit patterns without --from."""
-    return str(parse_cast(cast).format)
 
 
 def _fraction(text: str, option: str) -> Fraction:

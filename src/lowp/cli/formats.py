@@ -11,7 +11,9 @@ Energy and area are estimates from Horowitz, ISSCC 2014 (45 nm); ~ marks values 
 
 import argparse
 import textwrap
+from collections import namedtuple
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from lowp.casts import NAMED, parse
@@ -22,7 +24,7 @@ from lowp.cli.output import can_show, print_json, print_table, show
 from lowp.errors import InvalidInput
 from lowp.explain import as_json
 from lowp.explain.numbers import floor_log2
-from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.formats import FORMATS, Format, IntFormat, PowerOfTwo, ScaledFormat
 
 HEADS = ("format", "bits", "layout", "smallest", "normal", "maximum", "ulp at 1", "max error", "digits")
 COST_HEADS = ("bytes", "multiplier", "energy")
@@ -113,20 +115,10 @@ DEFAULT = ("fp32", "tf32", "fp16", "bf16", "e5m2", "e4m3fn", "flex16+5")
 _BOX = "┌─┬┐│└┴┘░█▒"
 
 
-class Pens(NamedTuple):
-    """The characters of a drawing: box corners and lines, and the shades of a range."""
-
-    top_left: str
-    horizontal: str
-    top: str
-    top_right: str
-    vertical: str
-    bottom_left: str
-    bottom: str
-    bottom_right: str
-    subnormal: str
-    normal: str
-    shared: str
+# the characters of a drawing: box corners and lines, and the shades of a range
+Pens = namedtuple(
+    "Pens", "top_left horizontal top top_right vertical bottom_left bottom bottom_right subnormal normal shared"
+)
 
 
 # -- drawings ----------------------------------------------------------------------------------------------------------
@@ -134,7 +126,7 @@ def draw(formats: Sequence[Format], width: int) -> str:
     """Draw boxes with one column per bit, aligned where exponents end and mantissas begin; then the ranges."""
     pens = Pens(*(_BOX if can_show(_BOX) else "+-++|+++.#:"))
     names = max(len(str(format)) for format in formats) + 2
-    left = max(sum(size for _, size in _left(_element(format))) + len(_left(_element(format))) for format in formats)
+    left = max(sum(1 + size for _, size in _fields(format)[0]) for format in formats)
     lines = ["bits: s sign, e exponent, m mantissa, i integer; one column per bit"]
     for format in formats:
         lines += _boxes(format, names, left, pens)
@@ -142,30 +134,19 @@ def draw(formats: Sequence[Format], width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _element(format: Format) -> FloatFormat | IntFormat:
-    return format.element if isinstance(format, ScaledFormat) else format
-
-
-def _left(element: FloatFormat | IntFormat) -> list[tuple[str, int]]:
-    """Return the fields left of the common edge: sign and exponent."""
+def _fields(format: Format) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Return the fields left of the common edge, sign and exponent, and right of it, mantissa or the integer."""
+    element = format.element if isinstance(format, ScaledFormat) else format
     if isinstance(element, IntFormat):
-        return [("s", 1)]
-    return [("s", 1)] * element.signed + [(f"e{element.exponent_bits}", element.exponent_bits)]
-
-
-def _right(element: FloatFormat | IntFormat) -> list[tuple[str, int]]:
-    """Return the fields right of the common edge: mantissa, or the integer."""
-    if isinstance(element, IntFormat):
-        return [(f"i{element.bits - 1}", element.bits - 1)] if element.bits > 1 else []
-    return [(f"m{element.mantissa_bits}", element.mantissa_bits)] if element.mantissa_bits else []
+        return [("s", 1)], [(f"i{element.bits - 1}", element.bits - 1)] if element.bits > 1 else []
+    left = [("s", 1)] * element.signed + [(f"e{element.exponent_bits}", element.exponent_bits)]
+    return left, [(f"m{element.mantissa_bits}", element.mantissa_bits)] if element.mantissa_bits else []
 
 
 def _boxes(format: Format, names: int, left: int, pens: Pens) -> list[str]:
-    element = _element(format)
-    left_fields = _left(element)
-    fields = left_fields + _right(element)
-    indent = names + left - sum(size for _, size in left_fields) - len(left_fields)
-    top, middle, bottom = _box(fields, pens)
+    left_fields, right_fields = _fields(format)
+    indent = names + left - sum(1 + size for _, size in left_fields)
+    top, middle, bottom = _box(left_fields + right_fields, pens)
     middle = f"{format!s:<{names}}{' ' * (indent - names)}{middle}"
     top, bottom = " " * indent + top, " " * indent + bottom
     if not isinstance(format, ScaledFormat):
@@ -174,7 +155,7 @@ def _boxes(format: Format, names: int, left: int, pens: Pens) -> list[str]:
     if isinstance(scale, PowerOfTwo):
         scale_box = _box([(f"e{scale.bits}", scale.bits)], pens)
     else:
-        scale_box, kind = _box(_left(scale) + _right(scale), pens), str(scale) if scale.mantissa_bits else kind
+        scale_box, kind = _box([*chain(*_fields(scale))], pens), str(scale) if scale.mantissa_bits else kind
     words = f"{kind}, shared by {scope_words(format.scope)}"
     words += f", and {format.outer} for the tensor" if format.outer else ""
     return [

@@ -24,46 +24,9 @@ from lowp.explain.render import as_json, render
 from lowp.explain.update import Threshold, Trajectory, Verdict, WeightUpdate, weight_update
 from lowp.explain.worked import WORKED_CASES, WorkedCase
 
-__all__ = [
-    "WORKED_CASES",
-    "Accumulated",
-    "Addend",
-    "Alignment",
-    "Arithmetic",
-    "Conversion",
-    "FlexArithmetic",
-    "FlexNumber",
-    "MultiplyAdd",
-    "Number",
-    "Outcome",
-    "Rescaled",
-    "Rounded",
-    "RoundingRule",
-    "SharedScale",
-    "Threshold",
-    "Trajectory",
-    "Verdict",
-    "WeightUpdate",
-    "WorkedCase",
-    "add",
-    "as_json",
-    "convert",
-    "divide",
-    "evaluate",
-    "flex_arithmetic",
-    "flex_number",
-    "flex_product",
-    "flex_sum",
-    "fused_multiply_add",
-    "is_flex",
-    "multiply",
-    "outcomes",
-    "parse_number",
-    "render",
-    "render_multiply_add",
-    "rescale",
-    "round_exact",
-    "split_expression",
-    "subtract",
-    "weight_update",
-]
+__all__ = ["WORKED_CASES", "Accumulated", "Addend", "Alignment", "Arithmetic", "Conversion", "FlexArithmetic"]
+__all__ += ["FlexNumber", "MultiplyAdd", "Number", "Outcome", "Rescaled", "Rounded", "RoundingRule", "SharedScale"]
+__all__ += ["Threshold", "Trajectory", "Verdict", "WeightUpdate", "WorkedCase", "add", "as_json", "convert", "divide"]
+__all__ += ["evaluate", "flex_arithmetic", "flex_number", "flex_product", "flex_sum", "fused_multiply_add", "is_flex"]
+__all__ += ["multiply", "outcomes", "parse_number", "render", "render_multiply_add", "rescale", "round_exact"]
+__all__ += ["split_expression", "subtract", "weight_update"]

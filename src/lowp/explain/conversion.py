@@ -108,7 +108,12 @@ def convert(
     before = number
     first = None
     if via is not None:
-        first = round_exact(number, _plain(parse_cast(via), "--via"))
+        middle = parse_cast(via)
+        if isinstance(middle.format, ScaledFormat) or middle.is_stochastic:
+            raise InvalidInput(
+                f"--via {middle}: give a format without a shared scale and a rounding that is not stochastic"
+            )
+        first = round_exact(number, middle)
         before = first.result
     shared = _scale(before, cast, exponent, scale)
     scaled, direct = (_divide(x, shared) for x in (before, number))
@@ -124,12 +129,6 @@ def convert(
         outcomes(direct, cast.element_cast, random)[0].rounded if first is not None and certain else None,
         _through_fp32(number, results[0].rounded) if first is None and shared is None and certain else None,
     )
-
-
-def _plain(cast: Cast, what: str) -> Cast:
-    if isinstance(cast.format, ScaledFormat) or cast.is_stochastic:
-        raise InvalidInput(f"{what} {cast}: give a format without a shared scale and a rounding that is not stochastic")
-    return cast
 
 
 def _divide(number: Number, scale: SharedScale | None) -> Number:

@@ -11,6 +11,8 @@ from lowp.formats import FloatFormat
 def rule_words(rounded: Rounded) -> str:
     """Return the rule that decided the result, in words."""
     mode, number = rounded.cast.rounding, rounded.given
+    has_zero = getattr(rounded.format, "has_zero", True)
+    even = "neighbour whose last bit is 0" if has_zero else "larger number, as there is no mantissa bit to be even"
     part = f"the cut part is {_share(rounded.rest)} of a unit"
     step = "up by one unit" if rounded.away else "down: the kept bits stay"
     if rounded.away and number.negative:
@@ -19,7 +21,7 @@ def rule_words(rounded: Rounded) -> str:
         RoundingRule.EXACT: "nothing is cut off: exact",
         RoundingRule.BELOW_HALF: f"{part}, less than half: {step}",
         RoundingRule.ABOVE_HALF: f"{part}, more than half: {step}",
-        RoundingRule.TIE_TO_EVEN: f"exactly half a unit, a tie: {_even_words(rounded)}: {step}",
+        RoundingRule.TIE_TO_EVEN: f"exactly half a unit, a tie: to the {even}: {step}",
         RoundingRule.TIE_AWAY: f"exactly half a unit, a tie: away from zero: {step}",
         RoundingRule.DIRECTED: f"{part}; {mode} decides: {step}",
         RoundingRule.TO_ODD: f"{part}; to the neighbour whose last bit is 1: {step}",
@@ -27,9 +29,7 @@ def rule_words(rounded: Rounded) -> str:
         RoundingRule.FLUSHED: f"{rounded.format} has no subnormals: 0 below its smallest normal, before rounding",
         RoundingRule.TO_SMALLEST: f"{rounded.format} has no zero: below its smallest number it is that number",
         RoundingRule.SPECIAL: _special_words(rounded),
-        RoundingRule.NEGATIVE: f"{rounded.format} has no negative number and no zero"
-        if not getattr(rounded.format, "has_zero", True)
-        else f"{rounded.format} has no negative number",
+        RoundingRule.NEGATIVE: f"{rounded.format} has no negative number" + " and no zero" * (not has_zero),
         RoundingRule.SIGN: f"{rounded.format} keeps the sign alone (zero counts as +)",
     }[rounded.rule]
     if rounded.overflowed:
@@ -39,12 +39,6 @@ def rule_words(rounded: Rounded) -> str:
     elif rounded.given.is_finite and rounded.given.magnitude and rounded.result == Number(Fraction(0), number.negative):
         words += "; underflow to zero"
     return words
-
-
-def _even_words(rounded: Rounded) -> str:
-    if not getattr(rounded.format, "has_zero", True):
-        return "to the larger number, as there is no mantissa bit to be even"
-    return "to the neighbour whose last bit is 0"
 
 
 def _special_words(rounded: Rounded) -> str:

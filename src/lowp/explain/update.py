@@ -102,16 +102,14 @@ class WeightUpdate:
         away = round_exact(total, self.cast.with_rounding(Rounding.TOWARD_ZERO))
         if away.quantum_exponent is None:
             return None
-        return share_away(away.rest, self.cast if self.cast.is_stochastic else _stochastic(self.cast))
+        return share_away(
+            away.rest, self.cast if self.cast.is_stochastic else self.cast.with_rounding(Rounding.STOCHASTIC)
+        )
 
     @property
     def bias(self) -> Fraction | None:
         """Mean of a stochastic cast's results minus the exact sum; None if one is not finite or without results."""
         return _bias(self.outcomes, self.weight.result.value + self.step) if self.outcomes else None
-
-
-def _stochastic(cast: Cast) -> Cast:
-    return cast.with_rounding(Rounding.STOCHASTIC)
 
 
 def _bias(results: tuple[Outcome, ...], total: Fraction) -> Fraction | None:
@@ -158,12 +156,13 @@ def weight_update(
         expected = None
     threshold = _threshold(current, upward, cast.with_rounding(Rounding.NEAREST_EVEN) if cast.is_stochastic else cast)
     given = (cast, start, slope, learning_rate, step, upward, steps)
+    of_zero = Verdict.UNDERFLOW if slope.given.magnitude and not slope.result.magnitude else Verdict.NONE
     if cast.is_stochastic:
         both = outcomes(_sum(current, step), cast)
-        verdict = _verdict_of_chance(both, slope, current, step, threshold)
+        verdict = _verdict_of_chance(both, current, step, threshold) if step else of_zero
         return WeightUpdate(*given, None, verdict, threshold, None, fp32, expected, both)
     first = round_exact(_sum(current, step), cast)
-    verdict = _verdict(first, slope, current, step, threshold)
+    verdict = _verdict(first, current, step, threshold) if step else of_zero
     return WeightUpdate(*given, first, verdict, threshold, _walk(current, step, cast, steps), fp32, expected)
 
 
@@ -179,15 +178,9 @@ def _sum(current: Number, step: Fraction) -> Number:
     return current if step == 0 else Number.of(current.value + step)
 
 
-def _verdict_of_zero(gradient: Rounded) -> Verdict:
-    return Verdict.UNDERFLOW if gradient.given.magnitude and not gradient.result.magnitude else Verdict.NONE
-
-
 def _verdict_of_chance(
-    results: tuple[Outcome, ...], gradient: Rounded, current: Number, step: Fraction, threshold: Threshold | None
+    results: tuple[Outcome, ...], current: Number, step: Fraction, threshold: Threshold | None
 ) -> Verdict:
-    if step == 0:
-        return _verdict_of_zero(gradient)
     if any(outcome.rounded.overflowed for outcome in results):
         return Verdict.OVERFLOW
     if all(_same(outcome.rounded.result, current) for outcome in results):
@@ -197,11 +190,7 @@ def _verdict_of_chance(
     return Verdict.CHANCE if threshold is not None and abs(step) < threshold.spacing else Verdict.KEPT
 
 
-def _verdict(
-    first: Rounded, gradient: Rounded, current: Number, step: Fraction, threshold: Threshold | None
-) -> Verdict:
-    if step == 0:
-        return _verdict_of_zero(gradient)
+def _verdict(first: Rounded, current: Number, step: Fraction, threshold: Threshold | None) -> Verdict:
     below_one_ulp = threshold is not None and abs(step) < threshold.spacing
     if _same(first.result, current):
         return Verdict.LOST

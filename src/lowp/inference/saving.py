@@ -49,7 +49,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
                 f"{path} holds no served model: give a file of lowp.inference.save or lowp convert --serve; lowp.load "
                 "reads weights"
             )
-        state = {name: source.raw(name) for name in source.names()}
+        state = {name: source.stored[name]() for name in source.names()}
     try:
         made = json.loads(text)
         format, bits, attention, kept = (made[name] for name in ("format", "bits", "attention", "kept"))

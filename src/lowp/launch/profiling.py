@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,20 +59,16 @@ def profile_script(
         "PYTHONPATH": os.pathsep.join(one for one in paths if one),
     }
     sys.stdout.flush()
-    code = _call([sys.executable, *script], environment, stop, stdout)
+    process = subprocess.Popen([sys.executable, *script], env=environment, stdout=stdout)
+    try:
+        code = waited(process, stop, _GRACE)
+    finally:
+        process.kill()
+        process.wait()
     if code < 0:
         print(f"lowp profile: the script was ended by signal {-code}; the results until then follow", file=sys.stderr)
     _merge(path)
     return code if code >= 0 else 128 - code, path  # as shells report a signal
-
-
-def _call(command: Sequence[str], environment: Mapping[str, str], stop: Callable[[], bool], stdout: int | None) -> int:
-    process = subprocess.Popen(command, env=environment, stdout=stdout)
-    try:
-        return waited(process, stop, _GRACE)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _merge(path: Path) -> None:

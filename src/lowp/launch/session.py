@@ -234,9 +234,7 @@ def _close_at_the_end(session: Session) -> None:
         multiprocessing.util.Finalize(None, close, exitpriority=0)
 
 
-# -- tracebacks ------------------------------------------------------------------------------------------
-
-
+# -- tracebacks --------------------------------------------------------------------------------------------------------
 def _hide_frames() -> None:
     """Print tracebacks without this package's frames, so that errors of the script look as without lowp."""
     before = sys.excepthook

@@ -98,7 +98,9 @@ def convert(
         names = opened.names()
         if not names:
             raise InvalidInput(f"{opened.path} holds no tensors")
-        _check_patterns(job.keep, names)
+        for pattern in job.keep:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise InvalidInput(f"no tensor is named {pattern}; the first are {', '.join(names[:5])}")
         started(len(names))
         if shards:
             reports = _write_shards(opened, out, shards, job)
@@ -138,12 +140,6 @@ def _check_targets(source: Source, targets: list[Path], overwrite: bool) -> None
             raise InvalidInput(f"{target} is the input checkpoint: give another file")
         if target.exists() and not overwrite:
             raise InvalidInput(f"{target} already exists: give --overwrite (overwrite=True), or another file")
-
-
-def _check_patterns(patterns: tuple[str, ...], names: list[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise InvalidInput(f"no tensor is named {pattern}; the first are {', '.join(names[:5])}")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

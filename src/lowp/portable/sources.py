@@ -6,10 +6,11 @@ import pickle
 import warnings
 import zipfile
 from abc import abstractmethod
-from collections.abc import KeysView, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,28 +31,31 @@ _STATE_ENTRIES = ("model", "state_dict", "model_state_dict", "model_state")
 
 
 class Source(AbstractContextManager["Source"]):
-    """Tensors by name, and metadata. A packed tensor counts as one tensor with its values."""
+    """Tensors by name, and metadata. A packed tensor counts as one tensor with its values.
 
-    metadata: dict[str, str]
-    modules: dict[str, Any]  # torch's metadata of modules
-    left_out: dict[str, str]  # types of entries that are not tensors
+    `stored` reads each of the tensors in the file, in its order. `modules` is torch's metadata of modules, `left_out`
+    the types of entries that are not tensors.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metadata, self.modules, self.left_out = {}, {}, {}
-        self._open = ExitStack()  # what is closed at the end
+        self.stored: dict[str, Callable[[], Tensor]] = {}
+        self.metadata: dict[str, str] = {}
+        self.modules: dict[str, Any] = {}
+        self.left_out: dict[str, str] = {}
         self._packed: dict[str, Packed] = {}
+        self._open = ExitStack()  # what is closed at the end
+        with ExitStack() as stack:
+            self._read(stack)
+            self._open = stack.pop_all()
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+        self.stored.clear()
 
     @abstractmethod
-    def raw_names(self) -> KeysView[str]:
-        """Return the names of the tensors stored in the file, in its order."""
-
-    @abstractmethod
-    def raw(self, name: str) -> Tensor:
-        """Return one of the stored tensors."""
+    def _read(self, stack: ExitStack) -> None:
+        """Read what the file holds; `stack` closes what stays open."""
 
     def file_of(self, name: str) -> str:
         """Return the file of a tensor."""
@@ -60,21 +64,20 @@ class Source(AbstractContextManager["Source"]):
     def names(self) -> list[str]:
         """Return the names of the tensors, in the order of the file."""
         parts = {f"{name}{suffix}": name for name in self._packed for suffix in SUFFIXES.values()}
-        return list(dict.fromkeys(parts.get(name, name) for name in self.raw_names()))
+        return list(dict.fromkeys(parts.get(name, name) for name in self.stored))
 
     def tensor(self, name: str) -> Tensor:
         """Return the values of a tensor."""
         packed = self._packed.get(name)
         if packed is None:
-            return self.raw(name)
-        stored = [name + suffix for suffix in SUFFIXES.values() if name + suffix in self.raw_names()]
-        parts = {one: self.raw(one) for one in stored}
+            return self.stored[name]()
+        parts = {part: self.stored[part]() for part in map(name.__add__, SUFFIXES.values()) if part in self.stored}
         try:
             return unpack(name, packed, parts)
         except InvalidInput as error:
             raise InvalidCheckpoint(f"{self.path} is damaged: {error}") from None
 
-    def read_packed(self) -> None:
+    def _read_packed(self) -> None:
         """Read from the metadata which tensors are packed, and remove that entry."""
         text = self.metadata.pop(KEY, None)
         if text is None:
@@ -89,72 +92,43 @@ class Source(AbstractContextManager["Source"]):
 class SafetensorsSource(Source):
     """One safetensors file."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        with ExitStack() as stack:
-            self._file: IO[bytes] = stack.enter_context(path.open("rb"))
-            self._entries, self.metadata = safetensors_file.read_header(self._file, path)
-            self.read_packed()
-            self._open = stack.pop_all()
-
-    def raw_names(self) -> KeysView[str]:
-        """Return the names in the order of the header."""
-        return self._entries.keys()
-
-    def raw(self, name: str) -> Tensor:
-        """Read a tensor."""
-        return safetensors_file.read_tensor(self._file, self._entries[name])
+    def _read(self, stack: ExitStack) -> None:
+        file = stack.enter_context(self.path.open("rb"))
+        entries, self.metadata = safetensors_file.read_header(file, self.path)
+        self.stored = {name: partial(safetensors_file.read_tensor, file, entry) for name, entry in entries.items()}
+        self._read_packed()
 
 
 class ShardedSource(Source):
-    """Several files, and an index of the file of each tensor."""
+    """Several files, shard by shard, and an index of the file of each tensor."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._shards: dict[str, Source] = {}
-        self._where: dict[str, str] = {}
-        self._raw: dict[str, Source] = {}
-        self.index = _read_index(path)
-        with ExitStack() as stack:
-            self._read(self.index["weight_map"], stack)
-            self._open = stack.pop_all()
-
-    def _read(self, weight_map: Mapping[str, str], stack: ExitStack) -> None:
-        for file in dict.fromkeys(weight_map.values()):
-            shard = stack.enter_context(open_source(self.path.parent / file))
-            self._shards[file] = shard
+    def _read(self, stack: ExitStack) -> None:
+        self._shard_of: dict[str, Source] = {}
+        self.index = _read_index(self.path)
+        weight_map = self.index["weight_map"]
+        shards = {
+            file: stack.enter_context(open_source(self.path.parent / file))
+            for file in dict.fromkeys(weight_map.values())
+        }
+        for shard in shards.values():
             for name in shard.names():
-                if name in self._where:
+                if name in self._shard_of:
                     raise InvalidCheckpoint(f"{self.path} is damaged: {brief(name)} is in two of its files")
-                self._where[name] = file
-            self._raw.update(dict.fromkeys(shard.raw_names(), shard))
+                self._shard_of[name] = shard
+            self.stored.update(shard.stored)
             self.metadata.update(shard.metadata)
             self._packed.update(shard._packed)
-        missing = [name for name, file in weight_map.items() if name not in self._shards[file].raw_names()]
+        missing = [name for name, file in weight_map.items() if name not in shards[file].stored]
         if missing:
             raise InvalidCheckpoint(
                 f"{self.path} is damaged: {brief(missing[0])} is not in the file that its index names"
             )
 
-    def raw_names(self) -> KeysView[str]:
-        """Shard by shard."""
-        return self._raw.keys()
-
-    def raw(self, name: str) -> Tensor:
-        """Read a tensor from its shard."""
-        return self._raw[name].raw(name)
-
     def file_of(self, name: str) -> str:
-        """Return the shard of a tensor."""
-        return self._where[name]
-
-    def names(self) -> list[str]:
-        """Shard by shard."""
-        return list(self._where)
+        return self._shard_of[name].path.name
 
     def tensor(self, name: str) -> Tensor:
-        """Return the values of a tensor, from its shard."""
-        return self._shards[self._where[name]].tensor(name)
+        return self._shard_of[name].tensor(name)
 
 
 def _read_index(path: Path) -> dict[str, Any]:
@@ -178,29 +152,29 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 class TorchSource(Source):
-    """A torch file: a state_dict, or a dictionary that contains one."""
+    """A torch file: a state_dict, or a dictionary that contains one, in its entry `entry`."""
 
     def __init__(self, path: Path, entry: str | None = None) -> None:
+        self._entry = entry
         super().__init__(path)
-        content = _state_of(path, read_torch(path), entry)
-        self._state = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-        self._open.callback(self._state.clear)
-        self.left_out = {name: type(value).__name__ for name, value in content.items() if not isinstance(value, Tensor)}
+
+    def _read(self, stack: ExitStack) -> None:
+        content = _state_of(self.path, read_torch(self.path), self._entry)
+        for name, value in content.items():
+            if isinstance(value, Tensor):
+                self.stored[name] = partial(self._dense, name, value.detach())
+            else:
+                self.left_out[name] = type(value).__name__
         modules = getattr(content, "_metadata", None)
         if isinstance(modules, dict):
             self.modules = dict(modules)
             text = self.modules.pop(METADATA, {})
             if isinstance(text, dict):
                 self.metadata = {str(key): str(value) for key, value in text.items()}
-        self.read_packed()
+        self._read_packed()
 
-    def raw_names(self) -> KeysView[str]:
-        """Return the names in the order of the file."""
-        return self._state.keys()
-
-    def raw(self, name: str) -> Tensor:
+    def _dense(self, name: str, found: Tensor) -> Tensor:
         """Return a mapped tensor, whose pages are read when they are used."""
-        found = self._state[name].detach()
         kinds = {"quantized": found.is_quantized, "nested": found.is_nested, "meta": found.is_meta}
         kind = next((name for name, holds in kinds.items() if holds), str(found.layout))
         if kind != "torch.strided":

@@ -158,15 +158,6 @@ def parts_of(codes: Tensor | Quantized) -> dict[str, Tensor]:
     return {SUFFIXES[name]: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _values(codes: Tensor | Quantized, cast: Cast, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if isinstance(codes, Quantized):
-        return kernels.dequantize(codes)
-    packed = cast.element.bits not in (8, 16, 32, 64)
-    length = (shape[-1] if shape else 1) if packed else None
-    values: Tensor = kernels.decode(codes, cast, dtype=dtype, packed=packed, length=length)
-    return values.reshape(shape)
-
-
 def overflow_limit(element: FloatFormat | IntFormat) -> float:
     """Return the smallest magnitude that is rounded beyond the largest number of an element, to nearest even."""
     if isinstance(element, IntFormat):
@@ -211,7 +202,10 @@ def unpack(name: str, packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     dtype = packing.code_dtype(element) if whole else torch.uint8
     codes = _part(name, parts, "payload", dtype, in_a_file)
     if not isinstance(format, ScaledFormat):
-        return _values(codes, cast, packed.shape, packed.dtype)
+        values: Tensor = kernels.decode(
+            codes, cast, dtype=packed.dtype, packed=not whole, length=None if whole else length
+        )
+        return values.reshape(shape)
     group = torch.Size(groups.group_shape(shape, format.scope))
     scale = _part(name, parts, "scale", scaled.stored_scale_dtype(format), group)
     outer = _part(name, parts, "outer", torch.float32, torch.Size(())) if format.outer is not None else None

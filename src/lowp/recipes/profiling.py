@@ -20,6 +20,7 @@ from lowp.numerics.record import Record
 from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.policy import Policy
 from lowp.precision import Precision
+from lowp.recipes.sampling import Share
 from lowp.recipes.training import Settings, Training, load_data, threads_of
 
 _STEPS, _LOOKS, _SECONDS = 100, 4, 60.0  # of a profile without a given number of steps: see `profiled`
@@ -137,8 +138,8 @@ def _errors(training: Training) -> dict[str, float]:
     ``flushed in fp16``: the share of nonzero gradients that become zero. ``lost in pure bf16``: the share of nonzero
     updates that do not change a bf16 weight.
     """
-    # of each share the predicted number, the measured number, and the number of elements
-    sums: dict[str, list[float]] = {"flushed in fp16": [0.0, 0, 0], "lost in pure bf16": [0.0, 0, 0]}
+    predicted = {"flushed in fp16": 0.0, "lost in pure bf16": 0.0}  # numbers of elements
+    measured = {name: Share() for name in predicted}
     for group in training.optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None or parameter.grad.is_sparse:
@@ -152,11 +153,10 @@ def _errors(training: Training) -> dict[str, float]:
                 (flushed, quantize(gradient, "fp16") == 0, gradient != 0),
                 (lost, quantize(stored + update, "bf16") == stored, update != 0),
             )
-            for name, (predicted, measured, counted) in zip(sums, counts, strict=True):
-                count = int(counted.sum())
-                new = (predicted * count, int((measured & counted).sum()), count)
-                sums[name] = [one + more for one, more in zip(sums[name], new, strict=True)]
-    return {name: abs(predicted - measured) / max(count, 1) for name, (predicted, measured, count) in sums.items()}
+            for name, (share, found, counted) in zip(predicted, counts, strict=True):
+                predicted[name] += share * int(counted.sum())
+                measured[name].add(found, counted)
+    return {name: abs(predicted[name] - one.lost) / max(one.counted, 1) for name, one in measured.items()}
 
 
 # -- single layers -----------------------------------------------------------------------------------------------------

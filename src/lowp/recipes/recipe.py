@@ -1,9 +1,8 @@
 """The class of recipes: a network, its data, loss and optimizer in plain PyTorch, without a precision."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,11 +145,7 @@ class Recipe:
 
 def built(network: Callable[..., nn.Module], *options: str) -> Callable[[Size], nn.Module]:
     """Return a `make_model` that calls `network` with these options of the size, in this order."""
-    return partial(_build, network, options)
-
-
-def _build(network: Callable[..., nn.Module], options: Sequence[str], size: Size) -> nn.Module:
-    return network(*(size.options[name] for name in options))
+    return lambda size: network(*(size.options[name] for name in options))
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

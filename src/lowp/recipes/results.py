@@ -44,14 +44,8 @@ def header(kind: str, command: str | None = None, *, has_gpus: bool = True) -> d
 
 def recipe_head(recipe: Recipe, data: Data, size: str | None) -> dict[str, Any]:
     """Return the recipe's entries of a document: name, summary, source, data, size, and number of parameters."""
-    return {
-        "name": recipe.name,
-        "summary": recipe.summary,
-        "source": recipe.source,
-        "data": data.description,
-        "size": size,
-        "parameters": recipe.size(size).parameters,
-    }
+    own = {name: getattr(recipe, name) for name in ("name", "summary", "source")}
+    return {**own, "data": data.description, "size": size, "parameters": recipe.size(size).parameters}
 
 
 def machine(has_gpus: bool = True) -> dict[str, Any]:

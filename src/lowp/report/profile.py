@@ -114,7 +114,8 @@ def recommendation(record: Record, advice: Advice) -> str:
         scale = "a dynamic loss scale" if record.is_partial else f"loss scale 2^{window.recommended}"
         told = f"Train in fp16 with {scale} and keep the weights in fp32"
         if apart := [rule.where for rule in advice.policy.rules if rule.where != "*"]:
-            told += f", {_some(apart)} in bf16"
+            more = f" and {len(apart) - 3} more layers" if len(apart) > 3 else ""
+            told += f", {', '.join(apart[:3])}{more} in bf16"
     elif window.is_unknown:
         told += ": no gradient was recorded, by which fp16 is judged"
     else:
@@ -123,10 +124,6 @@ def recommendation(record: Record, advice: Advice) -> str:
     if lost:
         told += f"{';' if ':' in told else ':'} stored in bf16 they would lose {100 * lost:.0f} % of their updates"
     return told + (f" (judged by {part} alone)" if part else "")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")
 
 
 def findings(advice: Advice) -> list[str]:

@@ -1,5 +1,6 @@
 """What `lowp watch` shows: the numbers of a monitor as sparklines, a row for each group of layers, and its alarms."""
 
+import itertools
 import math
 import os
 import platform
@@ -35,19 +36,15 @@ def sparkline(values: Sequence[float], width: int, logarithmic: bool, bars: str 
     """Return a curve in characters, at most one for each value; empty places stand for numbers that are not finite."""
     if logarithmic:
         values = [math.log10(value) if value > 0 else math.nan for value in values]
-    columns = [_mean(part) for part in _parts(values, width)]
+    count = min(width, len(values))
+    ends = [place * len(values) // count for place in range(count + 1)] if count else []
+    columns = [_mean(values[first:last]) for first, last in itertools.pairwise(ends)]
     known = [value for value in columns if math.isfinite(value)]
     if not known:
         return ""
     low, span = min(known), max(known) - min(known)
     places = [0.5 if not span else (value - low) / span for value in columns]
     return "".join(bars[round(place * (len(bars) - 1))] if math.isfinite(place) else " " for place in places)
-
-
-def _parts(values: Sequence[float], width: int) -> Iterable[Sequence[float]]:
-    count = min(width, len(values))
-    for place in range(count):
-        yield values[place * len(values) // count : (place + 1) * len(values) // count]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -196,7 +193,8 @@ class Board:
         table.add_column("group", no_wrap=True, min_width=8, max_width=name_width, overflow="ellipsis")
         for _, heading, _ in columns:
             table.add_column(heading, no_wrap=True)
-        alarmed = {group for group in self.groups if any(self._is_of(alarm, group) for alarm in self.alarms)}
+        layers = [layer for alarm in self.alarms for layer in (alarm.layer, *alarm.others)]
+        alarmed = {group for group in self.groups if any(f"{layer}.".startswith(f"{group}.") for layer in layers)}
         shown = self._chosen(alarmed, rows)
         for group in shown:
             curves = self.groups[group]
@@ -221,9 +219,6 @@ class Board:
         first = [*(one for one in self.groups if one in alarmed), *(one for one in self.groups if one not in alarmed)]
         kept = set(first[: max(rows - 1, 1)])
         return [group for group in self.groups if group in kept]
-
-    def _is_of(self, alarm: Alarm, group: str) -> bool:
-        return any(layer == group or layer.startswith(f"{group}.") for layer in (alarm.layer, *alarm.others))
 
     def _alarm_lines(self, is_whole: bool) -> list[Text]:
         shown = self.alarms if is_whole else self.alarms[-_ALARMS:]

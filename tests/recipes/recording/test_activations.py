@@ -10,7 +10,7 @@ from recipes.recording import toy
 from torch import nn
 
 from lowp.errors import InvalidInput
-from lowp.recipes.recording.gradients import GradientHooks, record_activation_gradients, record_loss_scaling
+from lowp.recipes.recording.gradients import hear_gradients, record_activation_gradients, record_loss_scaling
 from lowp.recipes.recording.runs import Fp16Counts
 from lowp.recipes.training import Settings
 
@@ -77,7 +77,7 @@ def test_a_scale_of_one_is_refused(scale: str | None) -> None:
 def test_hooks_hear_what_is_changed_in_place_from_before_the_change() -> None:
     heard: dict[str, torch.Tensor] = {}
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
-    GradientHooks(model, lambda name, gradient: heard.setdefault(name, gradient))
+    hear_gradients(model, lambda name, gradient: heard.setdefault(name, gradient))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
         model[0].bias.zero_()
@@ -88,7 +88,7 @@ def test_hooks_hear_what_is_changed_in_place_from_before_the_change() -> None:
 def test_hooks_hear_outputs_that_come_in_a_tuple() -> None:
     heard: list[str] = []
     model = nn.GRU(2, 3)
-    GradientHooks(model, lambda name, gradient: heard.append(name))
+    hear_gradients(model, lambda name, gradient: heard.append(name))
     output, last = model(torch.ones(4, 1, 2))
     (output.sum() + last.sum()).backward()
     assert heard == ["", ""]

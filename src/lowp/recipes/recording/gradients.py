@@ -208,23 +208,24 @@ def record_loss_scaling(settings: Settings, onlooker: Onlooker = NOBODY) -> dict
     }
 
 
-class GradientHooks:
-    """Hooks that call listen(name, gradient) for every output of every module without submodules.
+def hear_gradients(model: nn.Module, listen: Callable[[str, Tensor], None]) -> None:
+    """Register hooks that call listen(name, gradient) for every output of every module without submodules.
 
     A module that is called twice in a forward pass is reported twice. An output that is changed in place afterwards (by
     ReLU) is reported with the gradient before the change.
     """
 
-    def __init__(self, model: nn.Module, listen: Callable[[str, Tensor], None]) -> None:
-        self._listen = listen
-        for name, module in model.named_modules():
-            if not any(True for _ in module.children()):
-                module.register_forward_hook(partial(self._after, name))
-
-    def _after(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+    def after(name: str, module: nn.Module, arguments: Any, output: Any) -> None:
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._listen, name))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(listen, name))  # type: ignore[no-untyped-call]
+
+    for name, module in _leaves(model):
+        module.register_forward_hook(partial(after, name))
+
+
+def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if not any(True for _ in module.children())]
 
 
 class _ActivationObserver(Comparing):
@@ -233,13 +234,14 @@ class _ActivationObserver(Comparing):
     def __init__(self, training: Training, scaled: bool = False) -> None:
         super().__init__(training, runs.moments_of(range(training.steps), _STEPS_OF_ACTIVATIONS))
         self._counts_scaled = scaled
-        GradientHooks(self.reference, self._add)
+        hear_gradients(self.reference, self._add)
         self.scales: list[tuple[int, float]] = []  # (step, scale) at each change
         self._scale = 1.0  # at the sampled step
         self.largest = 0.0  # the largest gradient of a parameter
         self.activations, self.scaled, self.weights_seen = Fp16Counts(), Fp16Counts(), Fp16Counts()
-        # of each layer the gradients of its outputs, and of its weights
-        self._of_layer = {name: [Spectrum(), Spectrum()] for name in _layers(self.reference)}
+        # of each module without submodules that has a matrix or a kernel: gradients of its outputs, and of its weights
+        layers = [name for name, one in _leaves(self.reference) if any(map(are_weights, one.parameters(recurse=False)))]
+        self._of_layer = {name: [Spectrum(), Spectrum()] for name in layers}
 
     def wants(self, progress: float) -> bool:
         """Return whether to sample the step, 16 in all; record the loss scale before every step."""
@@ -274,12 +276,3 @@ class _ActivationObserver(Comparing):
         for name, (activations, weights) in self._of_layer.items():
             if activations.nonzero and weights.nonzero:
                 yield {"name": name, "activations": runs.median(activations), "weights": runs.median(weights)}
-
-
-def _layers(model: nn.Module) -> list[str]:
-    """Return the names of the modules without submodules that have a matrix or a kernel."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if not any(True for _ in module.children()) and any(map(are_weights, module.parameters(recurse=False)))
-    ]

@@ -75,7 +75,8 @@ def _memory(panel: Any, subject: Mapping[str, Any]) -> None:
     rows = [row for row in subject["variants"] if "memory" in row]
     base = rows[0]["memory"]
     # relative to reserved memory, if it is known for every row and not mostly memory of libraries
-    by_reserved = all(_is_telling(row["memory"]) for row in rows)
+    slacks = [(row["memory"]["slack"], row["memory"]["allocated"]) for row in rows]
+    by_reserved = all(slack is not None and 0 <= slack < allocated for slack, allocated in slacks)
     unit = base["reserved"] if by_reserved else base["allocated"]
     ends: list[float] = []
     named: dict[str, tuple[int, float]] = {}
@@ -126,10 +127,6 @@ def _published(panel: Any, subject: Mapping[str, Any]) -> None:
     _finish(panel, labels)
     panel.set_xlim(0, 1.5)
     panel.set_title("published, not measured here: whole trainings in torch.amp")
-
-
-def _is_telling(memory: Mapping[str, Any]) -> bool:
-    return memory["slack"] is not None and 0 <= memory["slack"] < memory["allocated"]
 
 
 def _finish(panel: Any, labels: list[str]) -> None:

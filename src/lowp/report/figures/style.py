@@ -15,7 +15,7 @@ from lowp.report.palette import GRADES, GREY
 from lowp.report.plots import new_figure, save
 
 WIDTH = 7.0  # inches
-FP16_SMALLEST, FP16_SMALLEST_NORMAL, FP16_END = -24, -14, 16  # powers of two; 65504 is just below the last
+FP16_SMALLEST, FP16_SMALLEST_NORMAL = -24, -14  # powers of two
 LOST, CARE = GRADES["loses"].light, GRADES["with care"].light
 _LETTERS = 72  # of a title's line
 _LEAST_SHARE = 1e-3  # the smallest share of elements for which an exponent extends an axis
