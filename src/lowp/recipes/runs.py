@@ -36,10 +36,6 @@ OnEpoch = Callable[[str, float], None]
 Stop = Callable[[], bool]
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Job:
     """A training run to be done. `name`: for the progress display. `samples`: the number of steps to sample, or 0.
@@ -53,7 +49,7 @@ class Job:
     kept: Path | None = None
 
 
-def train_once(job: Job, data: Data, on_epoch: OnEpoch, stop: Stop = _never) -> dict[str, Any] | None:
+def train_once(job: Job, data: Data, on_epoch: OnEpoch, stop: Stop = lambda: False) -> dict[str, Any] | None:
     """Train, and return the run as plain values; None if it was stopped, which `job.kept` then continues.
 
     `on_epoch` gets the name and the number of epochs done, a fraction within one, at most ten times a second.
@@ -135,7 +131,7 @@ def processes_for(jobs: Sequence[Job], data: Data) -> int:
 
 
 def run_jobs(
-    jobs: Sequence[Job], data: Data, processes: int, on_epoch: OnEpoch, stop: Stop = _never
+    jobs: Sequence[Job], data: Data, processes: int, on_epoch: OnEpoch, stop: Stop = lambda: False
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
     """Yield each job with its run when it is done.
 

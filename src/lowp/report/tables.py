@@ -33,16 +33,12 @@ def named(document: Mapping[str, Any]) -> Mapping[str, Any]:
     rows = document["variants"]
     files = [row.get("precision", "") for row in rows]
     short = [
-        row["label"].replace(file, Path(file).stem) if _is_file(file) else row["label"]
+        row["label"].replace(file, Path(file).stem) if file.endswith(".toml") else row["label"]
         for row, file in zip(rows, files, strict=True)
     ]
     count = Counter(short)
     names = [name if count[name] == 1 else row["label"] for name, row in zip(short, rows, strict=True)]
     return {**document, "variants": [{**row, "label": name} for name, row in zip(names, rows, strict=True)]}
-
-
-def _is_file(precision: str) -> bool:
-    return precision.endswith(".toml")
 
 
 def _convergence(document: Mapping[str, Any]) -> Table:
@@ -75,7 +71,8 @@ def _convergence(document: Mapping[str, Any]) -> Table:
 
 def _has_steps(document: Mapping[str, Any]) -> bool:
     """Whether rows are compared with those above: several are policy files, as of single ingredients."""
-    return sum(_is_file(row.get("precision", "")) for row in document["variants"]) > 1
+    files = [row for row in document["variants"] if row.get("precision", "").endswith(".toml")]
+    return len(files) > 1
 
 
 def _step(row: Mapping[str, Any], above: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> str:

@@ -181,6 +181,8 @@ def quantize_mx_op(
     element = formats.parse(ELEMENTS[_element(elem_format)])
     assert isinstance(element, (FloatFormat, IntFormat))
     cast = f"{element}@{_scale(element, -largest_scale, 1023 - 127)}/row:{mode}"
+    # integers there are 1.xxx with the point behind the first bit
+    top = element.max_exponent if isinstance(element, FloatFormat) else 0
     flush = bool(specs["mx_flush_fp32_subnorms"])
 
     def rounded(x: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ def quantize_mx_op(
         if flush:
             blocks = torch.where(exponent <= -127, torch.zeros_like(blocks).copysign(blocks), blocks)
         values = kernels.quantize(blocks, cast, seed=seed)
-        beyond = ~largest.isfinite() | (exponent - _top(element) > largest_scale)
+        beyond = ~largest.isfinite() | (exponent - top > largest_scale)
         return undo(torch.where(beyond, torch.nan, values))
 
     return straight_through(A, rounded)
@@ -281,11 +283,6 @@ def _tiled(x: Tensor, axes: list[int], size: int) -> tuple[Tensor, Callable[[Ten
 
 
 # -- in lowp's terms --------------------------------------------------------------------------------------------------
-def _top(element: FloatFormat | IntFormat) -> int:
-    """Return the largest exponent of an element; integers there are 1.xxx with the point behind the first bit."""
-    return element.max_exponent if isinstance(element, FloatFormat) else 0
-
-
 def _scale(element: FloatFormat | IntFormat, lowest: int, highest: int) -> str:
     """Return the scale's range of exponents in lowp's terms, where integers have no point."""
     behind_point = 0 if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1

@@ -30,7 +30,9 @@ def cost(document: Mapping[str, Any]) -> Any:
                 0.0, 1 - 0.035 * index, name, color=_COLORS[index], fontsize=8.5, transform=panel.transAxes, va="top"
             )
         panel.grid(visible=False, axis="y")
-    panels[0].set_yticks([place + 0.21 for place in range(len(rows))], [_label(row) for row in rows], fontsize=8)
+    kinds = ("significand", "integer")
+    labels = [f"{row['name']}\n{row['significand_bits']}-bit {kinds[row['is_integer']]}" for row in rows]
+    panels[0].set_yticks([place + 0.21 for place in range(len(rows))], labels, fontsize=8)
     panels[0].set_ylim(len(rows) - 0.2, -0.95)
     figure.supxlabel(f"filled: {document['source']}; hollow and ~: lowp's estimates from it", fontsize=8.5)
     return figure
@@ -79,7 +81,3 @@ def _ends(values: list[float]) -> tuple[float, float]:
     positive = [value for value in values if value > 0]
     low, high = min(positive) / 3, max(positive)
     return low, high * (high / low) ** 0.35
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    return f"{row['name']}\n{row['significand_bits']}-bit {'integer' if row['is_integer'] else 'significand'}"

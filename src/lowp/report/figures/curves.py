@@ -1,8 +1,8 @@
 """The figures of a comparison by epoch, as differences from fp32, which alone tell lines apart, and of a sweep."""
 
 import math
-import statistics
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 from lowp.report.figures import style
@@ -37,7 +37,7 @@ def curves(document: Mapping[str, Any]) -> Any:
 def _differences(panel: Any, document: Mapping[str, Any], measure: Measure) -> None:
     baseline, *others = document["variants"]
     base = _by_seed(baseline, measure)
-    spread = [(epoch, min(values) - _mean(values), max(values) - _mean(values)) for epoch, values in _epochs(base)]
+    spread = [(epoch, min(values) - fmean(values), max(values) - fmean(values)) for epoch, values in _epochs(base)]
     panel.axhline(0, color=GREY, linewidth=1)
     if spread:
         epochs, low, high = zip(*spread, strict=True)
@@ -57,7 +57,7 @@ def _differences(panel: Any, document: Mapping[str, Any], measure: Measure) -> N
         found = _epochs(apart)
         if not found:
             continue
-        color, means = series(row["label"], index), [_mean(values) for _, values in found]
+        color, means = series(row["label"], index), [fmean(values) for _, values in found]
         panel.plot([epoch for epoch, _ in found], means, _DASHES[index % 4], color=color, linewidth=1.5)
         bounds = zip(*((min(values), max(values)) for _, values in found), strict=True)
         panel.fill_between([epoch for epoch, _ in found], *bounds, color=color, alpha=0.12, linewidth=0)
@@ -100,7 +100,7 @@ def curves_words(document: Mapping[str, Any]) -> list[str]:
             if found:
                 last = found[-1][1]
                 value_range = f" ({min(last):.3g} to {max(last):.3g})" if len(last) > 1 else ""
-                parts.append(f"{measure[1].removesuffix(', %')} {_mean(last):.3g}{unit}{value_range}")
+                parts.append(f"{measure[1].removesuffix(', %')} {fmean(last):.3g}{unit}{value_range}")
         failed = [run["failure"] for run in row["runs"] if run["failure"]]
         parts += [f"{len(failed)} of {len(row['runs'])} runs failed: {failed[0]}"] if failed else []
         words.append(f"{row['label']}: {'; '.join(parts) or 'no run'}.")
@@ -140,11 +140,7 @@ def _epochs(runs: Runs) -> list[tuple[int, list[float]]]:
 
 def _last(row: Mapping[str, Any], measure: Measure) -> float | None:
     found = _epochs(_by_seed(row, measure))
-    return _mean(found[-1][1]) if found else None
-
-
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(values)
+    return fmean(found[-1][1]) if found else None
 
 
 # -- a sweep -----------------------------------------------------------------------------------------------------------
