@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import random
@@ -25,6 +26,7 @@ from lowp.errors import InvalidInput, LowpError, NotWritten
 from lowp.portable import convert, converting, safetensors_file
 from lowp.portable.safetensors_file import Spool
 from lowp.portable.sources import open_source
+from lowp.portable.stored import is_shape, overflow_limit
 
 safetensors = pytest.importorskip("safetensors.torch")
 FORMATS = [name for name in lowp.FORMATS if name != "e8m0"] + ["e5m7", "i6s", "binary8p3se", "e2m1@e4m3fn@fp32/16"]
@@ -186,6 +188,58 @@ def test_the_report_counts_errors_what_was_flushed_and_what_overflowed() -> None
     assert one.largest_error == 52
     assert one.rms_error == pytest.approx(float(error.square().mean().sqrt()))
     assert (one.flushed, one.overflowed) == (1, 1)
+
+
+def test_zeros_that_become_other_numbers_are_not_counted_as_flushed() -> None:
+    torch.save({"x": torch.tensor([[0.0, 1.0, -2.0, 0.5, -0.0]])}, "x.pt")
+    (one,) = convert("x.pt", "out.pt", "binary").tensors
+    assert (one.flushed, one.overflowed) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "format", "reason"),
+    [
+        ([torch.nan, 1e6], "fp16", "1 numbers are beyond 65504; fp16:saturate would cut them"),
+        ([torch.nan, torch.inf, 1.0], "fp16", ""),
+        ([torch.inf, 1.0], "e4m3fn", "holds 0 NaN and 1 infinite numbers, which e4m3fn has not"),
+        ([-torch.inf, torch.inf], "int8", "holds 0 NaN and 2 infinite numbers, which int8 has not"),
+        ([torch.nan, 1.0], "e4m3fn", ""),
+        ([-1.0, 1.0], "e8m0", "holds negative numbers, which e8m0 has not"),
+        ([65519.0, -65519.0], "fp16", ""),
+        ([1.0, -65520.0], "fp16", "1 numbers are beyond 65504; fp16:saturate would cut them"),
+    ],
+)
+def test_a_tensor_is_kept_whose_numbers_a_format_cannot_hold(numbers: list[float], format: str, reason: str) -> None:
+    torch.save({"x": torch.tensor([numbers])}, "x.pt")
+    (one,) = convert("x.pt", "out.pt", format).tensors
+    assert one.reason == reason
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn", "e5m2", "e4m3fnuz", "e5m7", "e3m4", "tf32"])
+def test_the_limit_of_overflow_is_the_first_number_that_a_cast_rounds_beyond_the_largest(name: str) -> None:
+    limit = overflow_limit(lowp.Cast(lowp.FORMATS.get(name) or lowp.format(name)).element)
+    below = math.nextafter(limit, 0)
+    found = lowp.quantize(torch.tensor([limit, below, -limit], dtype=torch.float64), name)
+    assert found.isfinite().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_one"),
+    [
+        ([], True),
+        ([0, (1 << 60) - 1], True),
+        ([0, 1 << 60], False),
+        ([1 << 30, 1 << 30], False),
+        ([2.0], False),
+        ([True], False),
+        ([-1], False),
+        ((3,), False),
+        ([1] * 64, True),
+        ([1] * 65, False),
+    ],
+)
+def test_a_shape_in_a_file_is_one_that_torch_can_have(shape: Any, is_one: bool) -> None:
+    assert is_shape(shape) is is_one
 
 
 def test_what_is_kept_is_told_with_why(lowp: Callable[..., Any]) -> None:

@@ -334,8 +334,6 @@ DEFINED: dict[str, Callable[..., Any]] = {
     "huber_loss": _reduced(torch.ops.aten.huber_loss, 2),
     "native_layer_norm": norms.layer_norm,
     "native_layer_norm_backward": norms.layer_norm_backward,
-    "_fused_rms_norm": norms.rms_norm,
-    "_fused_rms_norm_backward": norms.rms_norm_backward,
     "native_batch_norm_backward": norms.batch_norm_backward,
     "native_group_norm": norms.group_norm,
     "native_group_norm_backward": norms.group_norm_backward,

@@ -1,9 +1,8 @@
-"""Layer, RMS, batch and group norm and their gradients, as the aten operators of these names take them."""
+"""Layer, batch and group norm and their gradients, as the aten operators of these names take them."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowp.reproducing import functions as f
@@ -59,23 +58,6 @@ def layer_norm_backward(gradient: Tensor, x: Tensor, shape: Sequence[int], *give
     normed = (f.wide(x) - mean) * scale
     of_x = _norm_gradients(gradient, normed, scale, range(first, x.dim()), weight, shape).to(x.dtype)
     return (of_x if wanted[0] else None, *_of_parameters(gradient, normed, range(first), weight, wanted))
-
-
-def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Any:
-    dims = range(x.dim() - len(shape), x.dim())
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    scale = (f.mean(f.wide(x).square(), dims, True) + eps).rsqrt()
-    return _affine(f.wide(x) * scale, weight, None, shape).to(x.dtype), scale
-
-
-def rms_norm_backward(
-    gradient: Tensor, x: Tensor, shape: Sequence[int], scale: Tensor, weight: Tensor | None, wanted: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    first = x.dim() - len(shape)
-    normed, incoming = f.wide(x) * scale, _affine(f.wide(gradient), weight, None, shape)
-    common = normed * f.mean(incoming * normed, range(first, x.dim()), True)
-    of_x = ((incoming - common) * scale).to(x.dtype) if wanted[0] else None
-    return of_x, _of_parameters(gradient, normed, range(first), weight, (False, wanted[1], False))[0]
 
 
 def _over_channels(x: Tensor) -> tuple[list[int], list[int]]:
