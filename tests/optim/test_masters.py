@@ -250,6 +250,15 @@ def test_the_seed_of_a_step_on_a_device_stays_there_and_is_that_of_the_host() ->
     assert isinstance(on_device, torch.Tensor) and on_device.is_meta and on_device.dtype is torch.int64
 
 
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.99, 0.999), 0.9, "xy", (0.9, "x"), (0.9, float("nan")), None])
+def test_a_state_of_an_optimizer_has_two_finite_betas(betas: object) -> None:
+    optimizer = torch.optim.AdamW(_model().parameters())
+    state, present = optimizer.state_dict(), optimizer.state_dict()
+    state["param_groups"][0]["betas"] = betas
+    with pytest.raises(InvalidInput, match=r"has betas=.*: 2 finite numbers must be given"):
+        check_saved(optimizer, state, "AdamW", present)
+
+
 @pytest.mark.parametrize(("beta", "is_fit"), [(0.0, True), (0.999, True), (1.0, False), (-0.1, False)])
 def test_a_state_of_an_optimizer_has_betas_from_0_to_below_1(beta: float, is_fit: bool) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
