@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,12 @@ def counts(exponents: dict[int, int]) -> torch.Tensor:
     return histogram
 
 
+class Defined(DynamicLossScale):
+    """Never moved by torch's kernel."""
+
+    _is_torchs = False
+
+
 # -- the dynamic rule --------------------------------------------------------------------------------------------------
 @given(
     st.lists(st.booleans(), max_size=60),
@@ -55,10 +62,13 @@ def counts(exponents: dict[int, int]) -> torch.Tensor:
 def test_the_dynamic_scale_moves_as_torchs_kernel_does_to_the_bit(
     steps: list[bool], interval: int, growth: float, backoff: float
 ) -> None:
-    scaling = DynamicLossScale(growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
+    options: dict[str, Any] = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
+    scaling, defined = DynamicLossScale(**options), Defined(**options)
     state, scale, tracker = scaling.init(), torch.full((), 2.0**16), torch.zeros((), dtype=torch.int32)
     for overflowed in steps:
+        by_definition = after(defined, [overflowed], state)
         state = after(scaling, [overflowed], state)
+        assert [one.item() for one in by_definition] == [one.item() for one in state]
         torch._amp_update_scale_(scale, tracker, BAD if overflowed else GOOD, growth, backoff, interval)
         if scale < SMALLEST_SCALE:  # from here on torch's scale dies
             return
@@ -236,6 +246,8 @@ def test_an_adaptive_scale_waits_after_an_overflow() -> None:
         (lambda: DynamicLossScale(ceiling=math.inf), "ceiling=inf"),
         (lambda: DynamicLossScale(growth_factor=1.0), "growth factor must be > 1.0 and finite, not 1.0"),
         (lambda: DynamicLossScale(growth_factor=math.inf), "growth factor must be > 1.0 and finite, not inf"),
+        (lambda: DynamicLossScale(growth_factor="2"), "growth factor must be > 1.0 and finite, not '2'"),  # type: ignore[arg-type]
+        (lambda: DynamicLossScale(floor=True), "floor=True"),
         (lambda: DynamicLossScale(backoff_factor=1.0), "backoff factor must be < 1.0 and larger than 0, not 1.0"),
         (lambda: DynamicLossScale(backoff_factor=0.0), "backoff factor must be < 1.0 and larger than 0, not 0.0"),
         (lambda: DynamicLossScale(growth_interval=0), "growth_interval must be a number of steps from 1"),

@@ -58,7 +58,7 @@ maxima = st.floats(min_value=2.0**-30, max_value=2.0**13)
 
 
 @settings(max_examples=30)
-@given(st.lists(maxima, min_size=1, max_size=40), st.sampled_from([(16, 16), (16, 16), (1, 8), (5, 4)]))
+@given(st.lists(maxima, min_size=1, max_size=40), st.sampled_from([(16, 16), (16, 16), (1, 8), (5, 4), (4, 5)]))
 def test_any_sequence_of_maxima_gives_the_exponents_of_the_paper(values: list[float], sizes: tuple[int, int]) -> None:
     window, bits = sizes
     assert Autoflex(bits, window, warm_headroom=0).replay(values) == _by_the_paper(values, window, bits)

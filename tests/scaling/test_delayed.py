@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lowp.scaling import Autoflex, Reactive
 from lowp.scaling.autoflex import extended
 from lowp.scaling.delayed import DelayedMaximum, MaximaSeen
 
@@ -42,6 +43,15 @@ def test_entries_that_were_not_written_stay_as_they_are() -> None:
     state = scaling.observe(state, MaximaSeen(torch.tensor([3.0, 0.0]), torch.tensor([True, False])))
     after = scaling.observe(state, MaximaSeen(torch.tensor([9.0, 2.0]), torch.tensor([False, True])))
     assert scaling.scale(after).tolist() == [3.0, 2.0] and after.writes.tolist() == [1, 1]
+    after = scaling.observe(after, MaximaSeen(torch.tensor([torch.nan, 1.0]), torch.tensor([False, True])))
+    assert after.nonfinite.tolist() == [0, 0]
+
+
+def test_no_two_parts_of_a_state_lie_in_the_same_memory() -> None:
+    for scaling in (DelayedMaximum(), Autoflex(), Reactive()):
+        parts = scaling.init(entries=3)
+        assert len({one.data_ptr() for one in parts}) == len(parts)
+    assert (DelayedMaximum().window, DelayedMaximum().headroom) == (16, 0)
 
 
 def test_steps_beyond_their_scale_are_counted_from_the_second_on() -> None:
