@@ -288,7 +288,8 @@ def rows(run: Run, name: str) -> dict[str, Contender]:
 def _data(run: Run, name: str) -> Data:
     """Return the data of a recipe, which the first process of the part makes."""
     path = run.folder / f"{name}.pickle"
-    if "data" not in run.kept:
+    if run.kept.get("data of") != name:
+        run.kept["data of"] = name
         started = time.perf_counter()
         if path.exists():
             run.kept["data"] = pickle.loads(path.read_bytes())

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import ScaledFormat
+from lowp.kernels import triton
+from lowp.kernels.choose.dispatch import implementation
 from lowp.kernels.int16.low_words import has_low_word, warn_of_loss, with_low_word
 from lowp.kernels.numbers import hadamard
 from lowp.kernels.numbers.philox import draw_seed
@@ -72,7 +74,7 @@ class Incoming(NamedTuple):
                 signs = hadamard.signs_traced(self.gradient, own.hadamard, target)
             else:
                 seed = draw_seed(x.device) if casts.seed is draw_seed else casts.seed()
-                signs = hadamard.signs(own.hadamard, seed, x.device)
+                signs = _signs(own.hadamard, seed, x.device)
             x = hadamard.rotate(x, signs, axis)
         casts.tell_as(x, casts.roles[other_slot], own.other)
         dtype = torch.float32 if self.scratch is None else carrier_dtype(own.other)
@@ -81,6 +83,12 @@ class Incoming(NamedTuple):
         if signs is None:
             return {other_slot: again, OUTPUT: self.along(gradient_axis, to)}
         return {other_slot: again, OUTPUT: self.rotated(signs, gradient_axis, to, f"grad {product_of}")}
+
+
+def _signs(size: int, seed: Tensor | int, device: torch.device) -> Tensor:
+    """Return the signs of a rotation, on a device by one kernel in place of hundreds of torch's."""
+    drawn = implementation(device)
+    return triton.signs(size, seed, device) if drawn is triton and size >= 4 else hadamard.signs(size, seed, device)
 
 
 def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:

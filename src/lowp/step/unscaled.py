@@ -296,19 +296,17 @@ def _nonfinite(values: Sequence[Tensor]) -> list[bool] | Tensor:
 
 def _on_any_rank(flags: list[bool] | Tensor, optimizers: Optimizers) -> bool | Tensor:
     """Return whether a flag is set on any rank that shares the optimizers' tensors."""
-    if isinstance(flags, list) and not distributed.is_running():
-        return any(flags)
+    is_bad = any(flags) if isinstance(flags, list) else flags.any()
+    if not distributed.is_running():
+        return is_bad
     parameters = [parameter for one in optimizers for parameter in grads.parameters_of(one)]
     groups = distributed.mesh_groups(one.grad for one in parameters if one.grad is not None)
-    if isinstance(flags, list) and not groups:
-        return any(flags)
-    is_bad = flags.any() if isinstance(flags, Tensor) else torch.full((), any(flags), device="cpu")
     if not groups:
         return is_bad
-    agreed = is_bad.float()
+    agreed = is_bad.float() if isinstance(is_bad, Tensor) else torch.full((), float(is_bad), device="cpu")
     for group in groups:
         distributed.agree_on_maximum_(agreed, group)
-    return agreed > 0 if isinstance(flags, Tensor) else bool(agreed)
+    return agreed > 0 if isinstance(is_bad, Tensor) else bool(agreed)
 
 
 def _kept(optimizers: Optimizers) -> Iterator[_Value]:
@@ -321,14 +319,23 @@ def _kept(optimizers: Optimizers) -> Iterator[_Value]:
 
 
 def _versions(optimizers: Optimizers) -> dict[int, int]:
-    """Return the version of each tensor of `_kept`, which it does not call: each step asks twice."""
-    return {
-        id(value): _version(value)
-        for optimizer in optimizers
-        for entry in getattr(optimizer, "inner", optimizer).state.values()
-        for value in entry.values()
-        if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
-    }
+    """Return the version of each tensor of `_kept` by its id. Each step asks twice, so that the tensors are known."""
+    found: dict[int, int] = {}
+    for optimizer in optimizers:
+        entries = getattr(optimizer, "inner", optimizer).state.values()
+        everything = [value for entry in entries for value in entry.values()]
+        ids, known = list(map(id, everything)), _numbers_of.get(optimizer)
+        if known is None or known[0] != ids:
+            numbers = [one for one in everything if isinstance(one, Tensor) and one.dim() and one.is_floating_point()]
+            known = _numbers_of[optimizer] = ids, numbers
+        found.update(zip(map(id, known[1]), map(_version, known[1]), strict=True))
+    return found
+
+
+# What optimizers keep: the ids of all of it, and the tensors of numbers.
+_numbers_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _version(value: Tensor) -> int:

@@ -12,7 +12,8 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, IntFormat, ScaledFormat
-from lowp.kernels.numbers import packing
+from lowp.kernels.casts.functions import quantize_operand
+from lowp.kernels.numbers import hadamard, packing
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -23,7 +24,9 @@ CASTS += ["nvfp4:4/6", "if4", "e2m1@e5m2@fp32/32:4/6"]
 CASTS += ["mxfp8:rceil", "mxfp4:ceil", "mxfp8:even", "mxfp6:rceil"]
 CASTS += ["mxfp8:stochastic", "mxfp4:stochastic-b-8", "mxfp8:current(headroom=1)", "int8:current(headroom=1)"]
 CASTS += ["e4m0fn@fp32/row", "e2m1@e8m0/16", "e4m3fn@fp32/tensor", "e5m2@fp32/tensor"]
+CASTS += ["e2m1@e4m3fn@fp32/4x16", "e4m3fn@e8m0/2x8"]
 CASTS += ["int8:stochastic", "nvfp4:stochastic", "e5m2@fp32/tensor:stochastic-b-8"]
+TILES = "e2m1@e4m3fn@fp32/4x16"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -256,3 +259,32 @@ def test_packed_codes_of_four_bits_are_written_in_the_same_launch(name: str, mon
     assert found.length == expected.length == 64 and found.payload.shape == (5, 32)
     assert torch.equal(found.payload, expected.payload) and torch.equal(found.scale, expected.scale)
     assert torch.equal(values, lowp.dequantize(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "int8:stochastic", "e5m2@fp32/tensor", TILES, "if4"])
+@pytest.mark.usefixtures("small_programs")
+def test_operands_keep_their_infinities_and_nans(text: str, dtype: torch.dtype) -> None:
+    x = numbers(dtype)[3:8].repeat(4, 1).contiguous()
+    x[1, :3] = torch.tensor([torch.nan, -torch.inf, torch.inf])
+    found = []
+    for way in ("bitwise", "triton"):
+        with kernels.use(way):
+            found.append(quantize_operand(x, parse(text), 5, False))
+    assert torch.equal(bits(found[0]), bits(found[1])) and torch.equal(found[1].isinf(), x.isinf())
+
+
+def test_a_matrix_of_whole_tiles_is_cast_by_a_kernel_and_one_with_parts_of_tiles_is_not() -> None:
+    from lowp.kernels.triton import scaled
+
+    assert scaled.quantize_groups(torch.ones(8, 32), parse(TILES), 0) is not None
+    assert scaled.quantize_groups(torch.ones(6, 32), parse(TILES), 0) is None
+
+
+@pytest.mark.parametrize("size", [4, 16, 128])
+def test_signs_of_a_rotation_are_those_of_the_definition(size: int) -> None:
+    from lowp.kernels.triton import calls
+
+    for seed in (7, torch.tensor(2**61 + 12345)):
+        cpu = torch.device("cpu")
+        assert torch.equal(calls.signs(size, seed, cpu), hadamard.signs(size, seed, cpu))

@@ -106,6 +106,9 @@ def quantize_operand(
         moved = quantize_operand(x.movedim(axis, -1).contiguous(), cast, seed, is_traced, dtype).movedim(-1, axis)
         # in x's strides, by which torch chooses its kernels (torch.compile cannot follow a test of them in a Function)
         return torch.empty_like(x, dtype=moved.dtype).copy_(moved)
+    kept = None if is_traced else run.quantize_on_device(x, cast, seed)
+    if kept is not None:
+        return kept if dtype is None else kept.to(dtype)
     rounded: Tensor = quantize(x, cast, seed=seed)
     rounded = rounded if dtype is None else rounded.to(dtype)
     if keeps_infinities(cast):

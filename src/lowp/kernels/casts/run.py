@@ -14,8 +14,9 @@ from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels import cpu
+from lowp.kernels import cpu, tracing, triton
 from lowp.kernels.casts import cpu_groups
+from lowp.kernels.choose.dispatch import implementation
 from lowp.kernels.int16 import cpu_int16
 from lowp.kernels.int16.mantissas import NOT_FINITE, has_mantissas
 from lowp.kernels.numbers import groups, packing, scaled
@@ -209,6 +210,15 @@ def is_one_pass(cast: Cast) -> bool:
     Such casts are element-wise, or their scales follow from the largest magnitudes, or from the elements.
     """
     return not isinstance(cast.format, ScaledFormat) or cpu_groups.is_one_pass(cast)
+
+
+def quantize_on_device(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
+    """Return x rounded under scales of its own, infinities and NaN as they are, by a kernel; None where none has it."""
+    module = implementation(x.device)
+    if module is not triton or cast.scaling is None or not (tracing.is_plain(x) and tracing.is_real(x)):
+        return None
+    values = triton.quantize_groups(_readable(x.detach()).contiguous(), cast, seed, keeps=True)
+    return values if values is None or x.is_contiguous() else torch.empty_like(x).copy_(values)
 
 
 def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int = -1) -> bool:

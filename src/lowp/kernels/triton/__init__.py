@@ -23,6 +23,7 @@ __all__ = [
     "is_installed",
     "quantize",
     "quantize_groups",
+    "signs",
     "statistics",
 ]
 
@@ -63,11 +64,21 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     return calls.statistics(x)
 
 
-def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
-    """Return the values of a cast with scales computed in the same launch; None if no kernel supports it."""
+def signs(size: int, seed: Tensor | int, device: torch.device) -> Tensor:
+    """Return the signs of a Hadamard transform of `size` numbers, a power of two from 4 on."""
+    from lowp.kernels.triton import calls
+
+    return calls.signs(size, seed, device)
+
+
+def quantize_groups(x: Tensor, cast: Cast, seed: Seed, keeps: bool = False) -> Tensor | None:
+    """Return the values of a cast with scales computed in the same launch; None if no kernel supports it.
+
+    With `keeps` infinities and NaNs of x stay as they are.
+    """
     from lowp.kernels.triton import scaled
 
-    return scaled.quantize_groups(x, cast, seed)
+    return scaled.quantize_groups(x, cast, seed, keeps)
 
 
 def encode_groups(

@@ -6,7 +6,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.numbers.philox import Seed, drawn
-from lowp.kernels.triton.device import casts, codes, counts
+from lowp.kernels.triton.device import casts, codes, counts, stochastic
 from lowp.kernels.triton.launch import (
     BLOCK,
     COUNTING_WARPS,
@@ -14,6 +14,7 @@ from lowp.kernels.triton.launch import (
     WIDE_BLOCK,
     launch,
     programs_for,
+    run,
 )
 from lowp.kernels.triton.plans import DTYPES, exact, is_direct, layout, plan
 
@@ -104,6 +105,13 @@ def decode(raw: Tensor, format: FloatFormat | IntFormat, out: Tensor, packed: bo
     launch(codes.decode, raw, count, BLOCK, *arguments)
     if target is not out:
         out.copy_(target)
+
+
+def signs(size: int, seed: Tensor | int, device: torch.device) -> Tensor:
+    """Return the signs of a Hadamard transform of `size` numbers, a power of two from 4 on; see `numbers.hadamard`."""
+    out = torch.empty(size, dtype=torch.float32, device=device)
+    run(stochastic.signs, (1,), out, key_of(out, seed, True)[0], size)
+    return out
 
 
 def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Casts to formats with a scale per block or row: values, or codes and scales, in one launch if supported."""
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,10 +10,9 @@ from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding, carry_of
 from lowp.errors import InvalidInput
-from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat, Scope
 from lowp.kernels.numbers import groups, packing
 from lowp.kernels.numbers import scaled as definition
-from lowp.kernels.numbers.floats import widen
 from lowp.kernels.numbers.philox import Seed, drawn
 from lowp.kernels.triton import plans
 from lowp.kernels.triton.calls import integers, key_of
@@ -43,6 +43,7 @@ class Sharing(NamedTuple):
     summed: bool  # values under powers of two are rounded by a sum, see there
     tolerance: int  # error bound of a quotient in units of fp32's last place
     spoils: bool = False  # an infinity becomes NaN; of rows
+    keeps: bool = False  # infinities and NaNs stay as they are
     again: bool = True  # rare cases are computed; False only to count the instructions of the usual path
     form: CastTraits | None = None  # the form of the scale's cast
     layout: Layout | None = None
@@ -88,7 +89,7 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
         return None
     if scaling.rule == "eden" or (_is_tried(cast) and (format.outer is None or format.scope.kind != "block")):
         return None
-    if dtype is torch.float64 or not _is_small(format.element) or format.scope.kind == "tile":
+    if dtype is torch.float64 or not _is_small(format.element) or (format.scope.kind == "tile" and cast.is_stochastic):
         return None
     is_power = _is_power(format)
     if is_power and codes and format.scope.kind == "tensor":  # of zeros alone the scale is 1
@@ -220,12 +221,14 @@ def _is_small_product(element: FloatFormat | IntFormat, scale: FloatFormat) -> b
     return element.precision + scale.precision <= 12 and -_WIDEST_RANGE < lowest and highest < _WIDEST_RANGE
 
 
-def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
+def quantize_groups(x: Tensor, cast: Cast, seed: Seed, keeps: bool = False) -> Tensor | None:
     """Return `x`, which is contiguous, rounded by a cast under current scales; None if no kernel supports it.
+
+    With `keeps` infinities and NaNs of x stay as they are.
 
     Raises InvalidInput if a 16-bit tensor cannot hold a value under a power of two; this check waits for the device.
     """
-    found = _launched(x, cast, seed, False)
+    found = _launched(x, cast, seed, False, keeps=keeps)
     if found is None:
         return None
     values, _scales, _outer, lost = found
@@ -242,7 +245,7 @@ def encode_groups(
     `spoils`: an infinity under the scale of a row or tensor has the code of NaN. Waits for the device only if neither
     elements nor scales have a NaN.
     """
-    found = _launched(x, cast, seed, True, packed, spoils)
+    found = _launched(x, cast, seed, True, packed, spoils=spoils)
     if found is None:
         return None
     codes, scales, outer, lost = found
@@ -250,11 +253,35 @@ def encode_groups(
     return codes, scales, outer, int(x.isnan().sum()) if lost is not None and int(lost) else 0
 
 
-def _launched(
-    x: Tensor, cast: Cast, seed: Seed, codes: bool, packed: bool = False, spoils: bool = False
+def _in_tiles(
+    x: Tensor, cast: Cast, codes: bool, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
+    """Do what `_launched` does for tiles, each laid out as one block; None where a matrix has parts of tiles.
+
+    Codes are not packed.
+    """
+    format = definition.scaled_format(cast)
+    scope = format.scope
+    if x.ndim < 2 or not x.numel() or x.shape[-2] % scope.rows or x.shape[-1] % scope.size:
+        return None
+    *lead, rows, columns = x.shape
+    shape = *lead, rows // scope.rows, scope.rows, columns // scope.size, scope.size
+    in_blocks = replace(cast, format=replace(format, scope=Scope("block", scope.elements)))
+    found = _launched(x.reshape(shape).transpose(-3, -2).flatten(-2), in_blocks, 0, codes, keeps=keeps)
+    if found is None:
+        return None
+    out, scales, outer, lost = found
+    there = out.reshape(*shape[:-3], shape[-2], scope.rows, scope.size).transpose(-3, -2).reshape(x.shape)
+    return there, scales.reshape(groups.group_shape(x.shape, scope)) if codes else scales, outer, lost
+
+
+def _launched(
+    x: Tensor, cast: Cast, seed: Seed, codes: bool, packed: bool = False, spoils: bool = False, keeps: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
+    if definition.scaled_format(cast).scope.kind == "tile":
+        return None if planned(cast, x.dtype, codes) is None else _in_tiles(x, cast, codes, keeps)
     made = planned(cast, x.dtype, codes)
-    size = None if made is None else _group(x, cast)
+    size = None if made is None or (keeps and made.second is not None) else _group(x, cast)
     format = definition.scaled_format(cast)
     is_block = format.scope.kind == "block"
     if made is None or size is None or (made.form.random_bits and (drawn(seed)[1] % 4 or (size % 4 and not is_block))):
@@ -270,7 +297,7 @@ def _launched(
     outer = _outer(x, cast) if made.sharing.outer else None
     key, first = key_of(x, seed, made.form.random_bits > 0)
     tables = (made.numbers, made.codes, made.shared, made.scale_numbers, made.scale_codes)
-    sharing = made.sharing._replace(spoils=spoils) if spoils else made.sharing
+    sharing = made.sharing._replace(spoils=spoils, keeps=keeps) if spoils or keeps else made.sharing
     compiled = (DTYPES[x.dtype], made.form, exact(made.form), made.layout._replace(packed=packed), sharing)
     # any tensor for arguments that the kernel does not read
     given = (
@@ -316,9 +343,10 @@ def _group(x: Tensor, cast: Cast) -> int | None:
 
 
 def _outer(x: Tensor, cast: Cast) -> Tensor:
-    """Return the scale of the whole tensor, fp32, 0-d."""
-    largest = widen(_largest_of_rows(x, x.numel())[0, 1].view(torch.float32))
-    return definition.outer_scale(largest, cast).to(torch.float32)
+    """Return `definition.outer_scale` of the whole tensor, fp32, 0-d: its quotient is rounded once in fp32, too."""
+    largest = _largest_of_rows(x, x.numel())[0, 1].view(torch.float32)
+    scale = (largest / definition.largest_scaled(cast)).clamp(min=torch.finfo(torch.float32).smallest_normal)
+    return torch.where(largest == 0, 1.0, scale)
 
 
 def _largest_of_rows(x: Tensor, size: int) -> Tensor:

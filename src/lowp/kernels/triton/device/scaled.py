@@ -35,6 +35,15 @@ def _spoiled(magnitude):
     return tl.where(magnitude >= 0x7F800000, 0x7FC00000, magnitude)
 
 
+@triton.jit
+def keep_numbers(x, out, places, end, DTYPE: tl.constexpr):
+    """Write numbers that are infinite or NaN again as they are, after what was written of them."""
+    tl.debug_barrier()  # other threads may have written there
+    magnitude, _sign = read(x, places, places < end, DTYPE, False)  # again: few registers matter more
+    mask = (places < end) & (magnitude >= 0x7F800000)
+    tl.store(out + places, tl.load(x + places, mask=mask, other=0), mask=mask)
+
+
 # -- elements ---------------------------------------------------------------------------------------------------------
 @triton.jit
 def quotients(magnitude, by, outer, SHARING: tl.constexpr):
@@ -348,6 +357,9 @@ def blocks(
         out, start, total, magnitude, sign, highest, by, outer, first + start, key, numbers, codes, DTYPE, FORM, EXACT,
         LAYOUT, SHARING, SIZE, BLOCK,
     )  # fmt: skip
+    if SHARING.keeps:
+        if tl.reduce(highest, 0, tl.standard._elementwise_max) >= 0x7F800000:
+            keep_numbers(x, out, places, total, DTYPE)
     if SHARING.loses:
         if missing > 0:
             tl.store(lost, 1)
@@ -401,6 +413,9 @@ def rows(
             out, begin, length, magnitude, sign, each, inverse, upper, lower, hard, outer, first + begin, key, numbers,
             codes, DTYPE, FORM, EXACT, LAYOUT, SHARING, BLOCK,
         )  # fmt: skip
+        if SHARING.keeps:
+            if highest >= 0x7F800000:
+                keep_numbers(x, out, begin + inside, length, DTYPE)
         if SHARING.loses:
             if missing > 0:
                 tl.store(lost, 1)
@@ -414,6 +429,9 @@ def rows(
                 out, start, length, magnitude, sign, each, inverse, upper, lower, hard, outer, first + start, key,
                 numbers, codes, DTYPE, FORM, EXACT, LAYOUT, SHARING, BLOCK,
             )  # fmt: skip
+            if SHARING.keeps:
+                if highest >= 0x7F800000:
+                    keep_numbers(x, out, places, length, DTYPE)
             if SHARING.loses:
                 if missing > 0:
                     tl.store(lost, 1)

@@ -163,3 +163,10 @@ def _below_units(word, digit, rest, shift, FORM: tl.constexpr):
             up = up & (((rest & ((one << inside) - 1)) != 0) | ((units & 1) != 0))
         below = below | (up & (drawn == units))
     return below
+
+
+@triton.jit
+def signs(out, seed, COUNT: tl.constexpr):
+    """Write COUNT signs of a Hadamard transform, fp32: -1 where bit 0 of a number's word is set."""
+    word = first_words(0, tl.load(seed), COUNT)
+    tl.store(out + tl.arange(0, COUNT), 1.0 - 2.0 * (word & 1).to(tl.float32))
