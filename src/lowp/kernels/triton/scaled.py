@@ -345,7 +345,9 @@ def _group(x: Tensor, cast: Cast) -> int | None:
 def _outer(x: Tensor, cast: Cast) -> Tensor:
     """Return `definition.outer_scale` of the whole tensor, fp32, 0-d: its quotient is rounded once in fp32, too."""
     largest = _largest_of_rows(x, x.numel())[0, 1].view(torch.float32)
-    scale = (largest / definition.largest_scaled(cast)).clamp(min=torch.finfo(torch.float32).smallest_normal)
+    # by a tensor: where torch is given a number it multiplies by its inverse on CUDA, which is rounded twice
+    divisor = torch.full_like(largest, definition.largest_scaled(cast))
+    scale = (largest / divisor).clamp(min=torch.finfo(torch.float32).smallest_normal)
     return torch.where(largest == 0, 1.0, scale)
 
 
