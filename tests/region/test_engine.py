@@ -132,3 +132,11 @@ def test_functions_that_no_rule_concerns_are_known_after_their_first_call() -> N
 def test_a_region_leaves_the_compilers_state_of_a_thread_as_torch_does() -> None:
     with lowp.autocast("fp16"):
         assert torch._guards.TracingContext.try_get() is None
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8", "dfp16"])
+def test_a_model_stored_in_16_bits_whose_norm_meets_fp32_is_told_what_to_do(precision: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).bfloat16()
+    told = r"layer_norm was given bfloat16 and float32: .* Convert the model with float\(\)"
+    with lowp.autocast(precision), pytest.raises(RuntimeError, match=told):
+        model(torch.ones(3, 8, dtype=torch.bfloat16))

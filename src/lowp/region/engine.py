@@ -45,6 +45,7 @@ _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("tor
 _of_thread = cast(Any, private("torch._guards._TLS"))  # holds a tracing context while a compiler's backend runs
 _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
+_MIXED = re.compile(r"mixed dtype|expected scalar type")
 # torch's original functions: the replacements in `region.entries` cost more
 _is_enabled, _get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _PLAIN = (Tensor, nn.Parameter)
@@ -331,6 +332,8 @@ class Engine(TorchFunctionMode):
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if is_jit_tracing():
             raise Unavailable(_untraceable(table.name_of(func))) from error
+        if _MIXED.search(str(error)) and len({x.dtype for x in tensors if x.is_floating_point()}) > 1:
+            raise RuntimeError(f"{error}. {_stored_narrow(table.name_of(func), tensors)}") from error
         if not tensors or not _NO_KERNEL.search(str(error)):
             raise error
         plan = self.rulebook.widen(func, self.path.current, tensors[0].device.type)
@@ -390,6 +393,15 @@ def _untraceable(op: str) -> str:
     return (
         f"torch.jit.trace cannot record {op} as this region runs it: scales, seeds and shapes of one run would be kept "
         "for all. Trace the model outside the region, or compile it with torch.compile within"
+    )
+
+
+def _stored_narrow(op: str, tensors: Sequence[Tensor]) -> str:
+    """Return what is said of an op whose operands, of which products wrote some, have several dtypes."""
+    dtypes = " and ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors if x.is_floating_point()}))
+    return (
+        f"{op} was given {dtypes}: products in this region write another dtype than the model is stored in. Convert "
+        "the model with float(), or store it in few bits by lowp.Precision(...).prepare(model, optimizer)"
     )
 
 
