@@ -295,10 +295,12 @@ def step(way: Way, moments: str = "fp32", weight: str | None = None) -> Configur
     constants |= {"EXACT": exact(made.form), "LAYOUT": made.layout, "SHARING": made.sharing, "SIZE": kept.size}
     constants |= {"ALIGNED": True, "CHUNK": CHUNK, "BLOCK": steps.BLOCK}
     # bytes of weight, gradient and moments in fp32, which are read, and written but for the gradient
-    traffic = _gradient_bytes(way.dtype) + 8 + 8 * (2 if way.adamw else int(way.momentum)) if kept.is_plain else 0
+    traffic = (
+        _gradient_bytes(way.dtype) + 8 + 8 * (2 if way.adamw else int(way.momentum)) if steps.is_plain(kept) else 0
+    )
     chosen = " ".join(name for name, value in way._asdict().items() if value is True)
     name = f"step {way.dtype} {chosen} {weight} {moments} {way.rest}"
-    return Configuration(name, updates.step, types, constants, CHUNK, traffic, kept.warps, steps.ROUNDS)
+    return Configuration(name, updates.step, types, constants, CHUNK, traffic, steps.warps_for(kept), steps.ROUNDS)
 
 
 def few_bits(rule: str, weight: str | None, moments: str, rest: int = 0, stored: str = "bf16") -> Configuration:

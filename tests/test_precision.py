@@ -20,6 +20,7 @@ import lowp
 from lowp import precision as precisions
 from lowp.errors import InvalidInput, Misuse
 from lowp.presets import PRESETS
+from lowp.region.rulebook import traced
 
 TRAINABLE = [*PRESETS, "e4m3fn", "e5m7"]
 
@@ -144,6 +145,7 @@ def test_optimizers_may_step_one_by_one() -> None:
 
 
 def test_the_first_step_alone_tells_that_nothing_was_cast() -> None:
+    traced.cache_clear()  # what other tests have compiled under the same policy
     precision, net = lowp.Precision("bf16"), _net()
     net, optimizer = precision.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     x, y = _data()

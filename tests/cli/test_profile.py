@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import forked
 import pytest
@@ -121,14 +123,14 @@ def test_a_recipe_is_profiled_verified_and_searched(lowp: Callable[..., Any], tm
 def test_a_script_is_profiled_with_its_own_arguments(
     lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def call(command: list[str], env: Mapping[str, str], stop: Callable[[], bool], stdout: int | None) -> int:
+    def start(command: list[str], env: Mapping[str, str], stdout: int | None) -> MagicMock:
         ran = forked.run(*command[1:], environment=env)
         print(ran.stdout, ran.stderr)
-        return ran.returncode
+        return MagicMock(**{"wait.return_value": ran.returncode, "poll.return_value": ran.returncode})
 
     script, out = tmp_path / "train.py", tmp_path / "run.json"
     script.write_text(SCRIPT)
-    monkeypatch.setattr("lowp.launch.profiling._call", call)
+    monkeypatch.setattr("lowp.launch.profiling.subprocess", SimpleNamespace(Popen=start))
     result = lowp("profile", "--max-overhead", "none", "--out", str(out), str(script), "0.1", "--html")
     assert result.code == 0 and f"trained ['{script}', '0.1', '--html']" in result.out and "VERDICT" in result.out
     assert Record.load(out).sampled == [0, 1, 2, 4]
@@ -152,14 +154,14 @@ for step in range(6):
 def test_a_script_that_is_killed_leaves_its_steps_and_one_that_fails_its_exit_code(
     lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int
 ) -> None:
-    def call(command: list[str], env: Mapping[str, str], stop: Callable[[], bool], stdout: int | None) -> int:
+    def start(command: list[str], env: Mapping[str, str], stdout: int | None) -> MagicMock:
         ran = forked.run(*command[1:], environment=env)
         print(ran.stderr)
-        return ran.returncode
+        return MagicMock(**{"wait.return_value": ran.returncode, "poll.return_value": ran.returncode})
 
     script, out = tmp_path / "train.py", tmp_path / "run.json"
     script.write_text(ENDED)
-    monkeypatch.setattr("lowp.launch.profiling._call", call)
+    monkeypatch.setattr("lowp.launch.profiling.subprocess", SimpleNamespace(Popen=start))
     result = lowp("profile", "--max-overhead", "none", "--out", str(out), str(script), how)
     assert result.code == code
     if how == "killed":

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp.casts import parse
+from lowp.exponents.delayed import DelayedTable
 from lowp.exponents.table import ExponentTable
 from lowp.kernels import available, cpu, dequantize, use
 from lowp.kernels.casts.functions import quantize_measured
@@ -64,6 +65,8 @@ def casts() -> object:
 
 def given_scales() -> object:
     measured = quantize_measured(X, parse("e4m3fn@fp32/tensor"), torch.tensor(0.5, device="cpu"), 0)
+    delayed = DelayedTable(parse("e4m3fn@fp32/tensor:delayed(window=4)"), torch.device("cpu"))
+    delayed.flush()
     return [lowp.quantize(X, "int8-affine", scale=(0.1, 3)), *measured]
 
 

@@ -1,8 +1,9 @@
 """The class of recipes: a network, its data, loss and optimizer in plain PyTorch, without a precision."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,7 +146,11 @@ class Recipe:
 
 def built(network: Callable[..., nn.Module], *options: str) -> Callable[[Size], nn.Module]:
     """Return a `make_model` that calls `network` with these options of the size, in this order."""
-    return lambda size: network(*(size.options[name] for name in options))
+    return partial(_built, network, options)
+
+
+def _built(network: Callable[..., nn.Module], options: Sequence[str], size: Size) -> nn.Module:
+    return network(*(size.options[name] for name in options))
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

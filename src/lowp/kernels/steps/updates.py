@@ -91,7 +91,7 @@ def step(columns: Columns, rule: StepRule, kept: Kept, grad_scale: Tensor | None
         stored=plans.DTYPES[columns.weights[0].dtype] if rest == 0 else "bf16",
         moments=found.kind,
     )._replace(**rule.flags())
-    if not found.is_plain:
+    if not steps.is_plain(found):
         factors[:, 3] = before
     rests = columns.weights if columns.remainders is None else columns.remainders
     each = [columns.weights, rests, columns.gradients]

@@ -50,15 +50,15 @@ class KeptPlan(NamedTuple):
     kind: str  # "fp32", "bf16" or "codes"
     rounds: bool
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is rounded but by a bf16 half and its remainder."""
-        return self.kind == "fp32" and not self.rounds
 
-    @property
-    def warps(self) -> int:
-        """The warps of a program; random bits need registers, so that each warp gets fewer numbers."""
-        return 4 if self.is_plain else 8
+def is_plain(kept: KeptPlan) -> bool:
+    """Whether nothing is rounded but by a bf16 half and its remainder."""
+    return kept.kind == "fp32" and not kept.rounds
+
+
+def warps_for(kept: KeptPlan) -> int:
+    """Return the warps of a program; random bits need registers, so that each warp gets fewer numbers."""
+    return 4 if is_plain(kept) else 8
 
 
 class Table(NamedTuple):
@@ -158,9 +158,9 @@ def step(
     compiled = (kept.weight.form, exact(kept.weight.form), form, exact(form), kept.moments.layout, kept.moments.sharing)
     arguments = (where.addresses, where.chunks, rates, *_flags(rates, inverse, skip), numbers, *numbers_of)
     most = BLOCK if any(place for _, place in drawn) else updates.SHARE.value  # a tile is in one share
-    block = where.block if kept.is_plain else max(min(where.block, most), kept.size)
+    block = where.block if is_plain(kept) else max(min(where.block, most), kept.size)
     more = (*arguments, kept.moments.shared, way, *compiled, kept.size, where.aligned, where.chunk, block)
-    run(updates.step, (len(where.chunks),), *more, warps=kept.warps)
+    run(updates.step, (len(where.chunks),), *more, warps=warps_for(kept))
 
 
 def _flags(rates: Tensor, inverse: Tensor | None, skip: Tensor | None) -> tuple[Tensor, Tensor]:
