@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -111,3 +112,19 @@ def test_a_precision_that_stores_parameters_refuses_a_scripted_model_unchanged(p
     with pytest.raises(InvalidInput, match="the parameters of a TorchScript module cannot be stored in"):
         Precision(precision).prepare(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Asks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled():
+            return x + 1
+        return x
+
+
+def test_a_module_that_asks_for_autocast_is_scripted_after_a_generator_was_in_a_region() -> None:
+    def outputs() -> Iterator[Tensor]:
+        with autocast("bf16"):
+            yield nn.Linear(4, 4)(torch.ones(2, 4))
+
+    list(outputs())
+    assert torch.jit.script(Asks())(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -287,8 +287,11 @@ def _answer_for_who_asks() -> None:
         return function
 
     for name in _SWITCHES:
-        function = asked(getattr(torch, name))
-        setattr(torch, name, function if name.startswith("set") else constant_when_compiled(function))
+        function = asked(original := getattr(torch, name))
+        function = function if name.startswith("set") else constant_when_compiled(function)
+        setattr(torch, name, function)
+        if (op := _op_when_scripted(original)) is not None:
+            _run_when_scripted(function, op)
 
 
 # -- torch.autocast -----------------------------------------------------------------------------------------------
@@ -326,6 +329,8 @@ def set_autocast_state(state: list[State]) -> None:
 
 # -- modes --------------------------------------------------------------------------------------------------------
 
+_op_when_scripted = cast(Callable[[Any], str | None], private("torch.jit._builtins._find_builtin"))
+_run_when_scripted = cast(Callable[[Any, str], None], private("torch.jit._builtins._register_builtin"))
 _function_modes = cast(Callable[[], list[Any]], private("torch.overrides._get_current_function_mode_stack"))
 _push_mode = cast(Callable[[Any], None], private("torch.overrides._push_mode"))
 _pop_mode = cast(Callable[[], Any], private("torch.overrides._pop_mode"))
