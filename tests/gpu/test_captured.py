@@ -20,6 +20,7 @@ from lowp.exponents import SharedExponents
 from lowp.kernels.choose import dispatch
 from lowp.ops.casting import draw_seed
 from lowp.optim.storage import seed_of
+from lowp.step.guard import BatchNormJournal
 
 Step = Callable[[Tensor], Tensor]
 
@@ -60,6 +61,31 @@ def test_a_step_that_was_traced_once_trains_as_the_eager_one_with_skips_and_scal
     assert scaler.get_scale() == other_scaler.get_scale() != 2.0**10
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def _normed() -> Callable[[Tensor, Tensor], Tensor]:
+    norm = nn.BatchNorm1d(3)
+    journal = BatchNormJournal(norm)
+
+    def step(x: Tensor, stepped: Tensor) -> Tensor:
+        norm(x)
+        journal.settle(stepped)
+        assert norm.running_mean is not None and norm.num_batches_tracked is not None
+        return torch.cat((norm.running_mean, norm.num_batches_tracked.reshape(1)))
+
+    return step
+
+
+def test_statistics_of_a_skipped_step_are_those_of_the_replay_before() -> None:
+    batches = [torch.randn(5, 3, generator=torch.Generator().manual_seed(number)) for number in range(5)]
+    given = [(x, torch.tensor(number != 3)) for number, x in enumerate(batches)]
+    eager, other = _normed(), _normed()
+    with torch.no_grad():
+        expected = [eager(*one) for one in given]
+        other(*given[0])
+        replay = make_fx(other)(*given[1])  # which takes this step, too
+        found = [replay(*one) for one in given[2:]]
+    assert all(torch.equal(*pair) for pair in zip(found, expected[2:], strict=True)) and found[-1][-1] == 4
 
 
 def test_replayed_with_the_same_tensors_it_does_the_same() -> None:

@@ -178,7 +178,9 @@ class BatchNormJournal:
             pairs = [pair for pair in zip(buffers, pieces, strict=True) if id(pair[0]) in present]
             if pairs:
                 self._write([buffer for buffer, _ in pairs], [piece.view_as(buffer) for buffer, piece in pairs])
-        self.begin()
+            before.copy_(kept)  # in place: a captured graph goes on from what it has left
+        if present != {id(buffer) for buffers, _ in self._saved for buffer in buffers}:
+            self.begin()
 
     @staticmethod
     def _write(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
