@@ -87,7 +87,7 @@ def lanes(fp32: int, fp64: int, wide_conversion: int) -> dict[str, int]:
 
 KINDS = {  # by the names of kernels
     "element-wise": ("quantize", "encode", "decode"),
-    "shared scale": ("blocks", "rows", "tried"),
+    "shared scale": ("blocks", "rows", "parts", "tried"),
     "int16 under an exponent": ("convert", "write"),
     "reduction": ("statistics", "look", "look_again", "begin", "check"),
     "optimizer step": ("step",),

@@ -22,7 +22,18 @@ from lowp.kernels.steps import rules
 from lowp.kernels.triton import mantissas as int16
 from lowp.kernels.triton import predictions as exponents
 from lowp.kernels.triton import steps
-from lowp.kernels.triton.device import casts, codes, counts, gradients, predictions, products, scaled, tries, updates
+from lowp.kernels.triton.device import (
+    casts,
+    codes,
+    counts,
+    gradients,
+    predictions,
+    products,
+    rows,
+    scaled,
+    tries,
+    updates,
+)
 from lowp.kernels.triton.device import mantissas as sixteen
 from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, Codes, Numbers, exact, is_direct, layout, plan
@@ -213,11 +224,11 @@ def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 204
     constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "FORM": made.form, "EXACT": exact(made.form)}
     constants |= {"LAYOUT": made.layout, "SHARING": made.sharing, "BLOCK": BLOCK}
     is_block = scope.kind == "block"
-    is_known = scope.kind == "tensor"
-    constants |= {"SIZE": scope.size} if is_block else {"KNOWN": is_known, "WHOLE": row <= BLOCK and not is_known}
+    is_part = scope.kind == "tensor"
+    constants |= {"SIZE": scope.size} if is_block else {} if is_part else {"WHOLE": row <= BLOCK}
     share = scaled_bytes(cast.format, row) if written_as_codes else 0.0
     name = f"{'encode' if written_as_codes else 'quantize'} {text} {DTYPES[dtype]}"
-    kernel = scaled.blocks if is_block else scaled.rows
+    kernel = scaled.blocks if is_block else rows.parts if is_part else rows.rows
     if made.second is not None:
         kernel, constants["WHOLES"] = tries.tried, cast.format.other is not None
     return Configuration(name, kernel, types, constants, BLOCK, dtype.itemsize + size + share, warps_of(made))

@@ -192,9 +192,13 @@ def _leaves_of_plain(args: tuple[Any, ...], kwargs: dict[str, Any], way: HandOve
                 return None
             if x.requires_grad and dtype is not narrow and x.is_leaf:
                 leaves.append(x)
-        elif isinstance(x, (Tensor, list, tuple)) and not (kind is tuple and x and type(x[0]) is int):
+        elif isinstance(x, (Tensor, list, tuple)) and not _is_shape(x):
             return None
     return None if device is None else leaves
+
+
+def _is_shape(x: Any) -> bool:
+    return type(x) is tuple and len(x) > 0 and type(x[0]) is int
 
 
 def handed_over(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -107,12 +107,7 @@ class UnscaledSteps:
         may_skip = isinstance(is_bad, Tensor) if self.exponents is None else bool(written)
         there = self._flags_there(optimizers, written) if may_skip else None
         if there is not None and (isinstance(is_bad, Tensor) or (there and not is_bad)):
-            if not there:
-                assert isinstance(flags, Tensor)
-                return self._skip_there([*sites], flags, cast(Tensor, is_bad))
-            own = ([*sites], [flags]) if isinstance(flags, Tensor) else ([], [])
-            found = torch.cat([flag.reshape(-1) for flag in (*there.values(), *own[1])])
-            return self._skip_there([*there, *own[0]], found, found.any() | is_bad)
+            return self._left_to_device(there, sites, flags, is_bad)
         faults = _faulty(written) if written else []
         if is_bad:
             faults += self._named(list(compress(sites, flags if isinstance(flags, list) else flags.tolist())))
@@ -124,6 +119,16 @@ class UnscaledSteps:
             for one in stored:
                 one.forget_gradients()
         return is_skipped
+
+    def _left_to_device(
+        self, there: dict[str, Tensor], sites: Sequence[_Read], flags: list[bool] | Tensor, is_bad: bool | Tensor
+    ) -> Tensor:
+        """Return whether a device skips the step: for its own flags of shared exponents, or of what was looked at."""
+        own = ([*sites], [flags]) if isinstance(flags, Tensor) else ([], [])
+        if not there:
+            return self._skip_there([*sites], own[1][0], cast(Tensor, is_bad))
+        found = torch.cat([flag.reshape(-1) for flag in (*there.values(), *own[1])])
+        return self._skip_there([*there, *own[0]], found, found.any() | is_bad)
 
     def _looked_at(self, optimizers: Optimizers) -> tuple[Sequence[_Read], list[bool] | Tensor]:
         """Return what the step reads and is looked at, and for each of these whether it is not finite."""

@@ -69,10 +69,9 @@ def _has_nan(text: str) -> bool:
 @pytest.fixture
 def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter give a program 64 numbers, so that infinities and NaNs decide on few others' path."""
-    from lowp.kernels.triton import launch, scaled
+    from lowp.kernels.triton import launch
 
-    for module in (launch, scaled):
-        monkeypatch.setattr(module, "INTERPRETED_BLOCK", 64)
+    monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 64)
 
 
 @pytest.mark.parametrize(("text", "dtype"), CASES)
@@ -88,8 +87,7 @@ def test_long_rows_are_cast_by_several_programs(text: str, dtype: torch.dtype, m
     from lowp.kernels.triton import launch, scaled
 
     monkeypatch.setattr(scaled, "LONG_ROW", 48)
-    for module in (launch, scaled):
-        monkeypatch.setattr(module, "INTERPRETED_BLOCK", 32)
+    monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 32)
     _compare(text, dtype)
 
 
@@ -216,10 +214,9 @@ def test_blocks_that_are_cut_short_and_single_numbers_are_computed_as_before() -
 
 
 def test_a_long_row_is_read_twice_and_several_programs_take_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowp.kernels.triton import launch, scaled
+    from lowp.kernels.triton import launch
 
-    for module in (launch, scaled):
-        monkeypatch.setattr(module, "INTERPRETED_BLOCK", 64)
+    monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 64)
     x = torch.randn(2, 160, generator=torch.Generator().manual_seed(0))
     for text in ("int8", "mxfp8:stochastic", "nvfp4"):
         with kernels.use("triton"):

@@ -102,6 +102,13 @@ def quantize_operand(
             return out
         if run.quantize_finite(x, cast, seed, out := torch.empty_like(x), axis):
             return out if dtype is None else out.to(dtype)
+    return _operand(x, cast, seed, is_traced, dtype, axis)
+
+
+def _operand(
+    x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool, dtype: torch.dtype | None, axis: int
+) -> Tensor:
+    """Do what `quantize_operand` does where the C++ library does not do it in one pass."""
     if axis != -1:
         moved = quantize_operand(x.movedim(axis, -1).contiguous(), cast, seed, is_traced, dtype).movedim(-1, axis)
         # in x's strides, by which torch chooses its kernels (torch.compile cannot follow a test of them in a Function)

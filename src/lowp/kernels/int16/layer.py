@@ -179,17 +179,8 @@ class LayerPlan:
                 operands[index] = torch.empty_strided(*lie, dtype=x.dtype, device=_CPU).copy_(x)
         where = _MADE if known is None else (*cpu.addresses_of(known[0]), _KEPT if known[1] else _KNOWN)
         given = [*memory, *where, *cpu.addresses_of((*operands, exponents.contiguous()))]
-        made: list[tuple[Tensor, Tensor | None] | None] = []
-        for entry, layout in zip(entries, self._of_gradients, strict=True):
-            if entry is None:
-                made.append(None)
-                given += (0, 0, 0)
-                continue
-            values, payload = torch.empty_strided(*layout, dtype=torch.float32, device=_CPU), None
-            if self.is_written:
-                payload = torch.empty_strided(*layout, dtype=torch.int16, device=_CPU)
-            made.append((values, payload))
-            given += (entry, 0 if payload is None else payload.data_ptr(), values.data_ptr())
+        made, places = self._memory_of_gradients(entries)
+        given += places
         told, kernel = torch.empty(3, dtype=torch.int32, device=_CPU), cpu.asked()
         call = kernel.encode() or None, self._block, table, _OF_BACKWARD(*given), torch.get_num_threads()
         status = self._backward(*call, told.data_ptr())
@@ -202,6 +193,24 @@ class LayerPlan:
         for one, exponent in zip(made, under, strict=True):
             found.append(None if one is None else LayerResult(*one, exponent))
         return found
+
+    def _memory_of_gradients(
+        self, entries: Sequence[int | None]
+    ) -> tuple[list[tuple[Tensor, Tensor | None] | None], list[int]]:
+        """Return values, and int16 where it is written, of each gradient with an entry; and entries and addresses."""
+        made: list[tuple[Tensor, Tensor | None] | None] = []
+        given: list[int] = []
+        for entry, layout in zip(entries, self._of_gradients, strict=True):
+            if entry is None:
+                made.append(None)
+                given += (0, 0, 0)
+                continue
+            values, payload = torch.empty_strided(*layout, dtype=torch.float32, device=_CPU), None
+            if self.is_written:
+                payload = torch.empty_strided(*layout, dtype=torch.int16, device=_CPU)
+            made.append((values, payload))
+            given += (entry, 0 if payload is None else payload.data_ptr(), values.data_ptr())
+        return made, given
 
 
 def _layout(shape: Sequence[int]) -> Lie:

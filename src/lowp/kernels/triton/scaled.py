@@ -1,8 +1,9 @@
 """Casts to formats with a scale per block or row: values, or codes and scales, in one launch if supported."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ from lowp.kernels.numbers import scaled as definition
 from lowp.kernels.numbers.philox import Seed, drawn
 from lowp.kernels.triton import plans
 from lowp.kernels.triton.calls import integers, key_of
-from lowp.kernels.triton.device import scaled, tries
-from lowp.kernels.triton.launch import BLOCK, INTERPRETED_BLOCK, block_for, launch, run
+from lowp.kernels.triton.device import rows, scaled, tries
+from lowp.kernels.triton.launch import BLOCK, block_for, launch, run
 from lowp.kernels.triton.plans import DTYPES, CastTraits, Codes, Layout, Numbers, exact, layout, plan
 
 _FP32, _E8M0 = FORMATS["fp32"], FORMATS["e8m0"]
@@ -264,8 +265,8 @@ def _in_tiles(
     scope = format.scope
     if x.ndim < 2 or not x.numel() or x.shape[-2] % scope.rows or x.shape[-1] % scope.size:
         return None
-    *lead, rows, columns = x.shape
-    shape = *lead, rows // scope.rows, scope.rows, columns // scope.size, scope.size
+    *lead, height, width = x.shape
+    shape = *lead, height // scope.rows, scope.rows, width // scope.size, scope.size
     in_blocks = replace(cast, format=replace(format, scope=Scope("block", scope.elements)))
     found = _launched(x.reshape(shape).transpose(-3, -2).flatten(-2), in_blocks, 0, codes, keeps=keeps)
     if found is None:
@@ -280,19 +281,14 @@ def _launched(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
     if definition.scaled_format(cast).scope.kind == "tile":
         return None if planned(cast, x.dtype, codes) is None else _in_tiles(x, cast, codes, keeps)
-    made = planned(cast, x.dtype, codes)
-    size = None if made is None or (keeps and made.second is not None) else _group(x, cast)
+    made, size = planned(cast, x.dtype, codes), _group(x, cast)
     format = definition.scaled_format(cast)
     is_block = format.scope.kind == "block"
-    if made is None or size is None or (made.form.random_bits and (drawn(seed)[1] % 4 or (size % 4 and not is_block))):
-        return None  # kernels draw random words from a whole counter on
+    if made is None or size is None or (keeps and made.second is not None) or not _draws(made, seed, size, is_block):
+        return None
     x = x.contiguous()
     packed = packed and format.element.bits == 4 and x.shape[-1] % 2 == 0
-    shape = (*x.shape[:-1], x.shape[-1] // 2) if packed else x.shape
-    dtype = torch.uint8 if packed else packing.code_dtype(format.element) if codes else x.dtype
-    out = torch.empty(shape, dtype=dtype, device=x.device)
-    sizes = groups.group_shape(x.shape, format.scope) if codes else (1,)
-    scales = torch.empty(sizes, dtype=definition.stored_scale_dtype(format), device=x.device)
+    out, scales = _outputs(x, format, codes, packed)
     lost = torch.zeros((), dtype=torch.int32, device=x.device) if made.sharing.loses else None
     outer = _outer(x, cast) if made.sharing.outer else None
     key, first = key_of(x, seed, made.form.random_bits > 0)
@@ -306,20 +302,38 @@ def _launched(
         integers(scales),
         *(integers(x) if one is None else one for one in (outer, lost)),
     )
+    warps = warps_of(made)
     if made.second is not None:
         tried = (*tables[:3], made.second, *tables[3:], *compiled, format.other is not None, size)
-        launch(tries.tried, x, x.numel(), BLOCK, *given, x.numel(), *tried, warps=warps_of(made))
+        launch(tries.tried, x, x.numel(), BLOCK, *given, x.numel(), *tried, warps=warps)
     elif is_block:
-        of_cast, warps = (*tables, *compiled, size), warps_of(made)
-        launch(scaled.blocks, x, x.numel(), BLOCK, *given, key, x.numel(), first, *of_cast, warps=warps)
+        launch(scaled.blocks, x, x.numel(), BLOCK, *given, key, x.numel(), first, *tables, *compiled, size, warps=warps)
     else:
-        block = min(BLOCK if not x.is_cpu else INTERPRETED_BLOCK, max(16, 1 << (size - 1).bit_length()))
-        is_known, count = size > LONG_ROW, x.numel() // size
-        maxima = _largest_of_rows(x, size) if is_known else integers(x)
-        grid = (-(-size // block), count) if is_known else (count,)
-        more = (*tables, *compiled, is_known, size <= block, block)
-        run(scaled.rows, grid, *given, key, maxima, size, first, *more, warps=warps_of(made))
+        _launch_rows(x, size, (*given, key), (size, first, *tables, *compiled), warps)
     return out, scales, outer, lost
+
+
+def _outputs(x: Tensor, format: ScaledFormat, codes: bool, packed: bool) -> tuple[Tensor, Tensor]:
+    """Return the memory of values or codes, and of scales, which are kept with codes."""
+    shape = (*x.shape[:-1], x.shape[-1] // 2) if packed else x.shape
+    dtype = torch.uint8 if packed else packing.code_dtype(format.element) if codes else x.dtype
+    sizes = groups.group_shape(x.shape, format.scope) if codes else (1,)
+    scales = torch.empty(sizes, dtype=definition.stored_scale_dtype(format), device=x.device)
+    return torch.empty(shape, dtype=dtype, device=x.device), scales
+
+
+def _launch_rows(x: Tensor, size: int, given: Sequence[Tensor], more: Sequence[Any], warps: int) -> None:
+    """Cast rows of `size` numbers, each by one program, long ones by several after their maxima are known."""
+    block, count = min(block_for(x, size, BLOCK), max(16, 1 << (size - 1).bit_length())), x.numel() // size
+    if size > LONG_ROW:
+        run(rows.parts, (-(-size // block), count), *given, _largest_of_rows(x, size), *more, block, warps=warps)
+    else:
+        run(rows.rows, (count,), *given, *more, size <= block, block, warps=warps)
+
+
+def _draws(made: ScaledCastPlan, seed: Seed, size: int, is_block: bool) -> bool:
+    """Whether kernels can draw what a cast needs: random words, from a whole counter on."""
+    return not made.form.random_bits or not (drawn(seed)[1] % 4 or (size % 4 and not is_block))
 
 
 def warps_of(made: ScaledCastPlan) -> int:
@@ -359,5 +373,5 @@ def _largest_of_rows(x: Tensor, size: int) -> Tensor:
     block = block_for(x, size, BLOCK)
     grid = -(-size // block), x.numel() // size
     partial = torch.empty(grid[1], 2, grid[0], dtype=torch.int32, device=x.device)
-    run(scaled.largest_of_rows, grid, integers(x), partial, size, DTYPES[x.dtype], block)
+    run(rows.largest_of_rows, grid, integers(x), partial, size, DTYPES[x.dtype], block)
     return partial.amax(-1)

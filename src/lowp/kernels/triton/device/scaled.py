@@ -31,11 +31,6 @@ def finite(magnitude):
 
 
 @triton.jit
-def _spoiled(magnitude):
-    return tl.where(magnitude >= 0x7F800000, 0x7FC00000, magnitude)
-
-
-@triton.jit
 def keep_numbers(x, out, places, end, DTYPE: tl.constexpr):
     """Write numbers that are infinite or NaN again as they are, after what was written of them."""
     tl.debug_barrier()  # other threads may have written there
@@ -363,89 +358,3 @@ def blocks(
     if SHARING.loses:
         if missing > 0:
             tl.store(lost, 1)
-
-
-@triton.jit(do_not_specialize=["first", "numbers", "codes", "sharing", "scale_numbers", "scale_codes"])
-def rows(
-    x, out, scales, outers, lost, seed, maxima, length, first, numbers, codes, sharing, scale_numbers, scale_codes,
-    DTYPE: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr,
-    KNOWN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Cast a row of `length` numbers that share a scale, like `blocks`; a WHOLE row fits one BLOCK and is read once.
-
-    With KNOWN maxima, those of `largest_of_rows`, each program casts one block of a row.
-    """
-    row = tl.program_id(1 if KNOWN else 0).to(tl.int64)
-    begin = tl.program_id(0).to(tl.int64) * BLOCK if KNOWN else row * 0
-    x += row * length
-    out += row * length // 2 if LAYOUT.packed else row * length
-    first += row * length
-    inside = tl.arange(0, BLOCK)
-    magnitude, sign = read(x, begin + inside, begin + inside < length, DTYPE, False)
-    if SHARING.spoils:
-        magnitude = _spoiled(magnitude)
-    if KNOWN:
-        highest, largest = tl.load(maxima + 2 * row), tl.load(maxima + 2 * row + 1)
-    else:
-        highest = tl.reduce(magnitude, 0, tl.standard._elementwise_max)
-        largest = highest
-        if not SHARING.marks:
-            if SHARING.again and highest >= 0x7F800000:
-                largest = tl.reduce(finite(magnitude), 0, tl.standard._elementwise_max)
-    if not (WHOLE or KNOWN):
-        for start in range(BLOCK, length, BLOCK):
-            more, _side = read(x, start + inside, start + inside < length, DTYPE, False)
-            highest = tl.maximum(highest, tl.reduce(more, 0, tl.standard._elementwise_max))
-            largest = tl.maximum(largest, tl.reduce(finite(more), 0, tl.standard._elementwise_max))
-    outer = tl.load(outers) if SHARING.outer else 1.0
-    key = tl.load(seed) if FORM.random_bits > 0 else 0
-    by, exponent = scales_of(largest, highest, outer, scale_numbers, sharing, SHARING)
-    if SHARING.codes:
-        keep(scales, row, begin == 0, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
-    each = inside * 0 + by
-    inverse, upper, lower, hard = by, by, by, 0  # not read
-    if SHARING.near:
-        inverse, upper, lower, hard = divisors(by, highest, outer, SHARING)
-    elif SHARING.summed or SHARING.direct:
-        hard = (highest >= 0x7E800000).to(tl.int32)
-    if WHOLE or KNOWN:
-        missing = write(
-            out, begin, length, magnitude, sign, each, inverse, upper, lower, hard, outer, first + begin, key, numbers,
-            codes, DTYPE, FORM, EXACT, LAYOUT, SHARING, BLOCK,
-        )  # fmt: skip
-        if SHARING.keeps:
-            if highest >= 0x7F800000:
-                keep_numbers(x, out, begin + inside, length, DTYPE)
-        if SHARING.loses:
-            if missing > 0:
-                tl.store(lost, 1)
-    else:
-        for start in range(0, length, BLOCK):
-            places = start + inside
-            magnitude, sign = read(x, places, places < length, DTYPE, False)
-            if SHARING.spoils:
-                magnitude = _spoiled(magnitude)
-            missing = write(
-                out, start, length, magnitude, sign, each, inverse, upper, lower, hard, outer, first + start, key,
-                numbers, codes, DTYPE, FORM, EXACT, LAYOUT, SHARING, BLOCK,
-            )  # fmt: skip
-            if SHARING.keeps:
-                if highest >= 0x7F800000:
-                    keep_numbers(x, out, places, length, DTYPE)
-            if SHARING.loses:
-                if missing > 0:
-                    tl.store(lost, 1)
-
-
-@triton.jit(do_not_specialize=["length"])
-def largest_of_rows(x, partial, length, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the bits of the largest magnitude of each block of each row, and of its largest finite one.
-
-    partial: int32 [rows, 2, blocks]; a program for each block and row.
-    """
-    row, count = tl.program_id(1).to(tl.int64), tl.num_programs(0)
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    magnitude, _sign = read(x + row * length, places, places < length, DTYPE, False)
-    partial += 2 * row * count + tl.program_id(0)
-    tl.store(partial, tl.reduce(magnitude, 0, tl.standard._elementwise_max))
-    tl.store(partial + count, tl.reduce(finite(magnitude), 0, tl.standard._elementwise_max))
