@@ -186,8 +186,6 @@ def _leaves_of_plain(args: tuple[Any, ...], kwargs: dict[str, Any], way: HandOve
                 device = "cpu" if x.is_cpu else x.device.type
                 if device not in way.usual:
                     return None
-            elif x.is_cpu is not (device == "cpu"):
-                return None
             if x.layout is not strided or x.is_nested or (dtype is not fp32 and dtype in _LEFT_ALONE):
                 return None
             if x.requires_grad and dtype is not narrow and x.is_leaf:

@@ -271,6 +271,29 @@ def test_operands_keep_their_infinities_and_nans(text: str, dtype: torch.dtype) 
     assert torch.equal(bits(found[0]), bits(found[1])) and torch.equal(found[1].isinf(), x.isinf())
 
 
+@pytest.mark.parametrize("text", ["nvfp4", "int8", "mxfp8", "e4m3fn@fp32/tensor"])
+def test_a_tensor_of_zeros_has_the_scales_of_the_definition(text: str) -> None:
+    found = []
+    for way in ("bitwise", "triton"):
+        with kernels.use(way):
+            found.append(lowp.encode(torch.zeros(2, 32), text))
+    for part in ("payload", "scale", "outer"):
+        one, other = (getattr(each, part) for each in found)
+        assert one is other is None or torch.equal(one, other), part
+
+
+@pytest.mark.parametrize(("columns", "offset"), [(64, 0), (64, 4), (64, 2), (6, 0), (6, 4)])
+@pytest.mark.parametrize("text", ["int8:stochastic", "e5m2@fp32/tensor:stochastic"])
+def test_draws_of_any_place_and_length_of_a_row_are_those_of_the_definition(
+    text: str, columns: int, offset: int
+) -> None:
+    x, found = torch.randn(3, columns, generator=torch.Generator().manual_seed(3)), []
+    for way in ("bitwise", "triton"):
+        with kernels.use(way):
+            found.append(lowp.quantize(x, text, seed=5, offset=offset))
+    assert torch.equal(*found)
+
+
 def test_a_matrix_of_whole_tiles_is_cast_by_a_kernel_and_one_with_parts_of_tiles_is_not() -> None:
     from lowp.kernels.triton import scaled
 
