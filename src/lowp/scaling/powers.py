@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-# powers of two up to it, and their inverses, are normal fp32 numbers; two factors reach every result
+# powers of two up to it, and their inverses, are normal fp32 numbers; three factors reach every result
 LARGEST_NORMAL = 126
 
 
 def times(x: Tensor, exponent: Tensor) -> Tensor:
-    """Return x, fp32 or fp64, times 2**exponent, for integers -252 to 253 of any shape that broadcasts.
+    """Return x, fp32 or fp64, times 2**exponent, for any integers, of any shape that broadcasts.
 
     Rounded once, except for results below 2**-126 in fp32: a device may flush these to zero, and a subnormal
     intermediate value is rounded twice.
@@ -16,7 +16,9 @@ def times(x: Tensor, exponent: Tensor) -> Tensor:
     if x.dtype is torch.float64:
         return torch.ldexp(x, exponent)
     half = exponent.clamp(-2 * LARGEST_NORMAL, 2 * LARGEST_NORMAL) >> 1
-    return x * fp32_power(half) * fp32_power((exponent - half).clamp(-LARGEST_NORMAL, LARGEST_NORMAL + 1))
+    other = (exponent - half).clamp(-LARGEST_NORMAL, LARGEST_NORMAL + 1)
+    beyond = (exponent - half - other).clamp(-LARGEST_NORMAL, LARGEST_NORMAL + 1)  # 0 from -252 to 253
+    return x * fp32_power(half) * fp32_power(other) * fp32_power(beyond)
 
 
 def fp32_power(exponent: Tensor) -> Tensor:
