@@ -11,6 +11,7 @@ start like a user's, with nothing imported and the environment read by the inter
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -18,7 +19,9 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -110,11 +113,22 @@ def begin() -> None:
 
 
 def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
-    """Call `work(rank, *arguments)` in new processes; an exception in one of them is raised here."""
+    """Call `work(rank, *arguments)` in new processes; an exception in one of them is raised here.
+
+    Ranks that wait for one another are killed after `PATIENCE`, and the error shows where each of them was.
+    """
     from torch.multiprocessing import start_processes
 
     context()
-    start_processes(work, arguments, count, start_method="forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        running = start_processes(_watched, (work, arguments, folder), count, join=False, start_method="forkserver")
+        end = time.monotonic() + PATIENCE + 10
+        while not running.join(max(0.0, end - time.monotonic())):
+            if time.monotonic() >= end:
+                for process in running.processes:
+                    process.kill()
+                stacks = [file.read_text() for file in sorted(Path(folder).iterdir())]
+                raise TimeoutError(f"{count} ranks did not end in {PATIENCE:g} s:\n" + "\n".join(stacks))
 
 
 def context() -> Any:
@@ -144,6 +158,15 @@ def _become(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever started the tests ignores it
     os.execve = _as_another  # type: ignore[assignment]
     _main(arguments, environment)
+
+
+def _watched(rank: int, work: Callable[..., None], arguments: tuple[Any, ...], folder: str) -> None:
+    with (Path(folder) / f"rank {rank}.txt").open("w") as stacks:
+        stacks.write(f"rank {rank}\n")
+        stacks.flush()
+        faulthandler.dump_traceback_later(PATIENCE, file=stacks)
+        work(rank, *arguments)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _main(arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
