@@ -216,11 +216,6 @@ def enclosing_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], to
     return found
 
 
-def is_transformed() -> bool:
-    """Whether torch.func or forward-mode autograd is active; for code that no compiler traces."""
-    return functorch_transforms() or _forward_mode._current_level >= 0
-
-
 def real_tensors() -> AbstractContextManager[object]:
     """Return a context in which tensors have values in any mode: for constants that are kept after the mode ends.
 
@@ -374,7 +369,6 @@ _MEAN = 1  # at::Reduction::Mean
 COMPILES_REGIONS = (_parsed(torch.__version__) or TORCH_TESTED) >= TORCH_COMPILES_REGIONS
 _values = cast(Callable[[torch.Tensor], torch.Tensor], private("torch.Tensor._values"))
 _MKLDNN = private("torch._mkldnn")
-_forward_mode = cast(Any, private("torch.autograd.forward_ad"))
 functorch_transforms = cast(
     Callable[[], bool], private("torch._C._are_functorch_transforms_active")
 )  # whether any is active

@@ -18,7 +18,7 @@ import lowp
 from lowp import kernels
 from lowp.exponents import SharedExponents
 from lowp.kernels.choose import dispatch
-from lowp.ops.casting import draw_seed
+from lowp.kernels.numbers.philox import draw_seed
 from lowp.optim.storage import seed_of
 from lowp.step.guard import BatchNormJournal
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from torch_versions import compiles_regions
 
-from lowp.ops import casting
+from lowp.ops import shields
 from lowp.policy import Policy, Rule
 from lowp.precision import Precision
 from lowp.presets import PRESETS
@@ -62,7 +62,7 @@ def test_compiled_products_on_the_cpu_of_a_machine_with_an_accelerator_are_not_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(casting, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(shields, "accelerator", lambda: "cuda")
     monkeypatch.setattr(context, "_present", lambda: ("cpu", "cuda"))
     layer, x = nn.Linear(64, 64, bias=False), torch.randn(3, 64)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lowp.compat import private
+from lowp.compat import functorch_transforms, private
 
 _dispatch_modes: Any = private("torch._C._len_torch_dispatch_stack")
 _modes: Any = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
-_is_traced: Any = private("torch._C._is_tracing")  # torch.jit.trace
+is_jit_tracing: Any = private("torch._C._is_tracing")  # whether torch.jit.trace records what runs
 _transform: Any = private("torch._C._functorch.peek_interpreter_stack")
 is_wrapped: Any = private("torch._C._functorch.is_functorch_wrapped_tensor")
 _functionalize: Any = private("torch._C._functorch.TransformType.Functionalize")
@@ -58,18 +58,18 @@ def unwrapped(x: Tensor) -> Tensor:
 
 def is_transformed() -> bool:
     """Whether the call is inside torch.func or forward-mode differentiation."""
-    return not is_compiling() and (_transform() is not None or forward_ad._current_level >= 0)
+    return not is_compiling() and functorch_is_active()
+
+
+def functorch_is_active() -> bool:
+    """Whether torch.func (vmap, grad, jvp), forward-mode autograd or torch.compile is active."""
+    return is_compiling() or functorch_transforms() or forward_ad._current_level >= 0
 
 
 def is_functionalized() -> bool:
     """Whether the innermost transform is torch.func.functionalize."""
     found = _transform()
     return found is not None and found.key() == _functionalize
-
-
-def is_traced() -> bool:
-    """Whether torch.jit.trace records the call."""
-    return bool(_is_traced())
 
 
 def is_quiet() -> bool:
@@ -79,5 +79,5 @@ def is_quiet() -> bool:
         and (_dispatch_modes() == 0 or all(getattr(one, "lets_kernels_read", False) for one in _modes()))
         and _transform() is None
         and forward_ad._current_level < 0
-        and not _is_traced()
+        and not is_jit_tracing()
     )

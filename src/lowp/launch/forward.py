@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lowp.compat import private
 from lowp.errors import LowpError
+from lowp.kernels.tracing import functorch_is_active, is_jit_tracing
 from lowp.launch.boot import replaces
 from lowp.launch.gradients import SIXTEEN_BIT
 from lowp.launch.session import Session
-from lowp.ops.casting import functorch_is_active, is_jit_tracing
 
 _tree_map = cast(Callable[[Callable[[Any], Any], Any], Any], private("torch.utils._pytree.tree_map"))
 _leaves = cast(Callable[[Any], list[Any]], private("torch.utils._pytree.tree_leaves"))

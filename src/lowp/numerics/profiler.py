@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowp.errors import Misuse
 from lowp.hooks import Uncopied
+from lowp.kernels.tracing import functorch_is_active, is_jit_tracing
 from lowp.numerics.divergence import Fault, Guard
 from lowp.numerics.models import Cycle, Models
 from lowp.numerics.modes import Seam, hear_backward, in_backward
@@ -25,7 +26,6 @@ from lowp.numerics.schedule import Budget, Schedule
 from lowp.numerics.tape import beside
 from lowp.numerics.watching import StepWatch
 from lowp.numerics.windows import WatchedScale, initial_scale
-from lowp.ops.casting import functorch_is_active, is_jit_tracing
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 from lowp.step import GradScaler

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lowp.kernels.steps.spectra import sampled, slope_of
+from lowp.kernels.tracing import functorch_is_active
 from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, Seam, in_backward, numbers_of, op_of, source_line, tensors_in
 from lowp.numerics.part import CountedTensor, add_up, looked_at, of_model, parameter_key
@@ -24,7 +25,6 @@ from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print
 from lowp.numerics.schedule import HOOK
 from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.numerics.tape import Tape, calls_again
-from lowp.ops.casting import functorch_is_active
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 

@@ -20,18 +20,12 @@ from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.products import contract, is_native
 from lowp.kernels.products.attention import Attended, attended, gradients, joined, split, widened
 from lowp.kernels.products.scratch import Scratch
+from lowp.kernels.tracing import functorch_is_active
 from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import (
-    Operand,
-    carrier_dtype,
-    functorch_is_active,
-    native_dtype,
-    operand,
-    result_dtype,
-    shield,
-)
+from lowp.ops.casting import Operand, carrier_dtype, native_dtype, operand, result_dtype
 from lowp.ops.contraction import matmul, runner
 from lowp.ops.generic import finished
+from lowp.ops.shields import shield
 from lowp.ops.signature import bound, check
 from lowp.ops.trilinear import OUTPUT
 from lowp.policy import Rule

@@ -14,7 +14,8 @@ from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.errors import Unavailable
 from lowp.exponents import SiteScales, SiteWriter, Spots
 from lowp.kernels.int16.mantissas import has_mantissas
-from lowp.ops.casting import carried, carrier_dtype, draw_seed, passed_on, result_dtype, rounded
+from lowp.kernels.numbers.philox import draw_seed
+from lowp.ops.casting import carried, carrier_dtype, passed_on, result_dtype, rounded
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Operands, Rule
 

@@ -5,22 +5,17 @@ is carried in the smallest torch dtype that holds the format, so that the tensor
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import (
-    accelerator,
     applied_at_once,
     constant_when_compiled,
-    functorch_transforms,
-    private,
     real_tensors,
     remembered,
     remembered_by_identity,
@@ -30,18 +25,10 @@ from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels.casts.functions import quantize_operand
 from lowp.kernels.numbers.philox import draw_seed
-
-__all__ = ["Operand", "carried", "carrier_dtype", "draw_seed", "operand", "rounded", "shield", "without_autocast"]
+from lowp.kernels.tracing import functorch_is_active
 
 _Answer = TypeVar("_Answer")
-_PLAIN = (Tensor, torch.nn.Parameter)
-_UP_TO_32 = (torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-_DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
-_DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
-_function_modes = cast(Callable[[], int], private("torch._C._len_torch_function_stack"))
-_is_any_autocast_enabled = cast(Callable[[], bool], private("torch._C._is_any_autocast_enabled"))
-is_jit_tracing = cast(Callable[[], bool], private("torch._C._is_tracing"))  # whether torch.jit.trace records what runs
 
 
 def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
@@ -377,60 +364,3 @@ def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:
     if not (x.requires_grad and torch.is_grad_enabled()) and not functorch_is_active():
         return Operand(value)
     return Operand(_edge(x, gradient_dtype, functorch_is_active()), value.detach())
-
-
-def functorch_is_active() -> bool:
-    """Whether torch.func (vmap, grad, jvp), forward-mode autograd or torch.compile is active."""
-    return torch.compiler.is_compiling() or functorch_transforms() or forward_ad._current_level >= 0
-
-
-def is_plain(*tensors: Any) -> bool:
-    """Whether rules apply to tensors, and they are plain: no subclass, in one strided block."""
-    for x in tensors:
-        if type(x) not in _PLAIN or x.dtype not in _UP_TO_32 or x.layout is not torch.strided or x.is_nested:
-            return False
-    return True
-
-
-# -- shields ------------------------------------------------------------------------------------------------------
-
-
-def shield() -> AbstractContextManager[object]:
-    """Disable function modes and torch.autocast within the context: a backward may be called within a region."""
-    return without_autocast() if torch.compiler.is_compiling() else _Shield()
-
-
-def shielded(function: Callable[[Tensor, Any], _Answer], gradient: Tensor, ctx: Any) -> _Answer:
-    """Return the result of a backward function within `shield`, which is entered only if a mode could interfere."""
-    if not torch.compiler.is_compiling() and type(gradient) is Tensor:
-        if not (_function_modes() or _is_any_autocast_enabled()):
-            return function(gradient, ctx)
-    with shield():
-        return function(gradient, ctx)
-
-
-def without_autocast() -> AbstractContextManager[object]:
-    """Switch torch.autocast off while torch.compile traces, on the CPU and on the accelerator present."""
-    kind = accelerator()
-    return torch.autocast("cpu", enabled=False) if kind is None else _without_autocast(kind)
-
-
-@contextmanager
-def _without_autocast(kind: str) -> Iterator[None]:
-    with torch.autocast("cpu", enabled=False), torch.autocast(kind, enabled=False):
-        yield
-
-
-class _Shield:
-    """Both contexts in one: an ExitStack takes several times as long."""
-
-    __slots__ = ("autocast", "functions")
-
-    def __enter__(self) -> None:
-        self.functions, self.autocast = _DisableTorchFunction(), _DisableAutocast()
-        self.functions.__enter__()
-        self.autocast.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.autocast.__exit__(*error)
-        self.functions.__exit__(*error)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import remembered_by_identity
-from lowp.kernels.tracing import unwrapped
+from lowp.kernels.tracing import functorch_is_active, unwrapped
 from lowp.ops.call import Call, KeptCasts, Quick, QuickRegion, sums_bytes
-from lowp.ops.casting import functorch_is_active
 from lowp.ops.coded import in_fp8, is_fp8
 from lowp.ops.direct import direct
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot

@@ -19,8 +19,8 @@ from lowp.kernels.int16 import integer
 from lowp.kernels.int16.integer_reference import ConvolutionShape
 from lowp.kernels.int16.integer_run import Bias, Multiplied
 from lowp.kernels.int16.mantissas import Mantissas
+from lowp.kernels.tracing import is_jit_tracing
 from lowp.ops.call import Call, Quick, QuickRegion
-from lowp.ops.casting import is_jit_tracing
 from lowp.ops.contraction import multiply, runner
 from lowp.ops.direct import Direct, direct
 from lowp.ops.int16 import layer

@@ -9,9 +9,11 @@ from torch import Tensor
 from lowp.compat import gradients_of
 from lowp.kernels.products import is_torchs_own
 from lowp.kernels.products.scratch import Scratch
+from lowp.kernels.tracing import functorch_is_active, is_jit_tracing
 from lowp.ops.call import RoleCasts
-from lowp.ops.casting import functorch_is_active, is_jit_tracing, native_dtype, shield
+from lowp.ops.casting import native_dtype
 from lowp.ops.generic import finished
+from lowp.ops.shields import shield
 from lowp.policy import Rule
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -18,7 +18,8 @@ from lowp.casts import Cast
 from lowp.compat import remembered, with_tangents
 from lowp.errors import Misuse
 from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import is_castable, is_irregular, is_plain, native_dtype, shield
+from lowp.ops.casting import is_castable, is_irregular, native_dtype
+from lowp.ops.shields import shield
 from lowp.ops.signature import can_hold, into_out, plain, without_out
 from lowp.policy import Rule
 
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 _Change = Callable[[Tensor], Tensor]
+_UP_TO_32 = (torch.float32, torch.float16, torch.bfloat16)
 _SUMS = ("add", "sub", "__add__", "__sub__")  # functions whose derivative needs no operand
 
 
@@ -63,11 +65,13 @@ def quick_wide(rule: Rule) -> Callable[..., Any] | None:
     def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
         if (is_writing := writes.get(function)) is None:
             is_writing = writes[function] = is_in_place(function)
-        if is_writing or not args or type(args[0]) is not Tensor or not is_plain(args[0]):
+        if is_writing or not args:
             return None
-        if len(args) == 1 and not kwargs:
-            return function(args[0].float())
         x, *others = args
+        if type(x) is not Tensor or x.dtype not in _UP_TO_32 or x.layout is not torch.strided or x.is_nested:
+            return None
+        if not others and not kwargs:
+            return function(x.float())
         for one in (*others, *kwargs.values()) if kwargs else others:
             if isinstance(one, Tensor):
                 if type(one) is not Tensor or one.is_floating_point() or one.is_complex():

@@ -20,8 +20,8 @@ from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import ScaledFormat
 from lowp.kernels.casts.run import is_dense
 from lowp.kernels.numbers.philox import draw_seed
+from lowp.kernels.tracing import functorch_is_active
 from lowp.ops.call import Call
-from lowp.ops.casting import functorch_is_active
 from lowp.ops.generic import tensors_of
 from lowp.quantized import Quantized
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowp.casts import Cast
 from lowp.hooks import listed
-from lowp.ops.casting import shield
+from lowp.ops.shields import shield
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,23 +29,16 @@ from lowp import kernels
 from lowp.compat import with_tangents
 from lowp.errors import Unavailable
 from lowp.kernels.products.scratch import Scratch
+from lowp.kernels.tracing import functorch_is_active
 from lowp.ops import coded
 from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import (
-    Operand,
-    carrier_dtype,
-    depends_on_axis,
-    edge,
-    functorch_is_active,
-    operand,
-    rounded,
-    shield,
-)
+from lowp.ops.casting import Operand, carrier_dtype, depends_on_axis, edge, operand, rounded
 from lowp.ops.coded import Coded, has_codes, instead, with_scales
 from lowp.ops.incoming import Incoming
 from lowp.ops.int16.contraction import integer_contraction
 from lowp.ops.int16.nodes import fp64_contraction
 from lowp.ops.kept import keeping
+from lowp.ops.shields import shield
 from lowp.ops.trilinear import FIRST, OTHERS, OUTPUT, SECOND, Einsum, Form, Linear
 from lowp.policy import Rule
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowp.kernels.tracing import functorch_is_active
 from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import Operand, functorch_is_active, operand
+from lowp.ops.casting import Operand, operand
 from lowp.ops.contraction import linear, runner
 from lowp.ops.products import cast_operand, summed
 from lowp.ops.recurrent_cells import CELLS

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.ops.call import RoleCasts, rounding_once
-from lowp.ops.casting import Operand, shield
+from lowp.ops.casting import Operand
 from lowp.ops.direct import Direct, direct, linear_form
 from lowp.ops.products import computed, product
 from lowp.ops.recurrent_cells import Cell
+from lowp.ops.shields import shield
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Linear
 from lowp.policy import Rule
 

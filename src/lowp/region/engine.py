@@ -10,7 +10,6 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
@@ -29,19 +28,20 @@ from lowp.compat import (
 )
 from lowp.errors import Unavailable
 from lowp.exponents import DelayedScales, SharedExponents, SiteScales, SiteWriter, Spots, Tell
+from lowp.kernels.numbers.philox import draw_seed
+from lowp.kernels.tracing import functorch_is_active, is_jit_tracing
 from lowp.ops import table
 from lowp.ops.call import Call
-from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing, without_autocast
 from lowp.ops.generic import has_irregular
 from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
+from lowp.ops.shields import DisableAutocast, without_autocast
 from lowp.ops.table import Row
 from lowp.policy import Rule
 from lowp.region.handover import ELSEWHERE, device_of
 from lowp.region.rulebook import Plan, Rulebook
 from lowp.region.weights import WRITES_UNSEEN, WeightCasts
 
-_DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _of_thread = cast(Any, private("torch._guards._TLS"))  # holds a tracing context while a compiler's backend runs
 _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
@@ -213,7 +213,7 @@ class Engine(TorchFunctionMode):
                 if result is not ELSEWHERE:
                     self.rulebook.has_rounded |= plan.rounds
                     return result
-        with _DisableAutocast():
+        with DisableAutocast():
             return self._run(plan, func, args, kwargs)
 
     def _compiled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

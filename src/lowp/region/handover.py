@@ -10,9 +10,8 @@ lowp's own runner.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +19,15 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from lowp.casts import Cast
-from lowp.compat import accelerator, functorch_transforms, private
+from lowp.compat import accelerator, functorch_transforms
 from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.choose.hardware import multiplies
 from lowp.kernels.products import torchs_own_device
-from lowp.ops.casting import is_jit_tracing, native_dtype
+from lowp.kernels.tracing import is_jit_tracing
+from lowp.ops.casting import native_dtype
 from lowp.ops.direct import one_dtype
 from lowp.ops.generic import is_in_place
+from lowp.ops.shields import DisableAutocast
 from lowp.ops.table import Row
 from lowp.ops.torch_lists import devices_that_agree
 from lowp.policy import Rule
@@ -34,7 +35,6 @@ from lowp.policy import Rule
 ELSEWHERE = object()
 # A way of a call, given the engine, the plan, the function and its arguments: eager, and without observers.
 Way = Callable[[Any, Any, Callable[..., Any], "tuple[Any, ...]", "dict[str, Any]"], Any]
-_DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _set_enabled = torch.set_autocast_enabled  # torch's original function: the replacement in `region.entries` costs more
 _caches, _set_caches = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _LEFT_ALONE = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
@@ -118,14 +118,14 @@ def quickly(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, .
         return ELSEWHERE
     if plan.looks and is_jit_tracing():
         return ELSEWHERE
-    if engine.is_on_host:  # on a machine without other devices this is `_DisableAutocast`, with less overhead
+    if engine.is_on_host:  # on a machine without other devices this is `DisableAutocast`, with less overhead
         try:
             _set_enabled("cpu", False)
             result = plan.quick(func, args, kwargs, engine)
         finally:
             _set_enabled("cpu", True)
     else:
-        with _DisableAutocast():
+        with DisableAutocast():
             result = plan.quick(func, args, kwargs, engine)
     return ELSEWHERE if result is None else result
 
@@ -136,7 +136,7 @@ def as_it_is(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
         return ELSEWHERE
     try:
         if not engine.is_on_host:
-            with _DisableAutocast():
+            with DisableAutocast():
                 return func(*args, **kwargs)
         try:  # as `quickly`
             _set_enabled("cpu", False)
@@ -144,7 +144,7 @@ def as_it_is(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
         finally:
             _set_enabled("cpu", True)
     except RuntimeError as error:
-        with _DisableAutocast():
+        with DisableAutocast():
             return engine.without_kernel(error, func, args, kwargs)
 
 
@@ -220,7 +220,7 @@ def _under_autocast(engine: Any, func: Callable[..., Any], args: tuple[Any, ...]
         _set_caches(False)
         return func(*args, **kwargs)
     except RuntimeError as error:
-        with _DisableAutocast():
+        with DisableAutocast():
             return engine.without_kernel(error, func, args, kwargs)
     finally:
         _set_caches(caches)

@@ -28,7 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.casts import Cast
 from lowp.compat import applied_at_once, once, private, real_tensors
-from lowp.ops.casting import PassedOn, carried, functorch_is_active, is_jit_tracing, native_dtype
+from lowp.kernels.tracing import functorch_is_active, is_jit_tracing
+from lowp.ops.casting import PassedOn, carried, native_dtype
 
 _storage_holders = cast(Callable[[int], int], private("torch._C._storage_Use_Count"))
 _fix_weakref = cast(Callable[[Tensor], None], private("torch.Tensor._fix_weakref"))

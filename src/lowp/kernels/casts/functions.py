@@ -68,7 +68,7 @@ def quantize(
             cpu.quantize(x, plan, seed, out)
             return _changed(out)
     seed, offset = checks.draw(x, seed, offset)
-    if out is not None and not tracing.is_traced():
+    if out is not None and not tracing.is_jit_tracing():
         checks.check_out(x, out)
     if not is_eager(x) or (out is not None and not (_is_ours(x) and _is_ours(out))):
         return verbs.quantized(x, plan, scale, seed, offset, out)

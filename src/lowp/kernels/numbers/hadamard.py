@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.compat import is_transformed
 from lowp.kernels.numbers.philox import draw_seed, words
-from lowp.kernels.tracing import is_sharded
+from lowp.kernels.tracing import functorch_is_active, is_sharded
 
 
 def signs(size: int, seed: Tensor | int, device: torch.device) -> Tensor:
@@ -55,7 +54,7 @@ def rotate(x: Tensor, signs: Tensor, axis: int = -1) -> Tensor:
     head = x.narrow(axis, 0, whole).float()
     outer, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
     shape = outer, whole // size, size, inner
-    is_graph = torch.compiler.is_compiling() or is_transformed() or (torch.is_grad_enabled() and x.requires_grad)
+    is_graph = functorch_is_active() or (torch.is_grad_enabled() and x.requires_grad)
     turned = (_differentiable if is_graph else _rotated)(head.reshape(shape), signs.reshape(-1, 1)).reshape(head.shape)
     return turned if whole == length else torch.cat((turned, x.narrow(axis, whole, length - whole).float()), axis)
 

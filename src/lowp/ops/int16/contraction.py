@@ -30,9 +30,9 @@ from lowp.kernels.int16.integer_reference import summed_to_odd
 from lowp.kernels.int16.layer import Known, LayerPlan
 from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, int16_element, power, sums
 from lowp.kernels.products import contract
-from lowp.kernels.tracing import is_sharded
+from lowp.kernels.tracing import functorch_is_active, is_sharded
 from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import end_of, functorch_is_active, shielded
+from lowp.ops.casting import end_of
 from lowp.ops.int16.nodes import (
     BIAS_GRADIENT,
     INPUT_GRADIENT,
@@ -42,6 +42,7 @@ from lowp.ops.int16.nodes import (
     fp64_contraction,
     written_gradient,
 )
+from lowp.ops.shields import shielded
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Accumulation, Rule
 

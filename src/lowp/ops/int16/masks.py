@@ -21,14 +21,14 @@ from lowp.compat import applied_at_once
 from lowp.formats import IntFormat, ScaledFormat
 from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.int16.masks import Mask, nonzero, packed, passed, unpacked
-from lowp.kernels.tracing import is_wrapped
+from lowp.kernels.tracing import functorch_is_active, is_wrapped
 from lowp.ops.call import Call
-from lowp.ops.casting import functorch_is_active, shielded
 from lowp.ops.contraction import function_name
 from lowp.ops.int16.pooling import pool
 from lowp.ops.int16.saved import Fp32Function, dropout_function
 from lowp.ops.observed import told
 from lowp.ops.observing import role_of
+from lowp.ops.shields import shielded
 from lowp.ops.signature import Mismatch, bound, plain, require
 from lowp.policy import Policy, Rule
 

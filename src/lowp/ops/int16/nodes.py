@@ -12,7 +12,8 @@ from lowp.kernels.int16.mantissas import Mantissas
 from lowp.kernels.numbers.floats import need_fp64
 from lowp.kernels.products import contract
 from lowp.ops.call import RoleCasts
-from lowp.ops.casting import is_irregular, rounded, shield
+from lowp.ops.casting import is_irregular, rounded
+from lowp.ops.shields import shield
 from lowp.ops.trilinear import OUTPUT, Form
 
 OUTPUT_ROLE, OUTPUT_GRADIENT = "output", "output gradient"

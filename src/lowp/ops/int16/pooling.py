@@ -15,10 +15,10 @@ from torch import Tensor
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import Mantissas
 from lowp.ops.call import Call
-from lowp.ops.casting import shield
 from lowp.ops.generic import tensors_of
 from lowp.ops.observed import told
 from lowp.ops.observing import role_of
+from lowp.ops.shields import shield
 from lowp.ops.signature import Mismatch, bound, plain, require
 from lowp.ops.table import Row
 

@@ -26,10 +26,11 @@ from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.cpu_int16 import memory_of
 from lowp.kernels.int16.mantissas import values
 from lowp.ops.call import Call
-from lowp.ops.casting import end, shielded
+from lowp.ops.casting import end
 from lowp.ops.generic import changed, is_out_of_place, tensors_of
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
 from lowp.ops.observing import role_of
+from lowp.ops.shields import shielded
 
 Tensors = Sequence[Tensor | None]
 with real_tensors():
