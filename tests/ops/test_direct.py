@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import lowp
 from lowp import kernels
 from lowp.kernels import cpu
+from lowp.ops.backward import Back
 from lowp.ops.direct import Direct, one_dtype
-from lowp.ops.prepared import Back
 from lowp.policy import Policy, Rule
 from lowp.region import handover
 from lowp.region.engine import Engine

@@ -22,10 +22,11 @@ from lowp.kernels.choose.hardware import multiplies
 from lowp.kernels.int16.integer_run import NotFinite
 from lowp.kernels.products.programs import WAYS, is_here, rounds
 from lowp.kernels.tracing import is_quiet
+from lowp.ops.backward import Found
 from lowp.ops.call import KeptCasts, QuickRegion, RoleCasts, accumulation, sums_bytes
 from lowp.ops.casting import clips, end_of, native_dtype, own_dtype
 from lowp.ops.matrices import FACTOR, FACTOR_SCALES, VALUE, VALUE_SCALES
-from lowp.ops.prepared import UNKNOWN, Found, Given, Prepared
+from lowp.ops.prepared import UNKNOWN, Given, Prepared
 from lowp.ops.products import gradients
 from lowp.ops.shields import shielded
 from lowp.ops.trilinear import FIRST, SECOND, Form, Linear

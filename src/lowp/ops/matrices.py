@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from lowp.casts import Cast, Overflow
 from lowp.kernels.products.programs import NOWHERE, CastStep, Memory, ProductStep, Step, is_reached, own, strides_of
 from lowp.ops.casting import native_dtype
 from lowp.ops.trilinear import Finish, Form
+from lowp.policy import Rule
 
 # places in a forward program
 X, WEIGHT, BIAS, OUT, VALUE, FACTOR, VALUE_SCALES, FACTOR_SCALES, X_ENTRY, WEIGHT_ENTRY = range(10)
@@ -128,3 +129,14 @@ class Made(NamedTuple):
     def of(cls, found: Matrices, dtype: torch.dtype) -> Made:
         """Return the result of a product."""
         return cls((found.shape, strides_of(found.shape), dtype), found.finish)
+
+
+class Known:
+    """A contraction of given shapes, strides and dtypes under a rule, and how its operands are read."""
+
+    __slots__ = ("form", "rule", "shapes", "weight", "x")
+    has_scales = False  # whether values are codes, under scales
+
+    def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, about: tuple[Any, ...]) -> None:
+        self.rule, self.form, self.x, self.weight = rule, form, x, weight
+        self.shapes = (tuple(about[0]), about[2]), (tuple(about[3]), about[5])

@@ -32,6 +32,7 @@ from lowp.kernels.products.programs import (
     strides_of,
 )
 from lowp.kernels.products.scratch import Scratch
+from lowp.ops.backward import Back, Builder, Found
 from lowp.ops.call import RoleCasts
 from lowp.ops.casting import carrier_dtype, depends_on_axis, native_dtype, own_dtype, result_dtype, rounded
 from lowp.ops.matrices import (
@@ -48,15 +49,13 @@ from lowp.ops.matrices import (
     VALUE,
     VALUE_SCALES,
     WEIGHT,
-    WEIGHT_ENTRY,
-    X_ENTRY,
+    Empty,
     Made,
     Read,
     X,
-    entry_of,
     matrices,
 )
-from lowp.ops.prepared import Back, Builder, ForwardProgram, Found, Prepared, is_read
+from lowp.ops.prepared import ForwardProgram, Prepared, is_read
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form, Linear
 from lowp.policy import Operands, Rule
 
@@ -160,15 +159,8 @@ class ByTorch(Prepared):
         self.is_torchs = rule.output is None or native_dtype(rule.output) is self.out.empty[2]  # torch's own cast
 
     def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> ForwardProgram:
-        steps, made = list[Step](), list[tuple[int, Any]]()
-        for (shape, dtype), read, place, to, entry in (
-            (self.shapes[0], self.x, X, VALUE, X_ENTRY),
-            (self.shapes[1], self.weight, WEIGHT, FACTOR, WEIGHT_ENTRY),
-        ):
-            if read.cast is not None and (to == VALUE or makes_factor):
-                made.append((to, read.empty))
-                memory, entry = Memory(place, shape, read.empty[1], dtype), entry_of(read.cast, entry)
-                steps.append(CastStep(memory, to, read.cast, read.empty[2], read.axis, entry))
+        steps, made = list[Step](), list[tuple[int, Empty]]()
+        self._operands((True, True, makes_factor), steps, made, [])
         return ForwardProgram(Program(steps), made, ())
 
     def _computed(self, given: Found) -> Tensor:
@@ -199,9 +191,9 @@ class ByTorch(Prepared):
 
     def _back(self, gradient: Tensor, needs: tuple[bool, ...], bias_dtype: torch.dtype | None) -> Back | None:
         builder = Builder(self, gradient, bias_dtype, keeps=True)
-        copies = builder.copies and (builder.casts_gradient or builder.is_apart)
+        copies = builder.copies and (builder.casts_gradient or builder.has_products)
         to = self.rule.grad
-        if copies and not builder.is_apart and to is not None and is_read(to):
+        if copies and not builder.has_products and to is not None and is_read(to):
             if is_dense(tuple(gradient.shape), gradient.stride()):
                 copies = False  # each number alone: in the order of memory
                 builder.gradient = builder.gradient._replace(strides=gradient.stride())
