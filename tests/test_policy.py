@@ -189,6 +189,8 @@ def test_an_accumulation_prints_as_it_is_read(text: str) -> None:
         ("[[rule]]\n[rule.weight_gradient]\nimput = 'bf16'\n", "unknown key 'imput'; did you mean input"),
         ("rule = 3\n", r"rules must be \[\[rule\]\] tables"),
         ("rule = [", "is not TOML"),
+        ("", "is empty: give rules, as `lowp policy show fp16 --toml` prints them, or the name of an op table, such"),
+        ("# rules follow\n", "is empty: give rules"),
         ("loss_scale = true\n", "loss scale 'True' is not valid: give none, a number"),
         ("loss_scale = 'dynamc'\n", "loss scale 'dynamc' is not valid: give none, a number"),
         ("loss_scale = -1\n", "loss scale '-1': give a finite number above zero"),

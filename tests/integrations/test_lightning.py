@@ -269,6 +269,19 @@ def test_a_backward_of_the_module_s_own_gets_its_arguments_between_the_hooks_of_
     assert heard == ["before", ("once",), {"retain": False}, "after"]
 
 
+@pytest.mark.parametrize("with_trainer", [True, False], ids=["trainer", "fabric"])
+def test_arguments_of_a_backward_pass_count_by_place_as_by_name(with_trainer: bool) -> None:
+    used, weight = plugin("fp16", loss_scale=8), nn.Parameter(torch.ones(2))
+    used._has_trainer = with_trainer
+    optimizer, model = (torch.optim.SGD([weight]),) if with_trainer else (), module()
+    loss = 3 * weight
+    used.backward(loss, model, *optimizer, torch.tensor([1.0, 2.0]), True)
+    used.backward(loss, model, *optimizer, torch.tensor([1.0, 2.0]), inputs=[weight])  # the graph was kept
+    assert weight.grad.tolist() == [48.0, 96.0]
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        used.backward(loss, model, *optimizer, None, True, False, None, 1)
+
+
 def test_a_fused_optimizer_trains_as_torch_s_other_one() -> None:
     def adam(self: Any, fused: bool) -> Any:
         assert self.trainer.scaler.get_scale() > 1

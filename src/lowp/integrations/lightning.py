@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -125,12 +126,17 @@ class LowpPrecision(_Base):  # type: ignore[misc]
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def backward(self, tensor: torch.Tensor, model: Any, *arguments: Any, **keywords: Any) -> None:
-        """Run the backward pass of a loss, by the LightningModule's own `backward` if it has one."""
+        """Run the backward pass of a loss, by the LightningModule's own `backward` if it has one.
+
+        Other arguments are those of `Tensor.backward`, by place or by name; a Trainer gives its optimizer before them.
+        """
+        given = arguments[1:] if self._has_trainer else arguments
         if self._has_trainer and type(model).backward.__qualname__ != "LightningModule.backward":
             self._turns.end()
-            model.backward(self.lowp.scaler.scale(tensor), *arguments[1:], **keywords)
+            model.backward(self.lowp.scaler.scale(tensor), *given, **keywords)
         else:
-            self._turns.backward(tensor, **keywords)
+            _, *options = signature(torch.Tensor.backward).bind(tensor, *given, **keywords).arguments.items()
+            self._turns.backward(tensor, **dict(options))
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
         """Call the hooks of a Trainer."""

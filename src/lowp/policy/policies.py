@@ -97,7 +97,8 @@ class Policy:
     def from_toml(cls, text: str, source: str = "policy") -> Policy:
         """A policy from TOML text of up to 256 KiB; `source` names it in errors.
 
-        Raises InvalidInput with the near names for an unknown key, format, rounding or table.
+        Raises InvalidInput for a text without keys, and with the near names for an unknown key, format, rounding or
+        table.
         """
         if len(text) > _LONGEST_TEXT:
             raise InvalidInput(_too_long(source, len(text)))
@@ -105,6 +106,11 @@ class Policy:
             data = _read_toml(text)
         except ValueError as error:
             raise InvalidInput(f"{source} is not TOML: {error}") from None
+        if not data:
+            raise InvalidInput(
+                f"{source} is empty: give rules, as `lowp policy show fp16 --toml` prints them, or the name of an op "
+                'table, such as table = "lowp-1", for a policy without any'
+            )
         known_keys(data, ("name", "table", "parameters", "loss_scale", "rule"), source)
         rules = data.pop("rule", [])
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
