@@ -56,6 +56,14 @@ def instruction_set_is_again_what_the_environment_says() -> Iterator[None]:
         cpu.select(held or None)
 
 
+@pytest.fixture(autouse=True)
+def regions_of_other_tests_are_not_counted() -> None:
+    """Begin to count regions made for one step each: their warning would depend on the order of tests."""
+    context = sys.modules.get("lowp.region.context")
+    if context is not None:
+        context._for_one_step.clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def what_is_there_already_is_not_searched() -> None:
     """Exclude modules and collected tests from the garbage collector, which lowp searches for tensors."""

@@ -117,6 +117,13 @@ def test_a_site_takes_its_own_maximum_first_and_then_that_of_earlier_steps() -> 
     assert (steps.tolist(), beyond.tolist()) == ([2], [1])
 
 
+@pytest.mark.parametrize("seed", [{}, {"seed": 5}], ids=str)
+def test_a_stochastic_cast_draws_what_quantize_draws(seed: dict[str, int]) -> None:
+    x, cast = torch.linspace(-3, 3, 500), parse("e5m2@e8m0/tensor:delayed:stochastic")
+    found = DelayedScales().rounded(x, cast, "input of a", **seed)
+    assert torch.equal(found, lowp.quantize(x, cast.current, **seed))
+
+
 def test_zeros_say_nothing_about_a_scale() -> None:
     scales, x = DelayedScales(), torch.tensor([1e-5, 3e-6])
     assert torch.equal(scales.rounded(torch.zeros(2), CAST, "input of a"), torch.zeros(2))

@@ -22,6 +22,7 @@ from lowp.exponents import (
     scaling_of,
     table,
 )
+from lowp.kernels.choose import dispatch
 from lowp.kernels.choose.dispatch import available, use, uses_library
 
 FLEX = parse("flex16+5:autoflex")
@@ -269,6 +270,13 @@ def test_a_result_has_lost_most_of_its_numbers_if_more_than_half_are_cut_off(bey
     assert exponents.flush() == ([], ["output of x"] if is_most else [])
 
 
+@pytest.mark.parametrize(("largest", "told"), [(32767.0, []), (40000.0, ["gradient of w"])])
+def test_a_single_number_that_no_exponent_holds_is_told(largest: float, told: list[str]) -> None:
+    exponents = SharedExponents()
+    exponents.write(torch.tensor([largest, 1.0, 1.0, 1.0]), FLEX, "gradient of w")
+    assert exponents.flush() == (told, [])
+
+
 def test_an_entry_counts_as_written_if_one_of_its_writes_does() -> None:
     entry = table.ExponentTable(FLEX, torch.device("cpu"))
     places, (no, yes) = [entry.index(f"output of {name}") for name in "abc"], torch.tensor([False, True])
@@ -281,11 +289,16 @@ def test_an_entry_counts_as_written_if_one_of_its_writes_does() -> None:
 
 
 @pytest.mark.parametrize("is_skipped", [True, False])
-@pytest.mark.parametrize("cast", [FLEX, parse("flex16+5:reactive")], ids=str)
+@pytest.mark.parametrize(
+    ("cast", "way"), [(FLEX, "bitwise"), (FLEX, "triton"), (parse("flex16+5:reactive"), "bitwise")], ids=str
+)
 def test_on_a_device_a_second_write_that_is_skipped_teaches_nothing(
-    cast: Cast, is_skipped: bool, monkeypatch: pytest.MonkeyPatch
+    cast: Cast, way: str, is_skipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if way == "triton":
+        pytest.importorskip("triton")
     monkeypatch.setattr(learning, "has_integer_kernels", lambda device: False)
+    monkeypatch.setattr(dispatch, "is_on_host", lambda x: False)
     x, y, larger = torch.tensor([1.0, 3.0]), torch.tensor([5.0, -2.0]), torch.tensor([1000.0, 7.0])
 
     def learnt(second: bool, unless: Tensor | None) -> list[Tensor]:
@@ -301,9 +314,9 @@ def test_on_a_device_a_second_write_that_is_skipped_teaches_nothing(
         found = exponents._tables[cast]
         return [*found.state, *found.counts.values(), found.faults]
 
-    expected = learnt(not is_skipped, None)
-    for one, other in zip(learnt(True, torch.tensor(is_skipped)), expected, strict=True):
-        assert torch.equal(one, other)
+    with use(way):
+        pairs = zip(learnt(True, torch.tensor(is_skipped)), learnt(not is_skipped, None), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_a_write_that_does_not_count_is_as_outside_of_training() -> None:

@@ -118,6 +118,14 @@ def test_micro_batches_share_the_places_of_the_fourth_pass_and_every_step_those_
     assert linear == ["output of linear", *(f"output of linear, pass {one}" for one in range(2, LAST_PASS + 1))]
 
 
+def test_each_step_of_any_optimizer_is_one_step() -> None:
+    passes, optimizer = Passes(), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    assert [passes.begin("a"), passes.begin("a")] == [1, 2]
+    for step in range(1, 3):
+        optimizer.step()
+        assert (passes.step, passes.begin("a")) == (step, 1)
+
+
 def test_an_entry_that_stays_open_for_many_steps_meets_the_same_places_in_each() -> None:
     precision, model, optimizer, exponents = flex(nn.Linear(3, 1))
     seen = []

@@ -416,7 +416,6 @@ def test_torch_lists_as_rules_give_what_torch_gives() -> None:
 
 @pytest.mark.parametrize("precision", ["flex16+5", "fp8-delayed"])
 def test_a_region_made_for_each_step_anew_is_told_where_its_scales_come_from_earlier_steps(precision: str) -> None:
-    context._for_one_step.clear()
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
