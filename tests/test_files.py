@@ -52,6 +52,23 @@ def test_where_files_have_no_locks_and_no_modes_one_is_closed_before_it_is_renam
         assert (tmp_path / "file").read_bytes() == content and names(tmp_path) == ["file"]
 
 
+def test_what_is_not_its_own_is_not_replaced_and_one_function_says_so(tmp_path: Path) -> None:
+    mine, empty = tmp_path / "mine", tmp_path / "empty"
+    mine.write_text("mine")
+    empty.touch()
+    with pytest.raises(InvalidInput) as refused:
+        files.check_target(mine, lambda target: "a report" if target == mine else "")
+    assert str(refused.value) == f"{mine} is not a report and was not changed: give another name"
+    assert files.check_target(mine, lambda target: "") == mine
+    assert files.check_target(empty, lambda target: "a report") == empty  # of touch or mkstemp
+    for path in (mine, empty):
+        with pytest.raises(InvalidInput, match=r"already exists: give --overwrite \(overwrite=True\), or another file"):
+            files.check_target(path, overwrite=False)
+    assert files.check_target(tmp_path / "new", lambda target: "a report", overwrite=False) == tmp_path / "new"
+    with pytest.raises(InvalidInput, match=r"mine is not a checkpoint of this lowp \(.*mine is damaged or not a torch"):
+        checkpoint.check_replaceable(mine)
+
+
 def test_a_device_a_pipe_and_a_folder_are_never_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")

@@ -72,12 +72,15 @@ def save(path: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: S
 
 def check_replaceable(path: Path) -> None:
     """Raise InvalidInput, before any work, if `save` could not write or would replace a file that is no checkpoint."""
-    target = files.check_target(path)
-    if target.exists() and target.stat().st_size:
+
+    def lacks(target: Path) -> str:
         try:
             read(target)
         except InvalidCheckpoint as error:
-            raise InvalidInput(f"{error}; the file was not changed: give another name, or remove it first") from None
+            return f"a checkpoint of this lowp ({error})"
+        return ""
+
+    files.check_target(path, lacks)
 
 
 def _check_parts(parts: Mapping[str, Stateful]) -> None:

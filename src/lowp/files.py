@@ -9,7 +9,7 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -91,14 +91,24 @@ def _is_own(link: Path) -> bool:
     return True
 
 
-def check_target(path: Path) -> Path:
-    """Return `target_of` a path. Raises InvalidInput, before any work, if its folder is not writable."""
+def check_target(path: Path, lacks: Callable[[Path], str] = lambda target: "", overwrite: bool = True) -> Path:
+    """Return `target_of` a path. Raises InvalidInput, before any work, if its folder is not writable.
+
+    And for a file, not empty, that is another one's: `lacks` returns the words for what it is not, and '' for one that
+    may be replaced. None may be there without `overwrite`.
+    """
     target = target_of(path)
     try:
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
         raise InvalidInput(f"{path} cannot be written: {error.strerror}") from None
+    if not target.exists():
+        return target
+    if not overwrite:
+        raise InvalidInput(f"{path} already exists: give --overwrite (overwrite=True), or another file")
+    if target.stat().st_size and (what := lacks(target)):
+        raise InvalidInput(f"{path} is not {what} and was not changed: give another name")
     return target
 
 

@@ -96,8 +96,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     for name in ("keep", "report", "entry"):
         if getattr(arguments, name):
             raise InvalidInput(f"--{name} is for --to: omit it")
-    if arguments.target.exists() and not arguments.overwrite:
-        raise InvalidInput(f"{arguments.target} already exists: give --overwrite, or another file")
+    files.check_target(arguments.target, overwrite=arguments.overwrite)
     settings, model = read_model(arguments.source, arguments.recipe, arguments.size)
     settings = replace(settings, data=arguments.data or settings.data)
     rounding = arguments.rounding or "nearest"

@@ -181,6 +181,6 @@ def tell_of_run(own: list[ProcessRecord], settings: RunSettings) -> None:
 
 def check_report(path: Path) -> None:
     """Raise InvalidInput if a report cannot be written, or would replace a file that is not a report."""
-    target = files.check_target(path)
-    if target.exists() and target.stat().st_size and files.json_object(target).get("kind") != _KIND:
-        raise InvalidInput(f"{path} is not a report of lowp run and was not changed: give another name")
+    files.check_target(
+        path, lambda target: "" if files.json_object(target).get("kind") == _KIND else "a report of lowp run"
+    )

@@ -1,25 +1,39 @@
-"""The storage of parameters, and of all that their optimizer's step writes, as int16 under shared exponents."""
+"""Training without a wider copy: weights, updates and optimizer state are all stored under shared exponents.
+
+Source: Koester et al. 2017, arXiv 1711.02213, section 4: "all tensors" are flex16+5, including the weights and the
+optimizer's state, with the hyper-parameters of the fp32 run.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowp import distributed
 from lowp.casts import Cast
-from lowp.compat import widest_float
-from lowp.exponents import SharedExponents, largest
+from lowp.compat import skipped_by_compilers, widest_float
+from lowp.errors import InvalidInput, Misuse
+from lowp.exponents import SharedExponents, StepWriter, largest
 from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import int16_element
 from lowp.ops.observing import everywhere, step
-from lowp.optim.shards import local
+from lowp.optim.masters import Wrapper
+from lowp.optim.model_state import Attachment, StoredModel, attach, given_names, own
+from lowp.optim.moments import SQUARES
+from lowp.optim.shards import local, refuse_shards
+from lowp.optim.skipping import skips_on_device, step_unless
+from lowp.optim.state_dicts import entries_by_parameter, parameters_of
 from lowp.optim.storage import Storage
 from lowp.scaling.powers import times
+
+_VERSION = 1  # of a saved state
 
 _MOST_SITES = 1 << 15  # that are kept in memory: their names are asked for at every step
 
@@ -97,8 +111,14 @@ class UnderExponents(Storage):
             elif everywhere:
                 self._tell(gradient, site)
 
-    def write_steps(self, before: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> None:
-        """Write what a step has changed of each parameter, and then each as the sum of what it was and its update."""
+    def write_steps(self, before: Mapping[Tensor, Tensor], named: Iterable[tuple[Tensor, str]]) -> None:
+        """Write what a step has changed of weights, and then each as the sum of what it was, `before`, and its update.
+
+        Given all of a step's weights with their names.
+        """
+        if not before:
+            return
+        names = dict(named)
         coming = list[tuple[Tensor, Tensor, Site]]()
         for parameter, old in before.items():
             wide, moved = widest_float(parameter.device), update_of(names[parameter])
@@ -183,3 +203,196 @@ def _is_exact_below(x: Tensor, maximum: float, cast: Cast) -> bool:
         return False
     scaled = x.double() * 2.0 ** (16 - exponent)
     return bool(((scaled == scaled.round()) & (scaled >= -32768) & (scaled <= 32767)).all())
+
+
+class FlexWeights(Wrapper):
+    """Lets any torch optimizer train parameters that are int16 under shared exponents, without masters.
+
+    The parameters are written when the wrapper is made, and stay fp32 tensors whose values the format holds. A step of
+    the inner optimizer computes in fp32 on such values; then the update is written, the weight as the sum of the old
+    one and the update, and every floating-point tensor of the optimizer's state with more than one element; of means of
+    squares (Adam's second moment) it is the root that is in the format, see `UnderExponents.write_square_in_place`.
+    Gradients that are sums (accumulated, averaged over ranks, clipped) are written first. Complex parameters stay
+    complex64. `names` gives the parameters' names, in place of those that the optimizer was given; the parameters in
+    `stored` hold values of the format already.
+
+    `param_groups`, `state` and `state_dict` are the inner optimizer's; the exponents are kept by `exponents`.
+    """
+
+    storage: UnderExponents
+    skip: Tensor | None = None  # a flag of the device: where it is set the step changes nothing, see `skips_there`
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cast: Cast,
+        exponents: SharedExponents,
+        names: Mapping[Tensor, str] | None = None,
+        stored: Container[Tensor] = (),
+    ) -> None:
+        super().__init__(optimizer, UnderExponents(cast, "none", exponents, {}))
+        self.cast, self.exponents = cast, exponents
+        self._buffers: dict[str, tuple[Callable[[], nn.Module | None], str]] = {}
+        self._compared: payloads.Compared | None = None  # the gradients, for the step that follows
+        self._every, self._named = list[Tensor](), list[tuple[Tensor, str]]()  # all, and those that are stored
+        self._adopt(names, stored)
+
+    @torch.no_grad()
+    @skipped_by_compilers
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the inner optimizer and write update, weights and state. Raises Misuse for a closure."""
+        if closure is not None:
+            raise Misuse(
+                "a closure would read weights that are not rounded yet: train optimizers that need one (LBFGS) with "
+                "fp32 parameters, as in Precision('dfp16')"
+            )
+        trained = [one for one in self._stored_by_name() if one[0].grad is not None]
+        if sparse := next((name for one, name in trained if one.grad.is_sparse), None):  # type: ignore[union-attr]
+            raise InvalidInput(
+                f"the gradient of {sparse} is sparse, which {self.cast} does not support: create the embedding with "
+                "sparse=False, or train in dfp16, whose optimizer is fp32"
+            )
+        storage, skip, weights = self.storage, self.skip, [(local(one), name) for one, name in trained]
+        if skip is None:
+            self.write_gradients()
+            self._compared = None
+        parameters, here = [one for one, _ in trained], [one for one, _ in weights]
+        sites = [(update_of(name).text, weight_of(name).text) for _, name in trained]
+        if storage.groups:
+            storage.admit(here, [site for _, site in sites])
+        writer = StepWriter(self.exponents, self.cast, here, sites) if skip is None and not everywhere else None
+        held = set() if writer is None else set(map(id, writer.weights))  # a tensor takes long to be hashed
+        before = {weight: weight.detach().clone() for weight in here if id(weight) not in held}
+        result = self.inner.step() if skip is None else step_unless(skip, self.inner, parameters)
+        with nullcontext() if skip is None else self.exponents.uncounted(skip):
+            storage.write_steps(before, weights)
+            storage.write_steps(self._write_states(trained, writer), weights)
+            self._write_buffers()
+        return result
+
+    def _write_states(self, trained: Iterable[tuple[Tensor, str]], writer: StepWriter | None) -> dict[Tensor, Tensor]:
+        """Write what the inner optimizer keeps of the parameters, and what `writer` holds, all at once if possible.
+
+        Returns the values before the step of weights that `writer` has held in vain.
+        """
+        tensors, sites, squares = list[Tensor](), list[Site](), set[int]()
+        for parameter, name in trained:
+            for key, value in self.inner.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
+                    if key in SQUARES:
+                        squares.add(len(tensors))
+                    tensors.append(local(value))
+                    sites.append(site_of("optimizer state", key, name))
+        moved, rest = dict[Tensor, Tensor](), list(range(len(tensors)))
+        if writer is not None:
+            together = [] if self.storage.groups else tensors
+            moved, left = writer.end(together, [site.text for site in sites], squares)
+            rest = left if together else rest
+        for place in rest:  # sites are written in order
+            value, site = tensors[place], sites[place]
+            if place in squares:
+                self.storage.write_square_in_place(value, site, self.skip)
+            else:
+                self.storage.begin([value], [site])
+                self.storage.write_in_place(value, site)
+        return moved
+
+    def _write_buffers(self) -> None:
+        """Write the running statistics, which the forward pass has moved."""
+        for name, (module, key) in self._buffers.items():
+            if isinstance(buffer := getattr(module(), key, None), Tensor):
+                self.storage.write_in_place(buffer, buffer_of(name), unless_exact=True)
+
+    def skips_there(self) -> bool:
+        """Whether `skip` can be given to the next step: of optimizers that skip by themselves, and of torch's own.
+
+        Of the latter where their state is there, on the device: a count on the host is not taken back.
+        """
+        if any(parameter.is_complex() for parameter in parameters_of(self)):
+            return False
+        return skips_on_device(self.inner, [one for one, _ in self._stored_by_name() if one.grad is not None])
+
+    def write_gradients(self) -> None:
+        """Write the gradients as the step reads them: those that are not finite are then among the faults.
+
+        Within torch.no_grad().
+        """
+        given = list[tuple[Tensor, Site]]()
+        for parameter, name in self._stored_by_name():
+            if (gradient := parameter.grad) is not None and not gradient.is_sparse:
+                given.append((local(gradient), gradient_of(name)))
+        known, self._compared = self._compared, None
+        if not self.storage.groups and not everywhere:
+            gradients = [gradient for gradient, _ in given]  # hooks may have run since: their memory is compared again
+            is_same = known is not None and known.are_still(gradients)
+            self._compared = known if is_same else payloads.Compared.of(gradients, self.cast.format)
+            if self._compared is not None:
+                return
+        self.storage.write_gradients(given)
+
+    def forget_gradients(self) -> None:
+        """Release what `write_gradients` keeps for the step, which is not taken."""
+        self._compared = None
+
+    def attach(self, model: nn.Module) -> Attachment:
+        """Write what is loaded into the model, and its running statistics after each step."""
+        for path, module in model.named_modules():
+            for name in ("running_mean", "running_var"):
+                if isinstance(getattr(module, name, None), Tensor):
+                    self._buffers[f"{path}.{name}".lstrip(".")] = (weakref.ref(module), name)
+        names = [name for name, one in model.named_parameters(remove_duplicate=False) if self.holds(one)]
+        return attach(model, StoredModel(Storage(None, "none"), names, self))  # a copy takes values as they are
+
+    # -- parameters, checkpoints and copies ---------------------------------------------------------------------------
+    def _stored_by_name(self) -> list[tuple[Tensor, str]]:
+        """Return the parameters that are stored in the format, with their names; a new one is converted first."""
+        every = parameters_of(self.inner)
+        if [*map(id, every)] != [*map(id, self._every)]:
+            self._adopt()  # a group may have been added to the inner optimizer itself
+            self._every = every
+            self._named = [(one, self.storage.names[one]) for one in every if self.holds(one)]
+        return self._named
+
+    def _adopt(self, names: Mapping[Tensor, str] | None = None, stored: Container[Tensor] = ()) -> None:
+        parameters = [one for one in parameters_of(self) if not one.is_complex()]  # nor does a region round these
+        new = [one for one in parameters if not self.holds(one)]
+        refuse_shards(self.cast, [one for one in new if one not in stored])
+        self.storage = replace(self.storage, groups=distributed.mesh_groups(parameters))
+        known = {**given_names(self.inner), **(names or {})}
+        with torch.no_grad():
+            for parameter in new:
+                if parameter.dtype is not torch.float32 or parameter.is_sparse:
+                    raise InvalidInput(
+                        f"a {parameter.dtype} parameter cannot be stored in {self.cast}: give fp32 parameters"
+                    )
+                self.storage.names[parameter] = known.get(parameter, f"parameter {len(self.storage.names)}")
+                self._master_state[parameter] = {}
+                if parameter in stored:  # another rank may have sent it since: values in the format stay unchanged
+                    self.storage.set(parameter, {}, local(parameter))
+                else:
+                    self.storage.adopt(parameter, {})
+            own(self, self._master_state)
+
+    def _packed(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "flex_weights": {"version": _VERSION, "cast": str(self.cast)}}
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        entries_by_parameter(self, state_dict)
+        state = dict(state_dict)
+        saved = state.pop("flex_weights", {"version": _VERSION})
+        version = saved.get("version") if isinstance(saved, Mapping) else saved
+        if version != _VERSION:
+            raise InvalidInput(f"flex weights of version {version} cannot be read: this lowp reads version {_VERSION}")
+        self.inner.load_state_dict(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        buffers = {name: (found, key) for name, (module, key) in self._buffers.items() if (found := module())}
+        storage = replace(self.storage, groups=())  # as of no rows
+        return {**super().__getstate__(), "_compared": None, "_every": [], "storage": storage, "_buffers": buffers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        buffers = {name: (weakref.ref(module), key) for name, (module, key) in state["_buffers"].items()}
+        super().__setstate__({**state, "_buffers": buffers})
+
+    def __repr__(self) -> str:
+        return f"FlexWeights({self.cast}, {self.inner!r})"

@@ -1,4 +1,4 @@
-"""Optimizers around other ones: master weights, so that the model stores few bits and the optimizer sees fp32."""
+"""Optimizers around other ones: the model stores few bits, and the optimizer inside sees fp32."""
 
 from abc import abstractmethod
 from collections import defaultdict
@@ -20,18 +20,19 @@ from lowp.optim.state_dicts import COUNTERS, OF_MASTERS, Checkpointed, entries_b
 from lowp.optim.storage import MASTER_WEIGHT, Storage, check_seed, seed_of
 
 
-class Wrapper(Checkpointed):
-    """An optimizer whose parameter groups, defaults and state are those of `inner`. A subclass implements `step`.
+class Wrapper(MasterKeeper, Checkpointed):
+    """An optimizer whose parameter groups, defaults and state are those of `inner`, with parameters in a `storage`.
 
-    Raises TypeError for anything other than a torch optimizer.
+    A subclass implements `step`. Raises TypeError for anything other than a torch optimizer.
     """
 
     inner: torch.optim.Optimizer
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, storage: Storage) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"{type(self).__name__} wraps a torch optimizer, not {type(optimizer).__name__}")
-        self.inner = optimizer
+        self.inner, self.storage = optimizer, storage
+        self._master_state: dict[Tensor, dict[str, Tensor]] = {}  # what is kept of each parameter
         # groups, state and defaults ARE the inner optimizer's, so only the hooks of the base class are set up
         torch.optim.Optimizer.__setstate__(self, {"defaults": optimizer.defaults})
 
@@ -54,6 +55,13 @@ class Wrapper(Checkpointed):
         """Drop (or zero) the gradients of the model's parameters."""
         self.inner.zero_grad(set_to_none)
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a tensor is a parameter of this optimizer."""
+        return parameter in self._master_state
+
+    def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
+        return self._master_state[parameter]
+
     @abstractmethod
     def _adopt(self) -> None:
         """Convert the parameters that have not been converted."""
@@ -62,8 +70,12 @@ class Wrapper(Checkpointed):
         hooks = [name for name in self.__dict__ if name.startswith("_optimizer_")]  # not copied, as in torch
         return {name: value for name, value in self.__dict__.items() if name not in hooks}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        own(self, self._master_state)
 
-class MasterWeights(MasterKeeper, Wrapper):
+
+class MasterWeights(Wrapper):
     """Stores an optimizer's parameters in few bits and lets the optimizer update fp32 master weights.
 
     `storage` is the format: ``bf16``, ``fp16``, or any float format, which is carried in fp32. `kind` is the kind of
@@ -99,13 +111,11 @@ class MasterWeights(MasterKeeper, Wrapper):
                 "for its share"
             )
         check_seed(seed)
-        super().__init__(optimizer)
-        self.storage = Storage.parse(storage, kind)
+        super().__init__(optimizer, Storage.parse(storage, kind))
         self.seed = seed
         self.steps = 0
         self._steps_there: dict[torch.device, Tensor] = {}
         self.names = ParameterNames()
-        self._master_state: dict[Tensor, dict[str, Tensor]] = {}
         self._masters: dict[Tensor, nn.Parameter] = {}
         self._adopt()
 
@@ -165,13 +175,6 @@ class MasterWeights(MasterKeeper, Wrapper):
         self.storage.follow_(
             [(local(parameter), local_parts(state)) for parameter, state in self._master_state.items()]
         )
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether a tensor is a parameter of this optimizer."""
-        return parameter in self._master_state
-
-    def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
-        return self._master_state[parameter]
 
     def _adopt(self) -> None:
         new = [one for one in parameters_of(self) if one not in self._master_state]
@@ -286,10 +289,6 @@ class MasterWeights(MasterKeeper, Wrapper):
                 there.fill_(self.steps)
         masters = {parameter: entry.get(MASTER_WEIGHT) for parameter, entry in saved.items()}
         self.set_masters({parameter: value for parameter, value in masters.items() if value is not None})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        own(self, self._master_state)
 
     def __repr__(self) -> str:
         return f"MasterWeights(storage={self.storage.cast or 'fp32'}, kind={self.storage.kind}, {self.inner!r})"

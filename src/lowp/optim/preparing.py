@@ -17,7 +17,7 @@ from lowp.compat import unwrapped
 from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents, is_flexpoint
 from lowp.optim.blockwise import BlockwiseOptimizer
-from lowp.optim.flex import FlexWeights
+from lowp.optim.exponents import FlexWeights
 from lowp.optim.masters import MasterWeights
 from lowp.optim.model_state import StoredModel, attach, owner_of
 from lowp.optim.shards import is_fully_sharded, is_sharded, is_split_twice, is_zero, refuse_shards

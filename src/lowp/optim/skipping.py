@@ -1,6 +1,6 @@
 """What an optimizer says of steps that a device decides to skip, and nobody reads."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ def steps_by_itself(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def flagged(optimizer: Optimizer, **flags: Tensor | None) -> Iterator[None]:
-    """Give the step of an optimizer that `steps_by_itself` its `found_inf` and `grad_scale`."""
+    """Give the step of an optimizer its flags: one that `steps_by_itself` its `found_inf` and `grad_scale`."""
     for name, value in flags.items():
         setattr(optimizer, name, value)
     try:
@@ -54,6 +54,21 @@ def _lies_there(state: Mapping[str, Any] | None, device: torch.device) -> bool:
     return bool(kept) and all(isinstance(one, Tensor) and one.device == device for one in kept)
 
 
+def step_unless(skip: Tensor, inner: Optimizer, trained: Sequence[Tensor]) -> Any:
+    """Step an optimizer that `skips_on_device`; where the flag of the device is set, nothing changes."""
+    begin_momentum(inner)
+    if steps_by_itself(inner):
+        with flagged(inner, found_inf=skip.float()):
+            return inner.step()
+    tensors = [*trained, *(value for one in trained for value in inner.state.get(one, {}).values())]
+    shards = [local(value) for value in tensors if isinstance(value, Tensor)]
+    kept = [(value, value.clone()) for value in shards]
+    result = inner.step()
+    for value, old in kept:
+        value.copy_(torch.where(skip, old, value))
+    return result
+
+
 @contextmanager
 def skipping(optimizer: Optimizer, skip: Tensor) -> Iterator[None]:
     """Let a step change nothing where a flag of the device is set, without reading it.
@@ -61,9 +76,8 @@ def skipping(optimizer: Optimizer, skip: Tensor) -> Iterator[None]:
     An optimizer that cannot skip by itself takes gradients of zero there: nothing that is not finite gets in, and its
     momentum and weight decay go on. Not for a momentum that `begin_momentum` cannot make.
     """
-    own = getattr(optimizer, "skipping", None)
-    if own is not None:  # stored under shared exponents
-        with own(skip):
+    if hasattr(optimizer, "skips_there"):  # stored under shared exponents
+        with flagged(optimizer, skip=skip):
             yield
         return
     begin_momentum(optimizer)

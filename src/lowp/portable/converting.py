@@ -135,11 +135,10 @@ def _check_targets(source: Source, targets: list[Path], overwrite: bool) -> None
         raise InvalidInput(f"two shards of {source.path} would have one name: rename them first")
     own = {source.path, *(source.path.parent / source.file_of(name) for name in source.names())}
     for target in targets:
-        files.check_target(target)
-        if any(files.same_file(target, one) for one in own):
+        here = files.target_of(target)
+        if any(files.same_file(here, one) for one in own):
             raise InvalidInput(f"{target} is the input checkpoint: give another file")
-        if target.exists() and not overwrite:
-            raise InvalidInput(f"{target} already exists: give --overwrite (overwrite=True), or another file")
+        files.check_target(target, overwrite=overwrite)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

@@ -91,15 +91,16 @@ def check_writable(path: Path) -> None:
     A file of results may replace another one, and an image may replace one written by matplotlib. It is called before
     any other work.
     """
-    target = files.check_target(path)
-    if not target.exists() or not target.stat().st_size:
-        return
-    if mark := PICTURES.get(path.suffix.lower()):
+    mark = PICTURES.get(path.suffix.lower())
+
+    def lacks(target: Path) -> str:
+        if mark is None:
+            return "" if _MARK in files.json_object(target) else "a file of lowp's results"
         content = target.read_bytes()
-        if mark not in content[:512] or b"atplotlib" not in content:  # matplotlib's signature
-            raise InvalidInput(f"{path} is not a picture made by lowp and was not changed: give another name")
-    elif _MARK not in files.json_object(target):
-        raise InvalidInput(f"{path} is not a file of lowp's results and was not changed: give another name")
+        is_own = mark in content[:512] and b"atplotlib" in content  # matplotlib's signature
+        return "" if is_own else "a picture made by lowp"
+
+    files.check_target(path, lacks)
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from lowp.compat import private
 from lowp.exponents import SharedExponents, is_result
 from lowp.kernels.choose import hardware
 from lowp.kernels.steps.spectra import largest_of
-from lowp.optim.flex import FlexWeights
+from lowp.optim.exponents import FlexWeights
 from lowp.optim.shards import local
 from lowp.optim.skipping import starts_momentum
 from lowp.step import gradients as grads
