@@ -58,7 +58,7 @@ def instruction_set_is_again_what_the_environment_says() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def regions_of_other_tests_are_not_counted() -> None:
-    """Begin to count regions made for one step each: their warning would depend on the order of tests."""
+    """Forget regions made for one step each: a warning counts them, and would depend on the order of tests."""
     context = sys.modules.get("lowp.region.context")
     if context is not None:
         context._for_one_step.clear()

@@ -262,9 +262,6 @@ def test_checksums_are_written_though_torch_was_told_not_to(tmp_path: Path) -> N
     lowp.load(tmp_path / "a.pt", model=_model())
 
 
-_MOMENT = ("optimizer", "state", 0, "exp_avg")
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A checkpoint of a whole training."""
@@ -283,60 +280,15 @@ def parts() -> dict[str, Any]:
     ("place", "value", "text"),
     [
         (
-            _MOMENT,
+            ("optimizer", "state", 0, "exp_avg"),
             torch.zeros(2),
             "exp_avg of parameter 0 must be a floating-point tensor of shape .3, 4., not a tensor of",
         ),
-        (
-            _MOMENT,
-            torch.zeros(3, 4).long(),
-            "exp_avg of parameter 0 must be a floating-point tensor .*, not a tensor of int64",
-        ),
-        (_MOMENT, 3, "exp_avg of parameter 0 must be a floating-point tensor of shape .3, 4., not int"),
-        (
-            _MOMENT[:3],
-            {"step": 1.0, "master_weight": torch.zeros(3, 4)},
-            "the state of parameter 0 lacks exp_avg, exp_avg_sq",
-        ),
-        (_MOMENT[:3], 3, "the state of parameter 0 must be a dictionary, not int"),
-        (("optimizer", "state", 0, "step"), -1, "the step of parameter 0 must be a number of 0 or more, not -1"),
-        (("optimizer", "state", 9), {}, "it has a state of parameter 9, but there are 4 parameters"),
-        (("optimizer", "param_groups", 0, "lr"), "fast", "parameter group 0 has lr='fast': give a finite number"),
-        (
-            ("optimizer", "param_groups", 0, "betas"),
-            (0.9,),
-            "parameter group 0 has betas=.*: 2 finite numbers must be given",
-        ),
-        (
-            ("optimizer", "param_groups", 0, "betas"),
-            (0.9, 3),
-            r"parameter group 0 has betas=\(0.9, 3\): each must be at least 0 and below 1",
-        ),
-        (("optimizer", "param_groups", 0, "amsgrad"), True, "the state of parameter 0 lacks max_exp_avg_sq"),
         (
             ("optimizer", "param_groups", 0, "params"),
             [0, 1],
             "the saved optimizer has groups of 2 parameters, but this one has groups of 4: it belongs to another model",
         ),
-        (("optimizer", "param_groups", 0, "params"), [0, 1, 2, 2], "a parameter appears twice in an optimizer's state"),
-        (("optimizer", "param_groups"), 3, "'param_groups' of an optimizer's state must be a list of dictionaries"),
-        (
-            (*_MOMENT[:3], "master_weight"),
-            torch.zeros(3),
-            "master_weight of parameter 0 must be a floating-point tensor of",
-        ),
-        (
-            (*_MOMENT[:3], "master_weight"),
-            [1],
-            "master_weight of parameter 0 must be a floating-point tensor .*, not list",
-        ),
-        (
-            (*_MOMENT[:3], "master_seed"),
-            "x",
-            "master_seed of parameter 0 must be a whole number of 0 or more, not 'x'",
-        ),
-        ((*_MOMENT[:3], "master_seed"), -1, "master_seed of parameter 0 must be a whole number .* not -1"),
-        (_MOMENT[:3], {}, "the state of parameter 0 lacks master_weight, which others have"),
         (
             ("kinds", "optimizer"),
             "SGD",
@@ -345,12 +297,6 @@ def parts() -> dict[str, Any]:
         (("kinds",), 3, "its entry 'kinds' is a dictionary, not 3"),
         (("extra",), 3, "its entry 'extra' is a dictionary, not 3"),
         (("scheduler", "gamma"), None, "it has gamma=None: give a finite number"),
-        (("scheduler", "base_lrs"), [0.1, 0.1], "it has base_lrs=.*: 1 finite numbers must be given"),
-        (
-            ("model", "0.weight"),
-            torch.zeros(3, 4).long(),
-            "0.weight must be a tensor of float32, .*its numbers would change",
-        ),
         (("model", "0.weight"), "x", "0.weight must be a tensor of float32, shape .3, 4., not str"),
         (
             ("precision", "loss_scale"),
