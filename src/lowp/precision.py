@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,12 +12,11 @@ from torch import Tensor, nn
 from lowp import distributed, precision_state, presets, region
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import DelayedScales, SharedExponents, is_flexpoint
-from lowp.ops.casting import native_dtype
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
 from lowp.optim.releasing import refuse_released
 from lowp.optim.skipping import skipping
 from lowp.optim.storage import Storage, check_seed
-from lowp.policy import Accumulation, Policy, Rule
+from lowp.policy import Accumulation, Policy
 from lowp.presets import LossScale, Masters, Preset
 from lowp.rng_state import restore_rng_states, rng_states
 from lowp.step import (
@@ -31,6 +29,7 @@ from lowp.step import (
     as_flag,
     expect_step,
     first_scale,
+    not_rounded,
     step_comes,
 )
 
@@ -66,13 +65,7 @@ class Precision:
         strict: bool = False,
         seed: int = 0,
     ) -> None:
-        preset = presets.parse(precision)
-        if loss_scale is not None:
-            preset = replace(preset, loss_scale=LossScale.parse(loss_scale))
-        if masters is not None:
-            preset = replace(preset, masters=masters if isinstance(masters, Masters) else Masters(masters))
-        if accumulate is not None:
-            preset = replace(preset, policy=_accumulating(preset.policy, Accumulation.parse(accumulate)))
+        preset = presets.parse(precision, loss_scale, masters, accumulate)
         check_masters(preset)
         check_seed(seed)
         self.preset = preset
@@ -210,8 +203,11 @@ class Precision:
         scaler = self.scaler
         is_scaled = scaler.is_enabled()
         self._trained.check(optimizers, is_scaled or closure is not None)
-        if self._first is not None and self._first.begins(scaler, optimizers, self._forgotten()):
-            self._first = None
+        if self._first is not None:
+            report = self._region.report()
+            forgotten = not_rounded(self.preset, report.ops, report.unused, self._region.was_entered)
+            if self._first.begins(scaler, optimizers, forgotten):
+                self._first = None
         if closure is not None and is_scaled:
             raise Misuse(
                 "a closure computes its loss without the loss scale: compute loss and gradients first, or train this "
@@ -268,23 +264,6 @@ class Precision:
     def _agree_on_masters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self.steps == 0 and isinstance(self._storing, MasterStorage):
             agree_on_masters(optimizers)
-
-    def _forgotten(self) -> str:
-        """Return what the first step has not done, for a warning; nothing if it did what the precision says."""
-        name, report = self.preset.name, self._region.report()
-        if self.policy.rules and not self._region.was_entered and not report.ops:
-            return (
-                f"nothing ran in {name} in the first step, because precision.autocast() was not entered: "
-                "compute the loss within `with precision.autocast():`"
-            )
-        narrow = [one for one in self.policy.rules if one.input is not None and native_dtype(one.input) is None]
-        if not narrow or not report.ops or any(one not in report.unused for one in narrow):
-            return ""
-        return (
-            f"nothing was rounded to {name} in the first step: no call matched its rules for "
-            f"{', '.join(op for one in narrow for op in one.ops)}, and {', '.join(report.ops)} ran under its other "
-            f"rules. For other ops and modules edit the policy that `lowp policy show {name} --toml` prints"
-        )
 
     def _require_backward(self, what: str) -> None:
         if self.scaler.is_enabled() and not self.scaler.has_scaled:
@@ -415,13 +394,3 @@ class Precision:
         if scale.kind == "none":
             return GradScaler(device, enabled=False)
         return GradScaler(device, loss_scale=scale)
-
-
-def _accumulating(policy: Policy, accumulate: Accumulation) -> Policy:
-    """Return the policy with `accumulate` in every rule that casts operands of a product."""
-    if not any(rule.weight is not None or rule.input is not None for rule in policy.rules):
-        return policy.before(Rule.of("contraction", accumulate=accumulate))
-    return replace(
-        policy,
-        rules=tuple(replace(rule, accumulate=accumulate) if rule.weight is not None else rule for rule in policy.rules),
-    )

@@ -9,7 +9,7 @@ from lowp.errors import UnknownName, unknown
 from lowp.formats import FloatFormat, ScaledFormat
 from lowp.formats.checks import Dtype
 from lowp.loss_scale import DYNAMIC, LossScale
-from lowp.policy import Policy, Rule
+from lowp.policy import Accumulation, Policy, Rule
 
 __all__ = ["PRESETS", "LossScale", "Masters", "Preset", "clipped_gradients", "parse"]
 
@@ -134,152 +134,151 @@ def _predicted(scaling: str) -> Policy:
     return Policy((rule,), written)
 
 
+def _row(
+    name: str, policy: Policy, summary: str, source: str, loss_scale: str = "none", masters: str = "none"
+) -> Preset:
+    return Preset(name, replace(policy, name=name), LossScale.parse(loss_scale), Masters(masters), summary, source)
+
+
 _MIXED = "Micikevicius et al. 2018, arXiv 1710.03740"
 _TPU = "Google Cloud TPU documentation, 'The bfloat16 numerical format'"
 _ROWS = [
-    Preset("fp32", Policy(), LossScale(), Masters(), "plain torch, bit for bit", "IEEE 754 binary32"),
-    Preset(
+    _row("fp32", Policy(), "plain torch, bit for bit", "IEEE 754 binary32"),
+    _row(
         "fp16",
         _sixteen_bit("fp16"),
-        DYNAMIC,
-        Masters(),
         "fp16 contractions, norms and softmax; fp32 parameters; dynamic loss scale",
         f"{_MIXED}; the op lists of torch 2.13",
+        loss_scale="dynamic",
     ),
-    Preset(
+    _row(
         "bf16",
         _sixteen_bit("bf16"),
-        LossScale(),
-        Masters(),
         "bf16 contractions, norms and softmax; fp32 parameters; no loss scale",
         "Kalamkar et al. 2019, arXiv 1905.12322; the op lists of torch 2.13",
     ),
-    Preset(
+    _row(
         "fp16-storage",
         _sixteen_bit("fp16", "fp16"),
-        DYNAMIC,
-        Masters("fp32"),
         "all weights, activations and gradients stored in fp16, fp32 master weights",
         f"{_MIXED} (Apex O2)",
+        loss_scale="dynamic",
+        masters="fp32",
     ),
-    Preset(
+    _row(
         "bf16-storage",
         _sixteen_bit("bf16", "bf16"),
-        LossScale(),
-        Masters("fp32"),
         "all weights, activations and gradients stored in bf16, fp32 master weights",
         _TPU,
+        masters="fp32",
     ),
-    Preset(
+    _row(
         "bf16-tpu",
         _operands("bf16-tpu"),
-        LossScale(),
-        Masters(),
         "parameters and activations fp32, contraction operands bf16 with subnormals flushed, sums in fp32",
         _TPU,
     ),
-    Preset(
+    _row(
         "bf16-trunc",
         _sixteen_bit("bf16-trunc"),
-        LossScale(),
-        Masters(),
         "as bf16, but every conversion cuts the fp32 number after its first 16 bits",
         "bfloat16 of the TensorFlow white paper, Abadi et al. 2016, arXiv 1603.04467, section 5.5",
     ),
-    Preset(
+    _row(
         "fp16-naive",
         _sixteen_bit("fp16", "fp16"),
-        LossScale(),
-        Masters(),
         "everything fp16, no master weights, no loss scale: shows what is lost",
         f"{_MIXED}, section 3.1",
     ),
-    Preset(
+    _row(
         "dfp16",
         _dfp16(),
-        LossScale(),
-        Masters(),
         "contraction operands int16 under one exponent a tensor, sums in int32 chains; the rest and the masters fp32",
         "Das et al. 2018, arXiv 1802.00930",
     ),
-    Preset(
+    _row(
         "int8",
         _int8(),
-        LossScale(),
-        Masters(),
         "contraction operands int8 under a scale a row, gradients rounded stochastically; linear layers sum in int32",
         "scales a row as in SwitchBack, Wortsman et al. 2023, arXiv 2304.13013; int8 gradients as in Jetfire, Xi "
         "et al. 2024, arXiv 2403.12422",
     ),
-    Preset(
+    _row(
         "flex16+5",
         _predicted("autoflex"),
-        LossScale(),
-        Masters(),
         "every tensor int16 under a predicted exponent, weights, updates and optimizer state too; exact sums",
         "Koester et al. 2017, arXiv 1711.02213 (Flexpoint, Autoflex)",
     ),
-    Preset(
+    _row(
         "fp8",
         _operands("e4m3fn@fp32/tensor", "e5m2@fp32/tensor"),
-        LossScale(),
-        Masters(),
         "contraction operands e4m3 forward and e5m2 backward, each tensor scaled by its own maximum",
         "Micikevicius et al. 2022, arXiv 2209.05433",
     ),
-    Preset(
+    _row(
         "fp8-delayed",
         _operands("e4m3fn@fp32/tensor:delayed(window=1024)", "e5m2@fp32/tensor:delayed(window=1024)"),
-        LossScale(),
-        Masters(),
         "as fp8, under scales from the maxima of earlier steps, so that a cast reads its tensor once",
         "DelayedScaling of NVIDIA's Transformer Engine with its defaults",
     ),
-    Preset(
+    _row(
         "mxfp8-rceil",
         _mxfp8(),
-        LossScale(),
-        Masters(),
         "linear layers in e4m3, blocks of 32 along the sum of each product, scales rounded up; the rest as bf16",
         "Mishra et al. 2025 (NVIDIA), arXiv 2506.08027",
     ),
-    Preset(
+    _row(
         "nvfp4",
         _four_bits("nvfp4", "e2m1@e4m3fn@fp32/16x16"),
-        LossScale(),
-        Masters(),
         "linear layers in nvfp4, weights in tiles, gradients stochastic, rotated for the weight's; the rest as bf16",
         "NVIDIA 2025, arXiv 2509.25149",
     ),
-    Preset(
+    _row(
         "mxfp4",
         _four_bits("mxfp4", "mxfp4", "weight=mxfp4 hadamard=16"),
-        LossScale(),
-        Masters(),
         "linear layers in mxfp4, gradients stochastic, operands of both gradients rotated; the rest as bf16",
         "stochastic and rotated gradients as in Tseng et al. 2025, arXiv 2502.20586",
     ),
-    Preset(
+    _row(
         "quartet2",
         _quartet2(),
-        LossScale(),
-        Masters(),
         "linear layers in nvfp4, forward under scales by 4/6, both gradients rotated and unbiased; the rest as bf16",
         "Quartet II, Panferov et al. 2026, arXiv 2601.22813",
     ),
 ]
-
-PRESETS: dict[str, Preset] = {
-    preset.name: replace(preset, policy=replace(preset.policy, name=preset.name)) for preset in _ROWS
-}
+PRESETS: dict[str, Preset] = {preset.name: preset for preset in _ROWS}
 
 
-def parse(precision: str | Preset | Policy | Path | Dtype) -> Preset:
+def parse(
+    precision: str | Preset | Policy | Path | Dtype,
+    loss_scale: str | float | LossScale | None = None,
+    masters: str | Masters | None = None,
+    accumulate: str | Accumulation | None = None,
+) -> Preset:
     """A preset by name, a bare format for contraction operands and gradients (the rest fp32), or a policy file (.toml).
 
-    ``nvfp4:nearest-even`` is the bare format, too: the preset of its name rounds gradients stochastically.
-    Raises InvalidInput with the near names for anything else.
+    ``nvfp4:nearest-even`` is the bare format, too: the preset of its name rounds gradients stochastically. The others
+    replace what the preset has. Raises InvalidInput with the near names for anything else.
     """
+    preset = _parse(precision)
+    if loss_scale is not None:
+        preset = replace(preset, loss_scale=LossScale.parse(loss_scale))
+    if masters is not None:
+        preset = replace(preset, masters=masters if isinstance(masters, Masters) else Masters(masters))
+    if accumulate is not None:
+        preset = replace(preset, policy=_accumulating(preset.policy, Accumulation.parse(accumulate)))
+    return preset
+
+
+def _accumulating(policy: Policy, accumulate: Accumulation) -> Policy:
+    """Return the policy with `accumulate` in every rule that casts operands of a product."""
+    if not any(rule.weight is not None or rule.input is not None for rule in policy.rules):
+        return policy.before(Rule.of("contraction", accumulate=accumulate))
+    rules = (replace(rule, accumulate=accumulate) if rule.weight is not None else rule for rule in policy.rules)
+    return replace(policy, rules=tuple(rules))
+
+
+def _parse(precision: str | Preset | Policy | Path | Dtype) -> Preset:
     if isinstance(precision, Preset):
         return precision
     if isinstance(precision, Policy):

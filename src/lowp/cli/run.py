@@ -160,9 +160,7 @@ def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str
 
     if precision.endswith(".toml"):
         precision = os.path.abspath(precision)
-    preset = presets.parse(precision)
-    if arguments.loss_scale is not None:
-        presets.LossScale.parse(arguments.loss_scale)
+    preset = presets.parse(precision, arguments.loss_scale)
     if preset.masters.kind != "none" or preset.name == "fp16-naive":
         plain = preset.name.removesuffix("-storage").removesuffix("-naive")
         raise InvalidInput(

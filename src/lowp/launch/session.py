@@ -48,11 +48,7 @@ class Session:
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
-        self.preset = presets.parse(settings.precision)
-        if settings.loss_scale:
-            from dataclasses import replace
-
-            self.preset = replace(self.preset, loss_scale=presets.LossScale.parse(settings.loss_scale))
+        self.preset = presets.parse(settings.precision, settings.loss_scale or None)
         self.local = _Local()
         # all leaves and optimizers share one scale, so only one thread at a time runs a scaled pass or step
         self.turn = threading.RLock()

@@ -170,8 +170,7 @@ class Study:
 
     def _row(self, variant: Variant) -> dict[str, Any]:
         runs = [self.runs[variant.label, seed] for seed in self.seeds if (variant.label, seed) in self.runs]
-        preset = presets.parse(variant.settings.precision)
-        scale = variant.settings.loss_scale
+        preset = presets.parse(variant.settings.precision, variant.settings.loss_scale)
         row: dict[str, Any] = {
             "label": variant.label,
             "precision": variant.settings.precision,
@@ -179,7 +178,7 @@ class Study:
             "source": preset.source,
             "policy": preset.policy.to_toml(),
             "masters": str(preset.masters),
-            "loss_scaling": str(preset.loss_scale if scale is None else presets.LossScale.parse(scale)),
+            "loss_scaling": str(preset.loss_scale),
             "runs": runs,
             **self.costs.get(variant.label, {}),
         }

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowp import checkpoint, presets
+from lowp import checkpoint
 from lowp.errors import InvalidInput, LowpError, Unavailable
 from lowp.precision import Precision
 from lowp.recipes import RECIPES, get
@@ -75,9 +75,6 @@ class Settings:
             raise InvalidInput(f"learning rate {self.learning_rate}: give a finite number above zero")
         if not 0 <= self.seed < 2**31:
             raise InvalidInput(f"seed {self.seed}: give 0 to {2**31 - 1}")
-        presets.parse(self.precision)
-        if self.loss_scale is not None:
-            presets.LossScale.parse(self.loss_scale)
         self.make_precision()
         _check_device(self.device)
 

@@ -7,7 +7,7 @@ training loop.
 """
 
 from lowp.step.guard import StepGuard, as_flag
-from lowp.step.mistakes import FirstStep, Trained, expect_step, step_comes
+from lowp.step.mistakes import FirstStep, Trained, expect_step, not_rounded, step_comes
 from lowp.step.provenance import NonFinite, NonFiniteGradients
 from lowp.step.scaler import GradScaler
 from lowp.step.searching import first_scale
@@ -24,5 +24,6 @@ __all__ = [
     "as_flag",
     "expect_step",
     "first_scale",
+    "not_rounded",
     "step_comes",
 ]

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowp.errors import InvalidInput, Misuse
+from lowp.ops.casting import native_dtype
 from lowp.optim.model_state import owner_of
 from lowp.optim.preparing import MasterStorage, Preparation
 from lowp.optim.shards import is_sharded, is_zero
 from lowp.optim.state_dicts import parameters_of
+from lowp.policy import Rule
 from lowp.presets import Preset
 from lowp.step.scaler import GradScaler
 
@@ -58,6 +60,27 @@ def _refuse_scaled(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
                 f"{scaler.get_scale():g}: call precision.step(optimizer), which divides them by it and skips the step "
                 "if one is not finite, or precision.unscale_(optimizer) first"
             )
+
+
+def not_rounded(preset: Preset, ops: Sequence[str], unused: Sequence[Rule], was_entered: bool) -> str:
+    """Return what the region of a first step has not done, for a warning; nothing if it did what the precision says.
+
+    `ops`: those that ran under rules; `unused`: the rules that matched nothing.
+    """
+    name, rules = preset.name, preset.policy.rules
+    if rules and not was_entered and not ops:
+        return (
+            f"nothing ran in {name} in the first step, because precision.autocast() was not entered: "
+            "compute the loss within `with precision.autocast():`"
+        )
+    narrow = [one for one in rules if one.input is not None and native_dtype(one.input) is None]
+    if not narrow or not ops or any(one not in unused for one in narrow):
+        return ""
+    return (
+        f"nothing was rounded to {name} in the first step: no call matched its rules for "
+        f"{', '.join(op for one in narrow for op in one.ops)}, and {', '.join(ops)} ran under its other "
+        f"rules. For other ops and modules edit the policy that `lowp policy show {name} --toml` prints"
+    )
 
 
 class FirstStep:
