@@ -312,7 +312,7 @@ def test_on_a_device_a_second_write_that_is_skipped_teaches_nothing(
             exponents.write(8 * y, cast, "output of y")
             exponents.flush()
         found = exponents._tables[cast]
-        return [*found.state, *found.counts.values(), found.faults]
+        return [*found.state, *found.counts.values(), *map(torch.as_tensor, found.faults().values())]
 
     with use(way):
         pairs = zip(learnt(True, torch.tensor(is_skipped)), learnt(not is_skipped, None), strict=True)

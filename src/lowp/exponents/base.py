@@ -38,15 +38,15 @@ class SiteTable(ABC):
 
     @property
     @abstractmethod
-    def parts(self) -> dict[str, _Part]:
+    def _parts(self) -> dict[str, _Part]:
         """What a checkpoint holds: tensors with a number or a row of each entry."""
 
     @abstractmethod
-    def hold(self, names: dict[str, int], parts: Mapping[str, Any]) -> None:
+    def _hold(self, names: dict[str, int], parts: Mapping[str, Any]) -> None:
         """Take over entries with their `parts`."""
 
     @abstractmethod
-    def grow(self, site: str) -> None:
+    def _grow(self, site: str) -> None:
         """Make a new entry, which has got a name and the last place."""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class SiteTable(ABC):
         found = self.names.get(site)
         if found is None:
             found = self.names[site] = len(self.names)
-            self.grow(site)
+            self._grow(site)
         return found
 
     def order_of(self, sites: list[str]) -> Tensor:
@@ -73,7 +73,7 @@ class SiteTable(ABC):
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the table, as plain values and tensors."""
-        parts = {name: _each(part, Tensor.clone) for name, part in self.parts.items()}
+        parts = {name: _each(part, Tensor.clone) for name, part in self._parts.items()}
         return {"cast": str(self.cast), "sites": list(self.names), **parts}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -83,12 +83,12 @@ class SiteTable(ABC):
             not isinstance(names, list)
             or not all(isinstance(name, str) for name in names)
             or len(set(names)) != len(names)
-            or not all(_are_alike(saved.get(name), own, len(names)) for name, own in self.parts.items())
+            or not all(_are_alike(saved.get(name), own, len(names)) for name, own in self._parts.items())
         ):
             raise InvalidInput(f"the shared exponents of {self.cast} in this checkpoint are incomplete")
         copied = partial(Tensor.to, device=self.device, copy=True, memory_format=torch.contiguous_format)
-        parts = {name: _each(saved[name], copied) for name in self.parts}
-        self.hold({name: index for index, name in enumerate(names)}, parts)
+        parts = {name: _each(saved[name], copied) for name in self._parts}
+        self._hold({name: index for index, name in enumerate(names)}, parts)
 
 
 class Sites(ABC, Generic[AnyTable]):

@@ -43,14 +43,14 @@ class DelayedTable(SiteTable):
         super().__init__(cast, device)
         self.is_host = hardware.is_on_host(device)
         self.scaling = DelayedMaximum(cast.scaling.window, cast.scaling.headroom)
-        self.hold({}, {"state": self.scaling.init(device, 0)._asdict()})
+        self._hold({}, {"state": self.scaling.init(device, 0)._asdict()})
 
     @property
-    def parts(self) -> dict[str, Tensor | dict[str, Tensor]]:
+    def _parts(self) -> dict[str, Tensor | dict[str, Tensor]]:
         """What a checkpoint holds of the entries."""
         return {"state": self.state._asdict()}
 
-    def hold(self, names: dict[str, int], parts: Mapping[str, Any]) -> None:
+    def _hold(self, names: dict[str, int], parts: Mapping[str, Any]) -> None:
         """Take over entries."""
         self.names, self.state = names, DelayedState(**parts["state"])
         self.rows = torch.zeros(len(names), 3, dtype=widest_float(self.device), device=self.device)
@@ -62,7 +62,7 @@ class DelayedTable(SiteTable):
         self.rows[:, 0] = self._scales(self.state.largest)
         self.knows: list[bool] = (self.state.largest > 0).tolist() if self.is_host else []
 
-    def grow(self, site: str) -> None:
+    def _grow(self, site: str) -> None:
         """Make the entry of a new site."""
         self.state = extended(self.scaling, self.state)
         self.rows = torch.cat((self.rows, self.rows.new_zeros(1, 3)))

@@ -52,6 +52,10 @@ class Run:
         self.has_told_beyond = False  # about numbers too large for the format
         self.has_told_most = False  # about tensors of which most was cut off
 
+    def counts(self, is_host: bool) -> Condition:
+        """Whether writes of a table count, as far as a flag of its device says."""
+        return ~self.uncounted if isinstance(self.uncounted, Tensor) and not is_host else True
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "watchers": [], "uncounted": None}
 
@@ -74,38 +78,38 @@ class LearningTable(SiteTable):
         super().__init__(cast, device)
         self.scaling, self.run = scaling_of(cast), run or Run()
         self.is_host = has_integer_kernels(device)
-        self.adapts = not isinstance(self.scaling, Autoflex) or self.scaling.adapt  # whether exponents change at all
+        self._adapts = not isinstance(self.scaling, Autoflex) or self.scaling.adapt  # whether exponents change at all
         self.written: dict[int, Condition] = {}
         counts = {name: torch.zeros(0, dtype=widest_float(device), device=device) for name in COUNTS}
         state = self.scaling.init(device, 0)
-        self.hold({}, {"state": state._asdict(), "counts": counts, "before": state.exponent.clone()})
+        self._hold({}, {"state": state._asdict(), "counts": counts, "before": state.exponent.clone()})
 
     @property
-    def parts(self) -> dict[str, Tensor | dict[str, Tensor]]:
+    def _parts(self) -> dict[str, Tensor | dict[str, Tensor]]:
         """What a checkpoint holds of the entries."""
         return {"state": self.state._asdict(), "counts": self.counts, "before": self.before}
 
-    def hold(self, names: dict[str, int], parts: Mapping[str, Any]) -> None:
+    def _hold(self, names: dict[str, int], parts: Mapping[str, Any]) -> None:
         """Take over entries with their `parts`."""
         self.names, self.counts = names, parts["counts"]
         self.state = (ReactiveState if isinstance(self.scaling, Reactive) else AutoflexState)(**parts["state"])
         self.before: Tensor = parts["before"]  # the exponent of the previous write
         self.seen = self.before.new_zeros(len(names), entries.WORDS, dtype=torch.int64)  # since the last flush
-        self.faulty: Tensor = self.before.new_zeros(len(names), dtype=torch.bool)  # in this step
-        self._is_result = self.faulty.clone()
+        self._faulty: Tensor = self.before.new_zeros(len(names), dtype=torch.bool)  # in this step
+        self._is_result = self._faulty.clone()
         if names:
             self._is_result = torch.tensor([is_result(site) for site in names], device=self.device)
         self._places = torch.arange(len(names), dtype=torch.int32, device=self.device)
         self.__dict__.pop("block", None)
 
-    def grow(self, site: str) -> None:
+    def _grow(self, site: str) -> None:
         """Make the entry of a new site."""
         self.state = extended(self.scaling, self.state)
         self.counts = {name: torch.cat((value, value.new_zeros(1))) for name, value in self.counts.items()}
         self.before = torch.cat((self.before, self.state.exponent[-1:]))
         self.seen = torch.cat((self.seen, self.seen.new_zeros(1, entries.WORDS)))
-        self.faulty = torch.cat((self.faulty, self.faulty.new_zeros(1)))
-        self._is_result = torch.cat((self._is_result, self.faulty.new_full((1,), is_result(site))))
+        self._faulty = torch.cat((self._faulty, self._faulty.new_zeros(1)))
+        self._is_result = torch.cat((self._is_result, self._faulty.new_full((1,), is_result(site))))
         self._places = torch.arange(len(self.names), dtype=torch.int32, device=self.device)
         self.__dict__.pop("block", None)
 
@@ -120,7 +124,7 @@ class LearningTable(SiteTable):
         own = dict.fromkeys(("history", "seen", "writes", "saturated", "moved", "nonfinite", *COUNTS))
         if isinstance(self.scaling, Autoflex):
             own |= {name: state[name] for name in own if name in state} | self.counts
-        columns = [state["exponent"], state["started"], self.before, self.seen, self._is_result, self.faulty]
+        columns = [state["exponent"], state["started"], self.before, self.seen, self._is_result, self._faulty]
         return entries.block_of(self.scaling.guess, isinstance(self.scaling, Reactive), [*columns, *own.values()])
 
     # -- the end of a step --------------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ class LearningTable(SiteTable):
     def flush(self, agreed: Tensor | None = None) -> None:
         """End a step: observe all writes since the last flush, and tell of them if something was written."""
         self._flush(agreed)
-        self.faulty.zero_()
+        self._faulty.zero_()
 
     def _flush(self, agreed: Tensor | None = None) -> None:
         if not self.names or (not self.written and agreed is None):
@@ -144,7 +148,7 @@ class LearningTable(SiteTable):
         watchers = self.run.watchers
         if agreed is not None or watchers or not self._observe_at_once():
             seen = self._observed() if agreed is None else self._adopted(agreed)
-            self.faulty |= entries.nonfinite_of(self.seen)
+            self._faulty |= entries.nonfinite_of(self.seen)
             told = self._told(seen) if watchers else None
             self._observe(seen)
             self.seen.zero_()
@@ -192,15 +196,15 @@ class LearningTable(SiteTable):
         if list(self.written) != list(range(len(self.names))):
             places = torch.stack([self._places[index] for index in self.written])
         if any(when is not True for when in self.written.values()):
-            always = self.faulty.new_ones(())
+            always = self._faulty.new_ones(())
             written = torch.stack([always if when is True else when for when in self.written.values()])
         state = (*self.state, self.before, *(self.counts[name] for name in COUNTS))
-        kernels.observe(scaling, state, kernels.Writes(places, written, self.seen, self._is_result, self.faulty))
+        kernels.observe(scaling, state, kernels.Writes(places, written, self.seen, self._is_result, self._faulty))
         return True
 
     def _mask(self) -> Tensor:
         """Return which entries were written, bool[n]; made on the device, as a copy is no part of a captured graph."""
-        yes, no = self.faulty.new_ones(()), self.faulty.new_zeros(())
+        yes, no = self._faulty.new_ones(()), self._faulty.new_zeros(())
         conditions = (self.written.get(index) for index in range(len(self.names)))
         return torch.stack([no if one is None else yes if one is True else one for one in conditions])
 
@@ -232,12 +236,19 @@ class LearningTable(SiteTable):
         self.counts["raises_in_time"] += needed & ~saturated
 
     # -- what a step has met ------------------------------------------------------------------------------------------
-    @property
-    def faults(self) -> Tensor:
-        """Whether something that is not finite was written in this step, by entry; bool[n], on the device."""
-        return self.faulty | entries.nonfinite_of(self.seen)
+    def faults(self) -> dict[str, bool | Tensor]:
+        """Whether what was written in this step was not finite, by site: of a CPU those where it was, in order.
 
-    def met(self) -> tuple[bool, bool]:
+        Of a device all sites, each with a flag, 0-d, of which nothing is read.
+        """
+        if self.is_host and not self._met()[0]:
+            return {}
+        found = self._faulty | entries.nonfinite_of(self.seen)
+        if not self.is_host:
+            return dict(zip(self.names, found.unbind(), strict=True))
+        return {site: True for site, is_bad in zip(self.names, found.tolist(), strict=True) if is_bad}
+
+    def _met(self) -> tuple[bool, bool]:
         """Whether this step has written what is not finite, and what did not fit: of a CPU; else it may have."""
         if self.is_host and uses_library():
             return entries.met(self.block, len(self.names))
@@ -248,7 +259,7 @@ class LearningTable(SiteTable):
 
         And the results whose writes lost most of their numbers. None on other devices, which are not waited for.
         """
-        if not (self.adapts and self.met()[1]):
+        if not (self._adapts and self._met()[1]):
             return [], []
         overflowed, elements = entries.counts_of(self.seen)
         format = self.cast.format

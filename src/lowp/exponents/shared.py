@@ -25,7 +25,6 @@ from lowp.exponents.sites import CLASSES, class_of, features_axis, is_of_optimiz
 from lowp.exponents.table import ExponentTable, Written
 from lowp.hooks import listed
 from lowp.kernels.int16 import low_words, payloads
-from lowp.kernels.int16.mantissas import own_exponent
 from lowp.kernels.tracing import is_sharded
 
 
@@ -85,7 +84,7 @@ class SharedExponents(Sites[ExponentTable]):
         table = self._table(cast, x.device)
         when: Condition = True
         otherwise, is_apart = None, training is not True or self.run.uncounted is True
-        finds_exact = unless_exact and not is_apart and table.may_find_exact(x, site)
+        finds_exact = unless_exact and not is_apart and table.finds_exact(x, site)
         if unless_exact and not finds_exact:
             is_exact, otherwise = payloads.exact_under(x, cast)
             if is_exact is True:
@@ -94,7 +93,7 @@ class SharedExponents(Sites[ExponentTable]):
         if is_apart:
             return self._written_apart(table, x, site, training, when)
         if self.run.uncounted is not None:
-            when = both(when, table.counting)
+            when = both(when, self.run.counts(table.is_host))
         index, is_long = table.place(site, when), max(x.shape, default=0) >= low_words.FEATURES
         in_place = in_place and not is_long
         written = table.write(x, index, in_place, when, otherwise, finds_exact)
@@ -106,7 +105,7 @@ class SharedExponents(Sites[ExponentTable]):
         self, table: ExponentTable, x: Tensor, site: str, training: bool | Tensor, when: Condition
     ) -> Written:
         """Return what is written of x outside of training where `when` is true, and x elsewhere; nothing is noted."""
-        result = table.write_at(x, training if isinstance(training, Tensor) else self._apart(table, x, site))
+        result = table.write_apart(x, site, training if isinstance(training, Tensor) else None)
         return Written(result if when is True else torch.where(when, result, x.float()))
 
     def _in_two_words(
@@ -133,15 +132,6 @@ class SharedExponents(Sites[ExponentTable]):
             self.run.uncounted = before
 
     @staticmethod
-    def _apart(table: ExponentTable, x: Tensor, site: str) -> Tensor:
-        """Return the exponent for a write of x outside of training."""
-        spec = table.cast.scaling
-        assert spec is not None
-        if spec.kind != "autoflex" and site in table.names:
-            return table.exponent(table.names[site])
-        return own_exponent(x, table.own, only_finite=True)
-
-    @staticmethod
     def _with_low_word(table: ExponentTable, x: Tensor, high: Tensor, site: str, exponent: Tensor) -> Tensor:
         """Return the written value of x, with a second word if one word would lose features of a gradient."""
         axis = features_axis(site, x)
@@ -164,17 +154,8 @@ class SharedExponents(Sites[ExponentTable]):
 
     # -- what was seen --------------------------------------------------------------------------------------------
     def faults(self) -> dict[str, bool | Tensor]:
-        """Whether what was written in this step was not finite, by site: of a CPU those where it was, in order.
-
-        Of a device all sites, each with a flag, 0-d, of which nothing is read.
-        """
-        found = dict[str, bool | Tensor]()
-        for table in self._tables.values():
-            if not table.is_host:
-                found |= zip(table.names, table.faults.unbind(), strict=True)
-            elif table.met()[0]:
-                found |= {site: True for site, is_bad in zip(table.names, table.faults.tolist(), strict=True) if is_bad}
-        return found
+        """Whether what was written in this step was not finite, by site, as `ExponentTable.faults`."""
+        return {site: is_bad for table in self._tables.values() for site, is_bad in table.faults().items()}
 
     def flush(self) -> tuple[list[str], list[str]]:
         """End a step: observe what was met in it, on all ranks, and predict what is to come. Each rank must call it.

@@ -66,7 +66,9 @@ def _chosen(
     table: ExponentTable, tensors: Sequence[Tensor], sites: Sequence[str], squares: Container[int]
 ) -> tuple[list[tuple[Tensor, int, int]], list[int]]:
     """Return tensors with their entries, and how each is written, and the places of the rest."""
-    if not table.is_near or len(set(sites)) < len(sites):
+    guess = table.scaling.guess
+    is_near = -100 <= guess.min_exponent and guess.max_exponent <= 100  # units are normal numbers of fp32
+    if not is_near or len(set(sites)) < len(sites):
         return [], list(range(len(tensors)))
     if not table.written.keys().isdisjoint(map(table.names.get, sites)):  # not for the first time in a step
         return [], list(range(len(tensors)))

@@ -34,17 +34,16 @@ class Written(NamedTuple):
 class ExponentTable(LearningTable):
     """The entries of one cast, and the writes at them.
 
-    `own` is the cast under the exponent of a tensor's own maximum. `is_quick`: the C++ library may write entries by
-    itself, each in its first write of a step, as writes are rounded to nearest even and only their maximum is observed.
+    `is_quick`: the C++ library may write entries by itself, each in its first write of a step, as writes are rounded to
+    nearest even and only their maximum is observed.
     """
 
     def __init__(self, cast: Cast, device: torch.device, run: Run | None = None) -> None:
         super().__init__(cast, device, run)
         self._is_fixed = cast.scaling is not None and cast.scaling.exponent is not None  # the exponent is given
-        self.own = cast if self._is_fixed else current(cast)
-        guess = self.scaling.guess
-        self.is_quick = self.is_host and cast.rounding is Rounding.NEAREST_EVEN and guess is self.scaling
-        self.is_near = -100 <= guess.min_exponent and guess.max_exponent <= 100  # units are normal numbers of fp32
+        self._own = cast if self._is_fixed else current(cast)  # under the exponent of a tensor's own maximum
+        is_one = self.scaling.guess is self.scaling
+        self.is_quick = self.is_host and cast.rounding is Rounding.NEAREST_EVEN and is_one
         self._scratch = torch.zeros(2, dtype=torch.int32, device=device)  # of Triton's kernel, which leaves zeros there
         self._looked_up = None if self.is_host else FirstExponents(self.scaling, device)
 
@@ -66,7 +65,7 @@ class ExponentTable(LearningTable):
             self._flush_before(index, when)
         return index
 
-    def may_find_exact(self, x: Tensor, site: str) -> bool:
+    def finds_exact(self, x: Tensor, site: str) -> bool:
         """Whether a write may be `unless_exact`: x was not looked at before, nor its site written in this step."""
         index = self.names.get(site)
         if index is None or index in self.written or not self.is_host or self._is_fixed or not uses_library():
@@ -81,7 +80,7 @@ class ExponentTable(LearningTable):
 
         Non-finite values stay unchanged. Where `when` does not hold, the values are those of x, and the exponent is
         `otherwise`, if given. On a CPU the values may take x's memory, `in_place`; with `unless_exact`, where
-        `may_find_exact`, x that is in the format is returned as it is, without an exponent.
+        `finds_exact`, x that is in the format is returned as it is, without an exponent.
         """
         if not (self.is_host and uses_library()):
             return self._write_unread(x, index, when, otherwise)
@@ -122,8 +121,15 @@ class ExponentTable(LearningTable):
         if not self.is_host or bool(values.isfinite().all()):
             payloads.keep(values, self.cast.format, exponent)
 
-    def write_at(self, x: Tensor, exponent: Tensor) -> Tensor:
-        """Return x as values of the format under an exponent, and remember nothing."""
+    def write_apart(self, x: Tensor, site: str, exponent: Tensor | None) -> Tensor:
+        """Return x as values of the format under an exponent, and remember nothing.
+
+        By default that of x's own maximum, or the site's where the cast predicts none.
+        """
+        if exponent is None:
+            spec = self.cast.scaling
+            is_kept = spec is not None and spec.kind != "autoflex" and site in self.names
+            exponent = self.exponent(self.names[site]) if is_kept else own_exponent(x, self._own, only_finite=True)
         held = self._holding(x, exponent)
         x = laid_out(x, self.cast)
         if self.is_host and uses_library():
@@ -140,11 +146,11 @@ class ExponentTable(LearningTable):
 
         Nothing of a single number would be left if it were cut off: a loss that is another than the one before.
         """
-        if x.numel() != 1 or not self.adapts:
+        if x.numel() != 1 or not self._adapts:
             return exponent
         size = x.detach().abs().reshape(())
         is_beyond = size.isfinite() & (size > times(torch.full_like(size, self.scaling.limit), exponent))
-        return torch.where(is_beyond, torch.maximum(own_exponent(x, self.own, only_finite=True), exponent), exponent)
+        return torch.where(is_beyond, torch.maximum(own_exponent(x, self._own, only_finite=True), exponent), exponent)
 
     def exponent(self, index: int) -> Tensor:
         """The exponent of an entry's next write: a copy, 0-d."""
@@ -182,12 +188,6 @@ class ExponentTable(LearningTable):
             self._looked_up = FirstExponents(self.scaling, self.device)
         return self._looked_up
 
-    @property
-    def counting(self) -> Condition:
-        """Whether writes count, as far as a flag of the table's device says."""
-        uncounted = self.run.uncounted
-        return ~uncounted if isinstance(uncounted, Tensor) and not self.is_host else True
-
     def admit(self, tensors: Sequence[Tensor], sites: Sequence[str]) -> None:
         """Restart entries that hold less than what stands at their sites, set from outside: they begin anew.
 
@@ -195,14 +195,14 @@ class ExponentTable(LearningTable):
         read.
         """
         known = [place for place, site in enumerate(sites) if site in self.names]
-        if not (self.adapts and known):
+        if not (self._adapts and known):
             return
         tensors, sites = [tensors[place].detach() for place in known], [sites[place] for place in known]
         places = self.order_of(sites)
         wide = self.counts["measured"]
         maxima = torch.stack([x.abs().amax().to(wide) if x.numel() else wide.new_zeros(()) for x in tensors])
         held = times(torch.full_like(maxima, self.scaling.limit), self.state.exponent[places])
-        anew = (maxima > held) & self.counting
+        anew = (maxima > held) & self.run.counts(self.is_host)
         self.state.started[places] &= ~anew
         if isinstance(self.state, AutoflexState):
             self.state.seen[places] = torch.where(anew, 0, self.state.seen[places])

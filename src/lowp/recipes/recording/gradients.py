@@ -258,18 +258,16 @@ class _ActivationObserver(Comparing):
         for name, gradient, _ in self.gradients(batch):
             self.largest = max(self.largest, float(gradient.abs().max()))
             if are_weights(gradient):
-                self.weights_seen.add(gradient)
-                self._add_to_layer(name.rpartition(".")[0], 1, gradient)
+                self._add_to_layer(name.rpartition(".")[0], 1, self.weights_seen.add(gradient))
 
     def _add(self, name: str, gradient: Tensor) -> None:
-        self.activations.add(gradient)
-        self._add_to_layer(name, 0, gradient)
+        self._add_to_layer(name, 0, self.activations.add(gradient))
         if self._counts_scaled:
             self.scaled.add(gradient * self._scale)
 
-    def _add_to_layer(self, name: str, place: int, gradient: Tensor) -> None:
+    def _add_to_layer(self, name: str, place: int, seen: Spectrum) -> None:
         if name in self._of_layer:
-            self._of_layer[name][place] += Spectrum.of(gradient.detach())
+            self._of_layer[name][place] += seen
 
     def layers(self) -> Iterator[dict[str, Any]]:
         """Yield log2 of the median gradients of the outputs and the weights of each layer, in the model's order."""

@@ -66,7 +66,8 @@ def head(kind: str, training: Training) -> dict[str, Any]:
 
 # -- histograms --------------------------------------------------------------------------------------------------------
 BIAS = 127  # octave e + 127 of a spectrum counts floor(log2 |x|) = e
-_SMALLEST, _SMALLEST_NORMAL = -24, -14  # fp16's, as powers of two
+# of fp16: the smallest numbers as powers of two, half of the first of which is zero, and the least that is infinite
+_SMALLEST, _SMALLEST_NORMAL, _OVERFLOWS = -24, -14, 65520.0
 
 
 def below(total: Spectrum, exponent: int) -> float:
@@ -101,27 +102,27 @@ def histogram(total: Spectrum) -> dict[str, Any]:
 
 
 class Fp16Counts:
-    """Counts of the effects of rounding numbers to fp16, to nearest even."""
+    """The spectrum of numbers, and what becomes of them where they are rounded to fp16, to nearest even."""
 
     def __init__(self) -> None:
-        self.total = Spectrum()
-        self._zero = self._infinite = 0
+        self.total, self._infinite = Spectrum(), 0
 
-    def add(self, x: Tensor) -> None:
-        """Count a tensor; elements that are infinite or NaN before rounding are counted only by the histogram."""
-        x = x.detach()
-        self.total += Spectrum.of(x)
-        stored = x.half()
-        self._zero += int(((stored == 0) & (x != 0)).sum())
-        self._infinite += int((stored.isinf() & x.isfinite()).sum())
+    def add(self, x: Tensor) -> Spectrum:
+        """Count a tensor and return its spectrum, in which alone numbers are that are infinite before rounding."""
+        seen = Spectrum.of(x.detach())
+        self.total += seen
+        if seen.maximum >= _OVERFLOWS:
+            self._infinite += int((x.isfinite() & (x.abs() >= _OVERFLOWS)).sum())
+        return seen
 
     def document(self) -> dict[str, Any]:
         """Return the histogram, and shares of nonzero elements: below 2^-24; zero, subnormal or infinite in fp16."""
         present, too_small = max(1, self.total.nonzero), below(self.total, _SMALLEST)
+        zero = self.total.below(_SMALLEST - 1) + int(self.total.powers[_SMALLEST - 1 + BIAS])
         return {
             "histogram": histogram(self.total),
             "below": too_small,
-            "zero": self._zero / present,
+            "zero": zero / present,
             "subnormal": below(self.total, _SMALLEST_NORMAL) - too_small,
             "infinite": self._infinite / present,
         }
