@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lowp
+from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents
 from lowp.kernels.int16.payloads import are_exact
 from lowp.optim import FlexWeights
@@ -77,6 +78,26 @@ def test_complex_parameters_are_trained_as_they_are() -> None:
     weight, reference = model.get_parameter("weight"), expected.get_parameter("weight")
     assert weight.dtype is torch.complex64
     assert 0 < (weight - reference).abs().max() < 1e-2 < (reference - Spectral().weight).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("x", "kind"), [(torch.zeros(2).double(), "torch.float64"), (torch.eye(2).to_sparse(), "sparse")], ids=str
+)
+def test_parameters_that_no_exponent_serves_are_refused(x: Tensor, kind: str) -> None:
+    assert IN_FLEX is not None
+    with pytest.raises(
+        InvalidInput, match=f"a {kind} parameter cannot be stored in flex.*: give dense fp32 parameters"
+    ):
+        FlexWeights(torch.optim.SGD([nn.Parameter(x)], lr=0.1), IN_FLEX, SharedExponents())
+
+
+@pytest.mark.parametrize(("dtype", "can_skip"), [(torch.float32, True), (torch.complex64, False)])
+def test_a_device_may_skip_a_step_of_real_parameters_alone(dtype: torch.dtype, can_skip: bool) -> None:
+    """Those that are complex have no exponents, whose flags say where a step is faulty."""
+    assert IN_FLEX is not None
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=dtype))]
+    optimizer = FlexWeights(torch.optim.SGD(parameters, lr=0.1), IN_FLEX, SharedExponents())
+    assert optimizer.skips_there() is can_skip
 
 
 def test_a_model_whose_optimizer_is_prepared_after_it_loads_values_of_the_format() -> None:

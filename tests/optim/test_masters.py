@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -248,6 +249,31 @@ def test_the_seed_of_a_step_on_a_device_stays_there_and_is_that_of_the_host() ->
     assert type(on_host) is int and on_host == seed_of(7, 3, 2, 1)
     on_device = seed_of(7, torch.empty((), device="meta"), 2, 1)
     assert isinstance(on_device, torch.Tensor) and on_device.is_meta and on_device.dtype is torch.int64
+
+
+def test_a_seed_of_one_tensor_alone_is_that_of_its_first_number() -> None:
+    assert seed_of(7, 3, 2) == seed_of(7, 3, 2, 0) != seed_of(7, 3, 2, 1)
+
+
+@pytest.mark.parametrize("seed", [True, 1.0, "1", None, -1, 2**64])
+def test_a_seed_that_is_no_whole_number_of_64_bits_is_refused(seed: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"seed=.*: give a whole number from 0 to 2\*\*64 - 1, such as 0"):
+        MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(2))]), seed=seed)
+    for fit in (0, 2**64 - 1):
+        MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(2))]), seed=fit)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "stochastic"])
+def test_parameters_in_one_memory_are_refused_only_where_storing_them_would_separate_them(kind: str) -> None:
+    flat = torch.ones(6)
+    for dtype, is_apart in ((torch.float32, True), (torch.bfloat16, False)):
+        memory = flat.to(dtype)
+        parameters = [nn.Parameter(memory), nn.Parameter(memory[2:4])]
+        told = pytest.raises(
+            InvalidInput, match=r"of shape \(2,\) shares memory with another one, which storing them in"
+        )
+        with told if is_apart else nullcontext():
+            MasterWeights(torch.optim.SGD(parameters), "bf16", kind=kind)
 
 
 @pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.99, 0.999), 0.9, "xy", (0.9, "x"), (0.9, float("nan")), None])

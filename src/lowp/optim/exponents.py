@@ -362,8 +362,9 @@ class FlexWeights(Wrapper):
         with torch.no_grad():
             for parameter in new:
                 if parameter.dtype is not torch.float32 or parameter.is_sparse:
+                    kind = "sparse" if parameter.is_sparse else parameter.dtype
                     raise InvalidInput(
-                        f"a {parameter.dtype} parameter cannot be stored in {self.cast}: give fp32 parameters"
+                        f"a {kind} parameter cannot be stored in {self.cast}: give dense fp32 parameters"
                     )
                 self.storage.names[parameter] = known.get(parameter, f"parameter {len(self.storage.names)}")
                 self._master_state[parameter] = {}

@@ -1,0 +1,79 @@
+"""Where a rank's numbers stand in a whole tensor, and that they are rounded there as the whole is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import lowp
+from lowp.optim.shards import is_split_twice, local, local_parts, places_of, quantize_at, shard_like, shard_of
+
+RANKS = 4
+CUTS = {
+    "rows": ((RANKS,), [Shard(0)]),
+    "columns": ((RANKS,), [Shard(1)]),
+    "rows and columns": ((2, 2), [Shard(0), Shard(1)]),
+    "rows twice": ((2, 2), [Shard(0), Shard(0)]),
+    "the last axis, in two places": ((2, 2), [Replicate(), Shard(2)]),
+}
+
+
+@pytest.fixture
+def as_rank() -> Iterator[Callable[[int], None]]:
+    """Let this process be a rank among others that are not there: nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def begin(rank: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
+
+    yield begin
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 2), (5, 4, 7), (1, 9, 2)], ids=str)
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_ranks_numbers_stand_where_the_whole_was_cut(
+    cut: str, shape: tuple[int, ...], as_rank: Callable[[int], None]
+) -> None:
+    mesh_shape, placements = CUTS[cut]
+    whole, met = torch.arange(torch.Size(shape).numel()).view(shape), list[Tensor]()
+    for rank in range(RANKS):
+        as_rank(rank)
+        mesh = dist.device_mesh.init_device_mesh("cpu", mesh_shape)
+        like: Any = dist.tensor.distribute_tensor(torch.empty(shape), mesh, placements, src_data_rank=None)
+        part = local(shard_of(whole, like))
+        found = places_of(like)
+        is_range = bool((part.reshape(-1).diff() == 1).all())
+        assert isinstance(found, int) is is_range
+        places = torch.arange(part.numel()) + found if isinstance(found, int) else found
+        assert torch.equal(places[: part.numel()], part.reshape(-1))
+        assert is_split_twice(like) is (Replicate() not in placements and len(placements) == 2)
+        again = shard_like(part, like)
+        assert isinstance(again, DTensor) and again.shape == shape and again.placements == like.placements
+        assert torch.equal(local_parts({"a": again})["a"], part)
+        met.append(part.reshape(-1))
+    assert torch.equal(torch.cat(met).unique(), whole.reshape(-1))
+
+
+def test_a_plain_tensor_is_the_whole() -> None:
+    x = torch.ones(3, 2)
+    assert places_of(x) == 0 and local(x) is x and shard_of(x, x) is x and shard_like(x, x) is x
+    assert not is_split_twice(x)
+
+
+@pytest.mark.parametrize("places", [3, torch.tensor([2, 3, 7, 11, 40]), torch.tensor([5])], ids=str)
+def test_a_rank_draws_at_the_places_of_its_numbers_what_the_whole_draws_there(places: int | Tensor) -> None:
+    whole, cast = torch.linspace(-3, 3, 50), "e4m3fn:stochastic"
+    at = torch.arange(places, places + 6) if isinstance(places, int) else places
+    expected = lowp.quantize(whole, cast, seed=5)[at]
+    shape = (-1, 1) if len(at) == 5 else (-1,)
+    assert torch.equal(quantize_at(whole[at].view(shape), cast, 5, places), expected.view(shape))
