@@ -350,6 +350,12 @@ def adds_up(loss: torch.Tensor, scaled: bool) -> bool:
     return False
 
 
+def is_multiplied(loss: torch.Tensor) -> bool:
+    """Whether a constant factor, such as that of a loss scaler, was the last that was done to a loss."""
+    node: Any = loss.grad_fn
+    return type(node).__name__.startswith("Mul") and any(before is None for before, _ in node.next_functions)
+
+
 def sparse_values(x: torch.Tensor) -> torch.Tensor | None:
     """Return the dense tensor of values of a sparse or jagged tensor; None for layouts that have none (mkldnn)."""
     if x.layout is torch.sparse_coo:

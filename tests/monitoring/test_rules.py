@@ -315,13 +315,14 @@ def test_a_loss_of_the_host_is_divided_by_a_scale_that_lies_on_a_device(monkeypa
     assert numbers is not None and numbers["loss"] == {"0": 2.0} and numbers["scales"] == {"0": 1024.0}
 
 
-def test_a_gradient_that_is_thrown_away_is_no_skipped_step() -> None:
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize("given", [{}, {"scaler": torch.amp.GradScaler("cpu", enabled=False)}], ids=["none", "scaler"])
+def test_a_gradient_that_is_thrown_away_is_no_skipped_step(passes: int, given: dict[str, Any]) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    without = torch.amp.GradScaler("cpu", enabled=False)
-    with lowp.Monitor(model, optimizer, scaler=without, max_overhead=None) as monitor:
+    with lowp.Monitor(model, optimizer, **given, max_overhead=None) as monitor:
         for _ in range(4):
-            for _ in range(2):
+            for _ in range(passes):
                 optimizer.zero_grad()
                 model(torch.ones(2, 4)).square().mean().backward()
             optimizer.step()

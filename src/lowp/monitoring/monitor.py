@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp import distributed
-from lowp.compat import adds_up, norms
+from lowp.compat import adds_up, is_multiplied, norms
 from lowp.errors import InvalidInput
 from lowp.hooks import Uncopied
 from lowp.monitoring import places
@@ -223,8 +223,8 @@ class Monitor(AbstractContextManager["Monitor"]):
             if self._passes > 1:
                 self._add_probe("latest")
             return False  # behind the pass nobody asks
-        if self._passes and self._had and self._is_alone and self._probe is not None and self._probe[1].grad is None:
-            self._skips += 1  # the loss scaler has skipped the optimizer's step
+        if self._passes and self._had and self._is_alone and self._was_skipped(loss):
+            self._skips += 1
             self._is_urgent = self._is_urgent or (self._skips % _SKIPS == 0 and self._pace.may_confirm())
             self._end_step()
         elif self._passes and self._look is not None:
@@ -236,6 +236,14 @@ class Monitor(AbstractContextManager["Monitor"]):
         if look is not None and self._passes % _MOST_PASSES == 0 and self._state.scale is not None:
             self._end_look(look)
         return self._passes > 1 or self._state.searches or self._state.scaler is not None
+
+    def _was_skipped(self, loss: Tensor) -> bool:
+        """Whether gradients are gone before this pass as a loss scaler, known or still looked for, has skipped a step.
+
+        Without one the script has cleared them between two passes of a step, as sharpness-aware training does.
+        """
+        is_gone = self._probe is not None and self._probe[1].grad is None
+        return is_gone and (self._state.scaler is not None or (self._state.searches and is_multiplied(loss)))
 
     def _find_probe(self) -> None:
         if self._probe is None:
