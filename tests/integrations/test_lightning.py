@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -408,6 +409,35 @@ def test_the_class_of_the_plugin_is_one_of_lightning_s_for_its_command_line() ->
     from lowp.integrations.lightning import LowpPrecision
 
     assert issubclass(LowpPrecision, Precision)
+
+
+@pytest.mark.parametrize(
+    ("imported", "installed", "served"),
+    [
+        (["lightning.pytorch", "lightning"], [], ["lightning.pytorch"]),
+        (["pytorch_lightning", "lightning_fabric"], [], ["pytorch_lightning"]),  # which is made of it
+        (["lightning_fabric"], ["lightning"], ["lightning_fabric"]),
+        (["lightning.pytorch", "pytorch_lightning"], [], ["lightning.pytorch", "pytorch_lightning"]),
+        (
+            ["lightning.pytorch", "pytorch_lightning", "lightning_fabric"],
+            [],
+            ["lightning.pytorch", "pytorch_lightning"],
+        ),
+        ([], ["lightning", "pytorch_lightning"], ["lightning.pytorch"]),
+        ([], ["pytorch_lightning", "lightning_fabric"], ["pytorch_lightning"]),
+        ([], ["lightning_fabric"], ["lightning_fabric"]),
+        ([], [], ["lightning.pytorch"]),  # whose import says what is missing
+    ],
+)
+def test_the_packages_that_are_imported_are_served_or_else_the_first_that_is_installed(
+    imported: list[str], installed: list[str], served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowp.integrations import lightning as integration
+
+    monkeypatch.setattr(integration, "sys", SimpleNamespace(modules=imported))
+    monkeypatch.setattr(integration, "find_spec", installed.__contains__)
+    monkeypatch.setattr(integration, "import_module", lambda name: SimpleNamespace(Precision=name))
+    assert integration._lightnings() == [f"{one}.plugins.precision" for one in served]
 
 
 def test_a_plugin_can_be_pickled_and_is_one_of_lightning_s_and_of_lowp_s() -> None:

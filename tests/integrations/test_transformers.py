@@ -163,6 +163,23 @@ def test_logs_have_the_loss_scale_the_skipped_steps_and_what_the_monitor_sees(tm
     assert rows[0]["lowp/loss"] == pytest.approx(rows[0]["loss"] / 2, rel=0.1)  # of the last of two batches
 
 
+def test_what_the_monitor_sees_is_beside_the_losses_of_a_trainer_without_lowp(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    from lowp.integrations.transformers import LowpCallback
+
+    backward = torch.autograd.backward
+    watch = LowpCallback(max_overhead=None)
+    one = trainer("bert", tmp_path, 2, cls=Trainer, callbacks=[watch])
+    one.train()
+    assert torch.autograd.backward is backward  # of which the monitor does not hear after the end
+    first, second, whole = one.state.log_history
+    assert first["lowp/loss"] != second["lowp/loss"] and "train_runtime" in whole and "lowp/loss" not in whole
+    watch.numbers = {"lowp/loss": 1.0}  # of a step after the latest row
+    one.evaluate()
+    assert "eval_loss" in one.state.log_history[-1] and "lowp/loss" not in one.state.log_history[-1]
+
+
 def test_a_trainer_of_one_s_own_trains_in_a_precision(tmp_path: Path) -> None:
     from transformers import Trainer
 

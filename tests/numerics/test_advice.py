@@ -143,6 +143,28 @@ def test_gradients_that_fit_under_no_scale_are_not_said_to_be_missing() -> None:
         initial_scale(record)
 
 
+def test_what_a_format_does_decides_on_its_word() -> None:
+    (fp16, bf16) = advise(record_of(network())).verdicts[:2]
+    assert (fp16.grade, bf16.grade) == ("safe", "safe")
+    assert replace(fp16, flushed=0.009).grade == "safe"
+    assert replace(fp16, flushed=0.01).grade == "with care"
+    assert replace(fp16, overflow=1).grade == "with care"
+    assert replace(fp16, is_whole=False).grade == "with care"
+    assert replace(fp16, usable=False).grade == "loses"
+    assert replace(fp16, usable=False, verdict="not judged: no gradient").grade == "not judged"
+
+
+def test_a_layer_in_whose_input_an_outlier_flushes_what_holds_the_energy_is_left_out_of_fp8() -> None:
+    record, many = record_of(network()), Spectrum.of(torch.ones(1))
+    assert verdict(advise(record), "fp8") == "for all layers"
+    for _ in range(42):
+        many = many + many
+    record.tensors[Key("3", "linear", "input", "forward")] = many + Spectrum.of(torch.tensor([2.0**20]))
+    assert [(one.verdict, one.grade) for one in advise(record).verdicts if one.format == "fp8"] == [
+        ("for 1 of 2 layers", "with care")
+    ]
+
+
 def test_steps_after_a_divergence_say_nothing_of_the_formats() -> None:
     model = network()
     with lowp.profile(model, max_overhead=None) as profile:

@@ -114,6 +114,7 @@ def test_a_region_of_lowp_s_is_seen_with_operands_as_they_were_given(precision: 
             chosen.backward(loss)
             chosen.step(optimizer)
     seen = profile.record.ops["0", "linear"]
+    assert seen.calls == 2
     assert (seen.dtypes["input"], seen.dtypes["output"]) == (precision, precision), "what they were cast to"
     assert profile.record.tensors[Key("0", "linear", "grad", "backward")].nonzero
     assert not any(key.op in ("quantize", "to") for key in profile.record.tensors)
@@ -410,6 +411,23 @@ def test_an_evaluation_in_a_step_that_is_looked_at_is_not_counted(
             schedule.end(False)
     assert looks == pytest.approx([0.3] * 6)
     assert schedule._budget.own == pytest.approx(1.8)
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "beside", "counted"), [(True, False, 0.7), (True, True, 0.4), (False, False, 0.4)]
+)
+def test_what_a_look_hides_is_counted_as_far_as_it_took_itself_unless_the_step_ran_otherwise(
+    otherwise: bool, beside: bool, counted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    schedule = clock.schedule(Budget(0.03))
+    schedule.in_region = otherwise
+    for _ in range(10):
+        clock.now += 1.0
+        schedule.end(False)
+    clock.now += 1.7
+    schedule._budget.spent(0.2, True)
+    assert schedule.end_look(["0"], beside) == pytest.approx(counted) == schedule._budget.own
 
 
 def test_guarding_rests_when_it_has_had_its_part_and_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:

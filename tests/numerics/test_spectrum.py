@@ -94,3 +94,13 @@ def test_numbers_below_a_size_are_left_out() -> None:
     assert np.array_equal(seen.from_size(1.25).powers, Spectrum.of(numbers[6:]).powers)
     assert (seen.from_size(1.0).zeros, seen.from_size(1.0).nonzero, seen.from_size(1.0).maximum) == (4, 3, 4.0)
     assert seen.from_size(0.0) is seen and seen.from_size(1e9).maximum == 0.0 and seen.from_size(1e-40).nonzero == 6
+
+
+@pytest.mark.parametrize(
+    "size", [2.0**-149, 1e-40, 2.0**-127, 1.5 * 2.0**-127, 2.0**-126, 1.5 * 2.0**-126, 2.0**127, 3e38]
+)
+def test_of_numbers_as_small_and_as_large_as_fp32_has_those_from_a_size_on_are_kept(size: float) -> None:
+    numbers = torch.tensor([2.0**-130, 2.0**-128, 2.0**-127, 1.75 * 2.0**-127, 2.0**-126, 2.0**-125, 2.0**127, 3.3e38])
+    seen, kept = Spectrum.of(numbers).from_size(size), Spectrum.of(numbers[numbers >= size])
+    assert np.array_equal(seen.bins, kept.bins) and np.array_equal(seen.powers, kept.powers)
+    assert seen.zeros == len(numbers) - kept.count

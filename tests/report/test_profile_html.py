@@ -185,17 +185,6 @@ def test_each_format_has_a_colour_and_a_word(record: Record) -> None:
         assert re.search(rf"<h3>{verdict.format}</h3><p class=\"grade\"><span[^>]*>.</span> {verdict.grade}</p>", text)
 
 
-def test_what_a_format_does_decides_on_its_word(record: Record) -> None:
-    (fp16, bf16) = advise(record).verdicts[:2]
-    assert (fp16.grade, bf16.grade) == ("safe", "safe")
-    assert dataclasses.replace(fp16, flushed=0.009).grade == "safe"
-    assert dataclasses.replace(fp16, flushed=0.01).grade == "with care"
-    assert dataclasses.replace(fp16, overflow=1).grade == "with care"
-    assert dataclasses.replace(fp16, is_whole=False).grade == "with care"
-    assert dataclasses.replace(fp16, usable=False).grade == "loses"
-    assert dataclasses.replace(fp16, usable=False, verdict="not judged: no gradient").grade == "not judged"
-
-
 def test_a_fault_is_the_heading_and_skips_are_shown(record: Record) -> None:
     fault = {"step": 3, "what": "loss", "kind": "operation", "operation": "log", "op": "log", "module": "head"}
     fault |= {"line": "train.py:8", "phase": "forward", "nan": 0, "inf": 1, "scale": 1.0, "hint": "clamp"}

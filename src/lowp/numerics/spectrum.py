@@ -117,11 +117,12 @@ class Spectrum:
         if not size > 0:
             return self
         fraction, exponent = math.frexp(size)
-        place = min(max(exponent - 1 + _BIAS, 0), 256)
-        first = min(place * PARTS + int((2 * fraction - 1) * PARTS), _BINS)
+        place, part = exponent - 1 + _BIAS, 2 * fraction - 1
+        if place < 1:  # below 2^-126 the bins are equally wide
+            place, part = 0, math.ldexp(size, _BIAS - 1)
         bins, powers = self.bins.copy(), self.powers.copy()
-        bins[:first] = 0
-        powers[: min(place + (fraction > 0.5), 256)] = 0
+        bins[: place * PARTS + int(part * PARTS)] = 0
+        powers[: place + (part > 0)] = 0
         zeros = self.zeros + self.nonzero - int(bins.sum())
         return replace(self, bins=bins, powers=powers, zeros=zeros, maximum=self.maximum if bins.any() else 0.0)
 
