@@ -377,6 +377,24 @@ def test_convolutions_from_their_arguments_have_the_bits_of_their_definition(
         assert one.dtype is other.dtype and one.stride() == other.stride() and torch.equal(one, other)
 
 
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8", "int8", "e5m7"])
+def test_gradients_of_gradients_of_convolutions_have_the_bits_of_their_definition(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(4, 6, 3, padding=1), torch.randn(2, 4, 7, 8, requires_grad=True)
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(7)
+        with lowp.autocast(precision):
+            y = layer(x)
+        first = torch.autograd.grad(y, (x, layer.weight), y.detach() + 1, create_graph=True)
+        second = torch.autograd.grad((first[0] * 2).sum() + first[1].square().sum(), (x, layer.weight))
+        return [*first, *second]
+
+    long_and_short(run, monkeypatch)
+
+
 PRODUCTS: dict[str, tuple[Any, ...]] = {  # a function, and the shapes of its operands; parameters where these are lists
     "matmul": (torch.matmul, (5, 7), (7, 3)),
     "batches": (Tensor.matmul, (2, 3, 5, 7), (2, 3, 7, 4)),

@@ -94,6 +94,17 @@ def test_int16_training_keeps_little_more_than_half_of_fp32s_activations(name: s
     assert activations(network, x, lowp.autocast("dfp16")) <= operands * plain
 
 
+@pytest.mark.parametrize(("precision", "share"), [("fp8", 1.1), ("mxfp8", 1.1), ("int8", 1.1), ("mxfp4", 0.7)])
+def test_convolutions_keep_no_rounded_values_beside_an_input_that_another_op_keeps(
+    precision: str, share: float
+) -> None:
+    torch.manual_seed(0)
+    parts = [part for _ in range(3) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+    network, x = nn.Sequential(*parts), torch.randn(16, 8, 16, 16)
+    plain = activations(network, x, nullcontext())
+    assert activations(network, x, lowp.Precision(precision).autocast()) <= share * plain
+
+
 # Emulated, a softmax that is written out keeps its input beside its result, which is rounded too much for its gradient.
 @pytest.mark.parametrize(
     ("name", "use"),

@@ -180,6 +180,8 @@ class Builder:
             if value.shape != shape and value.strides != strides_of(value.shape):
                 return None
             value = value._replace(shape=shape, strides=value.strides if value.shape == shape else strides_of(shape))
+        if read.repeats:
+            value = self._cast(value, cast(Cast, read.cast), read.axis) or value
         if own.other is None:
             return value, self.cast_along(axes[1], to)
         if value.strides != strides_of(value.shape):

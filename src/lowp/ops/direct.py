@@ -24,7 +24,7 @@ from lowp.kernels.products.programs import WAYS, is_here, rounds
 from lowp.kernels.tracing import is_quiet
 from lowp.ops.backward import Found
 from lowp.ops.call import KeptCasts, QuickRegion, RoleCasts, accumulation, sums_bytes
-from lowp.ops.casting import clips, end_of, native_dtype, own_dtype
+from lowp.ops.casting import carried, clips, end_of, native_dtype, own_dtype
 from lowp.ops.matrices import FACTOR, FACTOR_SCALES, VALUE, VALUE_SCALES
 from lowp.ops.prepared import UNKNOWN, Given, Prepared
 from lowp.ops.products import gradients
@@ -221,4 +221,6 @@ def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
         if found is not None:
             return found  # type: ignore[no-any-return]
     casts = RoleCasts(rule, accumulation(rule), scales=scales)
+    if prepared.x.repeats and (x := values[0]) is not None:
+        values, ends = (carried(x.detach(), rule.input, axis=prepared.x.axis), values[1]), (end_of(x), ends[1])
     return gradients(prepared.form, casts, needs, bias_dtype, gradient, values, ends)

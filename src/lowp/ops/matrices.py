@@ -104,7 +104,7 @@ class Read(NamedTuple):
     """How an operand is read: by a cast, or as it is; and the values that are multiplied.
 
     `copies`: the operand is made contiguous first. Groups with a shared scale run along `axis`. `raw`: the operand as
-    it comes, if backward reads that and rounds it anew; otherwise it reads the values.
+    it comes, if backward reads that and rounds it anew, by the same cast if `repeats`; otherwise it reads the values.
     """
 
     cast: Cast | None
@@ -112,6 +112,7 @@ class Read(NamedTuple):
     copies: bool = False
     axis: int = -1
     raw: Empty | None = None
+    repeats: bool = False
 
     @property
     def saved(self) -> Empty:

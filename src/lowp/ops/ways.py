@@ -55,7 +55,7 @@ from lowp.ops.matrices import (
     X,
     matrices,
 )
-from lowp.ops.prepared import ForwardProgram, Prepared, is_read
+from lowp.ops.prepared import ForwardProgram, Given, Prepared, is_read
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Finish, Form, Linear
 from lowp.policy import Operands, Rule
 
@@ -152,15 +152,25 @@ class ByTorch(Prepared):
     __slots__ = ("is_contiguous", "is_torchs", "written")
 
     def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, about: tuple[Any, ...]) -> None:
-        super().__init__(rule, form, x, weight, Made(((), (), result_dtype(rule.output))), about)
+        super().__init__(rule, form, _repeated(x, about[2]), weight, Made(((), (), result_dtype(rule.output))), about)
         # in another layout torch gives the gradients, one by one, other strides than both at once
         self.is_contiguous = all(one.empty[1] == strides_of(one.empty[0]) for one in (x, weight))
         self.written: dict[Hashable, Program] = {}
         self.is_torchs = rule.output is None or native_dtype(rule.output) is self.out.empty[2]  # torch's own cast
 
+    def run(self, given: Given, saves_value: bool, saves_factor: bool) -> Tensor:
+        """As `Prepared.run`; values of x that nothing saves are lent."""
+        if self.x.cast is None or (saves_value and self.x.raw is None):
+            return super().run(given, saves_value, saves_factor)
+        with Scratch() as scratch:
+            given[0][VALUE] = lent = scratch.strided(*self.x.empty, "cpu")
+            given[1][VALUE] = lent.data_ptr()
+            return super().run(given, False, saves_factor)
+
     def _programmed(self, saves_value: bool, saves_factor: bool, makes_factor: bool) -> ForwardProgram:
         steps, made = list[Step](), list[tuple[int, Empty]]()
         self._operands((True, True, makes_factor), steps, made, [])
+        made = [one for one in made if saves_value or one[0] != VALUE]
         return ForwardProgram(Program(steps), made, ())
 
     def _computed(self, given: Found) -> Tensor:
@@ -263,6 +273,17 @@ def prepare(
     if form.are_matrices:
         return _of_matrices(rule, form, (x, weight), about, not form.fits(bias) or getattr(form, "scale", 1) != 1)
     return None if x.copies or weight.copies else ByTorch(rule, form, x, weight, about)
+
+
+def _repeated(x: Read, dtype: torch.dtype) -> Read:
+    """Return how x is read where backward rounds it again: it takes no more memory than its values, or others keep it.
+
+    So memory that is in use serves for the values, forward and backward, and no new pages of the system are cleared.
+    """
+    to, values = x.cast, x.empty
+    if to is None or x.raw is not None or to.is_stochastic or to.is_delayed or dtype.itemsize > values[2].itemsize:
+        return x
+    return x._replace(raw=(*values[:2], dtype), repeats=True)
 
 
 def _of_matrices(
