@@ -255,6 +255,16 @@ def test_blocks_around_fp32_s_largest_number_have_the_bits_of_the_definition(tex
         assert torch.equal(bits(found), bits(lowp.quantize(x, text)))
 
 
+@pytest.mark.parametrize("text", ["mxfp8", "mxfp8:rceil", "mxfp4", "e5m2@e8m0/32", "mxint8", "dfp16", "i8s@e8m0/row"])
+def test_blocks_of_every_magnitude_have_the_bits_of_the_definition(text: str) -> None:
+    x = torch.randn(277, 64, generator=torch.Generator().manual_seed(0))
+    x[::5, 32:], x[::7, :8] = -0.0, x[::7, :8] * 2.0**-9
+    x = (x.double() * 2.0 ** (torch.arange(277.0) - 149)[:, None].double()).float()
+    compare(x, text)
+    for row in range(0, 277, 9):  # alone: a strip of near scales only
+        compare(x[row], text, SETS[-1:])
+
+
 def test_results_may_be_in_place_and_tensors_begin_at_any_byte() -> None:
     x = torch.randn(9, 4100, generator=torch.Generator().manual_seed(7))
     for text in ("mxfp8", "mxfp8:stochastic", "nvfp4", "int8", "dfp16", "int8-affine"):

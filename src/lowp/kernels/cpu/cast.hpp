@@ -119,6 +119,7 @@ struct Groups {
   int32_t stored_bytes;       // of one
   bool packed;                // codes fill no whole bytes
   int64_t inner = 1, across = 1;
+  double most = __builtin_inf();  // no magnitude is larger; infinity where that is not known, or not all is finite
 
   // Whether numbers draw as those of the tensor in which the rows that lie beside each other lie together: four neighbours
   // of a row have the words of one counter.

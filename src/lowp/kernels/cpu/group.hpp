@@ -113,19 +113,63 @@ static inline double finite_magnitude(typename C::Bits bits) {
   return magnitude < Constants<C>::kInf ? wide_number(magnitude) : 0;
 }
 
+// The largest of runs of 2 * kHalf numbers that are not negative, by halves, which takes fewer steps than one after the other.
+// `spare` has room for half the numbers, which are overwritten.
+template <int64_t kHalf, class Int>
+static inline void largest_of_halves(Int* in, int64_t runs, Int* spare, Int* largest) {
+  Int* const out = kHalf == 1 ? largest : spare;
+  for (int64_t run = 0; run < runs; ++run) {
+    LOWP_RUN_LOOP
+    for (int64_t i = 0; i < kHalf; ++i) {
+      const Int a = in[2 * kHalf * run + i], b = in[2 * kHalf * run + kHalf + i];
+      out[kHalf * run + i] = a > b ? a : b;
+    }
+  }
+  if constexpr (kHalf > 1) largest_of_halves<kHalf / 2>(spare, runs, in, largest);
+}
+
+// The largest magnitudes of runs of 16 or 32 numbers.
+template <class C, int64_t kEach>
+static inline void largest_of_short_runs(const typename C::Bits* in, int64_t runs, typename C::Int* largest) {
+  using Int = typename C::Int;
+  constexpr int64_t kHalf = kEach / 2;
+  alignas(64) Int half[kBlock / 2], spare[kBlock / 4];
+  for (int64_t run = 0; run < runs; ++run) {
+    const typename C::Bits *const first = in + kEach * run, *const second = first + kHalf;
+    LOWP_RUN_LOOP
+    for (int64_t i = 0; i < kHalf; ++i) {
+      const Int a = static_cast<Int>(first[i] & Constants<C>::kMagnitude), b = static_cast<Int>(second[i] & Constants<C>::kMagnitude);
+      half[kHalf * run + i] = a > b ? a : b;
+    }
+  }
+  largest_of_halves<kHalf / 2>(half, runs, spare, largest);
+}
+
 // The largest finite magnitudes of all runs, with a minus sign (also that of -0) if others are in the run.
 template <class C>
 __attribute__((noinline)) static void largest_of_runs(const typename C::Bits* in, const Runs& runs, double* found) {
   using Bits = typename C::Bits;
-  alignas(64) Bits largest[kBlock];
-  each_run(runs, [&](int64_t run, int64_t begin, auto count) {
-    largest[run] = largest_of<C, false>(in + begin, count);
-  });
+  using Int = typename C::Int;
+  constexpr Int kInf = static_cast<Int>(Constants<C>::kInf);
+  alignas(64) Int largest[kBlock];
+  if (runs.each == 32) {
+    largest_of_short_runs<C, 32>(in, runs.number, largest);
+  } else if (runs.each == 16) {
+    largest_of_short_runs<C, 16>(in, runs.number, largest);
+  } else {
+    each_run(runs, [&](int64_t run, int64_t begin, auto count) {
+      largest[run] = static_cast<Int>(largest_of<C, false>(in + begin, count));
+    });
+  }
+  Int most = 0;
   LOWP_VECTOR_LOOP
-  for (int64_t run = 0; run < runs.number; ++run) found[run] = wide_number(largest[run]);
-  if (largest_of<C, false>(largest, runs.number) < Constants<C>::kInf) return;
+  for (int64_t run = 0; run < runs.number; ++run) {
+    most = largest[run] > most ? largest[run] : most;
+    found[run] = wide_number(static_cast<Bits>(largest[run]));
+  }
+  if (most < kInf) return;
   each_run(runs, [&](int64_t run, int64_t begin, int64_t count) {
-    if (largest[run] >= Constants<C>::kInf) found[run] = -wide_number(largest_of<C, true>(in + begin, count));
+    if (largest[run] >= kInf) found[run] = -wide_number(largest_of<C, true>(in + begin, count));
   });
 }
 
@@ -398,6 +442,43 @@ static inline void cast_run(const uint32_t* in, const uint32_t* words, Count cou
   doubts[0] |= doubt;
 }
 
+// What a number is rounded with under a power of two, without a quotient: the constants of `Quick` times that.
+template <bool kWholes>
+struct Near {
+  float lower, upper, magic;        // of integers
+  int32_t smallest, limit, code_limit, step;
+  int shift, sign_shift;
+  uint32_t sign;
+
+  Near(const Quick& quick, const lowp_cast& cast, float by)
+      : lower(quick.lower * by), upper(quick.upper * by), magic(0x1.8p23f * by),
+        smallest(kWholes ? 0 : static_cast<int32_t>(bits_of(number(quick.smallest) * by))), limit(static_cast<int32_t>(bits_of(upper))),
+        code_limit(0), step(static_cast<int32_t>(quick.step)), shift(23 - cast.mantissa_bits), sign_shift(32 - cast.bits),
+        sign(uint32_t{1} << (cast.bits - 1)) {
+    const int32_t first = static_cast<int32_t>(quick.smallest);  // of the normal numbers, whose code is 1 << mantissa_bits
+    if (!kWholes) code_limit = ((static_cast<int32_t>(quick.limit) - first) >> shift) + (1 << cast.mantissa_bits);
+  }
+
+  // A sum with a power of two has the number of quanta in its lowest bits: they are the code, after those of smaller exponents.
+  template <bool kCodes>
+  inline uint32_t operator()(uint32_t bits) const {
+    if constexpr (kWholes) {
+      const float x = number(bits), above = x < lower ? lower : x, limited = above > upper ? upper : above, sum = limited + magic;
+      return kCodes ? bits_of(sum) : bits_of(sum - magic);
+    } else {
+      const int32_t field = static_cast<int32_t>(bits & 0x7f800000), exponent = field > smallest ? field : smallest;
+      const int32_t power = exponent + step;
+      const float sum = number(bits & 0x7fffffff) + number(static_cast<uint32_t>(power));
+      if constexpr (kCodes) {
+        const int32_t code = static_cast<int32_t>(bits_of(sum)) - power + ((exponent - smallest) >> shift);
+        return static_cast<uint32_t>(code < code_limit ? code : code_limit) | (bits >> sign_shift & sign);
+      }
+      const int32_t rounded = static_cast<int32_t>(bits_of(sum - number(static_cast<uint32_t>(power))));
+      return static_cast<uint32_t>(rounded < limit ? rounded : limit) | (bits & 0x80000000);
+    }
+  }
+};
+
 struct GroupCast {
   const lowp_sharing& sharing;
   Caster<F32> narrow;
@@ -406,6 +487,8 @@ struct GroupCast {
   bool is_drawn;       // the quick cast is stochastic
   bool in_fp32;
   bool small_counts;  // whether it matters that a number is too small for fp32 under its scale
+  bool is_near_cast;        // whether `are_near` may be true
+  double nearest, farthest;  // the scales for which it may
   Quick quick, quick_other;
   uint64_t seed;
   int64_t index;
@@ -418,7 +501,7 @@ struct GroupCast {
         seed(given_seed), index(first) {
     const lowp_cast& element = sharing.element;
     const bool is_float = element.kind == kFloat;
-    const bool nearest = element.rounding == kNearestEven || element.rounding == kNearestAway;
+    const bool to_nearest = element.rounding == kNearestEven || element.rounding == kNearestAway;
     in_fp32 = narrow.kernel != nullptr && (!is_float || (element.is_signed && element.min_exponent > -90));
     narrow.step = wide.step = other.step = step;
     if (!sharing.power) {  // all `other` elements are as quick as floats with 4 bits are
@@ -427,7 +510,11 @@ struct GroupCast {
       in_fp32 = is_quick_cast && element.bits <= 8;
     }
     if (sharing.outer.bits) in_fp32 = in_fp32 && has_small_products(sharing);
-    small_counts = !nearest && element.rounding != kTowardZero;
+    small_counts = !to_nearest && element.rounding != kTowardZero;
+    is_near_cast = sharing.power && is_quick_cast && sharing.other.bits == 0 && !sharing.corrects &&
+                   (!is_float || quick.beyond == quick.limit);
+    nearest = 0x1p-100 / (is_float ? static_cast<double>(number(quick.smallest)) : 1);
+    farthest = 0x1p100 / largest_element();
   }
 
   // The elements of a strip whose number `first` is the first, under the scales of its runs times `outer`; 0 under a scale
@@ -452,6 +539,39 @@ struct GroupCast {
     mark(runs, scale, quotients, uint32_t{0});
     narrow.with_words(quotients, out, first, count, words);
     return true;
+  }
+
+  // Whether a strip under found powers of two is rounded as it stands (`rounded_near`): all is finite, and no step of that is
+  // beyond fp32's normal numbers. Then `factor` gets the scales; those of zeros, for which any does, are 1. `found`: the largest
+  // magnitudes of the runs, or null; none is larger than `most`.
+  bool are_near(const double* found, double most, const Runs& runs, const double* scale, double outer, float* factor) const {
+    constexpr double kMost = 0x1p100;
+    if (!is_near_cast || outer != 1 || (found == nullptr && !(most < kMost))) return false;
+    uint64_t far = 0;
+    if (found == nullptr) {
+      for (int64_t run = 0; run < runs.number; ++run) {
+        far |= mask<F64>(!(scale[run] >= nearest)) | mask<F64>(scale[run] > farthest);
+        factor[run] = static_cast<float>(scale[run]);
+      }
+      return far == 0;
+    }
+    LOWP_VECTOR_LOOP
+    for (int64_t run = 0; run < runs.number; ++run) {
+      const uint64_t zero = mask<F64>(found[run] == 0);
+      const double by = number(choose<uint64_t>(zero, bits_of(1.0), bits_of(scale[run])));
+      far |= mask<F64>(!(found[run] < kMost)) | mask<F64>(!(by >= nearest)) | mask<F64>(by > farthest) |
+             mask<F64>(bits_of(found[run]) >> 63 != 0);
+      factor[run] = static_cast<float>(by);
+    }
+    return far == 0;
+  }
+
+  // The values, or with `kCodes` the codes, of a strip of which `are_near` is true; `out` may be `in`. For floats without the
+  // bits of the sign above the code.
+  template <bool kCodes>
+  void round_near(const uint32_t* in, const Runs& runs, const float* factor, uint32_t* out) const {
+    sharing.element.kind == kInteger ? round_near_as<true, kCodes>(in, runs, factor, out)
+                                     : round_near_as<false, kCodes>(in, runs, factor, out);
   }
 
   // The values of a strip in one step. Returns false if there is no such step.
@@ -503,6 +623,20 @@ struct GroupCast {
   }
 
  private:
+  template <bool kWholes, bool kCodes>
+  __attribute__((noinline)) void round_near_as(const uint32_t* in, const Runs& runs, const float* factor, uint32_t* out) const {
+    each_run(runs, [&](int64_t run, int64_t begin, auto count) {
+      const Near<kWholes> near(quick, sharing.element, factor[run]);
+      const int64_t length = count;
+      for (int64_t part = 0; part < length; part += kAhead) {
+        const int64_t end = is_constant(count) ? length : smaller(part + kAhead, length);
+        prefetch(in + begin + part, end - part);
+        LOWP_RUN_LOOP
+        for (int64_t i = part; i < end; ++i) out[begin + i] = near.template operator()<kCodes>(in[begin + i]);
+      }
+    });
+  }
+
   template <class Divisor>
   bool invert(const Runs& runs, const double* scale, double outer, Divisor divisor_from, float* inverse) const {
     const double least = sharing.power ? 0x1p-127 : 0x1p-126, most = sharing.power ? 0x1p127 : 0x1p126;

@@ -102,7 +102,11 @@ int share(const Task& task, Groups& groups, int64_t count, int threads, Work wor
     find(task, groups, count, threads, found.get());
     for (int64_t group = 0; group < number; group += kBlock)
       kernel.choose_scales(groups, group, &found[group], std::min(kBlock, number - group), &scales[group]);
-    for (int64_t group = 0; group < number; ++group) finite &= !std::signbit(found[group]);
+    groups.most = 0;
+    for (int64_t group = 0; group < number; ++group) {
+      finite &= !std::signbit(found[group]);
+      groups.most = finite ? std::max(groups.most, found[group]) : HUGE_VAL;
+    }
     groups.scale = scales.get();
   }
   if (groups.scale != nullptr) {

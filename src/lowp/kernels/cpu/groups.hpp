@@ -316,14 +316,14 @@ static bool each_row_of_columns(const Task& task, const Groups& groups, int64_t 
         if (row % 4 == 0) random_words_across(task.seed, first, distance, count, words);
         strip.words = words + row % 4 * count, strip.index = index + row - task.index;
       }
-      use(row_of(row), corner + row * groups.inner, strip, scale);
+      use(row_of(row), corner + row * groups.inner, strip, scale, nullptr);
     }
   }
   return finite;
 }
 
-// use(numbers, index of the first, strip, its scales) for all strips from `begin` to `end`. Returns false where a scale was
-// found of numbers that are not all finite.
+// use(numbers, index of the first, strip, its scales, the largest magnitudes of its runs or null) for all strips from `begin` to
+// `end`. Returns false where a scale was found of numbers that are not all finite.
 template <class C, class Use>
 static bool each_strip(const Task& task, const Groups& groups, int64_t begin, int64_t end, Use use) {
   if (groups.inner > 1) return each_row_of_columns<C>(task, groups, begin, end, use);
@@ -360,7 +360,7 @@ static bool each_strip(const Task& task, const Groups& groups, int64_t begin, in
       }
       if (groups.stored != nullptr) store_scales(groups, scale, strip.group, strip.runs.number);
     }
-    use(in, first, strip, finds ? scale : groups.scale + strip.group);
+    use(in, first, strip, finds ? scale : groups.scale + strip.group, finds ? found : nullptr);
     first += strip.count;
   }
   return finite;
@@ -398,9 +398,10 @@ static const double* corrected(const Task& task, const Groups& groups, const Bit
 }
 
 // The elements of each strip: in_fp32(elements, index, strip, scales), or in_fp64 if fp32 does not decide or x is fp64;
-// neither where whole(cast, numbers, index, strip, scales) is true.
-template <class C, class Whole, class Narrow, class Wide>
-static bool each_strip_rounded(const Task& task, const Groups& groups, int64_t begin, int64_t end, Whole whole,
+// near(cast, numbers, index, strip, scales) where that is rounded as it stands; none of them where whole(cast, numbers, index,
+// strip, scales) is true.
+template <class C, class Near, class Whole, class Narrow, class Wide>
+static bool each_strip_rounded(const Task& task, const Groups& groups, int64_t begin, int64_t end, Near near, Whole whole,
                                Narrow in_fp32, Wide in_fp64) {
   const GroupCast cast(*groups.sharing, task.seed, task.index, groups.draws_across() ? groups.row : 1);
   alignas(64) uint32_t buffer[kBlock + 4], narrow[kBlock];
@@ -409,13 +410,16 @@ static bool each_strip_rounded(const Task& task, const Groups& groups, int64_t b
   alignas(64) double other[kBlock];
   const bool corrects = groups.sharing->corrects && groups.scale == nullptr;
   bool reaches = false;
-  return each_strip<C>(task, groups, begin, end, [&](auto* in, int64_t first, const Strip& strip, const double* scale) {
+  return each_strip<C>(task, groups, begin, end, [&](auto* in, int64_t first, const Strip& strip, const double* scale,
+                                                     const double* found) {
     const int64_t count = strip.count;
     const uint32_t* words = strip.words == nullptr ? buffer : strip.words;
     const int64_t drawn = strip.words == nullptr ? first : strip.index;
     if (draws(cast.sharing.element.rounding) && words == buffer) words = words_from(task.seed, task.index + first, count, buffer);
     const int32_t* const points = groups.zero_point == nullptr ? nullptr : groups.zero_point + strip.group;
     if constexpr (sizeof(*in) == 4) {
+      if (points == nullptr && cast.are_near(found, groups.most, strip.runs, scale, groups.outer, inverse))
+        return near(cast, in, first, strip, inverse);
       if (!strip.follows) reaches = points == nullptr && cast.invert(strip.runs, scale, groups.outer, inverse);
       if (reaches && !corrects && whole(cast, in, first, strip, scale, inverse, words, drawn)) return;
       if (reaches && cast.elements(in, strip.runs, inverse, scale, groups.outer, words, drawn, count, narrow))
@@ -458,7 +462,22 @@ static int quantize_groups_in(const Task& task, const Groups& groups, int64_t be
     if (!direct) lost |= write(result, task, first, strip.count);
     return true;
   };
-  const bool finite = each_strip_rounded<C>(task, groups, begin, end, whole, in_fp32, in_fp64);
+  // values of few bits under near scales are bf16's, too
+  const lowp_cast& element = groups.sharing->element;
+  const bool holds = task.out_type == kFp32 || (task.out_type == kBf16 && (element.kind == kInteger ? element.bits : element.mantissa_bits + 1) <= 8);
+  const bool at_once = task.out_type == kFp32 && !task.stream && is_aligned(task.out, sizeof(uint32_t));
+  const auto near = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const float* factor) {
+    cast.template round_near<false>(in, strip.runs, factor, at_once ? static_cast<uint32_t*>(task.out) + first : result);
+    if (at_once) return;
+    if (holds) return store<F32>(result, task.out, task.out_type, first, strip.count, task.stream);
+    if (narrow) {
+      lost |= write(result, task, first, strip.count);
+    } else {
+      widen(result, wide, strip.count);
+      lost |= write(wide, task, power, first, strip.count);
+    }
+  };
+  const bool finite = each_strip_rounded<C>(task, groups, begin, end, near, whole, in_fp32, in_fp64);
   if (task.stream) finish_streaming();
   return (lost ? kLost : 0) | (finite ? 0 : kNotFinite);
 }
@@ -490,8 +509,16 @@ static int64_t encode_groups_in(const Task& task, const Groups& groups, int64_t 
     if constexpr (sizeof(T) == 1)
       if (groups.packed) pack(codes, strip.count, bits, static_cast<uint8_t*>(task.out) + first * bits / 8);
   };
+  const auto near = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const float* factor) {
+    alignas(64) uint32_t found[kBlock];
+    cast.template round_near<true>(in, strip.runs, factor, found);
+    T* const out = groups.packed ? codes : static_cast<T*>(task.out) + first;
+    shorten(found, out, strip.count);
+    if constexpr (sizeof(T) == 1)
+      if (groups.packed) pack(codes, strip.count, bits, static_cast<uint8_t*>(task.out) + first * bits / 8);
+  };
   each_strip_rounded<C>(
-      task, groups, begin, end, [](auto&&...) { return false; },
+      task, groups, begin, end, near, [](auto&&...) { return false; },
       [&](uint32_t* element, int64_t first, const Strip& strip, auto scale) { put(narrow, element, first, strip, scale); },
       [&](uint64_t* element, int64_t first, const Strip& strip, auto scale) { put(wide, element, first, strip, scale); });
   return nans;
