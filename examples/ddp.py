@@ -45,4 +45,5 @@ with torch.no_grad(), precision.autocast():
     accuracy = (model(x).argmax(1) == y).float().mean()
 if rank == 0:
     print(f"{world} ranks, weights in {model[0].weight.dtype}, accuracy {accuracy:.3f}")
+del parallel  # before its group: as the last to hold that, it may wait for the threads of gloo for ever (torch 2.13)
 dist.destroy_process_group()

@@ -31,6 +31,10 @@ from typing import IO, Any, NoReturn
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "torch.multiprocessing", "lowp", "lowp.cli"]
 _PRELOADED += ["lowp.recipes.comparison", "lowp.benchmarking.largest_batch", "sklearn.datasets"]
 
+# Process groups outlive their models: a DistributedDataParallel that is the last to hold one waits with the GIL for
+# gloo's threads, and these wait for the GIL to forget the context of the latest backward (torch 2.13).
+_groups: list[object] = []
+
 PATIENCE = 300.0  # seconds after which a process that hangs is killed, and its test fails
 
 
@@ -161,6 +165,15 @@ def _become(
 
 
 def _watched(rank: int, work: Callable[..., None], arguments: tuple[Any, ...], folder: str) -> None:
+    from torch import distributed
+
+    begin = distributed.init_process_group
+
+    def begin_and_keep(*given: Any, **named: Any) -> None:
+        begin(*given, **named)
+        _groups.append(distributed.group.WORLD)
+
+    distributed.init_process_group = begin_and_keep
     with (Path(folder) / f"rank {rank}.txt").open("w") as stacks:
         stacks.write(f"rank {rank}\n")
         stacks.flush()
