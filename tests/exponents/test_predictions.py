@@ -35,7 +35,7 @@ def _flushed(scaling: Autoflex, way: str, steps: int) -> ExponentTable:
             if kind < 0.2:
                 continue  # a site that is not written in this step
             mantissa = 0 if kind < 0.3 else 32767 + (site % 2) if kind < 0.35 else int(2 ** (15 * size))
-            seen = Seen(mantissa, kind > 0.95, mantissa == 0 and kind < 0.25, 0, 0, 8)
+            seen = Seen(mantissa, kind > 0.95, mantissa == 0 and kind < 0.25, 0, 8)
             table.note(site, entries.record_of(seen, seen.nonfinite))
         with kernels.use(way):
             table.flush()

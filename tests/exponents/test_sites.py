@@ -69,6 +69,28 @@ def test_the_generators_pass_through_a_discriminator_has_places_of_its_own() -> 
     assert linear == ["linear", *passes]
 
 
+class Given(nn.Module):
+    """A layer that is called with more than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, *more: object) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("flows", [False, True])
+@pytest.mark.parametrize("given", [lambda y: y, lambda y: [1, ("a", y)], lambda y: {"a": None, "b": {"c": y}}])
+def test_a_gradient_flows_on_to_any_tensor_among_the_arguments_and_to_nothing_else(
+    given: Callable[[Tensor], object], flows: bool
+) -> None:
+    precision, model, _, exponents = flex(Given())
+    with precision.autocast():
+        model(torch.ones(2, 3), 2.0, given(torch.ones(2, requires_grad=flows)))
+    assert [site.endswith(", differentiable input") for site in sites(exponents)] == [flows]
+
+
 @pytest.mark.parametrize("loss", ["function", "module", "within a module"])
 def test_the_first_loss_of_a_discriminator_is_not_cut_off_at_the_place_of_the_generators(loss: str) -> None:
     torch.manual_seed(0)

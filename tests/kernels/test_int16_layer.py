@@ -166,7 +166,7 @@ def test_one_call_writes_exact_sums_and_notes_what_was_seen(name: str, instructi
             exact = case.form.mantissas(slot, left, right, torch.tensor(tops[at], dtype=torch.int32), True, bias)
             assert exact is not None
             seen = Seen(exact.largest_mantissa, False, exact.largest_mantissa == 0 and exact.largest_sum > 0,
-                        exact.saturated, 0, exact.values.numel())  # fmt: skip
+                        exact.saturated, exact.values.numel())  # fmt: skip
             result = (made, *(found or ()))[at]
             assert torch.equal(result.payload, exact.values)
             assert result.exponent == tops[at] and torch.equal(result.values, values(result.payload, tops[at]))

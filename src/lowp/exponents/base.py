@@ -124,10 +124,7 @@ class Sites(ABC, Generic[AnyTable]):
         self._flush(self._agreed() if distributed.has_other_ranks() else MappingProxyType({}))
 
     def _flush(self, agreed: Mapping[Cast, Tensor]) -> None:
-        tables = list(self._tables.items())
-        if len(tables) > 1:
-            tables.sort(key=lambda one: str(one[0]))  # the same order on every rank
-        for cast, table in tables:
+        for cast, table in self._tables.items():
             table.flush(agreed.get(cast))
 
     # -- ranks ----------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ class ExponentTable(LearningTable):
             return exponent
         size = x.detach().abs().reshape(())
         is_beyond = size.isfinite() & (size > times(torch.full_like(size, self.scaling.limit), exponent))
-        return torch.where(is_beyond, torch.maximum(own_exponent(x, self._own, only_finite=True), exponent), exponent)
+        return torch.where(is_beyond, torch.maximum(own_exponent(x, self._own), exponent), exponent)
 
     def exponent(self, index: int) -> Tensor:
         """The exponent of an entry's next write: a copy, 0-d."""

@@ -28,7 +28,7 @@ class SumEntry(NamedTuple):
     def write(self, found: Multiplied, exponent: Tensor) -> Tensor:
         """Return the values of a sum given as mantissas, keep the mantissas with them, and note what was seen."""
         payload, saturated, most, sums, _ = found
-        seen = Seen(most, False, most == 0 and sums > 0, saturated, 0, payload.numel())
+        seen = Seen(most, False, most == 0 and sums > 0, saturated, payload.numel())
         self.table.note(self.place, entries.record_of(seen))
         made = values(payload, exponent)
         payloads.keep(made, self.table.cast.format, exponent, payload)

@@ -60,12 +60,12 @@ def note_drawn(table: ExponentTable, draw: torch.Generator, whole: bool) -> None
             continue
         mantissa = 0 if kind < 0.3 else 32767 + (site % 2) if kind < 0.35 else int(2 ** (15 * size))
         when: Condition = True if whole or counts < 0.7 else torch.tensor(counts < 0.85)
-        record = record_of(Seen(mantissa, kind > 0.95, mantissa == 0 and kind < 0.25, 0, 0, 8), kind > 0.95)
+        record = record_of(Seen(mantissa, kind > 0.95, mantissa == 0 and kind < 0.25, 0, 8), kind > 0.95)
         table.note(site, record * when, when)
 
 
 def columns(table: ExponentTable) -> dict[str, Tensor]:
-    return {**table.state._asdict(), "before": table.before, "faulty": table.faulty, **table.counts}
+    return {**table.state._asdict(), "before": table.before, "faulty": table._faulty, **table.counts}
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)

@@ -30,7 +30,6 @@ class Seen(NamedTuple):
     nonfinite: bool  # whether anything is infinite, which saturates, or NaN, which becomes 0
     vanished: bool  # whether all nonzero values became zero
     overflowed: int  # finite elements that did not fit
-    crowded: int  # elements that would not fit under half the unit; 0 where they were not asked for
     elements: int
 
 
@@ -71,7 +70,7 @@ def to_int16(
     )
     largest, saturated, nonfinite, has_any = counts  # whether anything was not zero before it was rounded
     vanished = largest == 0 and nonfinite == 0 and has_any != 0
-    return Seen(largest, nonfinite > 0, vanished, saturated, 0, x.numel())
+    return Seen(largest, nonfinite > 0, vanished, saturated, x.numel())
 
 
 def current_int16(x: Tensor, cast: Cast, seed: int, out: Tensor | None, values: Tensor | None = None) -> Tensor:

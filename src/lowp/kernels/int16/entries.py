@@ -169,10 +169,10 @@ def write_unread(
     return Write(values, record if row is None else row.copy_(record), exponent)
 
 
-def record_of(seen: Seen, has_nan: bool = False, crowded: int = 0) -> Tensor:
+def record_of(seen: Seen, has_nan: bool = False) -> Tensor:
     """Return what the host has seen of a write, as a row."""
     flags = bool(seen.nonfinite) + (has_nan << 8) + (bool(seen.vanished) << 16)
-    row = [seen.mantissa, seen.overflowed, crowded or seen.crowded, 0, 0, seen.elements, flags, 0]
+    row = [seen.mantissa, seen.overflowed, 0, 0, 0, seen.elements, flags, 0]
     return torch.tensor(row, dtype=torch.int64, device="cpu")
 
 

@@ -280,7 +280,7 @@ def mantissas_and_values(
     if not uses_library():
         payload, result, record = written(x, cast, exponent)
         largest, overflowed, *_, elements, flags, _ = record.tolist()
-        seen = Seen(largest, flags & 1 > 0, flags >> 16 > 0, overflowed, 0, elements)
+        seen = Seen(largest, flags & 1 > 0, flags >> 16 > 0, overflowed, elements)
         return Mantissas(payload, exponent), result, seen
     payload = torch.empty_like(x, dtype=torch.int16)
     result = x if in_place and x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32)
