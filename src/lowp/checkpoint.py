@@ -168,26 +168,7 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
     path = Path(path)
     if not os.path.isfile(path):  # unlike Path.is_file, False for every name that no file can have
         raise InvalidCheckpoint(f"there is no checkpoint {path}")
-    try:
-        with path.open("rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a problem of an untrusted file ends as an error here
-            check_archive(file)
-            file.seek(0)
-            content = torch.load(file, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InvalidCheckpoint(
-            f"{path} asks for objects that are not plain tensors and numbers, and was not opened: "
-            f"if you trust it, load it with torch.load "
-            f"and save its state_dict ({unpickling_error(error)})"
-        ) from None
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except Exception as error:  # an edited file may make the unpickler raise anything
-        if "map_location" in str(error):
-            raise InvalidCheckpoint(
-                f"{path} needs a device that this machine does not have: give map_location='cpu'"
-            ) from error
-        raise InvalidCheckpoint(f"{path} is damaged or not a torch file: {_first_line(error)}") from None
+    content = read_torch(path, map_location, is_mapped=False)
     if not isinstance(content, dict) or KEY not in content:
         raise InvalidCheckpoint(
             f"{path} is a torch file, but not a checkpoint of lowp.save: read its weights with lowp.load(path)"
@@ -197,6 +178,42 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
     if not all(isinstance(name, str) for name in content):
         raise InvalidCheckpoint(f"{path} is damaged or not a torch file: its entries have no names")
     return content
+
+
+def read_torch(path: Path, map_location: Any = "cpu", is_mapped: bool = True) -> Any:
+    """Return the content of a torch file of plain values. Raises InvalidCheckpoint for anything else.
+
+    `is_mapped`: tensors are read from the disk when they are used, and a file of torch before 1.6 is read, too.
+    """
+    try:
+        with path.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a problem of an untrusted file ends as an error here
+            is_archive = not is_mapped or zipfile.is_zipfile(file)
+            file.seek(0)
+            if is_archive:
+                check_archive(file)
+            elif (begins := file.read(8))[:1] != b"\x80":  # a pickle, as torch wrote files before version 1.6
+                held = f"begins with {begins!r}" if begins else "is empty"
+                raise InvalidCheckpoint(f"{path} is not a torch file, or damaged: it {held}")
+            file.seek(0)
+            mmap = is_mapped and is_archive
+            return torch.load(path if is_mapped else file, map_location=map_location, weights_only=True, mmap=mmap)
+    except LowpError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise InvalidCheckpoint(
+            f"{path} asks for objects that are not plain tensors and numbers, or is not a torch file, and was not "
+            f"opened: if you trust it, load it with torch.load and save its state_dict ({_refused(error)})"
+        ) from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except Exception as error:  # an edited file may make the unpickler raise anything
+        if "map_location" in str(error):
+            raise InvalidCheckpoint(
+                f"{path} needs a device that this machine does not have: give map_location='cpu'"
+            ) from error
+        said = repr((str(error) or type(error).__name__).splitlines()[0])[1:-1]  # escaped: a file may have chosen it
+        raise InvalidCheckpoint(f"{path} is damaged or not a torch file: {said}") from None
 
 
 def check_archive(file: IO[bytes]) -> None:
@@ -260,15 +277,11 @@ def _said(error: Exception) -> str:
     return f"its entry {error.args[0]!r} is missing" if plain else str(error)
 
 
-def unpickling_error(error: pickle.UnpicklingError) -> str:
+def _refused(error: pickle.UnpicklingError) -> str:
     """Return what torch's unpickler refused, without the advice around it."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     said = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
     return f"it names {named[1]}" if named else brief(said.splitlines()[0])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _check_plain(value: Any, place: str) -> None:

@@ -2,9 +2,6 @@
 
 import json
 import os
-import pickle
-import warnings
-import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -16,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lowp import checkpoint
-from lowp.checkpoint import InvalidCheckpoint, Stateful, check_archive, unpickling_error, unreadable
-from lowp.errors import InvalidInput, LowpError, brief
+from lowp.checkpoint import InvalidCheckpoint, Stateful, read_torch, unreadable
+from lowp.errors import InvalidInput, brief
 from lowp.kernels.numbers.floats import CARRIERS
 from lowp.portable import safetensors_file
 from lowp.portable.stored import SUFFIXES, Packed, unpack
@@ -184,32 +181,6 @@ class TorchSource(Source):
                 f"{self.path}: {name} has {found.nbytes:,} bytes, more than the file: its numbers are repeated (expand)"
             )
         return found
-
-
-def read_torch(path: Path) -> Any:
-    """Return the content of a torch file of plain values; tensors are read from the disk when they are used."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's warnings about an untrusted file end as errors here
-            archive = zipfile.is_zipfile(path)
-            with path.open("rb") as file:
-                if archive:
-                    check_archive(file)
-                elif (begins := file.read(8))[:1] != b"\x80":  # a pickle, as torch wrote files before version 1.6
-                    held = f"begins with {begins!r}" if begins else "is empty"
-                    raise InvalidCheckpoint(f"{path} is not a torch file, or damaged: it {held}")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
-    except LowpError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise InvalidCheckpoint(
-            f"{path} asks for objects that are not plain tensors and numbers, or is not a torch file, and was not "
-            f"opened: if you trust it, load it with torch.load and save its state_dict ({unpickling_error(error)})"
-        ) from None
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except Exception as error:
-        raise InvalidCheckpoint(f"{path} is damaged or not a torch file: {brief(str(error))}") from None
 
 
 def _state_of(path: Path, content: Any, entry: str | None) -> Mapping[str, Any]:
