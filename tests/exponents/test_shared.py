@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -403,17 +405,40 @@ def test_one_state_can_be_restored_several_times(spelled: str) -> None:
     assert found[0] == found[1] != first.summary()
 
 
-def test_a_state_of_another_kind_is_refused_and_changes_nothing() -> None:
+def alike(name: str, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda good: {**good, "groups": [{**good["groups"][0], name: value}]}
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda good: {**good, "version": 7}, "shared exponents of version 7 cannot be read: this lowp reads 2"),
+        (lambda good: {}, "shared exponents of version None cannot be read: this lowp reads 2"),
+        (lambda good: [good], "the state of shared exponents must be a dictionary with a list of groups, not .{"),
+        (lambda good: {"version": 2}, "must be a dictionary with a list of groups, not {'version': 2}"),
+        (lambda good: {**good, "groups": {}}, "must be a dictionary with a list of groups, not"),
+        (lambda good: {**good, "groups": [3]}, "in this checkpoint are incomplete: a group without its cast"),
+        (alike("cast", None), "in this checkpoint are incomplete: a group without its cast"),
+        (alike("sites", ["output of x", "output of y"]), "exponents of flex.* in this checkpoint are incomplete"),
+        (alike("sites", ["output of x"] * 2), "exponents of flex.* in this checkpoint are incomplete"),
+        (alike("sites", [1]), "exponents of flex.* in this checkpoint are incomplete"),
+        (alike("sites", "x"), "exponents of flex.* in this checkpoint are incomplete"),
+        (alike("before", torch.zeros(1)), "exponents of flex.* in this checkpoint are incomplete"),  # int32
+        (alike("before", torch.zeros(1, 1).int()), "exponents of flex.* in this checkpoint are incomplete"),
+        (alike("before", 3), "exponents of flex.* in this checkpoint are incomplete"),
+        (alike("counts", 3), "exponents of flex.* in this checkpoint are incomplete"),
+        (alike("counts", {}), "exponents of flex.* in this checkpoint are incomplete"),
+    ],
+)
+def test_a_state_of_another_kind_is_refused_and_changes_nothing(
+    edit: Callable[[dict[str, Any]], Any], text: str
+) -> None:
     exponents = SharedExponents()
     exponents.write(torch.ones(1), FLEX, "output of x")
     exponents.flush()
-    good = exponents.state_dict()
-    with pytest.raises(InvalidInput, match="shared exponents of version 7 cannot be read: this lowp reads 2"):
-        exponents.load_state_dict({**good, "version": 7})
-    broken = {**good["groups"][0], "sites": ["output of x", "output of y"]}
-    with pytest.raises(InvalidInput, match="are incomplete"):
-        exponents.load_state_dict({**good, "groups": [broken]})
-    assert exponents.sites() == ["output of x"]
+    with pytest.raises(InvalidInput, match=text):
+        exponents.load_state_dict(edit(exponents.state_dict()))
+    assert exponents.sites() == ["output of x"] and exponents.summary()["all"].writes == 1
 
 
 def test_counts_speak_of_classes_of_tensors_and_of_raises_in_time() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, parse
-from lowp.exponents import SharedExponents, SiteWriter, StepWriter, Trail
+from lowp.exponents import SharedExponents, SiteWriter, StepWriter, Trail, learning
 from lowp.exponents.learning import both
 from lowp.exponents.shared import Summary
 from lowp.kernels.choose.dispatch import available, use
@@ -118,9 +118,10 @@ def test_what_was_not_finite_in_an_earlier_write_of_the_step_is_told_until_its_e
     "cpu" not in available(), reason="without the C++ library mantissas are computed when they are read"
 )
 def test_what_is_written_outside_of_training_has_its_mantissas_with_it() -> None:
-    written = begun().write(torch.tensor([1000.0, 1 / 3]), FLEX, SITE, training=False).values
-    kept = payloads.kept(written, FLEX.format)
-    assert kept is not None and torch.equal(values(*kept), written)
+    for x, is_kept in ((torch.tensor([1000.0, 1 / 3]), True), (torch.tensor([1000.0, torch.nan]), False)):
+        written = begun().write(x, FLEX, SITE, training=False).values
+        kept = payloads.kept(written, FLEX.format)
+        assert (kept is not None) is is_kept and (kept is None or torch.equal(values(*kept), written))
 
 
 def test_the_summary_of_a_run_that_has_written_nothing_counts_nothing() -> None:
@@ -133,3 +134,15 @@ def test_two_conditions_hold_where_both_do_and_those_of_the_host_cost_nothing() 
     yes, no = torch.tensor(True), torch.tensor(False)
     assert both(True, True) is True and both(True, no) is no and both(yes, True) is yes
     assert [bool(both(one, other)) for one in (yes, no) for other in (yes, no)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_site_has_begun_on_a_host_with_the_first_number_and_on_a_device_with_the_first_write(
+    is_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "has_integer_kernels", lambda device: is_host)
+    exponents = begun()
+    table = exponents.table(FLEX)
+    assert table is not None and table.has_begun(SITE) and not table.has_begun("weight of w")
+    exponents.write(torch.zeros(3), FLEX, "weight of w")
+    assert table.has_begun("weight of w") is not is_host

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowp import casts, distributed
 from lowp.casts import Cast
-from lowp.errors import InvalidInput, Misuse
+from lowp.errors import InvalidInput, Misuse, brief
 from lowp.exponents.sites import Passes
 from lowp.kernels.choose import hardware
 
@@ -231,13 +231,13 @@ class Sites(ABC, Generic[AnyTable]):
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Continue from `state_dict`. Raises InvalidInput, with nothing changed, for any other state."""
-        if not isinstance(state, Mapping) or not isinstance(state.get("groups", []), list):
+        if isinstance(state, Mapping) and state.get("version") != _VERSION:
             raise InvalidInput(
-                f"the state of shared exponents must be a dictionary with groups, not {type(state).__name__}"
+                f"shared exponents of version {brief(state.get('version'))} cannot be read: this lowp reads {_VERSION}"
             )
-        if state.get("version") != _VERSION:
+        if not isinstance(state, Mapping) or not isinstance(state.get("groups"), list):
             raise InvalidInput(
-                f"shared exponents of version {state.get('version')!r} cannot be read: this lowp reads {_VERSION}"
+                f"the state of shared exponents must be a dictionary with a list of groups, not {brief(state)}"
             )
         tables: dict[Cast, AnyTable] = {}
         for saved in state["groups"]:
