@@ -120,6 +120,16 @@ def test_values_that_are_set_are_rounded_to_the_format_and_none_is_cut_off() -> 
     assert torch.equal(optimizer.master(layer.weight), layer.weight)  # type: ignore[attr-defined]
 
 
+def test_a_convolution_of_one_channel_that_lies_in_channels_last_is_trained_as_another() -> None:
+    found, x = [], torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        layer = nn.Conv2d(1, 4, 3).to(memory_format=layout)  # type: ignore[call-overload]
+        found.append((*_trained(lowp.Precision("flex16+5"), layer, x), layer.weight.stride()))
+    (one, loss, _), (other, other_loss, stride) = found
+    assert torch.equal(one.weight, other.weight) and loss == other_loss and stride == (9, 1, 3, 1)  # type: ignore[arg-type]
+
+
 def test_a_group_that_comes_later_has_the_names_that_it_is_given() -> None:
     first, second, exponents = nn.Linear(2, 2, bias=False), nn.Linear(2, 2), SharedExponents()
     assert IN_FLEX is not None

@@ -80,7 +80,8 @@ class UnderExponents(Storage):
 
     def set(self, parameter: Tensor, state: Mapping[str, Tensor], value: Tensor) -> None:
         here, site = local(parameter.detach()), weight_of(self.names[parameter])
-        here.copy_(value.detach().view(here.shape))
+        if value.data_ptr() != here.data_ptr():
+            here.copy_(value.detach().view(here.shape))
         self.admit([here], [site.text])
         self.begin([here], [site])
         self.write_in_place(here, site, unless_exact=True)
