@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lowp
+from lowp import kernels
 from lowp.kernels import cpu
 from lowp.kernels.choose import hardware
 from lowp.kernels.choose.choices import choices
@@ -96,3 +97,90 @@ def test_bytes_are_multiplied_by_the_processor_with_the_same_sums(
 def test_tiles_are_used_where_torch_and_onednn_may(capability: str, limit: str, expected: bool) -> None:
     assert hardware._uses_tiles(capability, {"ONEDNN_MAX_CPU_ISA": limit}) is expected
     assert hardware._uses_tiles(capability, {"DNNL_MAX_CPU_ISA": limit}) is expected
+
+
+WITHOUT = "the processor reports no AVX512-BF16, AMX-BF16 or Arm BF16"
+AVX, AMX, ARM = ["AVX512-BF16"], ["AVX512-BF16", "AMX-BF16"], ["Arm BF16"]
+SLOW = "without AMX Intel's bf16 products take twice the time of fp32's"
+
+
+@pytest.mark.parametrize(
+    ("instructions", "capability", "environment", "is_intel", "but"),
+    [
+        ([], "AVX512", {}, False, None),
+        (AVX, "AVX512", {}, False, ""),
+        (AVX, "AVX512_VNNI", {}, False, ""),
+        (AMX, "AVX512", {}, False, ""),
+        (AVX, "AVX2", {"ATEN_CPU_CAPABILITY": "avx2"}, False, "torch is held to AVX2"),
+        (AVX, "DEFAULT", {}, False, "torch is held to DEFAULT"),
+        (AVX, "AVX512", {"ATEN_CPU_CAPABILITY": "default"}, False, ""),  # read by torch, which has reported more
+        (AVX, "AVX512", {"ONEDNN_MAX_CPU_ISA": "avx2"}, False, "ONEDNN_MAX_CPU_ISA holds oneDNN to AVX2"),
+        (AMX, "AVX512", {"DNNL_MAX_CPU_ISA": "AVX"}, False, "DNNL_MAX_CPU_ISA holds oneDNN to AVX"),
+        (AVX, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, False, ""),
+        (AMX, "AVX512", {}, True, ""),
+        (AMX, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, True, ""),
+        (AMX, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True, f"is held from AMX, and {SLOW}"),
+        (AVX, "AVX512", {}, True, SLOW),
+        (ARM, "SVE256", {}, False, ""),
+        (ARM, "DEFAULT", {}, False, ""),
+        (ARM, "DEFAULT", {"ATEN_CPU_CAPABILITY": "Default"}, False, "torch is held to DEFAULT"),
+        (ARM, "SVE256", {"ATEN_CPU_CAPABILITY": "sve256"}, False, ""),
+    ],
+    ids=str,
+)
+def test_what_the_processor_reports_and_torch_and_onednn_are_held_to_decides(
+    instructions: list[str], capability: str, environment: dict[str, str], is_intel: bool, but: str | None
+) -> None:
+    found, words = hardware._decided(instructions, capability, environment, is_intel)
+    has = f"the processor reports {' and '.join(instructions)}"
+    assert (found, words) == (but == "", WITHOUT if but is None else f"{has}, but {but}" if but else has)
+
+
+def test_a_torch_without_onednn_leaves_nothing_to_the_processor(
+    reports_amx: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hardware.tiles_of_bytes() and hardware.products_of_bf16()[0]
+    hardware.products_of_bf16.cache_clear(), hardware.tiles_of_bytes.cache_clear()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert hardware.products_of_bf16() == (False, "this torch was built without oneDNN")
+    assert hardware.tiles_of_bytes() is False
+
+
+def test_fp16_is_multiplied_by_no_cpu_and_both_by_gpus() -> None:
+    assert not hardware.multiplies("cpu", torch.float16) and not hardware.multiplies("xpu", torch.bfloat16)
+    assert hardware.multiplies("cuda", torch.float16) and hardware.multiplies("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("native", "torch's own, asked for; other: LOWP_USE=cpu in the environment, or with lowp.kernels.use('cpu')"),
+        ("bitwise", "fp32 products of rounded operands, asked for, rounded once; other: LOWP_USE=native in the "),
+        ("reference", "sums in fp64, asked for; other: with lowp.kernels.use('native')"),
+    ],
+)
+def test_a_choice_that_was_asked_for_is_told_as_such(dtype: str, way: str, told: str) -> None:
+    with kernels.use(way):
+        found = choices()
+        assert found[f"{dtype} products"].startswith(told)
+        assert found["int16 products"].startswith("torch's fp64 products, which are exact; other: with lowp.kernels")
+    if "cpu" in kernels.available():
+        assert choices()["int16 products"].startswith("the C++ library; other: with lowp.kernels.use('bitwise')")
+        assert choices()["casts"].startswith("the C++ library; other: ") and "C++ library" in choices()
+
+
+@pytest.mark.skipif("cpu" not in kernels.available(), reason="needs the C++ library")
+def test_the_instruction_set_is_told_with_why_and_what_else_there_is() -> None:
+    *_, last = having = cpu.available()
+    for asked, why in ((None, "the best this processor has"), (last, "asked for")):
+        chosen = cpu.select(asked)
+        assert choices()["C++ library"].startswith(f"{chosen}, {why}, of {', '.join(having)}; other: LOWP_CPU_ISA=")
+    assert chosen == last
+
+
+def test_without_the_library_its_absence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    told = choices()
+    assert told["casts"].startswith("torch's integer operations (bitwise): the C++ library was not built; the bits")
+    assert not {"C++ library", "threads"} & told.keys()

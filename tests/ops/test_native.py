@@ -22,7 +22,6 @@ import lowp
 from lowp import kernels
 from lowp.compat import accelerator
 from lowp.kernels.choose import hardware
-from lowp.kernels.choose.choices import choices
 from lowp.ops.direct import Direct
 from lowp.region import handover
 from lowp.region.entries import current_engine
@@ -164,46 +163,6 @@ def test_a_network_of_norms_and_products_trains_as_the_emulation_does() -> None:
 
 
 # -- what decides -------------------------------------------------------------------------------------------------
-
-DECIDED: dict[str, tuple[list[str], str, dict[str, str], bool]] = {  # of processors of Intel's where the name says so
-    "none": ([], "AVX512", {}, False),
-    "AVX-512": (["AVX512-BF16"], "AVX512", {}, True),
-    "AMX": (["AVX512-BF16", "AMX-BF16"], "AVX512", {}, True),
-    "torch held": (["AVX512-BF16"], "AVX2", {"ATEN_CPU_CAPABILITY": "avx2"}, False),
-    "oneDNN held": (["AVX512-BF16"], "AVX512", {"ONEDNN_MAX_CPU_ISA": "avx2"}, False),
-    "oneDNN held by its old name": (["AMX-BF16"], "AVX512", {"DNNL_MAX_CPU_ISA": "AVX512_CORE"}, False),
-    "oneDNN held to more": (["AVX512-BF16"], "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True),
-    "Intel, AMX": (["AVX512-BF16", "AMX-BF16"], "AVX512", {}, True),
-    "Intel, oneDNN held to AMX": (
-        *(["AVX512-BF16", "AMX-BF16"], "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, True),
-    ),
-    "Intel, oneDNN held from AMX": (
-        *(["AVX512-BF16", "AMX-BF16"], "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, False),
-    ),
-    "Intel without AMX": (["AVX512-BF16"], "AVX512", {}, False),
-    "Arm": (["Arm BF16"], "SVE256", {}, True),
-    "Arm without SVE": (["Arm BF16"], "DEFAULT", {}, True),
-    "Arm held": (["Arm BF16"], "DEFAULT", {"ATEN_CPU_CAPABILITY": "default"}, False),
-}
-
-
-@pytest.mark.parametrize("name", DECIDED)
-def test_what_the_processor_reports_and_torch_is_held_to_decides(name: str) -> None:
-    instructions, capability, environment, expected = DECIDED[name]
-    found, words = hardware._decided(instructions, capability, environment, "Intel" in name)
-    assert found is expected and ("but" in words) is (bool(instructions) and not expected)
-
-
-def test_the_choice_is_told_with_its_reason() -> None:
-    told = choices()["bf16 products"]
-    assert told.startswith("torch's own, " if has_own else "fp32 products") and hardware.products_of_bf16()[1] in told
-    with kernels.use("bitwise"):
-        assert choices()["bf16 products"].startswith("fp32 products of rounded operands, asked for")
-
-
-def test_fp16_is_multiplied_by_no_cpu() -> None:
-    assert not hardware.multiplies("cpu", torch.float16) and hardware.multiplies("cuda", torch.float16)
-
 
 _ENCODER = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
 _NETWORKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
