@@ -249,7 +249,12 @@ def test_what_is_kept_is_told_with_why(lowp: Callable[..., Any]) -> None:
     assert result.code == 0
     assert "kept in float32, 1 numbers are beyond 65504; fp16:saturate would cut them: a" in result.out
     assert "kept in float32, asked for (keep): c" in result.out
+    Path("report.json").write_text('{"mine": 1}')
     result = lowp("convert", "odd.pt", "out.pt", "--to", "int8", "--overwrite", "--report", "report.json")
+    assert "report.json is not a report of lowp convert and was not changed" in result.err
+    Path("report.json").unlink()
+    for _ in range(2):
+        result = lowp("convert", "odd.pt", "out.pt", "--to", "int8", "--overwrite", "--report", "report.json")
     assert "holds 1 NaN and 0 infinite numbers, which int8 has not: b" in result.out
     assert [bool(one["reason"]) for one in json.loads(Path("report.json").read_text())["tensors"]] == [
         False,

@@ -112,6 +112,16 @@ def check_target(path: Path, lacks: Callable[[Path], str] = lambda target: "", o
     return target
 
 
+def lacking(what: str, mark: bytes) -> Callable[[Path], str]:
+    """Return what `check_target` asks of a file: it is `what` if it has these bytes in its first 4 KiB."""
+
+    def lacks(target: Path) -> str:
+        with target.open("rb") as file:
+            return "" if mark in file.read(4096) else what
+
+    return lacks
+
+
 def same_file(one: Path, other: Path) -> bool:
     """Whether two paths lead to the same file, through links; the file need not exist."""
     if os.path.realpath(one) == os.path.realpath(other):

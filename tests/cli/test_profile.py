@@ -54,15 +54,36 @@ def test_a_record_is_told_in_a_screen(lowp: Callable[..., Any], digits: Path) ->
 
 def test_the_views_of_a_record_are_written(lowp: Callable[..., Any], digits: Path, tmp_path: Path) -> None:
     views = {name: tmp_path / f"view.{name}" for name in ("html", "csv", "toml")}
-    result = lowp(
-        "profile", str(digits), "--html", str(views["html"]), "--csv", str(views["csv"]), "--policy", str(views["toml"])
-    )
+    written = ("--html", str(views["html"]), "--csv", str(views["csv"]), "--policy", str(views["toml"]))
+    assert lowp("profile", str(digits), *written).code == 0
+    result = lowp("profile", str(digits), *written)  # they are its own, and are replaced
     assert result.code == 0 and str(views["toml"]) in result.out
     assert views["html"].read_text().startswith("<!doctype html>")
     assert f"lowp run --policy {views['toml']} train.py" in views["html"].read_text()
     rows = views["csv"].read_text().splitlines()
     assert rows[0].startswith("module,op,role,phase,count") and len(rows) == len(Record.load(digits).tensors) + 1
     assert package.Policy.load(views["toml"]).rules
+
+
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [
+        ("out", "a profile of lowp"),
+        ("html", "a report of lowp profile"),
+        ("csv", "a table of lowp profile"),
+        ("policy", "a policy of lowp"),
+    ],
+)
+@pytest.mark.parametrize("content", [b"import torch\n", b"\xff\x00", b'[project]\nname = "mine"\n'])
+def test_a_file_of_another_s_is_not_replaced(
+    lowp: Callable[..., Any], digits: Path, tmp_path: Path, option: str, what: str, content: bytes
+) -> None:
+    mine = tmp_path / "mine"
+    mine.write_bytes(content)
+    recipe_or_record = "digits" if option == "out" else str(digits)
+    result = lowp("profile", recipe_or_record, f"--{option}", str(mine))
+    assert result.code == 2 and f"{mine} is not {what} and was not changed: give another name" in result.err
+    assert mine.read_bytes() == content
 
 
 def test_tensorboard_reads_a_histogram_a_tensor_and_the_losses(

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None:
             raise InvalidInput(f"--{name} is for --serve, and --to converts tensors of any model: omit it")
     if arguments.report is not None:
-        files.check_target(arguments.report)
+        files.check_target(arguments.report, files.lacking("a report of lowp convert", b'{\n "files": ['))
     bars: list[Bar] = []
     with ExitStack() as stack:
         converted = portable.convert(

@@ -17,6 +17,7 @@ import argparse
 import math
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,8 @@ from lowp import files, presets
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.options import BATCH, DATA, DEVICE, EPOCHS, OUTPUT, RATE, SIZE, Option, given, words_of
 from lowp.cli.output import print_json
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, LowpError
+from lowp.policy import Policy
 from lowp.report.terminal import console
 
 if TYPE_CHECKING:
@@ -136,8 +138,28 @@ def run(arguments: argparse.Namespace) -> int:
     return _recipe(name, arguments)
 
 
+_NO_PAGE = files.lacking("a report of lowp profile", b": lowp profile</title>")
+_NO_TABLE = files.lacking("a table of lowp profile", b"module,op,role,phase,")
+
+
+def _lacks_policy(target: Path) -> str:
+    try:
+        Policy.from_toml(target.read_text(encoding="utf-8"))
+    except (LowpError, UnicodeDecodeError):
+        return "a policy of lowp"
+    return ""
+
+
+def _check_files(arguments: argparse.Namespace, **lacks: Callable[[Path], str]) -> None:
+    """Raise for a file of these options that cannot be written, or is another one's."""
+    for option, one in lacks.items():
+        if (path := getattr(arguments, option)) is not None:
+            files.check_target(path, one)
+
+
 def _check(arguments: argparse.Namespace) -> None:
     """Raise, before any work is done, for a file that cannot be written or an invalid number."""
+    from lowp.numerics.record import lacks
     from lowp.numerics.schedule import Budget
 
     Budget.parse(arguments.max_overhead)
@@ -145,9 +167,7 @@ def _check(arguments: argparse.Namespace) -> None:
         presets.parse(arguments.precision)
     elif arguments.high is not None:
         raise InvalidInput(f"--high {arguments.high} keeps layers of a precision in bf16: give --precision, too")
-    for path in (arguments.out, arguments.html, arguments.policy, arguments.csv):
-        if path is not None:
-            files.check_target(path)
+    _check_files(arguments, out=lacks, html=_NO_PAGE, csv=_NO_TABLE, policy=_lacks_policy)
     if arguments.tensorboard is not None and arguments.tensorboard.exists() and not arguments.tensorboard.is_dir():
         raise InvalidInput(
             f"--tensorboard {arguments.tensorboard} is a file: give a folder, which is created if necessary"
@@ -192,8 +212,7 @@ def _difference(arguments: argparse.Namespace) -> int:
     from lowp.numerics.advice import advise
     from lowp.numerics.record import Record, difference
 
-    if arguments.html is not None:
-        files.check_target(arguments.html)
+    _check_files(arguments, html=_NO_PAGE)
     first, second = (Record.load(path) for path in arguments.diff)
     first_difference = difference(first, second)
     if arguments.html is not None:

@@ -23,6 +23,7 @@ from lowp.numerics.spectrum import Spectrum, Updates
 __all__ = ["KIND", "PHASES", "ROLES", "VERSION", "Key", "Octaves", "OpSeen", "Part", "Print", "Record", "StepSeen"]
 
 KIND, VERSION = "lowp profile", 4
+lacks = files.lacking("a profile of lowp", b'{"kind":"lowp profile",')  # of a file that may be replaced
 
 
 @dataclass
@@ -246,7 +247,7 @@ class Recording:
     def begin(self, max_overhead: float | None) -> None:
         """Create the file, if there is to be one."""
         if self._out is not None:
-            self.path = files.check_target(self._out)
+            self.path = files.check_target(self._out, lacks)
             self._file = self.path.open("w", encoding="utf-8")
             head = {"kind": KIND, "version": VERSION, "lines": True, "complete": False}
             self._write({**head, **self.header, "max_overhead": max_overhead})
