@@ -119,6 +119,7 @@ def test_an_embedding_whose_weight_the_model_reads_stays_as_it_was() -> None:
     assert (
         row.kept["table"].startswith("the model's own code reads its weight")
         and row.kl > 0
+        and row.tokens == 12
         and row.layers[0].layer == "inner"
     )
 

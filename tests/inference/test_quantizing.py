@@ -109,9 +109,18 @@ def test_weights_take_a_quarter_of_the_bytes() -> None:
     size = sum(one.numel() * one.element_size() for one in served.buffers())
     assert size / sum(one.numel() * 4 for one in model.parameters()) < 0.27
     assert not list(served.parameters())
-    for format, most in (("int4", 0.17), ("ternary", 0.068), ("binary", 0.036)):
+    for format, most in (("int4", 0.17), ("e2m1", 0.15), ("ternary", 0.068), ("binary", 0.036)):
         size = sum(one.numel() * one.element_size() for one in lowp.quantize_model(model, format).buffers())
         assert size / sum(one.numel() * 4 for one in model.parameters()) < most
+
+
+def test_elements_without_a_scale_are_those_of_the_format_in_rows_of_any_length() -> None:
+    for length in (1, 64, 65, 130):
+        layer, x = nn.Linear(length, 8, bias=False), torch.randn(3, length)
+        with torch.no_grad():
+            layer.weight.mul_(length**0.5)
+        expected = nn.functional.linear(x, lowp.quantize(layer.weight.detach(), "e2m1"))
+        torch.testing.assert_close(lowp.quantize_model(layer, "e2m1")(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -231,11 +240,16 @@ def test_multihead_attention_is_served_with_its_masks() -> None:
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[1, 5:] = True
     causal = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    masks: list[dict[str, Any]] = [{}, {"key_padding_mask": padding}, {"attn_mask": causal}]
+    of_heads = torch.rand(8, 7, 7) < 0.3  # of each example and head another one
+    of_heads[:, :, 0] = False
+    masks: list[dict[str, Any]] = [{}, {"key_padding_mask": padding}, {"attn_mask": causal}, {"attn_mask": of_heads}]
+    masks.append({"key_padding_mask": padding, "attn_mask": of_heads})
     served = lowp.quantize_model(model, "int8", [dict(query=x, key=x, value=x, **given) for given in masks])
     assert isinstance(model.out_proj, nn.Linear)  # the model itself was not opened
     for given in masks:
         assert _error(served(x, x, x, **given)[0], model(x, x, x, **given)[0]) < 0.06
+    one, its = x[1], padding[1]
+    assert _error(served(one, one, one, its)[0], model(one, one, one, its)[0]) < 0.06
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     assert _error(lowp.quantize_model(layer, "int8")(x), layer(x)) < 0.03
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -78,6 +79,28 @@ def test_functions_are_those_of_fp64_rounded_once(name: str) -> None:
     found, wanted = getattr(functions, name)(x), getattr(torch, name)(x.double()).float()
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num().view(torch.int32), wanted.nan_to_num().view(torch.int32))
+
+
+def _points(least: float, most: float, smallest: int = 0, largest: int = 0) -> Tensor:
+    """Numbers between two, and powers of ten between two."""
+    return torch.cat(
+        [torch.linspace(least, most, 999).double(), 10.0 ** torch.linspace(smallest, largest, 99).double()]
+    )
+
+
+POINTS = {
+    **{"exp": _points(-745, 709.7), "expm1": _points(-40, 709.7, -300), "sigmoid": _points(-700, 40)},
+    **{"log": _points(0.5, 2, -323, 308), "log1p": _points(-0.999, 3, -300, 308), "sqrt": _points(0, 9, -323, 308)},
+    **{"tanh": _points(-20, 20, -300), "erf": _points(-6, 6, -300)},
+    **{"sin": _points(-10, 10, -300, 6), "cos": _points(-10, 10, -300, 6)},
+}
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_functions_of_fp64_are_accurate_to_four_units_in_the_last_place_and_erf_to_twelve(name: str) -> None:
+    exact = getattr(math, name, lambda x: 1 / (1 + math.exp(-x)))
+    for x, found in zip(POINTS[name].tolist(), getattr(functions, name)(POINTS[name]).tolist(), strict=True):
+        assert abs(found - exact(x)) <= (12 if name == "erf" else 4) * math.ulp(exact(x)), x
 
 
 def _conv(x: Tensor, w: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def export_onnx(
     """Write a model that `quantize_model` made in int8, with calibration data, as an ONNX file.
 
     `arguments` are example inputs; with `dynamic_batch` the first dimension of each may be any size. Weights are int8
-    with a scale an output channel, activations unsigned bytes of 7 bits, in pairs of QuantizeLinear and
+    with a scale an output channel, activations unsigned bytes of 7 bits, in pairs of opset 18's QuantizeLinear and
     DequantizeLinear: onnxruntime gives the same results up to the rounding of fp32. With 7 bits its byte
     products do not saturate, as they may with 8 bits on processors without VNNI. Linear layers in int4 and other
     integers of up to 4 bits, in e2m1 (mxfp4, nvfp4) and in floats of 8 bits (e4m3fn, mxfp8) are codes with fp32 scales

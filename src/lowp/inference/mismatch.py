@@ -204,12 +204,12 @@ class _Sums:
         apart = (expected - found).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         share = expected.exp()
         size = torch.where(share > 0, apart.abs(), 0.0)
-        kl = torch.where(share > 0, share * apart, 0.0).sum(-1).clamp(min=0.0)
+        kl = torch.where(share > 0, share * apart, 0.0).sum(1).clamp(min=0.0)
         self.tokens += len(expected)
         self._mean += float((share * size).sum())
         self._kl += float(kl.sum())
-        self._changed += float((expected.argmax(-1) != found.argmax(-1)).sum())
-        likely = size[share >= _LIKELY * share.max(-1, keepdim=True).values]
+        self._changed += float((expected.argmax(1) != found.argmax(1)).sum())
+        likely = size[share >= _LIKELY * share.max(1, keepdim=True).values]
         self._largest = max(self._largest, float(likely.max()) if likely.numel() else 0.0)
         self._largest_kl = max(self._largest_kl, float(kl.max()))
 

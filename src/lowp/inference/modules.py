@@ -218,8 +218,7 @@ def _nibbles_of(weight: Tensor | Quantized, cast: Cast, unit: float) -> tuple[Te
     codes = _encoded(weight, cast)
     n, k = weight.shape
     if isinstance(codes, Tensor):
-        scales = torch.full((n, -(-k // 64)), unit, dtype=torch.float32, device="cpu")
-        return codes.long() & 15, scales, 64, None
+        return codes.long() & 15, torch.tensor(unit, device="cpu").expand(n, k)[:, ::64], 64, None
     format, of_all = scaled.scaled_format(cast), unit if codes.outer is None else codes.outer.double() * unit
     read = few_bits.byte_scales(format, of_all)
     scales = codes.scale if read is not None else (scaled.read_scales(codes.scale, format) * of_all).float()
