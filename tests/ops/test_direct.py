@@ -377,9 +377,10 @@ def test_convolutions_from_their_arguments_have_the_bits_of_their_definition(
         assert one.dtype is other.dtype and one.stride() == other.stride() and torch.equal(one, other)
 
 
+@pytest.mark.parametrize("before", [torch.relu, torch.square], ids=["saved", "not saved"])
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8", "int8", "e5m7"])
 def test_gradients_of_gradients_of_convolutions_have_the_bits_of_their_definition(
-    precision: str, monkeypatch: pytest.MonkeyPatch
+    precision: str, before: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     layer, x = nn.Conv2d(4, 6, 3, padding=1), torch.randn(2, 4, 7, 8, requires_grad=True)
@@ -387,10 +388,12 @@ def test_gradients_of_gradients_of_convolutions_have_the_bits_of_their_definitio
     def run() -> list[Tensor]:
         torch.manual_seed(7)
         with lowp.autocast(precision):
-            y = layer(x)
-        first = torch.autograd.grad(y, (x, layer.weight), y.detach() + 1, create_graph=True)
+            y = layer(before(x))
+        inputs = x, layer.weight
+        alone = torch.autograd.grad(y, inputs, y.detach() + 1, retain_graph=True)
+        first = torch.autograd.grad(y, inputs, y.detach() + 1, create_graph=True)
         second = torch.autograd.grad((first[0] * 2).sum() + first[1].square().sum(), (x, layer.weight))
-        return [*first, *second]
+        return [*alone, *first, *second]
 
     long_and_short(run, monkeypatch)
 

@@ -94,7 +94,9 @@ def test_int16_training_keeps_little_more_than_half_of_fp32s_activations(name: s
     assert activations(network, x, lowp.autocast("dfp16")) <= operands * plain
 
 
-@pytest.mark.parametrize(("precision", "share"), [("fp8", 1.1), ("mxfp8", 1.1), ("int8", 1.1), ("mxfp4", 0.7)])
+@pytest.mark.parametrize(
+    ("precision", "share"), [("e5m7", 1.0), ("fp8", 1.1), ("mxfp8", 1.1), ("int8", 1.1), ("mxfp4", 0.7)]
+)
 def test_convolutions_keep_no_rounded_values_beside_an_input_that_another_op_keeps(
     precision: str, share: float
 ) -> None:

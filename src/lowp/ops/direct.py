@@ -83,8 +83,17 @@ class Direct:
         is_recorded = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
+        is_saved = (
+            is_recorded and key is not None and hasattr(type(x.grad_fn), "_saved_result")
+        )  # by the op that made x
         about = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype
-        whole = key, is_recorded, *about, bias if bias is None else (bias.shape, bias.dtype, bias.is_contiguous())
+        whole = (
+            key,
+            is_recorded,
+            is_saved,
+            *about,
+            bias if bias is None else (bias.shape, bias.dtype, bias.is_contiguous()),
+        )
         prepared: Prepared | None = self.prepared.get(whole, UNKNOWN)
         if prepared is UNKNOWN:
             prepared = self._learnt(whole, form_of, bias)
@@ -112,11 +121,11 @@ class Direct:
 
     def _learnt(self, whole: tuple[Any, ...], form_of: FormOf, bias: Tensor | None) -> Prepared | None:
         """Return what is known of a call from now on."""
-        _, is_recorded, *about, _ = whole
+        _, is_recorded, is_saved, *about, _ = whole
         shape, weight_shape = tuple(about[0]), tuple(about[3])
         in_bytes = self.sums_bytes or (self.bytes_of_rows and not is_recorded and _has_rows(shape))
         with real_tensors():
-            found = prepare(self.rule, form_of(shape, weight_shape), tuple(about), bias, in_bytes)
+            found = prepare(self.rule, form_of(shape, weight_shape), tuple(about), bias, in_bytes, is_saved)
         if len(self.prepared) >= _MOST:
             self.prepared.clear()
         self.prepared[whole] = found

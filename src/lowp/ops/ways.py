@@ -152,7 +152,7 @@ class ByTorch(Prepared):
     __slots__ = ("is_contiguous", "is_torchs", "written")
 
     def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, about: tuple[Any, ...]) -> None:
-        super().__init__(rule, form, _repeated(x, about[2]), weight, Made(((), (), result_dtype(rule.output))), about)
+        super().__init__(rule, form, x, weight, Made(((), (), result_dtype(rule.output))), about)
         # in another layout torch gives the gradients, one by one, other strides than both at once
         self.is_contiguous = all(one.empty[1] == strides_of(one.empty[0]) for one in (x, weight))
         self.written: dict[Hashable, Program] = {}
@@ -250,11 +250,12 @@ class ByTorch(Prepared):
 
 
 def prepare(
-    rule: Rule, form: Form | None, about: tuple[Any, ...], bias: Tensor | None, in_bytes: bool
+    rule: Rule, form: Form | None, about: tuple[Any, ...], bias: Tensor | None, in_bytes: bool, is_saved: bool
 ) -> Prepared | None:
     """Return what is known of a call; None for one that the definition runs.
 
     `about`: shape, strides and dtype of x, and those of the weight. `in_bytes`: linear layers multiply bytes.
+    `is_saved`: backward has x, since the op that made it reads it there.
     """
     shape, other = tuple(about[0]), tuple(about[3])
     if form is None or 0 in (*shape, *other) or not (form.are_matrices or form.fits(bias)):
@@ -272,18 +273,20 @@ def prepare(
         return None
     if form.are_matrices:
         return _of_matrices(rule, form, (x, weight), about, not form.fits(bias) or getattr(form, "scale", 1) != 1)
-    return None if x.copies or weight.copies else ByTorch(rule, form, x, weight, about)
+    return None if x.copies or weight.copies else ByTorch(rule, form, _repeated(x, about[2], is_saved), weight, about)
 
 
-def _repeated(x: Read, dtype: torch.dtype) -> Read:
-    """Return how x is read where backward rounds it again: it takes no more memory than its values, or others keep it.
+def _repeated(x: Read, dtype: torch.dtype, is_saved: bool) -> Read:
+    """Return how x is read: backward rounds it again where it is saved, or takes no more memory than its values.
 
     So memory that is in use serves for the values, forward and backward, and no new pages of the system are cleared.
     """
-    to, values = x.cast, x.empty
-    if to is None or x.raw is not None or to.is_stochastic or to.is_delayed or dtype.itemsize > values[2].itemsize:
+    (shape, strides, carrier), to = x.empty, x.cast
+    if to is None or x.raw is not None or to.is_stochastic or to.is_delayed:
         return x
-    return x._replace(raw=(*values[:2], dtype), repeats=True)
+    if not is_saved and dtype.itemsize > carrier.itemsize:
+        return x
+    return x._replace(empty=(shape, strides, torch.float32), raw=(shape, strides, dtype), repeats=True)
 
 
 def _of_matrices(

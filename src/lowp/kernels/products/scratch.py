@@ -90,8 +90,10 @@ class Scratch:
 
     def wide(self, x: Tensor) -> Tensor:
         """Return x in fp32, in the memory format of ``x.float()``; x itself if it is fp32."""
+        if x.dtype is torch.float32:
+            return x
         elements = x.numel()
-        if not LEAST <= elements <= MOST or x.dtype is torch.float32 or not self._serves(x):
+        if not LEAST <= elements <= MOST or not self._serves(x):
             return x.float()
         self.lent.append(_blocks.take(elements))
         return self.lent[-1][1].as_strided(x.shape, x.stride()).copy_(x)
