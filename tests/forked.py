@@ -121,18 +121,21 @@ def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> 
 
     Ranks that wait for one another are killed after `PATIENCE`, and the error shows where each of them was.
     """
-    from torch.multiprocessing import start_processes
+    from torch.multiprocessing import ProcessExitedException, start_processes
 
     context()
     with tempfile.TemporaryDirectory() as folder:
         running = start_processes(_watched, (work, arguments, folder), count, join=False, start_method="forkserver")
         end = time.monotonic() + PATIENCE + 10
-        while not running.join(max(0.0, end - time.monotonic())):
-            if time.monotonic() >= end:
-                for process in running.processes:
-                    process.kill()
-                stacks = [file.read_text() for file in sorted(Path(folder).iterdir())]
-                raise TimeoutError(f"{count} ranks did not end in {PATIENCE:g} s:\n" + "\n".join(stacks))
+        try:
+            while not running.join(max(0.0, end - time.monotonic())):
+                if time.monotonic() >= end:
+                    for process in running.processes:
+                        process.kill()
+                    raise TimeoutError(f"{count} ranks did not end in {PATIENCE:g} s")
+        except (ProcessExitedException, TimeoutError) as error:
+            stacks = [file.read_text() for file in sorted(Path(folder).iterdir())]
+            raise AssertionError("\n".join([str(error), *stacks])) from error
 
 
 def context() -> Any:
@@ -177,6 +180,7 @@ def _watched(rank: int, work: Callable[..., None], arguments: tuple[Any, ...], f
     with (Path(folder) / f"rank {rank}.txt").open("w") as stacks:
         stacks.write(f"rank {rank}\n")
         stacks.flush()
+        faulthandler.enable(stacks)
         faulthandler.dump_traceback_later(PATIENCE, file=stacks)
         work(rank, *arguments)
         faulthandler.cancel_dump_traceback_later()
