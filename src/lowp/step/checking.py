@@ -124,7 +124,7 @@ class Checks(ScalerState):
             return None
         if "_unscale_grads_" in self.__dict__ or type(self)._unscale_grads_ is not Checks._unscale_grads_:
             return None  # somebody has put a function of theirs in its place
-        if not (number := scale.item()) >= 1 or not (values := grads.plain_on_host(optimizer)):
+        if not (number := scale.item()) >= 1 or not (values := grads.plain_on_host((optimizer,))):
             return None
         inverse, zero = self._inverse_of(number)
         found_inf = zero.clone()

@@ -83,23 +83,24 @@ def _real(values: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-def plain_on_host(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients if all are plain fp32 tensors on the CPU, which one call can unscale; else [].
+def plain_on_host(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return the gradients if all are plain fp32 tensors on the CPU, which one call can look at or unscale; else [].
 
     Those of create_graph=True, which are part of a graph, are not plain.
     """
     found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if type(gradient) is not torch.Tensor or gradient.dtype is not torch.float32 or gradient.is_sparse:
-                return []
-            if gradient.requires_grad or not hardware.is_on_host(gradient):
-                return []
-            found.append(gradient)
-    return found
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = getattr(parameter, "grad", None)
+                if gradient is None:
+                    continue
+                if type(gradient) is not torch.Tensor or gradient.dtype is not torch.float32 or gradient.is_sparse:
+                    return []
+                if gradient.requires_grad or not gradient.is_cpu:
+                    return []
+                found.append(gradient)
+    return found if found and hardware.is_on_host(found[0]) else []
 
 
 def widen_fp16(optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -36,6 +37,11 @@ _Faults = Mapping[str, bool | Tensor]  # of shared exponents, see `SharedExponen
 _Value = tuple[torch.optim.Optimizer, str, int, Tensor]  # as a `_Read`, and the tensor
 
 
+_Versions = tuple[list[int], list[int]]  # of tensors of state: their ids, and how often each was written
+_NOTHING: _Versions = [], []
+_version_of = attrgetter("_version")
+
+
 class _Read(NamedTuple):
     """A tensor that a step reads: a gradient by the place of its parameter in the optimizer, or state by its key."""
 
@@ -61,7 +67,7 @@ class UnscaledSteps:
         self._faults: list[str] = []  # of the latest step that the host skipped
         self._there = Latch()  # of the latest step that a device skipped
         self._in_a_row: Tensor | None = None  # steps that the device skipped
-        self._written: dict[int, int] = {}  # the version of each tensor of state after the latest step, by its id
+        self._written = _NOTHING  # of the state after the latest step
         self._steps = 0
         self._bad_loss: Tensor | bool | None = None  # whether a loss since the last step was not finite
 
@@ -89,7 +95,6 @@ class UnscaledSteps:
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
     # -- before a step --------------------------------------------------------------------------------------------
-    @torch.no_grad()
     def skips(self, optimizers: Optimizers, number: int) -> bool | Tensor:
         """Return whether to skip step `number`, on any rank; a skip that the host knows is reported and settled.
 
@@ -98,6 +103,21 @@ class UnscaledSteps:
         under shared exponents are written as the step reads them. Raises NonFiniteGradients after `patience` skipped
         steps in a row.
         """
+        if self._is_finite_at_a_glance(optimizers) and not distributed.has_other_ranks():
+            return False
+        return self._skips_what_it_finds(optimizers, number)
+
+    def _is_finite_at_a_glance(self, optimizers: Optimizers) -> bool:
+        """Whether one pass over plain gradients finds all finite, and state is as the latest step has left it."""
+        if self.exponents is not None:
+            return False
+        if self.is_plain:
+            return True
+        values = grads.plain_on_host(optimizers) if _versions(optimizers) == self._written else []
+        return bool(values) and math.isfinite(largest_of(values))
+
+    @torch.no_grad()
+    def _skips_what_it_finds(self, optimizers: Optimizers, number: int) -> bool | Tensor:
         stored = [one for one in optimizers if isinstance(one, FlexWeights)]
         for one in stored:
             one.write_gradients()
@@ -192,8 +212,9 @@ class UnscaledSteps:
         """Yield what the optimizers keep, unless it is known to be as the latest step has left it."""
         if _versions(optimizers) == self._written:
             return
+        written = dict(zip(*self._written, strict=True))
         for optimizer, key, place, value in _kept(optimizers):
-            if self._written.get(id(value)) != _version(value):
+            if written.get(id(value)) != _version(value):
                 yield optimizer, key, place, local(value)
 
     # -- after a step ---------------------------------------------------------------------------------------------
@@ -208,7 +229,7 @@ class UnscaledSteps:
         self.names.learned()
         self._steps += 1
         is_due = self.is_plain or self._steps % _INTERVAL == 0
-        self._written = {} if is_due else _versions(optimizers)
+        self._written = _NOTHING if is_due else _versions(optimizers)
         if self.exponents is None:
             self.guard.count(False)
         else:
@@ -291,8 +312,6 @@ def _nonfinite(values: Sequence[Tensor]) -> list[bool] | Tensor:
     On a CPU numbers are finite if their sum is; a sum that overflows says nothing.
     """
     if all(map(hardware.is_on_host, values)):
-        if all(one.dtype is torch.float32 for one in values) and math.isfinite(largest_of(values)):
-            return [False] * len(values)
         return [not math.isfinite(one.sum().item()) and not bool(torch.isfinite(one).all()) for one in values]
     device = next(one.device for one in values if not hardware.is_on_host(one))
     kinds = grads.by_kind(grads.Gradient(one, place) for place, one in enumerate(values))
@@ -302,7 +321,7 @@ def _nonfinite(values: Sequence[Tensor]) -> list[bool] | Tensor:
 def _on_any_rank(flags: list[bool] | Tensor, optimizers: Optimizers) -> bool | Tensor:
     """Return whether a flag is set on any rank that shares the optimizers' tensors."""
     is_bad = any(flags) if isinstance(flags, list) else flags.any()
-    if not distributed.is_running():
+    if not distributed.has_other_ranks():
         return is_bad
     parameters = [parameter for one in optimizers for parameter in grads.parameters_of(one)]
     groups = distributed.mesh_groups(one.grad for one in parameters if one.grad is not None)
@@ -323,9 +342,10 @@ def _kept(optimizers: Optimizers) -> Iterator[_Value]:
                     yield optimizer, key, place, value
 
 
-def _versions(optimizers: Optimizers) -> dict[int, int]:
-    """Return the version of each tensor of `_kept` by its id. Each step asks twice, so that the tensors are known."""
-    found: dict[int, int] = {}
+def _versions(optimizers: Optimizers) -> _Versions:
+    """Return the ids and versions of the tensors of `_kept`. Each step asks twice, so that the tensors are known."""
+    identities: list[int] = []
+    versions: list[int] = []
     for optimizer in optimizers:
         entries = getattr(optimizer, "inner", optimizer).state.values()
         everything = [value for entry in entries for value in entry.values()]
@@ -333,8 +353,12 @@ def _versions(optimizers: Optimizers) -> dict[int, int]:
         if known is None or known[0] != ids:
             numbers = [one for one in everything if isinstance(one, Tensor) and one.dim() and one.is_floating_point()]
             known = _numbers_of[optimizer] = ids, numbers
-        found.update(zip(map(id, known[1]), map(_version, known[1]), strict=True))
-    return found
+        identities += map(id, known[1])
+        try:
+            versions += map(_version_of, known[1])
+        except RuntimeError:
+            versions = [*versions[: len(identities) - len(known[1])], *map(_version, known[1])]
+    return identities, versions
 
 
 # What optimizers keep: the ids of all of it, and the tensors of numbers.

@@ -100,7 +100,11 @@ def _guarded(function: Callable[..., Any], places: Sequence[int]) -> Callable[..
 
 def numbers_of(given: Sequence[int | Tensor | None]) -> list[int]:
     """Return numbers, and in the place of each tensor its `address`; 0 for None."""
-    rest = iter(addresses_of([one for one in given if isinstance(one, Tensor)]))
+    tensors = [one for one in given if isinstance(one, Tensor)]
+    found = addresses_of(tensors)
+    if len(found) == len(given):
+        return found
+    rest = iter(found)
     return [next(rest) if isinstance(one, Tensor) else one or 0 for one in given]
 
 
