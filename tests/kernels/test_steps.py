@@ -1,0 +1,214 @@
+"""Steps of optimizers, and weights stored as rounded masters: their definitions, and the library's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowp import kernels
+from lowp.casts import parse
+from lowp.errors import Unavailable
+from lowp.kernels.steps import stored, updates
+from lowp.kernels.steps.rules import AdamWStep, LionStep, SgdStep, StepRule
+from lowp.kernels.steps.spectra import numbers_at, sampled, slope_of
+
+native = pytest.mark.skipif("cpu" not in kernels.available(), reason="needs the C++ library")
+
+SGD = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
+GROUPS: list[tuple[type[StepRule], dict[str, Any]]] = [
+    (AdamWStep, {"betas": (0.9, 0.99), "eps": 1e-3}),
+    (AdamWStep, {"betas": (0.4, 0.9), "eps": 1e-8}),  # more than half of the average is new
+    (SgdStep, {**SGD, "momentum": 0.0}),
+    (SgdStep, {**SGD, "dampening": 0.25}),
+    (SgdStep, {**SGD, "nesterov": True}),
+    (LionStep, {"betas": (0.9, 0.75)}),
+]
+COMMON = [
+    {"lr": 0.125, "weight_decay": 0.0, "maximize": False},
+    {"lr": torch.tensor(0.125), "weight_decay": 0.25, "maximize": True},
+]
+FP32 = parse("fp32")
+
+
+def moments_of(rule: StepRule) -> int:
+    return 2 if isinstance(rule, AdamWStep) else int(not isinstance(rule, SgdStep) or rule.momentum != 0)
+
+
+def drawn(seed: int, count: int = 50) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, arXiv 2302.06675, program 1, in the precision of its parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            (one,), (beta1, beta2), lr = group["params"], group["betas"], float(group["lr"])
+            gradient = -one.grad if group["maximize"] else one.grad
+            average = self.state[one].setdefault("exp_avg", torch.zeros_like(one))
+            toward = (beta1 * average + (1 - beta1) * gradient).sign()
+            one.data -= lr * (toward + group["weight_decay"] * one.data)
+            average.copy_(beta2 * average + (1 - beta2) * gradient)
+
+
+@pytest.mark.parametrize("common", COMMON, ids=["plain", "decayed, upwards"])
+@pytest.mark.parametrize(("kind", "own"), GROUPS)
+def test_a_rule_is_torchs_own_step_rounded(kind: type[StepRule], own: dict[str, Any], common: dict[str, Any]) -> None:
+    rule, weight = kind.of({**common, **own}), drawn(0)
+    moments = [torch.zeros(50) for _ in range(moments_of(rule))]
+    wide = nn.Parameter(weight.double())
+    makers: dict[type[StepRule], Any] = {AdamWStep: torch.optim.AdamW, SgdStep: torch.optim.SGD}
+    maker = makers.get(kind, Lion)
+    optimizer = maker([wide], **common, **own) if maker is not Lion else Lion([wide], {**common, **own})
+    for step in range(3):
+        gradient = drawn(step + 1)
+        rule.step(weight, gradient, moments, torch.tensor(float(step)))
+        wide.grad = gradient.double()
+        optimizer.step()
+    torch.testing.assert_close(weight.double(), wide.detach(), rtol=1e-5, atol=1e-6)
+
+
+def columns(weights: Sequence[Tensor], gradients: Sequence[Tensor], count: int, before: float) -> updates.Columns:
+    moments = [[torch.zeros_like(one) for one in weights] for _ in range(count)]
+    nothing = [0] * len(weights)
+    return updates.Columns(
+        weights, None, gradients, moments, [torch.tensor(before) for _ in weights], (), nothing, nothing
+    )
+
+
+@native
+@pytest.mark.parametrize("dtype", updates.GRADIENTS)
+@pytest.mark.parametrize("common", COMMON, ids=["plain", "decayed, upwards"])
+@pytest.mark.parametrize(("kind", "own"), GROUPS)
+def test_the_library_steps_bit_for_bit_as_the_rule(
+    kind: type[StepRule], own: dict[str, Any], common: dict[str, Any], dtype: torch.dtype
+) -> None:
+    rule, sizes = kind.of({**common, **own}), (50, 1, 3000)
+    weights, scale = [drawn(size, size) for size in sizes], torch.tensor(4.0)
+    given = columns([one.clone() for one in weights], [drawn(7, size).to(dtype) for size in sizes], moments_of(rule), 0)
+    expected = columns([one.clone() for one in weights], given.gradients, moments_of(rule), 0)
+    kept = updates.Kept(None, FP32, [False, True][: moments_of(rule)])
+    for step in range(2):
+        now = [torch.tensor(float(step)) for _ in sizes]
+        updates.step_on_cpu(given._replace(steps=now), rule, kept, scale, 1024)
+        for place, weight in enumerate(expected.weights):
+            own_moments = [kind[place] for kind in expected.moments]
+            rule.step(weight, given.gradients[place].float() / scale, own_moments, now[place])
+    for found, wanted in zip((given.weights, *given.moments), (expected.weights, *expected.moments), strict=True):
+        assert all(map(torch.equal, found, wanted))
+
+
+@native
+def test_the_library_steps_what_it_can_read() -> None:
+    x, rest = torch.ones(8), torch.ones(8)[1:]
+    assert updates.fits_library([x, rest, x.half()], FP32)
+    assert not updates.fits_library([x, torch.ones(2, device="meta")], FP32)
+    assert updates.fits_library([x], parse("e4m3fn@fp32/1024")) and not updates.fits_library(
+        [x], parse("e4m3fn@fp32/2048")
+    )
+    with kernels.use("bitwise"):
+        assert not updates.fits_library([x], FP32)
+
+
+def test_gradients_are_checked_by_a_devices_kernel_where_it_reads_them() -> None:
+    x = torch.ones(2, 3, 4, 4)
+    with pytest.raises(Unavailable, match=r"no kernel checks gradients on cpu: lowp.kernels.use\('triton'\) has one"):
+        updates.check([x], torch.zeros(1))
+    assert not updates.can_check([x])
+    pytest.importorskip("triton")
+    with kernels.use("triton"):
+        last = (
+            x.to(memory_format=torch.channels_last),
+            torch.ones(1, 2, 3, 3, 3).to(memory_format=torch.channels_last_3d),
+        )
+        assert updates.can_check([x, x.half(), x.bfloat16(), *last]) and not updates.can_check([])
+        for other in (x.double(), x[:, :, ::2], torch.ones(4, 4).t()[:2], torch.eye(2).to_sparse()):
+            assert not updates.can_check([x, other])
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [(0, 0), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1), (2**64 + 5, 5), (-1, -1)]
+)
+def test_a_word_of_64_bits_is_a_twos_complement_number(word: int, expected: int) -> None:
+    assert updates.signed(word) == expected
+
+
+# -- stored weights ---------------------------------------------------------------------------------------------------
+@native
+def test_weights_are_stored_in_one_call_where_the_library_reads_and_writes_them() -> None:
+    x, memory = torch.randn(8), torch.zeros(64)
+    fit = [
+        (torch.zeros(8, dtype=torch.bfloat16), x),
+        (memory[:8], memory[8:16]),  # side by side
+        (memory[8:16], memory[:8]),
+        (torch.zeros(0), torch.zeros(0)),
+    ]
+    assert stored.serves(fit[:3]) == [True] * 3
+    unfit = [
+        (memory[:8], memory[:8]),
+        (memory[4:12], memory[:8]),
+        (memory[:8], memory[7:15]),
+        (torch.zeros(8), x.double()),
+        (torch.zeros(8), x.bfloat16()),
+        (torch.zeros(4, 2), x),
+        (torch.zeros(16)[::2], x),
+        (torch.zeros(8, dtype=torch.float64), x),
+        (torch.zeros(8, device="meta"), torch.zeros(8, device="meta")),
+    ]
+    assert stored.serves(unfit) == [False] * len(unfit)
+    with kernels.use("bitwise"):
+        assert stored.serves(fit) == [False] * len(fit)
+
+
+@native
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("e4m3fn", torch.float32)]
+)
+def test_masters_are_stored_rounded_and_whether_they_are_is_found_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    masters, cast = [drawn(0, 3000), drawn(1, 5), torch.tensor([1.0, torch.nan])], parse(name)
+    weights = [(torch.zeros_like(one, dtype=dtype), one) for one in masters]
+    versions = [weight._version for weight, _ in weights]
+    assert stored.store_rounded(weights, cast) == [True, True, False]
+    assert [weight._version for weight, _ in weights] == [one + 1 for one in versions]
+    for weight, master in weights[:2]:
+        assert torch.equal(weight, kernels.quantize(master, cast).to(dtype))
+    assert stored.are_rounded(weights, cast) == [True, True, False]
+    weights[1][0][4] += 1
+    assert stored.are_rounded(weights, cast) == [True, False, False]
+    assert stored.are_rounded([], cast) == stored.store_rounded([], cast) == []
+
+
+# -- samples of the profiler ------------------------------------------------------------------------------------------
+def test_a_sample_is_a_copy_of_numbers_at_places_that_depend_on_the_shape_alone() -> None:
+    x = torch.arange(1000.0).view(20, 50)
+    found = sampled(x, 64)
+    assert found.shape == (64,) and len(found.unique()) == 64
+    assert torch.equal(sampled(2 * x, 64), 2 * found)
+    assert torch.equal(sampled(x.t().contiguous().t(), 64), found)
+    assert found.diff().unique().numel() > 1  # no steps of equal length
+    whole = sampled(x, 1000)
+    assert torch.equal(whole, x.reshape(-1)) and whole.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_few_numbers_are_read_as_they_are_or_divided_by_a_scale(dtype: torch.dtype) -> None:
+    x = torch.arange(8.0).to(dtype)
+    assert numbers_at(x, [5, 0, 2]) == [5.0, 0.0, 2.0]
+    assert numbers_at(x, [5, 0, 2], 4.0) == [1.25, 0.0, 0.5]
+
+
+def test_squares_of_gradients_are_summed_by_the_exponent_of_their_number() -> None:
+    x = torch.tensor([1.0, 1.5, 2.0, -2.0, 2.0**-100, 2.0**100, 1.0])
+    gradient = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, torch.inf])
+    found = slope_of(x, gradient)
+    first = int(np.flatnonzero(found == 5.0)[0])  # of 1 <= |x| < 2
+    assert found.shape == (96,) and found.dtype == np.float64
+    assert found[first + 1] == 25.0 and found[0] == 25.0 and found[-1] == 36.0 and found.sum() == 91.0
+    assert np.array_equal(slope_of(x, gradient, 2.0), found / 4)
+    gradient[-2:] = torch.tensor([torch.nan, -torch.inf])
+    assert slope_of(x, gradient).sum() == 55.0
