@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lowp.benchmarking.contenders import Contender, TorchAmp, begin, step_of
 from lowp.compat import private
+from lowp.nested import tensors_of
 from lowp.optim import MasterWeights
 from lowp.optim.blockwise import BlockwiseOptimizer
 from lowp.recipes.recipe import Data
@@ -210,22 +211,10 @@ def _persistent(training: Training) -> dict[int, str]:
     ]
     found: dict[int, str] = {}
     for part, holder in groups:
-        for tensor in _tensors(holder):
+        for tensor in tensors_of(holder):
             if tensor.layout is torch.strided and tensor.untyped_storage().nbytes():
                 found.setdefault(tensor.untyped_storage().data_ptr(), part)
     return found
-
-
-def _tensors(holder: object) -> Iterator[Tensor]:
-    """Yield the tensors in dictionaries, lists and tuples."""
-    if isinstance(holder, Tensor):
-        yield holder
-    elif isinstance(holder, Mapping):
-        for value in holder.values():
-            yield from _tensors(value)
-    elif isinstance(holder, (list, tuple)):
-        for value in holder:
-            yield from _tensors(value)
 
 
 class _CastWatch(_DispatchMode):  # type: ignore[misc, valid-type]

@@ -11,7 +11,6 @@ rows: they tell what a change of a row does to the results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import FloatFormat, ScaledFormat
 from lowp.inference.convolutions import Geometry
 from lowp.kernels.numbers import groups, scaled
+from lowp.nested import tensors_of
 from lowp.quantized import Quantized
 
 ROUNDINGS = ("nearest", "gptq")
@@ -88,7 +88,7 @@ class Sensitivity:
     def add(self, result: Any, moments: dict[str, SecondMoments]) -> None:
         """Look at the results of a batch, of which those are left out that no gradient leads to."""
         returned, self._returned = self._returned, []
-        found = [one for one in _tensors(result) if one.requires_grad]
+        found = [one for one in tensors_of(result) if one.is_floating_point() and one.requires_grad]
         if not returned or not found:
             return
         signs = (torch.randint(0, 2, one.shape, generator=self._generator).to(one) * 2 - 1 for one in found)
@@ -97,16 +97,6 @@ class Sensitivity:
         for (name, _), gradient in zip(returned, gradients, strict=True):
             if gradient is not None:
                 moments.setdefault(name, SecondMoments()).add_rows(gradient.flatten(0, -2).float())
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    """The tensors of floating-point numbers in what a model returns."""
-    if isinstance(result, Tensor):
-        if result.is_floating_point():
-            yield result
-    elif isinstance(result, (Mapping, tuple, list)):
-        for one in result.values() if isinstance(result, Mapping) else result:
-            yield from _tensors(one)
 
 
 def gptq(weight: Tensor, cast: Cast, moments: Tensor) -> Tensor | Quantized:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from lowp.compat import norms
 from lowp.kernels.int16.late import LateNumber
 from lowp.kernels.steps.spectra import SOME, peak_of, some_of
-from lowp.numerics.modes import numbers_of, tensors_in
+from lowp.nested import tensors_of
+from lowp.numerics.modes import numbers_of
 from lowp.optim.model_state import owner_of
 
 _SMALL = 2.0**-14  # the smallest normal number of fp16
@@ -71,7 +72,7 @@ class Look:
         calls = self._calls[path] = self._calls.get(path, 0) + 1
         if calls > _MOST_CALLS:
             return
-        for one in tensors_in(output):
+        for one in tensors_of(output):
             x = numbers_of(one.detach())
             if x.is_floating_point() and x.numel():
                 self.note("activation", path, peak_of(x))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lowp.kernels.steps.spectra import largest_of
+from lowp.nested import tensors_of
 from lowp.numerics.models import Models
-from lowp.numerics.modes import Paths, Seam, numbers_of, tensors_in
+from lowp.numerics.modes import Paths, Seam, numbers_of
 from lowp.numerics.record import StepSeen
 from lowp.numerics.replay import Event, Trace, state_of, tracing
 from lowp.numerics.tape import Tape, beside, calls_again
@@ -122,7 +123,7 @@ class Diagnosis:
         for call in self._tape.calls:
             of_model = call.random is not None
             what = "of the model's arguments" if of_model else "beside the model"
-            read = [one for one in tensors_in((call.args, call.kwargs)) if id(one) not in self._models.parameters]
+            read = [one for one in tensors_of((call.args, call.kwargs)) if id(one) not in self._models.parameters]
             for place, one in enumerate(read):
                 if of_model or one.grad_fn is None:
                     self._trace.give(one, f"the batch (tensor {place} {what})")

@@ -164,17 +164,6 @@ def untransformed(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in lists, tuples and dictionaries, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [one for part in value for one in tensors_in(part)]
-    return []
-
-
 def source_line() -> str:
     """Return the line of the user's code that called the running function, as ``train.py:88``; '' if there is none."""
     frame: FrameType | None = sys._getframe(1)

@@ -14,8 +14,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from lowp.compat import private
+from lowp.nested import tensors_of
 from lowp.numerics.models import Models
-from lowp.numerics.modes import Paths, numbers_of, source_line, tensors_in
+from lowp.numerics.modes import Paths, numbers_of, source_line
 from lowp.ops.table import name_of
 
 _DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMode"))
@@ -169,7 +170,7 @@ class Trace:
 
     def mark(self, results: Any, place: Place) -> None:
         """Let the nodes of the graph that a call has made know where they belong, unless they do already."""
-        waiting = [one.grad_fn for one in tensors_in(results) if one.grad_fn is not None]
+        waiting = [one.grad_fn for one in tensors_of(results) if one.grad_fn is not None]
         while waiting:
             node = waiting.pop()
             if _MARK in _marks(node) or type(node).__name__ == "AccumulateGrad":
@@ -210,12 +211,12 @@ class _Operations(_DispatchMode):  # type: ignore[misc, valid-type]
     ) -> Any:
         """Run an operation and look at what it gave."""
         kwargs = kwargs or {}
-        given = [(one, state_of(one)) for one in tensors_in((args, kwargs))]
+        given = [(one, state_of(one)) for one in tensors_of((args, kwargs))]
         result = func(*args, **kwargs)
         namespace, _, name = str(func).partition(".")
         operation = name.partition(".")[0].rstrip("_") if namespace == "aten" else f"{namespace}::{name.split('.')[0]}"
         if not operation.startswith(("empty", "new_empty")):
-            self.trace.ran(operation, given, tensors_in(result))
+            self.trace.ran(operation, given, tensors_of(result))
         return result
 
 
@@ -234,7 +235,7 @@ class _Calls(TorchFunctionMode):
         if func is Tensor.backward:
             return func(*args, **kwargs)
         trace, line = self.trace, self.trace.line or source_line()
-        given = tensors_in((args, kwargs))
+        given = tensors_of((args, kwargs))
         for one in given:
             trace.came_in(one)
             if one.grad_fn is not None:  # of a Function of the user's
@@ -273,7 +274,7 @@ def tracing(trace: Trace, models: Models) -> Iterator[None]:
     paths = trace.paths
 
     def left(module: nn.Module, result: Any) -> None:
-        for one in tensors_in(result):
+        for one in tensors_of(result):
             if one.grad_fn is not None:
                 trace.mark(one, Place(_node_name(one.grad_fn), paths.current, ""))
 

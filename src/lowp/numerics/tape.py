@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import hooks_after_accumulation, unwrapped
+from lowp.nested import mapped, tensors_of
 from lowp.numerics.models import Models
-from lowp.numerics.modes import Seam, source_line, tensors_in
+from lowp.numerics.modes import Seam, source_line
 from lowp.region import entries
 
 _MOST_CALLS = 16  # of models in one step; more are no training step, but for example a rollout
@@ -23,6 +24,9 @@ class Slot(NamedTuple):
     """Stands for a tensor that the step has computed, which the tape does not keep."""
 
     number: int
+
+
+_KINDS = Tensor, Slot
 
 
 @dataclass
@@ -113,40 +117,19 @@ class Tape:
         self._add(TapedCall(func, self._kept(args), self._kept(kwargs), source_line()), result)
 
     def _add(self, call: TapedCall, result: Any) -> None:
-        for one in tensors_in(result):
+        for one in tensors_of(result):
             self._numbers[id(one)] = (self._count, weakref.ref(one))
             call.results.append(self._count)
             self._count += 1
         self.calls.append(call)
 
     def _kept(self, value: Any) -> Any:
-        return mapped(self._slot, value) if self._numbers else value
+        return mapped(self._slot, value, _KINDS) if self._numbers else value
 
     def _slot(self, x: Tensor) -> Tensor | Slot:
         """The number of a tensor that the step has computed; any other tensor as it is."""
         known = self._numbers.get(id(x))
         return Slot(known[0]) if known is not None and known[1]() is x else x
-
-
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """The value with its tensors and slots changed, in lists, tuples and dictionaries as well."""
-    if isinstance(value, (Tensor, Slot)):
-        return change(value)
-    if isinstance(value, dict):
-        changed = {key: mapped(change, one) for key, one in value.items()}
-        return changed if type(value) is dict else _like(value, changed)
-    if isinstance(value, (list, tuple)):
-        parts = [mapped(change, one) for one in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
-def _like(value: dict[Any, Any], changed: dict[Any, Any]) -> Any:
-    """A dictionary of the same kind, such as the batches and outputs of transformers, where it can be made."""
-    try:
-        return type(value)(changed)
-    except TypeError:
-        return changed
 
 
 def random_state() -> list[Tensor]:
@@ -246,8 +229,8 @@ def calls_again(tape: Tape, at_line: Callable[[str], None] = lambda line: None) 
             return _detached(x) if of_model else x
 
         at_line(call.line)
-        result = function(*mapped(filled, call.args), **mapped(filled, call.kwargs))
-        made.update(zip(call.results, tensors_in(result), strict=False))
+        result = function(*mapped(filled, call.args, _KINDS), **mapped(filled, call.kwargs, _KINDS))
+        made.update(zip(call.results, tensors_of(result), strict=False))
     at_line("")
     found = made.get(-1 if tape.loss is None else tape.loss)
     return found if found is not None and found.requires_grad else None

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from lowp.kernels.steps.spectra import sampled, slope_of
 from lowp.kernels.tracing import functorch_is_active
+from lowp.nested import tensors_of
 from lowp.numerics.models import Models
-from lowp.numerics.modes import Paths, Seam, in_backward, numbers_of, op_of, source_line, tensors_in
+from lowp.numerics.modes import Paths, Seam, in_backward, numbers_of, op_of, source_line
 from lowp.numerics.part import CountedTensor, add_up, looked_at, of_model, parameter_key
 from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print
 from lowp.numerics.schedule import HOOK
@@ -87,12 +88,8 @@ class StepWatch:
         """Put the name of the only model so far before each path."""
         self._first = model
         self.part = self.part.renamed(model)
-        self._prints = of_model(self._prints, model)
-        self._gradients = of_model(self._gradients, model)
-        self._told = of_model(self._told, model)
-        self._slopes = of_model(self._slopes, model)
-        self._answered = of_model(self._answered, model)
-        self._unanswered = of_model(self._unanswered, model)
+        for name in ("_prints", "_gradients", "_told", "_slopes", "_answered", "_unanswered"):
+            setattr(self, name, of_model(getattr(self, name), model))
 
     def follow(self, running: nn.Module | None = None) -> None:
         """Follow the modules that are called from now on; `running` is a model whose call has begun."""
@@ -217,7 +214,7 @@ class StepWatch:
 
     def _saw(self, op: str, op_class: str, operands: str, given: tuple[Any, Any], result: Any) -> None:
         """Count an op that has run."""
-        outputs = [one for one in tensors_in(result) if one.is_floating_point()]
+        outputs = [one for one in tensors_of(result) if one.is_floating_point()]
         if not outputs:
             return
         module = self._paths.current
@@ -233,12 +230,11 @@ class StepWatch:
             for one in outputs:
                 seen.dtypes["output"] = str(one.dtype).removeprefix("torch.")
                 self._count(Key(module, op, "output", "forward"), one)
-        if torch.is_grad_enabled() and not functorch_is_active():
-            for one in outputs:
-                if one.requires_grad and one.grad_fn is not None and (one.ndim or reads):
-                    self._await(one, Key(module, op, "grad", "backward"), self._count_gradient)
-                    if op_class in _SENSITIVE:
-                        self._await_slope(Key(module, op, "output", "forward"), one)
+        for one in outputs:
+            if _has_gradient(one) and (one.ndim or reads):
+                self._await(one, Key(module, op, "grad", "backward"), self._count_gradient)
+                if op_class in _SENSITIVE:
+                    self._await_slope(Key(module, op, "output", "forward"), one)
 
     def _observe_slope(self, key: Key, tensor: Tensor) -> None:
         """Keep numbers of an activation, or count its gradient: that of the last one of its key without a gradient.
@@ -276,7 +272,7 @@ class StepWatch:
 
     def _look_at_operands(self, seen: OpSeen, module: str, op: str, given: tuple[Any, Any]) -> None:
         roles = seen.operands.split()
-        for place, one in enumerate(one for one in tensors_in(given) if one.is_floating_point()):
+        for place, one in enumerate(one for one in tensors_of(given) if one.is_floating_point()):
             role = roles[place] if place < len(roles) else ""
             name = self._models.parameters.get(id(one))
             if name is not None:
@@ -284,11 +280,8 @@ class StepWatch:
             elif role in ("input", "weight"):
                 seen.dtypes[role] = str(one.dtype).removeprefix("torch.")
                 self._count(Key(module, op, role, "forward"), one)
-                if seen.op_class in _SENSITIVE and self._has_slope(one):
+                if seen.op_class in _SENSITIVE and _has_gradient(one):
                     self._await_slope(Key(module, op, role, "forward"), one)
-
-    def _has_slope(self, activation: Tensor) -> bool:
-        return torch.is_grad_enabled() and activation.grad_fn is not None and not functorch_is_active()
 
     def _count(self, key: Key, tensor: Tensor) -> None:
         if not tensor.is_meta:
@@ -391,9 +384,13 @@ class StepWatch:
         return self.part
 
 
+def _has_gradient(activation: Tensor) -> bool:
+    return torch.is_grad_enabled() and activation.grad_fn is not None and not functorch_is_active()
+
+
 def _multiplications(op: str, args: tuple[Any, ...], output: Tensor) -> int:
     """How many products a contraction sums up, from the shapes of its operands; 0 where they do not tell."""
-    given = tensors_in(args)
+    given = tensors_of(args)
     if len(given) < 2 or not given[0].ndim:
         return 0
     if op.startswith("conv"):  # each output of a convolution is a sum over the window of its weight

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowp.casts import Cast
 from lowp.compat import remembered, with_tangents
 from lowp.errors import Misuse
+from lowp.nested import rebuilt, tensors_of
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import is_castable, is_irregular, native_dtype
 from lowp.ops.shields import shield
@@ -335,27 +336,8 @@ def changed(value: Any, change: _Change) -> Any:
         items = [one if type(one) in _NUMBERS else changed(one, change) for one in value]
         for new, old in zip(items, value, strict=True):  # a generator takes longer
             if new is not old:
-                return items if isinstance(value, list) else _rebuilt(value, items)
+                return items if isinstance(value, list) else rebuilt(value, items)
     return value
-
-
-def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> Any:
-    if type(value) is tuple:
-        return tuple(items)
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors among arguments, at any nesting, in order."""
-    found: list[Tensor] = []
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, (list, tuple, dict)):
-            left += reversed(list(one.values()) if isinstance(one, dict) else one)
-    return found
 
 
 def is_in_place(function: Callable[..., Any]) -> bool:

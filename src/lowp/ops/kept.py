@@ -21,8 +21,8 @@ from lowp.formats import ScaledFormat
 from lowp.kernels.casts.run import is_dense
 from lowp.kernels.numbers.philox import draw_seed
 from lowp.kernels.tracing import functorch_is_active
+from lowp.nested import tensors_of
 from lowp.ops.call import Call
-from lowp.ops.generic import tensors_of
 from lowp.quantized import Quantized
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)

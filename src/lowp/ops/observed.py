@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowp.nested import tensors_of
 from lowp.ops.call import Call
-from lowp.ops.generic import changed, is_out_of_place, run_changed, tensors_of
+from lowp.ops.generic import changed, is_out_of_place, run_changed
 from lowp.ops.observing import Watch, role_of
 from lowp.ops.table import Row
 

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowp import checkpoint
 from lowp.errors import InvalidInput, LowpError, Unavailable
+from lowp.nested import mapped
 from lowp.precision import Precision
 from lowp.recipes import RECIPES, get
 from lowp.recipes.recipe import Data, Recipe, Size
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 STOPS = (LowpError, ArithmeticError, torch.OutOfMemoryError)
 
 _KIND = "lowp train"
+_OnStep = Callable[["Training", Tensor], None]
 _WORDS: tuple[type, ...] = (str, type(None))
 
 
@@ -184,7 +186,7 @@ class Training:
         stop: Callable[[], bool] = lambda: False,
         sampler: Observer | None = None,
         keeper: RunKeeper | None = None,
-        on_step: Callable[[Training, Tensor], None] = lambda training, loss: None,
+        on_step: _OnStep = lambda training, loss: None,
     ) -> bool:
         """Train to the end and return True; return False as soon as `stop()`, called before each step, is true.
 
@@ -220,7 +222,7 @@ class Training:
             enough = is_enough(len(losses))
 
         self.history.append({"loss": math.nan, "epoch": 0})  # no evaluation of the model before training
-        while self.epoch < self.epochs and self._run_epoch(lambda: enough, None, on_step=on_step):
+        while self.epoch < self.epochs and self._run_epoch(lambda: enough, None, None, on_step):
             self.epoch, self.step_of_epoch = self.epoch + 1, 0
         return [float(loss) for loss in losses]
 
@@ -242,11 +244,7 @@ class Training:
         return True
 
     def _run_epoch(
-        self,
-        stop: Callable[[], bool],
-        sampler: Observer | None,
-        keeper: RunKeeper | None = None,
-        on_step: Callable[[Training, Tensor], None] = lambda training, loss: None,
+        self, stop: Callable[[], bool], sampler: Observer | None, keeper: RunKeeper | None, on_step: _OnStep
     ) -> bool:
         """Train from `step_of_epoch` to the end of the epoch; return False if it was stopped before."""
         self.model.train()
@@ -361,7 +359,7 @@ def read_extra(path: Path) -> dict[str, Any]:
 def _invalid_entry(extra: dict[str, Any]) -> str | None:
     """Return a description of the first entry that `Training.save` would not write; None if there is none."""
     settings, history = extra.get("settings"), extra.get("history")
-    names = {field.name: get_type_hints(Settings)[field.name] for field in fields(Settings)}
+    names = get_type_hints(Settings)
     if not isinstance(settings, dict) or set(settings) != set(names):
         return "its settings are not those of a training"
     for name, kind in names.items():
@@ -399,10 +397,4 @@ def threads_of(count: int | None) -> Iterator[int]:
 
 def moved(batch: Any, device: torch.device) -> Any:
     """Return a batch with all its tensors, in any nesting of tuples, lists and dictionaries, on a device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {name: moved(part, device) for name, part in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(moved(part, device) for part in batch)
-    return batch
+    return mapped(lambda x: x.to(device, non_blocking=True), batch)

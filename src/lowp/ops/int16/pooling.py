@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import Mantissas
+from lowp.nested import tensors_of
 from lowp.ops.call import Call
-from lowp.ops.generic import tensors_of
 from lowp.ops.observed import told
 from lowp.ops.observing import role_of
 from lowp.ops.shields import shield

@@ -25,9 +25,10 @@ from lowp.kernels.choose.dispatch import answers_at_once, has_integer_kernels
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.cpu_int16 import memory_of
 from lowp.kernels.int16.mantissas import values
+from lowp.nested import tensors_of
 from lowp.ops.call import Call
 from lowp.ops.casting import end
-from lowp.ops.generic import changed, is_out_of_place, tensors_of
+from lowp.ops.generic import changed, is_out_of_place
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
 from lowp.ops.observing import role_of
 from lowp.ops.shields import shielded
