@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from lowp import formats
 from lowp.errors import InvalidInput, UnknownName, unknown
-from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, checks
+from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat, checks
 from lowp.formats.checks import Dtype
 from lowp.formats.text_enum import TextEnum
 from lowp.hashing import hashed_once
@@ -131,19 +131,12 @@ class ScalingSpec:
             )
 
     def __str__(self) -> str:
-        given = []
+        usual = {one.name: one.default for one in fields(self) if one.name not in ("kind", "exponent")}
+        given = [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
+        if given == [f"rule={self.rule}"]:
+            return self.rule
         if self.exponent is not None:
-            given.append(str(self.exponent))
-        if self.window != 16:
-            given.append(f"window={self.window}")
-        if self.headroom:
-            given.append(f"headroom={self.headroom}")
-        if self.words != 2:
-            given.append(f"words={self.words}")
-        if self.rule != "floor":
-            if not given:
-                return self.rule
-            given.append(f"rule={self.rule}")
+            given.insert(0, str(self.exponent))
         return self.kind + (f"({','.join(given)})" if given else "")
 
 
@@ -283,23 +276,18 @@ def _check_rule(format: ScaledFormat, rule: str, rounding: Rounding) -> None:
     if rule == "eden" and rounding is not Rounding.NEAREST_EVEN:
         raise InvalidInput(f"the rule eden rounds elements to nearest, and scales stochastically: omit {rounding}")
     if rule in ("4/6", "eden"):
-        if format.element != formats.FORMATS["e2m1"] or has_powers_of_two(format) or format.other is not None:
+        if format.element != formats.FORMATS["e2m1"] or format.has_powers_of_two or format.other is not None:
             raise InvalidInput(
                 f"{format}: the rule {rule} is for elements e2m1 under scales with a mantissa, as of nvfp4: omit it"
             )
         return
-    if not has_powers_of_two(format):
+    if not format.has_powers_of_two:
         raise InvalidInput(f"{format}: the rule {rule} is for scales that are powers of two, as of mxfp8: omit it")
     if isinstance(format.element, IntFormat) and format.scope.kind == "tensor":
         raise InvalidInput(
             f"{format}: integers under one exponent have that of floor by their definition (Das et al. 2018): "
             "give current(headroom=1) for one bit more, or a scale by row or block for the rule"
         )
-
-
-def has_powers_of_two(format: ScaledFormat) -> bool:
-    """Whether every scale of a format is a power of two."""
-    return format.outer is None and (isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero)
 
 
 def doubles(significand: Fraction, cast: Cast) -> bool:
@@ -323,12 +311,11 @@ def _least_doubled(cast: Cast) -> tuple[Fraction, bool]:
 
     rule, element = "floor" if cast.scaling is None else cast.scaling.rule, cast.element
     largest = Fraction(element.maximum)
-    top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
-    digits = element.mantissa_bits if isinstance(element, FloatFormat) else top
+    digits = element.mantissa_bits if isinstance(element, FloatFormat) else element.max_exponent
     return {
         "floor": (Fraction(2), True),
         "ceil": (Fraction(1), False),
-        "rceil": (largest / Fraction(2) ** top, False),
+        "rceil": (largest / Fraction(2) ** element.max_exponent, False),
         "even": (2 - Fraction(1, 2 << digits), True),
     }[rule]
 

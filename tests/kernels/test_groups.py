@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lowp
 from lowp import kernels
-from lowp.casts import has_powers_of_two, parse
+from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat
 from lowp.kernels import cpu
@@ -73,7 +73,7 @@ def numbers(text: str, dtype: torch.dtype) -> Tensor:
     x = torch.nn.functional.pad(points, (0, 60 * rows - len(points))).reshape(rows, 4, 15)
     x = torch.cat([torch.full((rows, 4, 1), float(element.maximum)), x], dim=-1).reshape(rows, 64)
     scale = torch.rand(rows, 1, generator=generator) + 1
-    scale = scale if not has_powers_of_two(scaled.scaled_format(cast)) else torch.ones(rows, 1)
+    scale = scale if not scaled.scaled_format(cast).has_powers_of_two else torch.ones(rows, 1)
     x = (x * scale).to(dtype)
     x[1::3] = torch.nextafter(x[1::3], x.new_tensor(torch.inf))
     more = torch.randn(9, 64, generator=generator) * 2.0 ** torch.randint(-6, 6, (9, 64), generator=generator)

@@ -132,6 +132,11 @@ class ScaledFormat:
             )
 
     @property
+    def has_powers_of_two(self) -> bool:
+        """Whether every scale is a power of two."""
+        return self.outer is None and (isinstance(self.scale, PowerOfTwo) or not self.scale.has_zero)
+
+    @property
     def bits(self) -> int:
         """Bits an element; the shared scale is apart."""
         return self.element.bits

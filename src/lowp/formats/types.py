@@ -371,6 +371,11 @@ class IntFormat:
         return (1 << (self.bits - 1)) - 1 if self.bits > 1 else 1
 
     @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest value, as of a float."""
+        return self.maximum.bit_length() - 1
+
+    @property
     def minimum(self) -> int:
         """Smallest value."""
         return -self.maximum if self.symmetric else -(1 << (self.bits - 1))

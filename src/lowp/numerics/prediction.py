@@ -15,8 +15,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lowp import casts, formats
-from lowp.casts import Cast, doubles, has_powers_of_two
+from lowp import casts
+from lowp.casts import Cast, doubles
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.numerics.blocks import RATIOS, SIGNIFICANDS, Blocks, midpoints
@@ -97,7 +97,7 @@ def effect(seen: Spectrum, to: str | Cast | Format, scale: float = 1.0, blocks: 
 
     `blocks` are those in which the cast reads the tensor, if its format has blocks and they were counted.
     """
-    format = _format_of(to)
+    format = casts.parse(to).format
     if seen.nonzero == 0:
         return Effect(0.0, 0.0, 0.0, math.inf, 0.0, _maximum(format))
     bound = False
@@ -147,11 +147,10 @@ def _tops(blocks: Blocks, cast: Cast, largest: float) -> tuple[NDArray[np.float6
     format = cast.format
     assert isinstance(format, ScaledFormat)
     element, highest = format.element, _maximum(format.element)
-    if has_powers_of_two(format):
-        top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
+    if format.has_powers_of_two:
         heads = 1 + (np.arange(2 * SIGNIFICANDS) + 0.5) / (2 * SIGNIFICANDS)
         halved = np.array([doubles(Fraction(head), cast) for head in heads])
-        return heads * 2.0**top / (1 + halved), blocks.significands.repeat(2, 1) / 2
+        return heads * 2.0**element.max_exponent / (1 + halved), blocks.significands.repeat(2, 1) / 2
     if not isinstance(format.scale, FloatFormat) or format.scale.mantissa_bits > 7:
         return np.array([highest]), np.ones((2, 1))
     # a scale of few bits is rounded, too; the largest of a block is taken to be anywhere in its octave
@@ -208,12 +207,11 @@ def _noise(seen: Spectrum, counts: NDArray[np.float64], grid: _Grid, scale: floa
     exponent = _EXPONENTS.astype(np.float64) + math.log2(scale)
     octave = np.floor(exponent) if scale != 2.0 ** round(math.log2(scale)) else exponent
     mean_square = np.exp2(2 * exponent)[:, None] * _MEAN_SQUARES
-    kept = np.full(counts.shape, 1.0)
     flush, top = _shares_below(exponent, grid.flush), _shares_below(exponent, grid.overflow_from)
     flushed = counts * flush
     over = counts * (1 - top)
     kept = np.maximum(counts - flushed - over, 0)
-    spacing = np.exp2(2.0 * (np.maximum(octave, grid.lowest) - grid.precision + 1))
+    spacing = _squared_spacing(octave, grid)
     missing = np.maximum(grid.lowest - octave, 0)  # bits that a subnormal number has fewer
     error = _error_share(seen, grid, missing.astype(int), scale)
     rounded = float((kept.sum(1) * spacing * error).sum())
@@ -252,29 +250,16 @@ def _shared_scale(largest: float, format: ScaledFormat) -> float:
     top = _maximum(format.element)
     if not largest:
         return 1.0
-    power_of_two = isinstance(format.scale, PowerOfTwo) or format.scale.mantissa_bits == 0
-    if not power_of_two:
-        return top / largest
     if isinstance(format.scale, PowerOfTwo):  # the smallest scale under which the largest number fits
         exponent = math.ceil(math.log2(Fraction(largest) / Fraction(top)))
         return math.ldexp(1.0, -min(max(exponent, format.scale.min_exponent), format.scale.max_exponent))
-    emax = format.element.max_exponent if isinstance(format.element, FloatFormat) else format.element.bits - 2
-    return math.ldexp(1.0, emax - (math.frexp(largest)[1] - 1))  # OCP MX 1.0, section 6.3
+    if format.scale.mantissa_bits:
+        return top / largest
+    return math.ldexp(1.0, format.element.max_exponent - (math.frexp(largest)[1] - 1))  # OCP MX 1.0, section 6.3
 
 
 def _maximum(format: Format) -> float:
     return _maximum(format.element) if isinstance(format, ScaledFormat) else float(format.maximum)
-
-
-def _format_of(to: str | Cast | Format) -> Format:
-    if isinstance(to, (FloatFormat, IntFormat, ScaledFormat)):
-        return to
-    if isinstance(to, Cast):
-        return to.format
-    try:
-        return formats.parse(to)
-    except ValueError:
-        return casts.parse(to).format
 
 
 # -- updates ----------------------------------------------------------------------------------------------------------
@@ -284,7 +269,7 @@ def lost_updates(seen: Updates, weights: Spectrum, to: str | Cast | Format) -> f
     An update moves a weight if it is half of the spacing there or more. Weights just below a power of two round up to
     it, those just above down to it, where numbers below lie twice as close: how many is read from the spectrum.
     """
-    format = _format_of(to)
+    format = casts.parse(to).format
     if not isinstance(format, FloatFormat):
         raise InvalidInput(f"lost updates are predicted for float formats (bf16, fp16, e5m7), not for {format}")
     total = seen.present
@@ -356,7 +341,7 @@ _WIDEST = Window(-126, 127)
 
 def scale_window(seen: Spectrum, to: str | Cast | Format, flushed: float = MOST_FLUSHED) -> Window:
     """The loss scales that bring a gradient into a float format; every one where it is all zeros."""
-    format = _format_of(to)
+    format = casts.parse(to).format
     if not isinstance(format, FloatFormat):
         raise InvalidInput(
             f"a loss scale is predicted for float formats (fp16, e5m2), not for {format}: it has its own"
@@ -382,7 +367,7 @@ def sensitivity(
     whole tensor, a bound where blocks or rows have their own.
     """
     energy = seen.gradient_energy if isinstance(seen, Updates) else seen
-    format, scale = _format_of(to), 1.0
+    format, scale = casts.parse(to).format, 1.0
     if isinstance(format, ScaledFormat):
         if spectrum is None:
             raise InvalidInput(f"the sensitivity to {format} follows the largest number: give the tensor's spectrum")

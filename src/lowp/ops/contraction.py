@@ -98,10 +98,7 @@ def linear(call: Call) -> Tensor:
     return multiply(Linear(tuple(x.shape), tuple(weight.shape)), call, x, weight, bias)
 
 
-Sizes = tuple[int, ...]
-
-
-def _linear_form(op: str, first: Sizes, second: Sizes, bias: Sizes | None, more: tuple[Any, ...]) -> Linear | None:
+def _linear_form(op: str, first: Shape, second: Shape, bias: Shape | None, more: tuple[Any, ...]) -> Linear | None:
     """Return the form of F.linear with x[..., k] and w[n, k], not empty, and an optional bias [n]; None for others."""
     fits = len(first) > 1 and len(second) == 2 and first[-1] == second[-1] and 0 not in first + second
     return Linear(tuple(first), tuple(second)) if fits and bias in (None, second[:1]) and not more else None
@@ -257,7 +254,9 @@ def added(call: Call) -> Tensor:
     """addmm, addmv, addr, addbmm, baddbmm; in place if the function's name ends in an underscore."""
     name = call.op.rstrip("_")
     first_name, second_name, terms, function = _ADDED[name]
-    bias, first, second, beta, alpha = _added_arguments(call, first_name, second_name)
+    if len(call.args) > 3 or (len(call.args) > 1 and not isinstance(call.args[0], Tensor)):
+        raise Mismatch  # torch's older order: beta, input, alpha, first, second
+    bias, first, second, beta, alpha = bound(call, "input", first_name, second_name, beta=1, alpha=1)
     check(bias, first, second)
     require(all(x.dim() == len(term) for x, term in zip((first, second), terms, strict=False)))
     sizes = dict(zip(terms[0] + terms[1], (*first.shape, *second.shape), strict=True))
@@ -269,13 +268,6 @@ def added(call: Call) -> Tensor:
     if function_name(call).endswith("_"):
         return cast(Tensor, bias.copy_(result))
     return result
-
-
-def _added_arguments(call: Call, first_name: str, second_name: str) -> list[Any]:
-    """Read input, two operands, beta and alpha, also in torch's older order (beta, input, alpha, first, second)."""
-    if len(call.args) > 3 or (len(call.args) > 1 and not isinstance(call.args[0], Tensor)):
-        raise Mismatch
-    return bound(call, "input", first_name, second_name, beta=1, alpha=1)
 
 
 # -- einsum and relatives ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Overflow, Rounding, has_powers_of_two, parse
+from lowp.casts import Cast, Overflow, Rounding, parse
 from lowp.compat import real_tensors
 from lowp.errors import InvalidInput, Misuse
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
@@ -211,7 +211,7 @@ def _fits(format: ScaledFormat, dtype: torch.dtype) -> bool:
     16 bits take that rounding under a scale of any fraction, whose products are longer than an element anyway. Under a
     power of two the value is the element's own digits, and 16 bits have to hold them all.
     """
-    if dtype in (torch.float64, torch.float32) or not has_powers_of_two(format):
+    if dtype in (torch.float64, torch.float32) or not format.has_powers_of_two:
         return True
     element = format.element
     digits = element.precision if isinstance(element, FloatFormat) else max(element.bits - 1, 1)

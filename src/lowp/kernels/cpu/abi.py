@@ -298,8 +298,7 @@ def sharing_parameters(cast: Cast) -> object:
         block.scale, block.smallest = _block(Cast(scale, overflow=Overflow.SATURATE)), scale.smallest_normal
         block.marks = scale.bits <= 8 and scale.has_nan and scaling.kind == "current"
     if isinstance(scale, PowerOfTwo) or not (scale.has_zero or scale.mantissa_bits):
-        largest = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
-        block.power, block.top, block.last = True, largest - scaling.headroom, scale.max_exponent
+        block.power, block.top, block.last = True, element.max_exponent - scaling.headroom, scale.max_exponent
         block.carry = carry_of(cast, 52)
         block.of_zeros = block.lowest = block.stored_from = scale.min_exponent
         if format.scope.kind == "tensor":

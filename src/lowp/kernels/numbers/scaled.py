@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Overflow, Rounding, ScalingSpec, carry_of, has_powers_of_two
+from lowp.casts import Cast, Overflow, Rounding, ScalingSpec, carry_of
 from lowp.compat import has_fp64, remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
@@ -90,12 +90,10 @@ def choose(x: Tensor, cast: Cast) -> Scales:
 
 def _power_of_two(largest: Tensor, cast: Cast) -> Tensor:
     format, headroom = scaled_format(cast), 0 if cast.scaling is None else cast.scaling.headroom
-    element, scale = format.element, format.scale
-    top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
-    exponent = floor_log2(largest, carry_of(cast, 52)) - top + headroom
+    exponent = floor_log2(largest, carry_of(cast, 52)) - format.element.max_exponent + headroom
     if format.scope.kind == "tensor":
         exponent = torch.where(largest == 0, 0, exponent)
-    return two_to_the(exponent.clamp(scale.min_exponent, scale.max_exponent))
+    return two_to_the(exponent.clamp(format.scale.min_exponent, format.scale.max_exponent))
 
 
 def scale_of_maxima(largest: Tensor, cast: Cast) -> Tensor:
@@ -318,7 +316,7 @@ def values(element: Tensor, cast: Cast, scales: Scales, dtype: torch.dtype) -> T
     wide = element * spread(divisor(scales, format), element.shape, format.scope)
     if dtype == torch.float64:
         return narrow(wide, dtype)
-    if dtype != torch.float32 and not has_powers_of_two(format):
+    if dtype != torch.float32 and not format.has_powers_of_two:
         return narrow(bitwise.quantized(wide, replace(_TO_16_BITS[dtype], overflow=Overflow.SATURATE)), dtype)
     found = narrow(bitwise.quantized(wide, TO_FP32), torch.float32)
     if dtype != torch.float32:

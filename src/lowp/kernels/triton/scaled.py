@@ -114,11 +114,10 @@ def _is_power(format: ScaledFormat) -> bool:
 def _shared(cast: Cast) -> Shared:
     """Return the numbers of a shared scale, but for the limits of its exponent."""
     element, headroom = cast.element, 0 if cast.scaling is None else cast.scaling.headroom
-    top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
     maximum = float(element.maximum) / 2.0**headroom
     inverse = float(np.float32(1.0 / maximum))
     carry = 0 if _is_tried(cast) else carry_of(cast, 23)
-    return Shared(top - headroom, carry, 0, 0, maximum, inverse, 1.0 / maximum - inverse)
+    return Shared(element.max_exponent - headroom, carry, 0, 0, maximum, inverse, 1.0 / maximum - inverse)
 
 
 def _sharing(cast: Cast, dtype: torch.dtype, codes: bool, form: CastTraits, shape: Layout) -> tuple[Sharing, Layout]:
