@@ -32,9 +32,10 @@ from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import Preset
 from lowp.region import entries
 from lowp.region.blocks import Leaving, decorated, exit_of
-from lowp.region.engine import Audit, Engine, ModulePath
+from lowp.region.engine import Audit, Engine
 from lowp.region.entries import Entry, suspendable
 from lowp.region.following import follow_modules, install, unfollow_modules
+from lowp.region.paths import ModulePath
 from lowp.region.rulebook import Report, Rulebook
 from lowp.region.weights import WeightCasts, forget_all
 
@@ -281,16 +282,11 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         self._has_complained = not (report.unused_by_user and self._rulebook.strict)  # also True if nothing is unused
         if not report.unused_by_user:
             return
-        text = (
-            f"policy {self.policy.name or 'unnamed'}: nothing matched "
-            + "; ".join(f"rule {self.policy.rules.index(rule) + 1} ({rule})" for rule in report.unused_by_user)
-            + f". Ops under a rule so far: {', '.join(report.ops) or 'none'}"
-        )
         if self._rulebook.strict:
-            raise InvalidInput(text + ". Correct its ops or where, or omit strict=True")
+            raise InvalidInput(f"{report.complaint}. Correct its ops or where, or omit strict=True")
         if self.policy not in _warned:
             _warned.add(self.policy)
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warnings.warn(report.complaint, UserWarning, stacklevel=4)
 
     # -- what was seen --------------------------------------------------------------------------------------------
 

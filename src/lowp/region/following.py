@@ -33,8 +33,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowp.compat import plain_when_run, private, skipped_by_compilers
 from lowp.exponents import Spots, Trail
-from lowp.region.engine import Engine, ModulePath
+from lowp.region.engine import Engine
 from lowp.region.entries import Entry, current, current_engine, following
+from lowp.region.paths import ModulePath
 
 _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -81,6 +81,13 @@ class Report:
         """The unused rules that are not a preset's: a preset has rules for ops that a model need not have."""
         return tuple(rule for rule in self.unused if rule not in _OF_PRESETS)
 
+    @property
+    def complaint(self) -> str:
+        """What is said of them."""
+        rules = "; ".join(f"rule {self.policy.rules.index(rule) + 1} ({rule})" for rule in self.unused_by_user)
+        ops = ", ".join(self.ops) or "none"
+        return f"policy {self.policy.name or 'unnamed'}: nothing matched {rules}. Ops under a rule so far: {ops}"
+
     def __str__(self) -> str:
         lines = [f"policy {self.policy.name or 'unnamed'}: {len(self.ops)} ops ran under its rules"]
         lines += [f"  unused rule {self.policy.rules.index(rule) + 1}: {rule}" for rule in self.unused]

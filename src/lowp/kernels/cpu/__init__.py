@@ -19,7 +19,7 @@ import struct
 import warnings
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import c_char_p, c_uint32, c_void_p
+from ctypes import c_char_p, c_void_p
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -375,20 +375,6 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     zeros, nans, infinities = counts[256:].tolist()
     maximum, squares = reals.tolist()
     return counts[:256], maximum, squares, zeros, nans, infinities
-
-
-def random_words(seed: int, counter: int, counters: int) -> Tensor:
-    """Return the Philox-4x32-10 words of the counters (counter, 0, 0) onwards: int64 [counters, 4]."""
-    words = torch.zeros(counters, 4, dtype=torch.int32, device="cpu")
-    loaded().lowp_random_words(seed & MASK, counter & MASK, counters, words)
-    return words.to(torch.int64) & 0xFFFFFFFF
-
-
-def random_block(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
-    """Return the four Philox-4x32-10 words of one counter."""
-    words = (c_uint32 * 4)()
-    loaded().lowp_random_block(seed & MASK, (c_uint32 * 4)(*counter), words)
-    return list(words)
 
 
 def fp32_of(bits: int) -> float:

@@ -276,12 +276,8 @@ def encode(
 @triton.jit
 def _tell_nans(found, magnitude, WIDE: tl.constexpr):
     """Set `found` to 1 if there are NaNs, or infinities: those with zero have a sum only if there are none."""
-    if WIDE:
-        none = (magnitude & 0).to(tl.float64, bitcast=True)
-        products = magnitude.to(tl.float64, bitcast=True) * none
-    else:
-        none = (magnitude & 0).to(tl.float32, bitcast=True)
-        products = magnitude.to(tl.float32, bitcast=True) * none
+    FLOAT: tl.constexpr = tl.float64 if WIDE else tl.float32
+    products = magnitude.to(FLOAT, bitcast=True) * (magnitude & 0).to(FLOAT, bitcast=True)
     if tl.reduce(products, 0, tl.standard._sum_combine) != 0.0:
         tl.store(found, 1)
 
@@ -305,14 +301,10 @@ def decoded(raw, codes, LAYOUT: tl.constexpr):
         whole = raw.to(tl.int64) if LAYOUT.wide else raw.to(tl.int32)
         code = whole & codes.magnitude_mask
         magnitude = (code + codes.offset) << codes.dropped
-        if LAYOUT.varying and LAYOUT.has_zero:
-            if LAYOUT.subnormals:
-                small = _counted(code, codes, LAYOUT)
-                magnitude = tl.where(code < codes.subnormals_from, small, magnitude)
-            else:
-                magnitude = tl.where(code < codes.subnormals_from, 0, magnitude)
-        elif not LAYOUT.subnormals and LAYOUT.has_zero:
+        if LAYOUT.has_zero and not LAYOUT.subnormals:
             magnitude = tl.where(code < codes.subnormals_from, 0, magnitude)
+        elif LAYOUT.has_zero and LAYOUT.varying:
+            magnitude = tl.where(code < codes.subnormals_from, _counted(code, codes, LAYOUT), magnitude)
         infinity = infinity_bits(LAYOUT.wide)
         nan = infinity_bits(LAYOUT.wide) + quiet_bit(LAYOUT.wide)
         if LAYOUT.infinity:
@@ -336,15 +328,11 @@ def decoded(raw, codes, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _counted(code, codes, LAYOUT: tl.constexpr):
+    FLOAT: tl.constexpr = tl.float64 if LAYOUT.wide else tl.float32
     anchor = (code & 0) + codes.anchor
     quantum = (code & 0) + codes.quantum
-    if LAYOUT.wide:
-        quanta = (anchor | code).to(tl.float64, bitcast=True) - anchor.to(tl.float64, bitcast=True)
-        value = (quanta * quantum.to(tl.float64, bitcast=True)).to(tl.int64, bitcast=True)
-    else:
-        quanta = (anchor | code).to(tl.float32, bitcast=True) - anchor.to(tl.float32, bitcast=True)
-        value = (quanta * quantum.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    return value
+    quanta = (anchor | code).to(FLOAT, bitcast=True) - anchor.to(FLOAT, bitcast=True)
+    return (quanta * quantum.to(FLOAT, bitcast=True)).to(tl.int64 if LAYOUT.wide else tl.int32, bitcast=True)
 
 
 @triton.jit
