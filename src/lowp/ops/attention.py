@@ -265,10 +265,8 @@ def _of_values(rule: Rule) -> Rule:
     return Rule(**{**vars(_of_scores(rule)), "output": rule.output})
 
 
-_kept = (
-    remembered_by_identity(_of_scores),
-    remembered_by_identity(_of_values),
-)  # what is known of rules goes by identity
+# what is known of rules goes by identity
+_kept = remembered_by_identity(_of_scores), remembered_by_identity(_of_values)
 
 
 def contracted(call: Call, rule: Rule, first: Tensor, second: Tensor) -> Tensor:

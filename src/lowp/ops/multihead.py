@@ -26,7 +26,7 @@ from lowp.policy import Rule
 
 
 class _Arguments(NamedTuple):
-    """The parameters of F.multi_head_attention_forward, in its order."""
+    """The parameters of F.multi_head_attention_forward, in its order, with its defaults."""
 
     query: Tensor
     key: Tensor
@@ -41,34 +41,18 @@ class _Arguments(NamedTuple):
     dropout_p: float
     out_proj_weight: Tensor
     out_proj_bias: Tensor | None
-    training: bool
-    key_padding_mask: Tensor | None
-    need_weights: bool
-    attn_mask: Tensor | None
-    use_separate_proj_weight: bool
-    q_proj_weight: Tensor | None
-    k_proj_weight: Tensor | None
-    v_proj_weight: Tensor | None
-    static_k: Tensor | None
-    static_v: Tensor | None
-    average_attn_weights: bool
-    is_causal: bool
-
-
-_DEFAULTS: dict[str, Any] = {
-    "training": True,
-    "key_padding_mask": None,
-    "need_weights": True,
-    "attn_mask": None,
-    "use_separate_proj_weight": False,
-    "q_proj_weight": None,
-    "k_proj_weight": None,
-    "v_proj_weight": None,
-    "static_k": None,
-    "static_v": None,
-    "average_attn_weights": True,
-    "is_causal": False,
-}
+    training: bool = True
+    key_padding_mask: Tensor | None = None
+    need_weights: bool = True
+    attn_mask: Tensor | None = None
+    use_separate_proj_weight: bool = False
+    q_proj_weight: Tensor | None = None
+    k_proj_weight: Tensor | None = None
+    v_proj_weight: Tensor | None = None
+    static_k: Tensor | None = None
+    static_v: Tensor | None = None
+    average_attn_weights: bool = True
+    is_causal: bool = False
 
 
 def with_projections(rule: Rule) -> Callable[[Call], Any]:
@@ -83,8 +67,8 @@ def multi_head_attention_forward(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def _forward(call: Call, projections: Rule | None = None) -> tuple[Tensor, Tensor | None]:
-    required = [name for name in _Arguments._fields if name not in _DEFAULTS]
-    given = _Arguments(*bound(call, *required, **_DEFAULTS))
+    optional = _Arguments._field_defaults
+    given = _Arguments(*bound(call, *(name for name in _Arguments._fields if name not in optional), **optional))
     check(given.query, given.key, given.value, given.in_proj_weight, given.out_proj_weight)
     _validate(given)
     if given.query.dim() == 3:

@@ -180,12 +180,26 @@ def batch_norm(call: Call) -> Tensor:
     if call.writer is None and call.watch is None and _is_torchs_own(_read_by_torch(call.rule), call.args, call.kwargs):
         result: Tensor = call.func(*call.args, **call.kwargs)
         return result
-    if getattr(call.func, "__module__", "") != F.__name__:
-        return _torch_batch_norm(call)
-    x, mean, var, weight, bias, training, momentum, eps = bound(
-        call, "input", "running_mean", "running_var", weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+    x, mean, var, weight, bias, training, momentum, eps = _arguments_of_batch_norm(call)
+    check(x, weight, bias, mean, var)
+    require(x.dim() >= 2 and _fits_channels(x.shape[1], weight, bias, mean, var))
+    require((training or (mean is not None and var is not None)) and (mean is None) == (var is None))
+    require(not training or x.numel() > x.shape[1])  # one value a channel has no variance: torch refuses
+    if x.numel() == 0 and not training:  # torch's kernel for the gradients divides by the size of the batch
+        raise Empty
+    with _fp32_statistics(mean, var, training) as (wide_mean, wide_var):
+        return _normed(call, BatchNorm(wide_mean, wide_var, training, momentum, eps), x, weight, bias)
+
+
+def _arguments_of_batch_norm(call: Call) -> list[Any]:
+    """Return them in the order of F.batch_norm; torch.batch_norm has (input, weight, bias, running_mean, ...)."""
+    if getattr(call.func, "__module__", "") == F.__name__:
+        named = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+        return bound(call, "input", "running_mean", "running_var", **named)
+    x, weight, bias, mean, var, *settings, _ = bound(
+        call, *"input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
     )
-    return _batch_norm(call, x, mean, var, weight, bias, training, momentum, eps)
+    return [x, mean, var, weight, bias, *settings]
 
 
 def quick_batch_norm(rule: Rule) -> Quick | None:
@@ -242,48 +256,12 @@ def _is_torchs_own(dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dic
     return x.numel() > 0
 
 
-def _torch_batch_norm(call: Call) -> Tensor:
-    """torch.batch_norm in its own order: (input, weight, bias, running_mean, running_var, training, momentum, eps)."""
-    x, weight, bias, mean, var, training, momentum, eps, _ = bound(
-        call, *"input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
-    )
-    return _batch_norm(call, x, mean, var, weight, bias, training, momentum, eps)
-
-
-def _batch_norm(
-    call: Call,
-    x: Tensor,
-    mean: Tensor | None,
-    var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    check(x, weight, bias, mean, var)
-    require(x.dim() >= 2 and _fits_channels(x.shape[1], weight, bias, mean, var))
-    require((training or (mean is not None and var is not None)) and (mean is None) == (var is None))
-    require(not training or x.numel() > x.shape[1])  # one value a channel has no variance: torch refuses
-    if x.numel() == 0 and not training:  # torch's kernel for the gradients divides by the size of the batch
-        raise Empty
-    with _fp32_statistics(mean, var, training) as (wide_mean, wide_var):
-        return _normed(call, BatchNorm(wide_mean, wide_var, training, momentum, eps), x, weight, bias)
-
-
 @runner
 def instance_norm(call: Call) -> Tensor:
     """F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats=True, momentum=0.1, eps=1e-5)."""
+    optional = dict.fromkeys(("running_mean", "running_var", "weight", "bias"))
     x, mean, var, weight, bias, use_input, momentum, eps = bound(
-        call,
-        "input",
-        running_mean=None,
-        running_var=None,
-        weight=None,
-        bias=None,
-        use_input_stats=True,
-        momentum=0.1,
-        eps=1e-5,
+        call, "input", **optional, use_input_stats=True, momentum=0.1, eps=1e-5
     )
     check(x, weight, bias, mean, var)
     require(x.dim() >= 2 and _fits_channels(x.shape[1], weight, bias, mean, var))
@@ -291,30 +269,14 @@ def instance_norm(call: Call) -> Tensor:
     require(not use_input or math.prod(x.shape[2:]) > 1)
     if x.numel() == 0:
         raise Empty
-    return _instance_norm(call, x, mean, var, weight, bias, use_input, momentum, eps)
-
-
-def _instance_norm(
-    call: Call,
-    x: Tensor,
-    mean: Tensor | None,
-    var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    use_input: bool,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    """Batch norm with a separate channel for each instance; running statistics are the mean over instances."""
+    # batch norm with a separate channel for each instance; running statistics are the mean over instances
     count = x.shape[0]
-
-    def repeated(one: Tensor | None) -> Tensor | None:
-        return None if one is None else one.float().repeat(count)
-
-    wide_mean, wide_var = repeated(mean), repeated(var)
-    computation = BatchNorm(wide_mean, wide_var, use_input, momentum, eps)
+    wide_mean, wide_var, *parameters = (
+        None if one is None else one.float().repeat(count) for one in (mean, var, weight, bias)
+    )
     flat = x.reshape(1, count * x.shape[1], *x.shape[2:])
-    result = _normed(call, computation, flat, repeated(weight), repeated(bias)).reshape(x.shape)
+    computation = BatchNorm(wide_mean, wide_var, use_input, momentum, eps)
+    result = _normed(call, computation, flat, *parameters).reshape(x.shape)
     if use_input:
         for running, wide in ((mean, wide_mean), (var, wide_var)):
             if running is not None and wide is not None:

@@ -5,7 +5,7 @@ inputs and the hidden states as they were written (16 bits where the format has 
 steps at once; the weight's gradient is one product over all steps, summed in fp32, instead of one rounding a step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -92,22 +92,15 @@ class _Sequence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         rounded_weight = weight if value is None else value
         wide = rounded_weight.float()
-        outputs: list[tuple[int, Tensor]] = []
-        state = hidden.clone()
-        cell_state = None if memory is None else memory.float().clone()
-        for start, stop, count in layer.steps():
-            h = layer.project(state[:count], wide, bias)
-            kept = None if cell_state is None else cell_state[:count]
-            new, new_memory = layer.cell.step(projected[start:stop].float(), h, state[:count].float(), kept)
-            written = layer.casts.cast(new, "output")
-            outputs.append((start, written))
-            state = _replaced(state.to(written.dtype), count, written)
-            if cell_state is not None and new_memory is not None:
-                cell_state = _replaced(cell_state, count, new_memory)
-        result = torch.cat([one for _, one in sorted(outputs, key=lambda pair: pair[0])])
+        result, state, last_memory = _walked(
+            layer,
+            projected,
+            (hidden.clone(), None if memory is None else memory.float().clone()),
+            lambda state: layer.project(state, wide, bias),
+            lambda new: layer.casts.cast(new, "output"),
+        )
         ctx.layer, ctx.edge = layer, None if value is None else weight
         ctx.save_for_backward(projected, hidden, memory, rounded_weight, bias, result)
-        last_memory = None if cell_state is None else layer.casts.cast(cell_state, "output")
         return result, state.to(result.dtype).clone(), last_memory
 
     @staticmethod
@@ -117,6 +110,33 @@ class _Sequence(torch.autograd.Function):
             if torch.is_grad_enabled():
                 return _differentiable(ctx.layer, saved, ctx.edge, gradients, ctx.needs_input_grad)
             return _Backward(ctx.layer, saved, gradients, ctx.needs_input_grad).run()
+
+
+def _walked(
+    layer: Layer,
+    projected: Tensor,
+    states: tuple[Tensor, Tensor | None],
+    project: Callable[[Tensor], Tensor],
+    write: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Walk through the steps, and return what `run` does. `states`: the hidden state, and the memory in fp32."""
+    state, memory = states
+    outputs: list[tuple[int, Tensor]] = []
+    for start, stop, count in layer.steps():
+        kept = None if memory is None else memory[:count]
+        h = project(state[:count])
+        new, new_memory = layer.cell.step(projected[start:stop].float(), h, state[:count].float(), kept)
+        written = write(new)
+        outputs.append((start, written))
+        state = _replaced(state.to(written.dtype), count, written)
+        if memory is not None and new_memory is not None:
+            memory = _replaced(memory, count, new_memory)
+    return _in_order(outputs), state, None if memory is None else layer.casts.cast(memory, "output")
+
+
+def _in_order(rows: list[tuple[int, Tensor]]) -> Tensor:
+    """Return the rows of all steps from their beginnings and those of each."""
+    return torch.cat([one for _, one in sorted(rows, key=lambda pair: pair[0])])
 
 
 def _replaced(state: Tensor, count: int, new: Tensor) -> Tensor:
@@ -193,7 +213,7 @@ class _Backward:
         for start, stop, count in self.layer.steps():
             found.append((start, state[:count]))
             state = _replaced(state.to(self.result.dtype), count, self.result[start:stop])
-        return torch.cat([one for _, one in sorted(found, key=lambda pair: pair[0])])
+        return _in_order(found)
 
     def _memories(self, gates: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return the memory before and after every row, computed again (c = f c + i g)."""
@@ -221,26 +241,17 @@ def composed(
     `readout` is the projection of an LSTM's hidden state (proj_size).
     """
     casts = layer.casts
-    state, cell_state = hidden, None if memory is None else memory.float()
-    outputs: list[tuple[int, Tensor]] = []
-    for start, stop, count in layer.steps():
-        operand = Operand(casts.carry(state[:count], "input"))
-        size = tuple(weight.edge.shape)
-        h = product(Linear(tuple(operand.edge.shape), size), OUTPUT, casts, operand, weight, bias).float()
-        kept = None if cell_state is None else cell_state[:count]
-        new, new_memory = layer.cell.step(projected[start:stop].float(), h, state[:count].float(), kept)
-        if readout is not None:
-            inner = Operand(casts.carry(new, "input"))
-            size = tuple(readout.edge.shape)
-            written = product(Linear(tuple(new.shape), size), OUTPUT, casts, inner, readout)
-        else:
-            written = casts.cast(new, "output")
-        outputs.append((start, written))
-        state = _replaced(state.to(written.dtype), count, written)
-        if cell_state is not None and new_memory is not None:
-            cell_state = _replaced(cell_state, count, new_memory)
-    result = torch.cat([one for _, one in sorted(outputs, key=lambda pair: pair[0])])
-    return result, state, None if cell_state is None else casts.cast(cell_state, "output")
+
+    def product_with(x: Tensor, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        return product(_form(x, weight.edge), OUTPUT, casts, Operand(casts.carry(x, "input")), weight, bias)
+
+    return _walked(
+        layer,
+        projected,
+        (hidden, None if memory is None else memory.float()),
+        lambda state: product_with(state, weight, bias).float(),
+        lambda new: casts.cast(new, "output") if readout is None else product_with(new, readout),
+    )
 
 
 def _differentiable(

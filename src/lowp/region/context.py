@@ -184,7 +184,6 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         """Return a function that runs `function` in this region."""
         if not callable(function):
             raise InvalidInput(f"as a decorator {self!r} needs a function, not {type(function).__name__}")
-
         return decorated(self, function)
 
     def resume(self, path: ModulePath | None = None, spots: Spots | None = None) -> AbstractContextManager[None]:
@@ -202,9 +201,8 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         if path is None:
             path = outer.engine.path if outer is not None and outer.engine is not None else ModulePath()
         runs = self._runs
-        entries.set_autocast_state(
-            [(device, runs, self._dtype if runs else dtype) for device, _, dtype in entry.before]
-        )
+        state = [(device, runs, self._dtype if runs else dtype) for device, _, dtype in entry.before]
+        entries.set_autocast_state(state)
         if not runs:
             return
         install()
