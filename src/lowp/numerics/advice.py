@@ -103,10 +103,10 @@ def advise(record: Record) -> Advice:
         if not _operands(record)
         else (
             _fp16(record, window, {*outside, *large}),
-            _sixteen(record, "bf16", "with fp32 masters"),
+            _sixteen(record, "bf16"),
             _stored(record, "bf16"),
             _fp8(record, coarse),
-            _sixteen(record, "dfp16", "with fp32 masters"),
+            _sixteen(record, "dfp16"),
         )
     )
     quiet = sum(not {key.module, key.path}.intersection(named) for key in record.tensors)
@@ -189,9 +189,9 @@ def _fp16(record: Record, window: Window, outside: set[str]) -> FormatVerdict:
     return FormatVerdict("fp16", flushed, overflow, None, ratio, word, True, scale, not outside)
 
 
-def _sixteen(record: Record, name: str, word: str) -> FormatVerdict:
+def _sixteen(record: Record, name: str) -> FormatVerdict:
     flushed, overflow, ratio = _judged(record, name)
-    return FormatVerdict(name, flushed, overflow, None, ratio, word, True)
+    return FormatVerdict(name, flushed, overflow, None, ratio, "with fp32 masters", True)
 
 
 def _lost_share(record: Record, name: str, parameter: str) -> float:

@@ -285,14 +285,14 @@ def _pad_even(x: Tensor, dim: int) -> Tensor:
     return torch.cat([x, torch.zeros_like(x.narrow(dim, 0, 1))], dim) if x.shape[dim] % 2 else x
 
 
-def _by_group(x: Tensor, groups: int, dim: int) -> Tensor:
-    """Split `dim` into [groups, channels padded to even]."""
-    return _pad_even(_split(x, dim, groups, x.shape[dim] // groups), dim + 1)
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """Split the second dimension into [groups, channels padded to even]."""
+    return _pad_even(_split(x, 1, groups, x.shape[1] // groups), 2)
 
 
 def _windows(x: Tensor, shape: ConvolutionShape) -> Tensor:
     """Return the windows of x as [groups, taps, channels, n, *out]."""
-    grouped = _by_group(F.pad(x, [pad for pad in reversed(shape.padding) for _ in range(2)]), shape.groups, 1)
+    grouped = _by_group(F.pad(x, [pad for pad in reversed(shape.padding) for _ in range(2)]), shape.groups)
     taps = []
     for tap in itertools.product(*map(range, shape.weight[2:])):
         view = grouped
@@ -332,7 +332,7 @@ def _shifted(x: Tensor, dim: int, shift: int, count: int) -> Tensor:
 
 
 def _input_gradient(grad: Tensor, w: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply) -> Tensor:
-    grouped = _by_group(grad, shape.groups, 1)
+    grouped = _by_group(grad, shape.groups)
     weights = _pad_even(_split(w, 0, shape.groups, -1), 1)  # [groups, out channels, channels, *kernel]
     result = torch.zeros(shape.input, dtype=torch.float32 if chained else torch.int64, device=w.device)
     for residue in itertools.product(*(range(min(s, n)) for s, n in zip(shape.stride, shape.input[2:], strict=True))):

@@ -47,7 +47,7 @@ def _features(x: Tensor, axis: int) -> Tensor:
     return x.flatten(1) if x.dim() > 1 else x[:, None]
 
 
-def low_word(x: Tensor, high: Mantissas, cast: Cast, axis: int = -1) -> Mantissas:
+def low_word(x: Tensor, high: Mantissas, cast: Cast) -> Mantissas:
     """Return what the mantissas of x leave of it as mantissas `LOW_BITS` lower, half a unit of theirs at most.
 
     Under the exponent `NOTHING` where one word is enough.
@@ -55,7 +55,7 @@ def low_word(x: Tensor, high: Mantissas, cast: Cast, axis: int = -1) -> Mantissa
     half = times(torch.full((), 0.5, dtype=torch.float32, device=x.device), high.exponent)
     exponent = high.exponent - LOW_BITS
     payload = to_mantissas((x.detach().float() - high.values).clamp_(-half, half), cast, exponent).payload
-    return Mantissas(payload, torch.where(is_coarse(x, high.exponent, axis), exponent, NOTHING))
+    return Mantissas(payload, torch.where(is_coarse(x, high.exponent), exponent, NOTHING))
 
 
 def low_value(x: Tensor, high: Tensor, exponent: Tensor, axis: int | None = -1) -> Tensor:

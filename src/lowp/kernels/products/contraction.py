@@ -105,23 +105,17 @@ def contract(
     return result if finish is None else finish(result)
 
 
-def _by_library(
-    form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor | None, dtype: torch.dtype = torch.float32
-) -> Tensor | None:
-    """Return a product of matrices that the library sums in fp32, in `dtype`; None for what is left to torch."""
+def _by_library(form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor | None) -> Tensor | None:
+    """Return a product of matrices that the library sums in fp32; None for what is left to torch."""
     given = operands if bias is None else (*operands, bias)
     if not getattr(form, "are_matrices", False) or not _serves(*given):
         return None
     columns = None if bias is None else form.numbers_a_column(bias)
-    is_apart = bias is not None and columns is None
     left, right, finish = form.matrices(slot, *operands)
-    if columns is not None:
-        columns = columns.detach().float().contiguous()
-    is_scaled = is_apart or getattr(form, "scale", 1) != 1
     multiply = fp32_products.multiply_traced if torch.compiler.is_compiling() else fp32_products.multiply
-    result: Tensor = finish(multiply(left, right, columns, torch.float32 if is_scaled else dtype))
-    result = form.with_bias(result, bias.float()) if bias is not None and is_apart else result
-    return result if result.dtype is dtype else result.to(dtype)
+    added = None if columns is None else columns.detach().float().contiguous()
+    result: Tensor = finish(multiply(left, right, added, torch.float32))
+    return form.with_bias(result, bias.float()) if bias is not None and columns is None else result
 
 
 def _serves(*tensors: Tensor) -> bool:
