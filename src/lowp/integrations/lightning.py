@@ -164,11 +164,7 @@ class LowpPrecision(_Base):  # type: ignore[misc]
         own._clip_gradients(self, model, *arguments, **keywords)
 
     def optimizer_step(
-        self,
-        optimizer: Any,
-        model: Any = None,
-        closure: Callable[[], Any] | None = None,
-        **keywords: Any,
+        self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **keywords: Any
     ) -> Any:
         """Step an optimizer of a Trainer, whose closure computes the gradients; or one of Fabric."""
         if keywords:

@@ -55,11 +55,7 @@ class Computation(ABC):
 
 
 def computed_in_fp32(
-    computation: Computation,
-    casts: RoleCasts,
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    computation: Computation, casts: RoleCasts, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """Return a computation of x, which is already rounded, in fp32, rounded by the rule's output.
 
@@ -94,12 +90,7 @@ class _InFp32(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        computation: Computation,
-        casts: RoleCasts,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
+        ctx: Any, computation: Computation, casts: RoleCasts, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         reads = (
             computation.reads_16_bits and weight is not None and bias is not None and is_torchs_own(x, is_exact=True)

@@ -61,17 +61,7 @@ class Prepared(Known):
     number a column.
     """
 
-    __slots__ = (
-        "asked",
-        "backs",
-        "forwards",
-        "is_apart",
-        "is_small",
-        "keeps_weight",
-        "out",
-        "rounds",
-        "saved",
-    )
+    __slots__ = ("asked", "backs", "forwards", "is_apart", "is_small", "keeps_weight", "out", "rounds", "saved")
     _computed: Callable[[Found], Tensor]  # the result, of those whose programs only round
 
     def __init__(

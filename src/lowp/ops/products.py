@@ -226,14 +226,7 @@ class _Wanted(NamedTuple):
     bias_dtype: torch.dtype | None
 
 
-def _gradients(
-    form: Form,
-    slot: int,
-    casts: RoleCasts,
-    wanted: _Wanted,
-    gradient: Tensor,
-    saved: Saved,
-) -> Gradients:
+def _gradients(form: Form, slot: int, casts: RoleCasts, wanted: _Wanted, gradient: Tensor, saved: Saved) -> Gradients:
     """Return the gradients of both operands and of the bias. `saved`: the operands' values, and edges of the graph.
 
     Behind the values are scales, where the product summed codes.

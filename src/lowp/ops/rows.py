@@ -84,10 +84,7 @@ _ROWS: list[tuple[Row, str]] = [
     (replace(_SUMMED, runner="contraction:linear", quick="contraction:quick_linear"), "linear"),
     (replace(_SUMMED, runner="contraction:matmul", quick="contraction:quick_matmul"), "matmul mm mv bmm"),
     (replace(_SUMMED, runner="contraction:reversed_matmul"), "__rmatmul__"),
-    (
-        replace(_SUMMED, runner="contraction:added", operands="bias input weight"),
-        "addmm addmv addr addbmm baddbmm",
-    ),
+    (replace(_SUMMED, runner="contraction:added", operands="bias input weight"), "addmm addmv addr addbmm baddbmm"),
     (replace(_SUMMED, runner="contraction:einsum"), "einsum"),
     (replace(_SUMMED, runner="contraction:vecdot"), "linalg_vecdot"),
     (replace(_SUMMED, runner="contraction:chain"), "chain_matmul linalg_multi_dot"),
@@ -129,10 +126,7 @@ _ROWS: list[tuple[Row, str]] = [
     (replace(_NORM, runner="norm:batch_norm", quick="norm:quick_batch_norm", at_site=OF_NORM), "batch_norm"),
     (replace(_NORM, runner="norm:instance_norm"), "instance_norm"),
     (replace(_NORM, runner="norm:rms_norm", quick="norm:quick_norm", at_site=AGAIN), "rms_norm"),
-    (
-        replace(_NORM, runner="generic:inside"),
-        "native_layer_norm native_group_norm native_batch_norm _fused_rms_norm",
-    ),
+    (replace(_NORM, runner="generic:inside"), "native_layer_norm native_group_norm native_batch_norm _fused_rms_norm"),
     (replace(_SOFTMAX, runner="softmax:softmax", at_site=AGAIN), "softmax log_softmax softmin"),
     (replace(_SOFTMAX, runner="generic:inside"), "gumbel_softmax"),
     # -- in fp32: torch's CUDA lists, Python composites, and ops with no 16-bit kernel on any device ------------------

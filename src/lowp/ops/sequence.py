@@ -148,11 +148,7 @@ class _Backward:
     """The walk back through the steps."""
 
     def __init__(
-        self,
-        layer: Layer,
-        saved: tuple[Any, ...],
-        gradients: tuple[Tensor | None, ...],
-        wanted: tuple[bool, ...],
+        self, layer: Layer, saved: tuple[Any, ...], gradients: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
     ) -> None:
         self.layer, self.wanted = layer, wanted
         self.projected, self.hidden, self.memory, self.weight, self.bias, self.result = saved

@@ -133,10 +133,7 @@ _residual = partial(
     schedule=step_decay,
 )
 _small = partial(
-    _residual,
-    data=DRAWN_SMALL,
-    load=partial(load_small, padding=4),
-    make_model=built(cifar_resnet, "layers", "width"),
+    _residual, data=DRAWN_SMALL, load=partial(load_small, padding=4), make_model=built(cifar_resnet, "layers", "width")
 )
 _large = partial(
     _residual, data=DRAWN_LARGE, load=load_large, make_model=built(imagenet_resnet, "blocks", "width", "classes")

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from lowp.compat import (
-    COMPILES_REGIONS,
-    constant_when_compiled,
-    plain_when_run,
-    private,
-    refuse_compiled_region,
-)
+from lowp.compat import COMPILES_REGIONS, constant_when_compiled, plain_when_run, private, refuse_compiled_region
 from lowp.errors import Unavailable
 from lowp.exponents import DelayedScales, SharedExponents, SiteScales, SiteWriter, Spots, Tell
 from lowp.kernels.numbers.philox import draw_seed

@@ -41,13 +41,7 @@ def is_one_pass(cast: Cast) -> bool:
     return scaled.follow_largest(cast) or (cast.is_corrected and is_short)
 
 
-def quantize_scaled(
-    x: Tensor,
-    cast: Cast,
-    scale: Tensor,
-    seed: Seed,
-    zero_point: Tensor | None = None,
-) -> Tensor:
+def quantize_scaled(x: Tensor, cast: Cast, scale: Tensor, seed: Seed, zero_point: Tensor | None = None) -> Tensor:
     """Return `x` rounded under scales in the shape of its groups (fp64, contiguous).
 
     With a `zero_point` for every scale the integer element is limited so that their sum is in the format's range.
@@ -86,17 +80,8 @@ def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int) ->
 def quantize_measured(x: Tensor, cast: Cast, scale: float, seed: Seed, out: Tensor) -> tuple[float, bool]:
     """Write fp32 `x` rounded under one scale into `out`; return the largest finite |x|, and whether all is finite."""
     largest = array("d", (0.0,))
-    is_finite = cpu.loaded().lowp_quantize_measured(
-        sharing_parameters(cast),
-        TYPE_NUMBERS[x.dtype],
-        x,
-        out,
-        x.numel(),
-        scale,
-        largest,
-        *cpu.drawn_bits(seed),
-        torch.get_num_threads(),
-    )
+    given = TYPE_NUMBERS[x.dtype], x, out, x.numel(), scale, largest, *cpu.drawn_bits(seed), torch.get_num_threads()
+    is_finite = cpu.loaded().lowp_quantize_measured(sharing_parameters(cast), *given)
     return largest[0], bool(is_finite)
 
 
@@ -127,28 +112,12 @@ def _tiles(shape: torch.Size, scope: Scope) -> GroupLayout | None:
 
 
 def _quantize(
-    x: Tensor,
-    cast: Cast,
-    layout: GroupLayout,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    seed: Seed,
-    out: Tensor,
+    x: Tensor, cast: Cast, layout: GroupLayout, scale: Tensor | None, zero_point: Tensor | None, seed: Seed, out: Tensor
 ) -> int:
     """Cast x into `out`; return what the library met, where a scale was found: an infinity or a NaN."""
     points = None if zero_point is None else zero_point.to(torch.int32).contiguous()
-    met: int = cpu.loaded().lowp_quantize_groups(
-        sharing_parameters(cast),
-        TYPE_NUMBERS[x.dtype],
-        x,
-        TYPE_NUMBERS[out.dtype],
-        out,
-        *layout,
-        scale,
-        points,
-        *cpu.drawn_bits(seed),
-        torch.get_num_threads(),
-    )
+    given = TYPE_NUMBERS[x.dtype], x, TYPE_NUMBERS[out.dtype], out, *layout, scale, points, *cpu.drawn_bits(seed)
+    met: int = cpu.loaded().lowp_quantize_groups(sharing_parameters(cast), *given, torch.get_num_threads())
     _check(met if met < 0 else met & _LOST, cast, x.dtype)
     return met
 
@@ -158,7 +127,7 @@ def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tens
     format = scaled.scaled_format(cast)
     if not x.numel() or not scaled.follow_largest(cast) or format.element.bits > 16 or format.scope.kind == "tile":
         return None
-    count, row, group = _layout(x.shape, format.scope)
+    layout = _, _, group = _layout(x.shape, format.scope)
     is_packed = packed and _fills_bytes(x.shape, group, format.bits)
     shape = (*x.shape[:-1], (x.shape[-1] * format.bits + 7) // 8) if is_packed else x.shape
     codes = torch.empty(shape, dtype=torch.uint8 if is_packed else packing.code_dtype(format.element), device="cpu")
@@ -166,21 +135,9 @@ def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tens
         groups.group_shape(x.shape, format.scope), dtype=scaled.stored_scale_dtype(format), device="cpu"
     )
     outer = array("d", (1.0,))
-    nans: int = cpu.loaded().lowp_encode_groups(
-        sharing_parameters(cast),
-        TYPE_NUMBERS[x.dtype],
-        x,
-        codes,
-        is_packed,
-        scales,
-        scales.element_size(),
-        outer,
-        count,
-        row,
-        group,
-        *cpu.drawn_bits(seed),
-        torch.get_num_threads(),
-    )
+    given = TYPE_NUMBERS[x.dtype], x, codes, is_packed, scales, scales.element_size(), outer, *layout
+    drawn, threads = cpu.drawn_bits(seed), torch.get_num_threads()
+    nans: int = cpu.loaded().lowp_encode_groups(sharing_parameters(cast), *given, *drawn, threads)
     _check(min(nans, 0), cast, x.dtype)
     codes = packing.pack(codes, format.element) if packed and not is_packed else codes
     of_all = None if format.outer is None else torch.tensor(outer[0], dtype=torch.float32, device="cpu")
@@ -192,7 +149,7 @@ def decode_groups(q: Quantized) -> Tensor | None:
     format, shape = scaled.scaled_format(q.cast), q.shape
     if format.scope.kind == "tile":
         return None
-    count, row, group = _layout(shape, format.scope)
+    layout = count, _, group = _layout(shape, format.scope)
     is_packed = q.length is not None
     kept = torch.uint8 if is_packed else packing.code_dtype(format.element)
     if not count or format.element.bits > 16 or q.payload.dtype is not kept:
@@ -208,21 +165,9 @@ def decode_groups(q: Quantized) -> Tensor | None:
     codes, scales = q.payload.contiguous(), q.scale.contiguous()
     points = None if q.zero_point is None else q.zero_point.to(torch.int32).expand(scales.shape).contiguous()
     out = torch.empty(shape, dtype=q.dtype, device="cpu")
-    lost = cpu.loaded().lowp_decode_groups(
-        sharing_parameters(q.cast),
-        codes,
-        is_packed,
-        scales,
-        scales.element_size(),
-        1.0 if q.outer is None else float(q.outer),
-        points,
-        TYPE_NUMBERS[q.dtype],
-        out,
-        count,
-        row,
-        group,
-        torch.get_num_threads(),
-    )
+    outer = 1.0 if q.outer is None else float(q.outer)
+    given = codes, is_packed, scales, scales.element_size(), outer, points, TYPE_NUMBERS[q.dtype], out, *layout
+    lost = cpu.loaded().lowp_decode_groups(sharing_parameters(q.cast), *given, torch.get_num_threads())
     _check(lost, q.cast, q.dtype)
     return out
 

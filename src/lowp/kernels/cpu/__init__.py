@@ -309,17 +309,8 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor, keeps: bool = False
 
     The dtype of `out` is x's, or another one that holds every value of the format. `keeps`: infinities and NaN stay.
     """
-    loaded().lowp_quantize(
-        parameters(cast),
-        TYPE_NUMBERS[x.dtype],
-        x,
-        TYPE_NUMBERS[out.dtype],
-        out,
-        x.numel(),
-        *drawn_bits(seed),
-        keeps,
-        torch.get_num_threads(),
-    )
+    kind, to, threads = TYPE_NUMBERS[x.dtype], TYPE_NUMBERS[out.dtype], torch.get_num_threads()
+    loaded().lowp_quantize(parameters(cast), kind, x, to, out, x.numel(), *drawn_bits(seed), keeps, threads)
 
 
 def drawn_bits(seed: Seed) -> tuple[int, int]:
@@ -335,30 +326,15 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
 
     Their code is 0. Integer formats give two's complement.
     """
-    nans: int = loaded().lowp_encode(
-        parameters(cast),
-        TYPE_NUMBERS[x.dtype],
-        x,
-        out.element_size(),
-        out,
-        x.numel(),
-        *drawn_bits(seed),
-        torch.get_num_threads(),
-    )
+    given = TYPE_NUMBERS[x.dtype], x, out.element_size(), out, x.numel(), *drawn_bits(seed)
+    nans: int = loaded().lowp_encode(parameters(cast), *given, torch.get_num_threads())
     return nans
 
 
 def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
     """Write the value of every code (integers of 1, 2, 4 or 8 bytes) into `out`, exactly."""
-    loaded().lowp_decode(
-        format_parameters(format),
-        codes.element_size(),
-        codes,
-        TYPE_NUMBERS[out.dtype],
-        out,
-        codes.numel(),
-        torch.get_num_threads(),
-    )
+    given = codes.element_size(), codes, TYPE_NUMBERS[out.dtype], out, codes.numel()
+    loaded().lowp_decode(format_parameters(format), *given, torch.get_num_threads())
 
 
 def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:

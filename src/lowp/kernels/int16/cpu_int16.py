@@ -56,18 +56,8 @@ def to_int16(
     for alone.
     """
     counts = array("q", (0,) * 4)
-    cpu.loaded().lowp_write_int16(
-        mantissa_block(cast),
-        TYPE_NUMBERS[x.dtype],
-        x,
-        exponent,
-        out,
-        result,
-        x.numel(),
-        seed & cpu.MASK,
-        torch.get_num_threads(),
-        counts,
-    )
+    given = x, exponent, out, result, x.numel(), seed & cpu.MASK, torch.get_num_threads(), counts
+    cpu.loaded().lowp_write_int16(mantissa_block(cast), TYPE_NUMBERS[x.dtype], *given)
     largest, saturated, nonfinite, has_any = counts  # whether anything was not zero before it was rounded
     vanished = largest == 0 and nonfinite == 0 and has_any != 0
     return Seen(largest, nonfinite > 0, vanished, saturated, x.numel())

@@ -15,17 +15,7 @@ from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.choose.hardware import tiles_of_bytes
-from lowp.kernels.packed.byte_rows import (
-    EIGHT,
-    Activations,
-    Bytes,
-    matrix,
-    numbered,
-    on_cpu,
-    own_range,
-    to_bytes,
-    up,
-)
+from lowp.kernels.packed.byte_rows import EIGHT, Activations, Bytes, matrix, numbered, on_cpu, own_range, to_bytes, up
 from lowp.kernels.tracing import is_eager
 
 _int_mm: Any = private("torch._int_mm")

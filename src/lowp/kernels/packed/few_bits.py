@@ -278,19 +278,8 @@ def _multiplied(
     rows, group = len(x), w.group or w.depth
     out = torch.empty(rows, w.n, dtype=torch.float32, device="cpu")
     numbers = (rows, w.n, w.k, x.stride(0), w.depth, group, planes, zero, w.bits, _shift(w), w.tables)
-    is_finite = cpu.loaded().lowp_codes_multiply(
-        cpu.level(level),
-        array("q", numbers),
-        x,
-        scale,
-        w.memory,
-        w.levels,
-        w.scales,
-        w.read and w.read.factor,
-        bias,
-        out,
-        torch.get_num_threads(),
-    )
+    given = x, scale, w.memory, w.levels, w.scales, w.read and w.read.factor, bias, out
+    is_finite = cpu.loaded().lowp_codes_multiply(cpu.level(level), array("q", numbers), *given, torch.get_num_threads())
     return out if is_finite else None
 
 
@@ -329,18 +318,9 @@ def multiply_signs(a: Signs, b: Signs, bias: Tensor | None = None, level: int | 
     if a.length != b.length:
         raise InvalidInput(f"rows of {a.length} signs do not fit rows of {b.length}")
     if uses_library():
-        sums = torch.empty(a.memory.shape[0], b.memory.shape[0], dtype=torch.int32, device="cpu")
-        cpu.loaded().lowp_bits_multiply(
-            cpu.level(level),
-            a.memory,
-            a.memory.shape[0],
-            b.memory,
-            b.memory.shape[0],
-            a.memory.shape[1],
-            b.length,
-            sums,
-            torch.get_num_threads(),
-        )
+        sums = torch.empty(len(a.memory), len(b.memory), dtype=torch.int32, device="cpu")
+        given = a.memory, len(a.memory), b.memory, len(b.memory), a.memory.shape[1], b.length, sums
+        cpu.loaded().lowp_bits_multiply(cpu.level(level), *given, torch.get_num_threads())
     else:
         sums = sign_values(a).double() @ sign_values(b).double().t()
     result = sums.float() * (a.scales[:, None] * b.scales)

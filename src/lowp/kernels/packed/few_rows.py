@@ -160,20 +160,8 @@ def multiply(
         return _defined(x, weight, bias)
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(*x.shape[:-1], weight.n, dtype=torch.float32, device="cpu")
-    described, scales, factor = _described(weight)
-    has_memory = cpu.loaded().lowp_rows_multiply(
-        cpu.level(level),
-        x,
-        rows,
-        array("q", (x.stride(0), x.stride(-2))),
-        memory,
-        described,
-        scales,
-        factor,
-        bias,
-        out,
-        torch.get_num_threads(),
-    )
+    given = x, rows, array("q", (x.stride(0), x.stride(-2))), memory, *_described(weight), bias, out
+    has_memory = cpu.loaded().lowp_rows_multiply(cpu.level(level), *given, torch.get_num_threads())
     if not has_memory:
         raise MemoryError(f"a product of {rows} rows of {k}: give fewer rows")
     return out
@@ -204,11 +192,7 @@ def values(weight: StoredRows, first: int = 0, count: int | None = None) -> Tens
 
 
 def in_panels(
-    x: Tensor,
-    values: Callable[[int, int], Tensor],
-    shape: tuple[int, int],
-    bias: Tensor | None,
-    linear: LinearProduct,
+    x: Tensor, values: Callable[[int, int], Tensor], shape: tuple[int, int], bias: Tensor | None, linear: LinearProduct
 ) -> Tensor:
     """Return x @ weight.T (+ bias) in fp32, of a weight of this shape whose rows `values(first, count)` gives."""
     n, k = shape

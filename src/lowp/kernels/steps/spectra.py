@@ -233,13 +233,7 @@ def count_updates(
         return _updates_by_torch(weight, update, slope)
     counts, energy = np.empty(_CELLS + 1, np.int64), np.empty(ROWS)
     cpu.loaded().lowp_updates(
-        weight,
-        update,
-        slope,
-        weight.numel(),
-        torch.get_num_threads(),
-        counts.ctypes,
-        energy.ctypes,
+        weight, update, slope, weight.numel(), torch.get_num_threads(), counts.ctypes, energy.ctypes
     )
     return counts[:-1].reshape(ROWS, ROWS, 3), energy, int(counts[-1])
 

@@ -7,15 +7,7 @@ from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.numbers.philox import Seed, drawn
 from lowp.kernels.triton.device import casts, codes, counts, stochastic
-from lowp.kernels.triton.launch import (
-    BLOCK,
-    COUNTING_WARPS,
-    ROUNDS,
-    WIDE_BLOCK,
-    launch,
-    programs_for,
-    run,
-)
+from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK, launch, programs_for, run
 from lowp.kernels.triton.plans import DTYPES, exact, is_direct, layout, plan
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,23 +23,10 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     target = out if out.is_contiguous() else torch.empty_like(source)
     key, first = key_of(x, seed, form.random_bits > 0)
     skipped = first % 4
-    launch(
-        casts.quantize,
-        x,
-        count + skipped,
-        WIDE_BLOCK if form.wide else BLOCK,
-        integers(source),
-        integers(target),
-        key,
-        count,
-        skipped,
-        first - skipped,
-        numbers,
-        DTYPES[x.dtype],
-        form,
-        exact(form),
-        (count + skipped) % 16 != 0,
-    )
+    end = count + skipped
+    given = integers(source), integers(target), key, count, skipped, first - skipped, numbers
+    traits = DTYPES[x.dtype], form, exact(form), end % 16 != 0
+    launch(casts.quantize, x, end, WIDE_BLOCK if form.wide else BLOCK, *given, *traits)
     if target is not out:
         out.copy_(target)
 
@@ -67,27 +46,10 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor, packed: bool = False)
     nans = torch.zeros((), dtype=torch.int32, device=x.device)
     key, first = key_of(x, seed, form.random_bits > 0)
     skipped = first % 4
-    launch(
-        codes.encode,
-        x,
-        count + skipped,
-        WIDE_BLOCK if form.wide else BLOCK,
-        integers(x.contiguous()),
-        integers(target),
-        key,
-        nans,
-        count,
-        skipped,
-        first - skipped,
-        numbers,
-        places,
-        DTYPES[x.dtype],
-        form,
-        exact(form),
-        shape,
-        is_direct(form, shape),
-        (count + skipped) % 16 != 0,
-    )
+    end, source = count + skipped, x.contiguous()
+    given = integers(source), integers(target), key, nans, count, skipped, first - skipped, numbers, places
+    traits = DTYPES[x.dtype], form, exact(form), shape, is_direct(form, shape), end % 16 != 0
+    launch(codes.encode, x, end, WIDE_BLOCK if form.wide else BLOCK, *given, *traits)
     if target is not out:
         out.copy_(target)
     return int(x.isnan().sum()) if shape.nan == "none" and int(nans) else 0
