@@ -51,7 +51,6 @@ def _harmless(hook: Hook) -> Hook:
             if self._is_telling:
                 raise
             self._fail(error)
-            return None
 
     return cast(Hook, guarded)
 
@@ -99,8 +98,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self.models, self.alarms, self.step = Models(model, in_place=True), list[Alarm](), 0
         self._pace, self._started = Pace(max_overhead), time.perf_counter()
         self.failure: str | None = None
-        self._is_telling = False
-        self._on_alarm, self._judge = on_alarm, Alarms(patience)
+        self._on_alarm, self._judge, self._is_telling = on_alarm, Alarms(patience), False
         given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         if wrong := [type(one).__name__ for one in given if not isinstance(one, Optimizer)]:
             raise TypeError(f"a monitor needs a torch optimizer, not {wrong[0]}")
@@ -163,8 +161,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         """
         if ours.shape != others.shape:
             raise InvalidInput(f"{name}: shapes {tuple(ours.shape)} and {tuple(others.shape)} cannot be compared")
-        with torch.no_grad():
-            self._compared.append((name, (ours.detach().float() - others.detach().float()).abs().mean()))
+        self._compared.append((name, (ours.detach().float() - others.detach().float()).abs().mean()))
 
     @property
     def overhead(self) -> float:
@@ -232,9 +229,8 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._add_probe("carried")
         self._passes += 1
         self._saw_loss(loss)
-        look = self._look
-        if look is not None and self._passes % _MOST_PASSES == 0 and self._state.scale is not None:
-            self._end_look(look)
+        if self._look is not None and self._passes % _MOST_PASSES == 0 and self._state.scale is not None:
+            self._end_look(self._look)
         return self._passes > 1 or self._state.searches or self._state.scaler is not None
 
     def _was_skipped(self, loss: Tensor) -> bool:
@@ -246,9 +242,9 @@ class Monitor(AbstractContextManager["Monitor"]):
         return is_gone and (self._state.scaler is not None or (self._state.searches and is_multiplied(loss)))
 
     def _find_probe(self) -> None:
-        if self._probe is None:
-            named = ((name, one) for name, one in self.models.named_parameters() if one.grad is not None)
-            self._probe = next(named, None)
+        self._probe = self._probe or next(
+            (one for one in self.models.named_parameters() if one[1].grad is not None), None
+        )
 
     @_harmless
     def _saw_loss(self, loss: Tensor) -> None:
@@ -287,8 +283,9 @@ class Monitor(AbstractContextManager["Monitor"]):
         if optimizer is not self._alone or look is not None or self._state.searches:
             started = now()
             parameters = self._cycle.parameters(optimizer)
-            is_foreign = not parameters and not self._cycle.knows(optimizer)
-            if is_foreign or (not self._passes and self._cycle.is_wrapper(optimizer)):  # around one that has stepped
+            if not (parameters or self._cycle.knows(optimizer)):  # a foreign one
+                return
+            if not self._passes and self._cycle.is_wrapper(optimizer):  # around one that has stepped
                 return
             if self._state.searches:
                 self._state.find(*places.owners_of_step())
@@ -347,15 +344,14 @@ class Monitor(AbstractContextManager["Monitor"]):
         started = now()
         self._ends_of_look.close()
         self._look = None
-        state = self._state
         look.saw_buffers(self.models.named_buffers())
-        state.add_to(look)
+        self._state.add_to(look)
         for name, value in self._compared:
             look.add("compared", [name], value)
         self._compared.clear()
         losses = self._losses.move_to(look)
         look.send()
-        seen = state.described(look, losses, self._passes, self._added)
+        seen = self._state.described(look, losses, self._passes, self._added)
         seen.suspects = self._losses.suspects or []
         self._waiting.append((look, seen))
         self._pace.spent(started)
