@@ -58,7 +58,7 @@ def unwrapped(x: Tensor) -> Tensor:
 
 def is_transformed() -> bool:
     """Whether the call is inside torch.func or forward-mode differentiation."""
-    return not is_compiling() and functorch_is_active()
+    return not is_compiling() and (functorch_transforms() or forward_ad._current_level >= 0)
 
 
 def functorch_is_active() -> bool:
