@@ -142,7 +142,10 @@ def table_written() -> object:
     entries.write_in_place(table.block, FLEX, [(weight, places[2], entries.VALUES)])
     steps = entries.Steps(table.block, [weight], (places[1], places[2]))
     found.append(entries.write_in_place(table.block, FLEX, [], steps))
-    found += [table.met(), table.write(X / 3, table.index("output of y"), unless_exact=True)]
+    found += [
+        entries.met(table.block, len(table.names)),
+        table.write(X / 3, table.index("output of y"), unless_exact=True),
+    ]
     ways = entries.TWO_WORDS, entries.ROOTS
     entries.write_in_place(table.block, FLEX, [(X.clone(), places[3], how) for how in ways])
     table.run.watchers.append(found.append)
