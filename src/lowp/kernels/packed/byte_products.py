@@ -112,7 +112,10 @@ def multiply_codes(a: Tensor, b: Tensor) -> Tensor:
     An infinity or a NaN counts as in fp32. Sums of `_EXACT` products are exact there in any order.
     """
     if is_eager(a) and a.is_cpu and multiplies_bytes() and math.isfinite(float(a.sum() + b.sum())):
-        return _int_mm(a.to(torch.int8), b.to(torch.int8).t()).float()  # type: ignore[no-any-return]
+        right = b.to(torch.int8)
+        # of a depth of 1 torch misreads the strides of right.t(), both of which are 1 (2.13)
+        right = right.t() if right.shape[1] > 1 else right.reshape(1, -1)
+        return _int_mm(a.to(torch.int8), right).float()  # type: ignore[no-any-return]
     blocks = [a[:, at : at + _EXACT] @ b[:, at : at + _EXACT].t() for at in range(0, a.shape[1], _EXACT)]
     if len(blocks) == 1:
         return blocks[0]

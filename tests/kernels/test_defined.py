@@ -1,0 +1,163 @@
+"""Definitions of integer products that devices and compilers run, on numbers of every size, against Python's own."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowp import kernels
+from lowp.casts import parse
+from lowp.errors import InvalidInput
+from lowp.exponents import SharedExponents
+from lowp.kernels.int16 import low_words
+from lowp.kernels.int16.integer_reference import ConvolutionShape, digits, scaled, shift_rounded, summed_to_odd, times
+from lowp.kernels.int16.mantissas import NOTHING
+from lowp.kernels.packed import byte_products
+
+FLEX = parse("flex16+5:autoflex")
+WIDE = [0, 1, -1, 3, 2**24 + 1, -(2**24) - 3, 2**53 + 1, -(2**53) - 3, 2**60 + 1, 2**62 - 1, -(2**62) + 7, 2**54 + 2]
+
+
+def nearest(value: Fraction, bits: int) -> float:
+    """Return a number rounded to nearest even at so many significant bits."""
+    if not value:
+        return 0.0
+    unit = Fraction(2) ** (math.floor(math.log2(abs(value))) - bits + 1)
+    while abs(value) / unit >= 2**bits:
+        unit *= 2
+    while abs(value) / unit < 2 ** (bits - 1):
+        unit /= 2
+    return float(round(value / unit) * unit)
+
+
+@pytest.mark.parametrize("depth", [1, 7, 1024])
+def test_products_of_digits_to_the_base_256_sum_exactly(depth: int) -> None:
+    draw = torch.Generator().manual_seed(depth)
+    left, right = (torch.randint(-32768, 32768, shape, generator=draw) for shape in ((3, depth), (depth, 5)))
+    left[0], right[:, 0] = -32768, -32768
+    left[1], right[:, 1] = 32767, -32768
+    assert torch.equal(digits(left.to(torch.int32), right.to(torch.int32)), left @ right)
+
+
+@pytest.mark.parametrize("exponent", [0, -3, 5, -40])
+def test_sums_times_a_power_of_two_are_rounded_once(exponent: int) -> None:
+    sums, scale = torch.tensor(WIDE), torch.tensor(2.0**exponent, dtype=torch.float64)
+    for dtype, bits in ((torch.float32, 24), (torch.float64, 53)):
+        expected = [nearest(one * Fraction(2) ** exponent, bits) for one in WIDE]
+        assert scaled(sums, exponent, dtype).tolist() == expected
+        assert times(sums, scale, dtype).tolist() == expected
+    assert torch.equal(scaled(sums, exponent, torch.int64), sums)
+
+
+@pytest.mark.parametrize("exponent", [0, 3, 20, -1, -2, -17, -62, -63])
+def test_sums_are_shifted_to_nearest_even_and_cut(exponent: int) -> None:
+    several = [0, 1, 2, 3, 5, 6, 7, -1, -3, -5, 2**16, 3 << 16, -(3 << 16), 2**61, 3 * 2**60, -(2**62), 2**62]
+    expected = [max(-65536, min(65536, round(one * Fraction(2) ** exponent))) for one in several]
+    assert shift_rounded(torch.tensor(several), exponent).tolist() == expected
+
+
+def test_two_words_and_a_bias_are_added_so_that_rounding_the_result_rounds_the_exact_sum() -> None:
+    high, low = [0, 1, -5, 2**24 + 1, -(2**24) - 1, 2**40 + 3, 7, 1], [0, 0, 3, 0, 0, -1, 2**20, 2**13]
+    lowest = -8 - low_words.LOW_BITS  # the exponent of second words
+    biases: list[list[float] | None] = [None, [0.0, 2.0**-40, 1.0, -3.0, 2.0**-20, 1e9, -7.5, -(2.0**-30)]]
+    for bias in biases:
+        for exponent, is_there in ((lowest, True), (NOTHING, False)):
+            exponents = [torch.tensor(one, dtype=torch.int32) for one in (-8, exponent)]
+            given = None if bias is None else torch.tensor(bias)
+            found = summed_to_odd([torch.tensor(high), torch.tensor(low)], exponents, given)
+            for place, one in enumerate(found.tolist()):
+                exact = high[place] * Fraction(2) ** -8 + is_there * low[place] * Fraction(2) ** lowest
+                exact += 0 if given is None else Fraction(given[place].item())
+                held = Fraction(2) ** (math.floor(math.log2(abs(exact))) - 21 if exact else 0)  # 22 bits
+                for unit in (max(held, Fraction(2) ** lowest), 8 * held, 4096 * held):
+                    if unit >= Fraction(2) ** lowest:
+                        assert round(Fraction(one) / unit) == round(exact / unit)
+                assert one != 0 or exact == 0
+    exponents = [torch.tensor(-8, dtype=torch.int32)]
+    infinite = summed_to_odd([torch.tensor([1, 1])], exponents, torch.tensor([math.inf, math.nan]))
+    assert infinite[0] == math.inf and infinite[1].isnan()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (((2, 3), (4, 3)), r"input \(2, 3\) and weight \(4, 3\); both must have 1 to 3 spatial dimensions after two"),
+        (((1,) * 6, (1,) * 6), "both must have 1 to 3 spatial dimensions after two others"),
+        (((2, 3, 5), (4, 3, 3, 3)), "both must have 1 to 3 spatial dimensions after two others"),
+        (((2, 3, 5), (4, 3, 3), 0), r"stride \(0,\); allowed: 1 integers of at least 1"),
+        (((2, 3, 5), (4, 3, 3), 1, -1), r"padding \(-1,\); allowed: 1 integers of at least 0"),
+        (((2, 3, 5), (4, 3, 3), 1, 0, 0), r"dilation \(0,\); allowed: 1 integers of at least 1"),
+        (((2, 3, 5), (4, 3, 3), (1, 1)), r"stride \(1, 1\); allowed: 1 integers of at least 1"),
+    ],
+)
+def test_a_convolution_that_cannot_be_is_refused(given: Any, text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        ConvolutionShape.of(*given)
+
+
+@pytest.mark.parametrize("site", ["output of x", "gradient of w"])
+@pytest.mark.parametrize("way", kernels.available())
+def test_an_infinite_result_is_an_ordinary_value_and_a_nan_is_not(way: str, site: str) -> None:
+    is_result = site.startswith("output")
+    for value, is_bad in ((1.0, False), (math.inf, not is_result), (math.nan, True)):
+        exponents = SharedExponents()
+        with kernels.use(way):
+            exponents.write(torch.tensor([value, 2.0]), FLEX, site)
+            assert exponents.faults() == ({} if math.isfinite(value) else {site: True})
+            exponents.flush()
+        assert exponents.summary()["all"].nonfinite == int(is_bad)
+
+
+def test_the_share_of_lost_features_is_that_of_those_with_numbers() -> None:
+    cast = parse("dfp16:current(headroom=3)")
+    x = torch.ones(2, 1024)
+    x[:, 512:] = 0
+    value = x.clone()
+    value[:, :64] = 0  # an eighth of the 512 is not more than an eighth
+    low_words.warn_of_loss(x, value, cast, "the gradient")
+    value[:, :128] = 0
+    low_words._warned.discard(cast)
+    with pytest.warns(UserWarning, match="the gradient: of its 1024 features 25% are lost under the shared scale of"):
+        low_words.warn_of_loss(x, value, cast, "the gradient")
+    low_words.warn_of_loss(x, value, cast, "the gradient")  # once
+    low_words._warned.discard(cast)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+def integers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed)).to(torch.int8)
+
+
+@pytest.mark.parametrize("depth", [1, 1024, 1025, 3000])
+@pytest.mark.parametrize("has_bytes", [False, True])
+def test_products_of_codes_are_exact_sums_rounded_once(
+    depth: int, has_bytes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(byte_products, "multiplies_bytes", lambda: has_bytes)
+    left, right = integers(3, depth), integers(4, depth, seed=1)
+    left[0] = right[0] = -128
+    exact = left.long() @ right.long().t()
+    found = byte_products.multiply_codes(left.float(), right.float())
+    assert found.dtype is torch.float32 and torch.equal(found, exact.double().float())
+    spoiled = left.float()
+    spoiled[1, 0] = math.inf
+    found = byte_products.multiply_codes(spoiled, right.float())
+    assert torch.equal(found[0], exact[0].double().float()) and not found[1].isfinite().any()
+
+
+def test_packed_bytes_are_unpacked_and_packed_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, scales = integers(37, 19), torch.rand(37)
+    packed = {}
+    for has_bytes in (False, True):
+        monkeypatch.setattr(byte_products, "multiplies_bytes", lambda has_bytes=has_bytes: has_bytes)
+        packed[has_bytes] = byte_products.pack(weight, scales, 127)
+        assert torch.equal(byte_products.unpacked(packed[has_bytes]), weight)
+        assert byte_products.repacked(packed[has_bytes]) is packed[has_bytes]
+    again = byte_products.repacked(packed[False])
+    for found, expected in zip(again, packed[True], strict=True):
+        assert torch.equal(found, expected) if isinstance(expected, Tensor) else found == expected
