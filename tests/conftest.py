@@ -81,6 +81,22 @@ def emulated() -> Iterator[None]:
 
 
 @pytest.fixture
+def as_rank() -> Iterator[Callable[[int, int], None]]:
+    """Return a function that lets this process be a rank of several, as_rank(0, 4): nothing is sent to the others."""
+    import torch.distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def begin(rank: int, ranks: int) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+    yield begin
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def lowp(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """Return a function that runs the command line in this process: lowp("formats", "bf16").out."""
     from lowp.cli import main

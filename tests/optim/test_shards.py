@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,30 +24,15 @@ CUTS = {
 }
 
 
-@pytest.fixture
-def as_rank() -> Iterator[Callable[[int], None]]:
-    """Let this process be a rank among others that are not there: nothing is sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def begin(rank: int) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
-
-    yield begin
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("shape", [(8, 3, 2), (5, 4, 7), (1, 9, 2)], ids=str)
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_ranks_numbers_stand_where_the_whole_was_cut(
-    cut: str, shape: tuple[int, ...], as_rank: Callable[[int], None]
+    cut: str, shape: tuple[int, ...], as_rank: Callable[[int, int], None]
 ) -> None:
     mesh_shape, placements = CUTS[cut]
     whole, met = torch.arange(torch.Size(shape).numel()).view(shape), list[Tensor]()
     for rank in range(RANKS):
-        as_rank(rank)
+        as_rank(rank, RANKS)
         mesh = dist.device_mesh.init_device_mesh("cpu", mesh_shape)
         like: Any = dist.tensor.distribute_tensor(torch.empty(shape), mesh, placements, src_data_rank=None)
         part = local(shard_of(whole, like))
