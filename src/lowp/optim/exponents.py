@@ -253,10 +253,11 @@ class FlexWeights(Wrapper):
                 f"the gradient of {sparse} is sparse, which {self.cast} does not support: create the embedding with "
                 "sparse=False, or train in dfp16, whose optimizer is fp32"
             )
-        storage, skip, weights = self.storage, self.skip, [(local(one), name) for one, name in trained]
+        storage, skip = self.storage, self.skip
         if skip is None:
             self.write_gradients()
             self._compared = None
+        weights = [(local(one), name) for one, name in trained] if storage.groups else trained
         parameters, here = [one for one, _ in trained], [one for one, _ in weights]
         sites = [(update_of(name).text, weight_of(name).text) for _, name in trained]
         if storage.groups:
@@ -268,7 +269,9 @@ class FlexWeights(Wrapper):
         with nullcontext() if skip is None else self.exponents.uncounted(skip):
             storage.write_steps(before, weights)
             storage.write_steps(self._write_states(trained, writer), weights)
-            self._write_buffers()
+            for name, (module, key) in self._buffers.items():  # running statistics, which forward passes have moved
+                if isinstance(buffer := getattr(module(), key, None), Tensor):
+                    storage.write_in_place(buffer, buffer_of(name), unless_exact=True)
         return result
 
     def _write_states(self, trained: Iterable[tuple[Tensor, str]], writer: StepWriter | None) -> dict[Tensor, Tensor]:
@@ -276,33 +279,26 @@ class FlexWeights(Wrapper):
 
         Returns the values before the step of weights that `writer` has held in vain.
         """
-        tensors, sites, squares = list[Tensor](), list[Site](), set[int]()
-        for parameter, name in trained:
-            for key, value in self.inner.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
-                    if key in SQUARES:
-                        squares.add(len(tensors))
-                    tensors.append(local(value))
-                    sites.append(site_of("optimizer state", key, name))
-        moved, rest = dict[Tensor, Tensor](), list(range(len(tensors)))
+        kept = [
+            (value, site_of("optimizer state", key, name), key in SQUARES)
+            for parameter, name in trained
+            for key, value in self.inner.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+        ]
+        moved, rest = dict[Tensor, Tensor](), list(range(len(kept)))
         if writer is not None:
-            together = [] if self.storage.groups else tensors
-            moved, left = writer.end(together, [site.text for site in sites], squares)
+            together = [] if self.storage.groups else [value for value, *_ in kept]
+            squares = {place for place, (*_, is_square) in enumerate(kept) if is_square}
+            moved, left = writer.end(together, [site.text for _, site, _ in kept], squares)
             rest = left if together else rest
-        for place in rest:  # sites are written in order
-            value, site = tensors[place], sites[place]
-            if place in squares:
-                self.storage.write_square_in_place(value, site, self.skip)
+        for value, site, is_square in [kept[place] for place in rest]:  # sites are written in order
+            shard = local(value)
+            if is_square:
+                self.storage.write_square_in_place(shard, site, self.skip)
             else:
-                self.storage.begin([value], [site])
-                self.storage.write_in_place(value, site)
+                self.storage.begin([shard], [site])
+                self.storage.write_in_place(shard, site)
         return moved
-
-    def _write_buffers(self) -> None:
-        """Write the running statistics, which the forward pass has moved."""
-        for name, (module, key) in self._buffers.items():
-            if isinstance(buffer := getattr(module(), key, None), Tensor):
-                self.storage.write_in_place(buffer, buffer_of(name), unless_exact=True)
 
     def skips_there(self) -> bool:
         """Whether `skip` can be given to the next step: of optimizers that skip by themselves, and of torch's own.
@@ -321,9 +317,11 @@ class FlexWeights(Wrapper):
         given = list[tuple[Tensor, Site]]()
         for parameter, name in self._stored_by_name():
             if (gradient := parameter.grad) is not None and not gradient.is_sparse:
-                given.append((local(gradient), gradient_of(name)))
+                given.append((gradient, gradient_of(name)))
         known, self._compared = self._compared, None
-        if not self.storage.groups and not everywhere:
+        if self.storage.groups:
+            given = [(local(gradient), site) for gradient, site in given]
+        elif not everywhere:
             gradients = [gradient for gradient, _ in given]  # hooks may have run since: their memory is compared again
             is_same = known is not None and known.are_still(gradients)
             self._compared = known if is_same else payloads.Compared.of(gradients, self.cast.format)
