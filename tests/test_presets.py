@@ -68,8 +68,8 @@ def test_four_bits_have_stochastic_and_rotated_gradients_and_a_last_layer_in_bf1
     name: str, weight: str, input_gradient: str | None
 ) -> None:
     policy = PRESETS[name].policy
-    rule = policy.match("linear", "contraction", "blocks.0.widen")
-    assert policy.match("addmm", "contraction", "blocks.0.widen") is rule
+    rule = policy.match("linear", "contraction", "blocks.1.widen")
+    assert policy.match("addmm", "contraction", "blocks.1.widen") is rule
     convolution = policy.match("conv2d", "contraction", "embed")
     assert rule is not None and convolution is not None and convolution.weight == rule.weight
     assert convolution.grads == rule.grads and not convolution.has_products
@@ -86,6 +86,23 @@ def test_four_bits_have_stochastic_and_rotated_gradients_and_a_last_layer_in_bf1
     bare = parse(f"{name}:nearest-even")  # the format for all operands, to nearest
     assert bare.name == f"{name}:nearest-even" and parse("dfp16:nearest-even") is PRESETS["dfp16"]
     assert len(bare.policy.rules) == 1 and str(bare.policy.rules[0].grad) == name
+
+
+def test_nvfp4_keeps_the_first_of_many_blocks_in_bf16_and_other_presets_do_not() -> None:
+    def weight(path: str, name: str = "nvfp4") -> str:
+        rule = PRESETS[name].policy.match("linear", "contraction", path)
+        return "" if rule is None else str(rule.weight)
+
+    firsts = (
+        "blocks.0.widen",
+        "model.layers.0.mlp.up_proj",
+        "bert.encoder.layer.0.output.dense",
+        "transformer.h.0.attn",
+    )
+    assert {weight(path) for path in firsts} == {"bf16"}
+    others = [path.replace(".0.", number) for path in firsts for number in (".1.", ".10.")]
+    assert {weight(path) for path in (*others, "0.widen", "layers.0")} == {"e2m1@e4m3fn@fp32/16x16"}
+    assert {weight(firsts[0], name) for name in ("mxfp4", "quartet2")} == {"mxfp4", "nvfp4:4/6"}
 
 
 def test_mxfp8_rceil_has_blocks_along_the_sum_of_each_product_and_mxfp8_is_the_format_alone() -> None:

@@ -80,25 +80,27 @@ def _int8() -> Policy:
 # where models have their last layers: by the usual names, and in the module that is called, as weights shared with an
 # embedding are
 _LAST = ("", "*head", "*classif*")
+# and their first block of many
+_FIRST = ("*blocks.0.*", "*layers.0.*", "*layer.0.*", "*.h.0.*")
 _LINEAR = ("linear", "addmm")  # addmm: the layers of GPT-2 in transformers, whose weights are transposed
 
 
-def _but_the_last(*rules: Rule) -> Policy:
-    """Rules for layers, but for the last one; all else as bf16."""
+def _but_the_last(*rules: Rule, high: tuple[str, ...] = _LAST) -> Policy:
+    """Rules for layers, but for those in modules `high`, the last one; all else as bf16."""
     bf16 = _sixteen_bit("bf16")
-    return replace(bf16, rules=(*(replace(bf16.rules[0], where=last) for last in _LAST), *rules, *bf16.rules))
+    return replace(bf16, rules=(*(replace(bf16.rules[0], where=path) for path in high), *rules, *bf16.rules))
 
 
-def _four_bits(operand: str, weight: str, input_gradient: str | None = None) -> Policy:
+def _four_bits(operand: str, weight: str, input_gradient: str | None = None, high: tuple[str, ...] = _LAST) -> Policy:
     """Linear layers and convolutions in four bits.
 
     Gradients are rounded stochastically. Both operands of a linear weight's gradient are rotated, and those of the
-    input's where its weight is named.
+    input's where its weight is named. `high`: the modules in bf16.
     """
     casts = {"input": operand, "weight": weight, "grad": f"{operand}:stochastic", "output": "bf16"}
     turned = f"input={operand} hadamard=16"
     linear = Rule.of(*_LINEAR, **casts, input_gradient=input_gradient, weight_gradient=turned)
-    return _but_the_last(linear, Rule.of("conv*", **casts))
+    return _but_the_last(linear, Rule.of("conv*", **casts), high=high)
 
 
 def _quartet2() -> Policy:
@@ -229,8 +231,8 @@ _ROWS = [
     ),
     _row(
         "nvfp4",
-        _four_bits("nvfp4", "e2m1@e4m3fn@fp32/16x16"),
-        "linear layers in nvfp4, weights in tiles, gradients stochastic, rotated for the weight's; the rest as bf16",
+        _four_bits("nvfp4", "e2m1@e4m3fn@fp32/16x16", high=(*_LAST, *_FIRST)),
+        "linear layers after the first block in nvfp4, weights in tiles, gradients stochastic and rotated; else bf16",
         "NVIDIA 2025, arXiv 2509.25149",
     ),
     _row(
