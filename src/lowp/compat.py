@@ -332,6 +332,11 @@ def scale_of(scaler: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def stages_of(scaler: Any) -> Any:
+    """Return what a GradScaler knows of the step that is going on: another object after each update; None without."""
+    return getattr(scaler, "_per_optimizer_states", None)
+
+
 def adds_up(loss: torch.Tensor, scaled: bool) -> bool:
     """Whether a loss is the mean of its batch as a function of torch's has computed it, with no factor behind it.
 

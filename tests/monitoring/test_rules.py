@@ -316,6 +316,25 @@ def test_a_loss_of_the_host_is_divided_by_a_scale_that_lies_on_a_device(monkeypa
 
 
 @pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize("given", [None, torch.amp.GradScaler, lowp.GradScaler], ids=["none", "torch", "lowp"])
+def test_gradients_that_are_cleared_under_a_scaler_are_no_skipped_step_without_its_update(
+    passes: int, given: Any
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu") if given is None else given("cpu", init_scale=2.0**125)
+    with lowp.Monitor(model, optimizer, scaler=None if given is None else scaler, max_overhead=None) as monitor:
+        for step in range(6):
+            for _ in range(1 if step < 2 else passes):
+                optimizer.zero_grad()
+                scaler.scale(model(torch.ones(2, 4)).square().mean() * (1e4 if step in (0, 3) else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert (scaler.get_scale() < 2.0**125) or given is None
+    assert monitor.step == 6
+
+
+@pytest.mark.parametrize("passes", [2, 3])
 @pytest.mark.parametrize("given", [{}, {"scaler": torch.amp.GradScaler("cpu", enabled=False)}], ids=["none", "scaler"])
 def test_a_gradient_that_is_thrown_away_is_no_skipped_step(passes: int, given: dict[str, Any]) -> None:
     model = nn.Linear(4, 4)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp import distributed
-from lowp.compat import adds_up, is_multiplied, norms
+from lowp.compat import adds_up, is_multiplied, norms, stages_of
 from lowp.errors import InvalidInput
 from lowp.hooks import Uncopied
 from lowp.monitoring import places
@@ -120,6 +120,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._passes, self._added = 0, True  # backward passes since the last step
         self._probe: tuple[str, nn.Parameter] | None = None  # a parameter that tells of the gradients between passes
         self._had, self._skips = False, 0  # whether it had one after the latest pass; steps that the scaler has skipped
+        self._stages: Any = None  # the scaler's then
         # whether losses carry the loss scale when they are seen: not where backward passes multiply by it
         self.losses_are_scaled: Callable[[], bool] = lambda: True
         self._apart: dict[str, tuple[int, float]] = {}
@@ -217,6 +218,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         if ended:
             self._find_probe()
             self._had = self._probe is not None and self._probe[1].grad is not None
+            self._stages = stages_of(self._state.scaler)
             if self._passes > 1:
                 self._add_probe("latest")
             return False  # behind the pass nobody asks
@@ -236,10 +238,14 @@ class Monitor(AbstractContextManager["Monitor"]):
     def _was_skipped(self, loss: Tensor) -> bool:
         """Whether gradients are gone before this pass as a loss scaler, known or still looked for, has skipped a step.
 
-        Without one the script has cleared them between two passes of a step, as sharpness-aware training does.
+        Without one, or without its update since, the script has cleared them between two passes of a step, as
+        sharpness-aware training does.
         """
-        is_gone = self._probe is not None and self._probe[1].grad is None
-        return is_gone and (self._state.scaler is not None or (self._state.searches and is_multiplied(loss)))
+        if self._probe is None or self._probe[1].grad is not None:
+            return False
+        if self._state.scaler is None:
+            return self._state.searches and is_multiplied(loss)
+        return self._stages is None or stages_of(self._state.scaler) is not self._stages
 
     def _find_probe(self) -> None:
         self._probe = self._probe or next(
