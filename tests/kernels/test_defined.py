@@ -21,6 +21,8 @@ from lowp.kernels.packed import byte_products
 
 FLEX = parse("flex16+5:autoflex")
 WIDE = [0, 1, -1, 3, 2**24 + 1, -(2**24) - 3, 2**53 + 1, -(2**53) - 3, 2**60 + 1, 2**62 - 1, -(2**62) + 7, 2**54 + 2]
+# beside the middle of two numbers of fp32, which fp64 does not tell from it
+WIDE += [sign * (2**60 + odd * 2**36 + by) for sign in (1, -1) for odd in (1, 3) for by in (1, 0, -1)]
 
 
 def nearest(value: Fraction, bits: int) -> float:

@@ -12,7 +12,6 @@ import lowp
 from lowp import kernels
 from lowp.inference import training_policy
 from lowp.kernels import cpu
-from lowp.kernels.products.programs import NOWHERE, CodesStep, Memory, Program
 from lowp.ops.direct import LEAST_ROWS
 from lowp.policy import Policy, Rule
 
@@ -69,32 +68,6 @@ def test_few_rows_and_infinite_numbers_go_the_long_way() -> None:
             x[0, 0, 0] = torch.inf
             assert bool(layer(x)[0, 0].isinf().all())
             assert bool(layer(x)[0, 1:].isfinite().all())
-
-
-@pytest.mark.parametrize("level", ["portable", "avx2", "avx512"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_codes_of_a_program_are_those_of_format_int8(turned: bool, level: str) -> None:
-    if cpu.library() is None or level not in cpu.available():
-        pytest.skip("the C++ library was not built, or the processor has no such instructions")
-    torch.manual_seed(0)
-    x = torch.randn(9, 77) * torch.tensor([[1.0, 1e-38, 1e-42, 1e30, 0, 1, 1, 1, 1]]).t()
-    x[5] = torch.arange(77) - 38.5  # quotients in the middle, and next to it
-    x[5, 0], x[6], x[6, 0] = 127, (torch.arange(77) - 38.5).nextafter(torch.tensor(0.0)), -127
-    x[7], x[8] = -x[7].abs(), x[8].nextafter(torch.tensor(9.0))
-    wanted = kernels.encode(x, "int8")
-    given = x.t().contiguous() if turned else x
-    source = Memory(0, (9, 77), (1, 9) if turned else (77, 1), torch.float32)
-    program = Program([CodesStep(source, NOWHERE, 1, 2, lowp.casts.parse("int8"))])
-    codes, scales = torch.empty(9, 77, dtype=torch.int8), torch.empty(9)
-    asked = cpu.asked()
-    try:
-        cpu.select(level)
-        assert program([given, codes, scales])
-    finally:
-        cpu.select(asked or None)
-    assert torch.equal(scales, wanted.scale) and torch.equal(codes, wanted.payload)
-    given[3, 5] = torch.nan
-    assert not program([given, codes, scales])
 
 
 # -- training -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""Programs of the C++ library, and what else products of few bits are made of: codes, sums of blocks, fp8's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowp import kernels
+from lowp.casts import parse
+from lowp.errors import Unavailable
+from lowp.kernels import cpu
+from lowp.kernels.products import fp8_products
+from lowp.kernels.products.contraction import contract, sum_of_rows
+from lowp.kernels.products.programs import NOWHERE, BytesStep, CodesStep, Memory, Program
+from lowp.ops.trilinear import OUTPUT, Linear
+from lowp.policy import Accumulation
+
+
+@pytest.mark.parametrize("level", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_codes_of_a_program_are_those_of_format_int8(turned: bool, level: str) -> None:
+    if cpu.library() is None or level not in cpu.available():
+        pytest.skip("the C++ library was not built, or the processor has no such instructions")
+    torch.manual_seed(0)
+    x = torch.randn(9, 77) * torch.tensor([[1.0, 1e-38, 1e-42, 1e30, 0, 1, 1, 1, 1]]).t()
+    x[5] = torch.arange(77) - 38.5  # quotients in the middle, and next to it
+    x[5, 0], x[6], x[6, 0] = 127, (torch.arange(77) - 38.5).nextafter(torch.tensor(0.0)), -127
+    x[7], x[8] = -x[7].abs(), x[8].nextafter(torch.tensor(9.0))
+    wanted = kernels.encode(x, "int8")
+    given = x.t().contiguous() if turned else x
+    source = Memory(0, (9, 77), (1, 9) if turned else (77, 1), torch.float32)
+    program = Program([CodesStep(source, NOWHERE, 1, 2, parse("int8"))])
+    codes, scales = torch.empty(9, 77, dtype=torch.int8), torch.empty(9)
+    asked = cpu.asked()
+    try:
+        cpu.select(level)
+        assert program([given, codes, scales])
+    finally:
+        cpu.select(asked or None)
+    assert torch.equal(scales, wanted.scale) and torch.equal(codes, wanted.payload)
+    given[3, 5] = torch.nan
+    assert not program([given, codes, scales])
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_a_program_of_codes_gives_the_exact_sums_times_their_scales_and_ends() -> None:
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randint(-128, 128, shape, generator=draw).to(torch.int8) for shape in ((5, 40), (7, 40)))
+    bias, of_left, of_right, result = torch.randn(7), torch.rand(5), torch.rand(7), torch.empty(5, 7)
+    lies = Memory(0, (5, 40), (40, 1), torch.int8), Memory(1, (7, 40), (40, 1), torch.int8)
+    program = Program([BytesStep(*lies, 2, 3, 4, 5)])
+    assert program([left, right, bias, result, of_left, of_right]) is True
+    sums = (left.long() @ right.long().t()).float()
+    assert torch.equal(result, sums * of_right * of_left[:, None] + bias)
+    for shape in ((7, 39), (7, 1 << 20)):
+        about = Memory(1, shape, (shape[1], 1), torch.int8)
+        with pytest.raises(ValueError, match="no product of codes"):
+            Program([BytesStep(lies[0] if shape[1] < 40 else about, about, 2, 3, 4, 5)])
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "expected"), [("fp16/1", 2048.0), ("fp16/16", 4096.0), ("bf16/1", 256.0), ("bf16/32", 4096.0)]
+)
+def test_a_sum_of_ones_stops_where_a_short_accumulator_holds_no_more(accumulate: str, expected: float) -> None:
+    """Wang et al. 2018, arXiv 1812.08011, section 2.3: swamping, and chunks that cure it."""
+    x, weight = torch.ones(2, 4096), torch.ones(3, 4096)
+    form = Linear((2, 4096), (3, 4096))
+    found = contract(form, OUTPUT, (x, weight), Accumulation.parse(accumulate))
+    assert torch.equal(found, torch.full((2, 3), expected))
+    bias = torch.tensor([0.5, 1.0, -1.0])
+    found = contract(form, OUTPUT, (x, weight), Accumulation.parse(accumulate), bias=bias, finish=lambda sum: -sum)
+    assert torch.equal(found, -(expected + bias).expand(2, 3))
+
+
+def test_integer_accumulators_take_integers_alone() -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(
+        Unavailable, match="accumulate=int32 needs integer elements under a shared scale, such as dfp16"
+    ):
+        contract(Linear((2, 4), (2, 4)), OUTPUT, (x, x), Accumulation.parse("int32"))
+
+
+@pytest.mark.parametrize("way", kernels.available())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_summed_in_fp32(way: str, dtype: torch.dtype) -> None:
+    x = torch.randint(-100, 100, (3000, 7), generator=torch.Generator().manual_seed(0)).to(dtype)
+    with kernels.use(way):
+        found = sum_of_rows(x)
+    assert found.dtype is torch.float32 and torch.equal(found, x.double().sum(0).float())
+
+
+@pytest.mark.parametrize("element", ["e4m3fn", "e5m2"])
+def test_fp8_numbers_and_their_scale_are_the_values_of_the_cast(element: str) -> None:
+    x, cast = torch.randn(5, 33, generator=torch.Generator().manual_seed(0)) * 7, parse(f"{element}@fp32/tensor")
+    found = fp8_products.encoded(x, cast)
+    assert found.numbers.dtype is fp8_products._DTYPES[element]
+    assert torch.equal(found.values, kernels.quantize(x, cast))
+    filled = fp8_products._filled(found.numbers)
+    assert filled.shape == (16, 48) and torch.equal(filled[:5, :33].float(), found.numbers.float())
+    assert not filled.float()[5:].any() and not filled.float()[:, 33:].any()
+    whole = found.numbers.new_zeros(16, 32)
+    assert fp8_products._filled(whole).data_ptr() == whole.data_ptr()
+    x[1, 2], x[3, 4] = torch.inf, torch.nan
+    assert fp8_products.encoded(x, cast).values.isnan().nonzero().tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("spelled", "fits"),
+    [
+        ("e4m3fn@fp32/tensor", True),
+        ("e5m2@fp32/tensor", True),
+        ("e4m3fn@fp32/row", False),
+        ("e4m3fn@e8m0/tensor", False),
+        ("e3m4@fp32/tensor", False),
+        ("e4m3fn@fp32/tensor:stochastic", False),
+        ("e4m3fn@fp32/tensor:delayed", False),
+        ("e4m3fn", False),
+        ("nvfp4", False),
+    ],
+)
+def test_chips_with_fp8_multiply_its_two_formats_under_a_tensors_own_scale(spelled: str, fits: bool) -> None:
+    assert fp8_products.is_eight_bits(parse(spelled)) is fits and not fp8_products.is_eight_bits(None)
+    assert not fp8_products.multiplies_fp8(torch.ones(2))
