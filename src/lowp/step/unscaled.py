@@ -4,8 +4,7 @@ import cmath
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress, groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lowp import distributed
-from lowp.compat import private
 from lowp.exponents import SharedExponents, is_result
 from lowp.kernels.choose import hardware
 from lowp.kernels.steps.spectra import largest_of
+from lowp.ops.shields import DisableTorchFunction
 from lowp.optim.exponents import FlexWeights
 from lowp.optim.shards import local
 from lowp.optim.skipping import starts_momentum
@@ -25,18 +24,14 @@ from lowp.step import gradients as grads
 from lowp.step.guard import StepGuard
 from lowp.step.provenance import Latch, Names, NonFiniteGradients
 
-_DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
 Optimizers = Sequence[torch.optim.Optimizer]
 _PATIENCE = 20  # consecutive skipped steps before training stops
 _INTERVAL = 16  # steps after which all of an optimizer's state is read again; in between, what was written since
 _GRADIENT = "gradient"
 _GIVE_UP = "look at the inputs, the learning rate and the loss, or add a rule that keeps that op in fp32"
 
-
 _Faults = Mapping[str, bool | Tensor]  # of shared exponents, see `SharedExponents.faults`
 _Value = tuple[torch.optim.Optimizer, str, int, Tensor]  # as a `_Read`, and the tensor
-
-
 _Versions = tuple[list[int], list[int]]  # of tensors of state: their ids, and how often each was written
 _NOTHING: _Versions = [], []
 _version_of = attrgetter("_version")
@@ -86,7 +81,7 @@ class UnscaledSteps:
         """Check a loss before its backward; nothing waits for a device."""
         if torch.compiler.is_compiling() or self.exponents is not None:  # shared exponents skip a step for infinities
             return
-        with _DisableTorchFunction():  # a function mode of the user's is not called for these ops
+        with DisableTorchFunction():  # a function mode of the user's is not called for these ops
             if type(loss) is Tensor and hardware.is_on_host(loss) and loss.numel() == 1:  # faster than torch's kernels
                 bad: Tensor | bool = not cmath.isfinite(loss.item())
             else:
@@ -398,8 +393,7 @@ def _smallest_gradient_is_bad(optimizers: Optimizers) -> Tensor | None:
     present = [
         local(parameter.grad)
         for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in grads.parameters_of(optimizer)
         if parameter.grad is not None and not parameter.grad.is_sparse
     ]
     return ~torch.isfinite(min(present, key=torch.Tensor.numel)).all() if present else None
