@@ -170,19 +170,11 @@ def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, out
 
 def _called(function: Callable[..., int], output: Output, result: Tensor, operands: tuple[Any, ...]) -> Multiplied:
     """Call the library; `operands` are tensors and numbers."""
-    integers, largest, bias = array("q", (0, 0, 0)), array("d", (0.0,)), output.bias
-    status = function(
-        output.kernel.encode() or None,
-        *operands,
-        0 if output.chained else KINDS[output.dtype],
-        output.exponent,
-        output.lowest,
-        None if bias is None else bias.numbers,
-        0 if bias is None else bias.exponent,
-        torch.get_num_threads(),
-        integers,
-        largest,
-    )
+    integers, largest = array("q", (0, 0, 0)), array("d", (0.0,))
+    kind, bias = 0 if output.chained else KINDS[output.dtype], output.bias or (None, 0)
+    seen = torch.get_num_threads(), integers, largest
+    name = output.kernel.encode() or None
+    status = function(name, *operands, kind, output.exponent, output.lowest, *bias, *seen)
     check_status(status, output.kernel)
     return Multiplied(result, *integers, *largest)
 
