@@ -189,6 +189,28 @@ def test_one_process_of_all_or_of_each_node_writes_the_state_of_the_precision(
     assert (tmp_path / "scaler.pt").exists() == (local and on_each_node) and used.scaler is not None
 
 
+@pytest.mark.parametrize("call", ["save_state", "load_state"])
+def test_steps_that_only_fill_the_state_of_an_optimizer_are_not_counted(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import Accelerator
+
+    used = accelerator("fp16")
+    model, optimizer = used.prepare(*parts())
+
+    def on_zeros(self: Any, folder: str) -> None:  # as Accelerate does it under FSDP2
+        for one in model.parameters():
+            one.grad = torch.zeros_like(one)
+        optimizer.step()
+
+    monkeypatch.setattr(Accelerator, call, on_zeros)
+    getattr(used, call)("folder")
+    assert len(optimizer.state) == len(list(model.parameters())) and used.lowp.steps == 0
+    used.backward(model(torch.ones(2, 10)).sum())
+    optimizer.step()
+    assert used.lowp.steps == 1
+
+
 def test_precisions_beside_accelerate_s_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(lowp.InvalidInput, match=r"mixed_precision='bf16' comes beside the lowp precision: omit it in"):
         accelerator("fp16", mixed_precision="bf16")

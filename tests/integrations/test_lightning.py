@@ -130,6 +130,14 @@ def test_a_run_in_any_precision_resumes_with_the_same_bits(name: str, tmp_path: 
     resumes(name, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("16-mixed", "fp16"), (16, "fp16"), ("16", "fp16"), ("bf16-mixed", "bf16"), ("32-true", "fp32"), (32, "fp32")],
+)
+def test_lightning_s_own_names_of_precisions_are_known(given: Any, name: str) -> None:
+    assert plugin(given).lowp.preset.name == name
+
+
 def test_fp32_is_lightning_itself_and_fp16_is_not() -> None:
     plain, _ = fit("fp32", plugins=[])
     assert same(plain, fit("fp32")[0])

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp.numerics.divergence import Fault
+from lowp.numerics.modes import Seam
 from lowp.numerics.replay import ranges_of
+from lowp.numerics.tape import Tape
 
 
 def test_ranges_of_inputs_are_those_of_their_finite_numbers() -> None:
@@ -30,6 +32,21 @@ def test_ranges_of_inputs_are_those_of_their_finite_numbers() -> None:
         whole,
     ]
     assert len(ranges_of([mixed] * 9)) == 6
+
+
+def test_a_tape_holds_the_calls_of_one_step_and_of_no_more_than_sixteen_of_a_rollout() -> None:
+    tape, model, x = Tape(Seam()), nn.Linear(2, 2), torch.ones(1, 2)
+
+    def held() -> int:
+        tape.begin(model, (x,), {})
+        tape.open(model, loss := model(x))
+        tape.end(loss) if len(kept) == 18 else tape.rest()
+        return len(tape.calls)
+
+    kept: list[int] = []
+    while len(kept) < 20:
+        kept.append(held())
+    assert kept == [*range(1, 17), 1, 2, 3, 1]
 
 
 class Model(nn.Module):

@@ -153,3 +153,12 @@ def test_an_entry_that_no_profile_has_is_refused_when_it_is_read(
 def test_a_folder_is_no_profile(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="is a folder: give the file of a profile"):
         Record.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("module", "path"),
+    [("critic", ""), ("critic.0.up", "0.up"), ("generator.head", "head"), ("critics.0", "critics.0"), ("loss", "loss")],
+)
+def test_a_policy_names_a_module_by_its_path_within_its_model(module: str, path: str) -> None:
+    assert Record({"models": ["generator", "critic"]}).within(module) == path
+    assert Record({}).within(module) == module

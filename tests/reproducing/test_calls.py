@@ -186,6 +186,16 @@ def test_definitions_are_torch_s_operators_for_every_argument(called: Callable[[
         assert torch.allclose(one, other, rtol=close, atol=2e-6 + close / 10, equal_nan=True), place
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")  # torch's
+@pytest.mark.parametrize("correction", [1, 2, 3, 4])
+def test_a_variance_of_no_more_numbers_than_are_taken_off_is_infinite_or_nan(correction: int) -> None:
+    x = torch.tensor([1.0, 4.0, 4.0])
+    wanted = [one.var(0, correction=correction) for one in (x, x[:2], x[:1])]
+    with lowp.reproducible():
+        found = [one.var(0, correction=correction) for one in (x, x[:2], x[:1])]
+    assert torch.equal(torch.stack(found).nan_to_num(-1), torch.stack(wanted).nan_to_num(-1))
+
+
 def _gradients(called: Callable[[Tensor], Iterator[Tensor]], x: Tensor) -> list[tuple[torch.dtype, Tensor | None]]:
     """The gradient of x for a weighted sum of each result that has one, with the result's dtype."""
     found = []

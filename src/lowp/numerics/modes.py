@@ -105,7 +105,7 @@ class Seam(TorchFunctionMode):
         return result
 
 
-def hear_backward(heard: Callable[..., Any]) -> Callable[[], None]:
+def hear_backward(heard: Callable[..., None]) -> Callable[[], None]:
     """Let `heard` make the calls of `Tensor.backward`, which it is given before their arguments; return what ends that.
 
     A mode that is called for `Tensor.backward` is put in force again by torch when that returns. It would then cost
@@ -115,8 +115,8 @@ def hear_backward(heard: Callable[..., Any]) -> Callable[[], None]:
     original: Callable[..., Any] = owner.backward
 
     @wraps(original)
-    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return heard(original, loss, *args, **kwargs)
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        heard(original, loss, *args, **kwargs)
 
     def end() -> None:
         if owner.backward is backward:

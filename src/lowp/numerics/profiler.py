@@ -264,19 +264,19 @@ class Profiler:
         self._observes = False
 
     # -- the backward pass --------------------------------------------------------------------------------------------
-    def _backward(self, run: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, run: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Make a backward pass of the training, in which no calls are seen."""
         is_recorded, watch = self._guard.tape.rest(), self._watch
         if not is_recorded and watch is None:
-            return run(loss, *args, **kwargs)
+            run(loss, *args, **kwargs)
+            return
         if watch is not None:
             watch.begin_backward()
         self._saw_loss(loss, is_recorded)
-        result = run(loss, *args, **kwargs)
+        run(loss, *args, **kwargs)
         if watch is not None and not watch.beside:
             watch.resume()
         self._after_backward(args[0] if args else kwargs.get("gradient"))
-        return result
 
     def _saw_loss(self, loss: Tensor, is_recorded: bool) -> None:
         """Note a loss whose backward pass begins; `is_recorded`: how it was computed is on the tape."""
@@ -388,7 +388,7 @@ class Profiler:
             self.budget.spent(watch.seconds, True)
             self.schedule.end_look(looked, watch.beside)
         else:
-            self.schedule.end(self.schedule.guards and self.step > 0)
+            self.schedule.end(self.schedule.guards)
         self.step += 1
         self._guarded += self.schedule.guards
         started = time.perf_counter()
