@@ -88,10 +88,12 @@ class Convolution(Form):
         gradient: Tensor = result[slot]
         return gradient
 
-    def gradients(self, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        wanted = [True, True, False]
-        found = torch.ops.aten.convolution_backward(gradient, x, weight, None, *self._settings, wanted)
-        return found[0], found[1]
+    def gradients(self, x: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        run, both = torch.ops.aten.convolution_backward, first is second
+        found = run(first, x, weight, None, *self._settings, [True, both, False])
+        if both:
+            return found[0], found[1]
+        return found[0], run(second, x, weight, None, *self._settings, [False, True, False])[1]
 
     @property
     def _settings(self) -> tuple[Any, ...]:

@@ -49,9 +49,12 @@ class Form(ABC):
         """Return the dimension of each operand along which blocks of both may be rotated alike; None where none is."""
         return self.contracted[slot]
 
-    def gradients(self, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the products for FIRST and SECOND, of which torch may compute both in less time than each alone."""
-        return self.product(FIRST, weight, gradient), self.product(SECOND, x, gradient)
+    def gradients(self, x: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the products for FIRST and SECOND, of which torch may compute both in less time than each alone.
+
+        `first`, `second`: the gradient as each of them reads it.
+        """
+        return self.product(FIRST, weight, first), self.product(SECOND, x, second)
 
     @abstractmethod
     def matrices(self, slot: int, left: Tensor, right: Tensor, batches: int = 1) -> tuple[Tensor, Tensor, Finish]:

@@ -232,8 +232,8 @@ class ByTorch(Prepared):
         first, second = pairs
         places = {place for pair in (*pairs, (summed,)) for place in pair or () if place is not None}
         wide = {place: scratch.wide(tensors[place]) for place in places}
-        if self.is_contiguous and first is not None and second is not None and first[1] == second[1]:
-            found[:2] = self.form.gradients(wide[second[0]], wide[first[0]], wide[first[1]])
+        if self.is_contiguous and first is not None and second is not None:
+            found[:2] = self.form.gradients(wide[second[0]], wide[first[0]], wide[first[1]], wide[second[1]])
         else:
             for slot, pair in enumerate(pairs):
                 if pair is not None:
