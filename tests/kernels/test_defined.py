@@ -14,10 +14,12 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents
-from lowp.kernels.int16 import low_words
+from lowp.kernels.casts import checks
+from lowp.kernels.int16 import integer, low_words
 from lowp.kernels.int16.integer_reference import ConvolutionShape, digits, scaled, shift_rounded, summed_to_odd, times
 from lowp.kernels.int16.mantissas import NOTHING
 from lowp.kernels.packed import byte_products
+from lowp.kernels.products import fp32_products
 
 FLEX = parse("flex16+5:autoflex")
 WIDE = [0, 1, -1, 3, 2**24 + 1, -(2**24) - 3, 2**53 + 1, -(2**53) - 3, 2**60 + 1, 2**62 - 1, -(2**62) + 7, 2**54 + 2]
@@ -83,6 +85,48 @@ def test_two_words_and_a_bias_are_added_so_that_rounding_the_result_rounds_the_e
     exponents = [torch.tensor(-8, dtype=torch.int32)]
     infinite = summed_to_odd([torch.tensor([1, 1])], exponents, torch.tensor([math.inf, math.nan]))
     assert infinite[0] == math.inf and infinite[1].isnan()
+
+
+def test_sums_to_odd_in_fp64_are_rounded_to_fp32_as_the_exact_sums() -> None:
+    units = range(-4, 5)  # of fp64, about the middle of two numbers of fp32
+    x = torch.tensor([1 + odd * 2.0**-24 + unit * 2.0**-52 for odd in (1, 3) for unit in units], dtype=torch.float64)
+    for small in (2.0**-60, 0.0, -(2.0**-60), 2.0**-53, -(2.0**-54)):
+        for sign in (1.0, -1.0):
+            total = fp32_products._added(sign * x, torch.tensor(sign * small, dtype=torch.float64)).float()
+            exact = [Fraction(sign * one) + Fraction(sign * small) for one in x.tolist()]
+            assert total.tolist() == [nearest(one, 24) for one in exact]
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (2, 1, 3), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("way", [one for one in kernels.available() if one != "native"])
+def test_products_of_int16_have_any_leading_dimensions(way: str, batch: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randint(-999, 999, (*batch, *size), generator=draw) for size in ((4, 5), (5, 2)))
+    with kernels.use(way):
+        found = integer.multiply(left.to(torch.int16), right.to(torch.int16), exponent=0, dtype=torch.float32).values
+    assert torch.equal(found, (left @ right).float())
+
+
+@pytest.mark.parametrize(
+    ("spelled", "fp16", "bf16"),
+    [
+        ("e4m3fn", True, True),
+        ("e5m9", True, True),  # of what is in bf16 already
+        ("fp16", True, True),
+        ("bf16", False, True),
+        ("i9s", True, True),
+        ("i12s", True, False),
+        ("mxfp8", True, True),
+        ("dfp16", False, False),  # its digits are those of its element
+        ("e4m9@e8m0/32", True, False),
+        ("i12s@e8m0/32", True, False),
+        ("i16s@fp32/row", True, True),  # products with any scale are rounded once more
+    ],
+)
+def test_a_cast_of_a_dtype_gives_numbers_of_it(spelled: str, fp16: bool, bf16: bool) -> None:
+    cast = parse(spelled)
+    assert checks.holds(cast, torch.float32) and checks.holds(cast, torch.float64)
+    assert (checks.holds(cast, torch.float16), checks.holds(cast, torch.bfloat16)) == (fp16, bf16)
 
 
 @pytest.mark.parametrize(
