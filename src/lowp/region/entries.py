@@ -331,19 +331,20 @@ def set_autocast_state(state: list[State]) -> None:
 
 _op_when_scripted = cast(Callable[[Any], str | None], private("torch.jit._builtins._find_builtin"))
 _run_when_scripted = cast(Callable[[Any, str], None], private("torch.jit._builtins._register_builtin"))
-_function_modes = cast(Callable[[], list[Any]], private("torch.overrides._get_current_function_mode_stack"))
-_push_mode = cast(Callable[[Any], None], private("torch.overrides._push_mode"))
-_pop_mode = cast(Callable[[], Any], private("torch.overrides._pop_mode"))
+_count_of_modes = cast(Callable[[], int], private("torch._C._len_torch_function_stack"))
+_mode_at = cast(Callable[[int], Any], private("torch._C._get_function_stack_at"))
+_push_mode = cast(Callable[[Any], None], private("torch._C._push_on_torch_function_stack"))
+_pop_mode = cast(Callable[[], Any], private("torch._C._pop_torch_function_stack"))
 dispatch_modes = cast(Callable[[], list[Any]], private("torch.utils._python_dispatch._get_current_dispatch_mode_stack"))
 
 
 def take_off(engine: Engine) -> None:
     """Remove a mode from this thread's stack, wherever it is in it; a mode that is not on the stack is ignored."""
-    modes = _function_modes()
-    if modes and modes[-1] is engine:
+    depth = _count_of_modes()
+    if depth and _mode_at(depth - 1) is engine:
         _pop_mode()
         return
-    if not any(mode is engine for mode in modes):
+    if not any(_mode_at(place) is engine for place in range(depth)):
         return
     above = []
     while (mode := _pop_mode()) is not engine:

@@ -98,14 +98,12 @@ class UnscaledSteps:
         under shared exponents are written as the step reads them. Raises NonFiniteGradients after `patience` skipped
         steps in a row.
         """
-        if self._is_finite_at_a_glance(optimizers) and not distributed.has_other_ranks():
+        if self.exponents is None and self._is_finite_at_a_glance(optimizers) and not distributed.has_other_ranks():
             return False
         return self._skips_what_it_finds(optimizers, number)
 
     def _is_finite_at_a_glance(self, optimizers: Optimizers) -> bool:
         """Whether one pass over plain gradients finds all finite, and state is as the latest step has left it."""
-        if self.exponents is not None:
-            return False
         if self.is_plain:
             return True
         values = grads.plain_on_host(optimizers) if _versions(optimizers) == self._written else []
