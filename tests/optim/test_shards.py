@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import lowp
+from lowp.optim.blockwise import _blocks
 from lowp.optim.shards import is_split_twice, local, local_parts, places_of, quantize_at, shard_like, shard_of
+from lowp.optim.storage import BLOCK
 
 RANKS = 4
 CUTS = {
@@ -62,3 +64,31 @@ def test_a_rank_draws_at_the_places_of_its_numbers_what_the_whole_draws_there(pl
     expected = lowp.quantize(whole, cast, seed=5)[at]
     shape = (-1, 1) if len(at) == 5 else (-1,)
     assert torch.equal(quantize_at(whole[at].view(shape), cast, 5, places), expected.view(shape))
+
+
+@pytest.mark.parametrize(
+    ("places", "count"),
+    [
+        (0, 2 * BLOCK + 5),
+        (BLOCK - 3, BLOCK),
+        (3 * BLOCK, 7),
+        (0, 0),
+        (
+            torch.cat(
+                (torch.arange(5, 9), torch.arange(BLOCK - 2, BLOCK + 2), torch.tensor([5 * BLOCK, 6 * BLOCK - 1]))
+            ),
+            10,
+        ),
+    ],
+    ids=str,
+)
+def test_the_blocks_of_a_part_are_those_of_the_whole(places: int | Tensor, count: int) -> None:
+    whole = torch.arange(places, places + count) if isinstance(places, int) else places
+    met = list[Tensor]()
+    for number, within, piece in _blocks(places, count):
+        part = whole[piece]
+        expected = part - number * BLOCK
+        assert len(part) and 0 <= int(expected.min()) <= int(expected.max()) < BLOCK
+        assert torch.equal(torch.arange(within, within + len(part)) if isinstance(within, int) else within, expected)
+        met.append(part)
+    assert torch.equal(torch.cat([whole[:0], *met]), whole) and len({int(part[0]) // BLOCK for part in met}) == len(met)

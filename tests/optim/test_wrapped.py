@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -171,3 +172,54 @@ def test_a_rank_alone_keeps_its_masters() -> None:
     optimizer = MasterWeights(torch.optim.SGD([weight], lr=0.1), "bf16")
     agree_on_masters([optimizer])
     assert optimizer.master(weight) == 1 + 2.0**-12
+
+
+def test_the_state_by_parameter_has_what_is_kept_for_its_master_and_the_inner_optimizers() -> None:
+    weight, frozen = nn.Parameter(torch.tensor([1.0, 1 / 3])), nn.Parameter(torch.ones(2))
+    optimizer = MasterWeights(torch.optim.SGD([weight, frozen], lr=0.5, momentum=0.9), "bf16", seed=3)
+    weight.grad = torch.ones(2, dtype=torch.bfloat16)
+    optimizer.step()
+    state = optimizer.state[weight]
+    assert torch.equal(state["master_weight"], torch.tensor([1.0, 1 / 3]) - 0.5)
+    assert torch.equal(state["momentum_buffer"], torch.ones(2)) and state["momentum_buffer"].dtype is torch.float32
+    assert (state["master_steps"], state["master_seed"]) == (1, 3)
+    assert "momentum_buffer" not in optimizer.state[frozen]
+
+
+def test_gradients_of_a_step_that_is_not_taken_are_freed() -> None:
+    optimizer = flex([nn.Parameter(torch.ones(2))])
+    (weight,) = optimizer.param_groups[0]["params"]
+    weight.grad = torch.ones(2)
+    with torch.no_grad():
+        optimizer.write_gradients()
+        optimizer.write_gradients()  # they are in the format now, and are compared
+    gone = weakref.ref(weight.grad)
+    optimizer.forget_gradients()
+    optimizer.zero_grad()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("precision", ["bf16-storage", "flex16+5"])
+def test_a_copy_of_a_precision_knows_the_copies_of_its_models(precision: str) -> None:
+    made, model = lowp.Precision(precision), nn.Linear(2, 2)
+    made.prepare_model(model)
+    other, copied = copy.deepcopy((made, model))
+    optimizer = other.prepare_optimizer(torch.optim.SGD(copied.parameters(), lr=0.1))
+    assert isinstance(optimizer, FlexWeights if precision == "flex16+5" else MasterWeights)
+    assert copied.state_dict()["weight"].dtype is torch.float32
+    assert optimizer.holds(copied.weight) and not optimizer.holds(model.weight)
+
+
+def test_running_statistics_that_are_in_the_format_keep_their_values() -> None:
+    precision, model = lowp.Precision("flex16+5"), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(2):
+        model[1].running_mean.fill_(1 / 3)
+        stepped(optimizer)
+        assert precision.exponents is not None
+        precision.exponents.flush()
+        assert model[1].running_mean[0] != torch.tensor(1 / 3), number
+    few = torch.tensor([3.0, -5.0, 0.0]) * 2.0**-25  # under an exponent of their own
+    model[1].running_mean.copy_(few)
+    stepped(optimizer)
+    assert torch.equal(model[1].running_mean, few)
