@@ -101,6 +101,7 @@ def average(share: float, moved: float = 1.0) -> Looks:
         ("N402", skips(9, 90), skips(9, 89)),
         ("N402", skips(8, 20), skips(9, 20)),
         ("N402", skips(9, 15), skips(9, 16)),
+        ("N402", skips(8, 8) + skips(0, 1) * 63 + skips(1, 1), skips(8, 8) + skips(0, 1) * 62 + skips(1, 1)),
         ("N402", skips(9, 20, scale=None), skips(5, 10) + skips(4, 10)),
         ("N207", [look(scale=1.0, is_fresh_scale=True)], [look(scale=1.0, is_fresh_scale=True, resumed=1)]),
         ("N207", [look(scale=1.0, resumed=1)], [look(scale=1.0, jump=(1.0, 8.0))]),

@@ -125,9 +125,6 @@ class _Waiting(Search):
         """Whether a step is being run again."""
         return bool(self.watcher.is_replaying)
 
-    def _replaces_a_part(self, module: nn.Module) -> bool:
-        return bool(self.watcher.finds(module))
-
 
 def _end(profiler: Profiler, process: int) -> None:
     if os.getpid() == process:

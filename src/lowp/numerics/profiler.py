@@ -130,14 +130,6 @@ class Profiler:
         if args is not None:
             self._before_forward(model, args, {})
 
-    def finds(self, module: nn.Module) -> bool:
-        """Whether a module is a part that a model has got since it was looked through."""
-        if any(module is part for model in self.models for part in model.modules()):
-            if self.models.renew():
-                self.schedule.take_turns()
-            return True
-        return False
-
     def begin_within(self, model: nn.Module, args: Any) -> None:
         """Take a call of a model that runs already for the first; not for one to run again, as arguments are lost."""
         if not self.schedule.beside:
