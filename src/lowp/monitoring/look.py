@@ -1,6 +1,7 @@
 """One look at a step: numbers of its activations, gradients, weights and buffers, none of which is waited for."""
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from lowp.compat import norms
 from lowp.kernels.int16.late import LateNumber
 from lowp.kernels.steps.spectra import SOME, peak_of, some_of
 from lowp.nested import tensors_of
+from lowp.numerics.models import Models
 from lowp.numerics.modes import numbers_of
 from lowp.optim.model_state import owner_of
 
@@ -191,3 +193,35 @@ def by_device(named: Sequence[tuple[str, Tensor]]) -> Iterable[list[tuple[str, T
     for pair in named:
         found.setdefault(pair[1].device, []).append(pair)
     return found.values()
+
+
+class Probe:
+    """A parameter that tells of the gradients between the backward passes of a step."""
+
+    def __init__(self, models: Models) -> None:
+        self._models, self._found = models, list[tuple[str, nn.Parameter]]()
+        self.had_gradient = False  # after the latest pass
+
+    def forget(self) -> None:
+        """Take another parameter from now on."""
+        self._found.clear()
+
+    def passed(self) -> None:
+        """Note whether there is a gradient after a pass."""
+        self.had_gradient = self._gradient() is not None
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the gradient of the latest pass is gone."""
+        return self.had_gradient and bool(self._found) and self._found[0][1].grad is None
+
+    def tell(self, look: Look | None, kind: str) -> None:
+        """Tell a look of the gradient: whether they add up, and whether the script divides them before the step."""
+        gradient = self._gradient()
+        if look is not None and gradient is not None:
+            look.add(kind, [self._found[0][0]], norms([numbers_of(gradient.detach())]))
+
+    def _gradient(self) -> Tensor | None:
+        if not self._found:
+            self._found += islice((one for one in self._models.named_parameters() if one[1].grad is not None), 1)
+        return self._found[0][1].grad if self._found else None

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp import distributed
-from lowp.compat import adds_up, is_multiplied, norms, stages_of
+from lowp.compat import adds_up, is_multiplied, stages_of
 from lowp.errors import InvalidInput
 from lowp.hooks import Uncopied
 from lowp.monitoring import places
 from lowp.monitoring.alarms import Alarm, Alarms, TrainingAlarm
 from lowp.monitoring.log import JsonLines
-from lowp.monitoring.look import Look
+from lowp.monitoring.look import Look, Probe
 from lowp.monitoring.losses import Losses
 from lowp.monitoring.pace import Pace, now
 from lowp.monitoring.ranks import RankCheck
@@ -29,7 +29,6 @@ from lowp.monitoring.seen import Sight
 from lowp.monitoring.sinks import Sink, record_of, sinks_of
 from lowp.monitoring.state import RunState
 from lowp.numerics.models import Cycle, Models
-from lowp.numerics.modes import numbers_of
 
 _SHARE = 0.02  # of the time
 _HOOK = 3e-6  # seconds that torch takes for a hook
@@ -118,8 +117,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._losses = Losses(self.models, self._sees_backward)
         self._compared: list[tuple[str, Tensor]] = []
         self._passes, self._added = 0, True  # backward passes since the last step
-        self._probe: tuple[str, nn.Parameter] | None = None  # a parameter that tells of the gradients between passes
-        self._had, self._skips = False, 0  # whether it had one after the latest pass; steps that the scaler has skipped
+        self._probe, self._skips = Probe(self.models), 0  # steps that the scaler has skipped
         self._stages: Any = None  # the scaler's then
         # whether losses carry the loss scale when they are seen: not where backward passes multiply by it
         self.losses_are_scaled: Callable[[], bool] = lambda: True
@@ -187,7 +185,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         started = now()
         self._listen()
         self._look = Look(self.step, of_flushed=self._state.scaler is None)
-        self._probe, self._wakes = None, 0
+        self._wakes = 0
+        self._probe.forget()
         self._losses.keep(False)
         self._calls.start()
         before = Uncopied(self._before_step)
@@ -216,19 +215,17 @@ class Monitor(AbstractContextManager["Monitor"]):
     @_harmless
     def _saw_backward(self, loss: Tensor, ended: bool) -> bool:
         if ended:
-            self._find_probe()
-            self._had = self._probe is not None and self._probe[1].grad is not None
+            self._probe.passed()
             self._stages = stages_of(self._state.scaler)
             if self._passes > 1:
-                self._add_probe("latest")
+                self._probe.tell(self._look, "latest")
             return False  # behind the pass nobody asks
-        if self._passes and self._had and self._is_alone and self._was_skipped(loss):
+        if self._passes and self._probe.is_cleared and self._is_alone and self._was_skipped(loss):
             self._skips += 1
             self._is_urgent = self._is_urgent or (self._skips % _SKIPS == 0 and self._pace.may_confirm())
             self._end_step()
         elif self._passes and self._look is not None:
-            self._find_probe()
-            self._add_probe("carried")
+            self._probe.tell(self._look, "carried")
         self._passes += 1
         self._saw_loss(loss)
         if self._look is not None and self._passes % _MOST_PASSES == 0 and self._state.scale is not None:
@@ -236,21 +233,14 @@ class Monitor(AbstractContextManager["Monitor"]):
         return self._passes > 1 or self._state.searches or self._state.scaler is not None
 
     def _was_skipped(self, loss: Tensor) -> bool:
-        """Whether gradients are gone before this pass as a loss scaler, known or still looked for, has skipped a step.
+        """Whether gradients are cleared as a loss scaler, known or still looked for, has skipped a step.
 
         Without one, or without its update since, the script has cleared them between two passes of a step, as
         sharpness-aware training does.
         """
-        if self._probe is None or self._probe[1].grad is not None:
-            return False
         if self._state.scaler is None:
             return self._state.searches and is_multiplied(loss)
         return self._stages is None or stages_of(self._state.scaler) is not self._stages
-
-    def _find_probe(self) -> None:
-        self._probe = self._probe or next(
-            (one for one in self.models.named_parameters() if one[1].grad is not None), None
-        )
 
     @_harmless
     def _saw_loss(self, loss: Tensor) -> None:
@@ -262,11 +252,6 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._added = self._added and adds_up(loss, scaled)
         if self._losses.add(self.step, loss, scale, scaled):
             self._wakes, self._is_urgent = 0, True
-
-    def _add_probe(self, kind: str) -> None:
-        """Note a gradient between passes: whether they add up, and whether the script divides them before the step."""
-        if self._look is not None and self._probe is not None and (gradient := self._probe[1].grad) is not None:
-            self._look.add(kind, [self._probe[0]], norms([numbers_of(gradient.detach())]))
 
     @_harmless
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -318,7 +303,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         if look is not None:
             self._end_look(look)
         self.step += 1
-        self._passes, self._added, self._had = 0, True, False
+        self._passes, self._added, self._probe.had_gradient = 0, True, False
         if self._waiting:
             self._collect()
         if look is not None:
