@@ -310,6 +310,21 @@ def test_statistics_are_those_of_the_definition(dtype: torch.dtype) -> None:
         assert abs(found[2] - squares) <= squares * len(x) * 2.0**-53
 
 
+@pytest.mark.parametrize("size", [64, 4096, 3 * 4096 + 128, 5000])
+def test_histograms_of_few_and_of_many_exponents_are_those_of_the_definition(size: int) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(3))
+    bits = torch.randint(-(2**31), 2**31 - 1, (size,), generator=torch.Generator().manual_seed(4), dtype=torch.int64)
+    special = x.clone()
+    special[::3], special[5], special[7] = 0.0, torch.inf, torch.nan
+    steps = x.sign() * 2.0 ** -(torch.arange(size) % 33)  # one exponent more than are compared
+    for numbers in (x, bits.to(torch.int32).view(torch.float32), special, x * 0, x * 1e-39, x * 1e38, steps):
+        wanted = reference.statistics(numbers)
+        for instruction_set in cpu.available():
+            cpu.select(instruction_set)
+            histogram, maximum, _, *kinds = cpu.statistics(numbers)
+            assert torch.equal(histogram, wanted[0]) and [maximum, *kinds] == [wanted[1], *wanted[3:]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_statistics_do_not_depend_on_threads_or_instruction_set(dtype: torch.dtype) -> None:
     x = mixed_numbers(LARGE, dtype)

@@ -64,8 +64,11 @@ def quantize(
             out = torch.empty_like(x)
             cpu.quantize(x, plan, seed, out)
             return out
-        if plan.scaling is None and _takes(out, x):
-            cpu.quantize(x, plan, seed, out)
+        if _takes(out, x):
+            if plan.scaling is None:
+                cpu.quantize(x, plan, seed, out)
+            else:
+                run.quantize_into(cpu, x, plan, None, seed, out)
             return _changed(out)
     seed, offset = checks.draw(x, seed, offset)
     if out is not None and not tracing.is_jit_tracing():

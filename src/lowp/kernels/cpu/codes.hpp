@@ -110,7 +110,8 @@ __attribute__((noinline)) static int64_t encode_integers(const typename C::Bits*
   return nans;
 }
 
-template <class C, class T>
+// `kPlain`: no code is an infinity, and none of a small number that is zero, or of minus zero that is NaN.
+template <class C, bool kPlain, class T>
 __attribute__((noinline)) static void decode_codes(const T* codes, typename C::Bits* values, int64_t count,
                                                    const Code<C>& given) {
   using Bits = typename C::Bits;
@@ -122,11 +123,11 @@ __attribute__((noinline)) static void decode_codes(const T* codes, typename C::B
     const Bits normal = (a << code.shift) + code.rebias;
     const Bits fixed = bits_of(number(code.magic_bits + a) - code.magic);
     Bits result = a < code.below ? fixed : normal;
-    result = a < code.flush ? 0 : result;
-    result = a == code.infinity ? Constants<C>::kInf : result;
+    if (!kPlain) result = a < code.flush ? 0 : result;
+    if (!kPlain) result = a == code.infinity ? Constants<C>::kInf : result;
     result = a > code.nan_above ? Constants<C>::kQuietNan : result;
     result |= sign;
-    values[i] = (bits & code.codes) == code.minus_zero_nan ? Constants<C>::kQuietNan : result;
+    values[i] = !kPlain && (bits & code.codes) == code.minus_zero_nan ? Constants<C>::kQuietNan : result;
   }
 }
 
@@ -161,7 +162,9 @@ struct Coder {
 
   template <class T>
   void decode(const T* codes, typename C::Bits* values, int64_t count) const {
-    if (decodes) return decode_codes<C, T>(codes, values, count, code);
+    const bool plain = code.flush == 0 && cast.infinity < 0 && code.minus_zero_nan == ~typename C::Bits{0};
+    if (decodes && plain) return decode_codes<C, true>(codes, values, count, code);
+    if (decodes) return decode_codes<C, false>(codes, values, count, code);
     if (cast.kind != kFloat && sizeof(T) <= 2) {
       LOWP_VECTOR_LOOP
       for (int64_t i = 0; i < count; ++i)

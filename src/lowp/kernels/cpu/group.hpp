@@ -138,7 +138,8 @@ static inline void largest_of_short_runs(const typename C::Bits* in, int64_t run
     const typename C::Bits *const first = in + kEach * run, *const second = first + kHalf;
     LOWP_RUN_LOOP
     for (int64_t i = 0; i < kHalf; ++i) {
-      const Int a = static_cast<Int>(first[i] & Constants<C>::kMagnitude), b = static_cast<Int>(second[i] & Constants<C>::kMagnitude);
+      const Int a = static_cast<Int>(first[i] & Constants<C>::kMagnitude);
+      const Int b = static_cast<Int>(second[i] & Constants<C>::kMagnitude);
       half[kHalf * run + i] = a > b ? a : b;
     }
   }
@@ -260,7 +261,7 @@ static inline bool has_small_products(const lowp_sharing& sharing) {
 // a power of two whose ulp is the quantum rounds to it.
 struct Quick {
   float lower, upper;          // integers: their range
-  uint32_t smallest, cap;      // floats: the smallest normal number; a number that overflows
+  uint32_t smallest;           // floats: the smallest normal number
   uint32_t step;               // from the exponent of a number to that of the power
   uint32_t limit, beyond;      // the largest magnitude, and what larger ones become
   float far;                   // from the power to the distance from an element at which a quotient is in doubt
@@ -274,7 +275,7 @@ enum Draws { kNone, kWord };  // whether a random word decides about an element
 static inline bool is_quick(const lowp_cast& cast) {
   if (cast.rounding != kNearestEven) return false;
   if (cast.kind == kInteger) return cast.bits <= 16;
-  return cast.kind == kFloat && cast.mantissa_bits > 0 && cast.mantissa_bits < 16 && cast.minus_zero && cast.is_signed &&
+  return cast.kind == kFloat && cast.overflow == kSaturate && cast.mantissa_bits > 0 && cast.mantissa_bits < 16 && cast.minus_zero && cast.is_signed &&
          cast.subnormals && cast.has_zero && cast.min_exponent > -60 && cast.maximum < 0x1p60;
 }
 
@@ -290,15 +291,15 @@ static inline Quick make_quick(const lowp_cast& cast, const Lane<F32>& lane) {
   quick.lower = static_cast<float>(cast.minimum), quick.upper = static_cast<float>(cast.maximum);
   if (cast.kind == kInteger) return quick;
   quick.smallest = static_cast<uint32_t>(lane.smallest), quick.limit = static_cast<uint32_t>(lane.limit[0]);
-  quick.cap = bits_of(4 * quick.upper), quick.beyond = static_cast<uint32_t>(lane.beyond[0]);
+  quick.beyond = static_cast<uint32_t>(lane.beyond[0]);
   quick.step = static_cast<uint32_t>(lane.shift) << 23;
   quick.far = power_of_two<F32>(-24) - power_of_two<F32>(-21 - lane.shift);
   quick.discard = ~static_cast<uint32_t>(lane.keep), quick.drop = static_cast<uint32_t>(32 - lane.shift);
   return quick;
 }
 
-// The element of a number. Unless that is exact, `doubt` gets bits if it is so near to a midpoint of two elements that an
-// error of 2**-22 of it may have decided.
+// The element of a number. Unless that is exact, `doubt` gets bits if it is NaN, or so near to a midpoint of two elements that
+// an error of 2**-22 of it may have decided.
 template <bool kWholes, bool kExact>
 static inline uint32_t quick_element(uint32_t bits, const Quick& quick, uint32_t& doubt) {
   const uint32_t a = bits & 0x7fffffff, sign = bits ^ a;
@@ -307,20 +308,21 @@ static inline uint32_t quick_element(uint32_t bits, const Quick& quick, uint32_t
     constexpr float kMagic = 0x1.8p23f;
     const float x = number(bits), above = x < quick.lower ? quick.lower : x, limited = above > quick.upper ? quick.upper : above;
     const float whole = (limited + kMagic) - kMagic;
-    if (!kExact) doubt |= mask<F32>(__builtin_fabsf(limited - whole) >= 0.5f - number(a) * 0x1p-22f);
     result = bits_of(whole);
-    return choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan | sign, result);
+    if constexpr (kExact)
+      return choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan | sign, result);
+    doubt |= mask<F32>(!(__builtin_fabsf(limited - whole) < 0.5f - number(a) * 0x1p-22f));
+    return result;
   } else {
-    const int32_t capped = static_cast<int32_t>(a) < static_cast<int32_t>(quick.cap) ? static_cast<int32_t>(a)
-                                                                                      : static_cast<int32_t>(quick.cap);
-    const int32_t exponent = capped & 0x7f800000, smallest = static_cast<int32_t>(quick.smallest);
-    const float x = number(static_cast<uint32_t>(capped));
-    const float power = number(static_cast<uint32_t>(exponent > smallest ? exponent : smallest) + quick.step);
+    const float x = number(a) > quick.upper ? quick.upper : number(a);
+    const int32_t field = static_cast<int32_t>(bits_of(x) & 0x7f800000), smallest = static_cast<int32_t>(quick.smallest);
+    const float power = number(static_cast<uint32_t>(field > smallest ? field : smallest) + quick.step);
     const float rounded = (x + power) - power;
-    if (!kExact) doubt |= mask<F32>(__builtin_fabsf(x - rounded) >= power * quick.far);
     result = bits_of(rounded);
-    result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(result) > static_cast<int32_t>(quick.limit)), quick.beyond, result);
-    result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan, result);
+    if constexpr (kExact)
+      result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan, result);
+    else
+      doubt |= mask<F32>(!(__builtin_fabsf(x - rounded) < power * quick.far));
     return result | sign;
   }
 }
@@ -363,15 +365,15 @@ static inline uint32_t value_of(uint32_t element, float factor, float second) {
   return below_infinity(bits_of(number(element) * factor * second));
 }
 
-// What a cast writes: elements, values, or values that are known to be far below fp32's largest number.
-enum Writes { kElements, kValues, kSmallValues };
+// What a cast writes: elements, values, or values that are known to be far below fp32's largest number, under two scales or one.
+enum Writes { kElements, kValues, kSmallValues, kSmallValuesOfOne };
 
 template <Writes kWrites, bool kExact>
 static inline uint32_t written(uint32_t element, float factor, float second) {
   if constexpr (kWrites == kElements) return element;
   if constexpr (kWrites == kValues) return value_of(element, factor, second);
   const float value = number(element) * factor;
-  return bits_of(kExact ? value : value * second);
+  return bits_of(kExact || kWrites == kSmallValuesOfOne ? value : value * second);
 }
 
 // The quotients of a run by a power of two. Returns bits if one is below fp32's normal numbers, and perhaps not exact.
@@ -442,6 +444,20 @@ static inline void cast_run(const uint32_t* in, const uint32_t* words, Count cou
   doubts[0] |= doubt;
 }
 
+static inline double largest_element(const lowp_sharing& sharing) {
+  const double below = -sharing.element.minimum;
+  return sharing.element.maximum > below ? sharing.element.maximum : below;
+}
+
+// Whether no product of a finite element with a scale, times `outer`, reaches fp32's largest number; NaN counts as none.
+static inline bool are_small(const lowp_sharing& sharing, const Runs& runs, const double* scale, double outer) {
+  const double most = 0x1p120 / (outer * largest_element(sharing));
+  uint64_t others = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t run = 0; run < runs.number; ++run) others |= mask<F64>(__builtin_fabs(scale[run]) > most);
+  return others == 0;
+}
+
 // What a number is rounded with under a power of two, without a quotient: the constants of `Quick` times that.
 template <bool kWholes>
 struct Near {
@@ -452,9 +468,9 @@ struct Near {
 
   Near(const Quick& quick, const lowp_cast& cast, float by)
       : lower(quick.lower * by), upper(quick.upper * by), magic(0x1.8p23f * by),
-        smallest(kWholes ? 0 : static_cast<int32_t>(bits_of(number(quick.smallest) * by))), limit(static_cast<int32_t>(bits_of(upper))),
-        code_limit(0), step(static_cast<int32_t>(quick.step)), shift(23 - cast.mantissa_bits), sign_shift(32 - cast.bits),
-        sign(uint32_t{1} << (cast.bits - 1)) {
+        smallest(kWholes ? 0 : static_cast<int32_t>(bits_of(number(quick.smallest) * by))),
+        limit(static_cast<int32_t>(bits_of(upper))), code_limit(0), step(static_cast<int32_t>(quick.step)),
+        shift(23 - cast.mantissa_bits), sign_shift(32 - cast.bits), sign(uint32_t{1} << (cast.bits - 1)) {
     const int32_t first = static_cast<int32_t>(quick.smallest);  // of the normal numbers, whose code is 1 << mantissa_bits
     if (!kWholes) code_limit = ((static_cast<int32_t>(quick.limit) - first) >> shift) + (1 << cast.mantissa_bits);
   }
@@ -511,10 +527,9 @@ struct GroupCast {
     }
     if (sharing.outer.bits) in_fp32 = in_fp32 && has_small_products(sharing);
     small_counts = !to_nearest && element.rounding != kTowardZero;
-    is_near_cast = sharing.power && is_quick_cast && sharing.other.bits == 0 && !sharing.corrects &&
-                   (!is_float || quick.beyond == quick.limit);
+    is_near_cast = sharing.power && is_quick_cast && sharing.other.bits == 0 && !sharing.corrects;
     nearest = 0x1p-100 / (is_float ? static_cast<double>(number(quick.smallest)) : 1);
-    farthest = 0x1p100 / largest_element();
+    farthest = 0x1p100 / largest_element(sharing);
   }
 
   // The elements of a strip whose number `first` is the first, under the scales of its runs times `outer`; 0 under a scale
@@ -578,7 +593,11 @@ struct GroupCast {
   bool all(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
            const uint32_t* words, int64_t first, uint32_t* out) const {
     if (!is_quick_cast || sharing.other.bits != 0) return false;
-    if (has_small_values(runs, scale, outer))
+    const bool overflows = sharing.element.kind == kFloat && quick.beyond == Constants<F32>::kInf;
+    const bool small = !overflows && (!sharing.power || outer == 1) && are_small(sharing, runs, scale, outer);
+    if (small && !sharing.power && outer == 1)
+      cast_strip<kSmallValuesOfOne>(in, runs, inverse, scale, outer, words, first, out);
+    else if (small)
       cast_strip<kSmallValues>(in, runs, inverse, scale, outer, words, first, out);
     else
       cast_strip<kValues>(in, runs, inverse, scale, outer, words, first, out);
@@ -652,22 +671,6 @@ struct GroupCast {
     return beyond == 0;
   }
 
-  // Whether no value of a strip reaches fp32's largest number; NaN counts as none. Under powers of two `outer` must be 1, too.
-  bool has_small_values(const Runs& runs, const double* scale, double outer) const {
-    if (sharing.power && outer != 1) return false;
-    if (sharing.element.kind == kFloat && quick.beyond == Constants<F32>::kInf) return false;
-    const double most = 0x1p120 / (outer * largest_element());
-    uint64_t others = 0;
-    LOWP_VECTOR_LOOP
-    for (int64_t run = 0; run < runs.number; ++run) others |= mask<F64>(__builtin_fabs(scale[run]) > most);
-    return others == 0;
-  }
-
-  double largest_element() const {
-    const double below = -sharing.element.minimum;
-    return sharing.element.maximum > below ? sharing.element.maximum : below;
-  }
-
   // What a strip is cast by and with.
   struct Given {
     const uint32_t* in;
@@ -684,9 +687,10 @@ struct GroupCast {
   void cast_strip(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
                   const uint32_t* words, int64_t first, uint32_t* out) const {
     const Given given{in, runs, inverse, scale, outer, words, first, out};
+    constexpr Writes kExactly = kWrites == kSmallValuesOfOne ? kSmallValues : kWrites;
     const bool wholes = sharing.element.kind == kInteger;
     if (sharing.power)
-      wholes ? cast_runs<kOnlyWholes, true, kNone, kWrites>(given) : cast_runs<kOnlyFloats, true, kNone, kWrites>(given);
+      wholes ? cast_runs<kOnlyWholes, true, kNone, kExactly>(given) : cast_runs<kOnlyFloats, true, kNone, kExactly>(given);
     else if (sharing.other.bits != 0)
       is_drawn ? cast_surely<kEither, kWord, kElements>(given) : cast_surely<kEither, kNone, kElements>(given);
     else if (is_drawn)
@@ -804,9 +808,11 @@ struct GroupCast {
   }
 };
 
-static inline void multiply_run(const uint32_t* in, int64_t count, float factor, float second, uint32_t* out) {
+template <Writes kWrites, class Count>
+static inline void multiply_run(const uint32_t* in, Count count, float factor, float second, uint32_t* out) {
+  const int64_t length = count;
   LOWP_RUN_LOOP
-  for (int64_t i = 0; i < count; ++i) out[i] = value_of(in[i], factor, second);
+  for (int64_t i = 0; i < length; ++i) out[i] = written<kWrites, false>(in[i], factor, second);
 }
 
 // The values of a strip of elements in fp64, which rounds products once before fp32 does: by factors that fp32 may lack.
@@ -845,10 +851,15 @@ __attribute__((noinline)) static void values(const lowp_sharing& sharing, const 
       out[i] = value_of(element[i], scale[i] == scale[i] ? static_cast<float>(scale[i]) : number(Constants<F32>::kQuietNan), second);
     return;
   }
-  each_run(runs, [&](int64_t run, int64_t begin, auto length) {
-    const float factor = scale[run] == scale[run] ? static_cast<float>(scale[run]) : number(Constants<F32>::kQuietNan);
-    multiply_run(element + begin, length, factor, second, out + begin);
-  });
+  const auto multiply = [&](auto writes) {
+    each_run(runs, [&](int64_t run, int64_t begin, auto length) {
+      const float factor = scale[run] == scale[run] ? static_cast<float>(scale[run]) : number(Constants<F32>::kQuietNan);
+      multiply_run<decltype(writes)::value>(element + begin, length, factor, second, out + begin);
+    });
+  };
+  const bool finite = sharing.element.kind != kFloat || sharing.element.infinity < 0;
+  if (!finite || !are_small(sharing, runs, scale, outer)) return multiply(std::integral_constant<Writes, kValues>{});
+  outer == 1 ? multiply(std::integral_constant<Writes, kSmallValuesOfOne>{}) : multiply(std::integral_constant<Writes, kSmallValues>{});
 }
 
 // The same in fp64, in place. Under a scale of NaN all are that NaN: in a product of two the compiler would choose one.

@@ -123,8 +123,13 @@ static inline uint64_t unpacked_eight(uint64_t word, int bits) {
 
 // At most kBlock codes, the first of which begins a byte. `codes` has room for eight more.
 static void pack(uint8_t* codes, int64_t count, int bits, uint8_t* out) {
-  uint8_t bytes[kBlock + 8];
   std::memset(codes + count, 0, 8);
+  if (bits == 4) {
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < (count + 1) / 2; ++i) out[i] = static_cast<uint8_t>((codes[2 * i] & 15) | codes[2 * i + 1] << 4);
+    return;
+  }
+  uint8_t bytes[kBlock + 8];
   for (int64_t i = 0, at = 0; i < count; i += 8, at += bits) {
     uint64_t word;
     std::memcpy(&word, codes + i, 8);
@@ -134,16 +139,27 @@ static void pack(uint8_t* codes, int64_t count, int bits, uint8_t* out) {
   std::memcpy(out, bytes, static_cast<size_t>((count * bits + 7) / 8));
 }
 
+// `codes` has room for eight more.
 static void unpack(const uint8_t* in, int64_t count, int bits, bool is_signed, uint8_t* codes) {
-  uint8_t bytes[kBlock + 8];
-  std::memcpy(bytes, in, static_cast<size_t>((count * bits + 7) / 8));
-  const uint8_t sign = static_cast<uint8_t>(is_signed ? 1u << (bits - 1) : 0);
-  for (int64_t i = 0, at = 0; i < count; i += 8, at += bits) {
-    uint64_t word;
-    std::memcpy(&word, bytes + at, 8);
-    word = unpacked_eight(word, bits);
-    std::memcpy(codes + i, &word, 8);
+  if (bits == 4) {
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < (count + 1) / 2; ++i) {
+      const uint8_t pair = in[i];
+      codes[2 * i] = pair & 15, codes[2 * i + 1] = pair >> 4;
+    }
+  } else {
+    uint8_t bytes[kBlock + 8];
+    std::memcpy(bytes, in, static_cast<size_t>((count * bits + 7) / 8));
+    for (int64_t i = 0, at = 0; i < count; i += 8, at += bits) {
+      uint64_t word;
+      std::memcpy(&word, bytes + at, 8);
+      word = unpacked_eight(word, bits);
+      std::memcpy(codes + i, &word, 8);
+    }
   }
+  if (!is_signed) return;
+  const uint8_t sign = static_cast<uint8_t>(1u << (bits - 1));
+  LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>((codes[i] ^ sign) - sign);
 }
 
@@ -464,7 +480,8 @@ static int quantize_groups_in(const Task& task, const Groups& groups, int64_t be
   };
   // values of few bits under near scales are bf16's, too
   const lowp_cast& element = groups.sharing->element;
-  const bool holds = task.out_type == kFp32 || (task.out_type == kBf16 && (element.kind == kInteger ? element.bits : element.mantissa_bits + 1) <= 8);
+  const int digits = element.kind == kInteger ? element.bits : element.mantissa_bits + 1;
+  const bool holds = task.out_type == kFp32 || (task.out_type == kBf16 && digits <= 8);
   const bool at_once = task.out_type == kFp32 && !task.stream && is_aligned(task.out, sizeof(uint32_t));
   const auto near = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const float* factor) {
     cast.template round_near<false>(in, strip.runs, factor, at_once ? static_cast<uint32_t*>(task.out) + first : result);
