@@ -20,7 +20,7 @@ from lowp.numerics.record import Record
 from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.policy import Policy
 from lowp.precision import Precision
-from lowp.recipes.sampling import Share
+from lowp.recipes.sampling import Share, is_lost
 from lowp.recipes.training import Settings, Training, load_data, threads_of
 
 _STEPS, _LOOKS, _SECONDS = 100, 4, 60.0  # of a profile without a given number of steps: see `profiled`
@@ -146,12 +146,11 @@ def _errors(training: Training) -> dict[str, float]:
                 continue
             weight, gradient = parameter.detach().float(), parameter.grad.detach().float()
             update = -float(group["lr"]) * gradient
-            stored = quantize(weight, "bf16")
             flushed = effect(Spectrum.of(gradient), "fp16").flushed
             lost = lost_updates(Updates.of(weight, update, gradient), Spectrum.of(weight), "bf16")
             counts = (
                 (flushed, quantize(gradient, "fp16") == 0, gradient != 0),
-                (lost, quantize(stored + update, "bf16") == stored, update != 0),
+                (lost, is_lost(weight, update, "bf16"), update != 0),
             )
             for name, (share, found, counted) in zip(predicted, counts, strict=True):
                 predicted[name] += share * int(counted.sum())

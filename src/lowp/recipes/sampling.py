@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowp import kernels
 from lowp.rng_state import restore_rng_states, rng_states
 
 if TYPE_CHECKING:
@@ -103,6 +104,13 @@ class Share:
     def value(self) -> float:
         """The share, 0 to 1; 0 without any."""
         return self.lost / max(1, self.counted)
+
+
+def is_lost(weight: Tensor, update: Tensor, format: str) -> Tensor:
+    """Return where an update does not change a weight that is stored in a format."""
+    stored = kernels.quantize(weight, format)
+    found: Tensor = kernels.quantize(stored + update, format) == stored
+    return found
 
 
 class Sampler(Comparing):

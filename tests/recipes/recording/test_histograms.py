@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowp.numerics.spectrum import Spectrum
-from lowp.recipes.recording.runs import Fp16Counts, below, histogram, is_lost, median, ratios
+from lowp.recipes.recording.runs import Fp16Counts, below, histogram, median, ratios
+from lowp.recipes.sampling import is_lost
 
 
 def make_numbers() -> Tensor:

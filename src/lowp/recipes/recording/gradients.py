@@ -14,7 +14,7 @@ from lowp.numerics.spectrum import Spectrum
 from lowp.presets import LossScale
 from lowp.recipes.recording import runs
 from lowp.recipes.recording.runs import NOBODY, Fp16Counts, Onlooker, are_weights, head, train
-from lowp.recipes.sampling import Comparing, Share
+from lowp.recipes.sampling import Comparing, Share, is_lost
 from lowp.recipes.training import Settings, Training
 
 # An update smaller than 2**limit times its weight can be lost in rounding to nearest: with p bits of significand, half
@@ -107,7 +107,7 @@ class _UpdateObserver(Comparing):
                 moment.gradients += Spectrum.of(gradient)
                 moment.ratios += runs.ratios(weight, update)
                 for format, share in moment.lost.items():
-                    share.add(runs.is_lost(weight, update, format), update != 0)
+                    share.add(is_lost(weight, update, format), update != 0)
 
 
 class _NaiveObserver(Comparing):

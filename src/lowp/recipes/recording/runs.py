@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lowp import kernels
 from lowp.numerics.spectrum import Spectrum
 from lowp.recipes import results
 from lowp.recipes.sampling import Observer
@@ -126,13 +125,6 @@ class Fp16Counts:
             "subnormal": below(self.total, _SMALLEST_NORMAL) - too_small,
             "infinite": self._infinite / present,
         }
-
-
-def is_lost(weight: Tensor, update: Tensor, format: str) -> Tensor:
-    """Return where an fp64 update does not change an fp64 weight that is stored in a format."""
-    stored = kernels.quantize(weight, format)
-    found: Tensor = kernels.quantize(stored + update, format) == stored
-    return found
 
 
 def ratios(weight: Tensor, update: Tensor) -> Spectrum:
