@@ -135,6 +135,7 @@ def test_a_run_goes_on_from_a_state_that_has_what_the_optimizer_needs(
         ("AdamW", (*GROUP, "lr"), ..., "parameter group 0 has lr=None: give a finite number"),
         ("AdamW", (*GROUP, "maximize"), 1, "parameter group 0 has maximize=1: give True or False"),
         ("AdamW", (*GROUP, "foreach"), 1, "parameter group 0 has foreach=1: give True or False"),
+        ("AdamW", (*GROUP, "amsgrad"), 1, "parameter group 0 has amsgrad=1: give True or False"),
         ("AdamW", (*GROUP, "amsgrad"), True, "the state of parameter 0 lacks max_exp_avg_sq"),
         ("RMSprop", (*INDEX, "grad_avg"), ..., "the state of parameter 0 lacks grad_avg"),
         ("RMSprop", (*INDEX, "momentum_buffer"), ..., "the state of parameter 0 lacks momentum_buffer"),
