@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowp
 from lowp.errors import InvalidInput
@@ -423,3 +424,42 @@ def test_momentum_begins_at_minus_zero_where_there_is_a_gradient() -> None:
     assert not begin_momentum(optimizer)
     begun = optimizer.state[with_one]["momentum_buffer"]
     assert not begun.any() and bool(begun.signbit().all()) and without not in optimizer.state
+
+
+class Filtered(nn.Module):
+    """A linear layer whose results are filtered by complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.filter = nn.Linear(8, 8), nn.Parameter(torch.ones(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.fft.irfft(torch.fft.rfft(self.layer(x).float()) * self.filter, n=8)
+        return result
+
+
+@pytest.mark.parametrize("name", ["bf16-storage", "fp16-storage"])
+def test_complex_parameters_are_stepped_as_they_are_and_resume_and_are_skipped_with_the_others(name: str) -> None:
+    def step(precision: lowp.Precision, model: nn.Module, optimizer: Any, factor: float = 1.0) -> Tensor:
+        optimizer.zero_grad()
+        with precision.autocast():
+            loss = model(torch.ones(2, 8)).square().mean() * factor
+        precision.backward(loss)
+        precision.step(optimizer)
+        return model.get_parameter("filter").detach().clone()
+
+    def made() -> tuple[lowp.Precision, nn.Module, Any]:
+        precision, model = lowp.Precision(name), Filtered()
+        return precision, *precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    run, again = made(), made()
+    seen = [step(*run) for _ in range(3)]
+    assert seen[0].dtype is torch.complex64 and len({str(one) for one in seen}) == 3
+    for one, other in zip(again[1:], run[1:], strict=True):
+        one.load_state_dict(copy.deepcopy(other.state_dict()))
+    again[0].load_state_dict(run[0].state_dict())
+    assert torch.equal(step(*run), step(*again))
+    if name == "fp16-storage":
+        assert torch.equal(step(*run, math.inf), step(*again, math.nan)) and run[0].skipped_steps == 1
+        assert torch.equal(run[1].get_parameter("filter"), again[1].get_parameter("filter"))

@@ -81,7 +81,8 @@ class MasterWeights(Wrapper):
     `storage` is the format: ``bf16``, ``fp16``, or any float format, which is carried in fp32. `kind` is the kind of
     master weights: ``fp32`` (a copy), ``split`` (bf16 and a 16-bit remainder, 4 bytes in all), ``stochastic`` (none;
     the update is rounded stochastically from `seed` and the step, identically on all ranks) or ``none`` (rounded to
-    nearest, so that updates below half an ulp are lost). The parameters are converted in place by the constructor.
+    nearest, so that updates below half an ulp are lost). The parameters are converted in place by the constructor, but
+    complex ones, which no format stores: the optimizer steps these as they are.
 
     The wrapper is an optimizer. Its `param_groups` are those of the inner optimizer and hold the model's parameters, so
     that schedulers, clipping and loss scalers work on them. Gradients may be in the storage format or in fp32.
@@ -151,7 +152,7 @@ class MasterWeights(Wrapper):
     @skipped_by_compilers
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters from the parameters' gradients and write them back, rounded to the storage format."""
-        if not self._masters.keys() >= set(parameters_of(self)):  # a group was added to the inner optimizer itself
+        if not self._masters.keys() >= set(self._storable()):  # a group was added to the inner optimizer itself
             self._adopt()
         self._follow()
         told = {} if self.storage.cast is None else self.names.watches(self._masters, self)
@@ -176,8 +177,12 @@ class MasterWeights(Wrapper):
             [(local(parameter), local_parts(state)) for parameter, state in self._master_state.items()]
         )
 
+    def _storable(self) -> list[Tensor]:
+        """Return the parameters that have masters: all but complex ones."""
+        return [one for one in parameters_of(self) if not one.is_complex()]
+
     def _adopt(self) -> None:
-        new = [one for one in parameters_of(self) if one not in self._master_state]
+        new = [one for one in self._storable() if one not in self._master_state]
         self.storage.refuse(new)
         for parameter in new:
             self._adopt_one(parameter)
@@ -268,10 +273,11 @@ class MasterWeights(Wrapper):
         masters = [self.master(parameter).detach().clone() for parameter in self._master_state]
         order = {id(parameter): number for number, parameter in enumerate(parameters_of(self))}
         numbered = {order[id(one)]: master for one, master in zip(self._master_state, masters, strict=True)}
-        packed["state"] = {
+        kept = {
             number: {**packed["state"].get(number, {}), MASTER_WEIGHT: master, **self._counters()}
-            for number, master in sorted(numbered.items())
+            for number, master in numbered.items()
         }
+        packed["state"] = dict(sorted({**packed["state"], **kept}.items()))
         return packed
 
     def _load(self, state_dict: dict[str, Any]) -> None:
