@@ -349,13 +349,22 @@ def test_a_single_number_beyond_a_places_window_is_not_cut_off_and_is_learnt_fro
     assert exponents.write(torch.tensor(math.inf), FLEX, site).values == math.inf
 
 
-def test_what_is_in_the_format_can_stay_as_it_is() -> None:
+@pytest.mark.parametrize("way", available())
+def test_what_is_in_the_format_can_stay_as_it_is(way: str) -> None:
     exponents = SharedExponents()
     x = torch.tensor([3.0, -5.0, 0.0]) * 2**-20
-    assert torch.equal(exponents.write(x, FLEX, "gradient of w", unless_exact=True).values, x)
-    assert exponents.sites() == []
-    exponents.write(torch.tensor([1.0, 2**-20]), FLEX, "gradient of w", unless_exact=True)
-    assert exponents.sites() == ["gradient of w"]
+    with use(way):
+        assert torch.equal(exponents.write(x, FLEX, "gradient of w", unless_exact=True).values, x)
+        assert exponents.sites() == []
+        exponents.write(torch.tensor([1.0, 2**-20]), FLEX, "gradient of w", unless_exact=True)
+        assert exponents.sites() == ["gradient of w"]
+        exponents.flush()
+        state = exponents.state_dict()["groups"][0]["state"]["writes"].tolist()
+        for training in (True, False):
+            found = exponents.write(x.clone(), FLEX, "gradient of w", training=training, unless_exact=True)
+            assert torch.equal(found.values, x) and found.exponent is None
+        exponents.flush()
+        assert exponents.state_dict()["groups"][0]["state"]["writes"].tolist() == state == [1]
 
 
 @pytest.mark.parametrize("is_there", [False, True])
