@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import subprocess
@@ -10,35 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
+from report.looks import record
 
 from lowp.cli import main
-from lowp.monitoring import Alarm
 from lowp.monitoring.log import JsonLines
-from lowp.report.watching import Board, Curve, sparkline
 
 PATIENCE = 60.0  # seconds for a terminal to show what it should
-ALARM = Alarm("N101", "blocks.1.norm", "100% of the updates are rounded away in bfloat16", 0, 2, "Keep fp32.", 1.0)
-
-
-def record(step: int, groups: int = 2, **more: Any) -> dict[str, Any]:
-    one = {"activation": 2.0, "gradient": 10.0**-step, "update_to_weight": 1e-3, "lost": 0.5}
-    names = [f"blocks.{group}" for group in range(groups)]
-    alarms = [ALARM.document()] if step == 2 else []
-    return {
-        "step": step,
-        "time": step / 4,
-        "loss": 2.0**-step,
-        "gradient": 1.0,
-        "scale": 512.0,
-        "skipped": 0,
-        "groups": dict.fromkeys(names, one),
-        "alarms": alarms,
-        **more,
-    }
 
 
 @pytest.fixture
@@ -49,48 +27,6 @@ def log(tmp_path: Path) -> Path:
     header = path.read_text().splitlines()[0]
     path.write_text("".join(f"{line}\n" for line in [header, *(json.dumps(record(step)) for step in range(4))]))
     return path
-
-
-def shown(board: Board, width: int, height: int = 40) -> list[str]:
-    console = Console(width=width, height=height, file=io.TextIOWrapper(io.BytesIO(), "utf-8"))
-    with console.capture() as capture:
-        console.print(board.shown(console))
-    return [line.rstrip() for line in capture.get().splitlines()]
-
-
-# -- pieces -----------------------------------------------------------------------------------------------------------
-def test_a_sparkline_goes_from_the_least_to_the_largest() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8, False) == "▁▂▃▄▅▆▇█"
-    assert sparkline([1e-4, 1e-2, 1.0], 8, True) == "▁▅█"
-    assert sparkline([0.0, 4.0, 2.0, 2.0], 2, False) == "▅▅"
-    assert sparkline([1.0, float("nan"), 2.0], 3, False) == "▁ █"
-    assert sparkline([float("nan")], 3, True) == ""
-
-
-def test_a_curve_of_a_long_run_keeps_its_shape_in_few_points() -> None:
-    curve = Curve()
-    for step in range(10_000):
-        curve.add(float(step))
-    assert len(curve.values) <= 240 and curve.latest == 9999
-    assert curve.values == sorted(curve.values) and curve.values[-1] > 9000
-
-
-def test_a_board_fits_the_terminal(log: Path) -> None:
-    board = Board("run.jsonl")
-    board.take([record(step, groups=60) for step in range(4)])
-    for width in (60, 80, 160):
-        lines = shown(board, width, height=24)
-        assert len(lines) <= 24 and max(map(len, lines)) <= width
-        assert any("blocks.1" in line for line in lines) and any(line.endswith("more") for line in lines)
-        assert any("N101 step 2: blocks.1.norm" in line for line in lines)
-    assert "update / weight" in "".join(shown(board, 80)) and "activation" not in "".join(shown(board, 60))
-
-
-def test_a_resumed_run_begins_anew(log: Path) -> None:
-    board = Board("run.jsonl")
-    board.take([record(step) for step in range(4)])
-    board.take([{"kind": "lowp monitor", "model": "Network"}, record(0)])
-    assert board.step == 0 and not board.alarms
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

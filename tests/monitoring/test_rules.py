@@ -349,6 +349,18 @@ def test_a_gradient_that_is_thrown_away_is_no_skipped_step(passes: int, given: d
     assert monitor.step == 4
 
 
+@pytest.mark.parametrize(("name", "told"), [("my EMA", ["N504"]), ("target", [])])
+def test_a_model_named_ema_is_an_average_that_must_move_with_the_weights(name: str, told: list[str]) -> None:
+    models = {"model": nn.Linear(4, 4), name: nn.Linear(4, 4)}
+    optimizer = torch.optim.SGD(models["model"].parameters(), lr=0.01)
+    with lowp.Monitor(models, optimizer, max_overhead=None) as monitor:
+        for _ in range(60):
+            optimizer.zero_grad()
+            models["model"](torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    assert [alarm.id for alarm in monitor.alarms] == told
+
+
 @pytest.mark.parametrize(
     ("carried", "latest", "now", "scale", "adds_up"),
     [

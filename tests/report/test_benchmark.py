@@ -80,6 +80,21 @@ def test_numbers_stand_with_their_units_and_nothing_is_rounded_up_to_all() -> No
     assert "unet, size cpu: 12,345 parameters, batch 4, 2 CPU threads" in text
 
 
+def test_estimates_are_beside_those_of_the_first_row() -> None:
+    def estimates(format: str, joules: float, area: float) -> dict[str, Any]:
+        words = {"format": format, "how": "table", "unit_area_how": "interpolated"}
+        sizes = {"unit_area_um2": 1000 * area, "unit_area_relative_to_fp32": area}
+        return {"estimates": {**words, **sizes, "arithmetic_joules": joules, "dram_joules": 8 * joules}}
+
+    given = estimates("fp32", 2.0, 1.0), estimates("fp16", 0.5, 0.25)
+    text = printed(document(*(row(one["estimates"]["format"], 1.0, **one) for one in given)))
+    found = [cells(text, name)[-1] for name in ("fp32", "fp16")]
+    assert found == [
+        ["fp32", "fp32", "2 J", "1.00x", "16 J", "1.00x", "~1,000 um2", "1.00x"],
+        ["fp16", "fp16", "500 mJ", "0.25x", "4 J", "0.25x", "~250 um2", "0.25x"],
+    ]
+
+
 def test_a_row_that_failed_or_had_one_step_says_so() -> None:
     none = {"median": None, "quartiles": None, "steps": 0, "only_one": False, "relative": None}
     failed = row("torch.amp fp16", 1.0, failure="RuntimeError: no kernel", step=none)

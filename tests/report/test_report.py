@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lowp.errors import InvalidInput
 from lowp.report import plots
-from lowp.report.figures import curves
+from lowp.report.figures import curves, style
 from lowp.report.tables import bytes_of, heat_map, number, points, seconds, sweep_words
 from lowp.report.terminal import Bar, console
 
@@ -53,6 +54,19 @@ def test_a_heat_map_shows_each_cell_and_a_dash_where_nothing_is_known() -> None:
 def test_the_conclusion_follows_the_numbers() -> None:
     words = sweep_words(grid_document([[0.1, 0.5], [0.9, 0.9]])).replace("\n", " ")
     assert "mantissa bits matter more than exponent bits here" in words and "60.0 points" in words
+
+
+def test_a_picture_of_a_grid_has_shares_in_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, path: made.append(figure))
+    for is_share in (True, False):
+        document: dict[str, Any] = grid_document([[0.125, 0.5], [0.875, None]])
+        document["recipe"]["metric_is_share"] = is_share
+        curves.grid(document, Path("none.png"))
+    texts = [[text.get_text() for text in figure.axes[0].texts] for figure in made]
+    assert texts == [["12.5", "50", "87.5"], ["0.125", "0.5", "0.875"]]
+    titles = [" ".join(figure._suptitle.get_text().split()) for figure in made]
+    assert "from 12.5% to 87.5%" in titles[0] and "from 0.125 to 0.875" in titles[1]
 
 
 def test_a_picture_of_a_grid_is_made_and_unknown_kinds_are_named(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ class Board:
         name_width = min(max([8, *map(len, self.groups)]), _NAME)
         columns = list(_COLUMNS)
         while (room := self._room(console.width - name_width, columns)) < _NARROWEST and len(columns) > 1:
-            columns.pop(-2 if len(columns) > 2 else -1)  # the share of lost updates is narrow
+            columns.pop(max(len(columns) - 2, 1))  # the share of lost updates is narrow
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
         table.add_column("group", no_wrap=True, min_width=8, max_width=name_width, overflow="ellipsis")
         for _, heading, _ in columns:
@@ -199,7 +199,7 @@ class Board:
         for group in shown:
             curves = self.groups[group]
             cells = [
-                _cell(curves.get(meaning), min(room, _WIDEST), logarithmic, bars)
+                _cell(curves.get(meaning), max(min(room, _WIDEST), 1), logarithmic, bars)
                 for meaning, _, logarithmic in columns
             ]  # fmt: skip
             table.add_row(Text(group, style=f"bold {GRADES['loses'].terminal}" if group in alarmed else ""), *cells)

@@ -62,7 +62,7 @@ def stall() -> dict[str, Any]:
         row = {"label": label, "step": steps, "moving": [moving] * 20, "never": never}
         return {**row, "history": history, "failure": None}
 
-    rows = [variant("fp32", 1.0, 0.0), variant("masters", 1.0, 0.0), variant("stochastic", 0.03, 0.3)]
+    rows = [variant("fp32", 1.0, 0.0), variant("masters", 0.9, 0.0), variant("stochastic", 0.03, 0.3)]
     rows.append(variant("to nearest", 0.01, 0.98))
     ways = [[0.1 + place * step for step in range(21)] for place in range(4)]
     return run(way_steps=list(range(21)), format="bf16", parameter="0.weight", index=[3, 1], ways=ways, variants=rows)

@@ -166,6 +166,36 @@ def test_a_stall_is_told_in_a_sentence_a_variant() -> None:
     )
 
 
+def test_the_share_that_moves_is_the_mean_of_nine_steps_around_each_and_of_fewer_at_the_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, path: made.append(figure))
+    document = documents.stall()
+    document["variants"][1]["moving"] = [0.5, *[0.0] * 9, 0.9, *[0.0] * 8, 0.5]
+    stall.stall(document, Path("none.png"))
+    drawn = [*[50 / count for count in (5, 6, 7, 8, 9)], 0, *[10] * 9, *[50 / count for count in (9, 8, 7, 6, 5)]]
+    assert made[0].axes[0].lines[1].get_ydata() == pytest.approx(drawn)
+
+
+def test_medians_of_layers_have_as_much_room_above_the_first_as_below_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, path: made.append(figure))
+    gradients.activation_gradients(documents.activation_gradients(), Path("none.png"))
+    panel = made[0].axes[-1]
+    assert panel.get_ylim() == (1 + 0.7, -0.7) and [one.get_text() for one in panel.get_yticklabels()] == ["0", "2"]
+
+
+def test_losses_of_a_stall_are_those_above_fp32_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, path: made.append(figure))
+    stall.stall(documents.stall(), Path("none.png"))
+    (panel,) = (one for one in made[0].axes if one.get_xlabel() == "epoch")
+    assert [text.get_text() for text in panel.texts] == ["masters +0.200", "stochastic +1.940", "to nearest +1.980"]
+
+
 def test_curves_turn_shares_into_errors_and_have_top_5_where_it_was_measured() -> None:
     assert curves.curves_words(documents.curves())[0] == (
         "fp32: top-1 error 4.5% (4 to 5); validation loss 0.333 (0.333 to 0.333)."

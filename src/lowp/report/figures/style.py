@@ -142,7 +142,7 @@ def label_ends(panel: Any, lines: Iterable[tuple[float, str, str]]) -> None:
     ends = sorted(lines)
     low, high = panel.get_ylim()
     panel.set_ylim(low, high)
-    inches = panel.get_figure().get_figheight() / max(1, len(panel.get_figure().axes))
+    inches = panel.get_figure().get_figheight() / len(panel.get_figure().axes)
     places = _spread([(y - low) / (high - low) for y, *_ in ends], 0.2 / inches)
     for (_, text, color), place in zip(ends, places, strict=True):
         panel.text(1.01, place, text, color=color, va="center", fontsize=8.5, transform=panel.transAxes)
