@@ -13,7 +13,7 @@ from torch import nn
 
 from lowp.errors import InvalidInput
 from lowp.numerics.models import fingerprint_of
-from lowp.numerics.record import Key, Octaves, Part, Record
+from lowp.numerics.record import Key, Octaves, Part, Record, Recording, StepSeen
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +162,22 @@ def test_a_folder_is_no_profile(tmp_path: Path) -> None:
 def test_a_policy_names_a_module_by_its_path_within_its_model(module: str, path: str) -> None:
     assert Record({"models": ["generator", "critic"]}).within(module) == path
     assert Record({}).within(module) == module
+
+
+def test_a_full_disk_ends_the_file_of_a_profile_and_not_the_training(record: Record, tmp_path: Path) -> None:
+    resource, path = pytest.importorskip("resource"), tmp_path / "run.json"
+    kept, limits = Recording(dict(record.header), path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept.begin(None)
+    begun = path.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(begun) + 100, limits[1]))
+    try:
+        with pytest.warns(UserWarning, match=r"run\.json cannot be written: File too large; steps are kept in memory"):
+            kept.add(record.part)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    kept.add_scale(StepSeen(7, scale=8.0))
+    kept.add(Part(steps=[StepSeen(9)]))
+    kept.close()
+    assert path.read_bytes().startswith(begun) and len(path.read_bytes()) <= len(begun) + 100
+    assert kept.part.tensors.keys() == record.tensors.keys() and [one.step for one in kept.part.steps][-2:] == [7, 9]
+    assert Record.load(path).complete is False

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import struct
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -255,7 +257,9 @@ class Recording:
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # the disk is full
+                self._file.close()
+            self._file = None
 
     def describe(self, header: dict[str, Any], renamed: str) -> None:
         """Take a new header, after a model was added; `renamed` is the new name of the first model, or ''."""
@@ -277,9 +281,15 @@ class Recording:
             self.part.add(Part(steps=[replace(seen)]))
 
     def _write(self, document: Mapping[str, Any]) -> None:
-        if self._file is not None:
+        """Write a line; where the disk is full, warn and go on without the file, which does not end a training."""
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps(document, separators=(",", ":")) + "\n")
             self._file.flush()
+        except OSError as error:
+            self.close()
+            warnings.warn(f"{self.path} cannot be written: {error.strerror}; steps are kept in memory", stacklevel=2)
 
 
 def merged_over_ranks(record: Record) -> Record | None:
