@@ -18,7 +18,7 @@ from lowp.kernels.steps.updates import signed
 from lowp.optim import SGD, MasterWeights
 from lowp.optim.preparing import _checksum
 from lowp.optim.shards import sharing
-from lowp.optim.skipping import begin_momentum, skips_on_device, steps_by_itself
+from lowp.optim.skipping import begin_momentum, skips_on_device, starts_momentum, steps_by_itself
 from lowp.optim.state_dicts import check_saved
 from lowp.optim.storage import seed_of
 
@@ -424,6 +424,24 @@ def test_momentum_begins_at_minus_zero_where_there_is_a_gradient() -> None:
     assert not begin_momentum(optimizer)
     begun = optimizer.state[with_one]["momentum_buffer"]
     assert not begun.any() and bool(begun.signbit().all()) and without not in optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("x", "begins"), [(torch.ones(2), True), (torch.eye(2).to_sparse(), False), (torch.ones(2) * 1j, False)]
+)
+def test_momentum_begins_for_dense_real_gradients_alone(x: torch.Tensor, begins: bool) -> None:
+    weight = nn.Parameter(torch.ones(x.shape, dtype=x.dtype))
+    weight.grad = x
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    assert starts_momentum(optimizer) is begin_momentum(optimizer) is not begins
+    assert (weight in optimizer.state) is begins
+
+
+@pytest.mark.parametrize(("x", "kind"), [(torch.eye(2).to_sparse(), "sparse"), (torch.ones(2).long(), "torch.int64")])
+def test_parameters_that_have_no_masters_are_refused(x: torch.Tensor, kind: str) -> None:
+    weight = nn.Parameter(x, requires_grad=x.is_floating_point())
+    with pytest.raises(InvalidInput, match=f"a {kind} parameter cannot have fp32 masters: omit it"):
+        MasterWeights(torch.optim.SGD([weight], lr=0.1))
 
 
 class Filtered(nn.Module):

@@ -226,6 +226,15 @@ def test_a_master_of_24_bits_is_the_nearest() -> None:
     assert all(torch.equal(a, b) for a, b in zip(split(joined, 8), (half, rest), strict=True))
 
 
+@pytest.mark.parametrize("moments", ["i4s@e8m0/16", "i16s@e8m0/16", f"i8s@fp32/{storage.BLOCK}"])
+def test_moments_of_4_to_16_bits_in_blocks_of_a_power_of_two_are_kept(moments: str) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([weight], moments=moments, lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].element_size() * 8 >= 4 and bool((weight < 1).all())
+
+
 def test_eight_bits_beside_a_weight_lose_no_update_of_a_small_rate() -> None:
     moved = {}
     for kind in ("fp32", "split-8", "none"):
@@ -239,7 +248,12 @@ def test_eight_bits_beside_a_weight_lose_no_update_of_a_small_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    "moments", ["fp16", "int8-affine", "nvfp4", "flex16+5", "i8s@fp32/row", "mxfp8:delayed", "i8s@fp32/48"]
+    "moments",
+    [
+        *("fp16", "int8-affine", "nvfp4", "flex16+5", "i8s@fp32/row", "mxfp8:delayed", "i8s@fp32/48"),
+        *("i3s@e8m0/16", "i17s@e8m0/16"),  # 4 to 16 bits are packed
+        *("e8m0@fp32/16", f"i8s@fp32/{2 * storage.BLOCK}"),
+    ],
 )
 def test_formats_that_keep_no_moments_are_refused(moments: str) -> None:
     with pytest.raises(InvalidInput, match=r"give fp32, bf16, int8, fp8, or a format whose blocks of a power of two"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import lowp
@@ -92,3 +92,18 @@ def test_the_blocks_of_a_part_are_those_of_the_whole(places: int | Tensor, count
         assert torch.equal(torch.arange(within, within + len(part)) if isinstance(within, int) else within, expected)
         met.append(part)
     assert torch.equal(torch.cat([whole[:0], *met]), whole) and len({int(part[0]) // BLOCK for part in met}) == len(met)
+
+
+@pytest.mark.parametrize(("storage", "dtype"), [(None, torch.float32), ("bf16", torch.bfloat16)])
+def test_a_shard_is_stepped_in_fp32_whatever_it_is_stored_in(
+    storage: str | None, dtype: torch.dtype, as_rank: Callable[[int, int], None]
+) -> None:
+    as_rank(0, 1)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    weight = nn.Parameter(dist.tensor.distribute_tensor(torch.ones(4, 2, dtype=dtype), mesh, [Shard(0)]))
+    optimizer = lowp.MasterWeights(torch.optim.SGD([weight], lr=0.5), storage)
+    for step in range(1, 3):
+        weight.grad = torch.ones_like(weight) / 256
+        optimizer.step()
+        master: Any = optimizer.master(weight)
+        assert torch.equal(master.to_local(), torch.full((4, 2), 1 - step / 512))

@@ -223,3 +223,17 @@ def test_running_statistics_that_are_in_the_format_keep_their_values() -> None:
     model[1].running_mean.copy_(few)
     stepped(optimizer)
     assert torch.equal(model[1].running_mean, few)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+def test_values_that_are_loaded_before_there_is_an_optimizer_become_its_masters(masters: str) -> None:
+    precision, model, values = (
+        lowp.Precision("bf16-storage", masters=masters),
+        nn.Linear(2, 2),
+        torch.full((2, 2), 1 / 3),
+    )
+    precision.prepare_model(model)
+    model.load_state_dict({"weight": values, "bias": torch.zeros(2)})
+    assert torch.equal(model.weight, values.bfloat16()) and torch.equal(model.state_dict()["weight"], values)
+    optimizer: Any = precision.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.equal(optimizer.master(model.weight), values)

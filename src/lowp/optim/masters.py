@@ -190,7 +190,8 @@ class MasterWeights(Wrapper):
 
     def _adopt_one(self, parameter: Tensor) -> None:
         if not parameter.is_floating_point() or parameter.is_sparse:
-            raise InvalidInput(f"a {parameter.dtype} parameter cannot have fp32 masters: omit it")
+            kind = "sparse" if parameter.is_sparse else parameter.dtype
+            raise InvalidInput(f"a {kind} parameter cannot have fp32 masters: omit it")
         if is_sharded(parameter) and self.storage.kind != "fp32":
             raise InvalidInput(
                 f"a sharded parameter (DTensor) cannot have masters of kind {self.storage.kind}: give kind='fp32', or "
