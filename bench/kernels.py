@@ -1,9 +1,10 @@
 """Time the casts beside torch.copy_ and the peers: `python bench/kernels.py [--quick] [--threads N] [--json FILE]`.
 
-The inputs are 16 M normal fp32 numbers (`--elements`); results are written to a reused buffer. All candidates take
+The inputs are 16 M normal fp32 numbers (`--elements`); results are written to a reused buffer, but codes of formats
+with shared scales, and their values, to new memory, whose pages the system may have to clear. All candidates take
 turns in every round, so that other load of the machine affects them equally; the best round of each counts. Bandwidth
-counts the necessary reads and writes (8 bytes per element for fp32 to fp32). Peers that are not installed are omitted;
-peers that take longer than a second run in fewer rounds. qtorch compiles its kernels when it is imported.
+counts the necessary reads and writes (8 bytes per element for fp32 to fp32). Peers that are not installed are
+omitted; peers that take longer than a second run in fewer rounds. qtorch compiles its kernels when it is imported.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ def ours(x: Tensor, out: Tensor) -> Candidates:
     for text in SHARED:
         rows, to = x.view(-1, width), out.view(-1, width)
         candidates[f"lowp {text}"] = lambda text=text, rows=rows, to=to: lowp.quantize(rows, text, out=to)
+        encoded = lowp.encode(rows, text)
+        candidates[f"lowp encode {text}"] = lambda text=text, rows=rows: lowp.encode(rows, text)
+        candidates[f"lowp decode {text}"] = lambda encoded=encoded: lowp.dequantize(encoded)
     codes, payload = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x), dtype=torch.int16)
     fp8, dfp16, own = parse("e4m3fn"), parse("dfp16"), out.clone()
     candidates["lowp fp16 in place"] = lambda: lowp.quantize(own, "fp16", out=own)
@@ -118,6 +122,8 @@ def small_calls(count: int = 1000) -> dict[str, float]:
     calls: Candidates = {
         "quantize e4m3fn": lambda: lowp.quantize(x, "e4m3fn"),
         "quantize e4m3fn, out": lambda: lowp.quantize(x, "e4m3fn", out=out),
+        "quantize mxfp8, out": lambda: lowp.quantize(x, "mxfp8", out=out),
+        "encode mxfp8": lambda: lowp.encode(x, "mxfp8"),
         "quantize e4m3fn stochastic": lambda: lowp.quantize(x, "e4m3fn:stochastic", seed=1),
         "encode e4m3fn": lambda: lowp.encode(x, "e4m3fn"),
         "statistics": lambda: lowp.statistics(x),
@@ -137,10 +143,10 @@ def small_calls(count: int = 1000) -> dict[str, float]:
 
 def bytes_of(name: str) -> int:
     """Return the bytes read and written per element."""
+    if "int16" in name or name.endswith("code dfp16"):
+        return 6
     if "encode" in name or "decode" in name:
         return 5
-    if "int16" in name:
-        return 6
     return 4 if name == "lowp statistics" else 8
 
 
