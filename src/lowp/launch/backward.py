@@ -80,7 +80,7 @@ class _Backward:
 
     def adopted(self, outputs: tuple[Any, ...]) -> list[Tensor]:
         """Return the leaves that a pass from these tensors reaches, all of which unscale their gradients."""
-        leaves = list(leaves_of(one for one in outputs if isinstance(one, Tensor)))
+        leaves = list(leaves_of([one for one in outputs if isinstance(one, Tensor)]))
         for leaf in leaves:
             self.gradients.adopt(leaf)
         return leaves
@@ -185,7 +185,7 @@ class _Replaced:
         session.record.backward_passes += 1
         with session.in_pass():
             if self.writes and not session.record.steps:
-                has_no_optimizer(session, list(leaves_of(one for one in outputs if isinstance(one, Tensor))))
+                has_no_optimizer(session, list(leaves_of([one for one in outputs if isinstance(one, Tensor)])))
             if scaled is None or not scaled.scales(outputs):
                 return original(outputs, grad_tensors, *args, **kwargs)
             given = kwargs.pop("grad_variables", None) if grad_tensors is None else grad_tensors

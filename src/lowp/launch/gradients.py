@@ -4,7 +4,7 @@ A backward pass runs on a scaled seed. Each leaf divides its gradient by the sca
 the gradient was finite, because the script may clip it.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import zip_longest
@@ -174,20 +174,12 @@ def _is_nonfinite(gradient: Tensor) -> Tensor:
     return ~torch.isfinite(gradient).all()
 
 
-def leaves_of(roots: Iterable[Tensor]) -> Iterator[Tensor]:
+def leaves_of(roots: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves that a backward pass from these tensors reaches."""
-    todo: list[Any] = [root.grad_fn for root in roots]
+    from lowp.step.searching import nodes_of
+
     yield from (root for root in roots if root.is_leaf)
-    seen: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            yield variable
-        todo.extend(following for following, _ in node.next_functions)
+    yield from (node.variable for node in nodes_of(roots) if hasattr(node, "variable"))
 
 
 def install(session: Session) -> None:

@@ -34,7 +34,6 @@ from lowp.optim.storage import Storage
 from lowp.scaling.powers import times
 
 _VERSION = 1  # of a saved state
-
 _MOST_SITES = 1 << 15  # that are kept in memory: their names are asked for at every step
 
 
@@ -242,17 +241,7 @@ class FlexWeights(Wrapper):
     @skipped_by_compilers
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the inner optimizer and write update, weights and state. Raises Misuse for a closure."""
-        if closure is not None:
-            raise Misuse(
-                "a closure would read weights that are not rounded yet: train optimizers that need one (LBFGS) with "
-                "fp32 parameters, as in Precision('dfp16')"
-            )
-        trained = [one for one in self._stored_by_name() if one[0].grad is not None]
-        if sparse := next((name for one, name in trained if one.grad.is_sparse), None):  # type: ignore[union-attr]
-            raise InvalidInput(
-                f"the gradient of {sparse} is sparse, which {self.cast} does not support: create the embedding with "
-                "sparse=False, or train in dfp16, whose optimizer is fp32"
-            )
+        trained = self._trained(closure)
         storage, skip = self.storage, self.skip
         if skip is None:
             self.write_gradients()
@@ -273,6 +262,21 @@ class FlexWeights(Wrapper):
                 if isinstance(buffer := getattr(module(), key, None), Tensor):
                     storage.write_in_place(buffer, buffer_of(name), unless_exact=True)
         return result
+
+    def _trained(self, closure: Callable[[], Any] | None) -> list[tuple[Tensor, str]]:
+        """Return the parameters with gradients, by name. Raises Misuse for a closure, InvalidInput for sparse ones."""
+        if closure is not None:
+            raise Misuse(
+                "a closure would read weights that are not rounded yet: train optimizers that need one (LBFGS) with "
+                "fp32 parameters, as in Precision('dfp16')"
+            )
+        trained = [one for one in self._stored_by_name() if one[0].grad is not None]
+        if sparse := next((name for one, name in trained if one.grad.is_sparse), None):  # type: ignore[union-attr]
+            raise InvalidInput(
+                f"the gradient of {sparse} is sparse, which {self.cast} does not support: create the embedding with "
+                "sparse=False, or train in dfp16, whose optimizer is fp32"
+            )
+        return trained
 
     def _write_states(self, trained: Iterable[tuple[Tensor, str]], writer: StepWriter | None) -> dict[Tensor, Tensor]:
         """Write what the inner optimizer keeps of the parameters, and what `writer` holds, all at once if possible.
@@ -305,9 +309,8 @@ class FlexWeights(Wrapper):
 
         Of the latter where their state is there, on the device: a count on the host is not taken back.
         """
-        if any(parameter.is_complex() for parameter in parameters_of(self)):
-            return False
-        return skips_on_device(self.inner, [one for one, _ in self._stored_by_name() if one.grad is not None])
+        is_real = not any(parameter.is_complex() for parameter in parameters_of(self))
+        return is_real and skips_on_device(self.inner, [x for x, _ in self._stored_by_name() if x.grad is not None])
 
     def write_gradients(self) -> None:
         """Write the gradients as the step reads them: those that are not finite are then among the faults.
@@ -362,9 +365,8 @@ class FlexWeights(Wrapper):
             for parameter in new:
                 if parameter.dtype is not torch.float32 or parameter.is_sparse:
                     kind = "sparse" if parameter.is_sparse else parameter.dtype
-                    raise InvalidInput(
-                        f"a {kind} parameter cannot be stored in {self.cast}: give dense fp32 parameters"
-                    )
+                    text = f"a {kind} parameter cannot be stored in {self.cast}: give dense fp32 parameters"
+                    raise InvalidInput(text)
                 self.storage.names[parameter] = known.get(parameter, f"parameter {len(self.storage.names)}")
                 self._master_state[parameter] = {}
                 if parameter in stored:  # another rank may have sent it since: values in the format stay unchanged

@@ -142,7 +142,6 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         self._rulebook = Rulebook(self.policy, strict)
         self._has_complained = False  # about rules that matched nothing
         self.was_entered = False
-        self._weights = WeightCasts()  # of the latest entry
         self._observers: list[Observer] = []
         self._dtype = self._rulebook.main_dtype()
         self._enabled = enabled
@@ -243,9 +242,9 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         return self._enabled and bool(self.policy.rules or self._observers or everywhere)
 
     def _engine(self, path: ModulePath) -> Engine:
-        self._weights = WeightCasts()
-        of_sites = self.exponents, self.scales
-        return Engine(self._rulebook, self._weights, path, _present(), self._dtype, self._observers, *of_sites)
+        self._weights = WeightCasts()  # of the latest entry
+        given = self._dtype, self._observers, self.exponents, self.scales
+        return Engine(self._rulebook, self._weights, path, _present(), *given)
 
     def _tell_unrounded(self) -> None:
         """Warn, once per policy, if no contraction was rounded because of the dtype or layout of the operands."""

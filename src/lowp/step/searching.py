@@ -1,7 +1,7 @@
 """Finds the initial loss scale in the first backward instead of by skipped steps."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     graph of DistributedDataParallel, FullyShardedDataParallel). All ranks must call this, each with its own loss; the
     result is the smallest scale that any rank needs. Waits for the device and for the other ranks at each try.
     """
-    inputs, nodes = options.get("inputs"), _nodes(loss)
+    inputs, nodes = options.get("inputs"), list(nodes_of([loss]))
     if inputs is None:  # the leaves to which the backward would give gradients
         inputs = [node.variable for node in nodes if hasattr(node, "variable")]
     leaves = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -97,17 +97,15 @@ def _powers_between(floor: float, initial: float) -> int:
     return powers
 
 
-def _nodes(loss: Tensor) -> list[Any]:
-    """Return the autograd nodes of a loss's graph."""
-    seen, nodes, waiting = set(), [], [loss.grad_fn]
+def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the autograd nodes of the graphs of tensors, each once."""
+    seen, waiting = set(), [one.grad_fn for one in tensors]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes.append(node)
-        waiting.extend(following for following, _ in node.next_functions)
-    return nodes
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(following for following, _ in node.next_functions)
 
 
 def _retaining() -> list[Tensor]:
