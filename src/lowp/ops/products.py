@@ -56,7 +56,7 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
     casts = call.casts
     if casts.accumulate is not None and casts.sums_integers:
         if casts.roles == ("input", "weight") or call.rule.input == call.rule.weight:
-            result = integer_contraction(form, call, casts, (first, second, bias), integer_gradients)
+            result = integer_contraction(form, call, casts, (first, second, bias), gradients)
             if result is not None:
                 return result
         casts = summed(casts if call.writer is None else casts.before_writer())
@@ -316,18 +316,6 @@ def gradients(
 ) -> Gradients:
     """Return the gradients of a contraction from its rounded operands, differentiable if a graph is recorded."""
     return _gradients(form, OUTPUT, casts, _Wanted(needs[:2], needs[2], bias_dtype), gradient, (values, edges))
-
-
-def integer_gradients(
-    form: Form,
-    casts: RoleCasts,
-    needs: tuple[bool, bool, bool],
-    bias_dtype: torch.dtype | None,
-    gradient: Tensor,
-    saved: Saved,
-) -> Gradients:
-    """Return the gradients of an integer contraction from its fp32 values."""
-    return _gradients(form, OUTPUT, summed(casts), _Wanted(needs[:2], needs[2], bias_dtype), gradient, saved)
 
 
 def computed(

@@ -12,7 +12,7 @@ Source: Das et al. 2018, arXiv 1802.00930 (DFP-16); Koester et al. 2017, arXiv 1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, cast
@@ -224,9 +224,8 @@ def _given(gradient: Tensor, words: list[Mantissas], ctx: Any, saved: list[Manti
     results: Results | None = ctx.results
     if not words:
         casts = product.casts if results is None else product.casts.before_writer()
-        saved_as = [one.values for one in saved], ctx.edges
-        needs = ctx.needs_input_grad[:3]
-        in_fp32 = product.in_fp32(product.form, casts, needs, ctx.bias_dtype, gradient, saved_as)
+        given = ctx.needs_input_grad[:3], ctx.bias_dtype, gradient, [one.values for one in saved], ctx.edges
+        in_fp32 = product.in_fp32(product.form, replace(casts, accumulate=None), *given)
         if results is None:
             return in_fp32
         return [

@@ -30,7 +30,7 @@ from lowp.ops.casting import end_of
 from lowp.ops.int16.contraction import GRADIENTS, Contraction, IntegerProduct, Results, in_parts, kept_as
 from lowp.ops.int16.nodes import OUTPUT_ROLE
 from lowp.ops.matrices import matrices
-from lowp.ops.products import integer_gradients
+from lowp.ops.products import gradients
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form
 from lowp.policy import Rule
 
@@ -117,7 +117,7 @@ class Layers:
             x, weight, bias = tensors
             has_plan = self.has_plans and form.fits(bias) and (bias is None or bias.is_contiguous())
             plan = plan_of(form, x.stride(), weight.stride(), self.rule) if has_plan else None
-            self.products[key] = Contraction(form, self.casts, integer_gradients, op, plan)
+            self.products[key] = Contraction(form, self.casts, gradients, op, plan)
 
     def _contracted(
         self,
