@@ -172,6 +172,14 @@ def test_what_has_no_definition_is_named() -> None:
     assert mode.unpromised == {"_linalg_det": 1, "erfinv_": 1}
 
 
+def test_shapes_that_int16_layers_are_planned_with_are_no_operators_of_a_step() -> None:
+    layer, x = torch.nn.Linear(7, 5), torch.ones(2, 3, 7)
+    with lowp.reproducible() as mode, lowp.autocast("dfp16"):
+        layer(x).sum().backward()
+        assert torch.empty(2, 3, device="meta").sum().is_meta
+    assert not mode.unpromised
+
+
 def test_random_numbers_are_uniform_and_normal() -> None:
     with lowp.reproducible():
         torch.manual_seed(0)
