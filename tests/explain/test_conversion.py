@@ -37,6 +37,21 @@ def test_rounding_twice_is_shown() -> None:
     assert not convert("0.1", "fp16", via="fp32").rounded_twice_differs
 
 
+def test_an_exponent_that_its_field_cannot_hold_is_said_to_be_beyond() -> None:
+    largest, beyond = render(convert("65536", "fp16")), render(convert("131072", "fp16"))
+    assert "field 16 + 15 = 31 = 11111" in largest and "field 17 + 15 = 32, beyond the field" in beyond
+
+
+def test_a_significand_in_units_of_one_has_no_power_beside_it() -> None:
+    assert "significand 101|01\n" in render(convert("5.25", "i8s"))
+    assert "significand 1.0101000000|0 x 2^2\n" in render(convert("5.25", "fp16"))
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan"])
+def test_a_float_that_is_not_finite_is_the_number_of_its_name(text: str) -> None:
+    assert Number.of(float(text)) == parse_number(text)
+
+
 def test_a_shared_scale_is_given_or_chosen() -> None:
     flex = convert("0.3", "flex16+5", exponent=-8)
     assert (flex.code, flex.result.value, flex.error_ulp) == (77, Fraction(77, 256), Fraction(1, 5))

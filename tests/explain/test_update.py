@@ -33,13 +33,21 @@ def test_an_update_is_lost_distorted_or_kept() -> None:
         assert weight_update(weight, gradient, "fp16").verdict is verdict, (weight, gradient)
 
 
+def test_the_first_steps_of_a_weight_that_moves_are_shown_in_lines_of_80_letters() -> None:
+    moving, lost = (render(weight_update("1", gradient, "fp16", steps=5)) for gradient in ("0.0006", "2^-12"))
+    assert "fp16        1.0048828125\n              step 1: 1.00097656, 2: 1.00195312, 3: 1.00292969\n" in moving
+    assert "fp16        1, for ever: no step moves it\n  fp32 " in lost
+    assert 70 < max(map(len, f"{moving}\n{lost}".splitlines())) <= 80
+
+
 def test_below_a_power_of_two_half_the_size_counts() -> None:
     up, down = weight_update("1", "0.0003", "fp16"), weight_update("1", "0.0003", "fp16", minus=True)
     assert up.threshold is not None and down.threshold is not None
     assert (up.threshold.size, up.threshold.inclusive) == (Fraction(1, 1 << 11), False)
     assert (down.threshold.size, down.threshold.inclusive) == (Fraction(1, 1 << 12), False)
     assert (up.verdict, down.verdict) == (Verdict.LOST, Verdict.DISTORTED)
-    assert "numbers are closer" in render(down)
+    assert "below the power of two 2^0 numbers are closer" in render(down) and "are closer" not in render(up)
+    assert "are closer" not in render(weight_update("3", "0.0008", "fp16", minus=True))
     assert weight_update("1", "2^-12", "fp16", minus=True).verdict is Verdict.LOST
 
 

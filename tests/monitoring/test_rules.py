@@ -295,6 +295,15 @@ def test_gradients_of_eight_results_in_fp16_are_counted_in_a_look() -> None:
     assert sum(bool(one._backward_hooks) for one in results) == 8
 
 
+def test_results_that_are_no_numbers_of_floating_point_have_no_size() -> None:
+    seen = Look(0, of_flushed=False)
+    seen.saw_output("a", (torch.tensor([7]), torch.empty(0), torch.tensor([3.0, -4.0])))
+    seen.saw_output("b", torch.tensor([9]))
+    seen.send()
+    numbers = seen.read()
+    assert numbers is not None and numbers["activation"] == {"a": 4.0}
+
+
 def test_the_share_of_lost_updates_is_that_of_the_numbers_with_a_gradient() -> None:
     weight, records = nn.Linear(4, 1, bias=False), list[dict[str, Any]]()
     optimizer = torch.optim.SGD(weight.parameters(), lr=1e-12)

@@ -66,3 +66,9 @@ def test_a_narrow_terminal_leaves_out_curves_before_the_share_of_lost_updates(wi
     board = Board("run.jsonl")
     board.take([record(step) for step in range(4)])
     assert headings in [" ".join(line.split()) for line in shown(board, width)]
+
+
+def test_a_board_says_how_a_run_has_ended() -> None:
+    board = Board("run.jsonl")
+    board.take([record(0), {"ended": 1200}, {"of a later version": 1}])
+    assert shown(board, 80)[0] == "run.jsonl  step 0, ended after 1,200 steps, no alarm"

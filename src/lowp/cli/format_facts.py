@@ -8,7 +8,7 @@ from typing import Any
 
 from lowp.casts import Cast, possible_overflows
 from lowp.cost import SOURCE, cost
-from lowp.explain.numbers import Number, bits_text, code_of_value, decimal_text, line, maximum_text, power_text
+from lowp.explain.numbers import Number, bits_text, code_of_value, decimal_text, line, power_text
 from lowp.explain.numbers import brief as brief_text
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
 
@@ -181,6 +181,15 @@ def _scaled_lines(format: ScaledFormat) -> Iterator[str]:
     yield f"  element {format.element}"
 
 
+def _maximum_text(format: FloatFormat | IntFormat) -> str:
+    """The largest value with its power of two: ``(2 - 2^-10) x 2^15``, ``2^15 - 1``."""
+    if isinstance(format, IntFormat):
+        return f"2^{format.bits - 1} - 1" if format.bits > 1 else "1"
+    significand = Fraction(format.maximum) / Fraction(2) ** format.max_exponent
+    below = 2 - significand
+    return f"2^{format.max_exponent}" if below == 1 else f"(2 - {power_text(below)}) x 2^{format.max_exponent}"
+
+
 def _float_lines(format: FloatFormat) -> Iterator[str]:
     sign = "1 sign, " if format.signed else "no sign, "
     yield line(
@@ -199,7 +208,7 @@ def _float_lines(format: FloatFormat) -> Iterator[str]:
     without = flushed if format.mantissa_bits and not format.subnormals else "no: no mantissa"
     yield line("subnormals", "yes" if format.smallest_subnormal is not None else without)
     largest = decimal_text(Fraction(format.maximum))
-    yield line("maximum", f"{largest if len(largest) < 50 else format.maximum} = {maximum_text(format)}")
+    yield line("maximum", f"{largest if len(largest) < 50 else format.maximum} = {_maximum_text(format)}")
     yield line("normal", f"{_both(Fraction(format.smallest_normal))}, the smallest")
     if format.smallest_subnormal is not None:
         yield line("subnormal", f"{_both(Fraction(format.smallest_subnormal))}, the smallest")

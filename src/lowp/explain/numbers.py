@@ -67,15 +67,6 @@ def power_text(value: Fraction) -> str:
     return f"{decimal_text(significand)} x 2^{exponent}"
 
 
-def maximum_text(format: FloatFormat | IntFormat) -> str:
-    """The largest value with its power of two: ``(2 - 2^-10) x 2^15``, ``2^15 - 1``."""
-    if isinstance(format, IntFormat):
-        return f"2^{format.bits - 1} - 1" if format.bits > 1 else "1"
-    significand = Fraction(format.maximum) / Fraction(2) ** format.max_exponent
-    below = 2 - significand
-    return f"2^{format.max_exponent}" if below == 1 else f"(2 - {power_text(below)}) x 2^{format.max_exponent}"
-
-
 def binary(value: int, width: int) -> str:
     """Return an integer as `width` bits; '' for width 0."""
     return f"{value:0{width}b}" if width else ""

@@ -195,7 +195,7 @@ def _marks(node: Any) -> dict[str, Place]:
 
 
 def _node_name(node: Any) -> str:
-    name = str(node.name()) if hasattr(node, "name") else type(node).__name__
+    name = str(node.name())
     return name.removesuffix("0").removesuffix("Backward") or name
 
 

@@ -232,7 +232,7 @@ def calls_again(tape: Tape, at_line: Callable[[str], None] = lambda line: None) 
         result = function(*mapped(filled, call.args, _KINDS), **mapped(filled, call.kwargs, _KINDS))
         made.update(zip(call.results, tensors_of(result), strict=False))
     at_line("")
-    found = made.get(-1 if tape.loss is None else tape.loss)
+    found = None if tape.loss is None else made.get(tape.loss)
     return found if found is not None and found.requires_grad else None
 
 

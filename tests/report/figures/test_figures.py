@@ -154,6 +154,14 @@ def test_loss_scaling_tells_the_scales_of_the_run(scales: tuple[float, ...], wor
     assert sentences[-1].startswith(words) and "the last scale could be doubled 3 times" in sentences[-1]
 
 
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [((256.0, 256.0), "256"), ((256.0, 512.0), "256 to 512"), ((2048.0, 1024.0, 0.25, 0.5), "2,048 to 0.5")],
+)
+def test_scales_of_a_run_are_the_first_and_the_last(scales: tuple[float, ...], words: str) -> None:
+    assert f"The scale was {words}, " in gradients.loss_scaling_words(documents.loss_scaling(scales))[-1]
+
+
 def test_a_scale_that_is_too_large_is_said_to_be() -> None:
     document = {**documents.loss_scaling(), "room": -1}
     assert gradients.loss_scaling_words(document)[-1].endswith("the last scale must be halved 1 time.")
