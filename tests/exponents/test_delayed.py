@@ -117,6 +117,17 @@ def test_a_site_takes_its_own_maximum_first_and_then_that_of_earlier_steps() -> 
     assert (steps.tolist(), beyond.tolist()) == ([2], [1])
 
 
+def test_outside_of_training_a_site_keeps_its_scale_and_a_new_one_takes_the_tensors_own() -> None:
+    scales, x = DelayedScales(), torch.tensor([1.0, -3.0, 0.3])
+    scales.rounded(x, CAST, "input of a")
+    scales.flush()
+    known = scales.rounded(10 * x, CAST, "input of a", training=False)
+    assert torch.equal(known, lowp.quantize(10 * x, CAST, scale=float(scales.scale("input of a"))))
+    assert torch.equal(scales.rounded(10 * x, CAST, "input of b", training=False), lowp.quantize(10 * x, CAST.current))
+    scales.flush()
+    assert scales.sites() == ["input of a"] and scales.scale("input of a") == torch.tensor(3.0 / 448)
+
+
 @pytest.mark.parametrize("seed", [{}, {"seed": 5}], ids=str)
 def test_a_stochastic_cast_draws_what_quantize_draws(seed: dict[str, int]) -> None:
     x, cast = torch.linspace(-3, 3, 500), parse("e5m2@e8m0/tensor:delayed:stochastic")

@@ -68,9 +68,9 @@ class ExponentTable(LearningTable):
     def finds_exact(self, x: Tensor, site: str) -> bool:
         """Whether a write may be `unless_exact`: x was not looked at before, nor its site written in this step."""
         index = self.names.get(site)
-        if index is None or index in self.written or not self.is_host or self._is_fixed or not uses_library():
+        if index is None or index in self.written or not self.is_host or self._is_fixed:
             return False
-        return payloads.hint(x, self.cast.format) is None and memory_of(x) is not None
+        return payloads.hint(x, self.cast.format) is None and memory_of(x) is not None  # which the library reads
 
     def write(
         self, x: Tensor, index: int, in_place: bool = False, when: Condition = True, otherwise: Tensor | None = None,
