@@ -107,6 +107,14 @@ def test_convolutions_keep_no_rounded_values_beside_an_input_that_another_op_kee
     assert activations(network, x, lowp.Precision(precision).autocast()) <= share * plain
 
 
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_linear_layers_under_shared_scales_keep_their_inputs_alone(precision: str) -> None:
+    torch.manual_seed(0)
+    network, x = mlp(), torch.randn(1024, 128)
+    plain = activations(network, x, nullcontext())
+    assert activations(network, x, lowp.Precision(precision).autocast()) <= 1.1 * plain
+
+
 # Emulated, a softmax that is written out keeps its input beside its result, which is rounded too much for its gradient.
 @pytest.mark.parametrize(
     ("name", "use"),

@@ -152,6 +152,8 @@ class ByTorch(Prepared):
     __slots__ = ("is_contiguous", "is_torchs", "written")
 
     def __init__(self, rule: Rule, form: Form, x: Read, weight: Read, about: tuple[Any, ...]) -> None:
+        if x.repeats:  # in memory that is lent
+            x = x._replace(empty=(*x.empty[:2], torch.float32))
         super().__init__(rule, form, x, weight, Made(((), (), result_dtype(rule.output))), about)
         # in another layout torch gives the gradients, one by one, other strides than both at once
         self.is_contiguous = all(one.empty[1] == strides_of(one.empty[0]) for one in (x, weight))
@@ -271,9 +273,10 @@ def prepare(
     x, weight = _read(rule.input, about[:3], axes[0], second), _read(rule.weight, about[3:], axes[1], first)
     if x is None or weight is None:
         return None
+    x = x if x.copies else _repeated(x, about[2], is_saved)
     if form.are_matrices:
         return _of_matrices(rule, form, (x, weight), about, not form.fits(bias) or getattr(form, "scale", 1) != 1)
-    return None if x.copies or weight.copies else ByTorch(rule, form, _repeated(x, about[2], is_saved), weight, about)
+    return None if x.copies or weight.copies else ByTorch(rule, form, x, weight, about)
 
 
 def _repeated(x: Read, dtype: torch.dtype, is_saved: bool) -> Read:
@@ -286,7 +289,7 @@ def _repeated(x: Read, dtype: torch.dtype, is_saved: bool) -> Read:
         return x
     if not is_saved and dtype.itemsize > carrier.itemsize:
         return x
-    return x._replace(empty=(shape, strides, torch.float32), raw=(shape, strides, dtype), repeats=True)
+    return x._replace(raw=(shape, strides, dtype), repeats=True)
 
 
 def _of_matrices(
