@@ -17,7 +17,7 @@ from lowp.exponents import SharedExponents
 from lowp.kernels.casts import checks
 from lowp.kernels.int16 import integer, low_words
 from lowp.kernels.int16.integer_reference import ConvolutionShape, digits, scaled, shift_rounded, summed_to_odd, times
-from lowp.kernels.int16.mantissas import NOTHING
+from lowp.kernels.int16.mantissas import NOTHING, own_exponent
 from lowp.kernels.packed import byte_products
 from lowp.kernels.products import fp32_products
 
@@ -207,3 +207,48 @@ def test_packed_bytes_are_unpacked_and_packed_for_another_machine(monkeypatch: p
     again = byte_products.repacked(packed[False])
     for found, expected in zip(again, packed[True], strict=True):
         assert torch.equal(found, expected) if isinstance(expected, Tensor) else found == expected
+
+
+def test_bytes_are_multiplied_by_the_processor_unless_an_instruction_set_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for has_tiles, asked, expected in ((True, "", True), (True, "avx2", False), (False, "", False)):
+        monkeypatch.setattr(byte_products, "tiles_of_bytes", lambda has_tiles=has_tiles: has_tiles)
+        monkeypatch.setattr(byte_products.cpu, "asked", lambda asked=asked: asked)
+        assert byte_products.multiplies_bytes() is expected
+
+
+@pytest.mark.parametrize("way", [one for one in kernels.available() if one != "native"])
+@pytest.mark.parametrize("power", [-149, -130, -129, -128, -127, -126, -20, 0, 127])
+def test_the_own_exponent_of_a_number_leaves_14_places_below_it_also_of_a_subnormal_one(way: str, power: int) -> None:
+    cast = parse("dfp16")
+    lowest = cast.format.scale.min_exponent  # type: ignore[union-attr]
+    with kernels.use(way):
+        found = own_exponent(torch.tensor([2.0**power, 0.0]), cast)
+    assert int(found) == max(lowest, power - 14)
+
+
+@pytest.mark.parametrize("seed", [0, 5, -1, 2**63 - 1, 2**63, 2**63 + 5, 2**64 - 1, -(2**63)])
+def test_a_seed_of_64_bits_draws_the_same_where_an_operator_casts(seed: int) -> None:
+    x, cast = torch.linspace(-3, 3, 300), "e4m3fn:stochastic"
+    found = torch.func.vmap(lambda one: kernels.quantize(one, cast, seed=seed))(x[None])
+    assert torch.equal(found[0], kernels.quantize(x, cast, seed=seed))
+
+
+@pytest.mark.parametrize(
+    ("cast", "fit", "unfit"),
+    [
+        ("mxfp8", (2.0, 2.0**-127), (3.0, -2.0, 0.0, math.inf, 2.0**128)),
+        ("e2m1@e4m3fn/16", (2.0, 3.0, 448.0), (3.1, 449.0, -2.0, 0.0, math.inf, math.nan)),
+        ("i8s@fp32/row", (0.1, 3.0), (-2.0, 0.0, math.inf, math.nan)),
+    ],
+)
+def test_a_scale_is_a_positive_number_of_the_format_of_scales(
+    cast: str, fit: tuple[float, ...], unfit: tuple[float, ...]
+) -> None:
+    x = torch.zeros(32)
+    for scale in fit:
+        assert torch.equal(kernels.quantize(x, cast, scale=torch.tensor(scale)), x)
+    for scale in unfit:
+        with pytest.raises(InvalidInput, match="scale"):
+            kernels.quantize(x, cast, scale=scale)
