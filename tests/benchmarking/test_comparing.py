@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from lowp.benchmarking import timing
 from lowp.benchmarking.contenders import contenders_of
 from lowp.benchmarking.timing import measure, others_busy, peak_memory
 from lowp.recipes.comparison import Study, Variant, variants_of
@@ -57,3 +60,15 @@ def test_what_other_processes_do_is_a_number_of_cores_or_not_known() -> None:
         sum(range(1000))
         found = cores()
     assert found is None or (found >= 0 and math.isfinite(found))
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="as Linux tells the time of its processors")
+def test_the_time_of_other_processes_is_that_of_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks, seconds = os.sysconf("SC_CLK_TCK"), iter((0.0, 10.0))
+    stats = iter(f"cpu {user} 0 {30 * ticks} 9999 9 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n" for user in (0, 15 * ticks))
+    monkeypatch.setattr(Path, "read_text", lambda path: next(stats))
+    monkeypatch.setattr(timing, "_own_seconds", lambda: 0.0)
+    with monkeypatch.context() as clock:
+        clock.setattr(timing.time, "perf_counter", lambda: next(seconds))
+        with others_busy() as cores:
+            assert cores() == 1.5

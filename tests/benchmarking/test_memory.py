@@ -227,7 +227,15 @@ def test_a_search_that_would_take_too_long_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("2GB", 2 * 10**9), ("1.5GiB", 3 * 2**29), ("512 mib", 2**29), ("800b", 800), (".5kb", 500)],
+    [
+        ("2GB", 2 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("512 mib", 2**29),
+        ("800b", 800),
+        (".5kb", 500),
+        ("1B", 1),
+        ("2TB", 2 * 10**12),
+    ],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     assert bytes_from(text) == size

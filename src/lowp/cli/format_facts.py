@@ -181,10 +181,8 @@ def _scaled_lines(format: ScaledFormat) -> Iterator[str]:
     yield f"  element {format.element}"
 
 
-def _maximum_text(format: FloatFormat | IntFormat) -> str:
-    """The largest value with its power of two: ``(2 - 2^-10) x 2^15``, ``2^15 - 1``."""
-    if isinstance(format, IntFormat):
-        return f"2^{format.bits - 1} - 1" if format.bits > 1 else "1"
+def _maximum_text(format: FloatFormat) -> str:
+    """The largest value with its power of two: ``(2 - 2^-10) x 2^15``."""
     significand = Fraction(format.maximum) / Fraction(2) ** format.max_exponent
     below = 2 - significand
     return f"2^{format.max_exponent}" if below == 1 else f"(2 - {power_text(below)}) x 2^{format.max_exponent}"
