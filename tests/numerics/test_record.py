@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numerics.small import network, recorded
 from torch import nn
 
 from lowp.errors import InvalidInput
 from lowp.numerics.models import fingerprint_of
 from lowp.numerics.record import Key, Octaves, Part, Record, Recording, StepSeen
+from lowp.numerics.spectrum import Spectrum
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,10 @@ def test_the_octaves_of_steps_add_up_to_those_of_the_run(record: Record) -> None
             continue
         steps = [one[key] for one in record.part.octaves.values() if key in one]
         assert reduce(lambda one, other: one + other, steps) == Octaves.of(seen)
+
+
+def test_a_tensor_of_zeros_has_no_octaves() -> None:
+    assert Octaves.of(Spectrum.of(torch.zeros(3))) == Octaves(-127, ())
 
 
 def test_octaves_of_different_places_are_added_where_they_are() -> None:

@@ -116,9 +116,9 @@ class Octaves(NamedTuple):
 
     @classmethod
     def of(cls, seen: Spectrum) -> Octaves:
-        """Those of a spectrum that has numbers other than zero."""
+        """Those of a spectrum; none where all is zero."""
         present = np.flatnonzero(seen.octaves)
-        first, last = int(present[0]), int(present[-1])
+        first, last = (int(present[0]), int(present[-1])) if len(present) else (0, -1)
         return cls(first - 127, tuple(seen.octaves[first : last + 1].tolist()))
 
     def __add__(self, other: Octaves) -> Octaves:  # type: ignore[override]
