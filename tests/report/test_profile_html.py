@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from numerics.small import network, recorded, train
 from report.browser import BROWSER, Page
 from torch.optim import SGD
@@ -211,6 +212,13 @@ def test_two_runs_are_compared_by_kind_of_tensor(record: Record) -> None:
     assert "Two runs" in text and "Bitwise equal in every step that both recorded." in text
     assert re.search(r'<th scope="row">Weights</th><td>[\d.]+ times</td><td>3[\d.]* times</td><td>0 weight</td>', text)
     assert len(strips(record, other)["maps"]["weights"][0]) == 8 and len(strips(record)["maps"]["weights"][0]) < 8
+
+
+def test_a_tensor_that_is_zero_in_the_second_run_stays_beside_the_first(record: Record) -> None:
+    other, key = recorded(2), Key("0", "weight", "weight", "step")
+    other.part.tensors[key] = type(other.tensors[key]).of(torch.zeros(9))
+    found, alone = (strips(record, one)["maps"]["weights"] for one in (other, None))
+    assert len(found) == len(alone) and "Two runs" in page(record, advise(record), other)
 
 
 # -- strips -----------------------------------------------------------------------------------------------------------
