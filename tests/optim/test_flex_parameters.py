@@ -11,6 +11,7 @@ from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents
 from lowp.kernels.int16.payloads import are_exact
 from lowp.optim import FlexWeights
+from lowp.optim.exponents import _is_exact_below
 
 IN_FLEX = lowp.Precision("flex16+5").policy.parameters
 
@@ -136,3 +137,24 @@ def test_a_group_that_comes_later_has_the_names_that_it_is_given() -> None:
     optimizer = FlexWeights(torch.optim.SGD(first.named_parameters(prefix="first"), lr=0.1), IN_FLEX, exponents)
     optimizer.add_param_group({"params": list(second.named_parameters(prefix="second"))})
     assert exponents.sites() == [f"weight of {name}" for name in ("first.weight", "second.weight", "second.bias")]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_held"),
+    [
+        ((-32768, 32767, 0, 1), True),
+        ((-32768, -1), True),
+        ((-32768, 32768), False),
+        ((-32768, 0.5), False),
+        ((-32767, 1), False),  # whose maximum is no power of two
+    ],
+)
+def test_a_tensor_whose_lowest_number_is_the_lowest_of_int16_is_held_under_that_exponent(
+    numbers: tuple[float, ...], is_held: bool
+) -> None:
+    assert IN_FLEX is not None
+    for exponent in (-20, -3):
+        x = torch.tensor(numbers) * 2.0**exponent
+        assert _is_exact_below(x, float(x.abs().max()), IN_FLEX) is is_held
+    beyond = torch.tensor(numbers) * 2.0**-40  # below the smallest exponent of flex16+5
+    assert not _is_exact_below(beyond, float(beyond.abs().max()), IN_FLEX)

@@ -18,8 +18,9 @@ from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents
 from lowp.optim import FlexWeights, MasterWeights
 from lowp.optim.model_state import ParameterNames
-from lowp.optim.preparing import agree_on_masters
+from lowp.optim.preparing import MasterStorage, agree_on_masters
 from lowp.optim.skipping import skipping
+from lowp.optim.storage import Storage
 
 IN_FLEX = lowp.Precision("flex16+5").policy.parameters
 
@@ -237,3 +238,15 @@ def test_values_that_are_loaded_before_there_is_an_optimizer_become_its_masters(
     assert torch.equal(model.weight, values.bfloat16()) and torch.equal(model.state_dict()["weight"], values)
     optimizer: Any = precision.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     assert torch.equal(optimizer.master(model.weight), values)
+
+
+def test_values_that_no_optimizer_will_claim_are_dropped_of_one_model_alone() -> None:
+    storage, models = MasterStorage(Storage.parse("bf16", "fp32"), 0), [nn.Linear(2, 2) for _ in range(2)]
+    for model in models:
+        nn.init.constant_(model.weight, 1 / 3)
+        storage.model(model)
+        assert torch.equal(model.state_dict()["weight"], torch.full((2, 2), 1 / 3))
+    storage.release(models[0])
+    rounded, kept = (model.state_dict()["weight"] for model in models)
+    assert torch.equal(rounded, torch.full((2, 2), 1 / 3).bfloat16().float())
+    assert torch.equal(kept, torch.full((2, 2), 1 / 3))
