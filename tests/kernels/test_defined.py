@@ -15,7 +15,7 @@ from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents
 from lowp.kernels.casts import checks
-from lowp.kernels.int16 import integer, low_words
+from lowp.kernels.int16 import integer, low_words, payloads
 from lowp.kernels.int16.integer_reference import ConvolutionShape, digits, scaled, shift_rounded, summed_to_odd, times
 from lowp.kernels.int16.mantissas import NOTHING, own_exponent
 from lowp.kernels.packed import byte_products
@@ -252,3 +252,13 @@ def test_a_scale_is_a_positive_number_of_the_format_of_scales(
     for scale in unfit:
         with pytest.raises(InvalidInput, match="scale"):
             kernels.quantize(x, cast, scale=scale)
+
+
+@pytest.mark.parametrize("way", kernels.available())
+def test_which_of_several_tensors_are_in_a_format_is_found_of_each(way: str) -> None:
+    exact, other = torch.tensor([3.0, -5.0, 0.0]) * 2**-20, torch.tensor([1.0, 2.0**-20])
+    written = SharedExponents().write(torch.randn(9), FLEX, "output of x").values
+    with kernels.use(way):
+        assert payloads.are_exact([exact, other, written, torch.zeros(0)], FLEX) == [True, False, True, True]
+        written[0] = 1 / 3
+        assert payloads.are_exact([written, exact], FLEX) == [False, True]

@@ -11,7 +11,7 @@ from lowp.errors import Unavailable
 from lowp.kernels import cpu
 from lowp.kernels.products import fp8_products
 from lowp.kernels.products.contraction import contract, sum_of_rows
-from lowp.kernels.products.programs import NOWHERE, BytesStep, CodesStep, Memory, Program
+from lowp.kernels.products.programs import NOWHERE, BytesStep, CodesStep, Memory, Program, rounds
 from lowp.ops.trilinear import OUTPUT, Linear
 from lowp.policy import Accumulation
 
@@ -121,3 +121,21 @@ def test_fp8_numbers_and_their_scale_are_the_values_of_the_cast(element: str) ->
 def test_chips_with_fp8_multiply_its_two_formats_under_a_tensors_own_scale(spelled: str, fits: bool) -> None:
     assert fp8_products.is_eight_bits(parse(spelled)) is fits and not fp8_products.is_eight_bits(None)
     assert not fp8_products.multiplies_fp8(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("spelled", "is_step"),
+    [
+        ("e4m3fn", True),
+        ("fp32", True),
+        ("e8m23:stochastic", True),
+        ("e8m24", False),  # which no fp32 number needs
+        ("fp64", False),
+        ("i8s", True),
+        ("mxfp8", True),
+        ("e4m3fn@fp32/tensor:delayed", True),
+        ("dfp16", False),  # whose mantissas are kept
+    ],
+)
+def test_a_program_has_a_step_for_a_cast_to_32_bits_or_with_scales_that_it_finds(spelled: str, is_step: bool) -> None:
+    assert rounds(parse(spelled)) is is_step
