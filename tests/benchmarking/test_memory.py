@@ -251,6 +251,14 @@ def test_a_bad_size_explains_itself(text: str) -> None:
         bytes_from("0.1B")
 
 
+@pytest.mark.skipif(not process_memory.is_known(), reason="this system does not tell how large a process was")
+def test_the_growth_of_a_process_holds_what_it_has_taken_for_a_time() -> None:
+    with process_memory.growth() as grown:
+        torch.ones(1 << 24)  # 64 MiB, which are given back
+        found = grown()
+    assert found is not None and found > 60 * 2**20
+
+
 # -- throughput -------------------------------------------------------------------------------------------------------
 def test_batches_are_counted_by_examples_or_tokens() -> None:
     batch = {"pieces": torch.zeros(4, 7), "start": torch.zeros(4)}
