@@ -21,7 +21,7 @@ from lowp.explain import (
     render,
     weight_update,
 )
-from lowp.explain.numbers import brief, decimal_text, power_text
+from lowp.explain.numbers import brief, decimal_text, line, power_text
 
 
 def test_rounding_twice_is_shown() -> None:
@@ -45,6 +45,13 @@ def test_an_exponent_that_its_field_cannot_hold_is_said_to_be_beyond() -> None:
 def test_a_significand_in_units_of_one_has_no_power_beside_it() -> None:
     assert "significand 101|01\n" in render(convert("5.25", "i8s"))
     assert "significand 1.0101000000|0 x 2^2\n" in render(convert("5.25", "fp16"))
+    assert "significand 1.0000000000|0 x 2^10\n" in render(convert("1024", "fp16"))
+
+
+@pytest.mark.parametrize(("length", "lines"), [(65, [79]), (66, [80]), (67, [79, 15]), (90, [79, 38])])
+def test_a_fact_has_lines_of_80_letters_of_which_14_are_its_label_s(length: int, lines: list[int]) -> None:
+    text = ("a " * 50)[: length - 1] + "b"
+    assert [len(one) for one in line("exact", text).splitlines()] == lines
 
 
 @pytest.mark.parametrize("text", ["inf", "-inf", "nan"])
