@@ -195,7 +195,7 @@ def test_a_sample_is_a_copy_of_numbers_at_places_that_depend_on_the_shape_alone(
     assert torch.equal(whole, x.reshape(-1)) and whole.data_ptr() != x.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_few_numbers_are_read_as_they_are_or_divided_by_a_scale(dtype: torch.dtype) -> None:
     x = torch.arange(8.0).to(dtype)
     assert numbers_at(x, [5, 0, 2]) == [5.0, 0.0, 2.0]
