@@ -45,10 +45,7 @@ def summary(folder: Path = RUNS) -> str:
 
 
 def ingredients(folder: Path = RUNS) -> str:
-    """Return what each ingredient of training in four bits is worth: a row for each policy of bench/policies.
-
-    The GPT has all of them; the cell of one that the vision transformer was not trained in is empty.
-    """
+    """Return what each ingredient of training in four bits is worth: a row for each policy of bench/policies."""
     runs = [json.loads((folder / f"{name}-four-bits.json").read_text(encoding="utf-8")) for name in ("gpt", "vit")]
     lines = [
         "| linear layers in | `gpt`, bits per byte | more than bf16 | `vit`, accuracy |",
@@ -58,10 +55,9 @@ def ingredients(folder: Path = RUNS) -> str:
     (gpt, vit), (of_gpt, of_vit) = rows, (run["recipe"] for run in runs)
     base = gpt["bf16"][of_gpt["metric"]]["mean"]
     for name, numbers in gpt.items():
-        bits = numbers[of_gpt["metric"]]
+        bits, accuracy = numbers[of_gpt["metric"]], vit[name][of_vit["metric"]]
         more = "" if name in ("fp32", "bf16") else f"{bits['mean'] / base - 1:.1%}"
-        accuracy = _spread(vit[name][of_vit["metric"]], of_vit["metric_is_share"]) if name in vit else ""
-        cells = name, _spread(bits, of_gpt["metric_is_share"]), more, accuracy
+        cells = name, _spread(bits, of_gpt["metric_is_share"]), more, _spread(accuracy, of_vit["metric_is_share"])
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
