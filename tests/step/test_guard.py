@@ -336,3 +336,28 @@ def test_a_scale_beyond_64_bits_is_a_scale() -> None:
     assert lowp.GradScaler("cpu", init_scale=2**70).scale(torch.ones(())) == 2.0**70
     with pytest.raises(InvalidInput, match="allowed is a finite number"):
         lowp.GradScaler("cpu", init_scale=10**400)
+
+
+@pytest.mark.parametrize("spoiled", ["dense", "sparse"])
+def test_an_infinity_is_found_in_the_gradients_of_either_of_two_optimizers(spoiled: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"sparse": nn.Embedding(8, 4, sparse=True), "dense": nn.Linear(4, 2)})
+    precision = lowp.Precision("bf16")
+    precision.prepare_model(model)
+    optimizers = [precision.prepare_optimizer(torch.optim.SGD(model[name].parameters(), 0.1)) for name in model]
+    for factor in (1.0, torch.inf):
+        before = [one.detach().clone() for one in model.parameters()]
+        with precision.autocast():
+            loss = model["dense"](model["sparse"](torch.arange(4))).sum()
+        precision.backward(loss)
+        for one in model[spoiled].parameters():
+            assert one.grad is not None
+            one.grad *= factor
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            precision.step(*optimizers)
+        kept = all(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
+        assert kept == (factor == torch.inf)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert precision.skipped_steps == 1
