@@ -12,6 +12,7 @@ import torch
 from numerics.small import network, recorded
 from torch import nn
 
+import lowp
 from lowp.errors import InvalidInput
 from lowp.numerics.models import fingerprint_of
 from lowp.numerics.record import Key, Octaves, Part, Record, Recording, StepSeen
@@ -187,3 +188,18 @@ def test_a_full_disk_ends_the_file_of_a_profile_and_not_the_training(record: Rec
     assert path.read_bytes().startswith(begun) and len(path.read_bytes()) <= len(begun) + 100
     assert kept.part.tensors.keys() == record.tensors.keys() and [one.step for one in kept.part.steps][-2:] == [7, 9]
     assert Record.load(path).complete is False
+
+
+def test_a_full_disk_at_the_end_of_a_profile_leaves_it_in_memory_and_what_follows_runs(tmp_path: Path) -> None:
+    resource, path, model = pytest.importorskip("resource"), tmp_path / "run.json", nn.Linear(4, 2)
+    limits, optimizer = resource.getrlimit(resource.RLIMIT_FSIZE), torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        with pytest.warns(UserWarning, match=r"run\.json was not written, .* the profile is in memory"):
+            with lowp.profile(model, optimizer, out=path, max_overhead=None) as profile:
+                model(torch.ones(3, 4)).sum().backward()
+                optimizer.step()
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    profile.save(tmp_path / "elsewhere.json")
+    assert Record.load(tmp_path / "elsewhere.json").tensors.keys() == profile.record.tensors.keys() != set()

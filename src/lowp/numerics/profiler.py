@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowp.errors import Misuse
+from lowp.errors import Misuse, NotWritten
 from lowp.hooks import Uncopied
 from lowp.kernels.tracing import functorch_is_active, is_jit_tracing
 from lowp.numerics.divergence import Fault, Guard
@@ -87,7 +88,10 @@ class Profiler:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._stop()
         if self._kept.path is not None and (kind is None or self._kept.part.tensors):
-            self.save(self._kept.path)
+            try:
+                self.save(self._kept.path)
+            except NotWritten as refused:  # what follows, such as saving the model, runs all the same
+                warnings.warn(f"{refused}; the profile is in memory: write it elsewhere by save()", stacklevel=2)
         if kind is None:
             self._require_steps()
 
