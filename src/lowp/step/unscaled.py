@@ -98,7 +98,7 @@ class UnscaledSteps:
         under shared exponents are written as the step reads them. Raises NonFiniteGradients after `patience` skipped
         steps in a row.
         """
-        if self.exponents is None and self._is_finite_at_a_glance(optimizers) and not distributed.has_other_ranks():
+        if self.exponents is None and not distributed.has_other_ranks() and self._is_finite_at_a_glance(optimizers):
             return False
         return self._skips_what_it_finds(optimizers, number)
 
