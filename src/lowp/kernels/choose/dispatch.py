@@ -92,7 +92,7 @@ def implementation(device: torch.device, function: str = "quantize") -> ModuleTy
 
 def fastest(device: torch.device, function: str = "quantize") -> ModuleType:
     """Return the module that implements `function` for tensors on this device if nothing is forced."""
-    if device.type in triton.DEVICES and hasattr(triton, function) and triton.is_installed():
+    if device.type in triton.DEVICES and triton.is_installed() and hasattr(triton, function):
         return triton
     return cpu if device.type == "cpu" and cpu.library() is not None else bitwise
 

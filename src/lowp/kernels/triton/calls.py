@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.numbers.philox import Seed, drawn
+from lowp.kernels.numbers.philox import Draw, Seed, drawn
 from lowp.kernels.triton.device import casts, codes, counts, stochastic
 from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK, launch, programs_for, run
 from lowp.kernels.triton.plans import DTYPES, exact, is_direct, layout, plan
@@ -67,6 +67,30 @@ def decode(raw: Tensor, format: FloatFormat | IntFormat, out: Tensor, packed: bo
     launch(codes.decode, raw, count, BLOCK, *arguments)
     if target is not out:
         out.copy_(target)
+
+
+def encode_packed(x: Tensor, cast: Cast, seed: Seed) -> tuple[Tensor, int] | None:
+    """Return codes of 4 bits packed as by `packing.pack`, and the number of NaNs without a code.
+
+    None if the codes have other widths or a row does not fill whole bytes.
+    """
+    if not _fills_bytes(cast.element, x.shape) or (isinstance(seed, Draw) and seed.first % 2):
+        return None
+    out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.uint8, device=x.device)
+    return out, encode(x, cast, seed, out, packed=True)
+
+
+def decode_packed(packed: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> bool:
+    """Write the values of packed codes into `out`; return False if a row does not fill whole bytes."""
+    if not _fills_bytes(format, out.shape) or packed.shape != (*out.shape[:-1], out.shape[-1] // 2):
+        return False
+    decode(packed, format, out, packed=True)
+    return True
+
+
+def _fills_bytes(format: FloatFormat | IntFormat, shape: torch.Size) -> bool:
+    """Whether codes have 4 bits and rows fill whole bytes."""
+    return format.bits == 4 and len(shape) > 0 and shape[-1] % 2 == 0
 
 
 def signs(size: int, seed: Tensor | int, device: torch.device) -> Tensor:
