@@ -16,7 +16,7 @@ from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents
 from lowp.kernels.casts import checks
 from lowp.kernels.int16 import integer, low_words, payloads
-from lowp.kernels.int16.integer_reference import ConvolutionShape, digits, scaled, shift_rounded, summed_to_odd, times
+from lowp.kernels.int16.integer_reference import ConvolutionShape, digits, summed_to_odd, times, to_int16, to_odd
 from lowp.kernels.int16.mantissas import NOTHING, own_exponent
 from lowp.kernels.packed import byte_products
 from lowp.kernels.products import fp32_products
@@ -53,16 +53,20 @@ def test_sums_times_a_power_of_two_are_rounded_once(exponent: int) -> None:
     sums, scale = torch.tensor(WIDE), torch.tensor(2.0**exponent, dtype=torch.float64)
     for dtype, bits in ((torch.float32, 24), (torch.float64, 53)):
         expected = [nearest(one * Fraction(2) ** exponent, bits) for one in WIDE]
-        assert scaled(sums, exponent, dtype).tolist() == expected
         assert times(sums, scale, dtype).tolist() == expected
-    assert torch.equal(scaled(sums, exponent, torch.int64), sums)
+    assert torch.equal(times(sums, scale, torch.int64), sums)
 
 
-@pytest.mark.parametrize("exponent", [0, 3, 20, -1, -2, -17, -62, -63])
-def test_sums_are_shifted_to_nearest_even_and_cut(exponent: int) -> None:
+@pytest.mark.parametrize("exponent", [0, 3, 20, -1, -2, -17, -54, -62, -63])
+def test_sums_are_rounded_once_to_int16_and_cut(exponent: int) -> None:
     several = [0, 1, 2, 3, 5, 6, 7, -1, -3, -5, 2**16, 3 << 16, -(3 << 16), 2**61, 3 * 2**60, -(2**62), 2**62]
-    expected = [max(-65536, min(65536, round(one * Fraction(2) ** exponent))) for one in several]
-    assert shift_rounded(torch.tensor(several), exponent).tolist() == expected
+    several += [2**54 + 2**53 + 2, 2**54 + 2**53 - 2]  # beside a tie of 2, whose last bit fp64 does not hold
+    rounded = [round(one * Fraction(2) ** exponent) for one in several]
+    expected = [max(-32767, min(32767, one)) for one in rounded]
+    values, counts = to_int16(to_odd(torch.tensor(several), torch.float64) * 2.0**exponent, -32767)
+    assert values.tolist() == expected
+    saturated = sum(one != held for one, held in zip(rounded, expected, strict=True))
+    assert counts.tolist() == [saturated, max(map(abs, expected))]
 
 
 def test_two_words_and_a_bias_are_added_so_that_rounding_the_result_rounds_the_exact_sum() -> None:

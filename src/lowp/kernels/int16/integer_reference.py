@@ -21,6 +21,7 @@ from lowp.errors import InvalidInput
 from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.int16 import mantissas
 from lowp.kernels.int16.low_words import LOW_BITS
+from lowp.kernels.numbers.floats import moved_to_odd
 
 BLOCK = 256
 _EXACT_DEPTH = 1 << 22  # times 2^30 stays below 2^53
@@ -158,66 +159,32 @@ def digits(left: Tensor, right: Tensor) -> Tensor:
     return 65536 * high + 256 * middle + low + 128 * sums - 16384 * left.shape[-1]
 
 
-def shift_rounded(sums: Tensor, exponent: int) -> Tensor:
-    """Return int64 sums times 2^exponent to nearest even, cut at +-65536."""
-    if exponent >= 0:
-        return (sums.clamp(-65536, 65536) << min(exponent, 17)).clamp(-65536, 65536)
-    if exponent < -62:
-        return torch.zeros_like(sums)  # |sum| <= 2^62: at most one half, which goes to even
-    whole = sums >> -exponent
-    rest, half = sums - (whole << -exponent), 1 << (-exponent - 1)
-    up = (rest > half) | ((rest == half) & (whole & 1).bool())
-    return (whole + up).clamp(-65536, 65536)
-
-
-def scaled(sums: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
-    """Return int64 sums times 2^exponent as int64, fp32 or fp64, rounded once."""
-    if dtype is torch.int64:
-        return sums
-    if dtype is torch.float64:
-        return sums.double() * 2.0**exponent
-    once = (sums.double() * 2.0**exponent).float()
-    beyond = (sums.float().double() * 2.0**exponent).float()  # where fp64 would round first
-    return torch.where(sums.abs() <= 1 << 53, once, beyond)
-
-
 def times(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return int64 sums times a power of two, fp64 and 0-d, rounded once to fp32 or fp64.
+    """Return int64 sums times a power of two, fp64 and 0-d, rounded once to fp32 or fp64; as they are in int64."""
+    if dtype is torch.int64:
+        return total
+    # where fp64 does not hold a sum, it is rounded to odd there first
+    return ((total.double() if dtype is torch.float64 else to_odd(total, torch.float64)) * scale).to(dtype)
 
-    Where fp64 does not hold a sum, it is rounded to odd there first.
+
+def to_int16(values: Tensor, lowest: int) -> tuple[Tensor, Tensor]:
+    """Return values of fp64 as int16, rounded to nearest even and saturated at `lowest` and 32767, and two counts.
+
+    Counts, int64 [2]: saturated elements, and the largest |mantissa|. Sums that are `to_odd` in fp64 are rounded once.
     """
-    near = total.double()
-    missed = total - near.clamp(max=2.0**63 - 1024).to(torch.int64)
-    bits = near.view(torch.int64)
-    even = bits & 1 == 0
-    toward_zero = (missed < 0) == (total > 0)
-    odd = torch.where((missed != 0) & even, bits + torch.where(toward_zero, -1, 1), bits).view(torch.float64)
-    return ((near if dtype is torch.float64 else odd) * scale).to(dtype)
-
-
-def rounded_sums(sums: Tensor, exponent: int, dtype: torch.dtype, lowest: int) -> tuple[Tensor, int, int, int]:
-    """Return int64 sums times 2^exponent in a dtype, rounded once; saturated, largest mantissa, largest sum.
-
-    int16 saturates at `lowest` and at 32767; the counts are 0 for other dtypes.
-    """
-    largest = int(sums.abs().max()) if sums.numel() else 0
-    if dtype is not torch.int16:
-        return scaled(sums, exponent, dtype), 0, 0, largest
-    rounded = shift_rounded(sums, exponent)
-    mantissas = rounded.clamp(lowest, 32767)
-    if not sums.numel():
-        return mantissas.to(torch.int16), 0, 0, 0
-    return mantissas.to(torch.int16), int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest
-
-
-def rounded_values(values: Tensor, exponent: int, lowest: int) -> tuple[Tensor, int, int, int]:
-    """Return values of fp64 as int16, rounded once, and what `rounded_sums` counts; sums are values / 2^exponent."""
-    if not values.numel():
-        return values.to(torch.int16), 0, 0, 0
     rounded = values.round()
     mantissas = rounded.clamp(lowest, 32767)
-    largest = min(math.ceil(math.ldexp(float(values.abs().max()), -exponent)), 1 << 62)
-    return mantissas.to(torch.int16), int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest
+    largest = mantissas.abs().amax() if values.numel() else mantissas.sum()
+    return mantissas.to(torch.int16), torch.stack(((mantissas != rounded).sum(), largest.to(torch.int64)))
+
+
+def to_odd(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return integers of at most 2**62 in fp32 or fp64, rounded to odd: what the dtype does not hold sets its last bit.
+
+    So that rounding a number of two bits less is rounding the sum.
+    """
+    near = sums.to(dtype)
+    return moved_to_odd(near, sums - near.to(torch.int64))
 
 
 _GUARD = 8  # bits below the unit of a sum in which a bias is added
@@ -226,7 +193,6 @@ _GUARD = 8  # bits below the unit of a sum in which a bias is added
 def summed_to_odd(sums: list[Tensor], exponents: list[Tensor], bias: Tensor | None = None) -> Tensor:
     """Return sums of integers, each times 2**its exponent, and bias, added exactly and rounded to odd, in fp32.
 
-    To odd: what fp32 does not hold sets its last bit, so that rounding it to 22 bits or fewer is rounding the sum.
     Without fp64. `sums`: int64, below 2**54; the exponents of the second and later ones are the first's less
     `LOW_BITS`, or `NOTHING`.
     """
@@ -235,24 +201,14 @@ def summed_to_odd(sums: list[Tensor], exponents: list[Tensor], bias: Tensor | No
         exponent = exponent - LOW_BITS
         total = total * (1 << LOW_BITS) + torch.where(low == exponent, sum, 0)
     if bias is None:
-        return mantissas.times(_to_odd(total), exponent)
+        return mantissas.times(to_odd(total, torch.float32), exponent)
     exponent = exponent - _GUARD
     units = mantissas.times(bias, -exponent)
     whole = units.floor()
     inside = whole.nan_to_num(nan=0.0).clamp(-(2.0**60), 2.0**60).to(torch.int64)
     exact = total * (1 << _GUARD) + (inside | (whole != units).to(torch.int64))
-    found = mantissas.times(_to_odd(exact), exponent)
+    found = mantissas.times(to_odd(exact, torch.float32), exponent)
     return torch.where(bias.isfinite() & (whole.abs() < 2.0**60), found, found + bias)
-
-
-def _to_odd(sums: Tensor) -> Tensor:
-    """Return integers in fp32, rounded to odd."""
-    near = sums.to(torch.float32)
-    missed = sums - near.to(torch.int64)
-    bits = near.view(torch.int32)
-    toward_zero = (missed < 0) == (sums > 0)
-    moved = torch.where((missed != 0) & (bits & 1 == 0), bits + torch.where(toward_zero, -1, 1), bits)
-    return moved.to(torch.int32).view(torch.float32)
 
 
 # -- convolution ------------------------------------------------------------------------------------------------------

@@ -197,18 +197,26 @@ def _by_definition(sums: Tensor, output: Output, axis: int) -> Multiplied:
     """Return what a product writes of its sums; a bias has its numbers along `axis`."""
     if output.kernel not in ("", *_WITHOUT_LIBRARY):
         raise Unavailable(f"{output.kernel} needs lowp's C++ library, which is not loaded; reference runs without it")
-    if output.bias is None:
-        if output.chained:
-            return _chained((sums.double() * 2.0**output.exponent).float())
-        return Multiplied(*integer_reference.rounded_sums(sums, output.exponent, output.dtype, output.lowest))
-    bias = output.bias.numbers.reshape(-1, *(1,) * (sums.dim() - 1 - axis % sums.dim()))
+    exponent, bias = output.exponent, None
+    if output.bias is not None:
+        bias = output.bias.numbers.reshape(-1, *(1,) * (sums.dim() - 1 - axis % sums.dim()))
     if output.chained:
-        return _chained((sums.double() * 2.0**output.exponent).float() + bias)
-    if not bool(bias.isfinite().all()):
-        raise _not_finite()
-    added = torch.ldexp(bias.double(), torch.full((), output.bias.exponent, device=bias.device))
-    wide = torch.ldexp(sums.double(), torch.full((), output.exponent, device=sums.device)) + added
-    return Multiplied(*integer_reference.rounded_values(wide, output.exponent, output.lowest))
+        values = (sums.double() * 2.0**exponent).float()
+        return _chained(values if bias is None else values + bias)
+    scale = torch.full((), 2.0**exponent, dtype=torch.float64, device=sums.device)
+    largest = int(sums.abs().max()) if sums.numel() else 0
+    if output.dtype is not torch.int16:
+        return Multiplied(integer_reference.times(sums, scale, output.dtype), largest_sum=largest)
+    wide = integer_reference.to_odd(sums, torch.float64) * scale
+    if bias is not None and output.bias is not None:
+        if not bool(bias.isfinite().all()):
+            raise _not_finite()
+        wide = sums.double() * scale + torch.ldexp(bias.double(), torch.full_like(scale, output.bias.exponent))
+        if sums.numel():
+            largest = min(math.ceil(math.ldexp(float(wide.abs().max()), -exponent)), 1 << 62)
+    values, counts = integer_reference.to_int16(wide, output.lowest)
+    saturated, mantissa = counts.tolist()
+    return Multiplied(values, saturated, mantissa, largest)
 
 
 def _chained(values: Tensor) -> Multiplied:

@@ -173,6 +173,13 @@ def from_integer_parts(significand: Tensor, exponent: Tensor, dtype: torch.dtype
     return torch.where(significand == 0, 0, bits).view(dtype)
 
 
+def moved_to_odd(near: Tensor, error: Tensor) -> Tensor:
+    """Return the numbers that differ by `error` from the nearest fp32 or fp64 numbers, rounded to odd instead."""
+    bits = near.view(CARRIERS[near.dtype].integer)
+    moved = torch.where((error > 0) == (near > 0), bits + 1, bits - 1)
+    return torch.where(near.isfinite() & (error != 0) & (bits & 1 == 0), moved, bits).view(near.dtype)
+
+
 def need_fp64(x: Tensor, what: str) -> None:
     """Raise Unavailable if x is on a device without fp64, in which `what` computes."""
     if not has_fp64(x.device.type):

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import constant_when_compiled, real_tensors
 from lowp.kernels.choose.dispatch import forced
+from lowp.kernels.numbers.floats import moved_to_odd
 from lowp.kernels.products import programs
 from lowp.kernels.products.programs import Memory, ProductStep, Program, is_reached, strides_of
 
@@ -126,6 +127,4 @@ def _added(x: Tensor, y: Tensor) -> Tensor:
     total = x + y
     of_x = total - y
     error = (x - of_x) + (y - (total - of_x))  # exact (Knuth's TwoSum)
-    bits = total.view(torch.int64)
-    moved = torch.where((error > 0) == (total > 0), bits + 1, bits - 1).view(torch.float64)
-    return torch.where(total.isfinite() & (error != 0) & (bits & 1 == 0), moved, total)
+    return moved_to_odd(total, error)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowp.kernels.int16.integer_reference import times
+from lowp.kernels.int16.integer_reference import times, to_int16, to_odd
 from lowp.kernels.triton.device import products
 from lowp.kernels.triton.launch import run
 
@@ -53,11 +53,7 @@ def _in_pieces(left: Tensor, right: Tensor, scale: Tensor, dtype: torch.dtype, l
         total += matmul(left[:, :, piece], right[:, piece], scale, torch.int64, False, lowest)[0]
     seen = torch.zeros(3, dtype=torch.int64, device=left.device)
     seen[2] = total.abs().max()
-    if dtype is torch.int64:
-        return total, seen
     if dtype is not torch.int16:
         return times(total, scale, dtype), seen
-    value = times(total, scale, torch.float64).clamp(-65536, 65536).round()
-    kept = value.clamp(lowest, 32767)
-    seen[0], seen[1] = (kept != value).sum(), kept.abs().max().to(torch.int64)
-    return kept.to(torch.int16), seen
+    values, seen[:2] = to_int16(to_odd(total, torch.float64) * scale, lowest)
+    return values, seen
