@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
@@ -79,26 +80,6 @@ class Arithmetic:
         return self.rounded.code
 
 
-def add(left: Given, right: Given, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
-    """left + right: both rounded to the format first, then the exact sum rounded once (to `result`, where given)."""
-    return evaluate("+", left, right, cast, result)
-
-
-def subtract(left: Given, right: Given, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
-    """left - right, as `add`."""
-    return evaluate("-", left, right, cast, result)
-
-
-def multiply(left: Given, right: Given, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
-    """left * right, as `add`."""
-    return evaluate("*", left, right, cast, result)
-
-
-def divide(left: Given, right: Given, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
-    """left / right, as `add`."""
-    return evaluate("/", left, right, cast, result)
-
-
 def evaluate(
     operator: str,
     left: Given,
@@ -133,6 +114,10 @@ def evaluate(
     signed = -second.result if operator == "-" else second.result
     aligned = _align(first, second, signed) if operator in "+-" else None
     return Arithmetic(operator, cast, first, second, exact, rounded, _wider(exact, target), aligned)
+
+
+# of two numbers and a cast; the result is in another one, where it is given
+add, subtract, multiply, divide = (partial(evaluate, operator) for operator in OPERATORS)
 
 
 def _wider(exact: Number, cast: Cast) -> Rounded | None:

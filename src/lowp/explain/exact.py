@@ -47,6 +47,12 @@ class RoundingRule(TextEnum):
 AnyCast = Cast | Format | str
 
 
+def are_equal(one: Number, other: Number) -> bool:
+    """Whether two numbers are equal; -0 equals +0."""
+    same = (one.special, one.magnitude) == (other.special, other.magnitude)
+    return same and (one.negative == other.negative or not one.magnitude)
+
+
 def difference(one: Number, other: Number) -> Fraction | None:
     """Return one - other; None if one of them is not finite."""
     return one.value - other.value if one.is_finite and other.is_finite else None
@@ -96,8 +102,7 @@ class Rounded:
     @property
     def is_exact(self) -> bool:
         """Whether nothing was lost: same value, or same special."""
-        same = (self.given.special, self.given.magnitude) == (self.result.special, self.result.magnitude)
-        return same and (self.given.negative == self.result.negative or self.given.magnitude == 0)
+        return are_equal(self.given, self.result)
 
     @property
     def error(self) -> Fraction | None:

@@ -10,6 +10,7 @@ rounded to nearest even. Later cores keep more bits while aligning.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial, reduce
 
 from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
@@ -174,9 +175,7 @@ def _element(
 ) -> Accumulated:
     pairs = list(zip(row, column, strict=True))
     products = [exact_result("*", x, y) for x, y in pairs]
-    exact = c
-    for product in products:
-        exact = exact_result("+", exact, product)
+    exact = reduce(partial(exact_result, "+"), products, c)
     finite = all(x.is_finite for x in (c, *products))
     if order == "sequential" or not finite:
         return _sequential(pairs, products, c, exact, accumulator)
@@ -185,9 +184,7 @@ def _element(
     exponents += [_exponent(c, accumulator)] if c.magnitude else []
     quantum = Fraction(2) ** (max(exponents, default=0) - ALIGNED_BITS)
     kept = [Number(int(x.magnitude / quantum) * quantum, x.negative) for x in (*products, c)]
-    total = ZERO
-    for addend in kept:
-        total = exact_result("+", total, addend)
+    total = reduce(partial(exact_result, "+"), kept, ZERO)
     mode = Rounding.TOWARD_ZERO if accumulator.mantissa_bits >= ALIGNED_BITS else Rounding.NEAREST_EVEN
     addends = [Addend(factors, x, cut) for factors, x, cut in zip((*pairs, ()), (*products, c), kept, strict=True)]
     return Accumulated(accumulator, tuple(addends), exact, total, (), round_exact(total, Cast(accumulator, mode)))

@@ -6,7 +6,7 @@ from fractions import Fraction
 from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
-from lowp.explain.exact import AnyCast, Outcome, Rounded, outcomes, round_exact, share_away
+from lowp.explain.exact import AnyCast, Outcome, Rounded, are_equal, outcomes, round_exact, share_away
 from lowp.explain.numbers import Given, Number, floor_log2
 from lowp.formats import FloatFormat
 from lowp.formats.text_enum import TextEnum
@@ -183,7 +183,7 @@ def _verdict_of_chance(
 ) -> Verdict:
     if any(outcome.rounded.overflowed for outcome in results):
         return Verdict.OVERFLOW
-    if all(_same(outcome.rounded.result, current) for outcome in results):
+    if all(are_equal(outcome.rounded.result, current) for outcome in results):
         return Verdict.LOST
     if _bias(results, current.value + step):
         return Verdict.BIASED
@@ -192,18 +192,11 @@ def _verdict_of_chance(
 
 def _verdict(first: Rounded, current: Number, step: Fraction, threshold: Threshold | None) -> Verdict:
     below_one_ulp = threshold is not None and abs(step) < threshold.spacing
-    if _same(first.result, current):
+    if are_equal(first.result, current):
         return Verdict.LOST
     if not first.result.is_finite:
         return Verdict.OVERFLOW
     return Verdict.DISTORTED if below_one_ulp and not first.is_exact else Verdict.KEPT
-
-
-def _same(first: Number, second: Number) -> bool:
-    """Whether two numbers are equal; -0 equals +0."""
-    return (first.special, first.magnitude) == (second.special, second.magnitude) and (
-        first.negative == second.negative or not first.magnitude
-    )
 
 
 def _threshold(current: Number, upward: bool, cast: Cast) -> Threshold | None:
@@ -213,7 +206,7 @@ def _threshold(current: Number, upward: bool, cast: Cast) -> Threshold | None:
     direction = 1 if upward else -1
 
     def moves(size: Fraction) -> bool:
-        return not _same(round_exact(_sum(current, direction * size), cast).result, current)
+        return not are_equal(round_exact(_sum(current, direction * size), cast).result, current)
 
     tie, little = spacing / 2, spacing / 1024
     if moves(little):
@@ -244,7 +237,7 @@ def _walk(current: Number, step: Fraction, cast: Cast, steps: int) -> Trajectory
     shown: list[tuple[int, Number]] = [(0, current)]
     for index in range(1, steps + 1):
         following = round_exact(_sum(current, step), cast).result
-        if _same(following, current) or not following.is_finite:
+        if are_equal(following, current) or not following.is_finite:
             shown += [(index, following)] if index == 1 or not following.is_finite else []
             shown += [(steps, following)] if shown[-1][0] != steps else []
             return Trajectory(cast, tuple(shown), following, index - (0 if not following.is_finite else 1))
