@@ -149,10 +149,8 @@ def numbers_of(verdict: FormatVerdict, unknown: str = "-") -> tuple[str, str, st
 
 def verdict_table(verdicts: Sequence[FormatVerdict]) -> Table:
     """Return a table with one line per format."""
-    table = plain_table(None, ())
-    for name in ("format", "use", "flushed", "overflow", "stalled", "SQNR", "verdict"):
-        is_left = name in ("format", "use", "verdict")
-        table.add_column(name, justify="left" if is_left else "right", no_wrap=name != "verdict")
+    heads = ("format", "use", "flushed", "overflow", "stalled", "SQNR", "verdict")
+    table = plain_table(None, heads, left=("use",))
     for verdict in verdicts:
         mark, *_, style = GRADES[verdict.grade]
         use = Text(f"{mark} {verdict.grade}", style)

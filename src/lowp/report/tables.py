@@ -191,10 +191,10 @@ def sweep_words(document: Mapping[str, Any], width: int = WIDTH) -> str:
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
-def number(value: float | None, share: bool) -> str:
-    """Return a value of a metric: a share in percent, others with four digits."""
+def number(value: float | None, share: bool, missing: str = _NOTHING) -> str:
+    """Return a value of a metric: a share in percent, others with four digits; `missing` for none, or no number."""
     if not _is_number(value):
-        return _NOTHING
+        return missing
     return f"{value:.1%}" if share else f"{value:.4g}"
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from lowp.report.figures import style
 from lowp.report.palette import BLUE, GREEN, GREY, PURPLE
+from lowp.report.tables import number
 
 
 @style.styled
@@ -72,7 +73,7 @@ def _lost_beside_fp32(document: Mapping[str, Any]) -> str:
     metric, base = document["metric"], document.get("fp32")
     value, unmoved = metric["value"], style.share(document["unmoved"])
     if document["failure"] or value is None or base is None:
-        ending = document["failure"] or f"ends at {metric['name']} {style.number(value, metric['is_share'])}"
+        ending = document["failure"] or f"ends at {metric['name']} {number(value, metric['is_share'], 'no number')}"
         return f"{document['precision']} {ending}: {unmoved} of the weights with an update do not move"
     size = abs(base - value)
     gap = f"{100 * size:.1f} points" if metric["is_share"] else f"{size:.3g}"

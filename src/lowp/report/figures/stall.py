@@ -6,6 +6,7 @@ from typing import Any
 
 from lowp.report.figures import style
 from lowp.report.palette import GREEN, GREY, PURPLE, RED
+from lowp.report.tables import number
 
 # fp32's line is broad, so that lines on it are visible
 _LINES: tuple[dict[str, Any], ...] = (
@@ -81,7 +82,7 @@ def _result(document: Mapping[str, Any]) -> str:
 
 def _ending(document: Mapping[str, Any], row: Mapping[str, Any], is_short: bool = False) -> str:
     metric, last = document["metric"], row["history"][-1] if row["history"] else {}
-    value = style.number(last.get(metric["name"]), metric["is_share"])
+    value = number(last.get(metric["name"]), metric["is_share"], "no number")
     return str(row["failure"] or (value if is_short else f"{metric['name']} {value}"))
 
 

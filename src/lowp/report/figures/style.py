@@ -47,13 +47,6 @@ def share(value: float | None) -> str:
     return f"{100 * value:.{digits}f}%"
 
 
-def number(value: float | None, is_share: bool = False) -> str:
-    """Return a metric's value as text."""
-    if value is None:
-        return "no number"
-    return f"{value:.1%}" if is_share else f"{value:.4g}"
-
-
 # -- figures ----------------------------------------------------------------------------------------------------------
 def styled(draw: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any], Path], None]:
     """Decorate what draws a document: with the sizes and lines of the figures, and into a file."""
