@@ -1,6 +1,7 @@
 """Computation in fp32 of inputs in 16 bits, without keeping fp32 tensors for backward."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,57 @@ from lowp.ops.generic import finished
 from lowp.ops.shields import shield
 from lowp.policy import Rule
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Tensors = Sequence[Tensor | None]
 _GRADIENTS = ("input gradient", "weight gradient", "bias gradient")
 
 
-class Computation(ABC):
-    """A function of x and up to two parameters, all fp32. `plain` is torch's own; the other methods may be faster."""
+class Fp32Function(ABC):
+    """A function of fp32 tensors (None for an omitted optional one) with one result."""
+
+    @abstractmethod
+    def plain(self, *tensors: Any) -> Tensor:
+        """Return the result, as part of the autograd graph."""
+
+    def again(self, *tensors: Any) -> Tensor:
+        """Return the result again, without side effects."""
+        return self.plain(*tensors)
+
+    def forward(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the result, outside the graph, and the (small) tensors that `backward` needs."""
+        return self.plain(*tensors), ()
+
+    def reads(self, wanted: Sequence[bool]) -> list[bool]:
+        """Return which tensors the gradients of the wanted tensors need."""
+        return [True] * len(wanted)
+
+    def held(self) -> list[Tensor]:
+        """Return what backward reads beside the fp32 tensors, as indices: saved, so that writes to it are noticed."""
+        return []
+
+    def backward(self, gradient: Tensor, small: Tensors, *tensors: Any, wanted: Sequence[bool]) -> Tensors:
+        """Return the gradients of the wanted tensors."""
+        with torch.enable_grad():
+            inputs = [
+                None if one is None else one.detach().requires_grad_(want)
+                for one, want in zip(tensors, wanted, strict=True)
+            ]
+            result = self.again(*inputs)
+        return gradients_wanted(result, inputs, wanted, gradient)
+
+    def differentiable(self, gradient: Tensor, small: Tensors, *tensors: Any, wanted: Sequence[bool]) -> Tensors:
+        """Return the same as part of the graph, for double backward."""
+        return gradients_wanted(self.again(*tensors), tensors, wanted, gradient, create_graph=True)
+
+
+def gradients_wanted(result: Tensor, inputs: Tensors, wanted: Sequence[bool], gradient: Tensor, **more: Any) -> Tensors:
+    """Return the gradients of the inputs; None for gradients that are not wanted."""
+    chosen = [one for one, want in zip(inputs, wanted, strict=True) if want and one is not None]
+    found = iter(gradients_of(result, chosen, gradient, **more))
+    return [next(found) if want else None for want in wanted]
+
+
+class Computation(Fp32Function):
+    """A function of x and up to two parameters. `plain` is torch's own; the other methods may be faster."""
 
     narrows_parameters = False  # torch's 16-bit kernels on accelerators take them in the dtype of x alone
     is_exact_on_cpu = False  # torch's kernel there reads and writes 16 bits, its parameters fp32, and sums in fp32
@@ -31,27 +77,6 @@ class Computation(ABC):
     def native(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the result of a torch kernel that reads and writes x's 16 bits and computes in fp32."""
         return self.plain(x, weight, bias)
-
-    @abstractmethod
-    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the result, as part of the autograd graph."""
-
-    def again(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the result again, without side effects."""
-        return self.plain(x, weight, bias)
-
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the result and the (small) data that `backward` needs."""
-        return self.plain(x, weight, bias), ()
-
-    def backward(
-        self, gradient: Tensor, saved: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
-    ) -> Gradients:
-        """Return the gradients of x and the parameters."""
-        with torch.enable_grad():
-            inputs = [None if one is None else one.detach().requires_grad_() for one in (x, *parameters)]
-            result = self.again(*inputs)  # type: ignore[arg-type]
-        return _three(result, inputs, wanted, gradient)
 
 
 def computed_in_fp32(
@@ -109,7 +134,8 @@ class _InFp32(torch.autograd.Function):
             gradient = ctx.casts.cast(gradient, "grad")
             if torch.is_grad_enabled():  # double backward: torch's own op once more, as part of the graph
                 result = ctx.computation.again(x.float(), weight, bias)
-                graded = _three(result, [x, weight, bias], wanted, gradient.float(), create_graph=True)
+                inputs = (x, weight, bias)
+                graded = gradients_wanted(result, inputs, wanted, gradient.float(), create_graph=True)
             else:
                 with Scratch() as scratch:
                     wide = scratch.wide(gradient), tuple(saved), scratch.wide(x)
@@ -123,11 +149,3 @@ class _InFp32(torch.autograd.Function):
                     watch(one, role, ctx.casts.rule.input if source.dtype is not one.dtype else None)
                 found.append(one.to(source.dtype))
             return tuple(found)
-
-
-def _three(result: Tensor, inputs: list[Tensor | None], wanted: list[bool], gradient: Tensor, **more: Any) -> Gradients:
-    """Return the gradients of the three inputs; None for gradients that are not required."""
-    chosen = [one for one, want in zip(inputs, wanted, strict=True) if want and one is not None]
-    found = iter(gradients_of(result, chosen, gradient, **more))
-    first, second, third = (next(found) if want else None for want in wanted)
-    return first, second, third

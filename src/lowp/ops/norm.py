@@ -21,8 +21,8 @@ from lowp.kernels.products import is_torchs_own
 from lowp.ops.call import Call, Quick
 from lowp.ops.casting import native_dtype
 from lowp.ops.contraction import runner
-from lowp.ops.fp32 import Computation, Gradients, computed_in_fp32, is_one_kernel
-from lowp.ops.int16.saved import Fp32Function, Tensors, computed_and_rounded
+from lowp.ops.fp32 import Computation, Tensors, computed_in_fp32, is_one_kernel
+from lowp.ops.int16.saved import computed_and_rounded
 from lowp.ops.signature import Empty, bound, check, is_ordinary, require
 from lowp.policy import Rule
 
@@ -43,13 +43,10 @@ class LayerNorm(Computation):
         result, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
         return result, (mean, rstd)
 
-    def backward(
-        self, gradient: Tensor, saved: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
-    ) -> Gradients:
-        gradients: Gradients = torch.ops.aten.native_layer_norm_backward(
-            gradient, x, self.shape, *saved, *parameters, wanted
-        )
-        return gradients
+    def backward(self, gradient: Tensor, small: Tensors, *tensors: Any, wanted: Sequence[bool]) -> Tensors:
+        x, *parameters = tensors
+        found: Tensors = torch.ops.aten.native_layer_norm_backward(gradient, x, self.shape, *small, *parameters, wanted)
+        return found
 
 
 @dataclass(frozen=True)
@@ -82,13 +79,12 @@ class GroupNorm(Computation):
         result, mean, rstd = torch.native_group_norm(x, weight, bias, *self._sizes(x), self.groups, self.eps)
         return result, (mean, rstd)
 
-    def backward(
-        self, gradient: Tensor, saved: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
-    ) -> Gradients:
-        gradients: Gradients = torch.ops.aten.native_group_norm_backward(
-            gradient.contiguous(), x.contiguous(), *saved, parameters[0], *self._sizes(x), self.groups, wanted
+    def backward(self, gradient: Tensor, small: Tensors, *tensors: Any, wanted: Sequence[bool]) -> Tensors:
+        x, weight, _ = tensors
+        found: Tensors = torch.ops.aten.native_group_norm_backward(
+            gradient.contiguous(), x.contiguous(), *small, weight, *self._sizes(x), self.groups, wanted
         )
-        return gradients
+        return found
 
     @staticmethod
     def _sizes(x: Tensor) -> tuple[int, int, int]:
@@ -125,15 +121,13 @@ class BatchNorm(Computation):
             saved += [one.clone() for one in statistics if one is not None]
         return result, tuple(saved)
 
-    def backward(
-        self, gradient: Tensor, saved: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
-    ) -> Gradients:
-        mean, rstd, *running = saved
+    def backward(self, gradient: Tensor, small: Tensors, *tensors: Any, wanted: Sequence[bool]) -> Tensors:
+        (x, weight, _), (mean, rstd, *running) = tensors, small
         statistics = running if running else [None, None]
-        gradients: Gradients = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, parameters[0], *statistics, mean, rstd, self.training, self.eps, wanted
+        found: Tensors = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, weight, *statistics, mean, rstd, self.training, self.eps, wanted
         )
-        return gradients
+        return found
 
 
 # -- runners ------------------------------------------------------------------------------------------------------
@@ -302,33 +296,10 @@ class _fp32_statistics:
                 stored.copy_(wide)
 
 
-@dataclass(frozen=True)
-class _Written(Fp32Function):
-    """A norm whose result is written at a site."""
-
-    computation: Computation
-
-    def plain(self, tensors: Tensors) -> Tensor:
-        x, weight, bias = tensors
-        assert x is not None
-        return self.computation.again(x, weight, bias)
-
-    def forward(self, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x, weight, bias = tensors
-        assert x is not None
-        return self.computation.forward(x, weight, bias)
-
-    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
-        x, *parameters = tensors
-        assert x is not None
-        saved = tuple(one for one in small if one is not None)
-        return self.computation.backward(gradient, saved, x, *parameters, wanted=list(wanted))
-
-
 def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if call.writer is not None:
         wide = [None if one is None else one.float() for one in (x, weight, bias)]
-        return computed_and_rounded(_Written(computation), call, wide)
+        return computed_and_rounded(computation, call, wide)
     casts = call.casts
     x = casts.cast(x, "input")
     weight = None if weight is None else casts.carry(weight, "weight")

@@ -24,8 +24,9 @@ from lowp.kernels.int16.masks import Mask, nonzero, packed, passed, unpacked
 from lowp.kernels.tracing import functorch_is_active, is_wrapped
 from lowp.ops.call import Call
 from lowp.ops.contraction import function_name
+from lowp.ops.fp32 import Fp32Function
 from lowp.ops.int16.pooling import pool
-from lowp.ops.int16.saved import Fp32Function, dropout_function
+from lowp.ops.int16.saved import dropout_function
 from lowp.ops.observed import told
 from lowp.ops.observing import role_of
 from lowp.ops.shields import shielded
@@ -194,11 +195,11 @@ class _Dropout(_Masked):
     function: Fp32Function
 
     def forward(self, x: Tensor) -> tuple[Tensor, Mask]:
-        result, (mask,) = self.function.forward([x])
+        result, (mask,) = self.function.forward(x)
         return result, packed(mask)
 
     def backward(self, gradient: Tensor, mask: Mask) -> Tensor:
-        (result,) = self.function.backward(gradient, [unpacked(mask)], [None], [True])
+        (result,) = self.function.backward(gradient, [unpacked(mask)], None, wanted=[True])
         return cast(Tensor, result)
 
 

@@ -23,26 +23,6 @@ from lowp.ops.signature import Mismatch, bound, plain, require
 from lowp.ops.table import Row
 
 
-def selecting(row: Row, call: Call) -> Any:
-    """Run an op that selects elements by torch's own function."""
-    return selected(call)
-
-
-def relu(row: Row, call: Call) -> Any:
-    """Run ReLU, which saves the mantissas of its result."""
-    return selected(call, _relu)
-
-
-def max_pool2d(row: Row, call: Call) -> Any:
-    """Run max-pooling over two dimensions, which saves the indices of the maxima."""
-    return selected(call, pool(2))
-
-
-def max_pool3d(row: Row, call: Call) -> Any:
-    """Run max-pooling over three dimensions, which saves the indices of the maxima."""
-    return selected(call, pool(3))
-
-
 def selected(call: Call, runner: Callable[[Call, Tensor], Tensor] | None = None) -> Any:
     """Run an op that selects elements, by `runner` if possible, which saves less than torch; inform observers."""
     if call.watch is not None:
@@ -141,3 +121,11 @@ def _smallest(places: int) -> torch.dtype:
     return next(
         dtype for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64) if places <= torch.iinfo(dtype).max + 1
     )
+
+
+def _at_site(runner: Callable[[Call, Tensor], Tensor] | None) -> Callable[[Row, Call], Any]:
+    return lambda row, call: selected(call, runner)
+
+
+# by torch's own function; saving the mantissas of the result, or the indices of the maxima
+selecting, relu, max_pool2d, max_pool3d = map(_at_site, (None, _relu, pool(2), pool(3)))

@@ -9,7 +9,6 @@ result, which the next contraction reads as well, and a pooling the indices of i
 Double backward runs torch's own functions on the same values, as part of the graph.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.compat import gradients_of, private, real_tensors
+from lowp.compat import private, real_tensors
 from lowp.exponents import SiteWriter
 from lowp.kernels.choose.dispatch import answers_at_once, has_integer_kernels
 from lowp.kernels.int16 import payloads
@@ -28,56 +27,16 @@ from lowp.kernels.int16.mantissas import values
 from lowp.nested import tensors_of
 from lowp.ops.call import Call
 from lowp.ops.casting import end
+from lowp.ops.fp32 import Fp32Function, Tensors
 from lowp.ops.generic import changed, is_out_of_place
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
 from lowp.ops.observing import role_of
 from lowp.ops.shields import shielded
 
-Tensors = Sequence[Tensor | None]
 with real_tensors():
     _EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")  # in the place of a tensor; `changed` passes over fp64
 
 # -- functions ----------------------------------------------------------------------------------------------------
-
-
-class Fp32Function(ABC):
-    """A function of fp32 tensors (None for an omitted optional one) with one result."""
-
-    @abstractmethod
-    def plain(self, tensors: Tensors) -> Tensor:
-        """Return the result, as part of the autograd graph, without side effects."""
-
-    def forward(self, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the result, outside the graph, and small tensors to save for backward."""
-        return self.plain(tensors), ()
-
-    def reads(self, wanted: Sequence[bool]) -> list[bool]:
-        """Return which tensors the gradients of the wanted tensors need."""
-        return [True] * len(wanted)
-
-    def held(self) -> list[Tensor]:
-        """Return what backward reads beside the fp32 tensors, as indices: saved, so that writes to it are noticed."""
-        return []
-
-    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
-        """Return the gradients of the wanted tensors."""
-        with torch.enable_grad():
-            inputs = [
-                None if one is None else one.detach().requires_grad_(want)
-                for one, want in zip(tensors, wanted, strict=True)
-            ]
-            result = self.plain(inputs)
-        return _gradients(result, inputs, wanted, gradient)
-
-    def again(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
-        """Return the same as part of the graph, for double backward."""
-        return _gradients(self.plain(tensors), tensors, wanted, gradient, create_graph=True)
-
-
-def _gradients(result: Tensor, inputs: Tensors, wanted: Sequence[bool], gradient: Tensor, **more: Any) -> Tensors:
-    chosen = [one for one, want in zip(inputs, wanted, strict=True) if want and one is not None]
-    found = iter(gradients_of(result, chosen, gradient, **more))
-    return [next(found) if want else None for want in wanted]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +54,7 @@ class _Again(Fp32Function):
     def held(self) -> list[Tensor]:
         return [one for one in tensors_of((self.args, self.kwargs)) if one.numel()]
 
-    def plain(self, tensors: Tensors) -> Tensor:
+    def plain(self, *tensors: Any) -> Tensor:
         given = iter(tensors)
 
         def fill(_: Tensor) -> Any:
@@ -103,9 +62,9 @@ class _Again(Fp32Function):
 
         return cast(Tensor, self.function(*changed(self.args, fill), **changed(self.kwargs, fill)))
 
-    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+    def backward(self, gradient: Tensor, small: Tensors, *tensors: Any, wanted: Sequence[bool]) -> Tensors:
         if self.derivative is None:
-            return super().backward(gradient, small, tensors, wanted)
+            return super().backward(gradient, small, *tensors, wanted=wanted)
         settings = {name: value for name, value in self.kwargs.items() if name != "input"}
         return [self.derivative(gradient, tensors[0], **settings)]
 
@@ -128,16 +87,16 @@ class _CrossEntropy(_Again):
     reduction: int
     ignored: int
 
-    def forward(self, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
-        logarithms = torch.log_softmax(cast(Tensor, tensors[0]), 1)
+    def forward(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        logarithms = torch.log_softmax(tensors[0], 1)
         result, weight = _nll(logarithms, self.target, None, self.reduction, self.ignored)
         return result, (weight,)
 
     def held(self) -> list[Tensor]:
         return [self.target]
 
-    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
-        logarithms = torch.log_softmax(cast(Tensor, tensors[0]), 1)
+    def backward(self, gradient: Tensor, small: Tensors, *tensors: Any, wanted: Sequence[bool]) -> Tensors:
+        logarithms = torch.log_softmax(tensors[0], 1)
         settings = self.target, None, self.reduction, self.ignored, small[0]
         return [_log_softmax_derivative(_nll_derivative(gradient, logarithms, *settings), logarithms, 1, torch.float32)]
 
@@ -148,11 +107,11 @@ class _Product(_Again):
     def reads(self, wanted: Sequence[bool]) -> list[bool]:
         return [wanted[1], wanted[0]]
 
-    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+    def backward(self, gradient: Tensor, small: Tensors, *tensors: Any, wanted: Sequence[bool]) -> Tensors:
         x, y = tensors
         return None if y is None else gradient * y, None if x is None else gradient * x
 
-    again = backward
+    differentiable = backward
 
 
 @dataclass(frozen=True)
@@ -161,21 +120,21 @@ class _Dropout(Fp32Function):
 
     p: float
 
-    def plain(self, tensors: Tensors) -> Tensor:
-        return torch.dropout(cast(Tensor, tensors[0]), self.p, True)
+    def plain(self, *tensors: Any) -> Tensor:
+        return torch.dropout(tensors[0], self.p, True)
 
-    def forward(self, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x = cast(Tensor, tensors[0])
+    def forward(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x = tensors[0]
         mask = torch.empty_like(x).bernoulli_(1 - self.p)  # draws the same numbers as torch's own function
         return x * (mask / (1 - self.p)), (mask.bool(),)
 
     def reads(self, wanted: Sequence[bool]) -> list[bool]:
         return [False]
 
-    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+    def backward(self, gradient: Tensor, small: Tensors, *tensors: Any, wanted: Sequence[bool]) -> Tensors:
         return [gradient * (cast(Tensor, small[0]).to(gradient.dtype) / (1 - self.p))]
 
-    again = backward
+    differentiable = backward
 
 
 def as_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
@@ -313,7 +272,7 @@ class _Computed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, saved: list[Tensor | None], *tensors: Tensor | None) -> Tensor:
-        result, small = plan.fused.forward(tensors)
+        result, small = plan.fused.forward(*tensors)
         ctx.plan = plan
         ctx.save_for_backward(*saved, *small, *plan.fused.held())
         # by a runner, which is shielded
@@ -331,8 +290,8 @@ def _gradients_of_inputs(gradient: Tensor, ctx: Any) -> list[Tensor | None]:
     saved = ctx.saved_tensors  # once: a checkpoint computes them at the first access
     edges = plan.edges if graph else [None] * count
     tensors = list(map(_again, saved[:count], saved[count : 2 * count], edges))
-    compute = plan.fused.again if graph else plan.fused.backward
-    found = compute(gradient, saved[2 * count :], tensors, wanted)
+    compute = plan.fused.differentiable if graph else plan.fused.backward
+    found = compute(gradient, saved[2 * count :], *tensors, wanted=wanted)
     read = [gradient, *saved, *tensors]
     leaving = list[Tensor | None]()
     for index, (one, want) in enumerate(zip(found, wanted, strict=True)):
