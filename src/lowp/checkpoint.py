@@ -20,6 +20,7 @@ import torch
 
 from lowp import files
 from lowp.errors import InvalidInput, LowpError, brief
+from lowp.nested import mapped
 from lowp.optim.state_dicts import check_saved, kind_of
 from lowp.rng_state import check_rng_states, restore_rng_states, rng_states
 
@@ -111,7 +112,8 @@ def load(path: str | Path, *, rng_state: bool = True, map_location: Any = None, 
         raise InvalidCheckpoint(f"{path} holds {', '.join(present)}, but no {', '.join(missing)}")
     kinds = _kinds(path, content)
     before_random = rng_states()
-    before = cast("dict[str, dict[str, Any]]", _copied({name: part.state_dict() for name, part in parts.items()}))
+    states = {name: part.state_dict() for name, part in parts.items()}
+    before: dict[str, dict[str, Any]] = mapped(lambda one: one.detach().clone(), states)
     for name, part in parts.items():
         try:
             check_saved(part, content[name], kinds.get(name), before[name])
@@ -298,14 +300,3 @@ def _check_plain(value: Any, place: str) -> None:
             f"checkpoint{place} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle could "
             "restore: give numbers, text, tensors, lists or dictionaries"
         )
-
-
-def _copied(value: Any) -> Any:
-    """Return values whose tensors share no memory with the given ones."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
-    return value

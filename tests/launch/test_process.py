@@ -154,7 +154,8 @@ def test_several_precisions_stand_side_by_side(
         return SimpleNamespace(wait=lambda seconds=None: ran.returncode, kill=lambda: None)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lowp.launch.comparison.subprocess", SimpleNamespace(Popen=process, STDOUT=None, DEVNULL=None))
+    made = {"Popen": process, "STDOUT": None, "DEVNULL": None, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr("lowp.launch.comparison.subprocess", SimpleNamespace(**made))
     text = (
         "import torch\ntorch.manual_seed(0)\nm = torch.nn.Linear(4, 1)\no = torch.optim.SGD(m.parameters(), 0.1)\n"
         "import os, sys\nassert open(sys.argv[1]).read() == 'above'\n"

@@ -121,25 +121,23 @@ def _print(runs: Runs) -> None:
 
 def _command(script: list[str]) -> list[str]:
     """Return the command that runs the script as Python would; raise InvalidInput if there is no script."""
+    from lowp.launch.record import check_script
+
     script = script[1:] if script[:1] == ["--"] else script
     if not script:
         raise InvalidInput("the script is missing. For example: lowp run --precision bf16 train.py --lr 0.1")
-    if script[0] == "-m":
-        if len(script) == 1:
-            raise InvalidInput("-m needs the name of a module: lowp run --precision bf16 -m package.train")
-    elif script[0].startswith("-"):
+    if script[0].startswith("-") and script[0] != "-m":
         name = script[0].partition("=")[0]
         meant = "".join(f"; did you mean {one}?" for one in near(name, [one.name for one in OPTIONS], 1))
         raise InvalidInput(f"{name!r} is not an option of lowp run: give options of the script after its name{meant}")
-    elif not os.path.exists(script[0]) and (also := _precisions(script)):
+    if script[0] != "-m" and not os.path.exists(script[0]) and (also := _precisions(script)):
         raise InvalidInput(
             f"{script[0]!r} is a precision and not a script: give several precisions as one list with commas, as in "
             f"lowp run --compare {','.join(['fp32', *(one for one in also if one != 'fp32')])} train.py"
         )
-    elif script[0].endswith(".jsonl") and len(script) > 1:
+    if script[0].endswith(".jsonl") and len(script) > 1:
         raise InvalidInput(f"{script[0]!r} is not a script: a monitor's file stands behind '=', --monitor={script[0]}")
-    elif not os.path.exists(script[0]):
-        raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
+    check_script(script, "lowp run --precision bf16 -m package.train")
     return [sys.executable, *script]
 
 
@@ -155,7 +153,7 @@ def _precisions(words: list[str]) -> list[str]:
 
 def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str]:
     """Return the environment of a run in a precision; raise InvalidInput for one that cannot run a script."""
-    from lowp.launch.record import RunSettings, check_report
+    from lowp.launch.record import RunSettings, check_report, started_with
     from lowp.monitoring.log import check_log
 
     if precision.endswith(".toml"):
@@ -179,5 +177,4 @@ def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str
         directory=os.path.join(tempfile.gettempdir(), f"lowp-run-{secrets.token_hex(8)}"),
         leader=os.getpid() if os.name == "posix" else 0,
     )
-    paths = [str(Path(__file__).resolve().parent.parent / "launch" / "site"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, **settings.to_environment(), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return started_with(settings.to_environment())

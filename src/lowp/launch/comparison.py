@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,6 @@ def _once(
         try:
             code = waited(process, stop)
         finally:
-            process.kill()
-            process.wait()
             workplace.leave()
     seconds = time.monotonic() - started
     summary = _summary(directory, precision)
@@ -105,22 +104,24 @@ def _once(
 
 
 def waited(process: subprocess.Popen[bytes], stop: Callable[[], bool], grace: float = _GRACE) -> int:
-    """Return a process's exit code; end the process when `stop()` becomes true.
+    """Return a process's exit code; end the process when `stop()` becomes true, and whatever is raised here.
 
     Ctrl-C in a terminal reaches the process too, so the process gets `grace` seconds to exit by itself, and again after
     SIGTERM.
     """
-    while not stop():
-        try:
-            return process.wait(_LOOK)
-        except subprocess.TimeoutExpired:
-            continue
-    for end in (process.terminate, process.kill):
-        try:
-            return process.wait(grace)
-        except subprocess.TimeoutExpired:
-            end()
-    return process.wait()
+    try:
+        while not stop():
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK)
+        for end in (process.terminate, process.kill):
+            try:
+                return process.wait(grace)
+            except subprocess.TimeoutExpired:
+                end()
+        return process.wait()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _summary(directory: str, precision: str) -> dict[str, Any]:
@@ -210,15 +211,12 @@ class Workplace:
         copied = 0
         for number, (size, path, to) in enumerate(files):
             copied += size
-            if copied > _COPIED or number >= _COPIED_FILES:
-                self._link(path, to)
-                continue
-            try:
-                shutil.copy2(path, to)
-            except OSError:  # unreadable here, as it is there
-                self._link(path, to)
-                continue
-            self._given[to] = _state(to)
+            if copied <= _COPIED and number < _COPIED_FILES:
+                with suppress(OSError):  # unreadable here, as it is there
+                    shutil.copy2(path, to)
+                    self._given[to] = _state(to)
+                    continue
+            self._link(path, to)
 
     def _link(self, path: Path, to: Path) -> None:
         to.symlink_to(path)

@@ -74,11 +74,8 @@ class Forward:
         """Run a module that the script calls."""
         session = self.session
         if session.rests or _asks_for_shapes((args, kwargs)) or self._is_plain(module):
-            session.local.alone += 1
-            try:
+            with session.in_script():
                 return self.original(module, *args, **kwargs)
-            finally:
-                session.local.alone -= 1
         if torch.is_grad_enabled():
             self._rounded.add(module)
             if module.training:
@@ -98,12 +95,8 @@ class Forward:
         if not functorch_is_active():  # a transform cannot write the scale: a later pass ends the step
             session.end_step()
         session.record.calls += 1
-        session.local.calls += 1
-        try:
-            with session.precision.autocast():
-                output = compute()
-        finally:
-            session.local.calls -= 1
+        with session.at(calls=session.local.calls + 1), session.precision.autocast():
+            output = compute()
         return to_fp32(output) if isinstance(output, Tensor) else _tree_map(to_fp32, output)
 
     def inner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -283,12 +276,8 @@ def _install_checkpoints(session: Session, forward: Forward) -> None:
 
         @wraps(function)
         def recomputed(*given: Any, **named: Any) -> Any:
-            before = local.calls, local.alone, local.backward
-            local.calls, local.alone, local.backward = calls, alone, 0
-            try:
+            with session.at(calls=calls, alone=alone, backward=0):
                 return function(*given, **named)
-            finally:
-                local.calls, local.alone, local.backward = before
 
         return original(recomputed, *args, **kwargs)
 
@@ -300,11 +289,8 @@ def _install_traces(session: Session) -> None:
     def patched(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def trace(*args: Any, **kwargs: Any) -> Any:
-            session.local.alone += 1
-            try:
+            with session.in_script():
                 return original(*args, **kwargs)
-            finally:
-                session.local.alone -= 1
 
         return trace
 

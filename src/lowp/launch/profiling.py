@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowp.errors import InvalidInput
 from lowp.launch.comparison import waited
-from lowp.launch.record import PRECISION
+from lowp.launch.record import PRECISION, check_script, started_with
 from lowp.launch.waiting import Search, own_path, part_of
 
 if TYPE_CHECKING:
@@ -43,28 +42,15 @@ def profile_script(
     The script prints to the file descriptor `stdout`, by default to that of this process. When `stop()` becomes true,
     the script is ended and the record has the data so far. Raises InvalidInput if the script does not exist.
     """
-    if script[0] != "-m" and not os.path.exists(script[0]):
-        raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
-    if list(script) == ["-m"]:
-        raise InvalidInput("-m needs the name of a module: lowp profile -m package.train")
+    check_script(script, "lowp profile -m package.train")
     path = Path(tempfile.gettempdir()) / f"lowp-profile-{secrets.token_hex(8)}.json" if out is None else out.resolve()
     for old in (path, *path.parent.glob(part_of(path, "*").name)):
         old.unlink(missing_ok=True)  # every file left afterwards is from this run
-    site = str(Path(__file__).resolve().parent / "site")
-    paths = [site, os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        PRECISION: "fp32",
-        PROFILE: json.dumps({"out": str(path), "max_overhead": max_overhead, "title": " ".join(script)}),
-        "PYTHONPATH": os.pathsep.join(one for one in paths if one),
-    }
+    settings = {"out": str(path), "max_overhead": max_overhead, "title": " ".join(script)}
+    environment = started_with({PRECISION: "fp32", PROFILE: json.dumps(settings)})
     sys.stdout.flush()
     process = subprocess.Popen([sys.executable, *script], env=environment, stdout=stdout)
-    try:
-        code = waited(process, stop, _GRACE)
-    finally:
-        process.kill()
-        process.wait()
+    code = waited(process, stop, _GRACE)
     if code < 0:
         print(f"lowp profile: the script was ended by signal {-code}; the results until then follow", file=sys.stderr)
     _merge(path)

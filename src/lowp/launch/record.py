@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,20 @@ class RunSettings:
         """Return the two variables."""
         given = asdict(self)
         return {PRECISION: given.pop("precision"), RUN: json.dumps(given)}
+
+
+def started_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process, and of those that it starts, in which Python begins with `boot`."""
+    paths = [str(Path(__file__).resolve().parent / "site"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def check_script(script: Sequence[str], example: str) -> None:
+    """Raise InvalidInput if there is no script, or if -m has no module; `example` has one."""
+    if list(script) == ["-m"]:
+        raise InvalidInput(f"-m needs the name of a module: {example}")
+    if script[0] != "-m" and not os.path.exists(script[0]):
+        raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
 
 
 # -- the report --------------------------------------------------------------------------------------------------------

@@ -87,21 +87,26 @@ class Session:
 
     def in_pass(self) -> AbstractContextManager[None]:
         """Run a backward pass: modules and passes that it calls belong to it."""
-        return self._at(self.local.backward + 1, 0)
+        return self.at(backward=self.local.backward + 1, hooks=0)
 
     def in_hook(self) -> AbstractContextManager[None]:
         """Run a hook of the script within a backward pass: modules and passes that it calls are the script's."""
-        return self._at(0, 1)
+        return self.at(backward=0, hooks=1)
 
     @contextmanager
-    def _at(self, backward: int, hooks: int) -> Iterator[None]:
-        local = self.local
-        before = local.backward, local.hooks
-        local.backward, local.hooks = backward, hooks
+    def at(self, **place: int) -> Iterator[None]:
+        """Be at another position of this thread, see `_Local`."""
+        of_thread = self.local.__dict__  # a dictionary for each thread
+        before = {name: getattr(self.local, name) for name in place}
+        of_thread.update(place)
         try:
             yield
         finally:
-            local.backward, local.hooks = before
+            of_thread.update(before)
+
+    def in_script(self) -> AbstractContextManager[None]:
+        """Run what the script runs by itself: no module in it is under the rules."""
+        return self.at(alone=self.local.alone + 1)
 
     def keeps_in_fp32(self, what: str, why: str, is_certain: bool = True) -> str:
         """Note that something does not run in the precision; return the sentence. Exits under --strict if certain."""

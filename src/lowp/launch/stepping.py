@@ -97,11 +97,8 @@ class _Steps:
         # a step within another optimizer's step is part of that step
         if torch.compiler.is_compiling() or local.steps or isinstance(optimizer, Held):
             return inner(optimizer, *args, **kwargs)
-        local.steps += 1
-        try:
+        with self.session.at(steps=1):
             return self._outermost(optimizer, inner, args, kwargs, parameters)
-        finally:
-            local.steps -= 1
 
     def _outermost(
         self, optimizer: Any, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Parameters | None
