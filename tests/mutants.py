@@ -5,9 +5,8 @@
 A mutant is lowp with one expression changed: a comparison, a bound, a condition, an arithmetic operator, a constant, a
 returned value. Of every room (`ops`, `kernels`, …) a sample is drawn, or of the files and lines named; the room's own
 tests, without the slow ones, run on a copy of the package in a temporary folder, those first that enter the changed
-function (`reached.py`). Mutants that change nothing which a
-test can see are listed in `mutants_equal.txt` with the reason and are not drawn. The exit code is 1 if less
-than 95 % are caught.
+function, and of the rest those that may see it (`reached.py`). Mutants that change nothing which a test can see are
+listed in `mutants_equal.txt` with the reason and are not drawn. The exit code is 1 if less than 95 % are caught.
 """
 
 from __future__ import annotations

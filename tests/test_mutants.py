@@ -112,17 +112,25 @@ def test_ctrl_c_ends_the_runs_and_removes_their_copies(tmp_path: Path) -> None:
 
 
 def test_the_tests_that_enter_a_function_are_noted_and_run_first(tmp_path: Path) -> None:
-    (tmp_path / "test_both.py").write_text(
-        "import dataclasses, lowp.hashing\n"
-        "def test_one(): lowp.hashing.hashed_once(dataclasses.make_dataclass('Made', ['x'], frozen=True))\n"
-        "def test_other(): hash(lowp.hashing.hashed_once(dataclasses.make_dataclass('Made', ['x'], frozen=True))(1))\n"
-    )
+    """Those of files of which none enters it or starts a process, with a fork server or without, do not run at all."""
+    made = "hashed_once(dataclasses.make_dataclass('Made', ['x'], frozen=True))"
+    begin = "import dataclasses\nfrom lowp.hashing import hashed_once\n"
+    process = "get_context('forkserver').Process(target=print); one.start(); one.join()"
+    files = {
+        "both": f"{begin}def test_one(): {made}\ndef test_other(): hash({made}(1))\n",
+        "child": "import subprocess\ndef test_child(): subprocess.run(['true'])\n",
+        "server": f"from multiprocessing import get_context\ndef test_server(): one = {process}\n",
+        "neither": "def test_neither(): pass\n",
+    }
+    for name, text in files.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+    found = mutants.mutants(mutants.SOURCES / "hashing.py")
     inner, outer = (
-        next(one.place for one in mutants.mutants(mutants.SOURCES / "hashing.py") if one.change.startswith(line))
-        for line in ("return int(found)", "return cls")
+        next(one.place for one in found if one.change.startswith(line)) for line in ("return int(found)", "return cls")
     )
+    imported = "hashing.py:1"
     reached = tmp_path / "reached.json"
-    reached.write_text(json.dumps([inner, outer]))
+    reached.write_text(json.dumps([inner, outer, imported]))
 
     def order(place: str) -> list[str]:
         environment = {
@@ -131,13 +139,19 @@ def test_the_tests_that_enter_a_function_are_noted_and_run_first(tmp_path: Path)
             "LOWP_REACHED": str(reached),
             "LOWP_PLACE": place,
         }
-        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "reached", "test_both.py"]
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "reached"]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        return re.findall(r"test_both.py::(\w+) PASSED", result.stdout)
+        return re.findall(r"::test_(\w+) PASSED", result.stdout)
 
-    assert order("") == ["test_one", "test_other"]
+    every = ["one", "other", "child", "neither", "server"]
+    assert order("") == every
+    one, other = "test_both.py::test_one", "test_both.py::test_other"
+    processes = ["test_child.py::test_child", "test_server.py::test_server"]
     assert json.loads(reached.read_text()) == {
-        inner: ["test_both.py::test_other"],
-        outer: ["test_both.py::test_one", "test_both.py::test_other"],
+        inner: [other],
+        outer: [one, other],
+        imported: [],
+        "processes": processes,
     }
-    assert order(outer) == ["test_one", "test_other"] and order(inner) == ["test_other", "test_one"]
+    assert order(imported) == every
+    assert order(outer) == ["one", "other", "child", "server"] and order(inner) == ["other", "one", "child", "server"]
