@@ -74,6 +74,19 @@ def test_days_to_and_since_a_holiday_are_counted_for_each_shop(tmp_path: Path) -
     assert shop.diff().allclose(shop[1] - shop[0], atol=1e-5) and shop[0] > shop[27]
 
 
+def test_behind_a_holiday_and_before_it_days_are_counted_up_to_60(tmp_path: Path) -> None:
+    write(tmp_path)
+    data = sales_data(read_tables(tmp_path))
+    columns = tensors(data.validation)  # 29 and 30 April, then 2 May to 9 June
+    trained = np.arange(30, 2, -1)  # the days before the holiday, by which they are standardised
+    for shop in range(2):
+        rows = columns["Store"] == shop
+        since = columns["AfterStateHoliday."][rows].double() * 1e-6 + 60  # 60 in every row of the training
+        until = columns["BeforeStateHoliday."][rows].double() * trained.std() + trained.mean()
+        assert since.round(decimals=3).tolist() == [60, 60, *range(1, 40)]
+        assert until.round(decimals=3).tolist() == [2, 1, *[60] * 39]
+
+
 def test_features_stay_within_their_categories_and_numbers_are_standardised() -> None:
     data = sales_data(drawn_tables(30, 200))
     columns = tensors(data.training)
@@ -90,6 +103,30 @@ def test_the_drawn_sales_have_the_statistics_of_the_real_ones() -> None:
     assert 5500 < np.median(sold) < 7500 and 2000 < sold.std() < 4500
     assert 0.33 < daily["Promo"].mean() < 0.4 and 0.75 < (daily["Sales"] > 0).mean() < 0.87
     assert np.array_equal(daily["Sales"], drawn_tables(200, 300).daily["Sales"])
+
+
+def test_the_drawn_shops_have_the_statistics_of_the_real_ones() -> None:
+    shops = drawn_tables(4000, 1).shops
+    assert np.bincount(shops["StoreType"]) / 4000 == pytest.approx([0.54, 0.02, 0.13, 0.31], abs=0.03)
+    assert np.bincount(shops["Assortment"]) / 4000 == pytest.approx([0.53, 0.01, 0.46], abs=0.03)
+    distance, joined = shops["CompetitionDistance"], shops["Promo2"] == 1
+    assert np.quantile(distance, [0.25, 0.5, 0.75]) == pytest.approx([1000, 2330, 5400], rel=0.1)
+    assert joined.mean() == pytest.approx(0.51, abs=0.03) and (distance % 10 == 0).all()
+    for name, lowest, highest in (("Promo2SinceYear", 2009, 2015), ("Promo2SinceWeek", 1, 50), ("PromoInterval", 1, 3)):
+        assert (shops[name][~joined] == 0).all()
+        assert (shops[name][joined].min(), shops[name][joined].max()) == (lowest, highest)
+    months, years = shops["CompetitionOpenSinceMonth"], shops["CompetitionOpenSinceYear"]
+    unknown = years == 0
+    assert unknown.mean() == pytest.approx(0.32, abs=0.03) and ((months == 0) == unknown).all()
+    assert (years[~unknown].min(), years.max(), months[~unknown].min(), months.max()) == (1995, 2015, 1, 12)
+
+
+def test_a_promotion_runs_on_the_working_days_of_every_second_week_the_last_among_them() -> None:
+    daily = drawn_tables(2, 28).daily  # four weeks, which begin on a Saturday and end on Friday, 31 July 2015
+    week = [0, 0, 1, 1, 1, 1, 1]
+    assert daily["Promo"].tolist() == [*[0] * 7, *week, *[0] * 7, *week] * 2
+    assert daily["SchoolHoliday"].tolist() == [0, 0, 1, 1, 1, 1, 1] * 8  # in July
+    assert (daily["Sales"] == 0).tolist() == [False, True, *[False] * 5] * 8  # on Sundays
 
 
 BROKEN: dict[str, tuple[dict[str, str], str]] = {

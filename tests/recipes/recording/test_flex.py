@@ -1,11 +1,13 @@
-"""Training for a picture of shared exponents is the recipe's own, including its schedule."""
+"""Pictures of shared exponents: the training is the recipe's own, and numbers are counted before they are rounded."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
+from lowp.recipes.recording import flex
 from lowp.recipes.recording.flex import record_autoflex
 from lowp.recipes.recording.runs import Onlooker
 from lowp.recipes.training import Settings, Training
@@ -25,3 +27,18 @@ def test_the_learning_rate_follows_the_schedule_over_the_steps(monkeypatch: pyte
     record_autoflex(settings, 10, onlooker=Onlooker(on_progress=lambda name, done: reported.append((name, done))))
     assert rates == pytest.approx([0.1 * (1 - number / 12) for number in range(10)])
     assert reported == [("digits", number) for number in range(1, 11)]
+
+
+def test_numbers_are_counted_by_octave_and_those_beyond_the_ends_in_the_last_bins() -> None:
+    numbers = [0.0, -(2.0**-70), 2.0**-49, -1.5 * 2.0**-48, 2.0**-47, 2.0**-30, 2.0**-7, 2.0**-1, -1.0, 1.5]
+    numbers += [2.0**15, 1.5 * 2.0**15, -(2.0**16), 2.0**20]
+    histogram = flex._Histogram()
+    for exponent in (-5, -7):
+        histogram.add(*flex._counted(torch.tensor(numbers)), exponent)
+    found = histogram.document()
+    counts = {-48: 3, -47: 1, -30: 1, -7: 1, -1: 1, 0: 2, 15: 4}
+    assert {place - 48: count / 2 for place, count in enumerate(found["counts"]) if count} == counts
+    assert len(found["counts"]) == 64 and (found["elements"], found["zeros"]) == (28, 2)
+    assert found["below_maximum"] == 9 / 13  # those below 2^5
+    assert found["below_unit"] == (6 + 5) / 26  # those below half of 2^-5 and of 2^-7
+    assert found["exponents"] == [-7, -5]
