@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -166,7 +167,7 @@ def library_functions() -> object:
         cpu_int16.exact_int16(X.round(), zero, old),
         cpu_int16.is_int16(X, old, zero, cpu_int16.Rows(1, X.numel(), X.numel())),
         cpu_int16.rounds_to_int16(X, old, exponent, cpu_int16.Rows(1, X.numel(), X.numel()), True),
-        cpu_int16.are_int16([(X, old, zero, cpu_int16.Rows(1, X.numel(), X.numel()))]),
+        cpu_int16.are_int16(array("q", (X.data_ptr(), old.data_ptr(), 1, X.numel(), X.numel(), zero.data_ptr()))),
         layers(),
         stored_weights(),
         table_written(),

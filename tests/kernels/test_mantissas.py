@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -275,8 +276,9 @@ def test_several_tensors_are_looked_at_and_written_as_each_alone() -> None:
     entries.write_in_place(table.block, FLEX, given)
     for one, (_, of_one, seen), row in zip(changed, values_of, table.seen, strict=True):
         assert torch.equal(one, of_one) and torch.equal(row, record_of(seen)) and one._version > 0
-    rows = [cpu_int16.Rows(1, x.numel(), x.numel()) for x in changed]
-    whole = [(x, one.payload, one.exponent, lie) for x, (one, *_), lie in zip(changed, values_of, rows, strict=True)]
+    whole = array("q")
+    for x, (one, *_) in zip(changed, values_of, strict=True):
+        whole.extend((x.data_ptr(), one.payload.data_ptr(), 1, x.numel(), x.numel(), one.exponent.data_ptr()))
     assert cpu_int16.are_int16(whole) == [True] * 3
     changed[1].numpy()[0] += 1  # unseen by torch
     assert cpu_int16.are_int16(whole) == [True, False, True]

@@ -94,7 +94,7 @@ def test_a_step_of_all_weights_has_the_bits_of_one_after_the_other(make: Make, m
         assert make is OPTIMIZERS["beyond"] or (len(done) == 4 and done[1][0] <= 4)
         assert {is_done for _, is_done in done} == {make is not OPTIMIZERS["other memory"]}
     monkeypatch.setattr(ExponentTable, "is_quick", property(lambda one: False, lambda *given: None), raising=False)
-    monkeypatch.setattr(payloads.Compared, "of", lambda *given: None)
+    monkeypatch.setattr(payloads, "are_exact", lambda every, cast: [payloads.is_exact(one, cast) for one in every])
     one_by_one = trained(make)
     assert len(at_once) == len(one_by_one) and all(map(are_same, at_once, one_by_one))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -185,19 +184,6 @@ def test_the_state_by_parameter_has_what_is_kept_for_its_master_and_the_inner_op
     assert torch.equal(state["momentum_buffer"], torch.ones(2)) and state["momentum_buffer"].dtype is torch.float32
     assert (state["master_steps"], state["master_seed"]) == (1, 3)
     assert "momentum_buffer" not in optimizer.state[frozen]
-
-
-def test_gradients_of_a_step_that_is_not_taken_are_freed() -> None:
-    optimizer = flex([nn.Parameter(torch.ones(2))])
-    (weight,) = optimizer.param_groups[0]["params"]
-    weight.grad = torch.ones(2)
-    with torch.no_grad():
-        optimizer.write_gradients()
-        optimizer.write_gradients()  # they are in the format now, and are compared
-    gone = weakref.ref(weight.grad)
-    optimizer.forget_gradients()
-    optimizer.zero_grad()
-    assert gone() is None
 
 
 @pytest.mark.parametrize("precision", ["bf16-storage", "flex16+5"])

@@ -97,19 +97,23 @@ class UnderExponents(Storage):
         if (result := self.write(x, site, unless_exact)) is not x:
             x.copy_(result)
 
-    def write_gradients(self, given: Sequence[tuple[Tensor, Site]]) -> None:
-        """Write the gradients of which not all, on any rank, is in the format; the others are only shown."""
+    def write_gradients(self, given: Sequence[tuple[Tensor, str]]) -> None:
+        """Write the gradients of which not all, on any rank, is in the format; the others are only shown.
+
+        Given with the names of their parameters.
+        """
         tensors = [gradient for gradient, _ in given]
         are_exact = self.are_exact(tensors) if self.groups else payloads.are_exact(tensors, self.cast)
-        pairs = list(zip(given, are_exact, strict=True))
         if self.groups:
-            written = [one for one, is_exact in pairs if not is_exact]
-            self.begin([gradient for gradient, _ in written], [site for _, site in written])
-        for (gradient, site), is_exact in pairs:
+            written = [one for one, is_exact in zip(given, are_exact, strict=True) if not is_exact]
+            self.begin([gradient for gradient, _ in written], [gradient_of(name) for _, name in written])
+        elif not everywhere and all(are_exact):
+            return
+        for (gradient, name), is_exact in zip(given, are_exact, strict=True):
             if not is_exact or gradient.dtype is not torch.float32:
-                self.write_in_place(gradient, site, unless_exact=not self.groups or bool(is_exact))
+                self.write_in_place(gradient, gradient_of(name), unless_exact=not self.groups or bool(is_exact))
             elif everywhere:
-                self._tell(gradient, site)
+                self._tell(gradient, gradient_of(name))
 
     def write_steps(self, before: Mapping[Tensor, Tensor], named: Iterable[tuple[Tensor, str]]) -> None:
         """Write what a step has changed of weights, and then each as the sum of what it was, `before`, and its update.
@@ -233,7 +237,6 @@ class FlexWeights(Wrapper):
         super().__init__(optimizer, UnderExponents(cast, "none", exponents, {}))
         self.cast, self.exponents = cast, exponents
         self._buffers: dict[str, tuple[Callable[[], nn.Module | None], str]] = {}
-        self._compared: payloads.Compared | None = None  # the gradients, for the step that follows
         self._every, self._named = list[Tensor](), list[tuple[Tensor, str]]()  # all, and those that are stored
         self._adopt(names, stored)
 
@@ -245,7 +248,6 @@ class FlexWeights(Wrapper):
         storage, skip = self.storage, self.skip
         if skip is None:
             self.write_gradients()
-            self._compared = None
         weights = [(local(one), name) for one, name in trained] if storage.groups else trained
         parameters, here = [one for one, _ in trained], [one for one, _ in weights]
         sites = [(update_of(name).text, weight_of(name).text) for _, name in trained]
@@ -317,24 +319,8 @@ class FlexWeights(Wrapper):
 
         Within torch.no_grad().
         """
-        given = list[tuple[Tensor, Site]]()
-        for parameter, name in self._stored_by_name():
-            if (gradient := parameter.grad) is not None and not gradient.is_sparse:
-                given.append((gradient, gradient_of(name)))
-        known, self._compared = self._compared, None
-        if self.storage.groups:
-            given = [(local(gradient), site) for gradient, site in given]
-        elif not everywhere:
-            gradients = [gradient for gradient, _ in given]  # hooks may have run since: their memory is compared again
-            is_same = known is not None and known.are_still(gradients)
-            self._compared = known if is_same else payloads.Compared.of(gradients, self.cast.format)
-            if self._compared is not None:
-                return
-        self.storage.write_gradients(given)
-
-    def forget_gradients(self) -> None:
-        """Release what `write_gradients` keeps for the step, which is not taken."""
-        self._compared = None
+        given = [(x, name) for one, name in self._stored_by_name() if (x := one.grad) is not None and not x.is_sparse]
+        self.storage.write_gradients([(local(x), name) for x, name in given] if self.storage.groups else given)
 
     def attach(self, model: nn.Module) -> Attachment:
         """Write what is loaded into the model, and its running statistics after each step."""
@@ -390,7 +376,7 @@ class FlexWeights(Wrapper):
     def __getstate__(self) -> dict[str, Any]:
         buffers = {name: (found, key) for name, (module, key) in self._buffers.items() if (found := module())}
         storage = replace(self.storage, groups=())  # as of no rows
-        return {**super().__getstate__(), "_compared": None, "_every": [], "storage": storage, "_buffers": buffers}
+        return {**super().__getstate__(), "_every": [], "storage": storage, "_buffers": buffers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         buffers = {name: (weakref.ref(module), key) for name, (module, key) in state["_buffers"].items()}

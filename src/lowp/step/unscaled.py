@@ -111,9 +111,9 @@ class UnscaledSteps:
 
     @torch.no_grad()
     def _skips_what_it_finds(self, optimizers: Optimizers, number: int) -> bool | Tensor:
-        stored = [one for one in optimizers if isinstance(one, FlexWeights)]
-        for one in stored:
-            one.write_gradients()
+        for one in optimizers:
+            if isinstance(one, FlexWeights):
+                one.write_gradients()
         sites, flags = self._looked_at(optimizers)
         is_bad = False if self.is_plain else _on_any_rank(flags, optimizers)
         written = {} if self.exponents is None else self.exponents.faults()
@@ -129,8 +129,6 @@ class UnscaledSteps:
             is_skipped = self.exponents.any_rank(is_skipped)
         if is_skipped:
             self._skip(faults, number)
-            for one in stored:
-                one.forget_gradients()
         return is_skipped
 
     def _left_to_device(

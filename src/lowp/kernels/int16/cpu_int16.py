@@ -7,7 +7,6 @@ and 0-d, which the library reads, and tells, by its pointer.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -129,29 +128,15 @@ def is_int16(x: Tensor, mantissas: Tensor, exponent: Tensor, lie: Rows) -> bool 
     return None if found == -2 else found == 0
 
 
-# a tensor, its mantissas, their exponent, and how both lie
-Kept = tuple[Tensor, Tensor, Tensor, "Rows | tuple[int, int, int]"]
+def are_int16(given: array[int]) -> list[bool]:
+    """Return `is_int16` of each tensor, from one call; not so under exponents beyond 100.
 
-
-def are_int16(tensors: Sequence[Kept]) -> list[bool]:
-    """Return `is_int16` of each tensor, from one call; not so under exponents beyond 100."""
-    return [one == 0 for one in differences(given_of(tensors))]
-
-
-def given_of(tensors: Sequence[Kept]) -> array[int]:
-    """Return what the library is given of such tensors, which have to live as long: six numbers of each."""
-    given, rest = array("q"), iter(cpu.addresses_of([one for kept in tensors for one in kept[:3]]))
-    for *_, lie in tensors:
-        given.extend((next(rest), next(rest), *lie, next(rest)))
-    return given
-
-
-def differences(given: array[int]) -> array[int]:
-    """Return 0 for each tensor of `given_of` that its mantissas stand for, and another number for others."""
+    Six numbers of each: the addresses of the tensor and of its mantissas, how both lie, the address of their exponent.
+    """
     count = len(given) // 6
     found = array("q", bytes(8 * count))
     cpu.loaded().lowp_same_int16_list(given, count, torch.get_num_threads(), found)
-    return found
+    return [one == 0 for one in found]
 
 
 def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: Tensor, lie: Rows, symmetric: bool) -> float | None:

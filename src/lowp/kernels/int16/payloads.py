@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format
-from lowp.kernels import cpu, tracing
+from lowp.kernels import tracing
 from lowp.kernels.choose.dispatch import answers_at_once, uses_library
 from lowp.kernels.int16 import cpu_int16, mantissas, masks
 from lowp.kernels.int16.mantissas import (
@@ -195,14 +195,22 @@ def exact_under(x: Tensor, cast: Cast) -> tuple[bool | Tensor, Tensor]:
 
 
 def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
-    """Return `is_exact` of each tensor; one call compares all tensors with the layout of their records."""
-    known: dict[int, cpu_int16.Kept] = {}
-    for index, x in enumerate(tensors):
-        found = kept(x, cast.format) if uses_library() and answers_at_once(x) else None
-        if found is not None and (lie := _rows(x)) is not None:
-            known[index] = x, *found, lie
-    same = dict(zip(known, cpu_int16.are_int16(list(known.values())), strict=True)) if known else {}
-    return [same.get(index, False) or is_exact(x, cast) for index, x in enumerate(tensors)]
+    """Return `is_exact` of each tensor; one call compares all that lie as their kept mantissas with these."""
+    given, places = array("q"), list[int]()
+    format = cast.format
+    for place, x in enumerate(tensors if uses_library() else ()):
+        found = _find(x, format) if x.is_contiguous() and x.is_cpu else None
+        if found is None or (payload := found.payload) is None or not payload.is_contiguous():
+            continue
+        at = x.data_ptr()
+        if x.shape == payload.shape and x.storage_offset() == found.first and at >= cpu.LOW and not at % 4:
+            given.extend((at, payload.data_ptr(), 1, count := x.numel(), count, found.exponent.data_ptr()))
+            places.append(place)
+    same = cpu_int16.are_int16(given) if places else ()
+    if len(same) == len(tensors) and all(same):
+        return [True] * len(same)
+    known = dict(zip(places, same, strict=True))
+    return [known.get(place, False) or is_exact(x, cast) for place, x in enumerate(tensors)]
 
 
 def is_kept(x: Tensor, cast: Cast) -> bool:
@@ -222,41 +230,6 @@ def is_kept(x: Tensor, cast: Cast) -> bool:
 def is_free(cast: Cast) -> bool:
     """Whether the exponent of a cast follows from a tensor's maximum alone."""
     return cast.scaling is None or (cast.scaling.headroom == 0 and cast.scaling.exponent is None)
-
-
-class Compared:
-    """Tensors with their kept mantissas, contiguous and alike: one call compares them all, as often as asked."""
-
-    def __init__(self, tensors: Sequence[Tensor], records: Sequence[_Record], given: array[int]) -> None:
-        self._tensors, self._records, self._given = tensors, records, given  # records: their memory has to live
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], format: Format) -> Compared | None:
-        """Return tensors that their kept mantissas stand for; None if any is otherwise, or has none."""
-        if not uses_library():
-            return None
-        found, given = list[_Record](), array("q")
-        for x in tensors:  # as `kept`, of what lies as its mantissas
-            record = _find(x, format) if x.is_cpu and x.is_contiguous() else None
-            if record is None or (payload := record.payload) is None or not payload.is_contiguous():
-                return None
-            if x.shape != payload.shape or x.storage_offset() != record.first:
-                return None
-            at, count = x.data_ptr(), x.numel()
-            if at < cpu.LOW or at % 4:
-                return None
-            found.append(record)
-            given.extend((at, payload.data_ptr(), 1, count, count, record.exponent.data_ptr()))
-        return None if any(cpu_int16.differences(given)) else cls(tensors, found, given)
-
-    def are_still(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, where they were, and their mantissas still stand for them."""
-        if len(tensors) != len(self._tensors):
-            return False
-        for x, known, address in zip(tensors, self._tensors, self._given[::6], strict=True):
-            if x is not known or x.data_ptr() != address:
-                return False
-        return not any(cpu_int16.differences(self._given))
 
 
 def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0) -> Mantissas | None:
