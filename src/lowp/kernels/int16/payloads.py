@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format
-from lowp.kernels import tracing
+from lowp.kernels import cpu, tracing
 from lowp.kernels.choose.dispatch import answers_at_once, uses_library
 from lowp.kernels.int16 import cpu_int16, mantissas, masks
 from lowp.kernels.int16.mantissas import (
