@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lowp.formats import FORMATS
+from lowp.formats import FORMATS, ScaledFormat
 
 LIGHT = {"torch", "numpy", "jinja2", "matplotlib"}
 
@@ -40,6 +40,14 @@ def test_every_row_is_listed_with_its_numbers(lowp: Callable[..., Any]) -> None:
     assert cells(result.out, "flex16+5")[-6:] == ["unit", "4.5", "2", "0.444", "~0.78", "pJ"]
     assert "bf16-trunc = bf16:toward-zero" in result.out
     assert "Horowitz" in result.out and "estimate" in result.out
+
+
+def test_formats_stand_under_the_title_of_their_kind(lowp: Callable[..., Any]) -> None:
+    own, shared = lowp("formats").out.split("numbers under a shared scale")
+    assert own.startswith("numbers with an exponent of their own")
+    for name, format in FORMATS.items():
+        is_scaled = isinstance(format, ScaledFormat)
+        assert (bool(cells(own, name)), bool(cells(shared, name))) == (not is_scaled, is_scaled), name
 
 
 @pytest.mark.parametrize("columns", [80, 100, 200])
@@ -111,6 +119,35 @@ def test_layouts_are_drawn_with_their_exponents_above_each_other(lowp: Callable[
     fp16, bf16 = ranges[4], ranges[5]
     assert bf16.index("█") < fp16.index("█") and fp16.rindex("█") < bf16.rindex("█")
     assert max(map(len, ranges)) <= 80
+
+
+SHARED = """\
+bits: s sign, e exponent, m mantissa, i integer; one column per bit
+          ┌─┬────┬───┐   ┌────────┐
+mxfp8     │s│ e4 │ m3│ x │   e8   │
+          └─┴────┴───┘   └────────┘
+            x 2^e, shared by a block of 32
+            ┌─┬──┬─┐   ┌─┬────┬───┐
+nvfp4       │s│e2│1│ x │s│ e4 │ m3│
+            └─┴──┴─┘   └─┴────┴───┘
+            x e4m3fn, shared by a block of 16, and fp32 for the tensor
+          ┌─┬────┬───┐
+e4m3fn    │s│ e4 │ m3│ = 8
+          └─┴────┴───┘
+               ┌─┬───────┐   ┌─┬────────┬───────────────────────┐
+int8           │s│   i7  │ x │s│   e8   │          m23          │
+               └─┴───────┘   └─┴────────┴───────────────────────┘
+            x fp32, shared by a row (last dimension)
+        ┌────────┐
+e8m0    │   e8   │ = 8
+        └────────┘
+
+range, log2 from -159 to 140
+"""
+
+
+def test_a_scale_is_drawn_as_the_format_that_it_is_with_who_shares_it(lowp: Callable[..., Any]) -> None:
+    assert lowp("formats", "--layout", "mxfp8", "nvfp4", "e4m3fn", "int8", "e8m0").out.startswith(SHARED)
 
 
 def test_layouts_without_names_draw_the_common_formats(lowp: Callable[..., Any]) -> None:
