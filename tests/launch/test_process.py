@@ -242,3 +242,43 @@ def test_a_launcher_that_does_not_import_torch_tells_of_what_it_has_launched(tmp
     assert ran.stdout == "False\n"
     assert re.fullmatch(r"lowp run: bf16, 3 optimizer steps, 0 skipped, .* s\n", ran.stderr)
     assert json.loads((tmp_path / "report.json").read_text())["summary"]["steps"] == 3
+
+
+TRAIN = (
+    "import torch\nm = torch.nn.Linear(4, 1)\no = torch.optim.SGD(m.parameters(), 0.1)\n"
+    "for _ in range(3):\n    m(torch.randn(2, 4)).sum().backward()\n    o.step()\nprint(m.weight.dtype)\n"
+)
+FORWARD = "import torch\nprint(torch.nn.Linear(4, 1)(torch.randn(2, 4)).dtype)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "said"),
+    [
+        (TRAIN, "0", r"lowp run: bf16, 3 optimizer steps, 0 skipped, \d+\.\d s\n"),
+        (FORWARD, "0", r"lowp run: bf16, 0 optimizer steps, 0 skipped, \d+\.\d s\n(lowp run: .*\n)?"),
+        (FORWARD, "1", ""),
+        ("import torch; print(torch.float32)", "0", ""),
+    ],
+)
+def test_where_only_the_environment_names_a_precision_the_first_rank_tells_if_it_ran_a_model(
+    text: str, rank: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "s.py").write_text(text)
+    code = "import lowp.launch.boot as b; b.start(); b.start(); exec(open('s.py').read())"  # a second start is none
+    ran = forked.run("-c", code, cwd=tmp_path, environment={**os.environ, "LOWP_PRECISION": "bf16", "RANK": rank})
+    assert (ran.returncode, ran.stdout) == (0, "torch.float32\n"), ran.stderr
+    assert re.fullmatch(said, ran.stderr)
+
+
+def test_of_a_script_without_torch_a_comparison_shows_its_code_and_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "print('first\\n  ' + 'x' * 159 + 'yz  \\n\\nlowp monitor: an alarm'); raise SystemExit(3)"
+    runs = comparison.Runs([sys.executable, "-S", "-c", text])
+    for precision in ("bf16", "fp32"):
+        given = {**os.environ, RUN: json.dumps({"directory": str(tmp_path / precision)})}
+        one = runs.add(precision, given, stop=lambda: False)
+        assert (one.precision, one.code, one.last_line) == (precision, 3, "x" * 159 + "y")
+        assert (one.steps, one.skipped, one.writes, one.saturated, one.notes) == (0, 0, 0, 0, ())
+    assert runs.base is one and [runs.apart(each) for each in runs.outcomes] == ["failed", ""]

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowp.errors import InvalidInput
 from lowp.launch import profiling
 from lowp.launch.waiting import MOST_MODELS, SEARCHED
 from lowp.numerics.profiler import Profiler
+from lowp.numerics.record import Record
 
 
 @pytest.fixture
@@ -89,3 +91,20 @@ def test_a_compiled_module_is_compiled_as_often_as_without_a_profile(waiting: pr
     for _ in range(12):
         take_step(model, optimizer)
     assert profiler_of(waiting).step == 12 and len(compiled) == 1
+
+
+def test_a_script_is_profiled_as_a_file_or_a_module_and_one_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import sys, torch\nm = torch.nn.Linear(4, 1)\no = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "for _ in range(3):\n    m(torch.randn(2, 4)).sum().backward()\n    o.step()\nsys.exit(int(sys.argv[1]))\n"
+    )
+    for script, code in ((["train.py", "0"], 0), (["-m", "train", "3"], 3)):
+        assert profiling.profile_script(script, "none", Path("run.json")) == (code, tmp_path / "run.json")
+        record = Record.load("run.json")
+        assert record.header["title"] == " ".join(script) and record.sampled == [0, 1, 2]
+    with pytest.raises(InvalidInput, match=r"no\.py"):
+        profiling.profile_script(["no.py"], "none", Path("other.json"))
+    assert not Path("other.json").exists()
