@@ -155,12 +155,6 @@ def _reduce_(value: torch.Tensor, operation: torch.distributed.ReduceOp.RedOpTyp
 
 def _device_for(value: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.device:
     """Return a device on which the group can reduce: NCCL takes no CPU tensors, such as flags of offloaded ones."""
-    kinds = {device.type: device for device in _devices(group)}
-    if value.device.type in kinds or not kinds:
-        return value.device
-    return own_device(next(iter(kinds)))
-
-
-def _devices(group: torch.distributed.ProcessGroup) -> list[torch.device]:
     configuration = torch.distributed.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-    return [torch.device(part.partition(":")[0]) for part in configuration.split(",")]
+    kinds = [torch.device(part.partition(":")[0]).type for part in configuration.split(",")]
+    return value.device if value.device.type in kinds else own_device(kinds[0])

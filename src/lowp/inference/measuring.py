@@ -34,7 +34,9 @@ def footprint(
 
     def after(module: nn.Module, given: Any, result: Any) -> None:
         if isinstance(result, Tensor):
-            counted.append((_multiply_adds(module, result), _format_of(module)))
+            served = isinstance(module, Served)
+            each: Any = module.weight.k if served else module.weight[0].numel()  # type: ignore[index, union-attr]
+            counted.append((result.numel() * each, _format_of(module)))
 
     with ExitStack() as stack, torch.no_grad():
         for module in model.modules():
@@ -47,9 +49,7 @@ def footprint(
         else:
             forward(model)
     size = sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
-    energy = size / 4 * READ_ENERGY["DRAM"]
-    for count, format in counted:
-        energy += count * _energy(format)
+    energy = size / 4 * READ_ENERGY["DRAM"] + sum(count * _energy(format) for count, format in counted)
     return Footprint(size, sum(count for count, _ in counted), energy)
 
 
@@ -57,13 +57,6 @@ def _energy(format: Format) -> float:
     """Picojoules of a multiply-add: integers are added up in 32 bits, floats in fp32."""
     integer = str(format) in ("int8", "ternary", "binary")
     return cost(format).multiply_energy.value + (0.1 if integer else cost(FORMATS["fp32"]).add_energy.value)
-
-
-def _multiply_adds(module: nn.Module, result: Tensor) -> int:
-    if isinstance(module, Served):
-        return result.numel() * module.weight.k
-    assert isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))
-    return result.numel() * module.weight[0].numel()
 
 
 def _format_of(module: nn.Module) -> Format:

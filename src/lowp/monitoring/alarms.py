@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowp.errors import LowpError
-from lowp.monitoring.rules import RULES, Check, Symptom
+from lowp.monitoring.rules import RULES, Check
 from lowp.monitoring.seen import History, Sight
 from lowp.numerics.findings import FINDINGS
 
@@ -102,8 +102,6 @@ class Alarms:
         for sign in ripe:
             known[sign.layer].told = sign.value
         worst = max(ripe, key=lambda sign: sign.value)
-        return self._alarm(rule, seen, worst, tuple(sign.layer for sign in ripe if sign is not worst))
-
-    def _alarm(self, rule: Check, seen: Sight, worst: Symptom, others: tuple[str, ...]) -> Alarm:
-        layer, since = worst.layer or "the model", self._known[rule.id][worst.layer].since
+        others = tuple(sign.layer for sign in ripe if sign is not worst)
+        layer, since = worst.layer or "the model", known[worst.layer].since
         return Alarm(rule.id, layer, worst.text, since, seen.step, FINDINGS[rule.id].advice, worst.value, others)

@@ -171,11 +171,8 @@ class Look:
             for kind, names in kinds:
                 mine = found.setdefault(kind, {})
                 values = numbers[place : place + len(names)]
-                if not mine:
-                    mine.update(zip(names, values, strict=True))
-                else:
-                    for name, value in zip(names, values, strict=True):
-                        _keep_largest(mine, name, value)
+                for name, value in zip(names, values, strict=True):
+                    _keep_largest(mine, name, value)
                 place += len(names)
         return found
 
@@ -187,8 +184,6 @@ def _keep_largest(known: dict[str, float], name: str, value: float) -> None:
 
 def by_device(named: Sequence[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor]]]:
     """Return tensors with their names, in a list for each device."""
-    if len({one.device for _, one in named}) <= 1:
-        return [list(named)] if named else []
     found: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for pair in named:
         found.setdefault(pair[1].device, []).append(pair)

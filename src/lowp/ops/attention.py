@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowp.compat import gradients_of, remembered_by_identity
+from lowp.compat import constant_when_compiled, gradients_of, remembered_by_identity
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.products import contract, is_native
-from lowp.kernels.products.attention import Attended, attended, gradients, joined, split, widened
+from lowp.kernels.products.attention import Attended, attended, gradients, hidden, joined, split, widened
 from lowp.kernels.products.scratch import Scratch
 from lowp.kernels.tracing import functorch_is_active
 from lowp.ops.call import Call, RoleCasts
@@ -239,34 +239,28 @@ def _in_two_contractions(
     call: Call, settings: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Compute scores, softmax in fp32, and the product with the values; both contractions run under the rule."""
-    of_scores, of_values = (_of_scores, _of_values) if torch.compiler.is_compiling() else _kept
     if settings.grouped:
         key, value = (x.repeat_interleave(query.shape[-3] // (x.shape[-3] or 1), -3) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1] or 1) if settings.scale is None else settings.scale
-    scores = contracted(call, of_scores(call.rule), query, key.transpose(-2, -1)).float() * scale
-    if settings.causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, -math.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-    weights = torch.softmax(scores, -1)
+    scores = contracted(call, _of_scores(call.rule), query, key.transpose(-2, -1)).float() * scale
+    weights = torch.softmax(hidden(scores, mask, settings.causal), -1)
     if settings.dropout:
         weights = torch.dropout(weights, settings.dropout, True)
-    return contracted(call, of_values(call.rule), weights, value)
+    return contracted(call, _of_values(call.rule), weights, value)
 
 
+@constant_when_compiled
+@remembered_by_identity
 def _of_scores(rule: Rule) -> Rule:
     """Return the rule of the product that makes scores, in fp32."""
     return Rule(input=rule.input, weight=rule.input, grad=rule.grad, accumulate=rule.accumulate)
 
 
+@constant_when_compiled
+@remembered_by_identity
 def _of_values(rule: Rule) -> Rule:
     """Return the rule of the product with the values."""
     return Rule(**{**vars(_of_scores(rule)), "output": rule.output})
-
-
-# what is known of rules goes by identity
-_kept = remembered_by_identity(_of_scores), remembered_by_identity(_of_values)
 
 
 def contracted(call: Call, rule: Rule, first: Tensor, second: Tensor) -> Tensor:

@@ -50,11 +50,6 @@ class QuickRegion(Protocol):
         """Return the writer of the op that runs, in a region with sites. The spot is counted."""
 
 
-def cast_weight(weight: Tensor, to: Cast) -> Tensor:
-    """Cast a weight like any other operand; a region replaces this by its cache."""
-    return carried(weight, to)
-
-
 @dataclass(frozen=True)
 class RoleCasts:
     """How the tensors of one op are rounded, by role, and summed, in forward and backward.
@@ -137,9 +132,7 @@ class RoleCasts:
     def carry(self, x: Tensor, role: str, axis: int = -1) -> Tensor:
         """Return x rounded by its role, in the dtype of a contraction's operand; part of the autograd graph."""
         to = self.of(role)
-        if self.watch is not None:
-            self.watch(x, role, to)
-        return x if to is None else rounded(x, to, self.seed, axis, carrier_dtype(to))
+        return self.cast(x, role, axis, None if to is None else carrier_dtype(to))
 
     def read(self, x: Tensor) -> Tensor:
         """Return an input of an op that is not a product, rounded by the rule's `input`."""
@@ -210,7 +203,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rule: Rule
-    weight_cast: WeightCast = cast_weight
+    weight_cast: WeightCast = carried  # as any other operand; a region has its cache
     seed: Callable[[], Tensor | int] = draw_seed
     writer: SiteWriter | None = None
     watch: Watch | None = None
@@ -243,10 +236,6 @@ class Call:
         op = str(getattr(func, "__name__", self.op)) if op is None else op
         given = op, func, args, kwargs or {}, rule, self.weight_cast, self.seed
         return Call(*given, None, self.watch, roles, self.scales)
-
-    def with_roles(self, first: str, second: str) -> Call:
-        """Return the same call with these roles of its operands."""
-        return replace(self, roles=(first, second))
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the same call with other arguments."""

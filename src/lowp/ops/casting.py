@@ -78,12 +78,14 @@ def is_castable(*tensors: Tensor | None) -> bool:
     Such tensors stay unchanged, as under torch.amp.
     """
     return all(
-        t is None or (t.is_floating_point() and t.dtype is not torch.float64 and not _is_mkldnn(t)) for t in tensors
+        t is None
+        or (
+            t.is_floating_point()
+            and t.dtype is not torch.float64
+            and (torch.compiler.is_compiling() or not t.is_mkldnn)
+        )
+        for t in tensors
     )
-
-
-def _is_mkldnn(x: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and x.is_mkldnn
 
 
 # -- cast nodes ---------------------------------------------------------------------------------------------------

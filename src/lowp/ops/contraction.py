@@ -234,7 +234,7 @@ def _pair(
     shape = None if bias is None else tuple(bias.shape)
     form = Einsum(equation.terms, tuple(first.shape), tuple(second.shape), function, scale, bias_scale, shape)
     if call.roles is None and isinstance(first, nn.Parameter):
-        call = call.with_roles("weight", role_of(second))
+        call = replace(call, roles=("weight", role_of(second)))
     return multiply(form, call, first, second, bias)
 
 

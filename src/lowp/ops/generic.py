@@ -287,7 +287,7 @@ def finished(y: Tensor, casts: RoleCasts) -> Tensor:
     if casts.watch is None and casts.rule.grad is not None and native_dtype(casts.rule.grad) is y.dtype:
         return y  # the incoming gradient already has this dtype
     if casts.rule.grad is not None and y.requires_grad and not is_irregular(y):
-        return gradient_cast(y, casts)
+        return cast(Tensor, _gradient_cast(y, casts))  # in its own dtype
     if casts.watch is not None:
         casts.watch.gradient(y)
     return y
@@ -317,11 +317,6 @@ class _GradientCast(torch.autograd.Function):
 
 
 _gradient_cast = with_tangents(_GradientCast)
-
-
-def gradient_cast(x: Tensor, casts: RoleCasts) -> Tensor:
-    """Return x; its incoming gradient is rounded by its role, in its own dtype."""
-    return cast(Tensor, _gradient_cast(x, casts))
 
 
 def _widened(x: Tensor) -> Tensor:

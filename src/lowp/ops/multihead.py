@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.compat import remembered_by_identity
+from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.ops.attention import contracted, scaled_dot_product_attention
 from lowp.ops.call import Call, rounding_once
 from lowp.ops.contraction import added, linear, runner
@@ -203,20 +203,19 @@ def _merged(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int)
     return wide if mask is None else mask + wide
 
 
+@constant_when_compiled
+@remembered_by_identity
 def _of_inputs(rule: Rule) -> Rule:
     """Return the rule of products of two inputs."""
     once = rounding_once(rule) if rule.has_products else rule
     return Rule(**{**vars(once), "weight": rule.input})
 
 
-_kept = remembered_by_identity(_of_inputs)  # what is known of rules goes by identity
-
-
 def _visible(
     call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
     """Return the attention and its probabilities, (batch, heads, time, source)."""
-    rule = (_of_inputs if torch.compiler.is_compiling() else _kept)(call.rule)
+    rule = _of_inputs(call.rule)
     batch, heads, length, size = query.shape
     flat = [x.reshape(batch * heads, x.shape[2], size) for x in (query, key, value)]
     scaled = flat[0] * math.sqrt(1 / size)

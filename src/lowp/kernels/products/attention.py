@@ -61,6 +61,16 @@ def gradients(
     return _backward(gradient, *operands, *found, 0.0, causal, attn_mask=_added(mask), scale=scale)
 
 
+def hidden(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Return scores with minus infinity where attention may not go; masks are added, or True where it may."""
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+
+
 def _added(mask: Tensor | None) -> Tensor | None:
     """Return a mask as the tensor added to the scores: minus infinity where a boolean mask is False."""
     if mask is None or mask.dtype is not torch.bool:

@@ -31,17 +31,13 @@ from lowp.ops.observed import told
 from lowp.ops.observing import role_of
 from lowp.ops.shields import shielded
 from lowp.ops.signature import Mismatch, bound, plain, require
-from lowp.policy import Policy, Rule
+from lowp.policy import Policy
 
 
 def has_integer_operands(policy: Policy) -> bool:
     """Whether a policy's contractions keep integers for backward: scaled integers as operands, fp32 results."""
-    return any(_is_integer(rule) for rule in policy.rules)
-
-
-def _is_integer(rule: Rule) -> bool:
-    format = None if rule.input is None or rule.output is not None else rule.input.format
-    return isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
+    formats = (rule.input.format for rule in policy.rules if rule.input is not None and rule.output is None)
+    return any(isinstance(one, ScaledFormat) and isinstance(one.element, IntFormat) for one in formats)
 
 
 Runner = Callable[[Call], Any]
