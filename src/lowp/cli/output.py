@@ -4,7 +4,6 @@ rich is loaded on a terminal only.
 """
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,16 +95,15 @@ def show(text: str) -> None:
         print(text)
         return
     from rich.text import Text
+    from rich.theme import Theme
 
     from lowp.report.terminal import console
 
-    styled = Text(text)
+    styled, screen = Text(text), console()
     for pattern in _HIGHLIGHTS:
-        for match in re.finditer(pattern, text):
-            for name, value in match.groupdict().items():
-                if value is not None:
-                    styled.stylize(STYLES[name], *match.span(name))
-    console().print(styled, soft_wrap=True)
+        styled.highlight_regex(pattern)
+    with screen.use_theme(Theme(STYLES)):
+        screen.print(styled, soft_wrap=True)
 
 
 def counted(number: int, noun: str) -> str:
