@@ -8,9 +8,11 @@ import os
 import re
 import secrets
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +25,13 @@ except ImportError:  # not a POSIX system: files are replaced completely, but no
 
 _own: set[Path] = set()  # locks and temporary files of this process
 _LONGEST_NAME = 200  # bytes of a name repeated in the temporary file's name; systems allow 255 in all
+
+
+def table(name: str) -> dict[str, Any]:
+    """Return what a TOML file of this package holds, such as numerics/findings.toml."""
+    reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    found: dict[str, Any] = reader.loads(resources.files("lowp").joinpath(name).read_text(encoding="utf-8"))
+    return found
 
 
 def json_text(document: object) -> str:

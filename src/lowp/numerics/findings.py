@@ -1,11 +1,9 @@
 """The findings of a profile and of a monitor: the meaning of each number, the cause, and advice. No torch."""
 
-import sys
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.resources import files
 
 from lowp.errors import UnknownName, unknown
+from lowp.files import table
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,7 @@ class Finding:
         return {**{name: getattr(self, name) for name in names}, "modules": list(self.modules)}
 
 
-def _kinds() -> dict[str, Kind]:
-    """Return the kinds of findings by their numbers, from `findings.toml`."""
-    reader = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    rows = reader.loads(files("lowp.numerics").joinpath("findings.toml").read_text(encoding="utf-8"))
-    return {id: Kind(id, **row) for id, row in rows.items()}
-
-
-FINDINGS = _kinds()
+FINDINGS = {id: Kind(id, **row) for id, row in table("numerics/findings.toml").items()}
 
 
 def explained(id: str) -> str:

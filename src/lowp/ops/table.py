@@ -31,7 +31,7 @@ from lowp.ops.rows import (
     Row,
     runner,
 )
-from lowp.ops.torch_lists import LISTS
+from lowp.ops.torch_lists import LISTS, STRUCTURAL
 from lowp.policy import Policy, Rule
 
 __all__ = [
@@ -119,49 +119,13 @@ TORCH_POLICIES = {policy.name: policy for policy in (_torch_policy("cpu", "bf16"
 
 # -- functions ----------------------------------------------------------------------------------------------------
 
-# What moves, describes, compares, makes or fills tensors, and what is not computed in floating point: never cast.
-_STRUCTURAL = frozenset(
-    """
-    __array__ __array_wrap__ __bool__ __complex__ __contains__ __deepcopy__ __dlpack__ __dlpack_device__ __float__
-    __format__ __get__ __set__ __delete__ __getitem__ __setitem__ __index__ __int__ __len__ __long__ __nonzero__
-    __repr__ __reversed__ __reduce_ex__ __setstate__ __hash__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__
-    __xor__ __invert__ __iand__ __ior__ __ixor__ __rand__ __ror__ __rxor__ __lshift__ __rshift__ __ilshift__
-    __irshift__ __rlshift__ __rrshift__ __iter__ __str__ __dir__ adjoint alias all allclose any apply_ argmax argmin
-    argsort argwhere as_strided atleast_1d atleast_2d atleast_3d autocast_to_full_precision
-    autocast_to_reduced_precision backward bernoulli bfloat16 bincount bool broadcast broadcast_tensors broadcast_to
-    bucketize byte cartesian_prod cauchy_ cdouble cfloat chalf channel_shuffle char chunk clone coalesce combinations
-    complex conj conj_physical const_data_ptr constant_ contiguous copy_ count_nonzero cpu cuda data_ptr dense_dim
-    dequantize detach detach_ diag diag_embed diagflat diagonal dim dim_order double dsplit element_size empty
-    empty_like empty_strided equal eq expand expand_as exponential_ fill_ fill_diagonal_ flatten flip fliplr flipud
-    float frexp full full_like gather ge geometric_ get_device gradcheck greater greater_equal gt half hash_tensor
-    hsplit imag index_fill index_select int int_repr ipu is_coalesced is_complex is_conj is_contiguous is_distributed
-    is_floating_point is_inference is_neg is_nonzero is_pinned is_same_size is_set_to is_shared is_signed isclose
-    isfinite isin isinf isnan isneginf isposinf isreal item kaiming_uniform_ kthvalue le less less_equal log_normal_
-    logical_and logical_not logical_or logical_xor long lt map2_ map_ masked_fill masked_select meshgrid mode
-    module_load moveaxis movedim mtia multinomial narrow native_channel_shuffle ndimension ne nelement nonzero
-    nonzero_static normal normal_ not_equal numel numpy one_hot ones ones_like permute pin_memory pixel_shuffle
-    pixel_unshuffle put q_per_channel_axis q_per_channel_scales q_per_channel_zero_points q_scale q_zero_point qscheme
-    rand rand_like randint randint_like randn randn_like random_ ravel real record_stream register_hook
-    register_post_accumulate_grad_hook repeat repeat_interleave requires_grad_ reshape reshape_as resize resize_
-    resize_as resize_as_ resize_as_sparse resolve_conj resolve_neg retain_grad roll rot90 searchsorted select set_
-    share_memory_ short signbit size slice sort sparse_dim sparse_mask split split_with_sizes squeeze storage
-    storage_offset storage_type stride sum_to_size swapaxes swapdims t take take_along_dim tensor tensor_split tile to
-    to_dense to_mkldnn to_sparse tolist topk transpose tril triu type type_as unbind unflatten unfold uniform_ unique
-    unique_consecutive unravel_index unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze untyped_storage
-    values view view_as view_as_real vsplit xpu zero_ zeros zeros_like crow_indices ccol_indices col_indices
-    row_indices indices fold affine_grid affine_grid_generator pad constant_pad_nd
-    block_diag histc histogram histogramdd result_type can_cast get_autocast_dtype is_autocast_enabled
-    set_autocast_enabled set_autocast_dtype grad row_stack column_stack hstack vstack dstack sym_float sym_int sym_ite
-    sym_max sym_min sym_not sym_sum sym_sqrt fft_fftshift fft_ifftshift bitwise_and bitwise_not bitwise_or bitwise_xor
-    bitwise_left_shift bitwise_right_shift gcd lcm align_as align_to refine_names rename
-    """.split()
-)
+# of further names of functions that are never cast
 _STRUCTURAL_SUFFIXES = ("_copy", "_scatter", "_inverse", "_like")
 _STRUCTURAL_PREFIXES = tuple("_ is_ sparse_ quantize fbgemm_ sym_ to_ choose_qparams fake_quantize".split())
 _STRUCTURAL_MODULES = ("torch.distributed", "torch.foreach", "torch.nn.init")
 
 
-_known = TABLES["lowp-1"].keys() | ALIASES.keys() | _STRUCTURAL
+_known = TABLES["lowp-1"].keys() | ALIASES.keys() | STRUCTURAL
 
 
 @remembered
@@ -197,7 +161,7 @@ def _without_affixes(name: str) -> str:
 def is_structural(name: str) -> bool:
     """Whether an op moves, describes, compares, makes or fills tensors, so that no rule ever applies to it."""
     if name in _known:
-        return name in _STRUCTURAL
+        return name in STRUCTURAL
     return name.startswith(_STRUCTURAL_PREFIXES) or name.endswith(_STRUCTURAL_SUFFIXES)
 
 
