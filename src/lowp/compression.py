@@ -292,10 +292,7 @@ class _Wire:
 
 def _fields(encoded: Tensor | Quantized) -> dict[str, Tensor]:
     """Return the tensors of which codes consist."""
-    if isinstance(encoded, Tensor):
-        return {"payload": encoded}
-    names = ("payload", "scale", "outer", "zero_point")
-    return {name: one for name in names if (one := getattr(encoded, name)) is not None}
+    return {"payload": encoded} if isinstance(encoded, Tensor) else encoded.tensors()
 
 
 def _rows(count: int) -> tuple[int, int]:

@@ -47,16 +47,12 @@ def near(given: str, allowed: Iterable[str], count: int = 3) -> list[str]:
     for name in allowed:
         by_lower.setdefault(name.lower(), name)
     typed = given.lower()
-    begun = [name for name in by_lower if min(len(name), len(typed)) >= 3 and _begins_alike(name, typed)]
+    begun = [name for name in by_lower if min(len(name), len(typed)) >= 3 and typed[: len(name)] == name[: len(typed)]]
     begun.sort(key=lambda name: abs(len(name) - len(typed)))
     matches = difflib.get_close_matches(typed, by_lower, n=count, cutoff=0.55)
     if matches and difflib.SequenceMatcher(None, typed, matches[0]).ratio() > 0.9:  # a slip: the others only distract
         matches = matches[:1]
     return [by_lower[name] for name in dict.fromkeys([*begun, *matches])][:count]
-
-
-def _begins_alike(name: str, other: str) -> bool:
-    return name.startswith(other) or other.startswith(name)
 
 
 def unknown(kind: str, given: object, allowed: Iterable[str], shown: Iterable[str] | None = None) -> str:

@@ -72,7 +72,6 @@ class Precision:
         self.policy = preset.policy
         self.seed = seed
         self.steps = 0
-        self._strict = strict
         self._region = region.autocast(self.policy, strict=strict)
         self._scaler: GradScaler | None = None
         self._searches_scale = preset.loss_scale.search

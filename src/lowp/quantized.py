@@ -52,7 +52,7 @@ class Quantized:
     @property
     def nbytes(self) -> int:
         """Bytes of payload, scales and zero points together."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Quantized:
         """Return the same on another device. For another dtype, dequantize and convert the values."""
@@ -66,12 +66,13 @@ class Quantized:
         """Return the same outside of autograd (codes have no gradient, a given scale may)."""
         return self._map(Tensor.detach)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its tensors by the names of the fields."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def _map(self, function: Any) -> Quantized:
-        return replace(self, **{name: function(tensor) for name, tensor in self._tensors().items()})
+        return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
 
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"

@@ -15,7 +15,7 @@ import torch.overrides
 
 from lowp import autocast
 from lowp.casts import parse
-from lowp.ops import rows, table
+from lowp.ops import rows
 from lowp.ops.generic import quick_wide
 from lowp.ops.table import ALIASES, TABLES, is_structural, name_of, op_names, row_of
 from lowp.ops.torch_lists import LISTS
@@ -96,9 +96,9 @@ def test_only_norms_and_softmax_leave_the_fp32_lists() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_row_has_a_runner_that_exists_and_a_known_class(name: str) -> None:
     for row in TABLES[name].values():
-        assert callable(table.runner(row.runner))
-        assert not row.product or callable(table.runner(row.product))
-        assert callable(table.runner(row.at_site))
+        assert callable(rows.runner(row.runner))
+        assert not row.product or callable(rows.runner(row.product))
+        assert callable(rows.runner(row.at_site))
         assert row.op_class in OP_CLASSES
         assert set(row.operands.split()) <= {"input", "weight", "bias"}
     assert set(TABLES) == set(Policy.TABLES)

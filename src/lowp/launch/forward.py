@@ -303,14 +303,16 @@ def _install_functions(session: Session) -> None:
     original = function.__dict__["apply"].__get__  # a class method, from torch 2.15 on of C
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not session.local.calls or session.rests or session.local.backward or torch.compiler.is_compiling():
-            return original(None, cls)(*args, **kwargs)
-        if cls.__module__.partition(".")[0] in ("torch", "lowp") or hasattr(cast(Any, cls).forward, "__wrapped__"):
-            return original(None, cls)(*args, **kwargs)
-        if not any(isinstance(one, Tensor) and one.is_floating_point() for one in args):
-            return original(None, cls)(*args, **kwargs)
+        run, local = original(None, cls), session.local
+        if not local.calls or session.rests or local.backward or torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        is_declared = cls.__module__.partition(".")[0] in ("torch", "lowp") or hasattr(
+            cast(Any, cls).forward, "__wrapped__"
+        )
+        if is_declared or not any(isinstance(one, Tensor) and one.is_floating_point() for one in args):
+            return run(*args, **kwargs)
         session.keeps_in_fp32(f"autograd Function {cls.__name__}", "its forward has no torch.amp.custom_fwd decorator")
         with session.in_fp32():
-            return original(None, cls)(*map(to_fp32, args), **kwargs)
+            return run(*map(to_fp32, args), **kwargs)
 
     function.apply = classmethod(apply)

@@ -19,7 +19,7 @@ from lowp.kernels.tracing import is_transformed
 from lowp.numerics.models import Models
 from lowp.numerics.schedule import MODE
 from lowp.ops import table
-from lowp.ops.table import Row
+from lowp.ops.rows import Row
 
 _modes = cast(Callable[[], list[Any]], private("torch.overrides._get_current_function_mode_stack"))
 _push = cast(Callable[[Any], None], private("torch.overrides._push_mode"))

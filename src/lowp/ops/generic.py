@@ -24,32 +24,13 @@ from lowp.ops.shields import shield
 from lowp.ops.signature import can_hold, into_out, plain, without_out
 from lowp.policy import Rule
 
-__all__ = [
-    "changed",
-    "has_irregular",
-    "inside",
-    "irregular",
-    "is_in_place",
-    "linear_cross_entropy",
-    "lowered",
-    "not_in_place",
-    "plain",
-    "pointwise",
-    "promote",
-    "quick_promote",
-    "quick_wide",
-    "refused",
-    "run_changed",
-    "wide",
-]
-
 _Change = Callable[[Tensor], Tensor]
 _UP_TO_32 = (torch.float32, torch.float16, torch.bfloat16)
 _SUMS = ("add", "sub", "__add__", "__sub__")  # functions whose derivative needs no operand
 
 
 def wide(call: Call) -> Any:
-    """Cast the inputs by the rule (to fp32), run the op, cast the result by the rule's `output`."""
+    """Cast the inputs by the rule, run the op, cast the result and the incoming gradient by the rule: any other op."""
     return _run(call, call.casts.read)
 
 
@@ -87,11 +68,6 @@ def quick_wide(rule: Rule) -> Callable[..., Any] | None:
 def _is_usual(x: Any) -> bool:
     """Whether x is a plain tensor in one strided block to which rules apply."""
     return type(x) is Tensor and x.dtype in _UP_TO_32 and x.layout is torch.strided and not x.is_nested
-
-
-def pointwise(call: Call) -> Any:
-    """Run an op in the dtypes of its inputs; a rule may cast inputs, result and incoming gradient."""
-    return _run(call, call.casts.read)
 
 
 def promote(call: Call) -> Any:

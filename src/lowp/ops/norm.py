@@ -171,9 +171,6 @@ def group_norm(call: Call) -> Tensor:
 @runner
 def batch_norm(call: Call) -> Tensor:
     """F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps), and torch.batch_norm."""
-    if call.writer is None and call.watch is None and _is_torchs_own(_read_by_torch(call.rule), call.args, call.kwargs):
-        result: Tensor = call.func(*call.args, **call.kwargs)
-        return result
     x, mean, var, weight, bias, training, momentum, eps = _arguments_of_batch_norm(call)
     check(x, weight, bias, mean, var)
     require(x.dim() >= 2 and _fits_channels(x.shape[1], weight, bias, mean, var))
@@ -197,13 +194,24 @@ def _arguments_of_batch_norm(call: Call) -> list[Any]:
 
 
 def quick_batch_norm(rule: Rule) -> Quick | None:
-    """Return the fast path that leaves batch norm to torch's own kernel; see `Row.quick`. None for other rules."""
+    """Return the fast path that leaves batch norm to torch's own kernel; see `Row.quick`. None for other rules.
+
+    That kernel takes x in a 16-bit dtype and the others in fp32.
+    """
     dtype = _read_by_torch(rule)
     if dtype is None:
         return None
 
     def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
-        return function(*args, **kwargs) if _is_torchs_own(dtype, args, kwargs) else None
+        if not args or (kwargs and kwargs.keys() & {"input", "out"}):
+            return None
+        x = args[0]
+        if type(x) is not Tensor or x.dtype is not dtype or not is_torchs_own(x, BatchNorm.is_exact_on_cpu):
+            return None
+        for one in (*args[1:], *kwargs.values()) if kwargs else args[1:]:
+            if isinstance(one, Tensor) and one.dtype is not torch.float32:
+                return None
+        return function(*args, **kwargs) if x.numel() else None
 
     return run
 
@@ -235,19 +243,6 @@ def _read_by_torch(rule: Rule) -> torch.dtype | None:
     if read not in (torch.float16, torch.bfloat16) or rule.output is None or native_dtype(rule.output) is not read:
         return None
     return read if rule.grad is None or rule.grad == rule.output else None
-
-
-def _is_torchs_own(dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch's own kernel takes the tensors of a call directly: x in a 16-bit dtype and the others in fp32."""
-    if dtype is None or not args or (kwargs and kwargs.keys() & {"input", "out"}):
-        return False
-    x = args[0]
-    if type(x) is not Tensor or x.dtype is not dtype or not is_torchs_own(x, BatchNorm.is_exact_on_cpu):
-        return False
-    for one in (*args[1:], *kwargs.values()) if kwargs else args[1:]:
-        if isinstance(one, Tensor) and one.dtype is not torch.float32:
-            return False
-    return x.numel() > 0
 
 
 @runner

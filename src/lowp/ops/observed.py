@@ -11,7 +11,7 @@ from lowp.nested import tensors_of
 from lowp.ops.call import Call
 from lowp.ops.generic import changed, is_out_of_place, run_changed
 from lowp.ops.observing import Watch, role_of
-from lowp.ops.table import Row
+from lowp.ops.rows import Row
 
 
 def observed(row: Row, call: Call) -> Any:

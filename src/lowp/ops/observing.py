@@ -52,11 +52,6 @@ def observe(callback: Observer) -> Callable[[], None]:
     return listed(everywhere, callback)
 
 
-def phase_of(role: str) -> str:
-    """Return the pass in which an op reads or writes a tensor of a role."""
-    return "backward" if role == "grad" or role.endswith("gradient") else "forward"
-
-
 def role_of(x: Tensor) -> str:
     """Return the role of an op's input: a parameter is a weight in any position."""
     return "weight" if isinstance(x, nn.Parameter) else "input"
@@ -74,8 +69,9 @@ class Watch(NamedTuple):
         """Pass a tensor to the observers if it is dense and floating-point."""
         if not x.is_floating_point() or x.layout is not torch.strided or x.is_nested:
             return
+        phase = phase or ("backward" if role == "grad" or role.endswith("gradient") else "forward")
         with shield(), torch.no_grad():
-            seen = Observation(self.path, self.op, self.op_class, role, phase or phase_of(role), x.detach(), cast)
+            seen = Observation(self.path, self.op, self.op_class, role, phase, x.detach(), cast)
             for callbacks in self.observers:
                 for callback in tuple(callbacks):
                     callback(seen)

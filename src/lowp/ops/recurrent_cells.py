@@ -5,7 +5,6 @@ are those of torch.nn.LSTM, GRU and RNN.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,12 +12,10 @@ from torch import Tensor
 Slopes = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
 class Cell(ABC):
-    """A recurrent cell: how many gates it has, and whether it has a cell state besides the hidden one."""
+    """A recurrent cell, and whether it has a cell state besides the hidden one."""
 
-    gates: int
-    has_memory: bool = False
+    has_memory = False
 
     @abstractmethod
     def step(self, x: Tensor, h: Tensor, hidden: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -47,6 +44,8 @@ class Cell(ABC):
 
 class LSTM(Cell):
     """Long short-term memory: gates i, f, g, o."""
+
+    has_memory = True
 
     def step(self, x: Tensor, h: Tensor, hidden: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert memory is not None
@@ -136,4 +135,4 @@ class ReluRNN(TanhRNN):
         return gates
 
 
-CELLS: dict[str, Cell] = {"lstm": LSTM(4, True), "gru": GRU(3), "rnn_tanh": TanhRNN(1), "rnn_relu": ReluRNN(1)}
+CELLS: dict[str, Cell] = {"lstm": LSTM(), "gru": GRU(), "rnn_tanh": TanhRNN(), "rnn_relu": ReluRNN()}

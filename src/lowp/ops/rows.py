@@ -77,7 +77,7 @@ WIDE = Row("", "wide", "generic:wide", quick="generic:quick_wide")
 REFUSED = replace(WIDE, runner="generic:refused", quick="")
 PROMOTED = Row("", "promote", "generic:promote")
 _PRODUCT = replace(PROMOTED, operands="input weight", at_site=BY_ITSELF)  # that torch only promotes
-POINTWISE = Row("", "pointwise", "generic:pointwise")
+POINTWISE = Row("", "pointwise", "generic:wide")
 
 _ROWS: list[tuple[Row, str]] = [
     # -- contractions -------------------------------------------------------------------------------------------------

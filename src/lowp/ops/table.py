@@ -18,34 +18,9 @@ import torch
 import torch.overrides
 
 from lowp.compat import remembered
-from lowp.ops.rows import (
-    BY_ITSELF,
-    FUSED,
-    MADE_OF_PRODUCTS,
-    OF_NORM,
-    OPS,
-    POINTWISE,
-    PROMOTED,
-    REFUSED,
-    WIDE,
-    Row,
-    runner,
-)
+from lowp.ops.rows import BY_ITSELF, FUSED, OF_NORM, OPS, POINTWISE, PROMOTED, REFUSED, WIDE, Row
 from lowp.ops.torch_lists import LISTS, STRUCTURAL
 from lowp.policy import Policy, Rule
-
-__all__ = [
-    "MADE_OF_PRODUCTS",
-    "TABLES",
-    "TORCH_POLICIES",
-    "Row",
-    "is_structural",
-    "name_of",
-    "op_names",
-    "row_of",
-    "runner",
-]
-
 
 # another name for the same op; torch.norm has its namesake's name because "norm" is a class of ops
 ALIASES = {

@@ -27,8 +27,8 @@ from lowp.ops.call import Call
 from lowp.ops.generic import has_irregular
 from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
+from lowp.ops.rows import Row
 from lowp.ops.shields import DisableAutocast, without_autocast
-from lowp.ops.table import Row
 from lowp.policy import Rule
 from lowp.region.handover import ELSEWHERE, device_of
 from lowp.region.paths import ModulePath

@@ -27,8 +27,8 @@ from lowp.kernels.tracing import is_jit_tracing
 from lowp.ops.casting import native_dtype
 from lowp.ops.direct import one_dtype
 from lowp.ops.generic import is_in_place
+from lowp.ops.rows import Row
 from lowp.ops.shields import DisableAutocast
-from lowp.ops.table import Row
 from lowp.ops.torch_lists import devices_that_agree
 from lowp.policy import Rule
 

@@ -16,14 +16,13 @@ from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.exponents import is_flexpoint
 from lowp.formats import ScaledFormat
-from lowp.ops import table
+from lowp.ops import rows, table
 from lowp.ops.call import Call, Quick
 from lowp.ops.casting import result_dtype
 from lowp.ops.generic import sixteen_bit
 from lowp.ops.int16.masks import has_integer_operands
 from lowp.ops.multihead import with_projections
-from lowp.ops.rows import BY_ITSELF
-from lowp.ops.table import Row
+from lowp.ops.rows import BY_ITSELF, Row
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
 from lowp.region.handover import HandOver, Way, as_it_is, as_usual, hand_over, handed_over, quickly
@@ -146,7 +145,7 @@ class Rulebook:
             self._ops[row.name] = None
         elif row.is_contraction and self.policy.rules:
             self.missed(f"{row.name} in {path}" if path else row.name)
-        if (row.product or row.name in table.MADE_OF_PRODUCTS) and self.policy.rules and _leaves_wide(row, plan.rule):
+        if (row.product or row.name in rows.MADE_OF_PRODUCTS) and self.policy.rules and _leaves_wide(row, plan.rule):
             self._unrounded[f"{row.name} in {path}" if path else row.name] = None
 
     def _planned(self, function: Callable[..., Any], path: str) -> Plan | None:
@@ -183,7 +182,7 @@ class Rulebook:
     def _runner(self, row: Row, rule: Rule | None) -> Callable[[Call], Any] | None:
         """Return what runs an op under a rule where it does not run as it is."""
         if rule is None and self._masks and row.masked:
-            return table.runner(row.masked)
+            return rows.runner(row.masked)
         always = row.op_class == "promote" or row.runner == "generic:refused"
         return row.run(rule) if always or (rule is not None and not rule.is_empty) else None
 
@@ -244,7 +243,7 @@ class Rulebook:
         self._widened[f"{plan.row.name} on {device}"] = None
         given = plan.rule or _NO_RULE
         rule = replace(given, input=Cast(cast(Any, "fp32")))
-        widened = Plan(replace(plan.row, runner="generic:wide", product=""), rule, table.runner("generic:wide"))
+        widened = Plan(replace(plan.row, runner="generic:wide", product=""), rule, rows.runner("generic:wide"))
         self.plans(path)[function] = widened
         return widened
 
@@ -311,7 +310,7 @@ def _at_sites(row: Row, rule: Rule, quick: Quick | None) -> Plan | None:
     if rule.output is not None and is_flexpoint(rule.output):
         # without sites, as under torch.compile and torch.func, each tensor's exponent comes from its own maximum
         alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
-        at_site = partial(table.runner(row.at_site), row)
+        at_site = partial(rows.runner(row.at_site), row)
         alone_run = _under(alone, row.run(alone))
         return Plan(row, rule, alone_run, at_site, row.is_contraction, True, None, quick, _ways(None, quick))
     if not rule.is_delayed:

@@ -22,7 +22,7 @@ from lowp.ops.generic import changed, not_in_place, run_changed
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, rounded_by
 from lowp.ops.int16.saved import as_function, computed_and_rounded
 from lowp.ops.observing import role_of
-from lowp.ops.table import Row, runner
+from lowp.ops.rows import Row, runner
 
 # the first arguments of F.embedding and F.embedding_bag; the third is padding_idx of one and offsets of the other
 _EMBEDDING = ("input", "weight", "", "max_norm", "norm_type")

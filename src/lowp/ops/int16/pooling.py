@@ -18,9 +18,9 @@ from lowp.nested import tensors_of
 from lowp.ops.call import Call
 from lowp.ops.observed import told
 from lowp.ops.observing import role_of
+from lowp.ops.rows import Row
 from lowp.ops.shields import shield
 from lowp.ops.signature import Mismatch, bound, plain, require
-from lowp.ops.table import Row
 
 
 def selected(call: Call, runner: Callable[[Call, Tensor], Tensor] | None = None) -> Any:
