@@ -263,7 +263,7 @@ def test_questions_for_a_device_are_recognised(written: str) -> None:
         "where = x.device\nwhere == y.device", "where = x.device\nthere = y.device\nwhere != there",
         "where = x\nwhere == y",
         "torch.zeros(3, device='cpu')", "x.to('cuda')",
-        "kernels.has_integer_kernels(x)", "x.is_meta", "x.type_as(y)", "states['cuda'] == 1", "isinstance(x, Tensor)",
+        "kernels.answers_at_once(x)", "x.is_meta", "x.type_as(y)", "states['cuda'] == 1", "isinstance(x, Tensor)",
         "{'cpu': one, 'cuda': other}", "name.startswith('cp')", "getattr(x, name)", "{x.device: y}[z]",
     ],
 )  # fmt: skip

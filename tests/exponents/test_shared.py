@@ -300,7 +300,7 @@ def test_on_a_device_a_second_write_that_is_skipped_teaches_nothing(
 ) -> None:
     if way == "triton":
         pytest.importorskip("triton")
-    monkeypatch.setattr(learning, "has_integer_kernels", lambda device: False)
+    monkeypatch.setattr(learning, "answers_at_once", lambda device: False)
     monkeypatch.setattr(dispatch, "is_on_host", lambda x: False)
     x, y, larger = torch.tensor([1.0, 3.0]), torch.tensor([5.0, -2.0]), torch.tensor([1000.0, 7.0])
 
@@ -338,7 +338,7 @@ def test_a_single_number_beyond_a_places_window_is_not_cut_off_and_is_learnt_fro
     is_there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_there:
-        monkeypatch.setattr(learning, "has_integer_kernels", lambda device: False)
+        monkeypatch.setattr(learning, "answers_at_once", lambda device: False)
     exponents, site = SharedExponents(), "output of loss"
     for value in (0.25, 2.2272, 2.2272, 1000.0, -7000.0):
         written = exponents.write(torch.tensor(value), FLEX, site).values
@@ -370,7 +370,7 @@ def test_what_is_in_the_format_can_stay_as_it_is(way: str) -> None:
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_place_that_was_changed_from_outside_begins_anew(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_there:
-        monkeypatch.setattr(learning, "has_integer_kernels", lambda device: False)
+        monkeypatch.setattr(learning, "answers_at_once", lambda device: False)
     exponents = SharedExponents()
     w = exponents.write(torch.linspace(-1, 1, 9), FLEX, "weight of w").values
     exponents.flush()
@@ -478,7 +478,7 @@ def test_the_writes_of_an_accelerator_are_those_of_the_cpu(monkeypatch: pytest.M
     def trained(there: bool) -> list[Tensor]:
         exponents = SharedExponents()
         if there:
-            monkeypatch.setattr(learning, "has_integer_kernels", lambda *tensors: False)
+            monkeypatch.setattr(learning, "answers_at_once", lambda *tensors: False)
         generator = torch.Generator().manual_seed(0)
         found = []
         for step in range(30):

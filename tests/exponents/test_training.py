@@ -144,7 +144,7 @@ def test_the_default_dtype_changes_nothing() -> None:
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_step_is_taken_if_nothing_but_results_is_infinite(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_there:
-        monkeypatch.setattr(learning, "has_integer_kernels", lambda device: False)
+        monkeypatch.setattr(learning, "answers_at_once", lambda device: False)
     run, x = Run(), torch.full((4, 2), math.inf)
     with run.precision.autocast():
         assert not F.linear(x, run.model[0].weight.detach()).isfinite().any()  # used by nothing

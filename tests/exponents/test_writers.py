@@ -140,7 +140,7 @@ def test_two_conditions_hold_where_both_do_and_those_of_the_host_cost_nothing() 
 def test_a_site_has_begun_on_a_host_with_the_first_number_and_on_a_device_with_the_first_write(
     is_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learning, "has_integer_kernels", lambda device: is_host)
+    monkeypatch.setattr(learning, "answers_at_once", lambda device: is_host)
     exponents = begun()
     table = exponents.table(FLEX)
     assert table is not None and table.has_begun(SITE) and not table.has_begun("weight of w")

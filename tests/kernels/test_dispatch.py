@@ -72,13 +72,13 @@ def test_triton_writes_numbers_of_32_and_16_bits_that_are_there() -> None:
 
 def test_observations_are_known_at_once_on_a_host_alone() -> None:
     x, there = torch.ones(2), torch.ones(2, device="meta")
-    assert dispatch.has_integer_kernels(x, CPU) and dispatch.has_integer_kernels()
-    assert not dispatch.has_integer_kernels(x, there) and not dispatch.has_integer_kernels(CUDA)
+    assert dispatch.answers_at_once(x) and dispatch.answers_at_once(CPU)
+    assert not dispatch.answers_at_once(there) and not dispatch.answers_at_once(CUDA)
     if triton.is_installed():
         with kernels.use("triton"):
-            assert not dispatch.has_integer_kernels(x)
+            assert not dispatch.answers_at_once(x)
     with kernels.use("bitwise"):
-        assert dispatch.has_integer_kernels(x)
+        assert dispatch.answers_at_once(x)
 
 
 def test_a_gpu_that_torch_does_not_find_has_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:

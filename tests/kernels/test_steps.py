@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import Unavailable
+from lowp.kernels.numbers import philox
 from lowp.kernels.steps import stored, updates
 from lowp.kernels.steps.rules import AdamWStep, LionStep, SgdStep, StepRule
 from lowp.kernels.steps.spectra import numbers_at, sampled, slope_of
@@ -135,7 +136,7 @@ def test_gradients_are_checked_by_a_devices_kernel_where_it_reads_them() -> None
     ("word", "expected"), [(0, 0), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1), (2**64 + 5, 5), (-1, -1)]
 )
 def test_a_word_of_64_bits_is_a_twos_complement_number(word: int, expected: int) -> None:
-    assert updates.signed(word) == expected
+    assert philox.signed(word) == expected
 
 
 # -- stored weights ---------------------------------------------------------------------------------------------------

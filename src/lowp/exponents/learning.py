@@ -22,7 +22,7 @@ from lowp.exponents.base import SiteTable
 from lowp.exponents.scalings import scaling_of
 from lowp.exponents.sites import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels.choose.dispatch import has_integer_kernels, runs_triton, uses_library
+from lowp.kernels.choose.dispatch import answers_at_once, runs_triton, uses_library
 from lowp.kernels.int16 import entries
 from lowp.scaling import Autoflex, AutoflexState, Reactive, ReactiveState, WritesSeen
 from lowp.scaling.autoflex import extended
@@ -77,7 +77,7 @@ class LearningTable(SiteTable):
     def __init__(self, cast: Cast, device: torch.device, run: Run | None = None) -> None:
         super().__init__(cast, device)
         self.scaling, self.run = scaling_of(cast), run or Run()
-        self.is_host = has_integer_kernels(device)
+        self.is_host = answers_at_once(device)
         self._adapts = not isinstance(self.scaling, Autoflex) or self.scaling.adapt  # whether exponents change at all
         self.written: dict[int, Condition] = {}
         counts = {name: torch.zeros(0, dtype=widest_float(device), device=device) for name in COUNTS}

@@ -16,9 +16,9 @@ from lowp.errors import InvalidInput, UnknownName, brief, unknown
 from lowp.formats import FloatFormat
 from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.numbers import packing
+from lowp.kernels.numbers.philox import signed
 from lowp.kernels.steps import stored
 from lowp.kernels.steps.stored import Weight
-from lowp.kernels.steps.updates import signed
 from lowp.optim.shards import holder_of, is_sharded, local, places_of, quantize_at, shard_like, sharing
 
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache

@@ -6,6 +6,7 @@ in fp64, on the CPU for devices without fp64.
 
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from lowp.kernels.numbers.philox import Seed
 from lowp.kernels.numbers.scaled import Scales
 from lowp.quantized import Quantized
 
+# the implementations with functions of whole formats with shared scales, and what has them
+_OF_GROUPS: dict[ModuleType, Any] = {cpu: cpu_groups, triton: triton}
+
 
 def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
     """Return `x` rounded by `cast`, with x's strides if x is dense."""
@@ -34,13 +38,13 @@ def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, s
         return values if x.is_contiguous() else torch.empty_like(x).copy_(values)
     out = torch.empty_like(x)
     if x.is_contiguous() or module is not cpu:
-        _call(module, x, cast, seed, out)
+        module.quantize(x, cast, seed, out)
     elif not cast.is_stochastic and x.stride() == out.stride() and is_dense(x.shape, x.stride()):
         # element-wise: the order does not matter, so that elements are taken in memory order
-        _call(module, x.as_strided((x.numel(),), (1,)), cast, seed, out.as_strided((x.numel(),), (1,)))
+        module.quantize(x.as_strided((x.numel(),), (1,)), cast, seed, out.as_strided((x.numel(),), (1,)))
     else:
         contiguous = x.contiguous()
-        _call(module, contiguous, cast, seed, contiguous)
+        module.quantize(contiguous, cast, seed, contiguous)
         out.copy_(contiguous)
     return out
 
@@ -53,7 +57,7 @@ def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | No
     same = out is x or (out.data_ptr() == x.data_ptr() and out.stride() == x.stride())
     direct = x.is_contiguous() and out.is_contiguous() and not out.is_neg() and (same or not _overlap(x, out))
     if direct and cast.scaling is None:
-        _call(module, _readable(x), cast, seed, out)
+        module.quantize(_readable(x), cast, seed, out)
     elif direct and module is cpu and scales is None and x.dtype.itemsize > 2:  # 16 bits may be refused
         if cpu_groups.quantize_groups(_readable(x), cast, seed, out) is None:
             out.copy_(quantize(module, x, cast, scales, seed))
@@ -125,15 +129,15 @@ def encode_scaled(
     packed = packed and x.ndim > 0
     device = x.device
     x, format = _readable(x).to(home(device)), scaled.scaled_format(cast)
-    fused = getattr(_of_groups(module), "encode_groups", None) if scales is None else None
-    if fused is not None and (made := fused(x.contiguous(), cast, seed, packed)) is not None:
+    fused = _OF_GROUPS.get(module) if scales is None else None
+    if fused is not None and (made := fused.encode_groups(x.contiguous(), cast, seed, packed)) is not None:
         payload, kept, outer, nans = made
         refuse_nans(nans, x, format.element)
         return payload, kept, None, outer
     is_given, scales = scales is not None, scaled.choose(x, cast) if scales is None else scales
     payload = _payload(module, x, cast, scales, seed, packed).to(device)
     if cast.is_corrected and not is_given:
-        scales = scaled.corrected(x, cast, scales, _elements(module, x, cast, scales, seed), seed)
+        scales = scaled.corrected(x, cast, scales, scaled.elements(widen(x), cast, scales, module.quantize, seed), seed)
     zero_point = None if scales.zero_point is None else scales.zero_point.to(device, torch.int32)
     outer = None if scales.outer is None else narrow(scales.outer, torch.float32).to(device)
     return payload, scaled.stored_scales(scales.scale, format).to(device), zero_point, outer
@@ -145,7 +149,7 @@ def _payload(module: ModuleType, x: Tensor, cast: Cast, scales: Scales, seed: Se
     by = scaled.divisor(scales, format)
     if module is cpu and format.other is None and scales.zero_point is None and bool((by.isfinite() & (by > 0)).all()):
         return encode(module, wide / groups.spread(by, x.shape, format.scope), cast.element_cast, seed, packed)
-    element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
+    element = scaled.elements(wide, cast, scales, module.quantize, seed)
     poisoned = groups.spread(scales.scale, x.shape, format.scope).isnan()
     element = torch.where(poisoned, 0.0, element)
     if format.other is None:
@@ -180,27 +184,18 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
 
 def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
     x = x.contiguous()
-    fused = getattr(_of_groups(module), "quantize_groups", None) if scales is None else None
-    if fused is not None and (found := fused(x, cast, seed)) is not None:
+    fused = _OF_GROUPS.get(module) if scales is None else None
+    if fused is not None and (found := fused.quantize_groups(x, cast, seed)) is not None:
         return found  # type: ignore[no-any-return]
     if scales is None:
         scales = scaled.choose(x, cast)
         if cast.is_corrected:
-            element = _elements(module, x, cast, scales, seed)
+            element = scaled.elements(widen(x), cast, scales, module.quantize, seed)
             return scaled.values(element, cast, scaled.corrected(x, cast, scales, element, seed), x.dtype)
     if module is cpu and x.numel() and scaled.scaled_format(cast).other is None:
         by = scaled.divisor(scales, scaled.scaled_format(cast)).expand(scales.scale.shape).contiguous()
         return cpu_groups.quantize_scaled(x, cast, by, seed, scales.zero_point)
-    return scaled.values(_elements(module, x, cast, scales, seed), cast, scales, x.dtype)
-
-
-def _elements(module: ModuleType, x: Tensor, cast: Cast, scales: Scales, seed: Seed) -> Tensor:
-    return scaled.elements(widen(x), cast, scales, _element_cast(module, seed))
-
-
-def _of_groups(module: ModuleType) -> ModuleType:
-    """Return the module that may have an implementation's functions of whole formats with shared scales."""
-    return cpu_groups if module is cpu else module
+    return scaled.values(scaled.elements(widen(x), cast, scales, module.quantize, seed), cast, scales, x.dtype)
 
 
 @remembered_by_identity
@@ -231,19 +226,6 @@ def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int = -
     if has_mantissas(cast) and scaling is not None and scaling.kind == "current":
         return int(cpu_int16.current_int16(x, cast, seed, None, out)) != NOT_FINITE
     return cpu_groups.quantize_finite(x, cast, seed, out, axis)
-
-
-def _element_cast(module: ModuleType, seed: Seed) -> scaled.ElementCast:
-    def cast_elements(x: Tensor, cast: Cast) -> Tensor:
-        x = x.contiguous()
-        _call(module, x, cast, seed, x)
-        return x
-
-    return cast_elements
-
-
-def _call(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
-    module.quantize(x, cast, seed, out)
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lowp.kernels.casts import checks, run, shards
 from lowp.kernels.choose.dispatch import implementation
 from lowp.kernels.numbers import groups, packing, scaled
 from lowp.kernels.numbers.floats import home
-from lowp.kernels.numbers.philox import Draw, Seed
+from lowp.kernels.numbers.philox import Draw, Seed, signed
 from lowp.quantized import Quantized
 
 _SIGN = 1 << 63
@@ -275,7 +275,7 @@ def arguments(
     if isinstance(seed, Tensor):
         return text(cast), _tensor(first, x), _tensor(second, x), 0, seed, offset
     if not -_SIGN <= seed < _SIGN:
-        seed = ((seed + _SIGN) % (2 * _SIGN)) - _SIGN
+        seed = signed(seed)
     return text(cast), _tensor(first, x), _tensor(second, x), seed, None, offset
 
 

@@ -1,6 +1,6 @@
 """The one place that chooses the implementation, and `use`, which forces one.
 
-Casts call `implementation`; products and payloads of integers call `forced`, `uses_library` and `has_integer_kernels`.
+Casts call `implementation`; products and payloads of integers call `forced`, `uses_library` and `answers_at_once`.
 """
 
 import os
@@ -124,14 +124,9 @@ def runs_triton(x: Tensor) -> bool:
     return chosen and is_real(x) and not is_compiling() and not is_transformed()
 
 
-def has_integer_kernels(*tensors: Tensor | torch.device) -> bool:
-    """Whether integer kernels run where these tensors are, so that their observations are known at once: on CPUs.
+def answers_at_once(one: Tensor | torch.device) -> bool:
+    """Whether integer kernels run where a tensor is, so that their observations are known at once: on CPUs.
 
     On other devices exponents stay on the device, and also if the kernels of a device are forced on a CPU.
     """
-    return all(map(answers_at_once, tensors))
-
-
-def answers_at_once(one: Tensor | torch.device) -> bool:
-    """`has_integer_kernels` of one tensor or device, faster."""
     return is_on_host(one) and _forced.get() != "triton"

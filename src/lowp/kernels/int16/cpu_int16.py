@@ -88,12 +88,16 @@ def is_exact_int16(x: Tensor, cast: Cast) -> tuple[bool, Tensor]:
 
 @remembered_by_identity
 def own_bounds(cast: Cast) -> tuple[object, int, int, int]:
-    """Return the parameters of a cast, what is added to the exponent of a maximum, and the bounds of the sum."""
+    """Return the parameters of a cast, and its `exponent_bounds`."""
+    return mantissa_block(cast), *exponent_bounds(cast)
+
+
+def exponent_bounds(cast: Cast) -> tuple[int, int, int]:
+    """Return what is added to floor(log2) of a maximum, and the bounds of the sum, for the exponent of a tensor."""
     format = cast.format
-    assert isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
-    assert isinstance(format.scale, PowerOfTwo)
+    assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
     offset = (0 if cast.scaling is None else cast.scaling.headroom) - (format.element.bits - 2)
-    return mantissa_block(cast), offset, format.scale.min_exponent, format.scale.max_exponent
+    return offset, format.scale.min_exponent, format.scale.max_exponent
 
 
 def from_int16(mantissas: Tensor, exponent: Tensor, out: Tensor) -> None:

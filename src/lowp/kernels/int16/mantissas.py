@@ -24,7 +24,7 @@ from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import answers_at_once, by_triton, uses_library
 from lowp.kernels.int16 import cpu_int16
-from lowp.kernels.int16.cpu_int16 import Seen, memory_of
+from lowp.kernels.int16.cpu_int16 import Seen, exponent_bounds, memory_of
 from lowp.kernels.numbers import bitwise
 from lowp.kernels.numbers.floats import two_to_the
 from lowp.kernels.numbers.philox import Draw, Seed
@@ -126,11 +126,9 @@ def own_exponent(x: Tensor, cast: Cast, only_finite: bool = False) -> Tensor:
     if scaling is not None and scaling.exponent is not None:
         exponent = torch.full_like(largest, scaling.exponent)
     else:
-        assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.scale, PowerOfTwo)
         units = largest.to(torch.float32).view(torch.int32) >> 23  # of a subnormal number: how many of 2**-149
         floor_log2 = torch.where(largest < _HIDDEN, units - 127 - 149, (largest >> 23) - 127)
-        offset = (0 if scaling is None else scaling.headroom) - (cast.format.element.bits - 2)
-        low, high = cast.format.scale.min_exponent, cast.format.scale.max_exponent
+        offset, low, high = exponent_bounds(cast)
         exponent = torch.where(largest == 0, 0, (floor_log2 + offset).clamp(low, high))
     return torch.where(largest < _INFINITY, exponent, NOT_FINITE)
 

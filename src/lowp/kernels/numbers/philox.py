@@ -29,6 +29,12 @@ class Draw(NamedTuple):
 Seed = int | Tensor | Draw
 
 
+def signed(word: int) -> int:
+    """Return the low 64 bits as a two's complement number; int64 tensors multiply and add it with wrap-around."""
+    word %= 1 << 64
+    return word - (1 << 64) if word >> 63 else word
+
+
 def draw_seed(device: torch.device | str = "cpu") -> Tensor:
     """Return a new seed for stochastic rounding from torch's generator: `torch.manual_seed` repeats it.
 

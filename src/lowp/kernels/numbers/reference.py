@@ -34,7 +34,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     found = torch.tensor(codes, dtype=torch.int64, device=x.device).reshape(x.shape)
     if isinstance(element, FloatFormat) and element.signed and element.has_nan and element.has_minus_zero:
         negative_nan = rounded.isnan() & sign_and_magnitude(rounded)[0]
-        found = torch.where(negative_nan, found | _as_int64(1 << (element.bits - 1)), found)
+        found = torch.where(negative_nan, found | philox.signed(1 << (element.bits - 1)), found)
     out.copy_(wrapped(found, out.dtype))
     return int(rounded.isnan().sum()) if not _has_nan(element) else 0
 
@@ -228,11 +228,7 @@ def _has_nan(element: FloatFormat | IntFormat) -> bool:
 
 
 def _code(element: FloatFormat | IntFormat, value: float) -> int:
-    return _as_int64(element.encode(value)) if isinstance(element, FloatFormat) else int(value)
-
-
-def _as_int64(code: int) -> int:
-    return code - (1 << 64) if code >= 1 << 63 else code
+    return philox.signed(element.encode(value)) if isinstance(element, FloatFormat) else int(value)
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -29,7 +29,7 @@ TO_FP32 = Cast(FP32, overflow=Overflow.SATURATE)
 _EDEN = 0.93 * 17 / 16  # of the authors' code: a few clipped numbers cost less than a coarser grid
 MOST_TRIED = 256  # kMostTried of cpu/cast.hpp
 
-ElementCast = Callable[[Tensor, Cast], Tensor]
+Quantize = Callable[[Tensor, Cast, Seed, Tensor], None]  # of an implementation
 
 
 class Scales(NamedTuple):
@@ -73,15 +73,12 @@ def choose(x: Tensor, cast: Cast) -> Scales:
         return Scales(mean(wide, format.scope))
     largest, is_finite = largest_finite(fold(x, format.scope))
     if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
-        scale = _power_of_two(largest, cast)
-        outer = None
+        scale, outer = _power_of_two(largest, cast), None
     else:
-        of_all = maximum(largest.reshape(-1))
+        outer = None if format.outer is None else outer_scale(maximum(largest.reshape(-1)), cast)
         largest = largest * 2.0**scaling.headroom
-        if scaling.rule == "4/6" or format.other is not None:
-            scale, outer = _tried(x, largest, of_all, cast)
-        else:
-            scale, outer = _ratio(largest, of_all, cast)
+        is_tried = scaling.rule == "4/6" or format.other is not None
+        scale = _tried(x, largest, outer, cast) if is_tried else _ratio(largest, outer, cast, aim(cast))
     if isinstance(format.scale, FloatFormat) and format.scale.bits <= 8 and format.scale.has_nan:
         # a scale of NaN marks a group with a NaN or an infinity, for scales of few bits (OCP MX 1.0 section 6.3)
         scale = torch.where(is_finite, scale, torch.nan)
@@ -106,42 +103,35 @@ def scale_of_maxima(largest: Tensor, cast: Cast) -> Tensor:
     if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
         return _power_of_two(wide, cast).to(largest.dtype)
     headroom = 0 if cast.scaling is None else cast.scaling.headroom
-    return _ratio(wide * 2.0**headroom, wide, cast)[0].to(largest.dtype)
+    return _ratio(wide * 2.0**headroom, None, cast, aim(cast)).to(largest.dtype)
 
 
-def _ratio(largest: Tensor, of_all: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
-    """Return scale = largest / element's maximum (/ outer), rounded to the scale's format, and the outer scale."""
-    format = scaled_format(cast)
-    assert isinstance(format.scale, FloatFormat)
-    highest = aim(cast)
-    if format.outer is None:
-        return _rounded_scale(largest / highest, format.scale), None
-    outer = outer_scale(of_all, cast)
-    scale = bitwise.quantized(largest / highest / outer, Cast(format.scale, overflow=Overflow.SATURATE))
-    return scale, outer
+def _ratio(largest: Tensor, outer: Tensor | None, cast: Cast, target: float) -> Tensor:
+    """Return scale = largest / target (/ outer), rounded to the scale's format."""
+    format = scaled_format(cast).scale
+    assert isinstance(format, FloatFormat)
+    if outer is None:
+        return _rounded_scale(largest / target, format)
+    return bitwise.quantized(largest / target / outer, Cast(format, overflow=Overflow.SATURATE))
 
 
-def _tried(x: Tensor, largest: Tensor, of_all: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
+def _tried(x: Tensor, largest: Tensor, outer: Tensor | None, cast: Cast) -> Tensor:
     """Return the scales of the smaller error: to 6, or by the rule 4/6 to 4, or with a minus sign for `other`.
 
     The squared errors of the finite numbers are those of nearest elements in fp64, added by halves. In a tie the first.
     """
     format = scaled_format(cast)
-    assert isinstance(format.scale, FloatFormat)
-    outer = None if format.outer is None else outer_scale(of_all, cast)
     numbers = fold(widen(torch.where(x.isfinite(), x, 0.0).abs()), format.scope)
     found = []
     for target, element in ((aim(cast), format.element), (aim(cast) if format.other else 4.0, format.other)):
-        ratio = largest / target if outer is None else largest / target / outer
-        to = Cast(format.scale, overflow=Overflow.SATURATE)
-        scale = _rounded_scale(ratio, format.scale) if outer is None else bitwise.quantized(ratio, to)
+        scale = _ratio(largest, outer, cast, target)
         scale = scale if element is None or element is format.element else -scale
         by = divisor(Scales(scale, None, outer), format).unsqueeze(-1)
         quotient = torch.where(by == 0, 0.0, numbers / by)
         error = bitwise.quantized(quotient, Cast(element or format.element, overflow=Overflow.SATURATE)) * by - numbers
         found.append((scale, _sum_by_halves(error * error)))
     (first, error_of_first), (second, error_of_second) = found
-    return torch.where(error_of_second < error_of_first, second, first), outer
+    return torch.where(error_of_second < error_of_first, second, first)
 
 
 def _sum_by_halves(rows: Tensor) -> Tensor:
@@ -271,8 +261,14 @@ def takes_other(scales: Scales, shape: torch.Size, format: ScaledFormat) -> Tens
     return spread(scales.scale < 0, shape, format.scope)
 
 
-def elements(x: Tensor, cast: Cast, scales: Scales, element_cast: ElementCast) -> Tensor:
+def elements(x: Tensor, cast: Cast, scales: Scales, quantize: Quantize, seed: Seed) -> Tensor:
     """Return the elements of the fp64 tensor `x` in fp64: its numbers divided by their scale, and cast."""
+
+    def element_cast(numbers: Tensor, to: Cast) -> Tensor:
+        numbers = numbers.contiguous()
+        quantize(numbers, to, seed, numbers)
+        return numbers
+
     format = scaled_format(cast)
     by = spread(divisor(scales, format), x.shape, format.scope)
     quotient = torch.where(by == 0, x * 0.0, x / by)  # a zero keeps its sign

@@ -12,6 +12,7 @@ from lowp.formats import ScaledFormat
 from lowp.kernels import cpu, triton
 from lowp.kernels.choose import dispatch
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, rule_block
+from lowp.kernels.numbers.philox import signed
 from lowp.kernels.steps.rules import StepRule
 from lowp.kernels.tracing import is_eager, is_quiet, is_real
 from lowp.scaling.loss_scale import inverse_of
@@ -154,9 +155,3 @@ def _is_checked(gradient: Tensor) -> bool:
         return True
     format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(gradient.dim())
     return format is not None and gradient.is_contiguous(memory_format=format)
-
-
-def signed(word: int) -> int:
-    """Return the low 64 bits as a two's complement number; int64 tensors multiply and add it with wrap-around."""
-    word %= 1 << 64
-    return word - (1 << 64) if word >> 63 else word

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.numbers.philox import Draw, Seed, drawn
+from lowp.kernels.numbers.philox import Draw, Seed, drawn, signed
 from lowp.kernels.triton.device import casts, codes, counts, stochastic
 from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK, launch, programs_for, run
 from lowp.kernels.triton.plans import DTYPES, exact, is_direct, layout, plan
@@ -129,5 +129,4 @@ def key_of(x: Tensor, seed: Seed, draws: bool) -> tuple[Tensor, int]:
     seed, first = drawn(seed)
     if isinstance(seed, Tensor):
         return seed.to(x.device), first
-    seed &= (1 << 64) - 1
-    return torch.full((), seed - (1 << 64) if seed >> 63 else seed, dtype=torch.int64, device=x.device), first
+    return torch.full((), signed(seed), dtype=torch.int64, device=x.device), first

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
+from lowp.formats import IntFormat
+from lowp.kernels.int16.cpu_int16 import exponent_bounds
 from lowp.kernels.int16.mantissas import int16_element, readable
 from lowp.kernels.triton.calls import integers, key_of
 from lowp.kernels.triton.device import mantissas
@@ -45,12 +46,9 @@ def rounding(cast: Cast) -> tuple[CastTraits, Numbers]:
 
 def own(cast: Cast) -> tuple[Own, bool]:
     """Return how a cast finds an exponent, and whether it is fixed."""
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.scale, PowerOfTwo)
-    scale, scaling = cast.format.scale, cast.scaling
-    if scaling is not None and scaling.exponent is not None:
-        return Own(scaling.exponent, 0, 0), True
-    headroom = 0 if scaling is None else scaling.headroom
-    return Own(headroom - (cast.format.element.bits - 2), scale.min_exponent, scale.max_exponent), False
+    if cast.scaling is not None and cast.scaling.exponent is not None:
+        return Own(cast.scaling.exponent, 0, 0), True
+    return Own(*exponent_bounds(cast)), False
 
 
 def look(x: Tensor, cast: Cast, hint: Tensor | None = None, only_finite: bool = False) -> Found:

@@ -11,6 +11,7 @@ import torch
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels.numbers import philox
 from lowp.kernels.numbers.bitwise import Parameters, parameters
 from lowp.kernels.numbers.floats import CARRIERS
 
@@ -261,7 +262,7 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     signed, minus_zero = format.signed, format.has_minus_zero
     unit = _unit(Cast(format))
     most = (infinity or (all_ones + (kind != "above"))) - 1
-    beyond = infinity or _signed64(nan or 0)
+    beyond = infinity or philox.signed(nan or 0)
     anchored = not wide and format.has_zero and _SMALLEST_UNIT <= unit <= _LARGEST_UNIT
     shape = Layout(
         wide=wide,
@@ -291,7 +292,7 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         magnitude_mask=all_ones,
         sign_place=format.bits - 1,
         infinity_code=infinity or 0,
-        nan_code=_signed64(nan or 0),
+        nan_code=philox.signed(nan or 0),
         most=most,
         beyond=beyond,
     )
@@ -325,7 +326,3 @@ def is_direct(form: CastTraits, shape: Layout) -> bool:
     is_followed = shape.next_is_beyond and (form.overflow != "nan" or not shape.infinity)
     ends = form.overflow == "saturate" or not form.is_directed or (form.by_sum and is_followed)
     return is_plain and form.overflow == "saturate" if shape.integer else is_plain and ends and form.cuts
-
-
-def _signed64(code: int) -> int:
-    return code - (1 << 64) if code >> 63 else code

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.kernels.choose.dispatch import has_integer_kernels
+from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.ops.call import Call
 from lowp.ops.generic import changed, not_in_place, run_changed
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, rounded_by
@@ -39,7 +39,7 @@ def by_itself(row: Row, call: Call) -> Any:
 def norm(row: Row, call: Call) -> Any:
     """Run a norm, which writes its own result and gradients if it computes with integers."""
     tensors = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
-    return row.run(call.rule)(call) if has_integer_kernels(*tensors) else fused(row, call)
+    return row.run(call.rule)(call) if all(map(answers_at_once, tensors)) else fused(row, call)
 
 
 def again(row: Row, call: Call) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import private, real_tensors
 from lowp.exponents import SiteWriter
-from lowp.kernels.choose.dispatch import answers_at_once, has_integer_kernels
+from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.cpu_int16 import memory_of
 from lowp.kernels.int16.mantissas import values
@@ -190,7 +190,7 @@ def _followed(call: Call) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]
     args, kwargs = changed(call.args, collect), changed(call.kwargs, collect)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors) or not is_out_of_place(call):
         return None
-    if not has_integer_kernels(*tensors) or any(x.dtype is not torch.float32 for x in tensors):
+    if not all(answers_at_once(x) and x.dtype is torch.float32 for x in tensors):
         return None
     return tensors, args, kwargs
 
