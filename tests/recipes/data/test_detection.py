@@ -82,6 +82,19 @@ def test_boxes_are_mirrored_with_their_picture(tmp_path: Path) -> None:
     assert found == {(0.0, 0.0, 0.5, 1.0), (0.5, 0.0, 1.0, 1.0)}
 
 
+def test_each_picture_of_a_batch_is_mirrored_or_not_with_all_its_boxes() -> None:
+    examples, every = draw_boxes(48, 10, 40, 10).training, torch.arange(40)
+    plain, batch = examples.batch(every), examples.batch(every, torch.Generator().manual_seed(0))
+    turned = [torch.equal(a.flip(-1), b) for a, b in zip(plain["images"], batch["images"], strict=True)]
+    assert 10 < sum(turned) < 30
+    for was_turned, *images, before, after, kind in zip(
+        turned, plain["images"], batch["images"], plain["boxes"], batch["boxes"], plain["classes"], strict=True
+    ):
+        assert was_turned or torch.equal(*images)
+        for (left, top, right, bottom), box in zip(before[kind >= 0], after[kind >= 0], strict=True):
+            assert box.tolist() == [1 - right, top, 1 - left, bottom] if was_turned else [left, top, right, bottom]
+
+
 BROKEN: dict[str, tuple[dict[str, bytes | None], str]] = {
     "no picture": ({"JPEGImages__000001_dot_jpg": None}, r"looked for JPEGImages/000001\.jpg in"),
     "bad picture": ({"JPEGImages__000001_dot_jpg": b"none"}, r"000001\.jpg cannot be read as a picture"),

@@ -41,6 +41,16 @@ def test_a_scene_has_boxes_around_its_outlines(side: int) -> None:
     assert not scene.outline[~inside].any() and set(np.unique(scene.outline)) - {0} <= {*(scene.kinds + 1)}
 
 
+def test_figures_have_sides_within_the_range_and_none_is_longer_than_one_and_a_half_of_the_other() -> None:
+    random = np.random.default_rng(0)
+    scenes = [draw_scene(random, 60, (0.2, 0.9), 3, kinds=8, held=False) for _ in range(100)]
+    left, top, right, bottom = np.concatenate([scene.boxes for scene in scenes]).T
+    width, height = right - left, bottom - top
+    assert min(width.min(), height.min()) == 12 and 50 < max(width.max(), height.max()) <= 54
+    assert (width <= 1.5 * height + 1).all() and (height <= 1.5 * width + 1).all()  # whole pixels
+    assert (width > 1.4 * height).any() and (height > 1.4 * width).any()
+
+
 def test_images_are_standardised_by_the_training_set_and_only_it_is_augmented() -> None:
     data = image_data(shape_images(16, 50, 10), padding=2)
     everything = torch.arange(50)
