@@ -143,3 +143,12 @@ def test_blocks_are_added_and_come_back_from_plain_data() -> None:
         Blocks.read([1, 2, 3])
     for layout in blocks_of(torch.randn(64, 64), "weight", "linear", 5.0):
         assert BlockLayout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize("length", [15, 17, 31, 33, 40])
+def test_what_is_left_of_a_row_after_whole_blocks_is_no_block(length: int) -> None:
+    found = blocks_of(torch.ones(7, length), "weight", "", 1.0)
+    read = min(length, 32)
+    for size in (16, 32):
+        own = min(size, length)
+        assert found[BlockLayout(1, str(size))].counts[0, 0] == 7 * (read // own) * own

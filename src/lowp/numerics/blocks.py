@@ -224,11 +224,15 @@ def _turned(blocks: NDArray[np.float32], size: int) -> NDArray[np.float32]:
 def _counted_as(
     layouts: dict[BlockLayout, int], numbers: NDArray[np.float32], largest: float
 ) -> dict[BlockLayout, Blocks]:
-    """Count numbers in blocks of each size."""
+    """Count numbers in blocks of each size; what is left at the end of a row is no block."""
     numbers = np.abs(numbers)
     energy = np.square(numbers.astype(np.float64) / largest)
     energy *= _UNIT / max(energy.sum(), 1e-300)
-    return {layout: _counted(numbers.reshape(-1, size), energy, largest) for layout, size in layouts.items()}
+    found = {}
+    for layout, size in layouts.items():
+        whole = slice(numbers.shape[1] // size * size)
+        found[layout] = _counted(numbers[:, whole].reshape(-1, size), energy[:, whole], largest)
+    return found
 
 
 def _counted(numbers: NDArray[np.float32], energy: NDArray[np.float64], largest: float) -> Blocks:
