@@ -65,6 +65,22 @@ def test_a_spectrum_comes_back_from_json() -> None:
     assert np.array_equal(again.bins, seen.bins) and again.document() == seen.document()
 
 
+@pytest.mark.parametrize("scale", [2.0**-20, 0.5, 1.0, 2.0**20])
+def test_a_spectrum_times_a_power_of_two_is_that_of_the_scaled_tensor(scale: float) -> None:
+    x = torch.tensor([0.0, 1.0, -1.5, 0.7, 3e-5, 2.0**-100, -3.0])
+    found, expected = Spectrum.of(x).scaled(scale), Spectrum.of(x * scale)
+    assert np.array_equal(found.bins, expected.bins) and np.array_equal(found.powers, expected.powers)
+    assert (found.count, found.zeros, found.maximum) == (7, 1, 3 * scale)
+
+
+@pytest.mark.parametrize("scale", [1000.0, 0.3])
+def test_a_spectrum_times_another_number_is_right_to_the_bin(scale: float) -> None:
+    x = torch.randn(4000, generator=torch.Generator().manual_seed(3))
+    found, expected = Spectrum.of(x).scaled(scale), Spectrum.of(x * scale)
+    assert np.abs(np.cumsum(found.octaves) - np.cumsum(expected.octaves)).max() <= 4000 / PARTS
+    assert found.nonzero == 4000 and not found.powers.any()
+
+
 @pytest.mark.parametrize("change", [{"bins": [-1]}, {"significant": [1]}, {"count": None}, {"first_bin": 9999}])
 def test_a_damaged_spectrum_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(InvalidInput, match="an invalid spectrum"):

@@ -126,6 +126,19 @@ class Spectrum:
         zeros = self.zeros + self.nonzero - int(bins.sum())
         return replace(self, bins=bins, powers=powers, zeros=zeros, maximum=self.maximum if bins.any() else 0.0)
 
+    def scaled(self, scale: float) -> Spectrum:
+        """The spectrum of the tensor times `scale`, which is above zero: exact for a power of two, else to the bin."""
+        filled = slice(_BINS - PARTS)  # a bin has the first 14 bits of fp32 in common; in the last are none
+        centres = ((np.arange(_BINS, dtype=np.int32)[filled] << 18) + (1 << 17)).view(np.float32)
+        with np.errstate(over="ignore"):
+            places = np.minimum(centres * np.float32(scale), np.finfo(np.float32).max).view(np.int32) >> 18
+        bins, powers = _zeros(_BINS), _zeros(256)
+        np.add.at(bins, places, self.bins[filled])
+        if math.frexp(scale)[0] == 0.5:
+            np.add.at(powers, places[::PARTS] // PARTS, self.powers[:-1])
+        largest, energy = self.maximum * scale, self.sum_squares * scale * scale
+        return replace(self, bins=bins, powers=powers, maximum=largest, sum_squares=energy)
+
     # -- JSON -------------------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:
         """The spectrum as plain data: the bins from the first that is not empty to the last."""

@@ -350,7 +350,8 @@ class StepWatch:
             before = self._weights.pop(name, None)
             if before is None or parameter.grad is None:
                 continue
-            update = numbers_of(parameter.detach()).float() - before.float()
+            wide = torch.promote_types(before.dtype, torch.float32)
+            update = numbers_of(parameter.detach()).to(wide) - before.to(wide)
             key = parameter_key(name, "update", "step")
             self.part.tensors[key] = Spectrum.of(update)
             gradient = numbers_of(parameter.grad) if parameter.grad.layout is torch.strided else None

@@ -20,7 +20,7 @@ from lowp.numerics.record import Record
 from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.policy import Policy
 from lowp.precision import Precision
-from lowp.recipes.sampling import Share, is_lost
+from lowp.recipes.sampling import Share
 from lowp.recipes.training import Settings, Training, load_data, threads_of
 
 _STEPS, _LOOKS, _SECONDS = 100, 4, 60.0  # of a profile without a given number of steps: see `profiled`
@@ -150,12 +150,19 @@ def _errors(training: Training) -> dict[str, float]:
             lost = lost_updates(Updates.of(weight, update, gradient), Spectrum.of(weight), "bf16")
             counts = (
                 (flushed, quantize(gradient, "fp16") == 0, gradient != 0),
-                (lost, is_lost(weight, update, "bf16"), update != 0),
+                (lost, _is_lost(weight, update, "bf16"), update != 0),
             )
             for name, (share, found, counted) in zip(predicted, counts, strict=True):
                 predicted[name] += share * int(counted.sum())
                 measured[name].add(found, counted)
     return {name: abs(predicted[name] - one.lost) / max(one.counted, 1) for name, one in measured.items()}
+
+
+def _is_lost(weight: Tensor, update: Tensor, format: str) -> Tensor:
+    """Return where an update does not change a weight that is stored in a format."""
+    stored = quantize(weight, format)
+    found: Tensor = quantize(stored + update, format) == stored
+    return found
 
 
 # -- single layers -----------------------------------------------------------------------------------------------------

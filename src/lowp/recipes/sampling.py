@@ -1,92 +1,108 @@
-"""The losses of a precision at sampled steps, compared with fp32 on the same weights and the same batch."""
+"""What a step loses: steps of a run that fp32 takes first, as the profiler sees it, so that both can be compared.
+
+The shares are those of `lowp compare`; the recorders of `lowp figure` read the record.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lowp import kernels
+from lowp.numerics.profiler import Profiler
+from lowp.numerics.record import Part
 from lowp.rng_state import restore_rng_states, rng_states
 
 if TYPE_CHECKING:
     from lowp.recipes.training import Training
 
-SMALLEST_FP16 = 2.0**-24  # the smallest subnormal number of fp16
+_SMALLEST_FP16 = -24  # the exponent of the smallest subnormal number of fp16
+
+
+def moments_of(steps: range, count: int) -> list[int]:
+    """Return at most `count` of the steps, at the centres of parts of equal length."""
+    count = min(count, len(steps))
+    return [steps[int((index + 0.5) * len(steps) / count)] for index in range(count)]
 
 
 class Observer:
-    """An observer of some `steps` of a training. `Training` calls the four methods in this order."""
+    """Takes some `steps` of a training, so that it sees what a step begins with and what it leaves."""
 
-    def __init__(self, training: Training, steps: Collection[int] = ()) -> None:
+    def __init__(self, training: Training, steps: Collection[int]) -> None:
         self.training, self.steps = training, steps
 
-    def wants(self, progress: float) -> bool:
-        """Return whether to observe the step at this share of the run; the other methods are called only if so."""
+    def wants(self) -> bool:
+        """Return whether to take the next step of the training."""
         return self.training.done in self.steps
 
-    def before_forward(self) -> None:
-        """Called before the forward pass, after gradients were set to None."""
-
-    def before_step(self, batch: Any) -> None:
-        """Called before the optimizer's step; gradients are unscaled and clipped."""
-
-    def after_step(self) -> None:
-        """Called after the optimizer's step, unless it was skipped."""
+    def step(self, batch: Any) -> Tensor:
+        """Take the step and return its loss; no bit of the run differs from that of the training's own step."""
+        return self.training.step(batch)
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of the parameters (their masters, if any) and buffers."""
         return {name: weight.detach().clone() for name, weight in self.training.model.state_dict().items()}
 
+    def unmoved(self, before: dict[str, Tensor], counts: Callable[[Tensor], bool]) -> Share:
+        """Return the share of weights that the last step left as they were `before`, of those with a gradient.
 
-class Comparing(Observer):
-    """An observer with two copies of the run's model, for the gradients of an fp32 backward pass and updates in fp64.
+        `counts` tells whether a parameter is counted.
+        """
+        weights, share = self.training.model.state_dict(), Share()
+        for name, parameter in self.training.model.named_parameters():
+            if parameter.grad is not None and counts(parameter):
+                share.add(weights[name] == before[name], parameter.grad != 0)
+        return share
 
-    Both start from the run's weights (its masters), batch and random draws. The run is not changed.
+
+class Fp32Steps(Observer):
+    """Takes each step in fp32 first, on a model of its own, from the run's weights, batch and random draws.
+
+    The profiler records that step: its gradients are those of the unscaled loss, before they are clipped, and its
+    updates those of the recipe's optimizer in fp64, with the state of the run's.
     """
 
-    def __init__(self, training: Training, steps: Collection[int] = ()) -> None:
+    def __init__(self, training: Training, steps: Collection[int]) -> None:
         super().__init__(training, steps)
-        self._states = rng_states()
-        copies = (training.recipe.make_model(training.size).to(training.device) for _ in range(2))
-        self.reference, self._double = next(copies), next(copies).double()
-        restore_rng_states(self._states)
-
-    def before_forward(self) -> None:
-        """Save the random states, so that the copy drops out the same units."""
-        self._states = rng_states()
-
-    def gradients(self, batch: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the name of each parameter, its gradient of the unscaled loss in fp32, and its gradient in the run."""
         states = rng_states()
-        self.reference.load_state_dict(self.training.model.state_dict())
-        self.reference.train()
-        self.reference.zero_grad()
-        restore_rng_states(self._states)
-        torch.autograd.backward(self.training.recipe.loss(self.reference, batch))
+        self.model = training.recipe.make_model(training.size).to(training.device)
         restore_rng_states(states)
-        for name, parameter in self.reference.named_parameters():
-            own = self.training.model.get_parameter(name).grad
-            if parameter.grad is not None:
-                yield name, parameter.grad, torch.zeros_like(parameter.grad) if own is None else own
+        self.part = Part()
 
-    def updates(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the name of each parameter, its weight, and the recipe's update from the run's gradient, in fp64."""
-        weights, state = self.training.model.state_dict(), self.training.optimizer.state_dict()
-        self._double.load_state_dict(weights)
-        optimizer = self.training.recipe.make_optimizer(self._double, 1.0)
-        # A deep copy: load_state_dict shares Adam's step counts, and a step would increase those of the run.
-        optimizer.load_state_dict({name: deepcopy(state[name]) for name in ("state", "param_groups")})
-        for name, parameter in self._double.named_parameters():
-            gradient = self.training.model.get_parameter(name).grad
-            parameter.grad = None if gradient is None else gradient.double()
-        optimizer.step()
-        for name, parameter in self._double.named_parameters():
-            weight = weights[name].double()
-            yield name, weight, parameter.detach() - weight
+    def keep(self, part: Part) -> None:
+        """Add what the profiler saw of a step, which the run takes next."""
+        self.part.add(part)
+
+    def step(self, batch: Any) -> Tensor:
+        """Take the step in fp32, keep what was seen, and take it in the run."""
+        states = rng_states()
+        self.keep(self._recorded(batch))
+        restore_rng_states(states)
+        return super().step(batch)
+
+    def _recorded(self, batch: Any) -> Part:
+        run, recipe = self.training, self.training.recipe
+        self.model.float().train().load_state_dict(run.model.state_dict())
+        self.model.zero_grad()
+        optimizer = recipe.make_optimizer(self.model, 1.0)
+        profiler = Profiler(self.model, optimizer, max_overhead=None, divergence=False)
+        with profiler:
+            profiler.begin_within(self.model, ())  # a recipe may call parts of the model alone
+            torch.autograd.backward(recipe.loss(self.model, batch))
+            if recipe.clip is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+            self.model.double()
+            state = run.optimizer.state_dict()
+            if run.done == run.precision.skipped_steps:
+                state["state"] = {}  # masters alone, which some storages keep there
+            # A deep copy: load_state_dict shares Adam's step counts, and a step would increase those of the run.
+            optimizer.load_state_dict({name: deepcopy(state[name]) for name in ("state", "param_groups")})
+            run.set_rate(optimizer)
+            optimizer.step()
+        return profiler.record.part
 
 
 class Share:
@@ -97,8 +113,12 @@ class Share:
 
     def add(self, lost: Tensor, counted: Tensor) -> None:
         """Count the elements of `counted` that are true, and those of them that are lost."""
-        self.lost += int((lost & counted).sum())
-        self.counted += int(counted.sum())
+        self += Share(int((lost & counted).sum()), int(counted.sum()))
+
+    def __iadd__(self, other: Share) -> Share:
+        self.lost += other.lost
+        self.counted += other.counted
+        return self
 
     @property
     def value(self) -> float:
@@ -106,62 +126,50 @@ class Share:
         return self.lost / max(1, self.counted)
 
 
-def is_lost(weight: Tensor, update: Tensor, format: str) -> Tensor:
-    """Return where an update does not change a weight that is stored in a format."""
-    stored = kernels.quantize(weight, format)
-    found: Tensor = kernels.quantize(stored + update, format) == stored
-    return found
-
-
-class Sampler(Comparing):
+class Sampler(Fp32Steps):
     """Counts flushed gradients, lost updates and small updates at `count` steps spread evenly over a run.
 
     * flushed gradients: elements that are zero in this precision and nonzero in an fp32 backward pass, as a share of
       those nonzero in fp32.
     * lost updates: weights with a nonzero gradient whose value (that of the master, if any) is unchanged by the step,
       as a share of the weights with a nonzero gradient.
-    * small updates: fp64 updates below 2**-24, the smallest number of fp16, as a share of the nonzero updates.
+    * small updates: updates of fp32 below 2**-24, the smallest number of fp16, as a share of the nonzero updates.
 
-    Skipped steps are not counted as updates.
+    Skipped steps have no lost updates. `counts` tells of a parameter whether it is counted in the first two.
     """
 
-    def __init__(self, training: Training, count: int = 8) -> None:
-        super().__init__(training)
-        self._moments = [(index + 0.5) / count for index in range(count)]
-        self._taken = 0
-        self._before: dict[str, Tensor] = {}
+    def __init__(
+        self, training: Training, count: int = 8, counts: Callable[[Tensor], bool] = lambda weight: True
+    ) -> None:
+        super().__init__(training, moments_of(range(training.steps), count))
+        self._counts = counts
         self._shares = {name: Share() for name in ("flushed_gradients", "lost_updates", "small_updates")}
 
-    def wants(self, progress: float) -> bool:
-        """Return whether to sample the step at this share of the run."""
-        if self._taken >= len(self._moments) or progress < self._moments[self._taken]:
-            return False
-        self._taken += 1
-        return True
+    def keep(self, part: Part) -> None:
+        """Count small updates too."""
+        super().keep(part)
+        for key, seen in part.tensors.items():
+            if key.role == "update":
+                self._shares["small_updates"] += Share(seen.below(_SMALLEST_FP16), seen.nonzero)
 
-    def before_step(self, batch: Any) -> None:
-        """Count flushed gradients and small updates, and copy the weights."""
-        for _, exact, own in self.gradients(batch):
-            self._shares["flushed_gradients"].add(own == 0, exact != 0)
-        for _, _, update in self.updates():
-            self._shares["small_updates"].add(update.abs() < SMALLEST_FP16, update != 0)
-        self._before = self.weights()
-
-    def after_step(self) -> None:
-        """Compare the weights with those before the step."""
-        weights = self.training.model.state_dict()
-        for name, parameter in self.training.model.named_parameters():
-            if parameter.grad is not None:
-                self._shares["lost_updates"].add(weights[name] == self._before[name], parameter.grad != 0)
+    def step(self, batch: Any) -> Tensor:
+        """Take the step in both, and count flushed gradients and lost updates."""
+        run, before = self.training, self.weights()
+        loss = super().step(batch)
+        for own, exact in zip(run.model.parameters(), self.model.parameters(), strict=True):
+            if exact.grad is not None and self._counts(exact):
+                gradient = torch.zeros_like(exact.grad) if own.grad is None else own.grad
+                self._shares["flushed_gradients"].add(gradient == 0, exact.grad != 0)
+        if not run.precision.scaler.is_enabled() or bool(run.precision.stepped):
+            self._shares["lost_updates"] += self.unmoved(before, self._counts)
+        return loss
 
     def state(self) -> dict[str, Any]:
         """Return what was counted so far, as plain values."""
-        counts = {name: [share.lost, share.counted] for name, share in self._shares.items()}
-        return {"taken": self._taken, "counts": counts}
+        return {"counts": {name: [share.lost, share.counted] for name, share in self._shares.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue with what an earlier sampler has counted."""
-        self._taken = state["taken"]
         self._shares = {name: Share(*counts) for name, counts in state["counts"].items()}
 
     def shares(self) -> dict[str, float | None]:

@@ -22,10 +22,10 @@ from lowp.nested import mapped
 from lowp.precision import Precision
 from lowp.recipes import RECIPES, get
 from lowp.recipes.recipe import Data, Recipe, Size
-from lowp.recipes.sampling import Observer
 
 if TYPE_CHECKING:
     from lowp.recipes.runs import RunKeeper
+    from lowp.recipes.sampling import Observer
 
 # Errors of numbers or of memory: they end one run of a comparison, not the others.
 STOPS = (LowpError, ArithmeticError, torch.OutOfMemoryError)
@@ -139,25 +139,22 @@ class Training:
         self._stops: Callable[[], bool] | None = None  # asked between the batches of an evaluation that may be stopped
 
     # -- a step -------------------------------------------------------------------------------------------------------
-    def step(self, batch: Any, sampler: Observer | None = None) -> Tensor:
+    def step(self, batch: Any) -> Tensor:
         """Take a training step, and return the loss without synchronising with the device."""
-        (self.size.schedule or self.recipe.schedule)(self.optimizer, self.progress)
+        self.set_rate(self.optimizer)
         self.optimizer.zero_grad()
-        if sampler is not None:
-            sampler.before_forward()
         with self.precision.autocast():
             loss = self.recipe.loss(self.model, batch)
         self.precision.backward(loss)
-        if sampler is not None or self.recipe.clip is not None:
-            self.precision.unscale_(self.optimizer)
         if self.recipe.clip is not None:
+            self.precision.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        if sampler is not None:
-            sampler.before_step(batch)
         self.precision.step(self.optimizer)
-        if sampler is not None and (not self.precision.scaler.is_enabled() or bool(self.precision.stepped)):
-            sampler.after_step()
         return loss.detach()
+
+    def set_rate(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer the learning rate of the next step."""
+        (self.size.schedule or self.recipe.schedule)(optimizer, self.progress)
 
     @property
     def progress(self) -> float:
@@ -191,7 +188,7 @@ class Training:
         """Train to the end and return True; return False as soon as `stop()`, called before each step, is true.
 
         Another call continues at the step where it stopped. `on_epoch` is called after each epoch, and once before
-        training; `on_step` after each step, with its loss on the device. `sampler` observes the steps that it wants.
+        training; `on_step` after each step, with its loss on the device. `sampler` takes the steps that it wants.
         `keeper` writes checkpoints within an epoch and where it stops, also in a long evaluation.
         """
         if not self.history:
@@ -254,8 +251,8 @@ class Training:
                 return False
             start = self.step_of_epoch * self.batch
             batch = self.data.training.batch(order[start : start + self.batch], self._generator(self.step_of_epoch + 1))
-            sampled = sampler if sampler is not None and sampler.wants(self.progress) else None
-            loss = self.step(moved(batch, self.device), sampled)
+            step = sampler.step if sampler is not None and sampler.wants() else self.step
+            loss = step(moved(batch, self.device))
             self._loss_sum += loss
             self.step_of_epoch += 1
             on_step(self, loss)

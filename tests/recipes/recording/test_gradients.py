@@ -21,6 +21,11 @@ def weights_of(model: torch.nn.Sequential) -> torch.Tensor:
     return torch.cat([model[0].weight.detach().flatten(), model[2].weight.detach().flatten()])
 
 
+def octaves_between(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return how many octaves the power of two of an update is above that of its weight."""
+    return torch.frexp(change)[1] - torch.frexp(weight)[1]
+
+
 def test_updates_are_the_rate_times_the_gradients() -> None:
     document = record_updates(Settings("toy", epochs=3).filled())
     model = toy.initial()
@@ -30,10 +35,10 @@ def test_updates_are_the_rate_times_the_gradients() -> None:
         change = -toy.RATE * gradient
         expected = Spectrum.of(gradient)
         assert found["gradients"] == {**histogram(expected), "median": pytest.approx(median(expected))}
-        ratio, moving = change.abs() / weight.abs(), change != 0
+        ratio, moving = octaves_between(change, weight), change != 0
         assert found["below"] == {
-            "bf16": toy.share(ratio < 2**-8, moving),
-            "fp16": toy.share(ratio < 2**-11, moving),
+            "bf16": toy.share(ratio < -8, moving),
+            "fp16": toy.share(ratio < -11, moving),
         }
         for format, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             stored = weight.to(dtype)
@@ -68,12 +73,12 @@ def test_a_naive_run_is_measured_against_fp32_on_its_own_weights() -> None:
     last = (outputs["2"].half().double().T @ hidden.half().double()).half()
     own = torch.cat([first.flatten(), last.flatten()])
     assert document["flushed"] == toy.share(own == 0, present)
-    weight, change = weights_of(model), -toy.RATE * own.double()
+    weight, change = weights_of(model), -toy.RATE * there.double()
     moving = change != 0
     assert document["updates"]["below"] == toy.share(change.abs() < 2**-24, moving) > 0
-    ratio = change.abs() / weight.abs()
-    assert document["below"]["fp16"] == toy.share(ratio < 2**-11, moving)
-    assert document["unmoved"] == toy.share((weight + change).half() == weight.half(), moving) > 0
+    assert document["below"]["fp16"] == toy.share(octaves_between(change, weight) < -11, moving)
+    unmoved = (weight - toy.RATE * own.double()).half() == weight.half()
+    assert document["unmoved"] == toy.share(unmoved, own != 0) > 0
 
 
 def test_a_run_that_is_stopped_at_once_has_counted_nothing() -> None:

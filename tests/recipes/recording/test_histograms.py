@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lowp.numerics.spectrum import Spectrum
-from lowp.recipes.recording.runs import Fp16Counts, below, histogram, median, ratios
-from lowp.recipes.sampling import is_lost
+from lowp.recipes.recording.runs import below, histogram, in_fp16, median
 
 
 def make_numbers() -> Tensor:
@@ -65,32 +64,13 @@ def test_nothing_added_is_an_empty_histogram() -> None:
 
 def test_what_fp16_makes_zero_or_infinite_is_what_torch_s_cast_makes_so() -> None:
     x = make_numbers()
-    counts = Fp16Counts()
-    for part in x.split(900):
-        counts.add(part)
-    document = counts.document()
+    document = in_fp16(spectrum_of(x))
     present = x[x.isfinite() & (x != 0)]
     magnitude = present.abs().double()
     assert document["zero"] == int((present.half() == 0).sum()) / len(present)
     assert document["below"] == int((magnitude < 2**-24).sum()) / len(present) > document["zero"] > 0
-    assert document["infinite"] == int((magnitude >= 65520).sum()) / len(present) > 0
+    infinite = int((magnitude >= 65520).sum()) / len(present)
+    assert infinite > 0
+    assert document["infinite"] == pytest.approx(infinite, abs=1e-3)  # as if numbers were spread evenly in a bin
     subnormal = (magnitude >= 2**-24) & (magnitude < 2**-14)
     assert document["subnormal"] == pytest.approx(int(subnormal.sum()) / len(present), abs=1e-15)
-
-
-@pytest.mark.parametrize(("format", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_an_update_is_lost_where_torch_s_own_sum_is_the_weight(format: str, dtype: torch.dtype) -> None:
-    draw = torch.Generator().manual_seed(2)
-    weight = torch.randn(4000, generator=draw)
-    change = weight * torch.exp2(torch.randint(-16, -4, (4000,), generator=draw).float())
-    change[:100] = 0
-    lost = is_lost(weight.double(), change.double(), format)
-    stored = weight.to(dtype)
-    same = (stored.float() + change).to(dtype) == stored
-    assert torch.equal(lost, same)
-    assert 0.1 < lost[100:].double().mean() < 0.9
-
-
-def test_a_ratio_needs_a_weight() -> None:
-    found = ratios(torch.tensor([2.0, 0.0, -4.0]).double(), torch.tensor([1.0, 1.0, 1.0]).double())
-    assert (found.count, found.maximum, found.nonzero) == (2, 0.5, 2) and found.lowest == -2

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from lowp.numerics.prediction import effect
 from lowp.numerics.spectrum import Spectrum
 from lowp.recipes import results
 from lowp.recipes.sampling import Observer
@@ -22,17 +23,19 @@ class Onlooker(NamedTuple):
 NOBODY = Onlooker()
 
 
-def train(training: Training, observer: Observer | None, onlooker: Onlooker, name: str | None = None) -> bool:
+def train(
+    training: Training,
+    observer: Observer | None,
+    onlooker: Onlooker,
+    name: str | None = None,
+    on_step: Callable[[Training, Tensor], None] = lambda training, loss: None,
+) -> bool:
     """Train to the end with the recipe's schedule and number of threads; return False if it was stopped before."""
     title = name or f"{training.recipe.name} in {training.precision.preset.name}"
     with threads_of(training.recipe.threads):
-        return training.run(lambda training: onlooker.on_progress(title, training.epoch), onlooker.stop, observer)
-
-
-def moments_of(steps: range, count: int) -> list[int]:
-    """Return at most `count` of the steps, at the centres of parts of equal length."""
-    count = min(count, len(steps))
-    return [steps[int((index + 0.5) * len(steps) / count)] for index in range(count)]
+        return training.run(
+            lambda training: onlooker.on_progress(title, training.epoch), onlooker.stop, observer, on_step=on_step
+        )
 
 
 def are_weights(tensor: Tensor) -> bool:
@@ -65,8 +68,7 @@ def head(kind: str, training: Training) -> dict[str, Any]:
 
 # -- histograms --------------------------------------------------------------------------------------------------------
 BIAS = 127  # octave e + 127 of a spectrum counts floor(log2 |x|) = e
-# of fp16: the smallest numbers as powers of two, half of the first of which is zero, and the least that is infinite
-_SMALLEST, _SMALLEST_NORMAL, _OVERFLOWS = -24, -14, 65520.0
+_SMALLEST = -24  # of fp16, as a power of two
 
 
 def below(total: Spectrum, exponent: int) -> float:
@@ -100,34 +102,13 @@ def histogram(total: Spectrum) -> dict[str, Any]:
     }
 
 
-class Fp16Counts:
-    """The spectrum of numbers, and what becomes of them where they are rounded to fp16, to nearest even."""
-
-    def __init__(self) -> None:
-        self.total, self._infinite = Spectrum(), 0
-
-    def add(self, x: Tensor) -> Spectrum:
-        """Count a tensor and return its spectrum, in which alone numbers are that are infinite before rounding."""
-        seen = Spectrum.of(x.detach())
-        self.total += seen
-        if seen.maximum >= _OVERFLOWS:
-            self._infinite += int((x.isfinite() & (x.abs() >= _OVERFLOWS)).sum())
-        return seen
-
-    def document(self) -> dict[str, Any]:
-        """Return the histogram, and shares of nonzero elements: below 2^-24; zero, subnormal or infinite in fp16."""
-        present, too_small = max(1, self.total.nonzero), below(self.total, _SMALLEST)
-        zero = self.total.below(_SMALLEST - 1) + int(self.total.powers[_SMALLEST - 1 + BIAS])
-        return {
-            "histogram": histogram(self.total),
-            "below": too_small,
-            "zero": zero / present,
-            "subnormal": below(self.total, _SMALLEST_NORMAL) - too_small,
-            "infinite": self._infinite / present,
-        }
-
-
-def ratios(weight: Tensor, update: Tensor) -> Spectrum:
-    """Return the spectrum of |update| / |weight| of the nonzero weights, for fp64 tensors."""
-    nonzero = weight != 0
-    return Spectrum.of(update[nonzero].abs() / weight[nonzero].abs())
+def in_fp16(total: Spectrum) -> dict[str, Any]:
+    """Return the histogram, and shares of nonzero elements: below 2^-24; zero, subnormal or infinite in fp16."""
+    found, too_small = effect(total, "fp16"), below(total, _SMALLEST)
+    return {
+        "histogram": histogram(total),
+        "below": too_small,
+        "zero": found.flushed,
+        "subnormal": found.flushed + found.subnormal - too_small,
+        "infinite": found.overflow,
+    }

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lowp import presets
 from lowp.errors import InvalidInput, unknown
 from lowp.precision import Precision
-from lowp.recipes.recording.runs import NOBODY, Onlooker, are_weights, head, moments_of, train
-from lowp.recipes.sampling import Observer, Share
+from lowp.recipes.recording.runs import NOBODY, Onlooker, are_weights, head, train
+from lowp.recipes.sampling import Observer, Share, moments_of
 from lowp.recipes.training import Settings, Training, load_data
 
 # The label and the masters of each run; None for fp32.
@@ -107,7 +107,6 @@ class _WeightObserver(Observer):
     def __init__(self, training: Training, parameter: str) -> None:
         super().__init__(training, set(moments_of(range(training.steps), _MOMENTS)))
         self._parameter = parameter
-        self._before: dict[str, Tensor] = {}
         self.taken: list[int] = []
         self.moving: list[float] = []
         self._first = self.weights()
@@ -116,19 +115,14 @@ class _WeightObserver(Observer):
         self.ways = [self._first[parameter].flatten()[self._recorded]]
         self.indices = [[int(i) for i in torch.unravel_index(element, shape)] for element in self._recorded]
 
-    def before_forward(self) -> None:
-        """Copy the weights for comparison."""
-        self._before = self.weights()
-
-    def after_step(self) -> None:
-        """Count the weights with a nonzero gradient that have changed."""
-        weights, changed = self.weights(), Share()
-        for name, parameter in self.training.model.named_parameters():
-            if are_weights(parameter) and parameter.grad is not None:
-                changed.add(weights[name] != self._before[name], parameter.grad != 0)
+    def step(self, batch: Any) -> Tensor:
+        """Take the step, and count the weights with a gradient that it has changed."""
+        before, loss = self.weights(), super().step(batch)
+        unmoved = self.unmoved(before, are_weights)
         self.taken.append(self.training.done)
-        self.moving.append(changed.value)
-        self.ways.append(weights[self._parameter].flatten()[self._recorded])
+        self.moving.append(1 - unmoved.value if unmoved.counted else 0.0)
+        self.ways.append(self.weights()[self._parameter].flatten()[self._recorded])
+        return loss
 
     def never(self, fp32: _WeightObserver) -> float:
         """Return the share of unchanged weights, at the end, among those that changed in fp32."""
