@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from lowp import formats
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, UnknownName, check_name, unknown
 from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat, checks
 from lowp.formats.checks import Dtype
 from lowp.formats.text_enum import TextEnum
@@ -103,8 +103,7 @@ class ScalingSpec:
 
     def __post_init__(self) -> None:
         checks.text("the kind of a scaling", self.kind)
-        if self.kind not in self.KINDS:
-            raise UnknownName(unknown("scaling", self.kind, self.KINDS))
+        check_name("scaling", self.kind, self.KINDS)
         for name in ("window", "headroom", "exponent", "words"):
             if (value := getattr(self, name)) is not None or name != "exponent":
                 object.__setattr__(self, name, checks.whole_number(f"scaling {self.kind}: its {name}", value))
@@ -121,8 +120,7 @@ class ScalingSpec:
         if self.words not in (1, 2):
             raise InvalidInput(f"scaling {self.kind}: {self.words} words are not possible: give 1 or 2")
         checks.text("the rule of a scaling", self.rule)
-        if self.rule not in self.RULES:
-            raise UnknownName(unknown("rule of a scale", self.rule, self.RULES))
+        check_name("rule of a scale", self.rule, self.RULES)
         if self.rule != "floor" and self.kind != "current":
             raise InvalidInput(f"scaling {self.kind}: the rule {self.rule} is for current scales: omit it")
         if (self.kind == "static") != (self.exponent is not None):

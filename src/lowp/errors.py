@@ -5,7 +5,7 @@ line prints a LowpError as one line; any other exception is a defect and shows i
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class LowpError(Exception):
@@ -53,6 +53,12 @@ def near(given: str, allowed: Iterable[str], count: int = 3) -> list[str]:
     if matches and difflib.SequenceMatcher(None, typed, matches[0]).ratio() > 0.9:  # a slip: the others only distract
         matches = matches[:1]
     return [by_lower[name] for name in dict.fromkeys([*begun, *matches])][:count]
+
+
+def check_name(kind: str, given: object, allowed: Collection[str]) -> None:
+    """Raise UnknownName for a name that is none of those allowed."""
+    if given not in allowed:
+        raise UnknownName(unknown(kind, given, allowed))
 
 
 def unknown(kind: str, given: object, allowed: Iterable[str], shown: Iterable[str] | None = None) -> str:

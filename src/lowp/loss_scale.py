@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, check_name
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class LossScale:
     KINDS = ("none", "static", "dynamic")
 
     def __post_init__(self) -> None:
-        if self.kind not in self.KINDS:
-            raise UnknownName(unknown("loss scale", self.kind, self.KINDS))
+        check_name("loss scale", self.kind, self.KINDS)
         if not 0 < self.floor <= self.initial <= self.ceiling < float("inf"):
             raise InvalidInput(
                 f"loss scale {self.initial}: it must be finite and lie between its floor {self.floor} and its ceiling "

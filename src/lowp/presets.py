@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lowp import casts, formats
 from lowp.casts import Cast, Overflow, Rounding
-from lowp.errors import UnknownName, unknown
+from lowp.errors import UnknownName, check_name, unknown
 from lowp.formats import FloatFormat, ScaledFormat
 from lowp.formats.checks import Dtype
 from lowp.loss_scale import DYNAMIC, LossScale
@@ -28,8 +28,7 @@ class Masters:
     KINDS = ("none", "fp32", "split", "stochastic")
 
     def __post_init__(self) -> None:
-        if self.kind not in self.KINDS:
-            raise UnknownName(unknown("kind of master weights", self.kind, self.KINDS))
+        check_name("kind of master weights", self.kind, self.KINDS)
 
     def __str__(self) -> str:
         return self.kind

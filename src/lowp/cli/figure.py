@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.options import DATA, EPOCHS, OUTPUT, SIZE, Option, split_list
 from lowp.cli.output import print_json, print_table, written_line
-from lowp.errors import InvalidInput, Unavailable, UnknownName, unknown
+from lowp.errors import InvalidInput, Unavailable, check_name
 from lowp.report import plots
 
 if TYPE_CHECKING:
@@ -187,8 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.name is None:
         raise InvalidInput(f"the name of a figure is missing; allowed: {', '.join(FIGURES)}")
-    if arguments.name not in FIGURES:
-        raise UnknownName(unknown("figure", arguments.name, FIGURES))
+    check_name("figure", arguments.name, FIGURES)
     figure = FIGURES[arguments.name]
     out = arguments.out or Path(f"figure-{arguments.name}.png")
     plots.check_suffix(out)

@@ -8,7 +8,7 @@ from functools import partial
 
 from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, UnknownName, check_name, unknown
 from lowp.explain.exact import AnyCast, Rounded, round_exact
 from lowp.explain.numbers import LENGTH_LIMIT, NAN, NUMBER, ZERO, Given, Number, binary
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
@@ -94,8 +94,7 @@ def evaluate(
     result is rounded once by `result`, or by `cast`.
     """
     operator = _SPELLED.get(operator, operator)
-    if operator not in OPERATORS:
-        raise UnknownName(unknown("operator", operator, OPERATORS))
+    check_name("operator", operator, OPERATORS)
     cast = parse_cast(cast)
     target = cast if result is None else parse_cast(result)
     for each in (cast, target):

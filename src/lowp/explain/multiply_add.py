@@ -14,7 +14,7 @@ from functools import partial, reduce
 
 from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, check_name
 from lowp.explain.arithmetic import exact_result
 from lowp.explain.exact import AnyCast, Rounded, difference, round_exact
 from lowp.explain.numbers import ZERO, Number, bits_text, decimal_text, floor_log2, line, parse_number, text_of
@@ -110,8 +110,7 @@ def fused_multiply_add(
     Matrices are rows of numbers, ``"1 2; 3 4"``, of at most 4 x 4; without any an example is taken, without C zeros. A
     and B are rounded to `operands`, C to the accumulator. Raises ValueError for shapes that do not fit.
     """
-    if order not in ORDERS:
-        raise UnknownName(unknown("order", order, ORDERS))
+    check_name("order", order, ORDERS)
     cast, accumulator = parse_cast(operands), parse_cast(accumulate).format
     for format in (cast.format, accumulator):
         if not isinstance(format, FloatFormat):

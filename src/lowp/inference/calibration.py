@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, check_name
 from lowp.kernels.packed.byte_rows import Range, range_of
 
 METHODS = ("maximum", "percentile", "error")
@@ -28,8 +28,7 @@ class ActivationRange:
     """What passed a place of the model: the extremes, and a sample of the elements."""
 
     def __init__(self, method: str) -> None:
-        if method not in METHODS:
-            raise UnknownName(unknown("calibration", method, METHODS))
+        check_name("calibration", method, METHODS)
         self._method = method
         self._low, self._high = math.inf, -math.inf
         self._sample: list[Tensor] = []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowp import kernels
 from lowp.casts import Cast, Overflow, parse
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, check_name
 from lowp.formats import FloatFormat, ScaledFormat
 from lowp.inference.convolutions import Geometry
 from lowp.kernels.numbers import groups, scaled
@@ -34,8 +34,7 @@ _FACTORS = tuple(2 ** (step / 16) for step in (0, *range(-12, 5), -16, 16))  # o
 
 def check_rounding(rounding: str, cast: Cast, has_data: bool) -> None:
     """Raise UnknownName or InvalidInput for what cannot be done."""
-    if rounding not in ROUNDINGS:
-        raise UnknownName(unknown("rounding", rounding, ROUNDINGS))
+    check_name("rounding", rounding, ROUNDINGS)
     if rounding == "nearest":
         return
     if not has_data:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowp import casts, kernels
 from lowp.casts import Cast
-from lowp.errors import InvalidInput, UnknownName, brief, unknown
+from lowp.errors import InvalidInput, brief, check_name
 from lowp.formats import FloatFormat
 from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.kernels.numbers import packing
@@ -53,8 +53,7 @@ class Storage:
     @staticmethod
     def of(cast: Cast | None, kind: str) -> Storage:
         """Return the storage of a kind; with None, parameters stay in fp32."""
-        if kind not in _KINDS:
-            raise UnknownName(unknown("kind of master weights", kind, _KINDS))
+        check_name("kind of master weights", kind, _KINDS)
         of_kind = _KINDS[kind]
         return (Untouched if cast is None and not issubclass(of_kind, InParts) else of_kind)(cast, kind)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowp import casts
 from lowp.casts import Cast
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, UnknownName, check_name, unknown
 from lowp.loss_scale import LossScale
 from lowp.policy.rules import (
     CAST_ROLES,
@@ -52,8 +52,7 @@ class Policy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
         check_text(self.name, "the name of a policy")
-        if self.table not in self.TABLES:
-            raise UnknownName(unknown("op table", self.table, self.TABLES))
+        check_name("op table", self.table, self.TABLES)
         if self.parameters is not None:
             object.__setattr__(self, "parameters", carried("parameters", casts.parse(self.parameters)))
             if self.parameters.is_delayed:

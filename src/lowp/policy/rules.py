@@ -9,7 +9,7 @@ from typing import Any
 
 from lowp import casts
 from lowp.casts import Cast
-from lowp.errors import InvalidInput, UnknownName, brief, unknown
+from lowp.errors import InvalidInput, UnknownName, brief, check_name, unknown
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat, Scope
 
 # the classes of ops that a rule can name, with the casts that a table itself adds
@@ -43,8 +43,7 @@ class Accumulation:
     FORMATS = ("fp32", "fp16", "bf16", "int32", "exact")
 
     def __post_init__(self) -> None:
-        if self.format not in self.FORMATS:
-            raise UnknownName(unknown("accumulator", self.format, self.FORMATS))
+        check_name("accumulator", self.format, self.FORMATS)
         if (self.format in ("fp16", "bf16")) != (self.block > 0):
             raise InvalidInput(
                 f"accumulator {self.format} with block {self.block}: fp16 and bf16 need a block of 1 or more products "

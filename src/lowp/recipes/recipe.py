@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lowp.errors import UnknownName, unknown
+from lowp.errors import check_name
 
 
 class Examples(Protocol):
@@ -139,8 +139,7 @@ class Recipe:
     def size(self, name: str | None = None) -> Size:
         """Return a size by name, or the default size; raise UnknownName for other names."""
         size_name = self.default_size if name is None else name
-        if size_name not in self.sizes:
-            raise UnknownName(unknown(f"size of {self.name}", size_name, self.sizes))
+        check_name(f"size of {self.name}", size_name, self.sizes)
         return self.sizes[size_name]
 
 

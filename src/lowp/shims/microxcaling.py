@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowp import formats, kernels
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, UnknownName, check_name, unknown
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.numbers.floats import floor_log2, widen
 from lowp.policy import Policy, Rule
@@ -72,8 +72,7 @@ Specs = Mapping[str, Any]
 
 
 def _check(key: str, value: Any) -> None:
-    if key not in DEFAULTS:
-        raise UnknownName(unknown("key of mx_specs", key, DEFAULTS))
+    check_name("key of mx_specs", key, DEFAULTS)
     if key in _FORMAT_KEYS:
         if value is not None:
             _element(value)
@@ -92,14 +91,12 @@ def _check(key: str, value: Any) -> None:
 def _element(name: Any) -> str:
     """Return the element format's name there: given as text in any case, or as a member of its enumeration."""
     text = str(getattr(name, "name", name)).lower()
-    if text not in ELEMENTS:
-        raise UnknownName(unknown("MX element format", text, ELEMENTS))
+    check_name("MX element format", text, ELEMENTS)
     return text
 
 
 def _rounding(name: Any) -> str:
-    if name not in ROUNDINGS:
-        raise UnknownName(unknown("rounding of mx_specs", name, ROUNDINGS))
+    check_name("rounding of mx_specs", name, ROUNDINGS)
     return ROUNDINGS[name]
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lowp import kernels
 from lowp.casts import Cast, Rounding
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, check_name
 from lowp.formats import FloatFormat, Specials
 from lowp.kernels.numbers.floats import narrow, widen
 from lowp.shims.straight_through import drawn_seed, straight_through, whole_number
@@ -271,8 +271,7 @@ class Quantizer(nn.Module):
 
 # -- in lowp's terms --------------------------------------------------------------------------------------------------
 def _rounding(name: str) -> str:
-    if name not in ROUNDINGS:
-        raise UnknownName(unknown("rounding", name, ROUNDINGS))
+    check_name("rounding", name, ROUNDINGS)
     return ROUNDINGS[name]
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lowp.errors import Unavailable, UnknownName, unknown
+from lowp.errors import Unavailable, UnknownName, check_name, unknown
 from lowp.kernels import cpu, triton
 from lowp.kernels.choose.hardware import is_on_host
 from lowp.kernels.numbers import bitwise, native, reference
@@ -53,8 +53,7 @@ def use(name: str) -> AbstractContextManager[None]:
     for a whole process, threads and compiled code included. Raises ValueError for an unknown name and
     Unavailable for one that this machine lacks; inside, a call that the implementation cannot do raises Unavailable.
     """
-    if name not in IMPLEMENTATIONS:
-        raise UnknownName(unknown("implementation", name, IMPLEMENTATIONS))
+    check_name("implementation", name, IMPLEMENTATIONS)
     if name == "triton" and not triton.is_installed():
         raise Unavailable(
             "the triton kernels need the package triton, which is not installed: pip install triton, on Linux; "
