@@ -178,9 +178,7 @@ class ExponentTable(LearningTable):
         exponent, begins = self._first(largest(x, self.is_host).to(self.device))
         anew = ~self.state.started[index] & when
         for column, first in ((self.state.exponent, exponent), (self.before, exponent), (self.state.started, begins)):
-            column[index] = torch.where(
-                anew, first, column[index]
-            )  # in place: a captured graph reads where it has read
+            column[index] = torch.where(anew, first, column[index])  # a captured graph reads where it has read
 
     @property
     def _first(self) -> FirstExponents:

@@ -43,8 +43,6 @@ INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; processors other 
 MASK = (1 << 64) - 1
 LOW = 1 << 40  # an address above it is one: no tensor begins as many bytes after its memory
 
-_FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
-
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
@@ -299,11 +297,6 @@ def begin(x: Tensor) -> int:
     )
 
 
-def optional_address(x: Tensor | None) -> int | None:
-    """Return the `address` of an optional tensor; a null pointer for None."""
-    return None if x is None else address(x)
-
-
 def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor, keeps: bool = False) -> None:
     """Write the result of casting every element into `out`, of x's shape; `out` may be `x`.
 
@@ -351,12 +344,6 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     zeros, nans, infinities = counts[256:].tolist()
     maximum, squares = reals.tolist()
     return counts[:256], maximum, squares, zeros, nans, infinities
-
-
-def fp32_of(bits: int) -> float:
-    """Return the fp32 number of 32 bits."""
-    (number,) = _FP32.unpack(_WORD.pack(bits))
-    return float(number)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ and 0-d, which the library reads, and tells, by its pointer.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from typing import NamedTuple
 
@@ -150,7 +151,7 @@ def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: Tensor, lie: Rows, s
     """
     given = *lie, exponent, True, -32767 if symmetric else -32768, torch.get_num_threads()
     found = cpu.loaded().lowp_same_int16(x, mantissas, *given)
-    return None if found < 0 else cpu.fp32_of(found)
+    return None if found < 0 else float(struct.unpack("=f", struct.pack("=I", found))[0])  # its bits
 
 
 def relu(x: Tensor, mantissas: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor] | None:

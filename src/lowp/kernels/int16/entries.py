@@ -44,7 +44,7 @@ def block_of(scaling: Autoflex, crowds: bool, columns: Sequence[Tensor | None]) 
 
     The columns are in the order of `lowp_table` in cpu/exponents.hpp. `crowds`: crowded elements are counted.
     """
-    return table_block(scaling, crowds, [cpu.optional_address(one) for one in columns], columns)
+    return table_block(scaling, crowds, cpu.numbers_of(columns), columns)
 
 
 def write(

@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 
-def _is_capturing(event: torch.Event) -> bool:
-    """Whether a graph is captured on the event's device, during which no event may be queried."""
-    return event.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def at_once(value: Tensor) -> float | Tensor:
     """Return a number if it can be read without waiting, else a copy on its device. `value`: 0-d."""
     return value.item() if value.is_cpu else value.detach().clone()
@@ -43,8 +38,10 @@ class LateNumber:
         """Return what was sent, a number or a list, None if there is none or it is still under way."""
         if self._copy is None:
             return None
-        if self._arrived is not None and (_is_capturing(self._arrived) or not self._arrived.query()):
-            return None
+        if (event := self._arrived) is not None:
+            is_captured = event.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if is_captured or not event.query():  # no event may be queried while a graph is captured
+                return None
         return self._copy.tolist()
 
     def wait(self) -> None:

@@ -24,10 +24,8 @@ from lowp.kernels.int16.integer_reference import ConvolutionShape
 from lowp.kernels.int16.integer_run import PRODUCTS, check_status, observers
 from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, readable
 
-_NOT_FINITE, _UNFIT = (
-    3,
-    4,
-)  # of the bias; of an operand, or kept mantissas that are not its own, or an entry's beginning
+# of the bias; of an operand, or kept mantissas that are not its own, or an entry's beginning
+_NOT_FINITE, _UNFIT = 3, 4
 _KEPT, _KNOWN = 1, 2  # how mantissas are found
 _MADE = 0, 0, 0  # no mantissas, no exponent, and that both are made
 _CPU = torch.device("cpu")

@@ -31,10 +31,8 @@ from lowp.kernels.numbers import bitwise, groups, packing, scaled
 from lowp.kernels.packed.byte_rows import up
 
 SUMS = 16  # partial ones, as in cpu/rows.hpp
-FEW, FEW_OF_16_BITS = (
-    8,
-    2,
-)  # with more rows a product in fp32 takes less time, of weights converted to it where they are codes
+# with more rows a product in fp32 takes less time, of weights converted to it where they are codes
+FEW, FEW_OF_16_BITS = 8, 2
 PANEL = 1 << 20  # weights that are converted at a time: 4 MiB
 _SIXTEEN = {torch.float16: 0, torch.bfloat16: 1}
 _CODES, _SIX, _INTEGERS, _WITH_NAN = 2, 3, 4, 5  # kinds of weights, as in cpu/rows.hpp
@@ -229,19 +227,8 @@ def _described(weight: StoredRows) -> tuple[array[int], Tensor | None, float]:
     if memory.ndim > 2:
         count, apart = memory.shape[0], memory.stride(0) * size
         scales_apart = 0 if scales is None else scales.stride(0)
-    numbers = (
-        kind,
-        weight.n,
-        weight.k,
-        memory.stride(-2) * size,
-        group,
-        scale_kind,
-        groups,
-        weight.together,
-        shift,
-        last,
-    )
-    return array("q", (*numbers, count, apart, scales_apart)), scales, factor
+    numbers = kind, weight.n, weight.k, memory.stride(-2) * size, group, scale_kind, groups, weight.together
+    return array("q", (*numbers, shift, last, count, apart, scales_apart)), scales, factor
 
 
 def _numbers(weight: StoredRows) -> tuple[Tensor, Tensor]:

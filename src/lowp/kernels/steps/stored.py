@@ -14,10 +14,9 @@ from lowp.casts import Cast
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, parameters
-from lowp.kernels.tracing import is_quiet, is_real
+from lowp.kernels.tracing import is_quiet
 
 Weight = tuple[Tensor, Tensor]  # stored, and its fp32 master
-_STORED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def serves(weights: Sequence[Weight]) -> list[bool]:
@@ -27,21 +26,18 @@ def serves(weights: Sequence[Weight]) -> list[bool]:
     """
     if not (uses_library() and is_quiet()):
         return [False] * len(weights)
-    return [_is_direct(stored) and _is_direct(master) and _fit(stored, master) for stored, master in weights]
+    return list(map(_fit, weights))
 
 
-def _is_direct(x: Tensor) -> bool:
-    if not (is_real(x) and x.is_cpu and x.dtype in _STORED and x.layout is torch.strided and x.is_contiguous()):
+def _fit(pair: Weight) -> bool:
+    stored, master = pair
+    if not stored.numel() or master.dtype is not torch.float32 or stored.shape != master.shape:
         return False
-    is_readable = not (x.is_neg() or x.is_inference() or x._is_zerotensor())
-    return is_readable and x.data_ptr() != 0 and x.data_ptr() % x.element_size() == 0
-
-
-def _fit(stored: Tensor, master: Tensor) -> bool:
-    apart = (
-        stored.data_ptr() + stored.nbytes <= master.data_ptr() or master.data_ptr() + master.nbytes <= stored.data_ptr()
-    )
-    return apart and master.dtype is torch.float32 and stored.shape == master.shape
+    if (found := cpu.addresses(pair)) is None or not all(x.is_contiguous() and not x.is_inference() for x in pair):
+        return False
+    at, other = found
+    apart = at + stored.nbytes <= other or other + master.nbytes <= at
+    return apart and not (at % stored.element_size() or other % 4)
 
 
 def are_rounded(weights: Sequence[Weight], cast: Cast) -> list[bool]:
