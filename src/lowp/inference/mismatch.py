@@ -13,6 +13,7 @@ from lowp import casts
 from lowp.errors import InvalidInput, LowpError
 from lowp.formats import FloatFormat
 from lowp.inference.quantizing import put, quantize_model, run_batch, unquantized
+from lowp.nested import mapped
 from lowp.precision import Precision
 
 FORMATS = ("bf16", "fp16", "int8", "fp8")
@@ -273,11 +274,7 @@ def _cast_alone(model: nn.Module, name: str, region: Region) -> Iterator[bool]:
         with region():
             found = inner(*args, **kwargs)
         like = next((one.dtype for one in args if isinstance(one, Tensor) and one.is_floating_point()), torch.float32)
-        if isinstance(found, Tensor):
-            return found.to(like) if found.is_floating_point() else found
-        if isinstance(found, tuple):  # of an attention, with its weights
-            return tuple(one.to(like) if isinstance(one, Tensor) and one.is_floating_point() else one for one in found)
-        return found
+        return mapped(lambda one: one.to(like) if one.is_floating_point() else one, found)
 
     layer.forward = forward
     try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -149,7 +149,8 @@ class _Attention(torch.autograd.Function):
         values = [one.plain for one in pairs]
         ctx.settings, ctx.casts = settings, casts
         ctx.edges = [None if one.value is None else one.edge for one in pairs]
-        ctx.random = _RandomState(values[0].device) if settings.dropout else None
+        module, devices = _random_of(values[0].device)
+        ctx.random = module.get_rng_state(*devices) if settings.dropout else None
         finish = partial(casts.cast, role="output")
         if _keeps_result(ctx, settings, casts):
             with Scratch() as scratch:
@@ -206,7 +207,8 @@ def _recomputed(
         inputs = [x.float().requires_grad_() for x in values]
         mask = mask.detach().requires_grad_() if mask is not None and ctx.needs_input_grad[2] else mask
     kernel = _differentiable_kernel() if graph else nullcontext()
-    with torch.enable_grad(), kernel, ctx.random or nullcontext():
+    random = nullcontext() if ctx.random is None else _drawn_from(ctx.random, gradient.device)
+    with torch.enable_grad(), kernel, random:
         result = contract(ctx.settings, OUTPUT, tuple(inputs), bias=mask)
     candidates = dict(zip((2, 3, 4, 5), (mask, *inputs), strict=True))
     wanted = [index for index in candidates if ctx.needs_input_grad[index]]
@@ -214,25 +216,18 @@ def _recomputed(
     return wanted, gradients_of(result, chosen, gradient, create_graph=graph)
 
 
-class _RandomState:
-    """Saves the state of the random generator, and restores that state within the context (for dropout)."""
+def _random_of(device: torch.device) -> tuple[Any, list[torch.device]]:
+    """Return the module with the random generator of a device, and the device, if it is none of the host."""
+    return (torch.random, []) if device.type == "cpu" else (getattr(torch, device.type), [device])
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.state = self._module().get_rng_state(*self._arguments())
 
-    def _module(self) -> Any:
-        return torch.random if self.device.type == "cpu" else getattr(torch, self.device.type)
-
-    def _arguments(self) -> tuple[Any, ...]:
-        return () if self.device.type == "cpu" else (self.device,)
-
-    def __enter__(self) -> None:
-        self.outside = self._module().get_rng_state(*self._arguments())
-        self._module().set_rng_state(self.state, *self._arguments())
-
-    def __exit__(self, *_: object) -> None:
-        self._module().set_rng_state(self.outside, *self._arguments())
+@contextmanager
+def _drawn_from(state: Tensor, device: torch.device) -> Iterator[None]:
+    """Draw from a state of the random generator, which goes on from its own afterwards (for dropout)."""
+    module, devices = _random_of(device)
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        module.set_rng_state(state, *devices)
+        yield
 
 
 def _in_two_contractions(

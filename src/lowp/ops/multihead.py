@@ -147,25 +147,20 @@ def _projected(call: Call, given: _Arguments, rule: Rule | None) -> tuple[Tensor
         result: Tensor = linear(call.inner(F.linear, (x, weight, part), rule=rule))
         return result
 
-    if given.use_separate_proj_weight:
-        return (
-            projected(query, given.q_proj_weight, 0, 1),
-            projected(key, given.k_proj_weight, 1, 2),
-            projected(value, given.v_proj_weight, 2, 3),
-        )
-    if packed is None:
-        raise Mismatch
-    if key is value and query is key:
-        first, second, third = linear(call.inner(F.linear, (query, packed, bias), rule=rule)).chunk(3, -1)
-        return first, second, third
-    if key is value:
-        second, third = projected(key, packed[size:], 1, 3).chunk(2, -1)
-        return projected(query, packed[:size], 0, 1), second, third
-    return (
-        projected(query, packed[:size], 0, 1),
-        projected(key, packed[size : 2 * size], 1, 2),
-        projected(value, packed[2 * size :], 2, 3),
-    )
+    weights = given.q_proj_weight, given.k_proj_weight, given.v_proj_weight
+    if not given.use_separate_proj_weight:
+        if packed is None:
+            raise Mismatch
+        if key is value and query is key:
+            first, second, third = linear(call.inner(F.linear, (query, packed, bias), rule=rule)).chunk(3, -1)
+            return first, second, third
+        if key is value:
+            second, third = projected(key, packed[size:], 1, 3).chunk(2, -1)
+            return projected(query, packed[:size], 0, 1), second, third
+        weights = packed[:size], packed[size : 2 * size], packed[2 * size :]
+    inputs = zip((query, key, value), weights, strict=True)
+    first, second, third = (projected(x, weight, place, place + 1) for place, (x, weight) in enumerate(inputs))
+    return first, second, third
 
 
 def _heads(x: Tensor, static: Tensor | None, batch: int, heads: int, size: int) -> Tensor:

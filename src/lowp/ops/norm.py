@@ -8,7 +8,8 @@ the weight in 16 bits. `lowp.kernels.use` with another way than torch's has all 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,22 +274,16 @@ def instance_norm(call: Call) -> Tensor:
     return result
 
 
-class _fp32_statistics:
+@contextmanager
+def _fp32_statistics(
+    mean: Tensor | None, var: Tensor | None, training: bool
+) -> Iterator[tuple[Tensor | None, Tensor | None]]:
     """Running statistics in fp32 during a call; statistics stored in 16 bits are written back."""
-
-    def __init__(self, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
-        self.stored, self.training = (mean, var), training
-        self.wide = tuple(None if one is None else one.float() for one in self.stored)
-
-    def __enter__(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.wide[0], self.wide[1]
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is not None or not self.training:
-            return
-        for stored, wide in zip(self.stored, self.wide, strict=True):
-            if stored is not None and wide is not None and stored is not wide:
-                stored.copy_(wide)
+    wide_mean, wide_var = (None if one is None else one.float() for one in (mean, var))
+    yield wide_mean, wide_var
+    for stored, wide in ((mean, wide_mean), (var, wide_var)):
+        if training and stored is not None and wide is not None and stored is not wide:
+            stored.copy_(wide)
 
 
 def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -1,13 +1,12 @@
 """Terminal tables of a benchmark, made from its document."""
 
 import math
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.table import Table
 
-from lowp.report.tables import amount, bytes_of, seconds, with_unit
+from lowp.report.tables import amount, bytes_of, seconds, with_machine, with_unit
 from lowp.report.terminal import WIDTH, plain_table
 
 _NOTHING = "-"
@@ -148,9 +147,7 @@ def benchmark_notes(document: Mapping[str, Any], methods: bool = True, width: in
         lines.append("--notes prints how each number was measured; see also docs/benchmark.md and the JSON file.")
     sources = {subject["published"]["source"] for subject in document["recipes"] if subject["published"]}
     lines += [f"published: {source}." for source in sorted(sources)]
-    versions = document["versions"]
-    machine = f"{document['machine']['words']}; torch {versions['torch']}, lowp {versions['lowp']}."
-    return "\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in [*lines, machine])
+    return with_machine(lines, document, width)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

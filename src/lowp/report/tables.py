@@ -134,9 +134,14 @@ def notes(document: Mapping[str, Any], width: int = WIDTH) -> str:
     methods = [f"{text}." for name, text in document["methods"].items() if name not in left_out]
     steps = ["to the row above: the same, of runs with the same seed."] * _has_steps(document)
     lines += ["gap to fp32: + is worse, - better.", *steps, *methods]
+    return with_machine(lines, document, width)
+
+
+def with_machine(lines: Iterable[str], document: Mapping[str, Any], width: int) -> str:
+    """Return wrapped lines, and one of the machine and the versions with which the numbers were measured."""
     versions = document["versions"]
-    lines.append(f"{document['machine']['words']}; torch {versions['torch']}, lowp {versions['lowp']}.")
-    return "\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in lines)
+    machine = f"{document['machine']['words']}; torch {versions['torch']}, lowp {versions['lowp']}."
+    return "\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in [*lines, machine])
 
 
 # -- a sweep ----------------------------------------------------------------------------------------------------------
