@@ -376,5 +376,5 @@ def test_all_of_it_runs_in_processes_of_its_own(repository: Path, tmp_path: Path
     done = subprocess.run([*command, "--out", str(path)], capture_output=True, text=True)
     document = json.loads(path.read_text())
     assert not document["failures"] and done.returncode == 0, done.stdout + done.stderr
-    assert list(document["parts"]) == ["build", "kernels", "bandwidth", "products", *RECIPES]
+    assert list(document["parts"]) == ["build", "kernels", "bandwidth", "products", "turns", *RECIPES]
     assert all(list(document["parts"][name]["variants"]) == ROWS for name in RECIPES)

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 
 from lowp.recipes import get
 from lowp.recipes.data.images import LabelledImages, image_data
-from lowp.recipes.recipe import Data, one_cycle
+from lowp.recipes.recipe import Data, Size, one_cycle
 from lowp.recipes.training import Settings, Training, load_data
 
 PRECISIONS = ("fp16", "bf16", "flex16+5", "dfp16")
@@ -30,7 +30,7 @@ def digits_of(side: int, training: int = 1000, held: int = 400) -> Data:
     images = images.repeat_interleave(side // 8, 2).repeat_interleave(side // 8, 3)
     labels = torch.from_numpy(digits.target).long()
     parts = (images[:training], labels[:training], images[training:][:held], labels[training:][:held])
-    return image_data(LabelledImages(*parts, tuple("0123456789"), "digits"))
+    return image_data(LabelledImages(*parts, "digits"))
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,6 @@ class Row:
     data: Callable[[], Data] | None = None
 
 
-pytestmark = pytest.mark.slow
-
 _SHORT_TEXT = {"layers": 2, "width": 48, "bytes": 60_000}
 _FEW_TWEETS = {"layers": 2, "width": 64, "heads": 2, "drawn": 400}
 ROWS = [
@@ -66,11 +64,15 @@ ROWS = [
 BY_RECIPE = {row.recipe: row for row in ROWS}
 
 
+def in_small(row: Row) -> Size:
+    """Return the size of the row's recipe: what a CPU trains, made smaller."""
+    small = replace(get(row.recipe).size("cpu"), **row.size)
+    return replace(small, options={**small.options, **row.options})
+
+
 def trained(row: Row, precision: str) -> list[dict[str, float]]:
     """Return the history of a whole run."""
-    recipe = get(row.recipe)
-    small = replace(recipe.size("cpu"), **row.size)
-    small = replace(small, options={**small.options, **row.options})
+    recipe, small = get(row.recipe), in_small(row)
     settings = Settings(
         row.recipe, precision, epochs=small.epochs, batch=small.batch, learning_rate=small.learning_rate
     )
@@ -87,6 +89,16 @@ def in_fp32(name: str) -> list[dict[str, float]]:
     return trained(BY_RECIPE[name], "fp32")
 
 
+@pytest.mark.parametrize("name", BY_RECIPE)
+def test_a_row_fits_its_recipe(name: str) -> None:
+    row = BY_RECIPE[name]
+    assert in_small(row).epochs > 1
+    if row.data is not None:
+        images, labels = row.data().training.batch(torch.tensor([2, 1]))
+        assert len(images) == len(labels) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", BY_RECIPE)
 def test_a_recipe_ends_where_fp32_ends(name: str, precision: str) -> None:
