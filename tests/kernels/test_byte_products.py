@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from levels import at_level
 from torch import Tensor
 
 import lowp
@@ -20,6 +22,13 @@ from lowp.kernels.packed.byte_rows import Activations, Bytes, Range
 
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 LEVELS = (0, 1, -1)  # portable, AVX2, the best; as far as the processor has them
+
+
+def at_levels(call: Callable[[], Tensor]) -> Iterator[Tensor]:
+    """Yield the results of a call under each of the levels."""
+    for level in LEVELS:
+        with at_level(level):
+            yield call()
 
 
 def _weights(kind: str, n: int, k: int) -> Tensor:
@@ -46,7 +55,8 @@ def test_sums_of_bytes_never_saturate(m: int, n: int, k: int, kind: str, highest
         sums = (payload[:, :k].double() - 31) @ weight.double().t()
         wanted = sums.float() * (torch.tensor(0.37) * scales) + bias
         for level in LEVELS:
-            assert torch.equal(byte_products.multiply(a, panels, bias, level), wanted)
+            with at_level(level):
+                assert torch.equal(byte_products.multiply(a, panels, bias), wanted)
         with kernels.use("reference"):
             assert torch.equal(byte_products.multiply(a, panels, bias), wanted)
 
@@ -58,9 +68,10 @@ def test_activations_become_bytes_and_are_multiplied_in_one_call_as_in_two(over:
     panels = byte_products.pack(_weights("normal", 33, 70), torch.rand(33), 255)
     x, bias = torch.randn(9, 70), torch.randn(33)
     for level in LEVELS:
-        given = byte_rows.own_range(x, over, level) if isinstance(over, int) else over
-        wanted = byte_products.multiply(byte_rows.to_bytes(x, *given, level), panels, bias, level)
-        assert torch.equal(byte_products.multiply(Activations(x, over), panels, bias, level), wanted)
+        with at_level(level):
+            given = byte_rows.own_range(x, over) if isinstance(over, int) else over
+            wanted = byte_products.multiply(byte_rows.to_bytes(x, *given), panels, bias)
+            assert torch.equal(byte_products.multiply(Activations(x, over), panels, bias), wanted)
 
 
 @needs_library
@@ -103,7 +114,8 @@ def test_activations_become_bytes_as_torch_rounds_them(level: int) -> None:
         1,
     )
     for scale, zero, highest in ((1.0, 3, 127), (0.1, 0, 255), (0.037, 64, 127)):
-        found = byte_rows.to_bytes(x, scale, zero, highest, level)
+        with at_level(level):
+            found = byte_rows.to_bytes(x, scale, zero, highest)
         with kernels.use("reference"):
             wanted = byte_rows.to_bytes(x, scale, zero, highest)
         assert torch.equal(found.payload, wanted.payload)
@@ -124,12 +136,13 @@ def test_activations_are_multiplied_as_the_bytes_that_they_become(level: int, hi
     nan[8, 69] = torch.nan
     for x in (given, given.t().contiguous().t(), -positive, positive, zeros, given * 1e-44, infinite, nan, given[:0]):
         for over in ranges:
-            found = byte_products.multiply(byte_rows.Activations(x, over), panels, None, level)
+            with at_level(level):
+                found, range_ = byte_products.multiply(Activations(x, over), panels), byte_rows.own_range(x, highest)
             with kernels.use("bitwise"):
                 own = byte_rows.own_range(x, highest)
                 wanted = byte_products.multiply(byte_rows.Activations(x, over), panels)
             assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
-            assert str(byte_rows.own_range(x, highest, level)) == str(own)  # NaN too
+            assert str(range_) == str(own)  # NaN too
 
 
 INTEGERS = [code - (code >> 3 << 4) for code in range(16)]
@@ -151,7 +164,7 @@ def test_four_bit_products_are_those_of_their_definition(group: int, name: str) 
     values = torch.tensor(levels).float()[codes] * scales.repeat_interleave(group, 1)[:, :200]
     assert torch.equal(few_bits.code_values(packed), values)
     found = few_bits.multiply_codes(x, packed, bias)
-    assert all(torch.equal(few_bits.multiply_codes(x, packed, bias, level), found) for level in LEVELS)
+    assert all(torch.equal(one, found) for one in at_levels(lambda: few_bits.multiply_codes(x, packed, bias)))
     with kernels.use("reference"):
         assert torch.equal(few_bits.multiply_codes(x, packed, bias), found)
     wanted = x.double() @ values.double().t() + bias
@@ -177,7 +190,7 @@ def test_scales_in_bytes_are_read_as_the_numbers_that_they_are(format: str) -> N
     assert packed.scales.nbytes * 4 == plain.scales.nbytes
     assert torch.equal(few_bits.code_values(packed), few_bits.code_values(plain))
     found = few_bits.multiply_codes(x, plain)
-    assert all(torch.equal(few_bits.multiply_codes(x, packed, None, level), found) for level in LEVELS)
+    assert all(torch.equal(one, found) for one in at_levels(lambda: few_bits.multiply_codes(x, packed, None)))
     with kernels.use("reference"):
         assert torch.equal(few_bits.multiply_codes(x, packed), found)
 
@@ -194,7 +207,7 @@ def test_the_sign_of_a_scale_chooses_one_of_two_tables(format: str) -> None:
     assert torch.equal(few_bits.code_values(packed, 16, 5), values[16:])
     assert torch.equal(few_bits.code_rows(packed, torch.tensor([20, 4])), values[[20, 4]])
     found = few_bits.multiply_codes(x, packed, bias)
-    assert all(torch.equal(few_bits.multiply_codes(x, packed, bias, level), found) for level in LEVELS)
+    assert all(torch.equal(one, found) for one in at_levels(lambda: few_bits.multiply_codes(x, packed, bias)))
     with kernels.use("reference"):
         assert torch.equal(few_bits.multiply_codes(x, packed, bias), found)
         assert torch.equal(few_bits.code_values(packed), values)
@@ -233,8 +246,7 @@ def test_signs_are_multiplied_by_counting_bits(length: int) -> None:
     a, b = few_bits.signs(x), few_bits.signs(w)
     signs = torch.where(x < 0, -1.0, 1.0) @ torch.where(w < 0, -1.0, 1.0).t()
     wanted = signs * (a.scales[:, None] * b.scales)
-    for level in LEVELS:
-        assert torch.equal(few_bits.multiply_signs(a, b, None, level), wanted)
+    assert all(torch.equal(one, wanted) for one in at_levels(lambda: few_bits.multiply_signs(a, b)))
     with kernels.use("reference"):
         assert torch.equal(few_bits.multiply_signs(a, b), wanted)
 
@@ -252,7 +264,7 @@ def test_bytes_by_codes_of_few_bits_are_exact(rows: int, k: int, levels: list[in
     numbers = torch.tensor(levels).double()[codes]
     sums = (a.payload[:, :k].double() - 31) @ numbers.t()
     wanted = sums.float() * scales[:, 0] + bias
-    assert all(torch.equal(few_bits.multiply_codes(a, packed, bias, level), wanted) for level in LEVELS)
+    assert all(torch.equal(one, wanted) for one in at_levels(lambda: few_bits.multiply_codes(a, packed, bias)))
     with kernels.use("reference"):
         assert torch.equal(few_bits.multiply_codes(a, packed, bias), wanted)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from levels import at_level
 from torch import Tensor, nn
 
 import lowp
@@ -44,7 +45,8 @@ def test_every_instruction_set_has_the_bits_of_the_definition(shape: tuple[int, 
         with kernels.use("reference"):
             wanted = few_rows.multiply(x, weight, bias)
         for level in LEVELS:
-            found = few_rows.multiply(x, weight, bias, level)
+            with at_level(level):
+                found = few_rows.multiply(x, weight, bias)
             assert found.dtype is torch.float32 and torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
 
@@ -71,8 +73,8 @@ def test_extreme_numbers_are_as_in_fp32() -> None:
 def test_every_nan_is_the_positive_one_whatever_the_processor_makes(level: int | None) -> None:
     x = torch.tensor([[math.inf, 0.0, 1.0], [1.0, math.inf, -math.inf], [-math.nan, 1.0, 1.0]])
     weight = torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, -math.inf]]).bfloat16()
-    with kernels.use("reference" if level is None else "cpu"):
-        found = few_rows.multiply(x, weight, level=level)
+    with kernels.use("reference" if level is None else "cpu"), at_level(level):
+        found = few_rows.multiply(x, weight)
     assert found.isnan().sum() == 7 and set(found.view(torch.int32)[found.isnan()].tolist()) == {0x7FC00000}
 
 
@@ -87,10 +89,11 @@ def test_rows_that_lie_apart_are_multiplied_as_those_side_by_side(name: str, k: 
     )
     x = torch.randn(5, 3, k + 9)[:, :, 4 : 4 + k].transpose(0, 1)
     for level in LEVELS:
-        wanted = [few_rows.multiply(one.contiguous(), rows, None, level) for one in x]
-        assert torch.equal(few_rows.multiply(x, several, None, level), torch.stack(wanted))
-        turned = x[0].t().contiguous().t()
-        assert torch.equal(few_rows.multiply(turned, rows, None, level), wanted[0])
+        with at_level(level):
+            wanted = [few_rows.multiply(one.contiguous(), rows) for one in x]
+            assert torch.equal(few_rows.multiply(x, several), torch.stack(wanted))
+            turned = x[0].t().contiguous().t()
+            assert torch.equal(few_rows.multiply(turned, rows), wanted[0])
 
 
 def test_many_rows_are_multiplied_in_fp32() -> None:
@@ -126,7 +129,8 @@ def test_codes_have_the_bits_of_the_definition_and_the_values_of_the_format(
         wanted = few_rows.multiply(x, weight, bias)
         assert torch.equal(few_rows.values(weight), values)
     for level in LEVELS:
-        assert torch.equal(few_rows.multiply(x, weight, bias, level), wanted)
+        with at_level(level):
+            assert torch.equal(few_rows.multiply(x, weight, bias), wanted)
     exact = x.double() @ values.double().t()
     most = 2.0**-24 * (k / few_rows.SUMS + 8) * (x.abs().double() @ values.abs().double().t()) + 1e-6
     assert bool(((wanted - bias - exact).abs() <= most).all())  # of a sum of fp32 in this order
@@ -136,10 +140,10 @@ def test_codes_have_the_bits_of_the_definition_and_the_values_of_the_format(
 def test_a_code_that_is_no_number_stays_one(level: int | None) -> None:
     if level is not None and cpu.library() is None:
         pytest.skip("the C++ library was not built")
-    with kernels.use("reference" if level is None else "cpu"):
+    with kernels.use("reference" if level is None else "cpu"), at_level(level):
         for name, code in (("e4m3fn", 0x7F), ("e4m3fn", 0xFF), ("e5m2", 0xFD)):
             weight = few_rows.StoredRows(torch.tensor([[1, code]], dtype=torch.uint8), 2, casts.parse(name).element)
-            assert few_rows.multiply(torch.ones(1, 2), weight, level=level).isnan().all()
+            assert few_rows.multiply(torch.ones(1, 2), weight).isnan().all()
 
 
 @pytest.mark.parametrize("name", ["e4m3fnuz", "e5m2fnuz", "e3m4", "int8-affine", "e4m3fn@fp32/8", "e5m7"])

@@ -214,10 +214,8 @@ def _level(own: ctypes.CDLL, instruction_set: str | None) -> int:
     return INSTRUCTION_SETS.index(instruction_set)
 
 
-def level(forced: int | None = None) -> int:
-    """Return the instruction set for a call, by its place in INSTRUCTION_SETS: `forced`, `asked`, or -1, the best."""
-    if forced is not None:
-        return forced
+def level() -> int:
+    """Return the instruction set for a call, by its place in INSTRUCTION_SETS: `asked`, or -1, the best."""
     name = asked()
     return INSTRUCTION_SETS.index(name) if name in INSTRUCTION_SETS else -1
 

@@ -83,13 +83,13 @@ def repacked(panels: Panels) -> Panels:
     return pack(unpacked(panels), panels.scales[: panels.n], panels.highest)
 
 
-def multiply(a: Bytes | Activations, b: Panels, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+def multiply(a: Bytes | Activations, b: Panels, bias: Tensor | None = None) -> Tensor:
     """Return a @ b.T (+ bias), fp32 [rows, n]: an exact int32 sum, rounded to fp32, times the product of the scales."""
     if isinstance(a, Activations):
         if uses_library() and b.memory.ndim == 4 and a.values.numel() and a.values.shape[1] == b.k:
-            return _linear(a, b, bias, level)
-        over = own_range(a.values, a.over, level) if isinstance(a.over, int) else a.over
-        a = to_bytes(a.values, *over, level)
+            return _linear(a, b, bias)
+        over = own_range(a.values, a.over) if isinstance(a.over, int) else a.over
+        a = to_bytes(a.values, *over)
     rows, depth = a.payload.shape
     if depth != up(b.k, EIGHT) or a.highest > b.highest:
         raise InvalidInput(
@@ -102,7 +102,7 @@ def multiply(a: Bytes | Activations, b: Panels, bias: Tensor | None = None, leve
     bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
     out = torch.empty(rows, b.n, dtype=torch.float32, device="cpu")
     left, right, finish = (a.payload, rows, depth), (b.memory, b.ways, b.n), (b.scales, b.sums, None, bias, out)
-    cpu.loaded().lowp_bytes_multiply(cpu.level(level), *left, *right, a.scale, a.zero, *finish, torch.get_num_threads())
+    cpu.loaded().lowp_bytes_multiply(cpu.level(), *left, *right, a.scale, a.zero, *finish, torch.get_num_threads())
     return out
 
 
@@ -125,7 +125,7 @@ def multiply_codes(a: Tensor, b: Tensor) -> Tensor:
 _EXACT = (1 << 24) // (128 * 128)
 
 
-def _linear(a: Activations, b: Panels, bias: Tensor | None, level: int | None) -> Tensor:
+def _linear(a: Activations, b: Panels, bias: Tensor | None) -> Tensor:
     """The product of activations that become bytes, in one call of the library."""
     x = numbered(on_cpu(a.values, "x"))
     scale, zero, highest = (0.0, 0, a.over) if isinstance(a.over, int) else a.over
@@ -136,7 +136,7 @@ def _linear(a: Activations, b: Panels, bias: Tensor | None, level: int | None) -
     out = torch.empty(x.shape[0], b.n, dtype=torch.float32, device="cpu")
     right, finish = (b.memory, b.ways, b.n), (b.scales, b.sums, bias, payload, out)
     cpu.loaded().lowp_bytes_linear(
-        cpu.level(level), *matrix(x), scale, zero, highest, *right, *finish, torch.get_num_threads()
+        cpu.level(), *matrix(x), scale, zero, highest, *right, *finish, torch.get_num_threads()
     )
     return out
 

@@ -76,7 +76,7 @@ def range_of(low: float, high: float, highest: int) -> Range:
     return Range(scale, min(max(round(-low / scale), 0), highest), highest)
 
 
-def own_range(x: Tensor, highest: int, level: int | None = None) -> Range:
+def own_range(x: Tensor, highest: int) -> Range:
     """Return the `range_of` the values of fp32 [rows, k] themselves."""
     if not x.numel():
         return Range(1.0, 0, highest)
@@ -84,12 +84,12 @@ def own_range(x: Tensor, highest: int, level: int | None = None) -> Range:
         low, high = torch.aminmax(x)
         return range_of(low.item(), high.item(), highest)
     x, found = numbered(x), array("f", (0.0, 0.0))
-    cpu.loaded().lowp_bytes_extremes(cpu.level(level), *matrix(x), found, torch.get_num_threads())
+    cpu.loaded().lowp_bytes_extremes(cpu.level(), *matrix(x), found, torch.get_num_threads())
     lowest, largest = found
     return range_of(lowest, largest, highest)
 
 
-def to_bytes(x: Tensor, scale: float, zero: int, highest: int, level: int | None = None) -> Bytes:
+def to_bytes(x: Tensor, scale: float, zero: int, highest: int) -> Bytes:
     """Round fp32 [rows, k] to bytes: clamp(round(x / scale) + zero, 0, highest), to nearest even; a NaN becomes 0.
 
     The depth is k rounded up to 8 and filled up with zeros (bytes of `zero`).
@@ -101,7 +101,7 @@ def to_bytes(x: Tensor, scale: float, zero: int, highest: int, level: int | None
     x, depth = numbered(x), up(x.shape[1], EIGHT)
     payload = torch.empty(x.shape[0], depth, dtype=torch.uint8, device="cpu")
     cpu.loaded().lowp_bytes_quantize(
-        cpu.level(level), *matrix(x), scale, zero, highest, depth, payload, torch.get_num_threads()
+        cpu.level(), *matrix(x), scale, zero, highest, depth, payload, torch.get_num_threads()
     )
     return Bytes(payload, scale, zero, highest)
 

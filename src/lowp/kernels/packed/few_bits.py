@@ -232,7 +232,6 @@ def multiply_codes(
     x: Tensor | Bytes,
     w: PackedCodes,
     bias: Tensor | None = None,
-    level: int | None = None,
     linear_of: Callable[[Tensor], LinearProduct] = lambda x: by_torch,
 ) -> Tensor:
     """Return x @ w.T (+ bias) in fp32, of x fp32 [rows, k] for weights in groups, or of bytes for those without.
@@ -254,20 +253,18 @@ def multiply_codes(
             exact = (x.payload[:, : w.k].float() - x.zero) @ numbers.t()
             result = exact * (torch.tensor(x.scale, dtype=torch.float32, device="cpu") * scales_of(w)[:, 0])
             return result if bias is None else result + bias.float()
-        found = _multiplied(x.payload, x, w, bias, level)
+        found = _multiplied(x.payload, x, w, bias)
         assert found is not None  # whole numbers are finite
         return found
     if not w.group:
         raise InvalidInput("fp32 activations do not fit weights with a scale a row: give bytes")
-    found = _multiplied(numbered(x.detach()), None, w, bias, level) if on_cpu(x, "x").shape[0] <= FEW else None
+    found = _multiplied(numbered(x.detach()), None, w, bias) if on_cpu(x, "x").shape[0] <= FEW else None
     if found is None:
         return in_panels(x, functools.partial(code_values, w), (w.n, w.k), bias, linear_of(x))
     return found
 
 
-def _multiplied(
-    x: Tensor, of_bytes: Bytes | None, w: PackedCodes, bias: Tensor | None, level: int | None
-) -> Tensor | None:
+def _multiplied(x: Tensor, of_bytes: Bytes | None, w: PackedCodes, bias: Tensor | None) -> Tensor | None:
     """Return the product of rows of fp32 or of bytes; None if a number is infinite or NaN."""
     bias = None if bias is None else bias.detach().float().contiguous()
     if not uses_library():
@@ -279,7 +276,7 @@ def _multiplied(
     out = torch.empty(rows, w.n, dtype=torch.float32, device="cpu")
     numbers = (rows, w.n, w.k, x.stride(0), w.depth, group, planes, zero, w.bits, _shift(w), w.tables)
     given = x, scale, w.memory, w.levels, w.scales, w.read and w.read.factor, bias, out
-    is_finite = cpu.loaded().lowp_codes_multiply(cpu.level(level), array("q", numbers), *given, torch.get_num_threads())
+    is_finite = cpu.loaded().lowp_codes_multiply(cpu.level(), array("q", numbers), *given, torch.get_num_threads())
     return out if is_finite else None
 
 
@@ -313,14 +310,14 @@ def signs(x: Tensor) -> Signs:
     return Signs(_words(on_cpu(x, "x") < 0), x.double().abs().mean(1).float(), x.shape[1])
 
 
-def multiply_signs(a: Signs, b: Signs, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+def multiply_signs(a: Signs, b: Signs, bias: Tensor | None = None) -> Tensor:
     """Return a @ b.T (+ bias) in fp32, of rows of signs: counts of bits, exact, then scaled."""
     if a.length != b.length:
         raise InvalidInput(f"rows of {a.length} signs do not fit rows of {b.length}")
     if uses_library():
         sums = torch.empty(len(a.memory), len(b.memory), dtype=torch.int32, device="cpu")
         given = a.memory, len(a.memory), b.memory, len(b.memory), a.memory.shape[1], b.length, sums
-        cpu.loaded().lowp_bits_multiply(cpu.level(level), *given, torch.get_num_threads())
+        cpu.loaded().lowp_bits_multiply(cpu.level(), *given, torch.get_num_threads())
     else:
         sums = sign_values(a).double() @ sign_values(b).double().t()
     result = sums.float() * (a.scales[:, None] * b.scales)

@@ -128,15 +128,13 @@ def multiply(
     x: Tensor,
     weight: Tensor | StoredRows,
     bias: Tensor | None = None,
-    level: int | None = None,
     linear_of: Callable[[Tensor], LinearProduct] = lambda x: by_torch,
 ) -> Tensor:
     """Return x @ weight.T (+ bias) in fp32, of x fp32 [rows, k] and a weight [n, k] in fp16, bf16 or codes.
 
     Of several weights, x [count, rows, k] has as many, and there is no bias.
 
-    More rows, and those on an accelerator, are products in fp32, by `linear_of(x)`. `level` forces an instruction
-    set, by its place in `cpu.INSTRUCTION_SETS`.
+    More rows, and those on an accelerator, are products in fp32, by `linear_of(x)`.
     """
     if isinstance(weight, Tensor):
         weight = StoredRows(weight, weight.shape[1])
@@ -159,7 +157,7 @@ def multiply(
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(*x.shape[:-1], weight.n, dtype=torch.float32, device="cpu")
     given = x, rows, array("q", (x.stride(0), x.stride(-2))), memory, *_described(weight), bias, out
-    has_memory = cpu.loaded().lowp_rows_multiply(cpu.level(level), *given, torch.get_num_threads())
+    has_memory = cpu.loaded().lowp_rows_multiply(cpu.level(), *given, torch.get_num_threads())
     if not has_memory:
         raise MemoryError(f"a product of {rows} rows of {k}: give fewer rows")
     return out
@@ -184,7 +182,7 @@ def values(weight: StoredRows, first: int = 0, count: int | None = None) -> Tens
     out = torch.empty(count, weight.k, dtype=torch.float32, device="cpu")
     described, shared, factor = _described(weight)
     cpu.loaded().lowp_rows_values(
-        cpu.level(None), weight.memory, described, shared, factor, first, count, out, torch.get_num_threads()
+        cpu.level(), weight.memory, described, shared, factor, first, count, out, torch.get_num_threads()
     )
     return out
 
