@@ -361,6 +361,11 @@ def is_multiplied(loss: torch.Tensor) -> bool:
     return type(node).__name__.startswith("Mul") and any(before is None for before, _ in node.next_functions)
 
 
+def metadata_of(edge: Any) -> Any:
+    """Return what has the shape, dtype and device of the tensor at an edge of the graph."""
+    return edge.node._input_metadata[edge.output_nr]
+
+
 def sparse_values(x: torch.Tensor) -> torch.Tensor | None:
     """Return the dense tensor of values of a sparse or jagged tensor; None for layouts that have none (mkldnn)."""
     if x.layout is torch.sparse_coo:

@@ -108,3 +108,24 @@ def test_a_script_is_profiled_as_a_file_or_a_module_and_one_that_is_missing_is_n
     with pytest.raises(InvalidInput, match=r"no\.py"):
         profiling.profile_script(["no.py"], "none", Path("other.json"))
     assert not Path("other.json").exists()
+
+
+def test_the_processes_of_a_script_that_train_one_model_are_one_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import subprocess, sys, torch\nwidth, *others = map(int, sys.argv[1:])\nm = torch.nn.Linear(width, 1)\n"
+        "o = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "for _ in range(2):\n    m(torch.randn(2, width)).sum().backward()\n    o.step()\n"
+        "for other in others:\n    subprocess.run([sys.executable, 'train.py', str(other)], check=True)\n"
+    )
+    assert profiling.profile_script(["train.py", "4", "4", "5"], "none", Path("run.json"))[0] == 0
+    (left,) = (one for one in tmp_path.iterdir() if one.name not in ("run.json", "train.py"))
+    counts = [
+        next(seen.count for key, seen in Record.load(file).tensors.items() if "weight" in key)
+        for file in (Path("run.json"), left)
+    ]
+    assert counts == [4 * 2 * 2, 5 * 2]  # weights, steps, processes
+    said = [one for one in capfd.readouterr().err.splitlines() if "another model" in one]
+    assert said == [f"lowp profile: another process trained another model: {left}"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from lowp.compat import private
+from lowp.compat import metadata_of, private
 from lowp.errors import Misuse
 from lowp.formats import FloatFormat
 from lowp.launch.boot import replaces
@@ -132,11 +132,15 @@ class _Backward:
         return [self._seed(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
 
     def _seed(self, output: Any, seed: Tensor | None) -> Tensor | None:
-        if not isinstance(output, Tensor):  # an edge of the graph
-            return None if seed is None else self.gradients.scaled(seed)
-        if seed is None and output.numel() != 1:
-            return None
-        return self.gradients.scaled(torch.ones_like(output) if seed is None else seed).to(output.dtype)
+        place = output if isinstance(output, Tensor) else metadata_of(output)
+        if seed is None:
+            if math.prod(place.shape) != 1:
+                return None
+            if place is output:
+                seed = torch.ones_like(output)
+            else:
+                seed = torch.ones(place.shape, dtype=place.dtype, device=place.device)
+        return self.gradients.scaled(seed).to(place.dtype)
 
 
 def has_no_optimizer(session: Session, leaves: list[Tensor]) -> bool:

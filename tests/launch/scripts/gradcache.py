@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
@@ -27,6 +28,9 @@ def in_pieces(pieces, embeddings):
         (asked,) = torch.autograd.grad(model[0](x).mean(), model[0].bias)
         (inner,) = torch.autograd.grad(model(embeddings[0]).sum(), embeddings[0])
         print(f"asked {asked.norm().item():.6f} {inner.norm().item():.6f}")
+        for given in (None, torch.full((), 3.0)):
+            (asked,) = torch.autograd.grad(get_gradient_edge(model[0](x).mean()), model[0].bias, given)
+            print(f"from an edge {asked.norm().item():.6f}")
 
     return hook
 
