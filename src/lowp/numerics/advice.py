@@ -9,7 +9,7 @@ from typing import Any
 from lowp import presets
 from lowp.loss_scale import DYNAMIC, LossScale
 from lowp.numerics.findings import Finding
-from lowp.numerics.part import failure, parameter_key
+from lowp.numerics.part import Part, failure, parameter_key
 from lowp.numerics.prediction import Window, effect, lost_updates
 from lowp.numerics.record import Key, Record
 from lowp.numerics.spectrum import Spectrum
@@ -194,22 +194,25 @@ def _sixteen(record: Record, name: str) -> FormatVerdict:
     return FormatVerdict(name, flushed, overflow, None, ratio, "with fp32 masters", True)
 
 
-def _lost_share(record: Record, name: str, parameter: str) -> float:
-    weights = record.tensors.get(parameter_key(parameter, "weight", "step"), Spectrum())
-    return lost_updates(record.updates[parameter], weights, name)
+def lost_share(seen: Record | Part, format: str, parameters: Iterable[str]) -> float:
+    """Return the share of updates of some parameters that change no weight which is stored in the format."""
+    lost = present = 0.0
+    for name in parameters:
+        updates, weights = seen.updates[name], seen.tensors.get(parameter_key(name, "weight", "step"), Spectrum())
+        lost, present = lost + updates.present * lost_updates(updates, weights, format), present + updates.present
+    return lost / present if present else 0.0
 
 
 def _stored(record: Record, name: str) -> FormatVerdict:
     """Weights in the format and no masters."""
-    present = sum(one.present for one in record.updates.values())
-    lost = sum(_lost_share(record, name, parameter) * one.present for parameter, one in record.updates.items())
-    share = lost / present if present else 0.0
+    present = [parameter for parameter, one in record.updates.items() if one.present]
+    share = lost_share(record, name, present)
     flushed, overflow, ratio = _judged(record, name)
     if not present:
         return FormatVerdict(
             f"pure {name}", flushed, overflow, None, ratio, "not judged: no update was recorded", False
         )
-    whole = sum(_lost_share(record, name, one) >= _LOST_WHOLLY for one, seen in record.updates.items() if seen.present)
+    whole = sum(lost_share(record, name, [one]) >= _LOST_WHOLLY for one in present)
     word = f"STALLS in {whole} of {len(record.updates)} parameters" if whole else "works without masters"
     word = "WILL STALL" if share > _STALLS else word
     return FormatVerdict(f"pure {name}", flushed, overflow, share, ratio, word, not whole and share <= _STALLS)
@@ -231,7 +234,7 @@ def _some(names: Iterable[str]) -> str:
 
 def _lost(record: Record) -> list[Finding]:
     """Return a finding for the parameters for which pure bf16 stalls; an error if they are already stored in bf16."""
-    shares = {name: _lost_share(record, "bf16", name) for name, one in record.updates.items() if one.present}
+    shares = {name: lost_share(record, "bf16", [name]) for name, one in record.updates.items() if one.present}
     lost = _stored(record, "bf16").stalled or 0.0
     stalled = [name for name, share in shares.items() if share >= (_STALLS if lost > _STALLS else _LOST_WHOLLY)]
     how_many = "all" if all(shares[name] >= _LOST_WHOLLY for name in stalled) else f"{lost:.0%} of the"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowp.numerics.spectrum import Spectrum
 from lowp.recipes.recording import flex
 from lowp.recipes.recording.flex import record_autoflex
 from lowp.recipes.recording.runs import Onlooker
@@ -29,16 +30,16 @@ def test_the_learning_rate_follows_the_schedule_over_the_steps(monkeypatch: pyte
     assert reported == [("digits", number) for number in range(1, 11)]
 
 
-def test_numbers_are_counted_by_octave_and_those_beyond_the_ends_in_the_last_bins() -> None:
+def test_numbers_are_counted_by_octave_and_as_the_exponents_and_the_largest_of_them_lose_them() -> None:
     numbers = [0.0, -(2.0**-70), 2.0**-49, -1.5 * 2.0**-48, 2.0**-47, 2.0**-30, 2.0**-7, 2.0**-1, -1.0, 1.5]
     numbers += [2.0**15, 1.5 * 2.0**15, -(2.0**16), 2.0**20]
-    histogram = flex._Histogram()
+    written = flex._Written()
     for exponent in (-5, -7):
-        histogram.add(*flex._counted(torch.tensor(numbers)), exponent)
-    found = histogram.document()
-    counts = {-48: 3, -47: 1, -30: 1, -7: 1, -1: 1, 0: 2, 15: 4}
-    assert {place - 48: count / 2 for place, count in enumerate(found["counts"]) if count} == counts
-    assert len(found["counts"]) == 64 and (found["elements"], found["zeros"]) == (28, 2)
+        written.add(Spectrum.of(torch.tensor(numbers)), exponent)
+    found = written.document()
+    counts = {-70: 1, -49: 1, -48: 1, -47: 1, -30: 1, -7: 1, -1: 1, 0: 2, 15: 2, 16: 1, 20: 1}
+    assert {found["lowest"] + place: count / 2 for place, count in enumerate(found["counts"]) if count} == counts
+    assert (found["elements"], found["zeros"]) == (28, 2)
     assert found["below_maximum"] == 9 / 13  # those below 2^5
     assert found["below_unit"] == (6 + 5) / 26  # those below half of 2^-5 and of 2^-7
     assert found["exponents"] == [-7, -5]

@@ -72,7 +72,7 @@ def test_a_title_says_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
 
     naive = {**documents.gradients(), "precision": "fp16-naive", "fp32": 0.95}
     assert title(gradients.gradients, naive) == (
-        "fp16-naive loses 7.5 points of accuracy: 92.0% of the weights with an update do not move"
+        "fp16-naive loses 7.5 points of accuracy: 92.0% of the weights with a gradient do not move"
     )
     assert title(gradients.gradients, {**naive, "fp32": None}).startswith("fp16-naive ends at accuracy 87.5%: 92.0%")
     assert title(gradients.updates, documents.updates()) == (
@@ -129,7 +129,7 @@ def test_gradients_tell_what_fp16_loses() -> None:
         "Of the gradients in fp32, 0.0500% are below 2^-24, fp16's smallest number; 0.0300% are zero in this run."
     )
     assert "19.0% are below 2^-24" in second and "95.0% of the updates are below 2^-11 of their weight" in third
-    assert third.endswith("92.0% of the weights with a nonzero update stayed unchanged.")
+    assert third.endswith("92.0% of the weights with a nonzero gradient stayed unchanged.")
 
 
 def test_activation_gradients_tell_zeros_apart_and_compare_medians() -> None:

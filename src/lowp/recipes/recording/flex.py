@@ -2,17 +2,14 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
 from lowp.numerics.spectrum import Spectrum
 from lowp.ops.observing import Observation, observe
-from lowp.recipes.recording.runs import BIAS, NOBODY, Onlooker, short_head
+from lowp.recipes.recording.runs import NOBODY, Onlooker, histogram, short_head
 from lowp.recipes.training import Settings, Training, threads_of
 
 CLASSES = ("weights", "activations", "updates")
-_LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; others are counted in the first or the last bin
 
 
 def record_autoflex(
@@ -56,29 +53,28 @@ def record_flex_window(
 ) -> dict[str, Any]:
     """Train for some steps; return histograms of log2|x| of three tensors, from the first and last tenth of the steps.
 
-    The values are counted before rounding, with the exponents under which they were written. Raises the errors of
+    The values are counted before rounding, with the exponents under which they were written: the record of a profile
+    has what a step changed, not the updates and weights that were rounded for it. Raises the errors of
     `record_autoflex`.
     """
     training, exponents = _start(settings)
     tenth = max(1, steps // 10)
     moments = {"first": range(tenth), "last": range(steps - tenth, steps)}
-    histograms: dict[tuple[str, str], _Histogram] = {}
-    waiting: dict[str, tuple[Spectrum, int]] = {}  # of this step, for the exponents under which they were written
-
-    def sampled() -> list[str]:
-        return [moment for moment, when in moments.items() if training.done in when and training.model.training]
+    written: dict[tuple[str, str], _Written] = {}
+    waiting: dict[str, Spectrum] = {}  # of this step, for the exponents under which they were written
 
     def see(seen: Observation) -> None:
         is_forward = seen.phase == "forward"
-        if seen.role in (("output",) if is_forward else ("update", "weight")) and sampled():
+        wanted = seen.role in (("output",) if is_forward else ("update", "weight"))
+        if wanted and training.model.training and any(training.done in when for when in moments.values()):
             site = f"{seen.role} of {seen.path}" + (f" {seen.op}" if is_forward else "")
             if site not in waiting:
-                waiting[site] = _counted(seen.tensor)
+                waiting[site] = Spectrum.of(seen.tensor)
 
     def keep(flush: Flush) -> None:
         for site, exponent in zip(flush.sites, flush.exponent.tolist(), strict=True):
-            for moment in sampled() if site in waiting else ():
-                histograms.setdefault((moment, site), _Histogram()).add(*waiting[site], exponent)
+            for moment in (moment for moment, when in moments.items() if site in waiting and training.done in when):
+                written.setdefault((moment, site), _Written()).add(waiting[site], exponent)
         waiting.clear()
 
     ends = observe(see), exponents.watch(keep)
@@ -89,33 +85,26 @@ def record_flex_window(
     windows = {
         name: {
             "site": site,
-            **{moment: histograms[moment, site].document() for moment in moments if (moment, site) in histograms},
+            **{moment: written[moment, site].document() for moment in moments if (moment, site) in written},
         }
         for name, site in zip(CLASSES, sites, strict=True)
     }
-    head = short_head("figure-flex-window", training)
-    return {**head, "layer": layer, "steps": taken, "lowest": _LOWEST, "windows": windows}
+    return {**short_head("figure-flex-window", training), "layer": layer, "steps": taken, "windows": windows}
 
 
-def _counted(x: Tensor) -> tuple[Spectrum, int]:
-    """Return the spectrum of a tensor, and how many nonzero numbers are below max / 2^15."""
-    seen, magnitude = Spectrum.of(x), x.abs()
-    return seen, int(((magnitude > 0) & (magnitude < seen.maximum / 2**15)).sum())
-
-
-class _Histogram:
-    """Counts of elements by binary exponent floor(log2|x|), and the shared exponents under which they are written."""
+class _Written:
+    """The spectrum of what was written at a site, and the shared exponents under which it was."""
 
     def __init__(self) -> None:
         self.total = Spectrum()
         self.below_unit = self.below_maximum = 0
         self.exponents: list[int] = []
 
-    def add(self, seen: Spectrum, below_maximum: int, exponent: int) -> None:
+    def add(self, seen: Spectrum, exponent: int) -> None:
         """Count a tensor that is written under an exponent."""
         self.total += seen
         self.below_unit += seen.below(exponent - 1)
-        self.below_maximum += below_maximum
+        self.below_maximum += seen.nonzero - seen.from_size(seen.maximum / 2**15).nonzero
         self.exponents.append(exponent)
 
     def document(self) -> dict[str, Any]:
@@ -124,15 +113,9 @@ class _Histogram:
         `below_maximum`: the share of nonzero elements below max / 2^15, which int16 cannot represent under an exponent
         that represents the largest element. `below_unit`: the share of nonzero elements that are rounded to zero.
         """
-        total, present = self.total, max(1, self.total.nonzero)
-        octaves, low, high = total.octaves, _LOWEST + BIAS, _HIGHEST + BIAS
-        counts = octaves[low:high].copy()
-        counts[0] += octaves[:low].sum()
-        counts[-1] += octaves[high:].sum()
+        present = max(1, self.total.nonzero)
         return {
-            "counts": counts.tolist(),
-            "elements": total.count,
-            "zeros": total.zeros,
+            **histogram(self.total),
             "below_maximum": self.below_maximum / present,
             "below_unit": self.below_unit / present,
             "exponents": [min(self.exponents), max(self.exponents)],

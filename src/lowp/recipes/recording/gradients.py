@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from lowp.errors import InvalidInput
-from lowp.formats import FORMATS, FloatFormat
-from lowp.numerics.part import Part, parameter_key
-from lowp.numerics.prediction import lost_updates
+from lowp.numerics.advice import lost_share
+from lowp.numerics.part import Part
+from lowp.numerics.prediction import effect
 from lowp.numerics.spectrum import PARTS, Spectrum, Updates
 from lowp.presets import LossScale
 from lowp.recipes.recording import runs
@@ -109,18 +109,16 @@ def record_loss_scaling(settings: Settings, onlooker: Onlooker = NOBODY) -> dict
     training = Training(settings)
     observer = _ScaledSteps(training, moments_of(range(training.steps), _STEPS_OF_ACTIVATIONS))
     train(training, observer, onlooker, on_step=observer.note_scale)
-    format = FORMATS["fp16"]
-    assert isinstance(format, FloatFormat)
     before = _activations(observer.part)
     parameters = _total(observer.part, "weight_grad", dict(observer.model.named_parameters()))
-    last, largest = training.precision.scale, max(before.maximum, parameters.maximum)
+    last, scaled = training.precision.scale, max(before.maximum, parameters.maximum) * training.precision.scale
     return {
         **head("figure-loss-scaling", training),
         "scale": str(scale),
         "scales": observer.scales,
         "last_scale": last,
         "skipped_steps": training.precision.skipped_steps,
-        "room": math.floor(math.log2(format.maximum / (last * largest))) if largest else None,
+        "room": math.floor(math.log2(effect(before, "fp16").maximum / scaled)) if scaled else None,
         "steps_sampled": observer.steps,
         "before": runs.in_fp16(before),
         "after": runs.in_fp16(observer.scaled()),
@@ -134,42 +132,28 @@ def _weights_of(model: nn.Module) -> list[str]:
 
 def _total(part: Part, role: str, names: Collection[str]) -> Spectrum:
     """Return the spectrum of what some parameters have in a role."""
-    of_role = ((key.path, seen) for key, seen in part.tensors.items() if key.role == role)
-    return sum((seen for name, seen in of_role if name in names), Spectrum())
+    return sum((seen for key, seen in part.tensors.items() if key.role == role and key.path in names), Spectrum())
 
 
 def _activations(part: Part, layer: str | None = None) -> Spectrum:
     """Return the spectrum of the gradients of activations of the model, or of a layer."""
-    gradients = ((key, seen) for key, seen in part.tensors.items() if key.role == "grad")
-    return sum(
-        (
-            seen
-            for key, seen in gradients
-            if layer in (None, key.module) and part.ops[key.module, key.op].op_class != "wide"
-        ),
-        Spectrum(),
+    gradients = (
+        (key, seen) for key, seen in part.tensors.items() if key.role == "grad" and layer in (None, key.module)
     )
+    return sum((seen for key, seen in gradients if part.ops[key.module, key.op].op_class != "wide"), Spectrum())
 
 
 def _ratios(part: Part, names: list[str]) -> dict[str, Any]:
     """Return the histogram of |update| / |weight| of the weights that are not zero, and the shares below the limits."""
     joint = sum((part.updates[name] for name in names if name in part.updates), Updates()).joint
+    found = Updates(np.concatenate((0 * joint[:1], joint[1:]))).ratios()  # the first row has the zeros
     bins = Spectrum().bins
-    for ratio, count in Updates(np.concatenate((0 * joint[:1], joint[1:]))).ratios().items():  # the first has zeros
+    for ratio, count in found.items():
         bins[PARTS * (runs.BIAS - ratio)] += count
-    total = Spectrum(bins, count=int(bins.sum()))
+    largest = max((2.0**-ratio for ratio in found), default=0.0)
+    total = Spectrum(bins, count=int(bins.sum()), maximum=largest)
     below = {format: runs.below(total, limit) for format, limit in LIMITS.items()}
     return {"ratios": runs.histogram(total), "below": below}
-
-
-def _lost(part: Part, names: list[str], format: str) -> float:
-    """Return the share of updates that do not change a weight stored in a format."""
-    seen = {name: part.updates[name] for name in names if name in part.updates}
-    lost = (
-        one.present * lost_updates(one, part.tensors[parameter_key(name, "weight", "step")], format)
-        for name, one in seen.items()
-    )
-    return math.fsum(lost) / max(1, sum(one.present for one in seen.values()))
 
 
 def _layers(model: nn.Module, part: Part) -> Iterator[dict[str, Any]]:
@@ -212,7 +196,7 @@ class _Epochs(Fp32Steps):
             "learning_rates": [min(rates), max(rates)] if rates else None,
             "gradients": runs.histogram(_total(part, "weight_grad", names)),
             **_ratios(part, names),
-            "lost": {format: _lost(part, names, format) for format in LIMITS},
+            "lost": {format: lost_share(part, format, filter(part.updates.get, names)) for format in LIMITS},
         }
 
 

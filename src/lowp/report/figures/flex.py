@@ -63,7 +63,7 @@ def _result(document: Mapping[str, Any]) -> str:
 @style.styled
 def flex_window(document: Mapping[str, Any]) -> Any:
     """Draw histograms of log2|x| of three tensors, early and late, each above the places of an int16 mantissa."""
-    lowest, windows = document["lowest"], document["windows"]
+    windows = document["windows"]
     rows = [
         (name, moment, window[moment], color)
         for (name, window), color in zip(windows.items(), (BLUE, GREEN, AMBER) * len(windows), strict=False)
@@ -77,7 +77,8 @@ def flex_window(document: Mapping[str, Any]) -> Any:
         "tensor are below the unit of its int16 mantissas",
     )
     panels = style.panels(figure, len(rows))
-    histograms = [{**histogram, "lowest": lowest} for *_, histogram, _ in rows]
+    # a record of an earlier lowp has one lowest exponent for all
+    histograms = [{"lowest": document.get("lowest"), **histogram} for *_, histogram, _ in rows]
     for panel, (name, moment, _, color), histogram in zip(panels, rows, histograms, strict=True):
         words = f"{style.share(histogram['below_unit'])} below the unit"
         style.ridge(panel, histogram, color, (f"{name} ({windows[name]['site']}), {moment} tenth of the steps", words))

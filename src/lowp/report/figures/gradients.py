@@ -74,11 +74,11 @@ def _lost_beside_fp32(document: Mapping[str, Any]) -> str:
     value, unmoved = metric["value"], style.share(document["unmoved"])
     if document["failure"] or value is None or base is None:
         ending = document["failure"] or f"ends at {metric['name']} {number(value, metric['is_share'], 'no number')}"
-        return f"{document['precision']} {ending}: {unmoved} of the weights with an update do not move"
+        return f"{document['precision']} {ending}: {unmoved} of the weights with a gradient do not move"
     size = abs(base - value)
     gap = f"{100 * size:.1f} points" if metric["is_share"] else f"{size:.3g}"
     change = f"{'loses' if value < base else 'gains'} {gap} of {metric['name']}"
-    return f"{document['precision']} {change}: {unmoved} of the weights with an update do not move"
+    return f"{document['precision']} {change}: {unmoved} of the weights with a gradient do not move"
 
 
 def gradients_words(document: Mapping[str, Any]) -> list[str]:
@@ -87,10 +87,10 @@ def gradients_words(document: Mapping[str, Any]) -> list[str]:
     return [
         f"Of the gradients in fp32, {style.share(gradients['below'])} are below 2^-24, fp16's smallest number; "
         f"{style.share(document['flushed'])} are zero in this run.",
-        f"Of the updates that the optimizer computes, {style.share(updates['below'])} are below 2^-24: in fp16 they "
+        f"Of the updates that fp32 computes, {style.share(updates['below'])} are below 2^-24: in fp16 they "
         f"are zero or 2^-24 ({style.share(updates['zero'])} are zero).",
         f"{style.share(document['below']['fp16'])} of the updates are below 2^-11 of their weight; in this run "
-        f"{style.share(document['unmoved'])} of the weights with a nonzero update stayed unchanged.",
+        f"{style.share(document['unmoved'])} of the weights with a nonzero gradient stayed unchanged.",
     ]
 
 
