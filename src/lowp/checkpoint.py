@@ -162,7 +162,9 @@ def unreadable(path: str | Path, error: OSError) -> InvalidCheckpoint:
 
 
 def _does_not_fit(path: str | Path, name: str, error: Exception) -> InvalidCheckpoint:
-    return InvalidCheckpoint(f"{path} does not fit {name}, and nothing was loaded: {_said(error)}")
+    is_missing = type(error) is KeyError and len(error.args) == 1  # whose text is only the key
+    said = f"its entry {error.args[0]!r} is missing" if is_missing else str(error)
+    return InvalidCheckpoint(f"{path} does not fit {name}, and nothing was loaded: {said}")
 
 
 def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
@@ -271,12 +273,6 @@ def _check_directory(file: IO[bytes], start: int, count: int) -> None:
 
 # -- plain values -----------------------------------------------------------------------------------------------------
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
-
-
-def _said(error: Exception) -> str:
-    """Return the message of an error; for a KeyError, whose text is only the key, that the entry is missing."""
-    plain = type(error) is KeyError and len(error.args) == 1
-    return f"its entry {error.args[0]!r} is missing" if plain else str(error)
 
 
 def _refused(error: pickle.UnpicklingError) -> str:

@@ -199,7 +199,8 @@ class _Layer(nn.Module):
         super().__init__()
         self.convolution = None
         if isinstance(module, ServedConvolution):
-            self.convolution, values = _shell(module), module.dense(values)
+            self.convolution, values = copy.copy(module), module.dense(values)
+            self.convolution._modules, self.convolution._buffers = {}, {}  # its geometry alone
         self.register_buffer(name, values.contiguous())
         self.register_buffer("bias", module._bias())
 
@@ -242,13 +243,6 @@ class _QuantizedLayer(_Layer):
         of_weight, shape = (codes, scales, zeros), codes.shape
         weight = symbolic("DequantizeLinear", of_weight, {"axis": 0}, dtype=torch.float32, shape=shape, version=OPSET)
         return values, weight
-
-
-def _shell(module: ServedConvolution) -> ServedConvolution:
-    """The layer without what it holds: its geometry alone."""
-    shell = copy.copy(module)
-    shell._modules, shell._buffers = {}, {}
-    return shell
 
 
 class _Embedding(nn.Module):

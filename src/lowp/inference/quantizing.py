@@ -27,6 +27,7 @@ from lowp.kernels.packed.byte_rows import Range
 from lowp.policy import Policy, Rule
 
 _MADE = "_lowp_served"
+_REPLACED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding, nn.MultiheadAttention)
 _ROLES = ("query", "key", "value", "out")
 
 
@@ -104,7 +105,7 @@ class _How(NamedTuple):
 
 def _chosen(model: nn.Module, keep: tuple[str, ...]) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """The layers to replace, and the reasons of the others with weights."""
-    names = {name: module for name, module in model.named_modules() if _is_replaced(module)}
+    names = {name: module for name, module in model.named_modules() if type(module) in _REPLACED}
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
             raise InvalidInput(f"no module is named {pattern}; layers are {', '.join(names) or 'none'}")
@@ -148,10 +149,6 @@ def _check_format(cast: Cast) -> None:
         raise InvalidInput(f"{cast}: a {cast.scaling.kind} scale depends on earlier tensors: give a cast without it")
     if isinstance(cast.format, ScaledFormat) and cast.format.scope.kind == "channel":
         raise InvalidInput(f"{cast}: the scope of weights must be row, not channel")
-
-
-def _is_replaced(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding, nn.MultiheadAttention)
 
 
 def _others(model: nn.Module, names: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -41,7 +41,8 @@ class RankCheck:
 
     def step(self, step: int) -> None:
         """Read the weights after a step that is due."""
-        wrapped = [one for one in self._models.roots.values() if _is_replicated(one)]
+        roots = ((one, getattr(one, "_orig_mod", one)) for one in self._models.roots.values())  # of compiled ones
+        wrapped = [one for one, inner in roots if isinstance(inner, DistributedDataParallel)]
         named = [
             (self._models.parameters[id(one)], one)
             for root in wrapped
@@ -75,11 +76,3 @@ class RankCheck:
                     if theirs.get(name, value) != value and name not in found and value == value:
                         found[name] = (rank, abs(theirs[name] - value))
         return found
-
-
-def _is_replicated(model: Any) -> bool:
-    while not isinstance(model, DistributedDataParallel):
-        model = getattr(model, "_orig_mod", None)
-        if model is None:
-            return False
-    return True

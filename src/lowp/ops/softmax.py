@@ -56,10 +56,7 @@ def _arguments(call: Call) -> list[Any]:
     name = "self" if "self" in call.kwargs else "input"
     if getattr(call.func, "__module__", "") == F.__name__:  # F's have a _stacklevel of their own before dtype
         x, dim, _, dtype = bound(call, name, dim=None, _stacklevel=3, dtype=None)
-        return [x, _implicit(x) if dim is None else dim, dtype]
+        if dim is None:  # F.softmax chooses one, and torch warns of it
+            dim = 0 if x.dim() in (0, 1, 3) else 1
+        return [x, dim, dtype]
     return bound(call, name, "dim", dtype=None)
-
-
-def _implicit(x: Tensor) -> int:
-    """Return the dimension that F.softmax uses if none is given (torch warns about it)."""
-    return 0 if x.dim() in (0, 1, 3) else 1
