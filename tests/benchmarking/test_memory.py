@@ -158,9 +158,9 @@ def test_integer_products_are_counted_as_long_as_it_is_asked_for() -> None:
     from lowp.kernels.int16 import integer
 
     a = torch.ones(3, 4, dtype=torch.int16)
-    found = counted(lambda: (integer.multiply(a, a, transpose_b=True, dtype=None), torch.ones(2, 5) @ torch.rand(5, 2)))
+    found = counted(lambda: (integer.multiply(a, a.mT, dtype=None), torch.ones(2, 5) @ torch.rand(5, 2)))
     assert (found.total, found.narrow) == (2 * 3 * 3 * 4 + 2 * 2 * 5 * 2, 2 * 3 * 3 * 4)
-    integer.multiply(a, a, transpose_b=True, dtype=None)
+    integer.multiply(a, a.mT, dtype=None)
     assert (found.total, found.narrow) == (2 * 3 * 3 * 4 + 2 * 2 * 5 * 2, 2 * 3 * 3 * 4)
     assert counted(lambda: torch.ones(2)).share is None
 

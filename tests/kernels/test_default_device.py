@@ -75,8 +75,8 @@ def given_scales() -> object:
 def products() -> object:
     found: list[object] = []
     for kernel in (None, "reference"):
-        found += integer.multiply(INTEGERS, INTEGERS, transpose_b=True, kernel=kernel)
-        found += integer.multiply(INTEGERS, INTEGERS, transpose_b=True, kernel=kernel, dtype=None)
+        found += integer.multiply(INTEGERS, INTEGERS.mT, kernel=kernel)
+        found += integer.multiply(INTEGERS, INTEGERS.mT, kernel=kernel, dtype=None)
         for product, names in OPERANDS.items():
             a, b = map(operand, names)
             found += integer.convolve(product, a, b, SHAPE, exponent=-4, kernel=kernel)

@@ -208,25 +208,25 @@ def test_any_shape_and_layout_gives_the_bits_of_the_reference(
     sizes: tuple[int, int, int], transposes: tuple[bool, bool], fill: str, exponent: int
 ) -> None:
     m, k, n = sizes
-    a = FILLS[fill](*((k, m) if transposes[0] else (m, k)))
-    b = FILLS[fill](*((n, k) if transposes[1] else (k, n)))
-    options = {"transpose_a": transposes[0], "transpose_b": transposes[1], "exponent": exponent}
+    a = FILLS[fill](k, m).mT if transposes[0] else FILLS[fill](m, k)
+    b = FILLS[fill](n, k).mT if transposes[1] else FILLS[fill](k, n)
     for kernel in KERNELS:
         for dtype in (torch.int16, None):
             found, expected = (
-                integer.multiply(a, b, dtype=dtype, kernel=one, **options) for one in (kernel, "reference")
+                integer.multiply(a, b, dtype=dtype, kernel=one, exponent=exponent) for one in (kernel, "reference")
             )
             assert same(found, expected)
 
 
-def test_batches_broadcast_and_strided_views_are_read_as_they_lie() -> None:
-    a, b = random_int16(2, 1, 9, 33), random_int16(3, 33, 20)
+def test_batches_and_strided_views_are_read_as_they_lie() -> None:
+    a, b = random_int16(2, 1, 9, 33).expand(2, 3, 9, 33), random_int16(3, 33, 20).expand(2, 3, 33, 20)
     expected = int64_product(a, b)
     assert torch.equal(integer.multiply(a, b, dtype=torch.int64).values, expected)
-    assert torch.equal(integer.multiply(a[..., :, ::2], b[:, ::2], dtype=torch.int64).values,
-                       int64_product(a[..., ::2], b[:, ::2]))  # fmt: skip
+    assert torch.equal(integer.multiply(a[..., :, ::2], b[..., ::2, :], dtype=torch.int64).values,
+                       int64_product(a[..., ::2], b[..., ::2, :]))  # fmt: skip
     inner = random_int16(9, 50, 33).permute(1, 2, 0)
-    assert torch.equal(integer.multiply(a[0, 0], inner, dtype=torch.int64).values, int64_product(a[0, 0], inner))
+    left = a[0, :1].expand(len(inner), 9, 33)
+    assert torch.equal(integer.multiply(left, inner, dtype=torch.int64).values, int64_product(left, inner))
     row, column = random_int16(40, 3)[:, :1].mT, random_int16(40, 5)[:, 2:3]
     assert torch.equal(integer.multiply(row, column, dtype=torch.int64).values, int64_product(row, column))
 
@@ -389,8 +389,8 @@ def test_one_chain_that_only_the_norms_of_chunks_prove_safe_is_the_whole_sum() -
     a, b = torch.cat([large, small], 1), torch.cat([small, large], 1)
     for kernel in KERNELS:
         before = torch.full((12, 256), 8000, dtype=torch.int16)  # several chains, which leave their sums behind
-        integer.multiply(before, before, transpose_b=True, kernel=kernel, exponent=-24)
-        found = integer.multiply(a, b, transpose_b=True, kernel=kernel, exponent=-10)
+        integer.multiply(before, before.mT, kernel=kernel, exponent=-24)
+        found = integer.multiply(a, b.mT, kernel=kernel, exponent=-10)
         assert found.largest_sum == 256 * 3 * 16384, kernel
         assert torch.equal(found.values, torch.full((12, 12), 256 * 3 * 16, dtype=torch.int16)), kernel
 
@@ -462,7 +462,7 @@ MISTAKES: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: integer.multiply(X.float(), X), r"a is torch.float32 on cpu; the integer kernels take torch.int16"),
     (lambda: integer.multiply(X, X), r"the depths differ: 3 in a \(2, 3\), 2 in b \(2, 3\)"),
     (lambda: integer.multiply(X[0], X), r"a matrix has two dimensions or more"),
-    (lambda: integer.multiply(X.expand(2, 2, 3), X.mT.expand(3, 3, 2)), r"\(2,\) of a and \(3,\) of b do not"),
+    (lambda: integer.multiply(X.expand(2, 2, 3), X.mT.expand(3, 3, 2)), r"\(2,\) of a and \(3,\) of b differ"),
     (lambda: integer.multiply(X, X.mT, dtype=torch.int32), r"cannot be torch.int32; allowed: torch.int16"),
     (lambda: integer.multiply(X, X.mT, exponent=-901), r"exponent -901; allowed: -900 to 900"),
     (lambda: integer.multiply(X, X.mT, exponent=1, dtype=torch.int64), r"exponent must be 0, not 1; use float64"),

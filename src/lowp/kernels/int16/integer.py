@@ -21,7 +21,6 @@ windows; below 8.0, for which Triton does not compile such products, the definit
 by the host: a call waits for the device. All of it is forward only: autograd sees nothing.
 """
 
-import itertools
 import math
 
 import torch
@@ -50,8 +49,6 @@ def multiply(
     a: Tensor,
     b: Tensor,
     *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
     exponent: int | Tensor = 0,
     dtype: torch.dtype | None = torch.int16,
     symmetric: bool = False,
@@ -60,22 +57,22 @@ def multiply(
 ) -> Multiplied:
     """Return a @ b of int16 matrices times 2^exponent: exact, rounded once to nearest even, or chained in fp32.
 
-    `a` is [..., m, k] ([..., k, m] with `transpose_a`), `b` is [..., k, n] ([..., n, k] with `transpose_b`); the
-    leading dimensions broadcast; the result is [..., m, n]. Views are read as they lie: a transposed view costs no
-    copy. `dtype`: int16 (mantissas, saturated at -32768 or, `symmetric`, -32767, and at 32767; for operands of
-    exponents Ea, Eb and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, int64 (the integer sums;
-    `exponent` must be 0), or None for chains of 256 in fp32. `exponent` is an integer or a 0-d integer tensor, -900 to
-    900. `kernel` forces one of avx512, avx2, neon, portable, reference, triton (on a CPU in its interpreter) (default:
-    reference inside `lowp.kernels.use` of reference or bitwise, triton inside its own; on CUDA by its compute
-    capability; else what `cpu.select` or LOWP_CPU_ISA say, or the best of this machine). A depth of 0 gives zeros. With
-    a `bias`, of int16 and chains alone, `largest_sum` is that of sum and bias, rounded up.
+    `a` is [..., m, k], `b` is [..., k, n], with the same leading dimensions; the result is [..., m, n]. Views are read
+    as they lie: a transposed view costs no copy. `dtype`: int16 (mantissas, saturated at -32768 or, `symmetric`,
+    -32767, and at 32767; for operands of exponents Ea, Eb and a result of exponent E, `exponent` is Ea + Eb - E),
+    float32, float64, int64 (the integer sums; `exponent` must be 0), or None for chains of 256 in fp32. `exponent` is
+    an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of avx512, avx2, neon, portable, reference,
+    triton (on a CPU in its interpreter) (default: reference inside `lowp.kernels.use` of reference or bitwise, triton
+    inside its own; on CUDA by its compute capability; else what `cpu.select` or LOWP_CPU_ISA say, or the best of this
+    machine). A depth of 0 gives zeros. With a `bias`, of int16 and chains alone, `largest_sum` is that of sum and bias,
+    rounded up.
 
     Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32 (NotFinite for such a bias), Unavailable
     for a kernel that this machine lacks.
     """
-    left, right = _matrices(a, b, transpose_a, transpose_b)
-    added = _checked(bias, right.shape[-1], dtype)
-    return integer_run.matmul(left, right, _output(a, exponent, dtype, symmetric, kernel, added))
+    _check_matrices(a, b)
+    added = _checked(bias, b.shape[-1], dtype)
+    return integer_run.matmul(a, b, _output(a, exponent, dtype, symmetric, kernel, added))
 
 
 def convolve(
@@ -235,31 +232,14 @@ def _check_convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionSha
     _check_depth(shape.depth(product))
 
 
-def _matrices(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> tuple[Tensor, Tensor]:
-    """Return a as [..., m, k] and b as [..., k, n], views."""
+def _check_matrices(a: Tensor, b: Tensor) -> None:
     if not (a.dtype is b.dtype is torch.int16 and a.is_cpu and b.is_cpu):
         _check_operands(a, b)
     if a.dim() < 2 or b.dim() < 2:
         raise InvalidInput(f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}; a matrix has two dimensions or more")
-    left, right = a.mT if transpose_a else a, b.mT if transpose_b else b
-    (*left_batch, _, depth), (*right_batch, other, _) = left.shape, right.shape
+    (*batch, _, depth), (*other_batch, other, _) = a.shape, b.shape
     if depth != other:
-        raise InvalidInput(
-            f"the depths differ: {depth} in a {tuple(a.shape)}{' transposed' if transpose_a else ''}, "
-            f"{other} in b {tuple(b.shape)}{' transposed' if transpose_b else ''}"
-        )
+        raise InvalidInput(f"the depths differ: {depth} in a {tuple(a.shape)}, {other} in b {tuple(b.shape)}")
     _check_depth(depth)
-    if left_batch == right_batch:
-        return left, right
-    batch = _broadcast(left_batch, right_batch)
-    return left.expand(*batch, *left.shape[-2:]), right.expand(*batch, *right.shape[-2:])
-
-
-def _broadcast(left: list[int], right: list[int]) -> tuple[int, ...]:
-    """Return the shape that both broadcast to. torch.broadcast_shapes loads SymPy to say so, which takes seconds."""
-    found = []
-    for first, second in itertools.zip_longest(reversed(left), reversed(right), fillvalue=1):
-        if first != second and 1 not in (first, second):
-            raise InvalidInput(f"the leading dimensions {tuple(left)} of a and {tuple(right)} of b do not broadcast")
-        found.append(second if first == 1 else first)
-    return tuple(reversed(found))
+    if batch != other_batch:
+        raise InvalidInput(f"the leading dimensions {tuple(batch)} of a and {tuple(other_batch)} of b differ")
