@@ -107,10 +107,10 @@ def flex_product(left: FlexNumber, right: FlexNumber, cast: Cast, exponent: int 
     Without one it is the smallest of the format's exponents that holds the product. Raises InvalidInput for a cast
     whose format is not integers under one power of two.
     """
-    format, bits, symmetric = _parts(cast)
+    format, element = _parts(cast)
     exact = FlexNumber(left.mantissa * right.mantissa, left.exponent + right.exponent)
-    wanted = _exponent_for(exact, format, bits, symmetric) if exponent is None else exponent
-    return FlexArithmetic("*", format, left, right, exact, rescale(exact, wanted, bits, symmetric))
+    wanted = _exponent_for(exact, format, element) if exponent is None else exponent
+    return FlexArithmetic("*", format, left, right, exact, rescale(exact, wanted, element.bits, element.symmetric))
 
 
 def flex_sum(left: FlexNumber, right: FlexNumber, cast: Cast, minus: bool = False) -> FlexArithmetic:
@@ -119,19 +119,18 @@ def flex_sum(left: FlexNumber, right: FlexNumber, cast: Cast, minus: bool = Fals
     The bits that the shift cuts off are lost (an arithmetic shift: toward minus infinity). A sum that carries out of
     the mantissa takes the next exponent, rounded to nearest even. Raises as `flex_product`.
     """
-    format, bits, symmetric = _parts(cast)
+    format, element = _parts(cast)
     signed = FlexNumber(-right.mantissa, right.exponent) if minus else right
     smaller, larger = sorted((left, signed), key=lambda one: one.exponent)
     shift = larger.exponent - smaller.exponent
     aligned = FlexNumber(smaller.mantissa >> shift, larger.exponent)
     cut = binary(smaller.mantissa & ((1 << shift) - 1), shift) if shift else ""
     exact = FlexNumber(larger.mantissa + aligned.mantissa, larger.exponent)
-    highest = (1 << (bits - 1)) - 1
-    fits = -highest - (not symmetric) <= exact.mantissa <= highest
+    fits = element.minimum <= exact.mantissa <= element.maximum
     assert isinstance(format.scale, PowerOfTwo)
     top = format.scale.max_exponent
     wanted = exact.exponent if fits or exact.exponent >= top else exact.exponent + 1
-    written = rescale(exact, wanted, bits, symmetric)
+    written = rescale(exact, wanted, element.bits, element.symmetric)
     operator = "-" if minus else "+"
     return FlexArithmetic(operator, format, left, right, exact, written, shift, aligned, cut, wanted != exact.exponent)
 
@@ -162,21 +161,21 @@ def flex_number(value: Given, cast: Cast, exponent: int | None = None) -> FlexNu
     return FlexNumber(int(element.value), scale.exponent)
 
 
-def _parts(cast: Cast) -> tuple[ScaledFormat, int, bool]:
+def _parts(cast: Cast) -> tuple[ScaledFormat, IntFormat]:
     if not is_flex(cast):
         raise InvalidInput(
             f"{cast.format} is not a format of integers with one power of two; allowed: flex16+5 and dfp16"
         )
     format = cast.format
     assert isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
-    return format, format.element.bits, format.element.symmetric
+    return format, format.element
 
 
-def _exponent_for(number: FlexNumber, format: ScaledFormat, bits: int, symmetric: bool) -> int:
-    """Return the smallest exponent of the format under which a number fits; -2**(bits - 1) fits unless `symmetric`."""
+def _exponent_for(number: FlexNumber, format: ScaledFormat, element: IntFormat) -> int:
+    """Return the smallest exponent of the format under which a number fits, rounded to the element."""
     assert isinstance(format.scale, PowerOfTwo)
     exponent = format.scale.min_exponent
-    while exponent < format.scale.max_exponent and rescale(number, exponent, bits, symmetric).saturated:
+    while exponent < format.scale.max_exponent and rescale(number, exponent, element.bits, element.symmetric).saturated:
         exponent += 1
     return exponent
 

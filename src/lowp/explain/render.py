@@ -65,8 +65,7 @@ def _(conversion: Conversion) -> Iterator[str]:
     yield line("result", code_words(rounded))
     if conversion.scale is not None:
         yield line("", f"element {rounded.result} times the scale")
-    yield line("value", str(conversion.result) + _power_words(conversion.result))
-    yield line("error", error_words(conversion.error, conversion.error_ulp, conversion.relative_error))
+    yield from _value_lines(conversion)
     for outcome in conversion.outcomes if len(conversion.outcomes) > 1 else ():
         bits = code_words(outcome.rounded)
         yield line("chance", f"{brief(outcome.probability, 6)}: {outcome.rounded.result}   {bits}")
@@ -89,11 +88,13 @@ def _mean_lines(conversion: Conversion) -> Iterator[str]:
         yield line("mean", f"{share} ulp off the number: the cut part is no number of {bits} bit{'s' * (bits != 1)}")
 
 
-def _power_words(number: Number) -> str:
-    if not number.is_finite or not number.magnitude or -10 < floor_log2(number.magnitude) < 16:
-        return ""
-    text = power_text(number.value)
-    return f" = {text}" if len(text) < 40 else ""
+def _value_lines(found: Conversion | Rounded) -> Iterator[str]:
+    number, power = found.result, ""
+    if number.is_finite and number.magnitude and not -10 < floor_log2(number.magnitude) < 16:
+        text = power_text(number.value)
+        power = f" = {text}" if len(text) < 40 else ""
+    yield line("value", f"{number}{power}")
+    yield line("error", error_words(found.error, found.error_ulp, found.relative_error))
 
 
 def _given_lines(conversion: Conversion) -> Iterator[str]:
@@ -150,8 +151,7 @@ def _(arithmetic: Arithmetic) -> Iterator[str]:
         yield from _product_lines(arithmetic)
     yield from cut_lines(rounded)
     yield line("result", code_words(rounded))
-    yield line("value", str(rounded.result) + _power_words(rounded.result))
-    yield line("error", error_words(rounded.error, rounded.error_ulp, rounded.relative_error))
+    yield from _value_lines(rounded)
     if arithmetic.wider is not None:
         wider = arithmetic.wider
         exact = "exact" if wider.is_exact else "rounded, too"

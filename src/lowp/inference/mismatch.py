@@ -230,9 +230,7 @@ def _worst(
     expected = call(model, batch, training)
     found = []
     for name in _layers(model):
-        replaced = (
-            _served_alone(model, served, name, region) if served is not model else _cast_alone(model, name, region)
-        )
+        replaced = _served_alone(model, served, name) if served is not model else _cast_alone(model, name, region)
         with replaced as is_served:
             if is_served:
                 sums = _Sums()
@@ -251,7 +249,7 @@ def _layers(model: nn.Module) -> Iterator[str]:
 
 
 @contextmanager
-def _served_alone(model: nn.Module, served: nn.Module, name: str, region: Region) -> Iterator[bool]:
+def _served_alone(model: nn.Module, served: nn.Module, name: str) -> Iterator[bool]:
     """Put the packed form of one layer in its place; yields whether there is one."""
     before, after = model.get_submodule(name), served.get_submodule(name)
     if type(after) is type(before):
