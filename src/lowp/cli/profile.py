@@ -126,16 +126,15 @@ def run(arguments: argparse.Namespace) -> int:
     is_record = name.endswith((".json", ".jsonl"))
     if is_record or _is_script(name):
         _require_recipe(arguments)
-    if _is_script(name):
-        return _script(arguments)
     if is_record:
         from lowp.numerics.record import Record
 
-        document = _report(Record.load(name), arguments, "lowp run --policy policy.toml train.py")
-        if arguments.json:
-            print_json(document)
-        return 0
-    return _recipe(name, arguments)
+        code, document = 0, _report(Record.load(name), arguments, "lowp run --policy policy.toml train.py")
+    else:
+        code, document = _script(arguments) if _is_script(name) else _recipe(name, arguments)
+    if arguments.json and document:
+        print_json(document)
+    return code
 
 
 _NO_PAGE = files.lacking("a report of lowp profile", b": lowp profile</title>")
@@ -229,7 +228,8 @@ def _difference(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _recipe(name: str, arguments: argparse.Namespace) -> int:
+def _recipe(name: str, arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Profile a recipe; return the exit code and the profile as plain data, {} without one."""
     from lowp.recipes.profiling import profiled
     from lowp.recipes.training import Settings
     from lowp.report.terminal import Bar
@@ -242,16 +242,14 @@ def _recipe(name: str, arguments: argparse.Namespace) -> int:
         moved = lambda taken, steps: bar.move(taken, total=steps)  # noqa: E731
         record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out, interrupts, moved)
     if record.is_empty:  # the profiler has printed why
-        return interrupts.exit_code if interrupts() else 2
+        return interrupts.exit_code if interrupts() else 2, {}
     document = _report(record, arguments, f"lowp compare {name} --precision policy.toml")
     code = interrupts.exit_code
     if not interrupts():
         code = 0
         if arguments.verify or arguments.verify_steps is not None or arguments.bits is not None:
             code = _verified(settings, record, arguments, document)
-    if arguments.json:
-        print_json(document)
-    return code
+    return code, document
 
 
 def _left(out: Path | None) -> str:
@@ -281,7 +279,8 @@ def _verified(settings: Any, record: Record, arguments: argparse.Namespace, docu
     return 0 if result.holds else 1
 
 
-def _script(arguments: argparse.Namespace) -> int:
+def _script(arguments: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Profile a script, as `_recipe` does a recipe."""
     from lowp.launch.profiling import profile_script
     from lowp.numerics.record import Record
 
@@ -292,17 +291,14 @@ def _script(arguments: argparse.Namespace) -> int:
     code = interrupts.exit_code if interrupts() else code
     if not path.exists():
         print("lowp profile: no step of a torch optimizer ran in the script: nothing was recorded", file=sys.stderr)
-        return code or 1
+        return code or 1, {}
     record = Record.load(path)
     if arguments.out is None:
         path.unlink()
     if record.is_empty:
         print(f"lowp profile: {record.why_empty}", file=sys.stderr)
-        return code or 2
-    document = _report(record, arguments, f"lowp run --policy policy.toml {shlex.join(arguments.script)}")
-    if arguments.json:
-        print_json(document)
-    return code
+        return code or 2, {}
+    return code, _report(record, arguments, f"lowp run --policy policy.toml {shlex.join(arguments.script)}")
 
 
 def _report(record: Record, arguments: argparse.Namespace, next_command: str) -> dict[str, Any]:

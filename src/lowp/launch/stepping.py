@@ -228,10 +228,10 @@ def install(session: Session) -> None:
     for other in _OTHERS:  # when the script imports them
         when_imported(other.module, partial(_install_other, session, steps, other))
     if not session.is_plain:
-        _install_groups(session, steps)
+        _install_groups(steps)
 
 
-def _install_groups(session: Session, steps: _Steps) -> None:
+def _install_groups(steps: _Steps) -> None:
     """Record which parameters optimizers hold and which gradients they zero."""
     add_group, zero, set_state = Optimizer.add_param_group, Optimizer.zero_grad, cast(Any, Optimizer).__setstate__
 
