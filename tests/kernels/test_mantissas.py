@@ -143,8 +143,6 @@ def test_dense_heads_are_written_as_they_lie(with_library: bool, monkeypatch: py
     assert mine.stride() == found.payload.stride() == heads.stride() and mine._base is None
     assert torch.equal(mine, result) and torch.equal(found.payload, expected.payload) and seen == expected_seen
     assert seen.overflowed > 1 and seen.nonfinite
-    _, overwritten, _ = mantissas_and_values(heads, FLEX, -14, in_place=True)
-    assert torch.equal(overwritten, result) and overwritten.stride() == heads.stride()
 
 
 @pytest.mark.parametrize("layout", ["channels last", "a part", "expanded", "negated", "stochastic"])

@@ -154,7 +154,8 @@ class MasterWeights(Wrapper):
         """Update the masters from the parameters' gradients and write them back, rounded to the storage format."""
         if not self._masters.keys() >= set(self._storable()):  # a group was added to the inner optimizer itself
             self._adopt()
-        self._follow()
+        with torch.no_grad():  # take over what the script has written into the parameters since the last step
+            self.storage.follow_([(local(one), local_parts(state)) for one, state in self._master_state.items()])
         told = {} if self.storage.cast is None else self.names.watches(self._masters, self)
         amp = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         with self._on_masters():
@@ -170,13 +171,6 @@ class MasterWeights(Wrapper):
         return result
 
     # -- masters --------------------------------------------------------------------------------------------------
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """Take over what the script has written into the parameters since the last step."""
-        self.storage.follow_(
-            [(local(parameter), local_parts(state)) for parameter, state in self._master_state.items()]
-        )
-
     def _storable(self) -> list[Tensor]:
         """Return the parameters that have masters: all but complex ones."""
         return [one for one in parameters_of(self) if not one.is_complex()]

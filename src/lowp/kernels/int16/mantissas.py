@@ -267,12 +267,10 @@ def sums(payload: Tensor, axis: int) -> Tensor:
 
 
 # -- a write under a shared exponent ----------------------------------------------------------------------------------
-def mantissas_and_values(
-    x: Tensor, cast: Cast, exponent: int | Tensor, in_place: bool = False
-) -> tuple[Mantissas, Tensor, Seen]:
+def mantissas_and_values(x: Tensor, cast: Cast, exponent: int | Tensor) -> tuple[Mantissas, Tensor, Seen]:
     """Return x, on a CPU, as mantissas, their values in fp32, and what was seen; infinities and NaNs stay unchanged.
 
-    `in_place`: x is no longer needed, and the values may overwrite it. Both lie as `laid_out` has it.
+    Both lie as `laid_out` has it.
     """
     x, exponent = laid_out(x, cast), as_exponent(exponent)
     if not uses_library():
@@ -280,8 +278,7 @@ def mantissas_and_values(
         largest, overflowed, *_, elements, flags, _ = record.tolist()
         seen = Seen(largest, flags & 1 > 0, flags >> 16 > 0, overflowed, elements)
         return Mantissas(payload, exponent), result, seen
-    payload = torch.empty_like(x, dtype=torch.int16)
-    result = x if in_place and x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32)
+    payload, result = (torch.empty_like(x, dtype=dtype) for dtype in (torch.int16, torch.float32))
     return Mantissas(payload, exponent), result, cpu_int16.to_int16(x, cast, exponent, payload, result)
 
 

@@ -99,7 +99,7 @@ def multiply(a: Bytes | Activations, b: Panels, bias: Tensor | None = None) -> T
         sums = _torch_sums(a, b) if uses_library() else _defined_sums(a, b)
         result = sums.float() * (torch.tensor(a.scale, dtype=torch.float32, device="cpu") * b.scales[: b.n])
         return result if bias is None else result + bias.detach().float()
-    bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
+    bias = _padded(bias, b.scales.shape[0])
     out = torch.empty(rows, b.n, dtype=torch.float32, device="cpu")
     left, right, finish = (a.payload, rows, depth), (b.memory, b.ways, b.n), (b.scales, b.sums, None, bias, out)
     cpu.loaded().lowp_bytes_multiply(cpu.level(), *left, *right, a.scale, a.zero, *finish, torch.get_num_threads())
@@ -131,7 +131,7 @@ def _linear(a: Activations, b: Panels, bias: Tensor | None) -> Tensor:
     scale, zero, highest = (0.0, 0, a.over) if isinstance(a.over, int) else a.over
     if highest > b.highest:
         raise InvalidInput(f"bytes up to {highest} do not fit weights for bytes up to {b.highest}")
-    bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
+    bias = _padded(bias, b.scales.shape[0])
     payload = torch.empty(x.shape[0] * up(b.k, EIGHT), dtype=torch.uint8, device="cpu")
     out = torch.empty(x.shape[0], b.n, dtype=torch.float32, device="cpu")
     right, finish = (b.memory, b.ways, b.n), (b.scales, b.sums, bias, payload, out)
@@ -154,5 +154,8 @@ def _torch_sums(a: Bytes, b: Panels) -> Tensor:
     return sums - (a.zero - shift) * b.sums[: b.n]
 
 
-def _padded(x: Tensor, size: int) -> Tensor:
-    return x.contiguous() if x.shape[0] == size else torch.nn.functional.pad(x, (0, size - x.shape[0]))
+def _padded(bias: Tensor | None, size: int) -> Tensor | None:
+    if bias is None:
+        return None
+    x = bias.detach().float()
+    return x.contiguous() if len(x) == size else torch.nn.functional.pad(x, (0, size - len(x)))
