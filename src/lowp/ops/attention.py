@@ -111,8 +111,9 @@ def _attention(
         return result
     dtype = result_dtype(rule.output)
     operands = [operand(x, v, dtype) for x, v in zip(tensors, values, strict=True)]
+    mask = mask.float() if mask is not None and mask.is_floating_point() else mask
     attended: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        settings, casts, _wide_mask(mask), *(one.edge for one in operands), *(one.value for one in operands)
+        settings, casts, mask, *(one.edge for one in operands), *(one.value for one in operands)
     )
     return attended
 
@@ -128,10 +129,6 @@ def _carried(casts: RoleCasts, x: Tensor, role: str) -> Tensor:
 def _differentiable_kernel() -> AbstractContextManager[Any]:
     """Return a context with the kernel that can be differentiated twice; the fused CPU one cannot and has no vmap."""
     return nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(SDPBackend.MATH)
-
-
-def _wide_mask(mask: Tensor | None) -> Tensor | None:
-    return mask.float() if mask is not None and mask.is_floating_point() else mask
 
 
 def _plain_carrier(rule: Rule) -> torch.dtype:

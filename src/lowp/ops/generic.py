@@ -50,8 +50,8 @@ def quick_wide(rule: Rule) -> Callable[..., Any] | None:
         if is_writing or not args:
             return None
         x, *others = args
-        if not _is_usual(x):
-            return None
+        if type(x) is not Tensor or x.dtype not in _UP_TO_32 or x.layout is not torch.strided or x.is_nested:
+            return None  # no plain tensor in one strided block to which rules apply
         if not others and not kwargs:
             return function(x.float())
         for one in (*others, *kwargs.values()) if kwargs else others:
@@ -63,11 +63,6 @@ def quick_wide(rule: Rule) -> Callable[..., Any] | None:
         return function(x.float(), *others, **kwargs)
 
     return run
-
-
-def _is_usual(x: Any) -> bool:
-    """Whether x is a plain tensor in one strided block to which rules apply."""
-    return type(x) is Tensor and x.dtype in _UP_TO_32 and x.layout is torch.strided and not x.is_nested
 
 
 def promote(call: Call) -> Any:

@@ -289,7 +289,8 @@ def _gradients_of_codes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradien
     is_graph = torch.is_grad_enabled() or (functorch_is_active() and not torch.compiler.is_compiling())
     quiet, is_fp8 = replace(casts, watch=None), any(one is not None and one.is_fp8 for one in operands)
     if is_graph or (is_fp8 and wanted.bias):
-        values = [_decoded(one, shape) for one, shape in zip(operands, (form.first, form.second), strict=True)]
+        shapes = zip(operands, (form.first, form.second), strict=True)
+        values = [None if one is None else one.values.reshape(shape) for one, shape in shapes]
         asked = wanted if is_fp8 else wanted._replace(bias=False)
         asked = asked if is_graph else asked._replace(operands=(False, False))
         *of_values, bias = _gradients(form, OUTPUT, quiet, asked, gradient, (values, edges))
@@ -298,11 +299,6 @@ def _gradients_of_codes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradien
     if wanted.bias and not is_fp8:
         bias = casts.cast(form.bias_gradient(gradient.float()), "bias gradient").to(wanted.bias_dtype)
     return result[0], result[1], bias if wanted.bias else None
-
-
-def _decoded(operand: Coded | None, shape: tuple[int, ...]) -> Tensor | None:
-    """Return the values of codes in a shape."""
-    return None if operand is None else operand.values.reshape(shape)
 
 
 def gradients(

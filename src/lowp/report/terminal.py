@@ -25,15 +25,14 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def has_colours(stream: TextIO) -> bool:
-    """Return whether to use colours: on a terminal that has them, without --plain and NO_COLOR (no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") != "dumb"
-
-
 def console(stream: TextIO | None = None) -> Console:
-    """Return a console on a stream, by default stdout; its width is COLUMNS, else the terminal's, else 110."""
-    stream = sys.stdout if stream is None else stream
-    result = _Console(file=stream, highlight=False, color_system="auto" if has_colours(stream) else None)
+    """Return a console on a stream, by default stdout; its width is COLUMNS, else the terminal's, else 110.
+
+    It has colours on a terminal that has them, without --plain and NO_COLOR (no-color.org).
+    """
+    stream, given = sys.stdout if stream is None else stream, os.environ.get
+    has_colours = stream.isatty() and not given("NO_COLOR") and given("TERM", "") != "dumb"
+    result = _Console(file=stream, highlight=False, color_system="auto" if has_colours else None)
     if not result.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
         result.width = WIDTH
     result.width = max(result.width, _LEAST_WIDTH)
