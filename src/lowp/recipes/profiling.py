@@ -182,48 +182,30 @@ class Confirmed:
 def confirmed(training: Training, to: str, count: int = 3) -> list[Confirmed]:
     """Cast single weights and outputs to the format `to`, and return predicted and measured changes of the loss.
 
-    They are the `count` weights and the `count` outputs of linear and convolutional layers with the largest predicted
-    changes. All losses are those of one batch with the same random state. The model, its buffers, its gradients and the
-    random state are restored.
+    They are the `count` weights and the `count` outputs of linear and convolutional layers with the largest changes
+    that the record of a step predicts. All losses are those of one batch with the same random state. The model, its
+    buffers, its gradients and the random state are restored.
     """
-    model = training.model
+    model, kinds = training.model, (nn.Linear, nn.modules.conv._ConvNd)
     batch = training.data.training.batch(torch.arange(training.batch), torch.Generator().manual_seed(0))
-    kinds = (nn.Linear, nn.modules.conv._ConvNd)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    results: list[Confirmed] = []
     with _restored(model):
-        outputs: dict[str, Tensor] = {}
-        with ExitStack() as stack:
-            for name, layer in layers.items():
-                stack.callback(layer.register_forward_hook(_save_output(outputs, name)).remove)
+        still = torch.optim.SGD(model.parameters(), lr=0.0)  # its step changes nothing
+        with Profiler(model, still, max_overhead=None, divergence=False) as profiler:
             loss = _loss(training, batch)
             loss.backward()  # type: ignore[no-untyped-call]
-        predictions: list[tuple[float, str, str]] = []
-        for name, layer in layers.items():
-            pairs = {"weight": (layer.weight, layer.weight.grad)}
-            if name in outputs:
-                pairs["output"] = (outputs[name], outputs[name].grad)
-            for role, (tensor, gradient) in pairs.items():
-                if gradient is not None:
-                    predicted = sensitivity(Updates.of(tensor, tensor, gradient), to)
-                    predictions.append((predicted, name, role))
-        predictions.sort(reverse=True)
-        results: list[Confirmed] = []
-        for role in ("weight", "output"):
-            for predicted, name, _ in [prediction for prediction in predictions if prediction[2] == role][:count]:
+            still.step()
+        part = profiler.record.part
+        weights = {name: part.updates.get(f"{name}.weight".removeprefix(".")) for name in layers}
+        outputs = {key.module: slope for key, slope in part.slopes.items() if key.role == "output"}
+        for role, seen in (("weight", weights), ("output", outputs)):
+            predictions = [(sensitivity(one, to), name) for name in layers if (one := seen.get(name)) is not None]
+            for predicted, name in sorted(predictions, reverse=True)[:count]:
                 with torch.no_grad(), _cast(layers[name], role, to):
                     change = abs(float(_loss(training, batch)) - float(loss))
                 results.append(Confirmed(name, role, predicted, change))
     return results
-
-
-def _save_output(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
-    def save(module: nn.Module, args: Any, output: Any) -> None:
-        # for a layer that runs several times, the first output is predicted, and all are cast
-        if isinstance(output, Tensor) and output.requires_grad and name not in outputs:
-            output.retain_grad()
-            outputs[name] = output
-
-    return save
 
 
 def _loss(training: Training, batch: Any) -> Tensor:
