@@ -18,8 +18,8 @@ from lowp.recipes.training import Settings, load_data
 FLUSHED_METHOD = (
     "flushed gradients: elements that are zero in this precision and not zero in an fp32 backward on the same weights "
     "and batch, of those not zero in fp32; lost updates: weights (masters where there are some) that the step left as "
-    "they were, of those with a gradient that is not zero; updates < 2^-24: wanted changes below the smallest number "
-    "of fp16, of those not zero. Counted at {samples} steps of each run"
+    "they were, of those with a gradient that is not zero; updates < 2^-24: changes that fp32 makes below the smallest "
+    "number of fp16, of those not zero. Counted at {samples} steps of each run"
 )
 
 
