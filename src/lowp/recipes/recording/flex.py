@@ -1,5 +1,6 @@
 """Records of shared exponents in a training run: one layer's weights, activations and updates."""
 
+from itertools import count
 from typing import Any
 
 from lowp.errors import InvalidInput, unknown
@@ -21,31 +22,26 @@ def record_autoflex(
     exponents, and for a layer that does not exist.
     """
     training, exponents = _start(settings)
-    flushes: list[tuple[Flush, dict[str, int]]] = []
+    rows: dict[str, list[tuple[Any, ...]]] = {}
+    flushed = count()
 
     def keep(flush: Flush) -> None:
-        flushes.append((flush, {site: index for index, site in enumerate(flush.sites)}))
+        step = next(flushed)
+        predicted = [None] * len(flush.sites) if flush.predicted is None else flush.predicted.tolist()
+        numbers = (flush.written.tolist(), flush.mantissa.tolist(), flush.exponent.tolist(), predicted)
+        for site, is_written, *row in zip(flush.sites, *numbers, strict=True):
+            if is_written:
+                rows.setdefault(site, []).append((step, *row))
 
     exponents.watch(keep)
     _train(training, steps, onlooker)
     layer, sites = _sites(exponents, layer)
-    series = {}
-    for name, site in zip(CLASSES, sites, strict=True):
-        rows = [
-            (step, flush, index)
-            for step, (flush, indices) in enumerate(flushes)
-            if (index := indices.get(site)) is not None and bool(flush.written[index])
-        ]
-        series[name] = {
-            "site": site,
-            "step": [step for step, _, _ in rows],
-            "mantissa": [int(flush.mantissa[index]) for _, flush, index in rows],
-            "exponent": [int(flush.exponent[index]) for _, flush, index in rows],
-            "predicted": [
-                None if flush.predicted is None else float(flush.predicted[index]) for _, flush, index in rows
-            ],
-        }
-    return {**short_head("figure-autoflex", training), "layer": layer, "steps": len(flushes), "series": series}
+    names = ("step", "mantissa", "exponent", "predicted")
+    series = {
+        name: {"site": site, **{one: [row[place] for row in rows.get(site, ())] for place, one in enumerate(names)}}
+        for name, site in zip(CLASSES, sites, strict=True)
+    }
+    return {**short_head("figure-autoflex", training), "layer": layer, "steps": next(flushed), "series": series}
 
 
 def record_flex_window(
