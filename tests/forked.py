@@ -23,10 +23,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "torch.multiprocessing", "lowp", "lowp.cli"]
 _PRELOADED += ["lowp.recipes.comparison", "lowp.benchmarking.largest_batch", "sklearn.datasets"]
@@ -35,6 +37,8 @@ _PRELOADED += ["lowp.recipes.comparison", "lowp.benchmarking.largest_batch", "sk
 # gloo's threads, and these wait for the GIL to forget the context of the latest backward (torch 2.13).
 _groups: list[object] = []
 
+# the folder of the lowp that is tested, for the PYTHONPATH of new processes: src, or the copy of a mutant
+SOURCES = str(Path(cast(str, cast(ModuleSpec, find_spec("lowp")).origin)).parents[1])
 PATIENCE = 300.0  # seconds after which a process that hangs is killed, and its test fails
 
 

@@ -270,9 +270,9 @@ with files.sole_writer(Path(sys.argv[1])):
 """
 
 
-def test_a_second_process_is_told_who_writes(tmp_path: Path, repository: Path) -> None:
+def test_a_second_process_is_told_who_writes(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
-    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    environment = {**os.environ, "PYTHONPATH": forked.SOURCES}
     command = [sys.executable, "-c", _HOLDER, str(path)]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"

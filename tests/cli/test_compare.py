@@ -17,10 +17,10 @@ QUICK = ("--epochs", "2", "--batch", "128", "--timing", "0.05", "--jobs", "1")
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # for the processes that a test starts, where lowp is not installed
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repository / "src"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([forked.SOURCES, os.environ.get("PYTHONPATH", "")]))
 
 
 def test_the_main_job_prints_its_tables_and_writes_json_and_a_picture(lowp: Callable[..., Any]) -> None:

@@ -20,12 +20,12 @@ from lowp.cli.interrupts import Interrupts
 LONG = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
 
 
-def stopped(code: str, repository: Path, number: int = signal.SIGINT) -> tuple[int, str]:
+def stopped(code: str, number: int = signal.SIGINT) -> tuple[int, str]:
     """Run code in a new process until it prints a line, send it a signal; return its exit code and stderr.
 
     Its stdin is closed when it has written a line to stderr, for code that waits for that.
     """
-    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    environment = {**os.environ, "PYTHONPATH": forked.SOURCES}
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
@@ -50,17 +50,17 @@ def stopped(code: str, repository: Path, number: int = signal.SIGINT) -> tuple[i
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_step_that_takes_minutes_is_ended_with_the_last_words(repository: Path, number: int) -> None:
+def test_a_step_that_takes_minutes_is_ended_with_the_last_words(number: int) -> None:
     code = f"""
 from lowp.cli.interrupts import Interrupts
 with Interrupts(lambda: "two runs are kept") as interrupts:
     print("ready", flush=True)
     {LONG}
 """
-    assert stopped(code, repository, number) == (128 + number, "two runs are kept\n")
+    assert stopped(code, number) == (128 + number, "two runs are kept\n")
 
 
-def test_what_takes_long_to_keep_is_told_in_time_and_kept(repository: Path) -> None:
+def test_what_takes_long_to_keep_is_told_in_time_and_kept() -> None:
     code = """
 import sys, time
 from lowp.cli import interrupts as module
@@ -72,10 +72,10 @@ with module.Interrupts(keeping="a.pt is being written") as interrupts:
     sys.stdin.read()
 sys.exit(interrupts.exit_code)
 """
-    assert stopped(code, repository) == (130, "a.pt is being written; Ctrl-C once more ends it at once\n")
+    assert stopped(code) == (130, "a.pt is being written; Ctrl-C once more ends it at once\n")
 
 
-def test_a_second_signal_ends_what_takes_minutes_to_keep_and_leaves_no_files(repository: Path, tmp_path: Path) -> None:
+def test_a_second_signal_ends_what_takes_minutes_to_keep_and_leaves_no_files(tmp_path: Path) -> None:
     code = f"""
 import os, signal, threading
 from pathlib import Path
@@ -92,7 +92,7 @@ with module.Interrupts(lambda: "a.pt is as it was") as interrupts, files.sole_wr
     {LONG}
 """
     told = "cleaning up; Ctrl-C once more ends it at once\na.pt is as it was\n"
-    assert stopped(code, repository) == (130, told)
+    assert stopped(code) == (130, told)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -45,9 +46,9 @@ WORDS = {"cut", "kept", "module"}  # keys of text that looks like a number: the 
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repository / "src"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([forked.SOURCES, os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr("lowp.benchmarking.largest_batch.process_growth", lambda *_: None)
     save_file({"weight": torch.randn(8, 32)}, "model.safetensors")
     Path("train.py").write_text("")

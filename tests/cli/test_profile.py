@@ -204,10 +204,10 @@ while True:
 """
 
 
-def test_a_script_that_is_interrupted_is_told_of_as_far_as_it_came(tmp_path: Path, repository: Path) -> None:
+def test_a_script_that_is_interrupted_is_told_of_as_far_as_it_came(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LONG)
     arguments = ("--max-overhead", "none", "--out", "run.json", "train.py")
-    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    environment = {**os.environ, "PYTHONPATH": forked.SOURCES}
     with forked.start("-m", "lowp", "profile", *arguments, cwd=tmp_path, environment=environment) as process:
         for _ in range(3):
             process.stdout.readline()
@@ -218,9 +218,9 @@ def test_a_script_that_is_interrupted_is_told_of_as_far_as_it_came(tmp_path: Pat
     assert 0 in Record.load(tmp_path / "run.json").sampled
 
 
-def test_a_recipe_that_is_interrupted_is_told_of_as_far_as_it_came(tmp_path: Path, repository: Path) -> None:
+def test_a_recipe_that_is_interrupted_is_told_of_as_far_as_it_came(tmp_path: Path) -> None:
     arguments = ("digits", "--steps", "100000000", "--epochs", "1000000", "--max-overhead", "none", "--out", "run.json")
-    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    environment = {**os.environ, "PYTHONPATH": forked.SOURCES}
     with forked.start("-m", "lowp", "profile", *arguments, cwd=tmp_path, environment=environment) as process:
         seen = tmp_path / "run.json"
         while not seen.exists() or seen.read_text().count("\n") < 3:  # a header and two steps

@@ -27,12 +27,11 @@ EAGER = ("cnn", "gan", "transformer", "reinforce", "vae", "siamese")
 WITH_CHILDREN = ("ddp.py", "compiled.py")
 PRECISIONS = ("fp16", "bf16", "dfp16", "flex16+5")
 RUNNABLE = [name for name, preset in presets.PRESETS.items() if preset.masters.kind == "none" and name != "fp16-naive"]
-SOURCE = Path(__file__).parent.parent.parent / "src"
 
 
 def clean_environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LOWP_")}
-    paths = os.pathsep.join([str(SOURCE), *filter(None, [kept.get("PYTHONPATH")])])
+    paths = os.pathsep.join([forked.SOURCES, *filter(None, [kept.get("PYTHONPATH")])])
     return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
