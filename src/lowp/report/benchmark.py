@@ -9,6 +9,7 @@ from rich.table import Table
 from lowp.report.tables import amount, bytes_of, seconds, with_machine, with_unit
 from lowp.report.terminal import WIDTH, plain_table
 
+Rows = list[Mapping[str, Any]]
 _NOTHING = "-"
 _COLUMNS = 8
 
@@ -17,12 +18,9 @@ def benchmark_tables(document: Mapping[str, Any]) -> Iterator[Table]:
     """Yield for each recipe the tables of time, memory and its use, hardware estimates and published figures."""
     for subject in document["recipes"]:
         yield _times(subject)
-        if any("memory" in row for row in subject["variants"]):
-            yield from _memory(subject)
-        if any("largest_batch" in row for row in subject["variants"]):
-            yield _largest(subject)
-        if any("estimates" in row for row in subject["variants"]):
-            yield _estimates(subject)
+        for name, tables in (("memory", _memory), ("largest_batch", _largest), ("estimates", _estimates)):
+            if rows := [row for row in subject["variants"] if name in row]:
+                yield from tables(rows)
         if subject["published"] is not None:
             yield _published(subject)
 
@@ -55,9 +53,8 @@ def _times(subject: Mapping[str, Any]) -> Table:
     return table
 
 
-def _memory(subject: Mapping[str, Any]) -> Iterator[Table]:
+def _memory(rows: Rows) -> Iterator[Table]:
     """Yield tables with one line per part and one column per row of the benchmark; several if one is too wide."""
-    rows = [row for row in subject["variants"] if "memory" in row]
     names = [name for name in rows[0]["memory"]["parts"] if any(row["memory"]["parts"][name] for row in rows)]
     for start in range(0, len(rows), _COLUMNS):
         columns = rows[start : start + _COLUMNS]
@@ -73,8 +70,7 @@ def _memory(subject: Mapping[str, Any]) -> Iterator[Table]:
         yield table
 
 
-def _largest(subject: Mapping[str, Any]) -> Table:
-    rows = [row for row in subject["variants"] if "largest_batch" in row]
+def _largest(rows: Rows) -> Iterator[Table]:
     base = next((row["largest_batch"]["batch"] for row in rows if row["label"] == "fp32"), 0)
     limit = bytes_of(rows[0]["largest_batch"]["limit"])
     columns = ["", "batch", "to\nfp32", "its peak", "does not fit", "measured", "what"]
@@ -90,11 +86,10 @@ def _largest(subject: Mapping[str, Any]) -> Table:
             f"{len(largest['measured'])} batches",
             "verified" if largest["verified"] else f"at least this: {largest['ended']}",
         )
-    return table
+    yield table
 
 
-def _estimates(subject: Mapping[str, Any]) -> Table:
-    rows = [row for row in subject["variants"] if "estimates" in row]
+def _estimates(rows: Rows) -> Iterator[Table]:
     base = rows[0]["estimates"]
     columns = ["", "format", "arithmetic", "to\nfp32", "DRAM", "to\nfp32", "multiply-add\nunit", "to\nfp32"]
     table = plain_table("ESTIMATES for hardware with such arithmetic, a step (Horowitz, ISSCC 2014, 45 nm)", columns)
@@ -111,7 +106,7 @@ def _estimates(subject: Mapping[str, Any]) -> Table:
             f"{'~' if estimates['unit_area_how'] != 'table' else ''}{estimates['unit_area_um2']:,.0f} um2",
             f"{estimates['unit_area_relative_to_fp32']:.2f}x",
         )
-    return table
+    yield table
 
 
 def _published(subject: Mapping[str, Any]) -> Table:
