@@ -15,7 +15,7 @@ from lowp.errors import Unavailable
 from lowp.exponents import SiteScales, SiteWriter, Spots
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.numbers.philox import draw_seed
-from lowp.ops.casting import carried, carrier_dtype, passed_on, result_dtype, rounded
+from lowp.ops.casting import carried, carrier_dtype, passed_on, result_dtype, rounded, seed_of
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Operands, Rule
 
@@ -88,10 +88,7 @@ class RoleCasts:
         """Return x rounded by a cast, part of the autograd graph; `role` names it among the operands of the op."""
         if to is None or not to.is_delayed or self.scales is None:
             return x if to is None else rounded(x, to, self.seed, axis, dtype)
-        seed: Tensor | int = 0
-        if to.is_stochastic:
-            seed = draw_seed(x.device) if self.seed is draw_seed else self.seed()
-        return passed_on(x, self.scales.rounded(x, to, role, seed))
+        return passed_on(x, self.scales.rounded(x, to, role, seed_of(x, to, self.seed)))
 
     @property
     def once(self) -> RoleCasts:

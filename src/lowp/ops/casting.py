@@ -238,12 +238,17 @@ def rounded(
         return x
     if is_irregular(x) and x.layout is torch.strided:  # autograd cannot read the sizes of such a tensor
         return torch.nested.as_nested_tensor([rounded(one, to, seed, axis, dtype) for one in x.unbind()])
-    drawn: Tensor | int = 0
-    if to.is_stochastic:
-        drawn = draw_seed(x.device) if seed is draw_seed else seed()
+    drawn = seed_of(x, to, seed)
     if not (x.requires_grad and torch.is_grad_enabled()) and not functorch_is_active():
         return _quantized(x, to, drawn, axis).to(wanted)  # no graph, no node
     return cast(Tensor, _straight_through(x, to, wanted, drawn, axis))
+
+
+def seed_of(x: Tensor, to: Cast, seed: Callable[[], Tensor | int]) -> Tensor | int:
+    """Return the seed of a cast of x, 0 for one that draws nothing."""
+    if not to.is_stochastic:
+        return 0
+    return draw_seed(x.device) if seed is draw_seed else seed()
 
 
 def carried(x: Tensor, to: Cast | None, seed: Callable[[], Tensor | int] = draw_seed, axis: int = -1) -> Tensor:

@@ -19,10 +19,10 @@ from lowp.compat import enclosing_hooks
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import ScaledFormat
 from lowp.kernels.casts.run import is_dense
-from lowp.kernels.numbers.philox import draw_seed
 from lowp.kernels.tracing import functorch_is_active
 from lowp.nested import tensors_of
 from lowp.ops.call import Call
+from lowp.ops.casting import seed_of
 from lowp.quantized import Quantized
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -93,11 +93,8 @@ def _encoded(x: Tensor, to: Cast, draw: Callable[[], Tensor | int]) -> _Kept | N
         numbers = x.as_strided((x.numel(),), (1,))
     else:
         numbers, strides = x.contiguous(), x.contiguous().stride()
-    seed: Tensor | int = 0
-    if to.is_stochastic:
-        seed = draw_seed(x.device) if draw is draw_seed else draw()
     try:
-        codes = kernels.encode(numbers.float(), to, seed=seed, packed=True)
+        codes = kernels.encode(numbers.float(), to, seed=seed_of(x, to, draw), packed=True)
     except InvalidInput:
         return None
 
@@ -107,8 +104,8 @@ def _encoded(x: Tensor, to: Cast, draw: Callable[[], Tensor | int]) -> _Kept | N
     if not isinstance(codes, Quantized):
         length = numbers.shape[-1]
         return _Kept(lambda found: restored(kernels.decode(found[0], to.format, packed=True, length=length)), [codes])
-    named = {name: one for name, one in vars(codes).items() if isinstance(one, Tensor)}
-    names, packed = tuple(named), codes.length
+    named, packed = codes.tensors(), codes.length
+    names = tuple(named)
 
     def decoded(found: list[Tensor]) -> Tensor:
         parts: dict[str, Any] = dict(zip(names, found, strict=True))
