@@ -169,8 +169,9 @@ class Spots:
         if not (training and apart):
             for key in self._count.of_runs.pop((id(module), training), ()):
                 self._count.met.pop(key, None)
-        if apart and next(module.parameters(), None) is not None:
-            self._mark = ", differentiable input" if _requires_grad(arguments) else ""
+        mark = ", differentiable input" if apart and _requires_grad(arguments) else ""
+        if apart and mark != self._mark and next(module.parameters(), None) is not None:  # a walk through the module
+            self._mark = mark
 
     def spot(self, module: nn.Module | None, path: str, op: str) -> str:
         """Return the name of the spot of the op that runs; an evaluation does not begin a pass."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -102,7 +103,7 @@ class UnderExponents(Storage):
 
         Given with the names of their parameters.
         """
-        tensors = [gradient for gradient, _ in given]
+        tensors = list(map(itemgetter(0), given))
         are_exact = self.are_exact(tensors) if self.groups else payloads.are_exact(tensors, self.cast)
         if self.groups:
             written = [one for one, is_exact in zip(given, are_exact, strict=True) if not is_exact]

@@ -155,6 +155,22 @@ def current_engine() -> Engine | None:
     return None if entry is None else entry.engine
 
 
+def followed_engine() -> Engine | None:
+    """Return the engine whose path this thread's module hooks update; None if no entry has hooks.
+
+    An inner entry without hooks (a policy without paths) shares the path of the outer one. Compiled code, which writes
+    at no sites, follows modules only if rules have paths.
+    """
+    entries = _local.entries
+    if not entries:
+        return None
+    entry = entries[-1] if entries[-1].frame is None else current()  # as in `current_engine`
+    engine = None if entry is None else entry.engine
+    if entry is None or engine is None or (torch.compiler.is_compiling() and not engine.uses_paths):
+        return None
+    return engine if entry.follows or following() is not None else None
+
+
 def following() -> Entry | None:
     """Return the innermost entry with module hooks that applies to the code that runs."""
     return next((one for one in reversed(_local.entries) if one.follows and not one.is_elsewhere), None)

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowp.compat import plain_when_run, private, skipped_by_compilers
 from lowp.exponents import Spots, Trail
 from lowp.region.engine import Engine
-from lowp.region.entries import Entry, current, current_engine, following
+from lowp.region.entries import Entry, current, current_engine, followed_engine
 from lowp.region.paths import ModulePath
 
 _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
@@ -94,24 +94,9 @@ def unfollow_modules(entry: Entry) -> None:
     entry.follows = False
 
 
-def _engine_behind(number: int) -> Engine | None:
-    """Return the engine whose path a thread's hook updates; None in another thread, or if no entry has hooks.
-
-    An inner entry without hooks (a policy without paths) shares the path of the outer one. Compiled code, which writes
-    at no sites, follows modules only if rules have paths.
-    """
-    if number != _here.number:
-        return None
-    entry = current()
-    engine = None if entry is None else entry.engine
-    if entry is None or engine is None or (torch.compiler.is_compiling() and not engine.uses_paths):
-        return None
-    return engine if entry.follows or following() is not None else None
-
-
 @plain_when_run
 def _enter_module(number: int, module: nn.Module, arguments: Any) -> None:
-    engine = _engine_behind(number)
+    engine = followed_engine() if number == _here.number else None  # a hook is of one thread
     if engine is not None:
         is_compiling = torch.compiler.is_compiling()
         if engine.spots is not None and not engine.path.running and not is_compiling:
@@ -123,7 +108,7 @@ def _enter_module(number: int, module: nn.Module, arguments: Any) -> None:
 
 @plain_when_run
 def _leave_module(number: int, module: nn.Module, arguments: Any, output: Any) -> None:
-    engine = _engine_behind(number)
+    engine = followed_engine() if number == _here.number else None  # a hook is of one thread
     if engine is not None:
         engine.path.leave(module)
         if engine.uses_paths:

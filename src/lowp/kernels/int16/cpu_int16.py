@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from operator import not_
 from typing import NamedTuple
 
 import torch
@@ -141,7 +142,7 @@ def are_int16(given: array[int]) -> list[bool]:
     count = len(given) // 6
     found = array("q", bytes(8 * count))
     cpu.loaded().lowp_same_int16_list(given, count, torch.get_num_threads(), found)
-    return [one == 0 for one in found]
+    return list(map(not_, found))
 
 
 def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: Tensor, lie: Rows, symmetric: bool) -> float | None:
