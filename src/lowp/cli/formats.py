@@ -20,11 +20,12 @@ from lowp.casts import NAMED, parse
 from lowp.cli import format_facts
 from lowp.cli.format_facts import scope_words
 from lowp.cli.options import OUTPUT, Option
-from lowp.cli.output import can_show, print_json, print_table, show
+from lowp.cli.output import print_json, print_table, show
 from lowp.errors import InvalidInput
 from lowp.explain import as_json
 from lowp.explain.numbers import floor_log2
 from lowp.formats import FORMATS, Format, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.report import can_show
 
 HEADS = ("format", "bits", "layout", "smallest", "normal", "maximum", "ulp at 1", "max error", "digits")
 COST_HEADS = ("bytes", "multiplier", "energy")

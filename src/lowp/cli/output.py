@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lowp.report import plots
+from lowp.report import can_show, plots
 
 # Coloured parts, the first match wins: patterns with named groups, which STYLES maps to rich styles.
 _HIGHLIGHTS = (
@@ -76,15 +76,6 @@ def print_table(
 def say(text: str) -> None:
     """Print a line about the work itself to stderr."""
     print(text, file=sys.stderr, flush=True)
-
-
-def can_show(characters: str) -> bool:
-    """Return whether the encoding of standard output has these characters."""
-    try:
-        characters.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def show(text: str) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowp.monitoring.alarms import Alarm, alarm_of
+from lowp.report import can_show
 from lowp.report.palette import GRADES
 
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
@@ -154,7 +155,7 @@ class Board:
     # -- shown --------------------------------------------------------------------------------------------------------
     def shown(self, console: Console, is_whole: bool = False) -> Group:
         """Return what is shown on a console, no higher than it, or with every group if `is_whole`."""
-        bars = _BARS if _has(console, _BARS) else _PLAIN_BARS
+        bars = _BARS if can_show(_BARS, console.encoding) else _PLAIN_BARS
         rows = 10_000 if is_whole else max(console.height - 8 - min(2 * len(self.alarms), 2 * _ALARMS), 3)
         return Group(self._heading(console), *self._lines(console.width, bars), self._table(console, rows, bars),
                      *self._alarm_lines(is_whole))  # fmt: skip
@@ -235,11 +236,3 @@ def _cell(curve: Curve | None, room: int, logarithmic: bool, bars: str) -> str:
     if not logarithmic:  # a share: the number alone says it
         return f"{curve.latest:.0%}" if math.isfinite(curve.latest) else value
     return f"{sparkline(curve.values, room, logarithmic, bars):<{room}} {value}"
-
-
-def _has(console: Console, characters: str) -> bool:
-    try:
-        characters.encode(console.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
