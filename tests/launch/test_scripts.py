@@ -496,3 +496,71 @@ def test_so_does_torchs_own(plain: Callable[[str], str], tmp_path: Path) -> None
     ran = python("-m", "lowp", "run", "--precision", "bf16", *launcher, str(SCRIPTS / "ddp.py"), cwd=tmp_path)
     assert numbers(ran.stdout) == pytest.approx(numbers(plain("ddp.py")), rel=0.05), ran.stderr
     assert "lowp run: bf16, 5 optimizer steps, 0 skipped" in ran.stderr
+
+
+def run_text(text: str, precision: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(text)
+    return forked.run("-m", "lowp", "run", "--precision", precision, "script.py", cwd=folder)
+
+
+PASSES = """
+import torch
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for factors in ((1.0, 1.0), (1e6, 1.0), (1.0, 1e6), (1.0, 1.0)):
+    before = model.weight.detach().clone()
+    optimizer.zero_grad()
+    for factor in factors:
+        (model(torch.ones(2, 4)).sum() * factor).backward()
+    optimizer.step()
+    print(torch.equal(model.weight, before), model.weight.isfinite().all().item())
+"""
+
+
+@pytest.mark.parametrize("between", ["", "for one in model.parameters(): one.grad.nan_to_num_(0.0, 1.0, -1.0)"])
+def test_a_step_is_skipped_if_any_of_its_passes_overflowed(between: str, tmp_path: Path) -> None:
+    """Even if the script takes infinities out of its gradients, which has nothing to do in fp32."""
+    ran = run_text(PASSES.replace("    optimizer.step()", f"    {between}\n    optimizer.step()"), "fp16", tmp_path)
+    assert ran.stdout.splitlines() == ["False True", "True True", "True True", "False True"], ran.stderr
+    assert "lowp run: fp16, 4 optimizer steps, 2 skipped, loss scale " in ran.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_model_that_is_not_in_fp32_is_left_alone_and_that_alone_is_told(dtype: str, tmp_path: Path) -> None:
+    text = f"import torch\ntorch.set_default_dtype(torch.{dtype})\n{PASSES}"
+    ran = run_text(text, "fp16", tmp_path)
+    assert [line.split()[1] for line in ran.stdout.splitlines()] == ["True"] * 4, ran.stderr
+    run, *notes = ran.stderr.splitlines()
+    assert run.startswith("lowp run: fp16, 4 optimizer steps, 0 skipped")
+    own = f"the parameters of Linear are {dtype} by the script's own choice"
+    assert notes == [f"lowp run: {own}: it is not changed"]
+
+
+SHARDED = """
+import torch
+from torch.distributed import HashStore, destroy_process_group, init_device_mesh, init_process_group
+from torch.distributed.fsdp import fully_shard
+
+init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.6f}")
+destroy_process_group()
+"""
+
+
+def test_shards_of_one_rank_are_the_parameters_that_an_optimizer_steps(tmp_path: Path) -> None:
+    ran = run_text(SHARDED, "fp16", tmp_path)
+    plain = forked.run("script.py", cwd=tmp_path)
+    assert numbers(ran.stdout.replace("\n", " ")) == pytest.approx(numbers(plain.stdout.replace("\n", " ")), rel=0.02)
+    assert ran.stdout != plain.stdout
+    (told,) = ran.stderr.splitlines()
+    assert told.startswith("lowp run: fp16, 3 optimizer steps, 0 skipped, loss scale ")
