@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -213,7 +214,13 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(
     ("environment", "arguments", "coloured"),
-    [({}, (), True), ({"NO_COLOR": "1"}, (), False), ({}, ("--plain",), False), ({"TERM": "dumb"}, (), False)],
+    [
+        ({}, (), True),
+        ({"NO_COLOR": "1"}, (), False),
+        ({}, ("--plain",), False),
+        ({"TERM": "dumb"}, (), False),
+        ({"NO_COLOR": ""}, ("--plain",), False),
+    ],
 )
 def test_a_terminal_gets_colour_unless_it_asks_not_to(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], arguments: tuple[str, ...], coloured: bool
@@ -230,3 +237,4 @@ def test_a_terminal_gets_colour_unless_it_asks_not_to(
     out = terminal.getvalue()
     assert ("\x1b[" in out) == coloured
     assert "bf16" in out and "exponents -126 .. 127" in out
+    assert os.environ.get("NO_COLOR") == environment.get("NO_COLOR")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,27 @@ def test_sigterm_ends_a_command_in_words(command: Any, lowp: Callable[..., Any])
     command(lambda _: signal.raise_signal(signal.SIGTERM))
     assert lowp("sample") == (143, "", "lowp: ended by SIGTERM\n")
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_handler_of_sigterm_that_the_caller_has_stays_and_is_called(command: Any, lowp: Callable[..., Any]) -> None:
+    called: list[int] = []
+
+    def handler(number: int, _: object) -> None:
+        called.append(number)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        command(lambda _: signal.raise_signal(signal.SIGTERM) or 3)
+        assert lowp("sample") == (3, "", "") and called == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_command_runs_in_a_thread_where_no_handler_can_be_set(command: Any, lowp: Callable[..., Any]) -> None:
+    command(lambda _: 3)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lowp, "sample").result() == (3, "", "")
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:

@@ -192,6 +192,22 @@ def test_a_script_that_is_killed_leaves_its_steps_and_one_that_fails_its_exit_co
         assert "of the script's own" in result.out and result.err.count("the profile is empty") == 1
 
 
+@pytest.mark.parametrize(("text", "code"), [("import torch", 1), ("raise SystemExit(5)", 5)])
+def test_a_script_in_which_no_optimizer_steps_is_a_failure_or_its_own(
+    lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int
+) -> None:
+    def start(command: list[str], env: Mapping[str, str], stdout: int | None) -> MagicMock:
+        ran = forked.run(*command[1:], environment=env)
+        return MagicMock(**{"wait.return_value": ran.returncode, "poll.return_value": ran.returncode})
+
+    (tmp_path / "train.py").write_text(text)
+    monkeypatch.setattr("lowp.launch.profiling.subprocess", SimpleNamespace(Popen=start))
+    result = lowp("profile", "--out", str(tmp_path / "run.json"), str(tmp_path / "train.py"))
+    assert (result.code, result.out) == (code, "") and not (tmp_path / "run.json").exists()
+    told = "lowp profile: no step of a torch optimizer ran in the script: nothing was recorded"
+    assert result.err.splitlines() == [told]
+
+
 LONG = """
 import time, torch
 model = torch.nn.Linear(4, 2)

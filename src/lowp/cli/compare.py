@@ -122,7 +122,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInput("--recipe names the recipe of a file for --mismatch: give the recipe itself first")
     get(arguments.recipe)
     if not 0 <= arguments.timing < 3600:
-        raise InvalidInput(f"--timing {arguments.timing:g}: give seconds, 0 or more")
+        raise InvalidInput(f"--timing {arguments.timing:g}: give seconds, 0 or more, below 3600")
     if arguments.sweep is not None and arguments.precision is not None:
         raise InvalidInput("--sweep trains the formats of its grid: omit --precision")
     if arguments.recover and arguments.inference is None:
