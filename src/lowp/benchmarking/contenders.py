@@ -144,6 +144,11 @@ def products_of(contender: Contender) -> str:
     device, precision = torch.device(contender.settings.device), contender.settings.precision
     if contender.kind != "lowp":
         return "fp32" if contender.kind == "fp32" else f"torch's {precision}"
+    return products_under(precision, device)
+
+
+def products_under(precision: str, device: torch.device) -> str:
+    """Return the same for one of lowp's precisions."""
     policy = presets.parse(precision).policy
     rule = policy.match("linear", "contraction", "within")  # no module that rules name
     if rule is None or rule.is_empty:
