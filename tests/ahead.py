@@ -20,7 +20,6 @@ from lowp.casts import Cast, parse
 from lowp.formats import ScaledFormat
 from lowp.kernels.steps import rules
 from lowp.kernels.triton import mantissas as int16
-from lowp.kernels.triton import predictions as exponents
 from lowp.kernels.triton import steps
 from lowp.kernels.triton.device import (
     casts,
@@ -282,13 +281,13 @@ def observe(window: int = 16) -> Configuration:
     types |= dict.fromkeys(("rows", "writes", "saturateds", "moves", "bads"), "*i64")
     types |= dict.fromkeys(("histories", "needed", "in_time", "headroom", "measured"), "*fp64")
     types |= dict.fromkeys(("count", "limit", "unit"), "i32")
-    types["form"] = exponents.Exponents(*["i32"] * 4)  # type: ignore[arg-type]
+    types["form"] = int16.Exponents(*["i32"] * 4)  # type: ignore[arg-type]
     steps_taken = (window - 1).bit_length()
     constants: dict[str, Any] = {"BETA": 3.0, "GAMMA": 100.0, "WRITTEN": True, "ADAPT": True, "WINDOW": window}
-    constants |= {"WIDTH": 1 << steps_taken, "STEPS": steps_taken, "BLOCK": exponents.BLOCK}
+    constants |= {"WIDTH": 1 << steps_taken, "STEPS": steps_taken, "BLOCK": int16.ENTRIES}
     assert set(names) == types.keys() | constants.keys()
     traffic = 16 * window + 2 * (4 * 3 + 8 * 8) + 8 + 10 * 8 + 3
-    return Configuration(f"observe {window}", predictions.observe, types, constants, exponents.BLOCK, traffic)
+    return Configuration(f"observe {window}", predictions.observe, types, constants, int16.ENTRIES, traffic)
 
 
 def step(way: Way, moments: str = "fp32", weight: str | None = None) -> Configuration:

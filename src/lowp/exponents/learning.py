@@ -190,7 +190,7 @@ class LearningTable(SiteTable):
             return has_library
         if self.counts["measured"].dtype is not torch.float64 or not runs_triton(self.before):
             return False
-        from lowp.kernels.triton import predictions as kernels
+        from lowp.kernels.triton import mantissas as kernels
 
         places, written = self._places, None
         if list(self.written) != list(range(len(self.names))):

@@ -156,9 +156,9 @@ def test_a_gpu_is_given_these_kernels_and_a_cpu_is_not() -> None:
 
 def test_what_kernels_read_of_a_plan_are_fields() -> None:
     """Triton from 3.9 on passes the fields of a named tuple alone, without the properties of its class."""
-    from lowp.kernels.triton import mantissas, plans, predictions, scaled, steps
+    from lowp.kernels.triton import mantissas, plans, scaled, steps
 
-    for module in (plans, scaled, predictions, mantissas, steps):
+    for module in (plans, scaled, mantissas, steps):
         for kind in vars(module).values():
             if isinstance(kind, type) and issubclass(kind, tuple) and kind.__module__ == module.__name__:
                 assert not [name for name, one in vars(kind).items() if isinstance(one, property)], kind

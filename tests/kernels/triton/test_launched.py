@@ -34,7 +34,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime import driver
 
-from lowp.kernels.triton import launch, predictions, products, scaled, steps
+from lowp.kernels.triton import launch, products, scaled, steps
+from lowp.kernels.triton import mantissas as int16
 
 _devices = itertools.count(1000)  # of whose kernels Triton has none yet
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -76,7 +77,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         kernel.warmup(*arguments, grid=grid, num_warps=warps, enable_fp_fusion=False)
         names.append(kernel.fn.__name__)
 
-    for module in (launch, predictions, products, scaled, steps):
+    for module in (launch, int16, products, scaled, steps):
         monkeypatch.setattr(module, "run", instead)
     monkeypatch.setattr(launch, "block_for", lambda like, count, block: block)
     monkeypatch.setattr(products, "_tile", lambda *given: products.CHAINED_TILE if given[-1] else products.TILE)

@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import ahead
 
 from lowp.kernels.triton import launch
-from lowp.kernels.triton import predictions as implementation
+from lowp.kernels.triton import mantissas as implementation
 
 SITES, STEPS = 21, 40
 SCALINGS = [

@@ -1,5 +1,9 @@
-"""int16 under an exponent of a device: tensors and casts as the kernels' arguments, and what they found."""
+"""int16 under an exponent of a device: tensors and casts as the kernels' arguments, and what they found.
 
+And Autoflex there: what the writes of a step do to a table, in one launch.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +14,12 @@ from lowp.formats import IntFormat
 from lowp.kernels.int16.cpu_int16 import exponent_bounds
 from lowp.kernels.int16.mantissas import int16_element, readable
 from lowp.kernels.triton.calls import integers, key_of
-from lowp.kernels.triton.device import mantissas
-from lowp.kernels.triton.launch import BLOCK, launch
+from lowp.kernels.triton.device import mantissas, predictions
+from lowp.kernels.triton.launch import BLOCK, block_for, launch, run
 from lowp.kernels.triton.plans import DTYPES, CastTraits, Numbers, exact, plan
+from lowp.scaling import Autoflex
 
+ENTRIES = 8  # of a program that observes: a step has some hundred of them, and each a window
 WARPS = 8  # of a program: with four ptxas spills some forms
 WORDS = 8  # of a record, int64
 _FLAGS, _EXPONENT = 6, 7
@@ -133,3 +139,45 @@ def write(
 def _over(kernel: Any, x: Tensor, *arguments: Any) -> None:
     """Run a kernel on all elements of x, in one program at least: the last one tells what was found."""
     launch(kernel, x, max(1, x.numel()), BLOCK, *arguments, warps=WARPS)
+
+
+# -- Autoflex ----------------------------------------------------------------------------------------------------------
+
+
+class Exponents(NamedTuple):
+    """The numbers of a scaling by which an exponent follows from a maximum."""
+
+    headroom: int
+    warm_headroom: int
+    lowest: int
+    highest: int
+
+
+class Writes(NamedTuple):
+    """The entries that were written, and what was seen, by entry."""
+
+    places: Tensor  # int32
+    written: Tensor | None  # bool, of each of them; None where all of them count
+    rows: Tensor  # int64, of all entries: see `lowp.kernels.int16.entries`
+    is_result: Tensor  # bool
+    faulty: Tensor  # bool
+
+
+def observe(scaling: Autoflex, columns: Sequence[Tensor], seen: Writes) -> None:
+    """Update a table in place by writes at different entries, and forget them; nothing is read on the host.
+
+    `columns`: those of `AutoflexState` in order, the exponent of the previous write, and the counts raises_needed,
+    raises_in_time, headroom_sum and measured; all have a number per entry.
+    """
+    count = len(seen.places)
+    width = 1 << (scaling.window - 1).bit_length()
+    block = block_for(seen.places, count, ENTRIES)
+    results, faulty = seen.is_result.view(torch.int8), seen.faulty.view(torch.int8)
+    written = results if seen.written is None else seen.written.view(torch.int8)  # not looked at then
+    table = [one.view(torch.int8) if one.dtype is torch.bool else one for one in columns]
+    form = Exponents(scaling.headroom, scaling.warm_headroom, scaling.min_exponent, scaling.max_exponent)
+    run(
+        predictions.observe, (-(-count // block),), seen.places, written, seen.rows, results, faulty, *table, count,
+        scaling.limit, scaling.bits - 2, form, float(scaling.beta), float(scaling.gamma), seen.written is not None,
+        scaling.adapt, scaling.window, width, width.bit_length() - 1, block,
+    )  # fmt: skip
