@@ -154,6 +154,21 @@ def test_tensors_of_other_dtypes_are_rounded_once(dtype: torch.dtype) -> None:
                 compare(x[1:3], cast)  # 16 bits hold these under every scale
 
 
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_products_halfway_between_two_numbers_of_bf16_are_rounded_to_the_even_one(instruction_set: str) -> None:
+    cpu.select(instruction_set)
+    wholes = torch.arange(-127.0, 128).view(1, -1)
+    wanted = (3 * wholes).bfloat16()
+    assert (wanted != 3 * wholes).any()
+    x = (3 * wholes).double().sub(wholes.sign()).bfloat16()  # nearer to 3 * wholes than to its neighbours
+    found = cpu_groups.quantize_scaled(x, parse("i8s@fp32/row"), torch.tensor([[3.0]], dtype=torch.float64), 0)
+    assert torch.equal(bits(found), bits((3 * (x.double() / 3).round()).float().bfloat16()))
+    most = torch.full((2, 64), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    for text in ("int8", "nvfp4"):
+        assert torch.isfinite(lowp.quantize(most, text)).all()
+        compare(most, text)
+
+
 @pytest.mark.parametrize(
     "shape", [(), (1,), (70,), (5, 40), (3, 2, 33), (4, 3000), (2, 17_000), (40, 1), (3, 1025)], ids=str
 )

@@ -210,6 +210,22 @@ static bool write(const uint32_t* values, const Task& task, int64_t first, int64
   return lost;
 }
 
+// Products that were rounded to fp32, written in bf16. Returns false, with nothing written, where the first rounding may decide
+// the second, at the midpoint of two numbers of bf16, and where one is beyond its largest number or NaN.
+static bool write_bf16(const uint32_t* values, const Task& task, int64_t first, int64_t count) {
+  constexpr int32_t kBeyond = 0x7f7f8000;
+  alignas(64) uint32_t moved[kBlock];
+  uint32_t doubt = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = values[i];
+    doubt |= mask<F32>(static_cast<int32_t>(bits & 0x7fffffff) >= kBeyond) | mask<F32>((bits & 0xffff) == 0x8000);
+    moved[i] = bits + 0x8000;
+  }
+  if (doubt == 0) store<F32>(moved, task.out, kBf16, first, count, task.stream);
+  return doubt == 0;
+}
+
 static bool write(uint64_t* values, const Task& task, bool power, int64_t first, int64_t count) {
   const bool once = power && task.out_type != kFp64;
   narrow_exactly(values, once ? kFp32 : task.out_type, count);
@@ -455,6 +471,7 @@ static int quantize_groups_in(const Task& task, const Groups& groups, int64_t be
   alignas(64) uint64_t wide[kBlock];
   const bool power = groups.sharing->power != 0;
   const bool narrow = task.out_type == kFp32 || (power && task.out_type != kFp64);
+  const bool twice = !narrow && task.out_type == kBf16;  // rounded to fp32 and from there, unless that is in doubt
   // a strip that fp32 does not decide is read again
   const bool kept = task.in != task.out && !task.stream;
   const bool direct = kept && task.out_type == kFp32 && is_aligned(task.out, sizeof(uint32_t));
@@ -464,17 +481,21 @@ static int quantize_groups_in(const Task& task, const Groups& groups, int64_t be
     lost |= write(element, task, power, first, strip.count);
   };
   const auto in_fp32 = [&](const uint32_t* element, int64_t first, const Strip& strip, const double* scale) {
-    if (!narrow) {
+    uint32_t* const out = direct ? static_cast<uint32_t*>(task.out) + first : result;
+    if (narrow || twice) values(*groups.sharing, element, strip.runs, scale, groups.outer, out);
+    if (twice ? write_bf16(result, task, first, strip.count) : direct) return;
+    if (narrow) {
+      lost |= write(result, task, first, strip.count);
+    } else {
       widen(element, wide, strip.count);
-      return in_fp64(wide, first, strip, scale);
+      in_fp64(wide, first, strip, scale);
     }
-    values(*groups.sharing, element, strip.runs, scale, groups.outer, direct ? static_cast<uint32_t*>(task.out) + first : result);
-    if (!direct) lost |= write(result, task, first, strip.count);
   };
   const auto whole = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const double* scale,
                          const float* inverse, const uint32_t* words, int64_t drawn) {
     uint32_t* const out = direct ? static_cast<uint32_t*>(task.out) + first : result;
-    if (!narrow || !cast.all(in, strip.runs, inverse, scale, groups.outer, words, drawn, out)) return false;
+    if (!(narrow || twice) || !cast.all(in, strip.runs, inverse, scale, groups.outer, words, drawn, out)) return false;
+    if (twice) return write_bf16(result, task, first, strip.count);
     if (!direct) lost |= write(result, task, first, strip.count);
     return true;
   };
