@@ -81,7 +81,7 @@ def products() -> object:
             a, b = map(operand, names)
             found += integer.convolve(product, a, b, SHAPE, exponent=-4, kernel=kernel)
             found += integer.convolve(product, a, b, SHAPE, kernel=kernel, dtype=None)
-    return [*found, fp32_products.multiply(X, X.t(), None, torch.float16), sum_of_rows(X)]
+    return [*found, fp32_products.multiply(X, X.t()), sum_of_rows(X)]
 
 
 def under_exponents() -> object:

@@ -114,7 +114,7 @@ def _by_library(form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor
     left, right, finish = form.matrices(slot, *operands)
     multiply = fp32_products.multiply_traced if torch.compiler.is_compiling() else fp32_products.multiply
     added = None if columns is None else columns.detach().float().contiguous()
-    result: Tensor = finish(multiply(left, right, added, torch.float32))
+    result: Tensor = finish(multiply(left, right, added))
     return form.with_bias(result, bias.float()) if bias is not None and columns is None else result
 
 
@@ -130,7 +130,7 @@ def sum_of_rows(x: Tensor) -> Tensor:
     if not _serves(x):
         return x.float().sum(0)
     if torch.compiler.is_compiling():
-        result: Tensor = fp32_products.multiply_traced(x.new_ones(1, x.shape[0]), x, None, torch.float32)
+        result: Tensor = fp32_products.multiply_traced(x.new_ones(1, x.shape[0]), x, None)
         return result[0]
     return fp32_products.sum_of_rows(x)
 

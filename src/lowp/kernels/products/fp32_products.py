@@ -6,13 +6,11 @@ while they are packed; `defined` is the same in torch's operations.
 """
 
 import functools
-from array import array
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast
 from lowp.compat import constant_when_compiled, real_tensors
 from lowp.kernels.choose.dispatch import forced
 from lowp.kernels.numbers.floats import moved_to_odd
@@ -20,8 +18,6 @@ from lowp.kernels.products import programs
 from lowp.kernels.products.programs import Memory, ProductStep, Program, is_reached, strides_of
 
 DEPTH = 192  # kDepth of cpu/product.hpp
-_Casts = tuple[Cast | None, Cast | None, Cast | None]
-_NO_CASTS: _Casts = (None, None, None)
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -36,27 +32,17 @@ def serves_compiled() -> bool:
     return forced() in (None, "cpu") and programs.is_here()
 
 
-def multiply(
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    casts: _Casts = _NO_CASTS,
-    seeds: tuple[int, int, int] = (0, 0, 0),
-) -> Tensor:
-    """Return left [..., m, k] times right [..., k, n], plus bias [n] in fp32, rounded once to `dtype`.
+def multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return left [..., m, k] times right [..., k, n], plus bias [n], in fp32; NaN is the positive quiet NaN.
 
     All are tensors that `serves` answers for, with the same leading dimensions; the bias is contiguous.
-    `casts` round the operands, and the sum, to values that their dtypes hold; without one the sum is rounded to nearest
-    even. The random words of stochastic casts are those of the elements of contiguous tensors. NaN is the positive
-    quiet NaN of `dtype`.
     """
-    about = left.shape, left.stride(), left.dtype, right.shape, right.stride(), right.dtype, dtype, casts
+    about = left.shape, left.stride(), left.dtype, right.shape, right.stride(), right.dtype
     program, shape, copies = _planned(*about)
     left = left.contiguous() if copies[0] else left
     right = right.contiguous() if copies[1] else right
-    out = torch.empty(shape, dtype=dtype, device="cpu")
-    program([left, right, bias, out], array("Q", seeds))
+    out = torch.empty(shape, dtype=torch.float32, device="cpu")
+    program([left, right, bias, out])
     return out
 
 
@@ -70,7 +56,7 @@ def ones() -> Tensor:
 def sum_of_rows(x: Tensor) -> Tensor:
     """Return the sum of x[m, n] along m, as a product with ones, in fp32."""
     about = (1, x.shape[0]), (0, 0), torch.float32
-    program, _, copies = _planned(*about, x.shape, x.stride(), x.dtype, torch.float32, _NO_CASTS)
+    program, _, copies = _planned(*about, x.shape, x.stride(), x.dtype)
     x = x.contiguous() if copies[1] else x
     out = torch.empty(x.shape[1], dtype=torch.float32, device="cpu")
     program([ones(), x, None, out])
@@ -78,29 +64,25 @@ def sum_of_rows(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("lowp::multiply", mutates_args=(), device_types="cpu")
-def multiply_traced(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`multiply` without casts, as an operator that compilers see."""
-    return multiply(left, right, bias, dtype)
+def multiply_traced(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    """`multiply` as an operator that compilers see."""
+    return multiply(left, right, bias)
 
 
 @multiply_traced.register_fake
-def _(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return left.new_empty(*left.shape[:-1], right.shape[-1], dtype=dtype)
+def _(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    return left.new_empty(*left.shape[:-1], right.shape[-1], dtype=torch.float32)
 
 
 @functools.lru_cache(maxsize=4096)
 def _planned(*about: Any) -> tuple[Program, tuple[int, ...], tuple[bool, bool]]:
-    """Return a product of two operands, a result's dtype and casts; its shape, and which operands are copied first."""
-    casts: _Casts = about[7]
+    """Return a product of two operands, its shape, and which operands are copied first."""
     operands = []
-    for place, (shape, strides, dtype) in enumerate((about[:3], about[3:6])):
-        to = casts[place]
-        copies = not is_reached(shape, strides) or (
-            to is not None and to.is_stochastic and strides != strides_of(shape)
-        )
-        operands.append((Memory(place, shape, strides_of(shape) if copies else strides, dtype, to), copies))
+    for place, (shape, strides, dtype) in enumerate((about[:3], about[3:])):
+        copies = not is_reached(shape, strides)
+        operands.append((Memory(place, shape, strides_of(shape) if copies else strides, dtype), copies))
     (left, of_left), (right, of_right) = operands
-    program = Program([ProductStep(left, right, 2, 3, about[6], casts[2])])
+    program = Program([ProductStep(left, right, 2, 3, torch.float32)])
     return program, (*left.shape[:-1], right.shape[-1]), (of_left, of_right)
 
 
