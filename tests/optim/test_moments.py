@@ -31,6 +31,7 @@ STORED: tuple[dict[str, Any], ...] = (
     {"moments": "mxfp4:stochastic", "masters": "none"},
     {"moments": "i8s@fp32/64", "storage": None},
     {"moments": "e3m2@e8m0/16", "masters": "stochastic", "storage": "fp16"},
+    {"moments": "i16s@fp32/64", "storage": None},
 )
 SHAPES = ((3, 5), (70_001,), (), (0,), (4, 3, 2, 2))
 
@@ -258,6 +259,22 @@ def test_eight_bits_beside_a_weight_lose_no_update_of_a_small_rate() -> None:
 def test_formats_that_keep_no_moments_are_refused(moments: str) -> None:
     with pytest.raises(InvalidInput, match=r"give fp32, bf16, int8, fp8, or a format whose blocks of a power of two"):
         AdamW([nn.Parameter(torch.ones(4))], moments=moments)
+
+
+@pytest.mark.parametrize("moments", ["i12s@fp32/64", "e5m6@e8m0/32"])
+def test_moments_of_12_bits_are_packed_and_step_as_those_of_fp32(moments: str) -> None:
+    size = storage.BLOCK + 77  # of two pieces, the second of which ends within a block
+    stepped = []
+    for kept in (moments, "fp32"):
+        weight = nn.Parameter(torch.zeros(size))
+        optimizer: Any = AdamW([weight], lr=1.0, moments=kept, storage=None)
+        for seed in range(3):
+            weight.grad = 1 + torch.rand(size, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+        stepped.append((weight.detach(), optimizer.state[weight]["exp_avg"].nbytes))
+    (few, few_bytes), (all_bits, all_bytes) = stepped
+    assert few_bytes == -(-size * 12 // 8) and all_bytes == size * 4
+    assert torch.allclose(few, all_bits, rtol=2.0**-6, atol=0) and not torch.equal(few, all_bits)
 
 
 def test_split_takes_8_or_16_bits() -> None:

@@ -66,9 +66,10 @@ class Moments:
         if self.format is None:
             dtype, layout = DTYPES[str(self.cast.format)], torch.contiguous_format
             return {name: torch.zeros_like(parameter, dtype=dtype, memory_format=layout, requires_grad=False)}
-        here, size, bits = local(parameter), self.format.scope.size, self.format.bits
+        here, size = local(parameter), self.format.scope.size
         block = kernels.encode(torch.zeros(size, device=here.device), self.cast, packed=True)
-        shape = here.shape if bits >= 8 else torch.Size((-(-here.numel() * bits // 8),))
+        fills = packing.fills_bytes(self.format.element)
+        shape = here.shape if fills else torch.Size((-(-here.numel() * self.format.bits // 8),))
         codes = torch.zeros(shape, dtype=block.payload.dtype, device=here.device)
         return {name: codes, name + SCALES: block.scale.repeat(-(-here.numel() // size))}
 
@@ -77,11 +78,9 @@ class Moments:
         kept = state[name].view(-1)
         if self.format is None:
             return kept[piece].to(torch.float32)
-        bits, size = self.format.bits, self.format.scope.size
-        count, is_packed = piece.stop - piece.start, bits < 8
-        codes = kept[piece.start * bits // 8 : -(-piece.stop * bits // 8)] if is_packed else kept[piece]
-        scales = state[name + SCALES][piece.start // size : -(-piece.stop // size)]
-        values: Tensor = kernels.dequantize(Quantized(codes, scales, self.cast, length=count if is_packed else None))
+        codes, scales = self._places(state, name, piece)
+        length = None if packing.fills_bytes(self.format.element) else piece.stop - piece.start
+        values: Tensor = kernels.dequantize(Quantized(codes, scales, self.cast, length=length))
         return values.square_() if name in SQUARES else values
 
     def save(
@@ -109,15 +108,23 @@ class Moments:
             value = value.double().sqrt_().float()  # rounded to nearest, unlike torch's fp32 root on a CPU
         assert isinstance(places, int)
         coded = kernels.encode(value, self.cast, seed=seed, offset=places)
-        bits, size = self.format.bits, self.format.scope.size
         codes = coded.payload.view(packing.SIGNED[coded.payload.element_size()])
         if name in SQUARES:
             codes = codes.masked_fill((codes == 0) & (value > 0), 1)
         codes = packing.pack(codes, self.format.element)
-        start = piece.start * bits // 8 if bits < 8 else piece.start
-        scales = state[name + SCALES][piece.start // size : -(-piece.stop // size)]
-        for place, written in ((kept[start : start + codes.numel()], codes), (scales, coded.scale)):
+        for place, written in zip(self._places(state, name, piece), (codes, coded.scale), strict=True):
             place.copy_(written if skip is None else torch.where(skip, place, written.view(place.dtype)))
+
+    def _places(self, state: Mapping[str, Tensor], name: str, piece: slice) -> tuple[Tensor, Tensor]:
+        """Return where the codes and the scales of a piece are, which begins with a block."""
+        assert self.format is not None
+        kept, size = state[name].view(-1), self.format.scope.size
+        if not packing.fills_bytes(self.format.element):
+            bits = self.format.bits
+            codes = kept[piece.start * bits // 8 : -(-piece.stop * bits // 8)]
+        else:
+            codes = kept[piece]
+        return codes, state[name + SCALES][piece.start // size : -(-piece.stop // size)]
 
     def whole(self, parameter: Tensor, state: Mapping[str, Tensor], name: str) -> Tensor:
         """Return a moment of a parameter as its optimizer's torch namesake keeps it; bf16 stays bf16."""

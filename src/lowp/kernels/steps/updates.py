@@ -12,6 +12,7 @@ from lowp.formats import ScaledFormat
 from lowp.kernels import cpu, triton
 from lowp.kernels.choose import dispatch
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, rule_block
+from lowp.kernels.numbers import packing
 from lowp.kernels.numbers.philox import signed
 from lowp.kernels.steps.rules import StepRule
 from lowp.kernels.tracing import is_eager, is_quiet, is_real
@@ -57,8 +58,11 @@ def fits_library(tensors: Sequence[Tensor], moments: Cast) -> bool:
     """Whether the C++ library steps a parameter with this weight and gradient, and moments in this format."""
     if not (dispatch.uses_library() and is_quiet()):
         return False
-    is_short = not isinstance(moments.format, ScaledFormat) or moments.format.scope.size <= _MOST_SHARE
-    return is_short and all(is_real(one) and one.is_cpu and not one.data_ptr() % one.element_size() for one in tensors)
+    format = moments.format
+    is_kept = not isinstance(format, ScaledFormat) or (
+        format.scope.size <= _MOST_SHARE and (format.bits < 8 or packing.fills_bytes(format.element))
+    )
+    return is_kept and all(is_real(one) and one.is_cpu and not one.data_ptr() % one.element_size() for one in tensors)
 
 
 def fits_triton(weight: Cast | None, moments: Cast, place: int | Tensor) -> bool:
