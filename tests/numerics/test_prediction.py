@@ -83,6 +83,25 @@ def test_numbers_that_a_format_holds_lose_nothing() -> None:
     assert effect(Spectrum.of(torch.randint(0, 17, (1000,)) / 16), "bf16").signal_to_noise == math.inf
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("bf16", [1 + 2.0**-8]),  # halfway
+        ("bf16", [1 + 2.0**-9]),
+        ("bf16", [1 + 2.0**-10, 1 + 3 * 2.0**-10]),
+        ("bf16", [1.0, 1.0, 1.0, 1 + 2.0**-8]),
+        ("bf16", [0.0, 1.5, 1 + 2.0**-8]),
+        ("e4m3fn", [3 * 2.0**-10]),  # halfway between subnormal numbers
+        ("e4m3fn", [2.0**-9, 2.0**-9, 3 * 2.0**-10]),
+    ],
+)
+def test_the_noise_of_numbers_of_few_bits_is_that_of_a_cast(name: str, numbers: list[float]) -> None:
+    x = torch.tensor(numbers)
+    error = (lowp.quantize(x, name) - x).double()
+    real = 10 * math.log10(float(x.double().square().sum() / error.square().sum()))
+    assert effect(Spectrum.of(x), name).signal_to_noise == pytest.approx(real, abs=1e-9)
+
+
 def test_one_number_beyond_the_largest_is_enough_to_overflow() -> None:
     seen = Spectrum.of(torch.cat((torch.ones(10**6), torch.tensor([65520.0]))))
     assert effect(seen, "fp16").overflows and not effect(seen, "bf16").overflows

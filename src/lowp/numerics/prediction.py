@@ -28,7 +28,7 @@ _EXPONENTS = np.arange(256) - _BIAS
 _STARTS = 1 + np.arange(PARTS) / PARTS
 _MEAN_SQUARES = ((_STARTS + 1 / PARTS) ** 3 - _STARTS**3) * PARTS / 3
 # the mean square, in ulps, of the error of a number that needs so many bits more than the format has
-_ERROR_OF_BITS = np.array([0.0, 1 / 4, 1 / 8, *(1 / 12 + 1 / (6 * 4.0**bits) for bits in range(3, 24))])
+_ERROR_OF_BITS = np.array([0.0, 1 / 4, *(1 / 12 - 1 / (3 * 4.0**bits) for bits in range(2, 24))])
 _PLACES = 8  # of scales in an octave
 _ROOM = 3  # powers of two
 _SMALLEST, _LARGEST = -100, 40  # of loss scales: fp32 has a reciprocal, `LossScale` a ceiling
