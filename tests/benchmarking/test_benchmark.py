@@ -107,6 +107,19 @@ def test_a_timer_times_steps_and_counts_data_and_operations() -> None:
     assert [timer.operations.share for timer in timers if timer.operations] == [0.0, 1.0]
 
 
+@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 1), (1.0, 1), (2.0, 2), (80.0, 4)])
+def test_a_turn_has_an_eighth_of_the_seconds_and_half_a_second_at_most(
+    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, timer = [0.0], StepTimer(FP32, steps_only=True)
+    timer.training = begin(FP32, DATA)
+    monkeypatch.setattr(timing, "step_of", lambda *_: clock.__setitem__(0, clock[0] + 0.125))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    for _ in range(2):
+        timer.turn(seconds)
+    assert timer.rounds == [[0.125] * steps] * 2
+
+
 def test_a_row_with_very_slow_steps_has_one_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
 

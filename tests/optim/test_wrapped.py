@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lowp
 from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents
-from lowp.optim import FlexWeights, MasterWeights
+from lowp.optim import FlexWeights, MasterWeights, shards
 from lowp.optim.model_state import ParameterNames
 from lowp.optim.preparing import MasterStorage, agree_on_masters
 from lowp.optim.skipping import skipping
@@ -236,3 +236,26 @@ def test_values_that_no_optimizer_will_claim_are_dropped_of_one_model_alone() ->
     rounded, kept = (model.state_dict()["weight"] for model in models)
     assert torch.equal(rounded, torch.full((2, 2), 1 / 3).bfloat16().float())
     assert torch.equal(kept, torch.full((2, 2), 1 / 3))
+
+
+def test_an_optimizer_of_a_flat_parameter_whose_views_are_the_weights_is_refused() -> None:
+    flat, model = nn.Parameter(torch.zeros(6)), nn.Linear(3, 2, bias=False)
+    model.weight.data = flat.data.view(2, 3)
+    storage = MasterStorage(Storage.parse("bf16", "fp32"), 0)
+    with pytest.raises(InvalidInput, match=r"shape \(6,\) shares memory .* instead of a flat one"):
+        storage.admit(torch.optim.SGD([flat]), model)
+    storage.admit(torch.optim.SGD(model.parameters()), model)
+
+
+def test_a_wrapper_holds_parameters_only_where_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    searched: list[set[int]] = []
+
+    def found(wanted: set[int]) -> str:
+        searched.append(wanted)
+        return "DDP"
+
+    monkeypatch.setattr(shards, "_find_holder", found)
+    assert shards.holder_of([weight]) is None and not searched
+    monkeypatch.setattr(lowp.distributed, "is_running", lambda: True)
+    assert shards.holder_of([weight]) == "DDP" and searched == [{id(weight)}] * 2
