@@ -564,3 +564,39 @@ def test_shards_of_one_rank_are_the_parameters_that_an_optimizer_steps(tmp_path:
     assert ran.stdout != plain.stdout
     (told,) = ran.stderr.splitlines()
     assert told.startswith("lowp run: fp16, 3 optimizer steps, 0 skipped, loss scale ")
+
+
+MODULE_HOOKS = """
+import torch
+
+class Two(torch.nn.Module):
+    def forward(self, one, other):
+        return 2.0 * one, 3.0 * other
+
+torch.manual_seed(0)
+model, two = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)), Two()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model[0].register_full_backward_pre_hook(lambda module, given: tuple(2.0 * one for one in given))
+model[1].register_full_backward_hook(lambda module, gone, given: (gone[0] + 1.0,))
+model[2].register_full_backward_pre_hook(lambda module, given: (0.5 * given[0],))
+two.register_full_backward_hook(lambda module, gone, given: (7.0 * gone[0], None))
+for _ in range(2):
+    optimizer.zero_grad()
+    leaf = torch.ones(2, 1, requires_grad=True)
+    sum(one.sum() for one in two(model(torch.ones(2, 4)), leaf)).backward()
+    optimizer.step()
+    print(*(f"{one.grad.norm().item():.6f}" for one in model.parameters()), leaf.grad)
+"""
+
+
+@pytest.mark.parametrize("options", [("fp32", "--loss-scale", "1024"), ("fp16",)], ids=" ".join)
+def test_what_hooks_of_modules_give_takes_the_place_of_unscaled_gradients(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(MODULE_HOOKS)
+    ran = forked.run("-m", "lowp", "run", "--precision", *options, "script.py", cwd=tmp_path)
+    lines = forked.run("script.py", cwd=tmp_path).stdout.splitlines()
+    assert len(lines) == 2 and all(line.endswith(" None") for line in lines)
+    for line, wanted in zip(ran.stdout.splitlines(), lines, strict=True):
+        assert numbers(line) == pytest.approx(numbers(wanted), rel=0 if options[0] == "fp32" else 0.01), ran.stderr
+        assert line.endswith(" None")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from PIL import Image
 
 from lowp.errors import InvalidInput
+from lowp.recipes.data.shapes import Scene, draw_scene
 from lowp.recipes.unet import MaskedExamples, drawn_masks, read_masked
 
 
@@ -58,6 +60,18 @@ def test_drawn_pictures_show_every_class_and_are_seeded() -> None:
     assert images.shape == (30, 3, 160, 160) and images.abs().max() <= 1
     assert masks.unique().tolist() == list(range(9))
     assert torch.equal(images, same.training.batch(torch.arange(30))[0])
+
+
+def test_a_drawn_picture_has_three_to_six_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def scene(random: np.random.Generator, side: int, sizes: tuple[float, float], count: int, *rest: Any) -> Scene:
+        asked.append(count)
+        return draw_scene(random, side, sizes, count, *rest)
+
+    monkeypatch.setattr("lowp.recipes.unet.draw_scene", scene)
+    drawn_masks(68, 46, 9, 40, 5)
+    assert len(asked) == 45 and set(asked) == {3, 4, 5, 6}
 
 
 def test_a_mask_is_mirrored_with_its_picture() -> None:

@@ -97,6 +97,25 @@ def test_pictures_in_folders_are_cut_to_the_side_with_the_folder_as_their_class(
     assert len(data.validation) == 4
 
 
+@pytest.mark.parametrize(("width", "height"), [(60, 40), (40, 60)])
+def test_the_middle_of_a_picture_is_seen_where_nothing_is_drawn_by_chance(
+    width: int, height: int, tmp_path: Path
+) -> None:
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[height // 2 - 3 : height // 2 + 3, width // 2 - 3 : width // 2 + 3] = 255
+    for part in ("train", "val"):
+        (tmp_path / part / "one").mkdir(parents=True)
+        Image.fromarray(pixels).save(tmp_path / part / "one" / "0.png")
+    data = read_folders(tmp_path, side=35, classes=1)  # the shorter side is 40 pixels
+    (seen,), _ = data.validation.batch(torch.arange(1))
+    rows, columns = torch.nonzero(seen[0] > 0, as_tuple=True)
+    assert {*rows.tolist()} == {*columns.tolist()} == {*range(15, 21)}
+    drawn = [data.training.batch(torch.arange(1), torch.Generator().manual_seed(seed))[0][0, 0] for seed in range(40)]
+    corners = [tuple(int(one.min()) for one in torch.nonzero(image > 0, as_tuple=True)) for image in drawn]
+    tops, lefts = ({one for one in ones} for ones in zip(*corners, strict=True))
+    assert len(tops) > 3 and len(lefts) > 3
+
+
 def test_folders_with_too_many_classes_or_broken_pictures_are_refused(tmp_path: Path) -> None:
     write_folders(tmp_path)
     with pytest.raises(InvalidInput, match=r"has 2 classes .*: this size of the network takes 1 to 1"):
