@@ -166,3 +166,36 @@ def test_every_explanation_is_plain_data() -> None:
     assert data["outcomes"][0]["rounded"]["bits"] == "0 01111 0001111100"
     with pytest.raises(TypeError, match="int is not an explanation of lowp"):
         render(1)
+
+
+@pytest.mark.parametrize(
+    ("number", "cast", "mean"),
+    [
+        ("1.0001", "fp16:stochastic-4", ["-0.0399 ulp off the number: the cut part is no number of 4 bits"]),
+        ("1.0007", "fp16:stochastic-1", ["-0.2168 ulp off the number: the cut part is no number of 1 bit"]),
+        ("1.00006103515625", "fp16:stochastic-4", []),  # a sixteenth of a unit
+        ("1.0001", "fp16:stochastic", []),
+        ("1.0001", "fp16", []),
+        ("65519.9", "fp16:stochastic-4", []),  # perhaps infinite
+        ("460.1", "e4m3fn:stochastic-3:saturate", []),
+        ("nan", "fp16:stochastic-4", []),
+    ],
+)
+def test_the_mean_of_few_random_bits_is_told_where_it_is_not_the_number(
+    number: str, cast: str, mean: list[str]
+) -> None:
+    lines = render(convert(number, cast)).splitlines()
+    assert [line.split(None, 1)[1] for line in lines if line.split()[:1] == ["mean"]] == mean
+
+
+@pytest.mark.parametrize(
+    ("number", "cast", "bits"),
+    [
+        ("5", "i8s", "0 0000101   0x05"),
+        ("-5", "i8", "1 1111011   0xfb"),
+        ("-1.75", "fp16", "1 01111 1100000000   0xbf00"),
+        ("0.75", "ue5m3", "01110 100   0x74"),
+    ],
+)
+def test_the_bits_of_a_result_are_shown_by_field(number: str, cast: str, bits: str) -> None:
+    assert f"  result      {bits}" in render(convert(number, cast))

@@ -80,3 +80,11 @@ def test_unknown_names_list_the_near_ones() -> None:
         fused_multiply_add(order="sequental")
     with pytest.raises(UnknownName, match="unknown operator '%'"):
         evaluate("%", 1, 2, "fp16")
+
+
+def test_a_product_is_shown_with_seven_digits_of_its_factors_and_all_of_its_own() -> None:
+    lines = [
+        one.split(None, 1) for one in render(fused_multiply_add("1.23456789 1", "0.987654321; 2", "1")).splitlines()
+    ]
+    products = [words[1] for words in lines if words[:1] == ["product"]]
+    assert products == ["1.234375 * 0.9877930 = 1.21930694580078125", "1 * 2 = 2"] * 2

@@ -33,6 +33,22 @@ def test_default_boxes_lie_in_the_image_and_begin_at_its_top_left() -> None:
     assert boxes[4, 0] > boxes[0, 0] and boxes[4, 1] == boxes[0, 1]  # the next place is to the right
 
 
+@pytest.mark.parametrize("layout", [SSD300, ssd.SMALL])
+def test_default_boxes_have_the_sizes_and_ratios_of_the_paper(layout: ssd.SSDShape) -> None:
+    """Two squares a position, and boxes of the ratio 2, of maps in the middle 3 too, upright and flat."""
+    boxes, start = default_boxes(layout), 0
+    assert layout is not SSD300 or layout.ratios == ((2,), *[(2, 3)] * 3, (2,), (2,))
+    for place, (side, ratios) in enumerate(zip(layout.sides, layout.ratios, strict=True)):
+        count, (size, following) = 2 + 2 * len(ratios), layout.sizes[place : place + 2]
+        middle = start + (side // 2 * side + side // 2) * count
+        shapes = boxes[middle : middle + count, 2:] - boxes[middle : middle + count, :2]
+        narrow = [size, (size * following) ** 0.5, *(size / ratio**0.5 for ratio in ratios for _ in range(2))]
+        assert sorted(shapes.amin(1).tolist()) == pytest.approx(sorted(narrow), rel=1e-4)
+        assert sum((shapes[:, 0] > shapes[:, 1] * 1.01).tolist()) == len(ratios)
+        start += side * side * count
+    assert start == len(boxes)
+
+
 def test_every_box_has_a_match_and_others_only_where_they_overlap_by_half() -> None:
     anchors = default_boxes(ssd.SMALL)
     classes, boxes = ssd.match_targets(anchors, TRUTH)
