@@ -128,10 +128,37 @@ static inline void largest_of_halves(Int* in, int64_t runs, Int* spare, Int* lar
   if constexpr (kHalf > 1) largest_of_halves<kHalf / 2>(spare, runs, in, largest);
 }
 
+#if defined(__AVX512F__)
+// The largest magnitudes of sixteen runs of 16 or 32 numbers: each step halves how many numbers a run has left, and joins two.
+template <int64_t kEach>
+static inline void largest_of_sixteen(const uint32_t* in, int32_t* largest) {
+  const auto most = [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); };
+  const auto numbers_of = [&](int64_t at) { return _mm512_and_si512(_mm512_loadu_si512(in + at), _mm512_set1_epi32(0x7fffffff)); };
+  const auto run = [&](int64_t of) {
+    const __m512i first = numbers_of(kEach * of);
+    return kEach == 16 ? first : most(first, numbers_of(kEach * of + 16));
+  };
+  const auto of_two = [&](__m512i a, __m512i b) { return most(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b)); };
+  const auto of_four = [&](int64_t of) {  // one number of each in every quarter of the vector
+    const __m512i a = of_two(run(of), run(of + 1)), b = of_two(run(of + 2), run(of + 3));
+    return most(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  };
+  const auto of_quarters = [&](__m512i a, __m512i b) {
+    return most(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+  };
+  _mm512_storeu_si512(largest, of_quarters(of_quarters(of_four(0), of_four(4)), of_quarters(of_four(8), of_four(12))));
+}
+#endif
+
 // The largest magnitudes of runs of 16 or 32 numbers.
 template <class C, int64_t kEach>
 static inline void largest_of_short_runs(const typename C::Bits* in, int64_t runs, typename C::Int* largest) {
   using Int = typename C::Int;
+#if defined(__AVX512F__)
+  if constexpr (C::kWidth == 32)
+    for (; runs >= 16; runs -= 16, in += 16 * kEach, largest += 16) largest_of_sixteen<kEach>(in, largest);
+  if (runs == 0) return;
+#endif
   constexpr int64_t kHalf = kEach / 2;
   alignas(64) Int half[kBlock / 2], spare[kBlock / 4];
   for (int64_t run = 0; run < runs; ++run) {
