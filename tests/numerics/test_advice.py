@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lowp
 from lowp.errors import InvalidInput, UnknownName
 from lowp.loss_scale import LossScale
-from lowp.numerics.advice import Advice, advise, modules_of_contractions
+from lowp.numerics.advice import Advice, _judged, advise, modules_of_contractions
 from lowp.numerics.findings import FINDINGS, explained
 from lowp.numerics.policies import cheapest, effects, sensitivities
 from lowp.numerics.record import Key, Part, Record
@@ -41,6 +41,39 @@ def test_a_healthy_model_gets_no_finding() -> None:
     assert not advice.findings and advice.quiet > 20
     assert verdict(advice, "fp16").startswith("with loss scale 2^")
     assert not advice.window.is_empty
+
+
+def test_findings_beyond_the_most_that_are_told_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 1 / 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with lowp.profile(model, optimizer, max_overhead=None, title="mine") as profile:
+        model(torch.full((3, 4), 1e6)).sum().backward()
+        optimizer.step()
+    assert profile.record.header["title"] == "mine"
+    found = advise(profile.record).findings
+    assert len(found) == 1 and advise(profile.record).more == 0
+    monkeypatch.setattr("lowp.numerics.advice.MOST_FINDINGS", 0)
+    told = advise(profile.record)
+    assert told.findings == () and told.more == 1
+    assert _judged(profile.record, "fp16")[1] == 2, "the inputs of both layers"
+
+
+def test_the_advice_of_an_alarm_is_brief_where_its_finding_says_so_in_a_line() -> None:
+    assert {bool(kind.brief) for kind in FINDINGS.values()} == {True, False}
+    assert all(kind.advice == (kind.brief if kind.brief else kind.change) != "" for kind in FINDINGS.values())
+
+
+def test_products_are_counted_of_layers_and_of_convolutions_both_ways() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 5, 2), nn.Flatten(), nn.Linear(5 * 7 * 7, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
+        optimizer.step()
+    counted = [seen.multiplications for seen in profile.record.ops.values() if seen.op_class == "contraction"]
+    down, up, full = 2 * 8 * 6 * 6 * (3 * 3 * 3), 2 * 5 * 7 * 7 * (8 * 2 * 2), 2 * 2 * (5 * 7 * 7)
+    assert counted == [down, up, full]
 
 
 def test_what_was_not_looked_at_gets_no_verdict() -> None:

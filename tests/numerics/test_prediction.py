@@ -102,6 +102,11 @@ def test_the_noise_of_numbers_of_few_bits_is_that_of_a_cast(name: str, numbers: 
     assert effect(Spectrum.of(x), name).signal_to_noise == pytest.approx(real, abs=1e-9)
 
 
+def test_the_noise_of_numbers_that_are_all_flushed_is_what_they_are() -> None:
+    x = (1 + torch.rand(200_000, generator=torch.Generator().manual_seed(0))) * 2.0**-30
+    assert effect(Spectrum.of(x), "fp16").signal_to_noise == pytest.approx(0, abs=1e-3)
+
+
 def test_one_number_beyond_the_largest_is_enough_to_overflow() -> None:
     seen = Spectrum.of(torch.cat((torch.ones(10**6), torch.tensor([65520.0]))))
     assert effect(seen, "fp16").overflows and not effect(seen, "bf16").overflows

@@ -431,6 +431,21 @@ def test_what_a_look_hides_is_counted_as_far_as_it_took_itself_unless_the_step_r
     assert schedule.end_look(["0"], beside) == pytest.approx(counted) == schedule._budget.own
 
 
+def test_a_step_that_must_not_run_again_is_not_and_nothing_is_said_of_failures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+    schedule = clock.schedule(Budget(0.03))
+    schedule.never_beside()
+    for _ in range(5):
+        schedule.failed("why")
+    assert not schedule.beside and not schedule.modules and not capsys.readouterr().err
+    other = clock.schedule(Budget(0.03))
+    for _ in range(5):
+        other.failed("why")
+    assert capsys.readouterr().err.count("cannot be run again beside the training (why)") == 1
+
+
 def test_guarding_rests_when_it_has_had_its_part_and_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
