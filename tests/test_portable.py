@@ -199,14 +199,14 @@ def test_zeros_that_become_other_numbers_are_not_counted_as_flushed() -> None:
 @pytest.mark.parametrize(
     ("numbers", "format", "reason"),
     [
-        ([torch.nan, 1e6], "fp16", "1 numbers are beyond 65504; fp16:saturate would cut them"),
+        ([torch.nan, 1e6], "fp16", "a number is beyond 65504; fp16:saturate would cut them"),
         ([torch.nan, torch.inf, 1.0], "fp16", ""),
         ([torch.inf, 1.0], "e4m3fn", "holds 0 NaN and 1 infinite numbers, which e4m3fn has not"),
         ([-torch.inf, torch.inf], "int8", "holds 0 NaN and 2 infinite numbers, which int8 has not"),
         ([torch.nan, 1.0], "e4m3fn", ""),
         ([-1.0, 1.0], "e8m0", "holds negative numbers, which e8m0 has not"),
         ([65519.0, -65519.0], "fp16", ""),
-        ([1.0, -65520.0], "fp16", "1 numbers are beyond 65504; fp16:saturate would cut them"),
+        ([1.0, -65520.0], "fp16", "a number is beyond 65504; fp16:saturate would cut them"),
     ],
 )
 def test_a_tensor_is_kept_whose_numbers_a_format_cannot_hold(numbers: list[float], format: str, reason: str) -> None:
@@ -247,7 +247,7 @@ def test_what_is_kept_is_told_with_why(lowp: Callable[..., Any]) -> None:
     torch.save(state, "odd.pt")
     result = lowp("convert", "odd.pt", "out.pt", "--to", "fp16", "--keep", "c")
     assert result.code == 0
-    assert "kept in float32, 1 numbers are beyond 65504; fp16:saturate would cut them: a" in result.out
+    assert "kept in float32, a number is beyond 65504; fp16:saturate would cut them: a" in result.out
     assert "kept in float32, asked for (keep): c" in result.out
     Path("report.json").write_text('{"mine": 1}')
     result = lowp("convert", "odd.pt", "out.pt", "--to", "int8", "--overwrite", "--report", "report.json")

@@ -19,9 +19,9 @@ large.weight            1x1     4 B           -           -         -           
 [/b]ias                   2     8 B           -           -         -            0
 steps                scalar     8 B           -           -         -            0
 
-kept in float32, 1 numbers are beyond 448; e4m3fn:saturate would cut them: large.weight
+kept in float32, a number is beyond 448; e4m3fn:saturate would cut them: large.weight
 kept in float32, asked for (keep): [/b]ias
-kept in int64, int64, not floating-point: steps
+kept in int64, not floating-point: steps
 left out: name[red], a str and no tensor
 36 B became 24 B (0.67 of them): small[bold].safetensors
 """

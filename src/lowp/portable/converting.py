@@ -224,7 +224,7 @@ def _name(dtype: torch.dtype) -> str:
 def _why_unconverted(name: str, x: Tensor, job: _Job, errors: Errors) -> str:
     """Return why a tensor is not converted; '' if it is."""
     if not x.is_floating_point():
-        return f"{_name(x.dtype)}, not floating-point"
+        return "not floating-point"
     if any(fnmatchcase(name, pattern) for pattern in job.keep):
         return "asked for (keep)"
     if not x.numel():
@@ -249,7 +249,8 @@ def _unfit(x: Tensor, cast: Cast, errors: Errors) -> str:
             beyond = int((x.isfinite() & (x.double().abs() >= limit)).sum())
         if beyond:
             errors.overflowed = beyond
-            return f"{beyond} numbers are beyond {floating.maximum:g}; {cast.format}:saturate would cut them"
+            words = "a number is" if beyond == 1 else f"{beyond} numbers are"
+            return f"{words} beyond {floating.maximum:g}; {cast.format}:saturate would cut them"
     if isinstance(element, FloatFormat) and not element.signed and bool((x < 0).any()):
         return f"holds negative numbers, which {cast.format} has not"
     return ""
