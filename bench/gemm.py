@@ -31,7 +31,7 @@ from torch import Tensor
 from lowp.errors import Unavailable
 from lowp.kernels.int16 import integer
 from lowp.kernels.int16.integer_reference import ConvolutionShape
-from lowp.kernels.products.fp32_products import multiply
+from lowp.kernels.products.programs import Memory, ProductStep, Program
 from lowp.recipes.results import header
 
 SIZES = (512, 1024, 2048)
@@ -113,8 +113,15 @@ def layer_row(m: int, n: int, k: int, rounds: int) -> dict[str, float]:
             left, right = pairs[product]
             if name == "fp32":
                 candidates[f"sgemm {product}"] = functools.partial(torch.mm, left, right)
-            candidates[f"{name} {product}"] = functools.partial(multiply, left, right, None, dtype)
+            candidates[f"{name} {product}"] = rounded(left, right, dtype)
     return best_times(candidates, rounds)
+
+
+def rounded(left: Tensor, right: Tensor, dtype: torch.dtype) -> Callable[[], object]:
+    """Return a call of the product whose result is rounded to a dtype: a program of one step, in fresh memory."""
+    operands = [Memory(place, tuple(x.shape), x.stride(), x.dtype) for place, x in enumerate((left, right))]
+    program = Program([ProductStep(operands[0], operands[1], 2, 3, dtype)])
+    return lambda: program([left, right, None, torch.empty(left.shape[0], right.shape[1], dtype=dtype)])
 
 
 def convolution_row(batch: int, channels: int, side: int, rounds: int) -> dict[str, float]:

@@ -1,14 +1,27 @@
 """The names of functions of torch by which ops are sorted, from `torch.toml`: its own lists, and what is no op."""
 
+import re
 from functools import cache
+from pathlib import Path
 
-from lowp.files import table
+# Python's reader of TOML takes 15 ms to load, which the first call of every process would wait for.
+_LINES = re.compile(r'^(?:\[lists\.(\w+)\]$|(\w+) = "+([^"]*)")', re.MULTILINE)
 
-_NAMES = table("ops/torch.toml")
-STRUCTURAL = frozenset(_NAMES["structural"].split())
-LISTS: dict[str, dict[str, tuple[str, ...]]] = {
-    device: {kind: tuple(names.split()) for kind, names in lists.items()} for device, lists in _NAMES["lists"].items()
-}
+
+def _read() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return the names by device, '' for what is of no device, and kind."""
+    found: dict[str, dict[str, tuple[str, ...]]] = {"": {}}
+    text = Path(__file__).with_name("torch.toml").read_text(encoding="utf-8")
+    for device, kind, names in _LINES.findall(text):
+        if device:
+            found[device] = {}
+        else:
+            found[next(reversed(found))][kind] = tuple(names.split())
+    return found
+
+
+LISTS = _read()
+STRUCTURAL = frozenset(LISTS.pop("")["structural"])
 
 # Python functions and composites that are made of listed ops alone, and what the lists do with them then
 _COMPOSITES = {
