@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowp.compat import constant_when_compiled, gradients_of, remembered_by_identity
+from lowp.compat import gradients_of, remembered_by_identity
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.products import contract, is_native
@@ -234,25 +234,26 @@ def _in_two_contractions(
     if settings.grouped:
         key, value = (x.repeat_interleave(query.shape[-3] // (x.shape[-3] or 1), -3) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1] or 1) if settings.scale is None else settings.scale
-    scores = contracted(call, _of_scores(call.rule), query, key.transpose(-2, -1)).float() * scale
+    of_scores, of_values = (_of_scores, _of_values) if torch.compiler.is_compiling() else _kept
+    scores = contracted(call, of_scores(call.rule), query, key.transpose(-2, -1)).float() * scale
     weights = torch.softmax(hidden(scores, mask, settings.causal), -1)
     if settings.dropout:
         weights = torch.dropout(weights, settings.dropout, True)
-    return contracted(call, _of_values(call.rule), weights, value)
+    return contracted(call, of_values(call.rule), weights, value)
 
 
-@constant_when_compiled
-@remembered_by_identity
 def _of_scores(rule: Rule) -> Rule:
     """Return the rule of the product that makes scores, in fp32."""
     return Rule(input=rule.input, weight=rule.input, grad=rule.grad, accumulate=rule.accumulate)
 
 
-@constant_when_compiled
-@remembered_by_identity
 def _of_values(rule: Rule) -> Rule:
     """Return the rule of the product with the values."""
     return Rule(**{**vars(_of_scores(rule)), "output": rule.output})
+
+
+# What is known of rules goes by identity. Compilers see how a rule is made: they follow no method of a constant.
+_kept = remembered_by_identity(_of_scores), remembered_by_identity(_of_values)
 
 
 def contracted(call: Call, rule: Rule, first: Tensor, second: Tensor) -> Tensor:
