@@ -54,15 +54,18 @@ def quick_wide(rule: Rule) -> Callable[..., Any] | None:
             return None  # no plain tensor in one strided block to which rules apply
         if not others and not kwargs:
             return function(x.float())
-        for one in (*others, *kwargs.values()) if kwargs else others:
-            if isinstance(one, Tensor):
-                if type(one) is not Tensor or one.is_floating_point() or one.is_complex():
-                    return None
-            elif isinstance(one, (list, tuple, dict)) and type(one) is not torch.Size:
-                return None
+        if any(map(_may_be_cast, (*others, *kwargs.values()))):
+            return None
         return function(x.float(), *others, **kwargs)
 
     return run
+
+
+def _may_be_cast(value: Any) -> bool:
+    """Whether an argument is a tensor to which rules may apply, or may hold one."""
+    if isinstance(value, Tensor):
+        return type(value) is not Tensor or value.is_floating_point() or value.is_complex()
+    return isinstance(value, (list, tuple, dict)) and type(value) is not torch.Size
 
 
 def promote(call: Call) -> Any:

@@ -289,8 +289,7 @@ def _gradients_of_codes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradien
     is_graph = torch.is_grad_enabled() or (functorch_is_active() and not torch.compiler.is_compiling())
     quiet, is_fp8 = replace(casts, watch=None), any(one is not None and one.is_fp8 for one in operands)
     if is_graph or (is_fp8 and wanted.bias):
-        shapes = zip(operands, (form.first, form.second), strict=True)
-        values = [None if one is None else one.values.reshape(shape) for one, shape in shapes]
+        values = list(map(_values_of, operands, (form.first, form.second)))
         asked = wanted if is_fp8 else wanted._replace(bias=False)
         asked = asked if is_graph else asked._replace(operands=(False, False))
         *of_values, bias = _gradients(form, OUTPUT, quiet, asked, gradient, (values, edges))
@@ -299,6 +298,10 @@ def _gradients_of_codes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradien
     if wanted.bias and not is_fp8:
         bias = casts.cast(form.bias_gradient(gradient.float()), "bias gradient").to(wanted.bias_dtype)
     return result[0], result[1], bias if wanted.bias else None
+
+
+def _values_of(operand: Coded | None, shape: Sequence[int]) -> Tensor | None:
+    return None if operand is None else operand.values.reshape(shape)
 
 
 def gradients(
