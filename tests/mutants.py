@@ -228,6 +228,15 @@ class Runs:
     def reached(self, room: str) -> Path:
         return Path(self.folder.name, f"{room}.json")
 
+    def files(self, room: str, mutant: Mutant | None) -> list[Path]:
+        """Return the test files that may see a fault: those with tests that reach it or start processes; else all."""
+        if mutant is None:
+            return tests(room)
+        every, found = tests(room, Path(mutant.file).stem), json.loads(self.reached(room).read_text())
+        first = found[mutant.place]
+        named = {TESTS.parent / one.partition("::")[0] for one in (*first, *found["processes"])}
+        return [one for one in every if one in named] if first else every
+
     def outcome(self, room: str, mutant: Mutant | None, limit: float) -> str:
         """Run the tests of a room on lowp with a fault, or as it is, for a number of seconds at most."""
         if self.ended:
@@ -239,7 +248,7 @@ class Runs:
             if mutant is not None:
                 path = Path(folder, "lowp", mutant.file)
                 path.write_bytes(mutant.planted(path.read_bytes()))
-            files = map(str, tests(room, "" if mutant is None else Path(mutant.file).stem))
+            files = map(str, self.files(room, mutant))
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "reached", *files]
             environment = {**os.environ, "PYTHONPATH": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
             environment |= {"LOWP_REACHED": str(self.reached(room)), "LOWP_PLACE": mutant.place if mutant else ""}

@@ -1,9 +1,8 @@
 """A plugin of pytest for `mutants.py`: notes the tests that enter functions around places, or runs those first.
 
-LOWP_REACHED is a JSON file of tests by place, `file:line` in lowp. LOWP_PLACE is the place whose tests come first, and
-of the others those in files of which no test reaches it or starts a process are left out; where it is empty, the tests
-that reach each place are written into the file. What runs on import, and in other processes, is reached by none: where
-nothing else reaches a place, every test runs.
+LOWP_REACHED is a JSON file of tests by place, `file:line` in lowp. LOWP_PLACE is the place whose tests come first, the
+slow ones of them last; where it is empty, the tests that reach each place are written into the file. What runs on
+import, and in other processes, is reached by none.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import Generator
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -25,7 +25,8 @@ import pytest
 
 FILE = Path(os.environ["LOWP_REACHED"])
 PLACE = os.environ["LOWP_PLACE"]
-PROCESSES = "processes"  # in the place of a place: the tests that start some
+PROCESSES, SLOW = "processes", "slow"  # in the place of a place: the tests that start some, and those of some seconds
+SECONDS = 1.5  # with what noting takes
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,27 +37,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if PLACE:
         found = json.loads(FILE.read_text())
-        first = set(found[PLACE])
-        files = {name.partition("::")[0] for name in (*first, *found[PROCESSES])}
-        if first:
-            items[:] = [item for item in items if item.nodeid.partition("::")[0] in files]
-        items.sort(key=lambda item: item.nodeid not in first)
+        first, slow = set(found[PLACE]), set(found[SLOW])
+        items.sort(key=lambda item: (item.nodeid not in first, item.nodeid in slow))
 
 
 class Noted:
     """Notes each test at the places whose functions it enters."""
 
     def __init__(self) -> None:
-        self.found: dict[str, set[str]] = {place: set() for place in (*json.loads(FILE.read_text()), PROCESSES)}
+        self.found: dict[str, set[str]] = {place: set() for place in (*json.loads(FILE.read_text()), PROCESSES, SLOW)}
         self.around: dict[int, tuple[CodeType, list[str]]] = {}  # the places in codes, which are held: by their ids
         self.root = str(Path(cast(str, cast(ModuleSpec, find_spec("lowp")).origin)).parent)
-        self.files = {os.path.join(self.root, place.partition(":")[0]) for place in self.found if place != PROCESSES}
+        self.files = {os.path.join(self.root, place.partition(":")[0]) for place in self.found if ":" in place}
         self.test = ""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self.test = item.nodeid
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+        started, ended = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
         sys.settrace(self.enter)
         threading.settrace(self.enter)
         try:
@@ -66,6 +64,8 @@ class Noted:
             threading.settrace(None)
             if resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt > ended:
                 self.found[PROCESSES].add(self.test)
+            if time.monotonic() - started > SECONDS:
+                self.found[SLOW].add(self.test)
 
     def enter(self, frame: FrameType, *_: object) -> None:
         code = frame.f_code
