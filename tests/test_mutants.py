@@ -112,12 +112,13 @@ def test_ctrl_c_ends_the_runs_and_removes_their_copies(tmp_path: Path) -> None:
 
 
 def test_the_tests_that_enter_a_function_are_noted_and_run_first(tmp_path: Path) -> None:
-    """Those of files of which none enters it or starts a process, with a fork server or without, do not run at all."""
+    """The slow ones of them last. Noted are those that start a process, too, with a fork server or without."""
     made = "hashed_once(dataclasses.make_dataclass('Made', ['x'], frozen=True))"
-    begin = "import dataclasses\nfrom lowp.hashing import hashed_once\n"
+    begin = "import dataclasses, os, time\nfrom lowp.hashing import hashed_once\n"
     process = "get_context('forkserver').Process(target=print); one.start(); one.join()"
+    one, other = f"os.environ['LOWP_PLACE'] or time.sleep(1.5), {made}", f"hash({made}(1))"
     files = {
-        "both": f"{begin}def test_one(): {made}\ndef test_other(): hash({made}(1))\n",
+        "both": f"{begin}def test_one(): {one}\ndef test_other(): {other}\n",
         "child": "import subprocess\ndef test_child(): subprocess.run(['true'])\n",
         "server": f"from multiprocessing import get_context\ndef test_server(): one = {process}\n",
         "neither": "def test_neither(): pass\n",
@@ -152,6 +153,23 @@ def test_the_tests_that_enter_a_function_are_noted_and_run_first(tmp_path: Path)
         outer: [one, other],
         imported: [],
         "processes": processes,
+        "slow": [one],
     }
-    assert order(imported) == every
-    assert order(outer) == ["one", "other", "child", "server"] and order(inner) == ["other", "one", "child", "server"]
+    rest = ["child", "neither", "server"]
+    assert order(imported) == ["other", *rest, "one"]
+    assert order(outer) == ["other", "one", *rest] and order(inner) == ["other", *rest, "one"]
+
+
+def test_files_of_which_no_test_enters_a_function_or_starts_a_process_do_not_run() -> None:
+    entered, imported = (mutants.Mutant("step/guard.py", line, "1  ->  2", 0, 1, "2", "1") for line in (1, 2))
+    found = {
+        entered.place: ["tests/step/test_misuse.py::test_one", "tests/step/test_guard.py::test_two"],
+        imported.place: [],
+        "processes": ["tests/step/test_journal.py::test_three"],
+    }
+    with mutants.Runs(1) as runs:
+        runs.reached("step").write_text(json.dumps(found))
+        names = [one.stem for one in runs.files("step", entered)]
+        assert names == ["test_guard", "test_journal", "test_misuse"]
+        assert runs.files("step", imported) == mutants.tests("step", "guard")
+        assert runs.files("step", None) == mutants.tests("step")
