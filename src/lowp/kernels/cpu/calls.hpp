@@ -6,6 +6,7 @@
 #include "bits.hpp"
 #include "cast.hpp"
 #include "export.hpp"
+#include "memory.hpp"
 #include "parallel.hpp"
 
 namespace lowp {

@@ -49,6 +49,7 @@ LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, i
   const bool stream = !draws(cast->rounding) && streams(x, out, count * bytes_of(out_type));
   const Task task{cast, x, out, type, out_type, seed, stream, index, keeps != 0};
   const Kernels& kernel = kernels();
+  expect_writes(out, count * bytes_of(out_type));
   parallel_for(count, kBlock, enough_threads(count, threads),
                [&](int64_t begin, int64_t end) { kernel.quantize(task, begin, end); });
 }
@@ -58,6 +59,7 @@ LOWP_EXPORT int64_t lowp_encode(const lowp_cast* cast, int type, const void* x, 
                                 int64_t count, uint64_t seed, int64_t index, int threads) {
   const Task task{cast, x, out, type, code_bytes, seed, false, index};
   const Kernels& kernel = kernels();
+  expect_writes(out, count * code_bytes);
   std::atomic<int64_t> nans{0};
   parallel_for(count, kBlock, enough_threads(count, threads),
                [&](int64_t begin, int64_t end) { nans += kernel.encode(task, begin, end); });
@@ -68,6 +70,7 @@ LOWP_EXPORT void lowp_decode(const lowp_cast* cast, int code_bytes, const void* 
                              int64_t count, int threads) {
   const Task task{cast, codes, out, code_bytes, type, 0, streams(codes, out, count * bytes_of(type))};
   const Kernels& kernel = kernels();
+  expect_writes(out, count * bytes_of(type));
   parallel_for(count, kBlock, enough_threads(count, threads),
                [&](int64_t begin, int64_t end) { kernel.decode(task, begin, end); });
 }

@@ -135,6 +135,7 @@ LOWP_EXPORT int lowp_quantize_groups(const lowp_sharing* sharing, int type, cons
   const Task task{nullptr, x, out, type, out_type, seed, stream, index};
   Groups groups{sharing, row, group, 1, scale, zero_point, nullptr, 0, false, inner, across};
   const Kernels& kernel = kernels();
+  expect_writes(out, count * bytes_of(out_type));
   const bool draws_apart = groups.draws_across() && !(groups.has_whole_counters() && index % 4 == 0);
   if (draws_apart || (sharing->corrects && inner > 1 && across == 1)) {
     find_outer(task, groups, count, threads);
@@ -183,6 +184,7 @@ LOWP_EXPORT int64_t lowp_encode_groups(const lowp_sharing* sharing, int type, co
   const Task task{nullptr, x, codes, type, 0, seed, false, index};
   Groups groups{sharing, row, group, 1, nullptr, nullptr, stored, stored_bytes, packed != 0};
   const Kernels& kernel = kernels();
+  expect_writes(codes, (count * (packed ? sharing->element.bits : sharing->element.bits > 8 ? 16 : 8) + 7) / 8);
   std::atomic<int64_t> nans{0};
   const int known = share(task, groups, count, threads, [&](int64_t begin, int64_t end) {
     nans += kernel.encode_groups(task, groups, begin, end);
@@ -197,6 +199,7 @@ LOWP_EXPORT int lowp_decode_groups(const lowp_sharing* sharing, const void* code
   const Task task{nullptr, codes, out, 0, type, 0, streams(codes, out, count * bytes_of(type))};
   const Groups groups{sharing, row, group, outer, nullptr, zero_point, stored, stored_bytes, packed != 0};
   const Kernels& kernel = kernels();
+  expect_writes(out, count * bytes_of(type));
   std::atomic<bool> lost{false};
   parallel_for(count, kBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
     if (kernel.decode_groups(task, groups, begin, end)) lost = true;
