@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from step.cases import INF, NAN, OPTIMIZERS, one_parameter, started
+from step.cases import INF, NAN, OPTIMIZERS, one_parameter, parameter_of, started
 from torch import nn
 
 from lowp.precision import Precision
@@ -174,3 +174,21 @@ def test_after_an_interrupt_between_two_optimizers_a_precision_goes_on() -> None
     handle.remove()
     iterate()
     assert precision.steps == 1 and precision.stepped
+
+
+def test_a_scaler_agrees_with_groups_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def __init__(self, size: int) -> None:
+            self.size = lambda: size
+
+    scaler, optimizer = started(), one_parameter([1.0])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})  # one without a gradient
+    seen: list[list[Any]] = []
+    one, two, three = Group(1), Group(2), Group(3)
+    monkeypatch.setattr("lowp.distributed.mesh_groups", lambda found: (seen.append(list(found)), [two, one, three])[1])
+    assert scaler._groups(optimizer) == []
+    monkeypatch.setattr("lowp.distributed.is_running", lambda: True)
+    for group, groups in ((one, []), (two, [two]), (None, [two, three])):
+        monkeypatch.setattr("lowp.distributed.resolve", lambda _, group=group: group)
+        assert scaler._groups(optimizer) == groups
+    assert seen == [[parameter_of(optimizer).grad]]

@@ -162,3 +162,26 @@ def test_a_scale_begins_with_another_only_before_its_first_use() -> None:
     assert scaler.get_scale() == 8
     with pytest.raises(lowp.errors.Misuse, match=r"for the first step: use update\(new_scale\)"):
         scaler.begin_with(16.0)
+
+
+def _node(name: str = "AddBackward0", **attributes: Any) -> Any:
+    node = type(name, (), {})()
+    node.__dict__.update(attributes)
+    return node
+
+
+@pytest.mark.parametrize(
+    "nodes, can",
+    [
+        ([], True),
+        ([_node(), _node("CheckpointFunctionBackward")], True),  # its try fails, which changes nothing
+        ([_node("RegisterPostBackwardFunctionBackward"), _node()], True),
+        ([_node("RegisterPostBackwardFunctionBackward"), _node("CompiledFunctionBackward")], False),
+        ([_node("CheckpointFunctionBackward"), _node("RegisterPostBackwardFunctionBackward")], False),
+        ([_node(ddp_weakref=lambda: _node(static_graph=False))], True),
+        ([_node(), _node(ddp_weakref=lambda: _node(static_graph=True))], False),
+        ([_node(ddp_weakref=lambda: None)], True),  # the wrapper is gone
+    ],
+)
+def test_graphs_of_wrappers_that_reduce_once_are_not_tried(nodes: list[Any], can: bool) -> None:
+    assert searching._can_run_twice(nodes) is can

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from step.cases import INF, OPTIMIZERS, one_parameter, parameter_of, started
+from step.cases import INF, NAN, OPTIMIZERS, one_parameter, parameter_of, started
 from torch import nn
 
 from lowp.errors import InvalidInput
+from lowp.kernels.steps import updates
 from lowp.step import GradScaler
+from lowp.step import gradients as grads
+from lowp.step.checking import combined
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -103,3 +106,85 @@ def test_counts_of_further_gradients_are_a_tensor_with_a_number_for_each_exponen
     with pytest.raises(InvalidInput, match=r"takes a count for each of the 256 exponents of fp32, an int64 tensor"):
         scaler.add_exponents(counts)
     scaler.add_exponents(torch.zeros(256, dtype=torch.int64))
+
+
+def test_gradients_are_counted_by_their_exponents() -> None:
+    def counted(*values: torch.Tensor) -> dict[int, int]:
+        kinds = grads.by_kind(grads.Gradient(one, place) for place, one in enumerate(values))
+        counts = grads.exponent_histogram(kinds, torch.device("cpu"))
+        assert counts.dtype is torch.int64 and counts.shape == (256,)
+        return {field: int(count) for field, count in enumerate(counts) if count}
+
+    few = torch.tensor([[1.0, -2.0, 0.0, 3.0], [2.0**-126, -1e-45, INF, -NAN], [2.0**127, 0.0, 1.5, -0.0]])
+    assert counted(few) == {0: 1, 1: 1, 127: 2, 128: 2, 254: 1}
+    assert counted(few, few[0].half(), few[:, :2].double()) == {0: 2, 1: 2, 127: 4, 128: 5, 254: 2}
+    assert counted(torch.zeros(0)) == {}
+    assert counted(torch.ones(2**19 - 1)) == {127: 2**19 - 1}
+    assert counted(torch.ones(2**19), torch.zeros(0)) == {127: 174763}  # each third
+    assert counted(torch.ones(2**19), torch.ones(2**19)) == {127: 2 * 104858}  # each fifth
+
+
+def test_gradients_are_measured_by_their_places() -> None:
+    values = {0: torch.tensor([[1.0, -3.0]]), 2: torch.zeros(0), 3: torch.tensor([2.0, 0.5]), 5: torch.tensor(-INF)}
+
+    def of(*more: tuple[int, torch.Tensor]) -> grads.Kinds:
+        return grads.by_kind(grads.Gradient(one, place) for place, one in (*values.items(), *more))
+
+    cpu = torch.device("cpu")
+    sizes = grads.largest(of((1, torch.tensor([7.0, -8.0]).half())), 7, cpu)
+    assert sizes.dtype is torch.float32 and sizes.tolist() == [3.0, 8.0, 0.0, 2.0, 0.0, INF, 0.0]
+    sizes = grads.largest(of((6, torch.tensor([-1e300], dtype=torch.float64))), 7, cpu)
+    assert sizes.dtype is torch.float64 and sizes.tolist() == [3.0, 0.0, 0.0, 2.0, 0.0, INF, 1e300]
+    assert grads.largest(of(), 6, cpu).tolist() == [3.0, 0.0, 0.0, 2.0, 0.0, INF]
+    assert grads.largest(grads.by_kind([]), 0, cpu).shape == (0,)
+    assert grads.largest_finite(of()) == 3.0
+    assert grads.largest_finite(of((1, torch.tensor([NAN, -9.0])))) == 9.0
+    assert grads.largest_finite(grads.by_kind([grads.Gradient(torch.tensor([NAN, INF]), 0)])) == 0.0
+
+
+def test_flags_are_combined_to_the_largest() -> None:
+    cpu, flag = torch.device("cpu"), torch.ones(())
+    assert combined([flag], cpu) is flag
+    assert combined([], cpu).item() == 0.0
+    for flags, found in (([flag, torch.zeros(())], 1.0), ([torch.zeros(1)], 0.0), ([torch.tensor(True)], 1.0)):
+        whole = combined(flags, cpu)
+        assert (whole.item(), whole.dtype, whole.dim()) == (found, torch.float32, 0)
+
+
+def test_gradients_in_fp16_alone_are_widened() -> None:
+    narrow, wide, without = (
+        nn.Parameter(torch.ones(2, dtype=kind)) for kind in (torch.half, torch.bfloat16, torch.half)
+    )
+    narrow.grad, wide.grad = torch.tensor([3.0, 2.0**-24]).half(), torch.ones(2).bfloat16()
+    grads.widen_fp16(torch.optim.SGD([narrow, wide, without], lr=1.0))
+    assert (narrow.grad.dtype, narrow.grad.tolist()) == (torch.float32, [3.0, 2.0**-24])
+    assert wide.grad.dtype is torch.bfloat16 and without.grad is None
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+def test_the_results_of_a_kernel_are_put_together_by_place(monkeypatch: pytest.MonkeyPatch, unscale: bool) -> None:
+    def check(values: Any, found: Any, inverse: Any, histogram: bool) -> updates.CheckedGradients:
+        assert found.item() == 0.0
+        sizes = torch.stack([one.abs().amax().float() for one in values])
+        if inverse is not None:
+            for one in values:
+                one.mul_(inverse)
+        bins = torch.arange(256, dtype=torch.int32) * len(values) if histogram else None
+        return updates.CheckedGradients(sizes, bins)
+
+    monkeypatch.setattr(updates, "can_check", lambda values: len(values) < 3)
+    monkeypatch.setattr(updates, "check", check)
+
+    def of(count: int, places: list[int], exponents: bool) -> tuple[Any, list[float]]:
+        values = [torch.full((2,), float(place + 1), dtype=torch.float16 if place == 2 else None) for place in places]
+        kinds = grads.by_kind(map(grads.Gradient, values, places))
+        checked = grads.checked_by_kernel(kinds, count, torch.tensor(0.5), unscale, exponents)
+        return checked, [one[0].item() for one in values]
+
+    after = 0.5 if unscale else 1.0
+    checked, values = of(2, [0, 1], False)
+    assert checked.sizes.tolist() == [1.0, 2.0] and checked.exponents is None and values == [after, 2 * after]
+    checked, values = of(5, [0, 2, 3], True)
+    assert checked.sizes.tolist() == [1.0, 0.0, 3.0, 4.0, 0.0] and values == [after, 3 * after, 4 * after]
+    assert checked.exponents.dtype is torch.int64 and checked.exponents.tolist() == [3 * field for field in range(256)]
+    assert of(4, [0, 1, 2, 3], True) == (None, [1.0, 2.0, 3.0, 4.0])
