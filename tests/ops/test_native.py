@@ -22,7 +22,7 @@ import lowp
 from lowp import kernels
 from lowp.compat import accelerator
 from lowp.kernels.choose import hardware
-from lowp.ops.direct import Direct
+from lowp.ops import trilinear
 from lowp.region import handover
 from lowp.region.entries import current_engine
 
@@ -213,6 +213,7 @@ def test_the_short_way_to_torch_autocast_gives_the_bits_of_the_long_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, shapes, _ = PRODUCTS[name]
+    monkeypatch.setattr(trilinear, "FEW", (0, 0))
     tensors, taken = _drawn(shapes), []
     look = handover._leaves_of_plain
     monkeypatch.setattr(handover, "_leaves_of_plain", lambda *given: taken.append(look(*given)) or taken[-1])
@@ -239,7 +240,8 @@ def test_the_short_way_to_torch_autocast_takes_losses_of_classes(monkeypatch: py
 
 
 @own
-def test_other_calls_take_the_long_way_to_torch_autocast() -> None:
+def test_other_calls_take_the_long_way_to_torch_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trilinear, "FEW", (0, 0))
     x, weight = _drawn([(5, 7), (3, 7)])
     leaf = nn.Parameter(weight)
     with lowp.autocast("bf16") as region:
@@ -320,6 +322,7 @@ def test_a_sum_on_a_cpu_is_not_offered_to_torch_autocast_whose_list_lacks_it(mon
         lambda engine, func, *given: asked.append(func.__name__) or under_autocast(engine, func, *given),
     )
     monkeypatch.setattr(handover, "device_of", lambda way, *given: asked.append(way.op))
+    monkeypatch.setattr(trilinear, "FEW", (0, 0))
     x, weight = _drawn([(5, 7), (3, 7)])
     with lowp.autocast("bf16"):
         y = F.linear(x, weight)
@@ -328,14 +331,28 @@ def test_a_sum_on_a_cpu_is_not_offered_to_torch_autocast_whose_list_lacks_it(mon
 
 
 @own
-def test_a_product_that_is_handed_over_is_asked_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    contract = Direct.contract
-    monkeypatch.setattr(Direct, "contract", lambda *given: asked.append(given) or contract(*given))
-    x, weight = _drawn([(5, 7), (3, 7)])
+@pytest.mark.parametrize(("rows", "columns"), [(128, 1024), (129, 1024), (128, 1025)])
+def test_a_small_linear_layer_is_summed_in_fp32_and_rounded_once_wherever_it_runs(rows: int, columns: int) -> None:
+    x, weight = _drawn([(rows, 64), (columns, 64)])
+    x.requires_grad_()
+
+    def run() -> tuple[Tensor, Tensor]:
+        y = F.linear(x, weight)
+        return y.detach(), *torch.autograd.grad(y.float().square().sum(), x)
+
     with lowp.autocast("bf16"):
-        assert F.linear(x, weight).dtype is torch.bfloat16
-        assert not asked
-        with kernels.use("bitwise"):
-            F.linear(x, weight)
-    assert asked
+        found = run()
+        with kernels.use("cpu"):
+            emulated = run()
+        with kernels.use("native"):
+            native = run()
+    end = lowp.observe(lambda one: None)
+    try:
+        with lowp.autocast("bf16"):
+            observed = run()
+    finally:
+        end()
+    is_small = (rows, columns) == (128, 1024)
+    expected = emulated if is_small else native
+    assert all(map(torch.equal, found, expected)) and all(map(torch.equal, observed, expected))
+    assert not (is_small and torch.equal(emulated[1], native[1]))

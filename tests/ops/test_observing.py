@@ -269,7 +269,7 @@ def test_sparse_tensors_and_integers_are_not_told(seen: list[Observation]) -> No
     assert all(one.tensor.is_floating_point() and one.tensor.layout is torch.strided for one in seen)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "dfp16", "flex16+5"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "e5m7", "bf16-tpu", "int8", "dfp16", "flex16+5"])
 def test_the_graph_of_a_product_holds_no_operand_as_it_was_given(precision: str) -> None:
     x, layer = torch.randn(3, 4) + 0.1, nn.Linear(4, 4)
     with autocast(precision):

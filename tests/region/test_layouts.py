@@ -148,10 +148,10 @@ def test_embeddings_with_sparse_gradients_train_and_shared_exponents_refuse_them
 # -- torch.jit.trace ----------------------------------------------------------------------------------------------
 
 TRACED = {
-    "linear": (lambda: nn.Linear(8, 4), (3, 8)),
+    "linear": (lambda: nn.Linear(64, 4), (129, 64)),  # on a CPU that multiplies bf16 a trace does not know small ones
     "convolution": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 8, 8)),
     "batch norm": (lambda: nn.BatchNorm1d(8).eval(), (3, 8)),
-    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), (3, 2, 8)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0), (65, 2, 64)),
     "recurrent": (lambda: nn.LSTM(8, 4), (3, 2, 8)),
 }
 

@@ -29,7 +29,7 @@ from lowp.ops.matrices import FACTOR, FACTOR_SCALES, VALUE, VALUE_SCALES
 from lowp.ops.prepared import UNKNOWN, Given, Prepared
 from lowp.ops.products import gradients
 from lowp.ops.shields import shielded
-from lowp.ops.trilinear import FIRST, SECOND, Form, Linear
+from lowp.ops.trilinear import FIRST, SECOND, Form, Linear, is_small
 from lowp.ops.ways import prepare
 from lowp.policy import Rule
 
@@ -42,12 +42,12 @@ _INT8 = parse("int8")
 class Direct:
     """How the contractions of a rule run: its casts, and what is known of its calls by shapes, strides and dtypes."""
 
-    __slots__ = ("bytes_of_rows", "is_delayed", "prepared", "rule", "sums_bytes", "ways")
+    __slots__ = ("bytes_of_rows", "is_delayed", "is_torchs", "prepared", "rule", "sums_bytes")
 
     def __init__(self, rule: Rule) -> None:
         self.rule, self.sums_bytes, self.is_delayed = rule, sums_bytes(rule), rule.is_delayed
-        is_torchs = any(multiplies("cpu", dtype) for dtype in dtypes_of_products(rule))  # its own product
-        self.ways = [way for way in WAYS if not (way is None and is_torchs)]
+        # whether torch's own kernels run it, but for small linear layers (`is_small`)
+        self.is_torchs = any(multiplies("cpu", dtype) for dtype in dtypes_of_products(rule))
         self.bytes_of_rows = rule.input == rule.weight == _INT8
         self.prepared: dict[Hashable, Prepared | None] = {}
 
@@ -72,13 +72,16 @@ class Direct:
     ) -> Tensor | None:
         """Return the contraction of x and weight, plus bias; None, with nothing done, for what the definition runs.
 
-        `key` tells the forms of these shapes apart, which `form_of` makes of the shapes. `kept`: the region's casts.
+        `key` tells the forms of these shapes apart, which `form_of` makes of the shapes; None: a linear layer. `kept`:
+        the region's casts.
         `scales`: those of casts under delayed scales.
         """
-        if chosen() not in self.ways or not is_quiet():
+        if chosen() not in WAYS or not is_quiet():
             return None
         memory = cpu.addresses((x, weight) if bias is None else (x, weight, bias))
         if memory is None:
+            return None
+        if self.is_torchs and chosen() is None and not (key is None and is_small(x.numel(), weight.numel())):
             return None
         is_recorded = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -107,8 +110,11 @@ class Direct:
             if not is_recorded:
                 return prepared.run(given, False, False)
             rounds_x, rounds_weight = prepared.rounds
-            # where the gradients of gradients go of operands that are rounded
-            ends = end_of(x) if rounds_x else None, end_of(weight) if rounds_weight else None
+            # where the gradients of gradients go of operands that are rounded; others would be kept beside their values
+            ends = (
+                end_of(x) if rounds_x and x.requires_grad else None,
+                end_of(weight) if rounds_weight and weight.requires_grad else None,
+            )
             return _apply(x, weight, bias, prepared, given, ends, scales)  # type: ignore[no-any-return]
         except NotFinite:
             return None
@@ -202,11 +208,12 @@ class _Direct(torch.autograd.Function):
     ) -> Tensor:
         first, second, *_ = ctx.needs_input_grad
         out, tensors = prepared.run(given, second, first), given[0]
+        rounds_x, rounds_weight = prepared.rounds
         values: Found = [None, None]
         if second:
-            values[0] = x if ends[0] is None else tensors[VALUE]
+            values[0] = tensors[VALUE] if rounds_x else x
         if first:
-            values[1] = weight if ends[1] is None else tensors[FACTOR]
+            values[1] = tensors[FACTOR] if rounds_weight else weight
         if prepared.has_scales:
             values += [tensors[VALUE_SCALES] if second else None, tensors[FACTOR_SCALES] if first else None]
         ctx.save_for_backward(*values)

@@ -25,6 +25,7 @@ from lowp.kernels.products import sum_of_rows
 FIRST, SECOND, OUTPUT = 0, 1, 2
 # the two slots whose operands make the product of a slot, in order
 OTHERS = {FIRST: (SECOND, OUTPUT), SECOND: (FIRST, OUTPUT), OUTPUT: (FIRST, SECOND)}
+FEW = 1 << 13, 1 << 16  # numbers of a small layer's operand and of its weight, at most
 Pair = tuple[int, int]
 Finish = Callable[[Tensor], Tensor]
 
@@ -35,6 +36,7 @@ class Form(ABC):
     first: tuple[int, ...]  # the shapes of both operands
     second: tuple[int, ...]
     are_matrices: ClassVar[bool] = True  # whether kernels multiply the `matrices` of a product in fp32
+    is_small = False  # whether lowp multiplies 16 bits on a CPU that does it itself
 
     @property
     @abstractmethod
@@ -169,6 +171,14 @@ def _summed(x: Tensor, dims: list[int]) -> Tensor:
     return x.sum(dims, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)
 
 
+def is_small(numbers: int, of_weight: int) -> bool:
+    """Whether a linear layer of so many numbers takes less time than torch's 16-bit kernels on a CPU need to begin.
+
+    Where these are not forced it is a product in fp32 of the rounded operands, rounded once.
+    """
+    return numbers <= FEW[0] and of_weight <= FEW[1]
+
+
 def has_numbers(bias: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether a bias is a vector of that shape with values that fp32 holds."""
     return len(shape) == 1 and tuple(bias.shape) == shape and bias.dtype is not torch.float64
@@ -182,6 +192,10 @@ class Linear(Form):
     second: tuple[int, ...]
 
     contracted: ClassVar[dict[int, Pair]] = {FIRST: (0, -1), SECOND: (0, 0), OUTPUT: (-1, -1)}
+
+    @property
+    def is_small(self) -> bool:  # type: ignore[override]
+        return is_small(math.prod(self.first), math.prod(self.second))
 
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         if slot == OUTPUT:

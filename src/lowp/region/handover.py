@@ -23,13 +23,14 @@ from lowp.compat import accelerator, functorch_transforms
 from lowp.kernels.choose.dispatch import chosen
 from lowp.kernels.choose.hardware import multiplies
 from lowp.kernels.products import torchs_own_device
-from lowp.kernels.tracing import is_jit_tracing
+from lowp.kernels.tracing import is_jit_tracing, is_transformed
 from lowp.ops.casting import native_dtype
 from lowp.ops.direct import one_dtype
 from lowp.ops.generic import is_in_place
 from lowp.ops.rows import Row
 from lowp.ops.shields import DisableAutocast
 from lowp.ops.torch_lists import devices_that_agree
+from lowp.ops.trilinear import is_small
 from lowp.policy import Rule
 
 ELSEWHERE = object()
@@ -42,6 +43,7 @@ _ATTENTION = "multi_head_attention_forward"
 _PLAIN = (Tensor, Parameter)
 _BATCHED = ("linear", "matmul")  # take operands of any dimensions
 _FUSED = (_ATTENTION, "scaled_dot_product_attention")
+_LITTLE = 1 << 14  # numbers: 64 KiB of fp32
 _OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_weights among them
 
 
@@ -148,6 +150,12 @@ def as_it_is(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
             return engine.without_kernel(error, func, args, kwargs)
 
 
+def while_small(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call unchanged whose runner would keep less memory for backward, where that is little."""
+    is_small = len(args) > 0 and type(args[0]) is Tensor and args[0].numel() < _LITTLE
+    return as_it_is(engine, plan, func, args, kwargs) if is_small else ELSEWHERE
+
+
 def as_usual(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what `handed_over` does, in fewer functions, for a usual call.
 
@@ -156,7 +164,7 @@ def as_usual(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
     device, or a weight whose cast this entry keeps.
     """
     way = plan.way
-    if engine.is_strict or chosen() is not None or "out" in kwargs or (way.op in _BATCHED and _is_apart(args)):
+    if engine.is_strict or chosen() is not None or "out" in kwargs or (way.op in _BATCHED and _is_lowps(way.op, args)):
         return ELSEWHERE
     if way.op == _ATTENTION and _returns_probabilities(args, kwargs):
         return ELSEWHERE
@@ -166,9 +174,17 @@ def as_usual(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
     return _under_autocast(engine, func, args, kwargs)
 
 
-def _is_apart(args: tuple[Any, ...]) -> bool:
-    """Whether torch multiplies many matrices each by a copy of one, unlike lowp's runner (`lowp.ops.trilinear`)."""
-    if len(args) < 2 or type(args[0]) not in _PLAIN or type(args[1]) not in _PLAIN or args[0].dim() + args[1].dim() < 5:
+def _is_lowps(op: str, args: tuple[Any, ...]) -> bool:
+    """Whether lowp's runner takes less time: where torch multiplies many matrices each by a copy of one, and if small.
+
+    See `lowp.ops.trilinear`. What torch transforms or traces is torch's.
+    """
+    if len(args) < 2 or type(args[0]) not in _PLAIN or type(args[1]) not in _PLAIN:
+        return False
+    if op == "linear" and args[0].is_cpu and chosen() is None and not (is_transformed() or is_jit_tracing()):
+        if is_small(args[0].numel(), args[1].numel()):
+            return True
+    if args[0].dim() + args[1].dim() < 5:
         return False
     many, one = args[:2] if args[0].dim() > 2 else args[1::-1]
     is_one_product = torch.is_grad_enabled() and one.requires_grad
@@ -202,7 +218,7 @@ def _is_shape(x: Any) -> bool:
 def handed_over(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call under torch.autocast, which is switched on around the region, with the weight casts it keeps."""
     way = plan.way
-    if device_of(way, args, kwargs) is None or (way.op in _BATCHED and _is_apart(args)):
+    if device_of(way, args, kwargs) is None or (way.op in _BATCHED and _is_lowps(way.op, args)):
         return ELSEWHERE
     before, engine.running = engine.running, (plan.row.name, plan.rule is not None)
     try:

@@ -25,7 +25,7 @@ from lowp.ops.multihead import with_projections
 from lowp.ops.rows import BY_ITSELF, Row
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
-from lowp.region.handover import HandOver, Way, as_it_is, as_usual, hand_over, handed_over, quickly
+from lowp.region.handover import HandOver, Way, as_it_is, as_usual, hand_over, handed_over, quickly, while_small
 
 _NO_RULE = Rule()
 _LEFT_ALONE = frozenset((torch.float64, torch.complex32, torch.complex64, torch.complex128))
@@ -176,8 +176,11 @@ class Rulebook:
         if (inner := self._of_projections(row, rule, path)) is not None:
             run = with_projections(inner.current)
             return Plan(row, rule, run, None, rounds, looks or _looks(inner), inner=inner)
-        is_plain = run is None and way is None and row.op_class != "structural"
-        return Plan(row, rule, run, None, rounds, looks, way, quick, (as_it_is,) if is_plain else _ways(way, quick))
+        if run is None and way is None and row.op_class != "structural":
+            ways: tuple[Way, ...] = (as_it_is,)
+        else:
+            ways = (while_small,) if rule is None and run is not None and row.masked else _ways(way, quick)
+        return Plan(row, rule, run, None, rounds, looks, way, quick, ways)
 
     def _runner(self, row: Row, rule: Rule | None) -> Callable[[Call], Any] | None:
         """Return what runs an op under a rule where it does not run as it is."""
@@ -321,11 +324,15 @@ def _at_sites(row: Row, rule: Rule, quick: Quick | None) -> Plan | None:
 
 
 def _ways(way: HandOver | None, quick: Quick | None) -> tuple[Way, ...]:
-    """Return the ways of a call in order: torch's dispatcher first where it is to run most calls."""
+    """Return the ways of a call in order: torch's dispatcher first where a device runs most calls by it.
+
+    On a CPU it comes after small linear layers, see `lowp.ops.trilinear.is_small`.
+    """
     quicks = () if quick is None else (quickly,)
-    if way is None:
-        return quicks
-    return (as_usual, handed_over, *quicks) if way.usual else (*quicks, handed_over)
+    if way is None or not way.usual:
+        return quicks if way is None else (*quicks, handed_over)
+    is_small_first = way.op == "linear" and way.usual == {"cpu"}
+    return (*quicks, as_usual, handed_over) if is_small_first else (as_usual, handed_over, *quicks)
 
 
 def _leaves_wide(row: Row, rule: Rule | None) -> bool:

@@ -20,6 +20,14 @@ from lowp.ops.int16.masks import has_integer_operands
 from lowp.ops.table import name_of, row_of
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS, parse
+from lowp.region import handover
+
+
+@pytest.fixture(autouse=True)
+def _masks_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tensors be masked that are so small that torch's own functions serve them."""
+    monkeypatch.setattr(handover, "_LITTLE", 0)
+
 
 SPECIAL = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-45, -1e-45, 6.0, -1.0, 1.0, 0.5])
 # of a tensor that is no leaf
@@ -114,6 +122,14 @@ def test_bits_or_places_are_all_that_is_kept(name: str) -> None:
             y = OPS[name](h)
     assert {one.dtype for one in saved} == {torch.uint8}
     assert [one.numel() for one in saved] == [y.numel() if "pool" in name else x.numel() // 8]
+
+
+@pytest.mark.parametrize("numbers", [(1 << 14) - 1, 1 << 14])
+def test_of_few_numbers_torchs_own_function_keeps_what_it_keeps(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with lowp.autocast("dfp16"):
+        y = F.relu(drawn(numbers).requires_grad_() * 1.0)
+    assert ("MaskedNode" in type(y.grad_fn).__name__) == (numbers == 1 << 14)
 
 
 def network(x: Tensor, w: Tensor, inplace: bool = False) -> Tensor:
