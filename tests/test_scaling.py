@@ -23,6 +23,7 @@ from lowp.scaling import (
     LossScaleState,
     LossScaling,
     StaticLossScale,
+    loss_scale,
 )
 from lowp.scaling.loss_scale import flush_field, inverse_of, scaling_of, underflow
 
@@ -167,6 +168,28 @@ def test_a_growth_beyond_fp32_is_not_taken() -> None:
 )
 def test_hysteresis_tolerates_overflows(hysteresis: int, steps: list[bool], scale: float) -> None:
     assert after(DynamicLossScale(hysteresis=hysteresis, growth_interval=3), steps).scale == scale
+
+
+def test_torchs_kernel_moves_scales_in_fp32_of_the_plain_rule_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[torch.dtype] = []
+    kernel = loss_scale._update_scale_
+    monkeypatch.setattr(loss_scale, "_update_scale_", lambda *given: launched.append(given[0].dtype) or kernel(*given))
+    for scaling in SCALES:
+        state = scaling.init()
+        wide = after(scaling, [True], state._replace(scale=state.scale.double()))
+        assert wide.scale.dtype is torch.float64
+        assert [one.item() for one in wide] == [one.item() for one in after(scaling, [True], state)]
+    assert launched == [torch.float32]
+
+
+def test_the_usual_numbers_are_torchs_but_for_the_bounds() -> None:
+    usual = torch.amp.GradScaler("cpu")
+    scale = DynamicLossScale()
+    assert (scale.growth_factor, scale.backoff_factor, scale.growth_interval, scale.initial, scale.hysteresis) == (
+        *(usual.get_growth_factor(), usual.get_backoff_factor(), usual.get_growth_interval(), usual.get_scale(), 1),
+    )
+    adaptive = AdaptiveLossScale()
+    assert (adaptive.target_underflow, adaptive.format, adaptive.headroom) == (1e-3, "fp16", 1)
 
 
 def test_a_smaller_growth_interval_works_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -231,6 +232,36 @@ def test_operands_that_torch_does_not_multiply_are_refused_in_its_words(name: st
     with pytest.raises(RuntimeError) as found, autocast(precision):
         function(*operands)
     assert str(found.value) == str(plain.value)
+
+
+SHAPES: dict[str, tuple[Callable[..., Tensor], list[tuple[tuple[int, ...], ...]]]] = {
+    "inner": (torch.inner, [((3,), (3,)), ((2, 3), (3,)), ((3,), (4, 3)), ((1, 3), (4, 3)), ((2, 3), (5, 4, 3))]),
+    "outer": (torch.outer, [((3,), (4,)), ((1,), (1,))]),
+    "matmul": (torch.matmul, [((1,), (1,)), ((1, 1), (1,)), ((2, 3), (3, 1)), ((1, 2, 3), (4, 3, 1))]),
+    "vecdot": (torch.linalg.vecdot, [((3,), (3,)), ((2, 3), (3,)), ((1, 3), (2, 3))]),
+    "no dimension": (partial(torch.tensordot, dims=0), [((2,), (3,)), ((2, 3), (4,))]),
+    "one dimension": (partial(torch.tensordot, dims=1), [((3,), (3,)), ((2, 3), (3, 4)), ((2, 1), (1, 4))]),
+    "all dimensions": (partial(torch.tensordot, dims=2), [((2, 3), (2, 3)), ((4, 2, 3), (2, 3, 5))]),
+    "named dimensions": (partial(torch.tensordot, dims=([1, 0], [-1, -2])), [((2, 3), (2, 3)), ((2, 3), (4, 2, 3))]),
+    "bilinear": (F.bilinear, [((3,), (4,), (5, 3, 4)), ((2, 3), (2, 4), (1, 3, 4), (1,)), ((0, 3), (0, 4), (5, 3, 4))]),
+    "batches of letters": (partial(torch.einsum, "...ij,...jk->...ik"), [((2, 3), (3, 4)), ((5, 2, 3), (3, 4))]),
+    "a diagonal": (partial(torch.einsum, "iij,jk->ik"), [((2, 2, 3), (3, 4))]),
+    "letters of one size": (partial(torch.einsum, "ij,jk->ik"), [((2, 1), (3, 4)), ((2, 3), (1, 4)), ((1, 1), (1, 1))]),
+    "sums": (partial(torch.einsum, "ab,c"), [((2, 3), (4,)), ((1, 1), (1,))]),
+    "sums of all": (partial(torch.einsum, "ab,ca->"), [((2, 3), (4, 2))]),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_small_integers_are_multiplied_exactly_and_rounded_in_every_shape(name: str) -> None:
+    function, shapes = SHAPES[name]
+    for one in shapes:
+        operands = leaves([torch.randint(-2, 3, shape).float() for shape in one])
+        expected = function(*operands)
+        found = under(sixteen_bit("bf16"), function, *operands)
+        assert found.dtype is torch.bfloat16 and torch.equal(found.float(), expected.detach())
+        found, wanted = (torch.autograd.grad(y.float().sum(), operands) for y in (found, expected))
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("shapes", [((2, 1), (2, 3)), ((5, 3), (1, 3)), ((5, 3), (3,)), ((4, 5, 3), (1, 5, 1))])

@@ -84,6 +84,12 @@ def test_the_guess_steps_by_fourteen_from_a_mantissa_of_zero_as_the_authors_code
     assert AS_PUBLISHED.replay([2.0**-29]) == [-31]  # 0, then 0, and then the end of the range
 
 
+def test_the_guess_goes_up_by_seven_and_ends_after_ten_tries() -> None:
+    wide = Autoflex(min_exponent=-200, max_exponent=200)
+    assert [wide.replay([2.0**power])[0] for power in (40, 41, 42, 120)] == [26, 27, 28, -8 + 10 * 7]
+    assert Autoflex(bits=4).replay([2.0**-4])[0] == -6  # 4 is the smallest mantissa of full length
+
+
 def test_the_defaults_are_the_paper_s_but_for_a_bit_kept_while_little_is_known() -> None:
     default = Autoflex()
     assert (default.bits, default.window, default.beta, default.gamma) == (16, 16, 3.0, 100.0)

@@ -33,6 +33,13 @@ def test_it_moves_by_one_when_its_period_is_over(overflowed: int, crowded: int, 
     assert int(state.writes) == 4 and int(state.moved) == abs(move)
 
 
+def test_writes_without_elements_move_nothing() -> None:
+    reactive = Reactive(period=1)
+    state = reactive.observe(started(reactive), seen(0, 0, 0, elements=0))
+    assert torch.equal(state.exponent, started(reactive).exponent) and int(state.writes) == 1
+    assert int(reactive.observe(state, seen(0, 0, 0, elements=1)).exponent) == int(state.exponent) - 1
+
+
 def test_it_stays_in_the_range() -> None:
     reactive = Reactive(period=1, guess=Autoflex(min_exponent=-14, max_exponent=-14))
     assert int(started(reactive).exponent) == -14

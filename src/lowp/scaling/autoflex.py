@@ -163,12 +163,10 @@ class Autoflex:
         for _ in range(_TRIES):
             mantissa = self._mantissa(maximum, exponent)
             saturated = mantissa >= self.limit
-            small = mantissa < (1 << (self.bits - 2))
             bit_length = (floor_log2(mantissa) + 1).clamp(min=1)
             wanted = torch.where(saturated, exponent + step_up, exponent + bit_length - (self.bits - 1))
-            wanted = torch.where(saturated | small, wanted, exponent)
             clamped = wanted.clamp(self.min_exponent, self.max_exponent)
-            settled = torch.where(saturated, clamped != wanted, ~small | (mantissa >= _TELLING_MANTISSA))
+            settled = torch.where(saturated, clamped != wanted, mantissa >= _TELLING_MANTISSA)
             # A saturated mantissa is tried again a whole step up, unless the exponent is at the end of its range.
             exponent = torch.where(done, exponent, clamped)
             done = done | settled
