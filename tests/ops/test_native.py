@@ -336,7 +336,7 @@ def test_a_small_linear_layer_is_summed_in_fp32_and_rounded_once_wherever_it_run
     x, weight = _drawn([(rows, 64), (columns, 64)])
     x.requires_grad_()
 
-    def run() -> tuple[Tensor, Tensor]:
+    def run() -> tuple[Tensor, ...]:
         y = F.linear(x, weight)
         return y.detach(), *torch.autograd.grad(y.float().square().sum(), x)
 
