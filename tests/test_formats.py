@@ -156,6 +156,18 @@ def test_codes_of_any_format_are_in_order(text: str) -> None:
     assert all(row.encode(v) in row.codes for v in numbers)
 
 
+def test_the_codes_of_infinities_and_of_quiet_nans_are_those_of_the_standards() -> None:
+    """IEEE 754-2019, 6.2.1: a quiet NaN has the first bit behind the exponent; OCP FP8 1.0, table 1; OCP MX 1.0."""
+    found = {row.name: (row.infinity_code, row.nan_code) for row in FLOATS}
+    codes = {
+        **{"fp64": (0x7FF << 52, 0x7FF8 << 48), "fp32": (0x7F800000, 0x7FC00000), "fp16": (0x7C00, 0x7E00)},
+        **{"tf32": (0x3FC00, 0x3FE00), "bf16": (0x7F80, 0x7FC0), "bf16-tpu": (0x7F80, 0x7FC0), "e5m2": (0x7C, 0x7E)},
+        **{"e4m3fn": (None, 0x7F), "e5m2fnuz": (None, 0x80), "e4m3fnuz": (None, 0x80), "e8m0": (None, 0xFF)},
+        **dict.fromkeys(("e3m2", "e2m3", "e2m1"), (None, None)),
+    }
+    assert found == codes
+
+
 def test_what_has_no_code_is_refused() -> None:
     fp16, e2m1 = formats.parse("fp16"), formats.parse("e2m1")
     assert isinstance(fp16, FloatFormat) and isinstance(e2m1, FloatFormat)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 from fractions import Fraction
 
 from explained import bits
 
+from lowp import casts, explain
 from lowp.explain import (
     RoundingRule,
     Verdict,
@@ -109,3 +111,9 @@ def test_the_largest_relative_errors() -> None:
         assert Fraction(format.relative_error) == error
         worst = round_exact(1 + error, name).relative_error
         assert worst is not None and error * Fraction(999, 1000) < worst < error
+
+
+def test_whole_explanations_are_those_that_were_read_and_checked() -> None:
+    names = {**vars(explain), "Fraction": Fraction, "parse": casts.parse}
+    failed, tried = doctest.testfile("worked.txt", globs=names, raise_on_error=False, encoding="utf-8")
+    assert (failed, tried > 60) == (0, True)
