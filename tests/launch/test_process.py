@@ -19,8 +19,8 @@ import pytest
 from launch.test_scripts import python
 
 from lowp.errors import InvalidInput
-from lowp.launch import comparison
-from lowp.launch.record import RUN
+from lowp.launch import comparison, record
+from lowp.launch.record import RUN, ProcessRecord, RunSettings
 
 
 def lowp_run(
@@ -282,3 +282,157 @@ def test_of_a_script_without_torch_a_comparison_shows_its_code_and_its_last_word
         assert (one.precision, one.code, one.last_line) == (precision, 3, "x" * 159 + "y")
         assert (one.steps, one.skipped, one.writes, one.saturated, one.notes) == (0, 0, 0, 0, ())
     assert runs.base is one and [runs.apart(each) for each in runs.outcomes] == ["failed", ""]
+
+
+# -- settings and records ---------------------------------------------------------------------------------------------
+def test_settings_go_through_the_environment_and_damaged_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = RunSettings("fp16", "1024", True, True, "r.json", "m.jsonl", "/records", 7, 0.5)
+    assert settings.to_environment().keys() == {"LOWP_PRECISION", "LOWP_RUN"}
+    for name, value in settings.to_environment().items():
+        monkeypatch.setenv(name, value)
+    assert RunSettings.from_environment() == settings
+    monkeypatch.setenv("LOWP_PRECISION", " bf16 ")
+    assert RunSettings.from_environment() == RunSettings(**{**vars(settings), "precision": "bf16"})
+    for text in ("{", "[1]", '{"unknown": 1}', "x" * 100):
+        monkeypatch.setenv("LOWP_RUN", text)
+        with pytest.raises(InvalidInput) as refused:
+            RunSettings.from_environment()
+        assert str(refused.value) == (
+            f"LOWP_RUN is set by `lowp run` for the processes that it starts, and {text[:80]!r} was not set by it: "
+            "unset LOWP_RUN; LOWP_PRECISION sets the precision"
+        )
+    monkeypatch.setenv("LOWP_RUN", "")
+    usual = RunSettings.from_environment()
+    assert usual is not None and vars(usual) == {
+        **{"precision": "bf16", "loss_scale": "", "strict": False, "override": False, "report": "", "monitor": None},
+        **{"directory": "", "leader": 0, "started": usual.started},
+    }
+    monkeypatch.setenv("LOWP_PRECISION", " ")
+    assert RunSettings.from_environment() is None
+
+
+def test_a_process_starts_with_the_folder_of_lowp_before_other_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = str(Path(record.__file__).parent / "site")
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert record.started_with({"A": "1"})["PYTHONPATH"] == f"{site}{os.pathsep}/mine"
+    monkeypatch.delenv("PYTHONPATH")
+    assert record.started_with({"A": "1"}) == {**os.environ, "A": "1", "PYTHONPATH": site}
+
+
+def test_records_of_processes_are_one_run(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    for rank, process, steps in ((1, 30, 5), (0, 40, 5), (0, 20, 4)):
+        ProcessRecord("bf16", rank, process, steps=steps, notes=["shared", f"of {process}"]).save(str(folder))
+    ProcessRecord("bf16", 2, 50, stood_down="because").save(str(folder))
+    (folder / "damaged.json").write_text("{")
+    (folder / "another.json").write_text('{"precision": "bf16", "unknown": 1}')
+    assert [one.name for one in folder.glob("*.part")] == [] and folder.stat().st_mode & 0o777 == 0o700
+    records = record.gathered(str(folder))
+    assert [one.process for one in records] == [20, 40, 30, 50]
+    whole = record.merged(records, "bf16")
+    assert (whole.process, whole.steps, whole.stood_down) == (40, 5, "because")
+    assert whole.notes == ["shared", "of 40", "of 20", "of 30"]
+    nothing = record.merged([], "fp16")
+    assert (nothing.precision, nothing.steps, nothing.has_content) == ("fp16", 0, False)
+
+
+def test_a_record_has_content_once_anything_was_done_and_a_note_once() -> None:
+    for given in ({"calls": 1}, {"steps": 1}, {"backward_passes": 1}, {"notes": ["a"]}, {"stood_down": "b"}):
+        assert ProcessRecord("bf16", **given).has_content  # type: ignore[arg-type]
+    assert not ProcessRecord("bf16", 3, skipped=1, writes=1).has_content
+    one = ProcessRecord("bf16")
+    assert (one.note("a"), one.note("a"), one.note("b"), one.notes) == (True, False, True, ["a", "b"])
+    one.take_back("a")
+    one.take_back("c")
+    assert one.notes == ["b"] and one.process == os.getpid()
+
+
+LINES: list[tuple[dict[str, Any], str]] = [
+    ({}, "lowp run: bf16, 0 optimizer steps, 0 skipped, 1.2 s"),
+    ({"steps": 3, "skipped": 1, "loss_scale": 1024.0}, "bf16, 3 optimizer steps, 1 skipped, loss scale 1024, 1.2 s"),
+    ({"writes": 9, "saturated": 2}, "bf16, 0 optimizer steps, 0 skipped, 2 of 9 tensors saturated, 1.2 s"),
+    ({"writes": 9}, "bf16, 0 optimizer steps, 0 skipped, 1.2 s"),
+    ({"alarms": [{}]}, "bf16, 0 optimizer steps, 0 skipped, 1 alarm, 1.2 s"),
+    ({"alarms": [{}, {}], "notes": ["a", "b"]}, "0 skipped, 2 alarms, 1.2 s\nlowp run: a\nlowp run: b"),
+    ({"stood_down": "a scaler", "steps": 3}, "lowp run: disabled, a scaler (--override replaces it), 1.2 s"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), LINES)
+def test_a_run_ends_with_a_line_of_what_it_did(given: dict[str, Any], said: str) -> None:
+    text = record.line(ProcessRecord("bf16", **given), 1.23)
+    assert text.startswith("lowp run: ") and text.endswith(said)
+
+
+def test_a_report_is_the_records_and_their_sum_and_replaces_reports_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["s.py", "--fast"])
+    monkeypatch.setattr("time.time", lambda: 12.5)
+    report, folder = tmp_path / "report.json", tmp_path / "records"
+    settings = RunSettings("bf16", report=str(report), directory=str(folder), started=10.0)
+    ProcessRecord("bf16", 1, 5, steps=1).save(str(folder))
+    own = ProcessRecord("bf16", 0, 4, steps=2, scales=[(1, 2.0)])
+    record.tell_of_run([own], settings)
+    assert not folder.exists() and capsys.readouterr() == ("", "lowp run: bf16, 2 optimizer steps, 0 skipped, 2.5 s\n")
+    text = report.read_text()
+    assert text.startswith('{\n "kind": "lowp run",\n "version": 1,\n') and text.endswith("}\n")
+    found = json.loads(text)
+    assert {name: found[name] for name in ("precision", "seconds", "command")} == {
+        **{"precision": "bf16", "seconds": 2.5, "command": ["s.py", "--fast"]},
+    }
+    assert found["summary"] == found["processes"][0] == {**vars(own), "scales": [[1, 2.0]]}
+    assert [one["process"] for one in found["processes"]] == [4, 5]
+    record.check_report(report)
+    record.tell([own], RunSettings("bf16", report=str(tmp_path / "no" / "where.json"), started=10.0))
+    assert "lowp run: the report was not written: " in capsys.readouterr().err
+    report.write_text("{}")
+    with pytest.raises(InvalidInput, match="is not a report of lowp run and was not changed"):
+        record.check_report(report)
+
+
+def test_a_path_above_its_folder_is_made_absolute_where_it_exists(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "here" / "..data").mkdir(parents=True)
+    there = str(tmp_path / "data")
+    for argument, found in {
+        "../data": there,
+        "--data=../data": f"--data={there}",
+        "--a=b=../data": f"--a=b={there}",
+        **{one: one for one in ("../none", "--data=../none", "a=../data", "data", "--fast", "-x=1")},
+    }.items():
+        assert comparison.from_above(argument, tmp_path / "here") == found
+
+
+def test_what_a_run_has_changed_or_made_remains_in_its_folder(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    (here / "deep" / "lowp-compare").mkdir(parents=True)
+    (here / "lowp-compare-2").mkdir()
+    for name in ("kept", "changed", "deep/kept", "lowp-compare-2/old", "lowp-compare.txt"):
+        (here / name).write_text("1")
+    (here / "link").symlink_to(here / "kept")
+    place = comparison.Workplace(comparison.new_folder(tmp_path, "run"), here)
+    given = {str(path.relative_to(place.folder)) for path in place.folder.rglob("*")}
+    assert {"kept", "changed", "deep", "deep/kept", "deep/lowp-compare", "link"} <= given
+    assert not {"lowp-compare-2", "lowp-compare.txt"} & given and (place.folder / "link").is_symlink()
+    (place.folder / "changed").write_text("22")
+    (place.folder / "deep" / "made").write_text("")
+    (place.folder / "link").unlink()
+    (place.folder / "link").write_text("mine")
+    place.leave()
+    left = {str(path.relative_to(place.folder)) for path in place.folder.rglob("*") if path.is_file()}
+    assert left == {"changed", "deep/made", "link"} and (here / "kept").read_text() == "1"
+
+
+def test_of_many_files_the_smallest_are_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for name, size in (("a", 3), ("b", 1), ("c", 2)):
+        (here / name).write_bytes(b"x" * size)
+    for most, count, copied in ((6, 10, "abc"), (5, 10, "bc"), (6, 2, "bc"), (0, 10, ""), (1, 0, "")):
+        monkeypatch.setattr(comparison, "_COPIED", most)
+        monkeypatch.setattr(comparison, "_COPIED_FILES", count)
+        place = comparison.Workplace(comparison.new_folder(tmp_path, "run"), here)
+        assert "".join(sorted(path.name for path in place.folder.iterdir() if not path.is_symlink())) == copied
+        place.leave()
+    assert (comparison._SHOWN, comparison.NAME) == (160, "lowp-compare")
