@@ -37,7 +37,7 @@ APART = {
 }
 SUMS = 1e-5  # inductor sums in an order of its own
 WAYS = ["around", "inside", "step around", "step inside"]
-SAMPLE = [("mxfp8", "around"), ("int8", "inside"), ("e4m3fn", "step around")]
+SAMPLE = [("mxfp8", "around"), ("dfp16", "around"), ("int8", "inside"), ("e4m3fn", "step around")]
 
 
 class Net(nn.Module):
