@@ -102,6 +102,20 @@ def test_losses_of_steps_that_are_shorter_than_a_millisecond_are_heard_in_turns(
     assert alarm.layer == "the loss" and "a step has spread it to most weights" in alarm.text
 
 
+def test_numbers_that_are_under_way_are_waited_for_in_every_step(
+    run: planted.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, has_arrived, records = Look.read, False, list[dict[str, Any]]()
+    monkeypatch.setattr(Look, "read", lambda look: read(look) if has_arrived else None)
+    run.watch(max_overhead=1e-9, sinks=records.append)
+    for step in range(4):
+        run.step(step)
+    has_arrived = True
+    assert records == []
+    run.step(4)
+    assert [one["step"] for one in records] == [0]
+
+
 def test_a_backward_pass_from_a_complex_number_goes_on_unseen(run: planted.Run) -> None:
     run.watch()
     for step in range(20):  # in looks and between them

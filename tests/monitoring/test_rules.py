@@ -12,10 +12,11 @@ from torch import nn
 
 import lowp
 from lowp.monitoring.alarms import Alarm, Alarms
-from lowp.monitoring.look import _MOST_CALLS, Look
+from lowp.monitoring.look import Look
 from lowp.monitoring.losses import Losses
 from lowp.monitoring.pace import Pace
 from lowp.monitoring.places import Calls, Listener, listen
+from lowp.monitoring.ranks import RankCheck
 from lowp.monitoring.seen import Sight, Spike
 from lowp.monitoring.sinks import record_of, scalars
 from lowp.monitoring.state import RunState
@@ -109,6 +110,12 @@ def average(share: float, moved: float = 1.0) -> Looks:
         ("N208", clipped(0.01, [2.0, 4.0, 2.0]), clipped(0.01, [2.0, 4.0, 2.0, 4.0])),
         ("N208", clipped(0.04, [2.0, 4.0, 2.0, 4.0]), clipped(0.039, [2.0, 4.0, 2.0, 4.0])),
         ("N208", clipped(0.0131, [2.0] * 4), clipped(1.0, [1024.0] * 4)),  # people choose round limits
+        ("N208", clipped(0.01, [2.0, 4.0, 2.0]) + clipped(0.01002, [4.0]), clipped(0.01, [2.0, 4.0] * 2)),
+        (
+            "N208",
+            clipped(10.0, [4096.0, 2048.0, 4096.0]) + clipped(10.011, [2048.0]),
+            clipped(10.0, [4096.0, 2048.0, 4096.0]) + clipped(10.009, [2048.0]),
+        ),
         ("N403", [look()], [look(spikes=[Spike(0, 5.0, 1.0, 1.0)])]),
         ("N404", [look(backwards=3, adds_up=True)], [look(backwards=4, adds_up=True)]),
         ("N404", [look(backwards=9)], [look(backwards=9, adds_up=True)]),
@@ -463,10 +470,10 @@ def test_a_loss_scale_may_grow_between_two_looks_as_often_as_it_does_but_not_mor
 
 def test_the_first_results_of_a_module_are_seen_in_a_look_however_often_it_is_called() -> None:
     seen = Look(0, of_flushed=False)
-    for call in range(1, 2 * _MOST_CALLS):
+    for call in range(1, 4):
         seen.saw_output("a", torch.tensor([float(call)]))
     numbers = seen.read()
-    assert numbers is not None and numbers["activation"] == {"a": _MOST_CALLS}
+    assert numbers is not None and numbers["activation"] == {"a": 2.0}
 
 
 @pytest.mark.parametrize(("precision", "kinds"), [("flex16+5", ["writes", "saturated"]), ("fp16", [])])
@@ -621,3 +628,85 @@ def test_looks_are_a_quarter_of_the_steps_so_far_apart_and_eight_at_most(
     clock[0] = 1e6  # there is time enough
     paced.looked(last)
     assert paced.next(last + 1) == at and paced.next(last + 20) == last + 20
+
+
+def test_usual_losses_are_kept_where_they_are_heard_while_nothing_is_wrong() -> None:
+    model = nn.Linear(2, 1)
+    losses = Losses(Models(model), lambda loss, ended: False)
+    for step in range(16):
+        assert losses.limit == -math.inf
+        losses.judge(step, 0.5 if step else 2.0)
+    assert losses.limit == -math.inf
+    losses.keep(True)
+    assert losses.limit == 8.0 and losses.most == 64
+    losses.usual += [4.0, 1.0]
+    with torch.no_grad():
+        model.bias.fill_(math.inf)
+    for loss, calls, suspects in ((math.nan, True, ["bias"]), (math.inf, False, ["bias"]), (4.5, False, None)):
+        assert losses.add(16, torch.tensor(loss)) is calls and losses.suspects == suspects
+        assert losses.limit == (18.0 if suspects is None else -math.inf)
+    losses.wake()
+    assert losses.limit == -math.inf
+    assert losses.add(17, torch.tensor(math.nan)) and losses.suspects == []  # the loss before was not seen
+    losses.add(18, torch.tensor(1.0))
+    losses.keep(False)
+    assert losses.limit == -math.inf
+    seen = losses.move_to(Look(18, False))
+    assert repr(seen) == "[(16, 4.0), (16, 1.0), (16, nan), (16, inf), (16, 4.5), (17, nan), (18, 1.0)]"
+    assert losses.move_to(Look(19, False)) == []
+
+
+def test_what_an_optimizer_on_a_device_has_taken_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowp.monitoring.state.at_once", lambda x: x)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = {"step": torch.tensor(3.0)}
+    assert RunState(Models(model), None, None, [optimizer]).described(Look(0, False), [], 1, False).resumed == 0
+
+
+class Store(dict[str, str]):
+    """The store of a process group."""
+
+    set, get, delete_key = dict.__setitem__, dict.__getitem__, dict.__delitem__
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_the_first_rank_finds_the_weights_in_which_another_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapped(nn.Sequential):
+        pass
+
+    store = Store()
+    monkeypatch.setattr("lowp.monitoring.ranks.DistributedDataParallel", Wrapped)
+    monkeypatch.setattr("lowp.monitoring.ranks.rendezvous_store", lambda: store)
+    monkeypatch.setattr("lowp.distributed.has_other_ranks", lambda: True)
+    monkeypatch.setattr("lowp.distributed.world", lambda: SimpleNamespace(size=lambda: 3))
+    model = Wrapped(nn.Linear(2, 2))
+    ranks = []
+    for rank in range(3):
+        monkeypatch.setattr("lowp.distributed.rank", lambda rank=rank: rank)
+        ranks.append(RankCheck(Models(model)))
+        ranks[-1]._name = "it"
+    first, second, third = ranks
+    assert [step for step in range(40) if first.is_due(step)] == [0, 1, 2, 4, 8, 16, 32]
+    assert [first.next_after(step) for step in (0, 3, 4, 33)] == [0, 4, 4, 50]
+    for step, change in ((4, 0.5), (8, 0.0)):
+        first.step(step)
+        assert first.collect() == {}
+        third.step(step)
+        with torch.no_grad():
+            model[0].bias[1] += change
+        second.step(step)
+        assert second.collect() == {} and list(store) == [f"it/{step}/1"] and first.collect() == {}
+        assert third.collect() == {} and len(store) == 2
+        assert first.collect() == ({"0.bias": (1, 64.0)} if change else {})  # 256 numbers are added, half of them 0.5
+        assert not store and first.collect() == {}
+    other = RankCheck(Models(nn.Linear(2, 2)))  # that no rank shares
+    other.step(16)
+    assert other.collect() == {}
+
+
+def test_without_other_ranks_no_weights_are_compared() -> None:
+    check = RankCheck(Models(nn.Linear(2, 2)))
+    assert not check.is_used and not check.is_due(0) and check.next_after(0) > 1e9

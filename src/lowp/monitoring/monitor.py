@@ -303,7 +303,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         if look is not None:
             self._end_look(look)
         self.step += 1
-        self._passes, self._added, self._probe.had_gradient = 0, True, False
+        self._passes, self._added = 0, True
         if self._waiting:
             self._collect()
         if look is not None:
