@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 
 from lowp.errors import InvalidInput
 from lowp.launch import profiling
-from lowp.launch.waiting import MOST_MODELS, SEARCHED
+from lowp.launch.waiting import MOST_MODELS, SEARCHED, Search, own_path, part_of
 from lowp.numerics.profiler import Profiler
 from lowp.numerics.record import Record
 
@@ -129,3 +132,89 @@ def test_the_processes_of_a_script_that_train_one_model_are_one_record(
     assert counts == [4 * 2 * 2, 5 * 2]  # weights, steps, processes
     said = [one for one in capfd.readouterr().err.splitlines() if "another model" in one]
     assert said == [f"lowp profile: another process trained another model: {left}"]
+
+
+class Noted(Search):
+    """Notes the modules that it would watch; a module of one feature it refuses."""
+
+    command = "mine"
+
+    def __init__(self, takes_untrained: bool = False) -> None:
+        super().__init__()
+        self.takes_untrained = takes_untrained
+        self.begun: list[nn.Module] = []
+        self.added: list[nn.Module] = []
+        self.skipped: list[nn.Module] = []
+        self.handle = SimpleNamespace(remove=lambda: self.removed.append(self.watcher.step))
+        self.removed: list[int] = []
+
+    def begin(self, module: nn.Module, args: Any) -> Any:
+        if getattr(module, "in_features", 0) == 1:
+            raise InvalidInput("of one feature")
+        self.begun.append(module)
+        models = SimpleNamespace(roots={}, owns=lambda one: one in self.begun + self.added)
+        return SimpleNamespace(step=0, models=models)
+
+    def add(self, module: nn.Module, args: Any) -> None:
+        self.added.append(module)
+
+    def skips(self, module: nn.Module) -> bool:
+        return module in self.skipped
+
+    def _replaces_a_part(self, module: nn.Module) -> bool:
+        return False
+
+
+def test_modules_with_parameters_that_a_pass_trains_are_models_and_others_beside_them_if_asked_for() -> None:
+    search, frozen, asleep = Noted(), nn.Linear(3, 1).requires_grad_(False), nn.Linear(3, 1).eval()
+    partly = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1))
+    for takes_untrained in (False, True):
+        search = Noted(takes_untrained)
+        with torch.no_grad():
+            search(nn.Linear(3, 1), ())
+        for module in (frozen, asleep, nn.ReLU(), nn.Sequential()):
+            search(module, ())
+        assert search.watcher is None and not search.begun
+        search(partly, ())
+        assert search.begun == [partly]
+        search(frozen, ())
+        search(partly, ())  # is watched
+        assert not search.added  # before the first step an untrained one may be trained yet
+        search.watcher.step = 1
+        for module in (frozen, asleep, nn.ReLU()):
+            search(module, ())
+        assert search.added == [frozen, asleep] * takes_untrained
+
+
+def test_models_are_looked_for_until_the_last_step_and_the_last_model(capsys: pytest.CaptureFixture[str]) -> None:
+    search, models = Noted(), [nn.Linear(3, 1) for _ in range(4)]
+    search(models[0], ())
+    for step, model in ((SEARCHED - 1, models[1]), (SEARCHED, models[2])):
+        search.watcher.step = step
+        search(model, ())
+    assert (search.added, search.removed, SEARCHED, MOST_MODELS) == ([models[1]], [64], 64, 16)
+    search.watcher.step, search.skipped = 1, [models[2]]
+    search(models[2], ())
+    assert search.added == [models[1]]
+    search.watcher.models.roots = dict.fromkeys(range(MOST_MODELS - 1))
+    search(models[3], ())
+    assert search.added == [models[1], models[3]] and capsys.readouterr().err == ""
+    search.watcher.models.roots = dict.fromkeys(range(MOST_MODELS))
+    search(nn.Linear(3, 1), ())
+    assert len(search.added) == 2 and search.removed == [64, 1]
+    assert capsys.readouterr().err == "mine: only the first 16 models are recorded\n"
+
+
+def test_a_model_that_is_refused_is_named_once_and_the_next_is_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    search, refused, model = Noted(), nn.Linear(1, 1), nn.Linear(3, 1)
+    for module in (refused, refused, model):
+        search(module, ())
+    assert search.begun == [model]
+    assert capsys.readouterr().err == "mine: Linear is not recorded: of one feature\n"
+
+
+def test_the_first_process_has_the_file_and_others_files_of_their_own(tmp_path: Path) -> None:
+    path, claim = tmp_path / "run.json", tmp_path / "claim"
+    assert own_path(path, claim) == path and claim.exists()
+    assert own_path(path, claim) == tmp_path / f"run.process-{os.getpid()}.json"
+    assert part_of(Path("a/b.c.txt"), 5) == Path("a/b.c.process-5.txt")
