@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,19 @@ def test_a_deep_or_huge_file_is_refused_at_once(text: str, expected: str, tmp_pa
     assert "huge.toml" in str(caught.value) and len(str(caught.value)) < 400
     with pytest.raises(InvalidInput, match=expected):
         Policy.from_toml(text)
+
+
+def test_a_file_of_a_quarter_of_a_mebibyte_is_the_longest(tmp_path: Path) -> None:
+    file, text = tmp_path / "policy.toml", 'name = "long"\n#'
+    for more, is_read in ((0, True), (1, False)):
+        long = text.ljust(2**18 + more, "x")
+        file.write_text(long)
+        for read in (partial(Policy.load, file), partial(Policy.from_toml, long)):
+            if is_read:
+                assert read().name == "long"
+            else:
+                with pytest.raises(InvalidInput, match="is 262,145 bytes long, and a policy has 262,144 at most"):
+                    read()
 
 
 def test_paths_with_dots_are_no_dotted_keys() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -21,6 +22,7 @@ from launch.test_scripts import python
 from lowp.errors import InvalidInput
 from lowp.launch import comparison, record
 from lowp.launch.record import RUN, ProcessRecord, RunSettings
+from lowp.launch.session import Session, without_own
 
 
 def lowp_run(
@@ -436,3 +438,108 @@ def test_of_many_files_the_smallest_are_copies(tmp_path: Path, monkeypatch: pyte
         assert "".join(sorted(path.name for path in place.folder.iterdir() if not path.is_symlink())) == copied
         place.leave()
     assert (comparison._SHOWN, comparison.NAME) == (160, "lowp-compare")
+
+
+# -- a session in this process ----------------------------------------------------------------------------------------
+def test_a_session_rests_in_fp32_and_scales_where_the_precision_does() -> None:
+    for precision, loss_scale, is_plain, is_scaling in (
+        *(("fp32", "", True, False), ("bf16", "", False, False), ("fp16", "", False, True)),
+        *(("fp32", "1024", False, True), ("fp16", "none", False, False)),
+    ):
+        one = Session(RunSettings(precision, loss_scale))
+        assert (one.is_plain, one.rests, one.is_scaling) == (is_plain, is_plain, is_scaling)
+
+
+def test_a_thread_is_at_one_place_and_back_at_the_one_before() -> None:
+    session = Session(RunSettings("bf16"))
+
+    def place() -> tuple[int, ...]:
+        return session.local.calls, session.local.alone, session.local.backward, session.local.hooks
+
+    with session.in_pass():
+        assert place() == (0, 0, 1, 0)
+        with session.in_hook():
+            assert place() == (0, 0, 0, 1)
+            with session.in_pass(), session.in_script(), session.in_script():
+                assert place() == (0, 2, 1, 0)
+        assert place() == (0, 0, 1, 0)
+        with session.in_pass(), suppress(ValueError), session.at(calls=5):
+            assert place() == (5, 0, 2, 0)
+            raise ValueError
+        assert place() == (0, 0, 1, 0)
+    assert place() == (0, 0, 0, 0)
+
+
+def test_what_runs_in_fp32_is_noted_once_and_ends_a_strict_script_if_it_is_certain(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for strict, is_certain in ((False, True), (True, False)):
+        session = Session(RunSettings("bf16", strict=strict))
+        for _ in range(2):
+            assert session.keeps_in_fp32("A", "why", is_certain) == "A runs in fp32: why"
+        assert session.record.notes == ["A runs in fp32: why"] and capsys.readouterr().err == ""
+    with pytest.raises(SystemExit) as ended:
+        Session(RunSettings("bf16", strict=True)).keeps_in_fp32("A", "why")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "lowp run: error: A runs in fp32: why; without --strict the script would continue\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "case",  # whether there is a directory and this is the leader, rank, steps; whether it is told and saved
+    [
+        *((True, False, 0, 1, False, True), (True, False, 0, 0, False, False), (True, False, 1, 1, False, True)),
+        *((True, True, 0, 1, True, False), (True, True, 0, 0, True, False), (True, True, 1, 1, True, False)),
+        *((False, False, 0, 1, True, False), (False, False, 0, 0, False, False), (False, False, 1, 1, False, False)),
+    ],
+)
+def test_at_its_end_a_process_tells_of_itself_or_leaves_its_record(
+    case: tuple[bool, bool, int, int, bool, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    has_directory, is_leader, rank, steps, is_told, is_saved = case
+    monkeypatch.setenv("RANK", str(rank))
+    folder = tmp_path / "records"
+    session = Session(
+        RunSettings("bf16", directory=str(folder) * has_directory, leader=os.getpid() if is_leader else 1)
+    )
+    session.record.steps = steps
+    ended: list[str] = []
+    session.end_step = lambda: ended.append("step")
+    for _ in range(2):
+        session.close()
+    assert ended == ["step"] and (folder / f"{os.getpid()}.json").exists() == is_saved
+    said = capsys.readouterr().err
+    assert (said.count("lowp run: bf16") == is_told and f"{steps} optimizer steps" in said) or not is_told
+
+
+def test_a_traceback_has_the_frames_of_the_package_alone_or_none_of_them() -> None:
+    def lines(traceback: Any) -> list[str]:
+        return [one.tb_frame.f_code.co_name for one in iterated(traceback)]
+
+    def iterated(traceback: Any) -> Any:
+        while traceback is not None:
+            yield traceback
+            traceback = traceback.tb_next
+
+    try:
+        with Session(RunSettings("bf16")).at(calls=1):
+            raise ValueError
+    except ValueError as error:
+        mine = error.__traceback__
+    try:
+        RunSettings(**{**vars(RunSettings("bf16")), "precision": 1}).to_environment()
+        record.check_script(["missing.py"], "")
+    except InvalidInput as error:
+        both = error.__traceback__
+    assert lines(mine) == lines(without_own(mine)) and lines(without_own(None)) == []
+    assert both is not None and both.tb_next is not None
+    assert lines(both) == [
+        "test_a_traceback_has_the_frames_of_the_package_alone_or_none_of_them",
+        "check_script",
+    ]
+    assert lines(without_own(both)) == lines(both)[:1]
+    assert without_own(both.tb_next) is both.tb_next
