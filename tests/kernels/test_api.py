@@ -18,6 +18,7 @@ from lowp.casts import parse
 from lowp.errors import InvalidInput, Unavailable, UnknownName
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import Statistics, cpu, decode, encode, quantize, statistics, use
+from lowp.kernels.casts import run
 from lowp.kernels.choose import dispatch
 from lowp.kernels.numbers import packing
 
@@ -75,6 +76,29 @@ def test_in_place_and_overlapping_memory_work(cast: str) -> None:
     shifted = x.clone()
     quantize(shifted[:8], cast, seed=3, out=shifted[1:])
     assert torch.equal(shifted[1:], wanted)
+
+
+def test_tensors_are_dense_or_overlap_as_their_addresses_say() -> None:
+    base = torch.arange(48.0)
+    views = [
+        *(base[:24].view(4, 6), base[24:].view(4, 6), base[20:44].view(4, 6), base.view(8, 6)[::2], base[::2]),
+        *(base.view(6, 8).t(), base.view(6, 8)[:, :7], base[:6].expand(4, 6), base[:1], base[:0], base.view(2, 3, 8)),
+        *(base.view(2, 3, 8).permute(2, 0, 1), base.view(6, 8, 1)[:, :1], base[:2].view(1, 2, 1), base[5]),
+    ]
+    addresses = [
+        [
+            one.storage_offset() + sum(i * s for i, s in zip(place, one.stride(), strict=True))
+            for place in np.ndindex(*one.shape)
+        ]
+        for one in views
+    ]
+    for one, numbers in zip(views, addresses, strict=True):
+        is_dense = len({*numbers}) == len(numbers) and (not numbers or max(numbers) - min(numbers) + 1 == len(numbers))
+        assert run.is_dense(tuple(one.shape), one.stride()) is is_dense or not one.numel()
+        for other, others in zip(views, addresses, strict=True):
+            meets = bool(numbers and others) and min(numbers) <= max(others) and min(others) <= max(numbers)
+            assert run._overlap(one, other) is meets or not other.numel()
+    assert not run._overlap(torch.ones(2), torch.ones(2, device="meta"))
 
 
 def test_two_tensors_over_one_memory_are_told_from_one_another() -> None:

@@ -695,3 +695,64 @@ def test_no_number_stands_for_memory() -> None:
     x = torch.ones(8)
     with pytest.raises(TypeError, match="a number for the memory at 0"):
         cpu.loaded().lowp_sum_int16(x.data_ptr(), 1, 8, 1, array("q", (0,) * 8), 1)
+
+
+def ordinary() -> dict[str, tuple[Tensor, bool]]:
+    """Tensors, and whether each is an ordinary one: in memory of its own on the CPU, read by torch alone."""
+    whole, complex_ones = torch.ones(4, 4), torch.ones(4, dtype=torch.complex64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    return {
+        **{"fp32": (whole, True), "a view": (whole[1:, 2:], True), "transposed": (whole.t(), True)},
+        **{"expanded": (torch.ones(1).expand(4), True), "a parameter": (torch.nn.Parameter(whole), True)},
+        **{"fp16": (whole.half(), True), "bf16": (whole.bfloat16(), True), "empty": (torch.ones(0, 3), True)},
+        **{"fp64": (whole.double(), False), "int32": (whole.int(), False), "complex": (complex_ones, False)},
+        **{"negated": (torch._neg_view(whole), False), "sparse": (whole.to_sparse(), False)},
+        **{"nested": (nested, False), "on meta": (whole.to("meta"), False), "fake": (without_memory()["fake"], False)},
+        **{"of a class": (whole.as_subclass(Mine), False), "zeros": (torch._efficientzerotensor(3), False)},
+    }
+
+
+class Mine(Tensor):
+    """A class of a script's own."""
+
+
+@pytest.mark.parametrize("kind", ordinary())
+def test_ordinary_tensors_are_told_from_others_in_one_place(kind: str) -> None:
+    (x, is_ordinary), other = ordinary()[kind], torch.ones(2)
+    first = other.data_ptr()
+    for given, at in (([x], 0), ([other, None, x], 2), ([x, other], 0)):
+        found = cpu.addresses(given)
+        if not is_ordinary:
+            assert found is None
+            continue
+        wanted = [0 if one is None else first for one in given]
+        assert found == [*wanted[:at], x.data_ptr(), *wanted[at + 1 :]]
+        assert cpu.addresses(given, [torch.float64]) is None
+    assert cpu.addresses([]) == [] and cpu.addresses([None]) == [0]
+    assert cpu.addresses([torch.ones(2, dtype=torch.int8)], (*cpu.FLOATS, torch.int8)) is not None
+    if kind in ("on meta", "fake"):
+        with pytest.raises(InvalidInput, match="has no memory of its own that the"):
+            cpu.address(x)
+    elif x.layout is torch.strided and not x.is_nested and kind != "zeros":
+        assert cpu.address(x) == x.data_ptr() == cpu.addresses_of([other, x])[1]
+        assert cpu.numbers_of([3, x, None, 0, other]) == [3, x.data_ptr(), 0, 0, first]
+        assert cpu.numbers_of([x, other]) == [x.data_ptr(), first]
+
+
+def test_the_guard_of_memory_looks_at_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper of a transform, and elements whose storage is freed, are no ordinary tensors."""
+    seen: list[list[int] | None] = []
+
+    def looked_at(x: Tensor) -> Tensor:
+        seen.append(cpu.addresses([x]))
+        return x.sum()
+
+    torch.func.vmap(looked_at)(torch.ones(2, 3))
+    torch.func.grad(looked_at)(torch.ones(3))
+    assert seen == [None, None]
+    for name in ("freed", "a view of what was freed"):
+        for ask in (cpu.address, lambda x: cpu.addresses([x]), lambda x: cpu.addresses_of([x]), cpu.begin):
+            with pytest.raises(InvalidInput, match="without memory: its storage was resized to 0"):
+                ask(without_memory()[name])

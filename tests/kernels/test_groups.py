@@ -309,6 +309,83 @@ def test_the_library_casts_every_format_of_the_table_but_those_of_other_scales()
     assert all(isinstance(found, Tensor) for found in decoded)
 
 
+# a scope, a shape and an axis; the layout: numbers, a row of them, how many share a scale there, the distance of a
+# row's numbers and how many neighbouring rows share scales; None where the definition has to move the axis
+LAYOUTS: list[tuple[str, tuple[int, ...], int, tuple[int, ...] | None]] = [
+    ("i8s@fp32/tensor", (4, 6), 0, (24, 24, 24, 1, 1)),
+    ("i8s@fp32/tensor", (), -1, (1, 1, 1, 1, 1)),
+    ("i8s@fp32/row", (2, 3, 4), -1, (24, 4, 4, 1, 1)),
+    ("i8s@fp32/row", (2, 3, 4), 2, (24, 4, 4, 1, 1)),
+    ("i8s@fp32/row", (2, 3, 4), 1, (24, 3, 3, 4, 1)),
+    ("i8s@fp32/row", (2, 3, 4), -3, (24, 2, 2, 12, 1)),
+    ("i8s@fp32/row", (5,), 0, (5, 5, 5, 1, 1)),
+    ("i8s@fp32/channel", (2, 3, 4), -1, (24, 12, 12, 1, 1)),
+    ("i8s@fp32/channel", (2, 3, 4), 0, None),
+    ("i8s@fp32/channel", (2, 6), 0, (12, 2, 2, 6, 1)),
+    ("i8s@fp32/channel", (2, 6), 1, (12, 6, 6, 1, 1)),
+    ("mxfp8", (4, 96), -1, (384, 96, 32, 1, 1)),
+    ("mxfp8", (4, 20), -1, (80, 20, 20, 1, 1)),
+    ("mxfp8", (64, 5), 0, (320, 64, 32, 5, 1)),
+    ("mxfp8", (2, 64, 5), -2, (640, 64, 32, 5, 1)),
+    ("e4m3fn@fp32/8x4", (16, 12), -1, (192, 16, 8, 12, 4)),
+    ("e4m3fn@fp32/8x4", (16, 12), 1, (192, 16, 8, 12, 4)),
+    ("e4m3fn@fp32/8x4", (16, 4), -1, (64, 64, 32, 1, 1)),
+    ("e4m3fn@fp32/8x4", (3, 16, 12), 2, (576, 16, 8, 12, 4)),
+    ("e4m3fn@fp32/8x4", (16, 12), 0, None),
+    ("e4m3fn@fp32/4x256", (8, 512), -1, (4096, 8, 4, 512, 256)),
+    ("e4m3fn@fp32/4x257", (8, 514), -1, None),
+    ("e4m3fn@fp32/4x257", (8, 257), -1, (2056, 2056, 1028, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("text", "shape", "axis", "layout"), LAYOUTS)
+def test_the_library_is_told_how_groups_lie(
+    text: str, shape: tuple[int, ...], axis: int, layout: tuple[int, ...] | None
+) -> None:
+    found = cpu_groups.groups_along(torch.Size(shape), parse(text), axis)
+    assert (None if found is None else tuple(found)) == layout
+    x, out = torch.randn(shape), torch.empty(shape)
+    assert cpu_groups.quantize_finite(x, parse(text), 0, out, axis) is (layout is not None)
+    x.view(-1)[-1] = math.nan
+    assert not cpu_groups.quantize_finite(x, parse(text), 0, out, axis)
+
+
+PACKED = [((4, 64), 32, 4), ((4, 64), 32, 6), ((3, 5), 5, 4), ((1, 5), 5, 4), ((5,), 5, 3), ((2, 8), 4, 3)]
+PACKED += [((2, 8), 8, 3), ((1, 9), 4, 3), ((4, 64), 32, 8), ((4, 64), 32, 1), ((2, 4), 4, 2), ((2, 6), 6, 4)]
+
+
+@pytest.mark.parametrize(("shape", "group", "bits"), PACKED)
+def test_packed_rows_and_groups_are_written_in_one_pass_where_all_begin_at_whole_bytes(
+    shape: tuple[int, ...], group: int, bits: int
+) -> None:
+    columns, rows = shape[-1], math.prod(shape[:-1])
+    begins = [row * columns * bits for row in range(rows)]
+    begins += [begin + at * bits for begin in begins for at in range(0, columns, group)]
+    is_whole = all(begin % 8 == 0 for begin in begins) and 1 < bits < 8
+    assert cpu_groups._fills_bytes(torch.Size(shape), group, bits) is is_whole
+
+
+def test_empty_tensors_and_those_without_their_own_scales_are_left_to_the_definition() -> None:
+    for text in ("mxfp8", "i8s@fp32/tensor", "nvfp4"):
+        assert cpu_groups.quantize_groups(torch.ones(0, 32), parse(text), 0) is None
+        assert cpu_groups.encode_groups(torch.ones(0, 32), parse(text), 0, True) is None
+        assert cpu_groups.quantize_groups(torch.ones(1, 32), parse(text), 0) is not None
+    out = torch.empty(2, 32)
+    assert cpu_groups.quantize_groups(torch.ones(2, 32), parse("mxfp8"), 0, out) is out and bool((out == 1).all())
+    assert cpu_groups.encode_groups(torch.ones(8, 8), parse("e4m3fn@fp32/8x4"), 0, True) is None  # tiles
+    assert cpu_groups.encode_groups(torch.ones(8, 8), parse("i17s@fp32/row"), 0, True) is None
+    q = kernels.encode(torch.ones(2, 64), "mxfp4", packed=True)
+    kept = dict(payload=q.payload, scale=q.scale, cast=q.cast, zero_point=None, outer=None, dtype=q.dtype, length=64)
+    for changed in (
+        {"payload": q.payload.to(torch.int32)},
+        {"scale": q.scale[:, :1]},
+        {"scale": q.scale.float()},
+        {"cast": parse("e2m1@e8m0/4x16")},
+    ):
+        assert cpu_groups.decode_groups(Quantized(**{**kept, **changed})) is None  # type: ignore[arg-type]
+    assert torch.equal(cpu_groups.decode_groups(Quantized(**kept)), torch.ones(2, 64))  # type: ignore[arg-type]
+
+
 def test_codes_in_another_layout_are_decoded_by_the_definition() -> None:
     q = kernels.encode(torch.randn(3, 64), "mxfp4", packed=True)
     wider = Quantized(torch.nn.functional.pad(q.payload, (0, 2)), q.scale, q.cast, None, None, q.dtype, q.length)
