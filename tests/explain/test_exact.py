@@ -19,6 +19,7 @@ from lowp.errors import InvalidInput
 from lowp.explain import (
     RoundingRule,
     outcomes,
+    parse_number,
     round_exact,
 )
 from lowp.explain.exact import share_away
@@ -306,3 +307,21 @@ def test_the_two_outcomes_of_a_stochastic_rounding_are_unbiased() -> None:
         Fraction(3, 4),
         Fraction(1, 4),
     ]
+
+
+def test_a_sign_alone_is_drawn_between_minus_one_and_one_and_follows_from_it_elsewhere() -> None:
+    def results(text: str) -> dict[int, Fraction]:
+        return {int(x.rounded.result.value): x.probability for x in outcomes(parse_number(text), "i1:stochastic")}
+
+    for text, sign in (("1", 1), ("-1", -1), ("2", 1), ("-inf", -1), ("inf", 1)):
+        found = round_exact(parse_number(text), "i1:stochastic")
+        assert (found.result.value, found.rule, results(text)) == (sign, RoundingRule.SIGN, {sign: 1})
+    shares = {"0.5": (3, 4), "-0.5": (1, 4), "-0": (1, 2), "-63/64": (1, 128)}
+    for text, share in shares.items():
+        assert results(text) == {1: Fraction(*share), -1: 1 - Fraction(*share)}
+    drawn = [round_exact(Fraction(1, 2), "i1:stochastic", Fraction(n, 4)).result.value for n in range(4)]
+    assert drawn == [1, 1, 1, -1]
+    with pytest.raises(InvalidInput, match="depends on a random number: give random"):
+        round_exact(Fraction(1, 2), "i1:stochastic")
+    plain = [round_exact(parse_number(text), "i1").result.value for text in ("0.1", "-0.1", "0", "-0", "-inf")]
+    assert plain == [1, -1, 1, 1, -1]
