@@ -710,3 +710,22 @@ def test_the_first_rank_finds_the_weights_in_which_another_differs(monkeypatch: 
 def test_without_other_ranks_no_weights_are_compared() -> None:
     check = RankCheck(Models(nn.Linear(2, 2)))
     assert not check.is_used and not check.is_due(0) and check.next_after(0) > 1e9
+
+
+def test_the_backward_pass_is_as_it_was_when_the_last_listener_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, original = list[int](), torch.autograd.backward
+    stops = [listen(Listener(lambda loss, ended, number=number: bool(heard.append(number)), 1)) for number in range(2)]
+    stops[0]()
+    torch.tensor(1.0, requires_grad=True).backward()
+    assert heard == [1]
+    stops[1]()
+    assert torch.autograd.backward is original
+    stop, ours = listen(Listener(lambda loss, ended: False, 1)), torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", lambda *args, **kwargs: ours(*args, **kwargs))
+    theirs = torch.autograd.backward
+    stop()
+    assert torch.autograd.backward is theirs  # what others have put around it stays
+    torch.tensor(1.0, requires_grad=True).backward()
+    monkeypatch.undo()
+    listen(Listener(lambda loss, ended: False, 1))()
+    assert torch.autograd.backward is original
