@@ -17,8 +17,8 @@ from lowp.loss_scale import LossScale
 from lowp.numerics.advice import Advice, _judged, advise, modules_of_contractions
 from lowp.numerics.findings import FINDINGS, explained
 from lowp.numerics.policies import cheapest, effects, sensitivities
-from lowp.numerics.record import Key, Part, Record
-from lowp.numerics.spectrum import Spectrum
+from lowp.numerics.record import Key, OpSeen, Part, Record, StepSeen
+from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.numerics.windows import initial_scale, window_of
 from lowp.presets import PRESETS
 from lowp.report.profile import part_seen, print_profile, recommendation, scale_line
@@ -352,3 +352,133 @@ def test_more_bits_make_the_cheapest_policy_dearer_and_cleaner(what: str) -> Non
 
 def test_where_no_format_is_good_enough_a_layer_stays_in_bf16() -> None:
     assert set(cheapest(record_of(network()), 3, least_signal=40.0).layers.values()) == {"bf16"}
+
+
+# -- a profile that is made by hand -----------------------------------------------------------------------------------
+def spectrum(*values: float) -> Spectrum:
+    return Spectrum.of(torch.tensor(values))
+
+
+def by_hand(updates: dict[str, list[float]] | None = None) -> Record:
+    """Two products of numbers that every format holds, with gradients of 2^-20, and updates of weights of 1."""
+    part = Part()
+    for name in ("a", "b"):
+        part.ops[name, "linear"] = OpSeen("contraction", 2, parameters={"weight": f"{name}.weight"})
+        part.tensors[Key(name, "linear", "input", "forward")] = spectrum(1.0, -2.0)
+        part.tensors[Key(name, "linear", "grad", "backward")] = spectrum(*[2.0**-20] * 4)
+        part.tensors[Key(name, "weight", "weight", "step")] = spectrum(1.0, 0.5)
+    for name, values in (updates or {}).items():
+        moved = torch.tensor(values)
+        part.updates[f"{name}.weight"] = Updates.of(torch.ones_like(moved), moved, moved)
+        part.tensors[Key(name, "weight", "update", "step")] = Spectrum.of(moved)
+    return Record({}, part, {"steps": 30, "max_overhead": None})
+
+
+def test_the_verdicts_of_a_profile_by_hand() -> None:
+    record = by_hand({"a": [0.5], "b": [-0.25, 0.5]})
+    found = [one.document() for one in advise(record).verdicts]
+    for one in found:
+        assert one["signal_to_noise"] > (30 if one["format"] == "fp8" else 1e9)
+        assert (one["flushed"], one["overflow"], one["is_whole"], one["usable"]) == (0.0, 0, True, True)
+    assert [(one["format"], one["verdict"], one["grade"], one["scale"], one["stalled"]) for one in found] == [
+        ("fp16", "with loss scale 2^32", "safe", 32, None),
+        ("bf16", "with fp32 masters", "safe", None, None),
+        ("pure bf16", "works without masters", "safe", None, 0.0),
+        ("fp8", "for all layers", "safe", None, None),
+        ("dfp16", "with fp32 masters", "safe", None, None),
+    ]
+    told = advise(record).document()
+    # 2^-20 is 2^-25 at 2^-5, which fp16 rounds to zero, and 65504 is between 2^15 and 2^16
+    assert (told["window"], told["recommended"], told["findings"], told["more"]) == ([-4, 35], 32, [], 0)
+    assert told["quiet"] == len(record.tensors) == 8
+
+
+@pytest.mark.parametrize(
+    ("updates", "verdict", "stalled", "summary", "modules"),
+    [
+        ({"a": [2.0**-20], "b": [0.5] * 9}, "STALLS in 1 of 2 parameters", 0.1, "1 of 2 parameters: all", "a"),
+        ({"a": [2.0**-20], "b": [0.5] * 4}, "STALLS in 1 of 2 parameters", 0.2, "1 of 2 parameters: all", "a"),
+        ({"a": [2.0**-20], "b": [0.5] * 3}, "WILL STALL", 0.25, "1 of 2 parameters: all", "a"),
+        (
+            {"a": [2.0**-20], "b": [0.5, 0.5, 0.5, 2.0**-20]},
+            "WILL STALL",
+            0.4,
+            "2 of 2 parameters: 40% of the",
+            "ab",
+        ),
+        ({"a": [0.5], "b": [0.5, 0.5, 2.0**-20]}, "WILL STALL", 0.25, "1 of 2 parameters: 25% of the", "b"),
+        ({"b": [0.5] * 9 + [2.0**-20]}, "works without masters", 0.1, "", ""),
+    ],
+)
+def test_updates_that_are_lost_are_told_by_parameter(
+    updates: dict[str, list[float]], verdict: str, stalled: float, summary: str, modules: str
+) -> None:
+    advice = advise(by_hand(updates))
+    (judged,) = (one for one in advice.verdicts if one.format == "pure bf16")
+    assert (judged.verdict, judged.stalled) == (verdict, pytest.approx(stalled))
+    assert judged.usable is (verdict == "works without masters")
+    assert [one.id for one in advice.findings] == ["N101"] * bool(summary)
+    for one in advice.findings:
+        assert one.summary == f"{summary} updates are lost in pure bf16" and one.severity == "warning"
+        assert one.modules == tuple(f"{name}.weight" for name in modules)
+        largest = "0.5" if 0.5 in updates[modules[0]] else "9.54e-07"
+        assert one.evidence == f"{modules[0]}.weight: |w| up to 1, |update| up to {largest}, needs more than 0.00195"
+    assert advice.quiet == 6 + len(updates) - 2 * len(modules), "without the weight and the update of each"
+
+
+def test_findings_say_what_was_seen_and_errors_come_first() -> None:
+    record = by_hand({"a": [2.0**-20], "b": [0.5]})
+    part = record.part
+    fault = {"step": 3, "what": "gradients", "module": "a", "op": "linear", "line": "train.py:9", "nan": 2, "inf": 1}
+    part.faults.append({**fault, "hint": "take less"})
+    for name, seen in (("", "layer_norm"), ("c", "conv2d"), ("d", "conv2d"), ("e", "conv2d"), ("f", "conv2d")):
+        part.ops[name, seen] = OpSeen("norm" if seen == "layer_norm" else "contraction")
+        part.tensors[Key(name, seen, "output", "forward")] = spectrum(70000.0 if name in ("", "c") else 32768.0)
+    part.ops["g", "relu"] = OpSeen("pointwise")
+    part.tensors[Key("g", "relu", "output", "forward")] = spectrum(1e6)
+    part.tensors[Key("b", "linear", "output", "forward")] = spectrum(32752.0)
+    part.ops["", "cross_entropy"] = OpSeen("wide", 4, "train.py:3", dtypes={"input": "bf16"})
+    part.ops["h", "softmax"] = OpSeen("wide", 2, dtypes={"input": "fp16"})  # under a region's rule
+    part.steps = [StepSeen(step, skipped=step < 4) for step in range(6)]
+    told = advise(record).document()["findings"]
+    assert [(one["id"], one["severity"]) for one in told] == [
+        *(("N401", "error"), ("N205", "error"), ("N402", "error"), ("N101", "warning"), ("N310", "warning")),
+    ]
+    assert [(one["summary"], one["evidence"]) for one in told] == [
+        ("step 3: the gradients were not finite, first in linear of a", "train.py:9 2 NaN, 1 infinite."),
+        (
+            "the model, c, d and 2 more: too large for fp16, or nearly",
+            "the model: layer_norm writes up to 7e+04; fp16 ends at 65504",
+        ),
+        ("4 of 30 steps were skipped", "the window of scales is 2^-4 to 2^35"),
+        (
+            "1 of 2 parameters: all updates are lost in pure bf16",
+            "a.weight: |w| up to 1, |update| up to 9.54e-07, needs more than 0.00195",
+        ),
+        ("cross_entropy reads bf16 (train.py:3)", "4 calls on bf16"),
+    ]
+    assert [one["change"] for one in told[:3]] == ["take less", "keep in bf16", "begin with 2^32"]
+    assert told[1]["modules"] == ["", "c", "d", "e", "f"]
+    advice = advise(record)
+    assert advice.verdicts[0].verdict == "with loss scale 2^32, 5 layers in bf16" and advice.more == 0
+    assert [rule.where for rule in advice.policy.rules[:5]] == ["c", "d", "e", "f", "*"]
+    assert advice.named == ("a", "", "c", "d", "e", "f", "a.weight")
+    record.sampling["max_overhead"] = 0.03
+    assert advise(record).verdicts[0].verdict == "with a dynamic loss scale, 5 layers in bf16"
+    part.steps[3].skipped = False  # three in thirty are not many
+    part.faults[0].update(module="", op="", line="", what="loss")
+    told = advise(record).document()["findings"]
+    assert [one["id"] for one in told] == ["N401", "N205", "N101", "N310"]
+    assert told[0]["summary"] == "step 3: the loss was not finite, first in an unknown operation"
+    assert told[0]["evidence"] == "2 NaN, 1 infinite."
+
+
+def test_a_gradient_apart_from_the_others_is_kept_in_bf16_with_the_scales_that_fit_it() -> None:
+    record = by_hand()
+    record.part.ops["c", "linear"] = OpSeen("contraction")
+    record.tensors[Key("c", "linear", "grad", "backward")] = spectrum(2.0**30)
+    advice = advise(record)
+    (finding,) = advice.findings
+    assert (finding.id, finding.summary, finding.modules) == ("N204", "c: no fp16 loss scale fits", ("c",))
+    assert finding.evidence == "c: fits 2^-54 to 2^-15"
+    assert advice.verdicts[0].verdict == "with loss scale 2^32, 1 layer in bf16"

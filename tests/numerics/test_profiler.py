@@ -6,6 +6,7 @@ import math
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -18,7 +19,7 @@ from torch_versions import compiles_regions
 
 import lowp
 from lowp.errors import InvalidInput, Misuse
-from lowp.numerics import watching
+from lowp.numerics import schedule, watching
 from lowp.numerics.models import Models
 from lowp.numerics.profiler import Profiler
 from lowp.numerics.record import Key, Record
@@ -709,3 +710,78 @@ def test_a_run_that_is_killed_leaves_the_steps_it_had_written(tmp_path: Path, re
     whole = out.read_bytes()
     out.write_bytes(whole[:-100])  # killed while it wrote
     assert Record.load(out).sampled == [0, 1, 2]
+
+
+# -- the schedule by hand ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("own", "hidden"), [(0.04, 0.12), (0.1, 0.1), (0.25, 0.0)])
+def test_what_guarding_hides_is_how_much_longer_steps_take_and_at_most_thrice_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch, own: float, hidden: float
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    budget = schedule.Budget(0.03)
+    plan = schedule.Schedule(Models(nn.Linear(2, 2)), budget, True)
+    plan.start()
+    for _ in range(20):
+        clock.now += 0.1
+        plan.end(False)
+    assert budget.own == 0.0
+    for step in range(1, 41):
+        clock.now += 0.3
+        budget.spent(own, False)
+        plan.end(True)
+        known = max(step - 19, 0)  # from the twentieth on
+        assert budget.guarding == budget.own == pytest.approx(step * own + known * hidden)
+
+
+def test_a_step_that_cannot_run_again_is_told_of_at_its_third_failure_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for never in (False, True):
+        plan = schedule.Schedule(Models(nn.Linear(2, 2)), schedule.Budget(0.03), False)
+        if never:
+            plan.modules, plan.beside = ["a"], True
+            plan.never_beside()
+            assert (plan.modules, plan.beside) == ([], False)
+        for _ in range(5):
+            plan.failed("why")
+            told.append(capsys.readouterr().err)
+    text = (
+        "lowp profile: a compiled step cannot be run again beside the training (why): steps that are recorded run "
+        "without torch.compile, and draw other random numbers\n"
+    )
+    assert told == ["", "", text, *[""] * 7]
+    plan = schedule.Schedule(Models(nn.Linear(2, 2)), schedule.Budget(0.03), False)
+    for _ in range(3):
+        plan.failed()
+    assert "beside the training: steps" in capsys.readouterr().err
+
+
+def test_neighbours_are_looked_at_apart_and_what_a_look_costs_is_guessed_by_the_parameters() -> None:
+    assert schedule._spread(list("abcdefg")) == list("afcebgd")  # by the part behind the point of 0.618 i
+    cost = schedule._guessed_cost
+    assert cost(nn.Linear(2, 3)) == pytest.approx(12 * 5e-5 + 12 * 9 * 3e-9 + 2e-3)
+    assert cost(nn.LayerNorm(1000)) == pytest.approx(12 * 5e-5 + 12 * 2000 * 3e-9)
+    assert cost(nn.ReLU()) == 3e-4 and cost(nn.Sequential(nn.Linear(2, 3))) == 3e-4
+
+
+def test_a_look_goes_on_where_the_one_before_had_no_room() -> None:
+    plan = schedule.Schedule(Models(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), schedule.Budget(None), False)
+    plan.start()
+    assert plan.account() == {"looks": 0.0, "modules": 3, "modules_seen": 0}
+    first = plan.turn(0, math.inf)
+    assert first == ["", "1", "0"]  # none is measured, but there is no limit
+    plan._note(first[:2], 0.04)
+    assert plan.account() == {"looks": pytest.approx(2 / 3), "modules": 3, "modules_seen": 2}
+    shares = [1.5 * 3e-4, 1.5 * (6e-4 + 12 * 6 * 3e-9 + 2e-3)]  # guesses, half as much again
+    assert [plan.cost(one) for one in first[:2]] == pytest.approx([0.04 * one / sum(shares) for one in shares])
+    room = plan.cost("0")
+    assert room == pytest.approx(shares[1]) and plan.turn(3, room) == ["0"] and plan.turn(3, room * 0.999) == []
+    plan._note(["0"], 0.01)
+    assert plan.account() == {"looks": 1.0, "modules": 3, "modules_seen": 3} and plan.cost("0") == 0.01
+    assert plan.turn(3, math.inf) == []  # no step in which a round begins
+    assert plan.turn(9, 0.0401) == ["", "1"]  # as step 4 has passed
+    assert plan.turn(9, plan.cost("") * 0.5) == []
+    plan.rename(goes_on=True)
+    assert plan.modules == ["", "0", "1"] and plan.rounds == 0 and plan.is_whole and plan.is_busy
+    plan.rename(goes_on=False)
+    assert plan.modules == [] and not plan.is_busy
