@@ -778,8 +778,13 @@ def test_a_look_goes_on_where_the_one_before_had_no_room() -> None:
     assert room == pytest.approx(shares[1]) and plan.turn(3, room) == ["0"] and plan.turn(3, room * 0.999) == []
     plan._note(["0"], 0.01)
     assert plan.account() == {"looks": 1.0, "modules": 3, "modules_seen": 3} and plan.cost("0") == 0.01
-    assert plan.turn(3, math.inf) == []  # no step in which a round begins
-    assert plan.turn(9, 0.0401) == ["", "1"]  # as step 4 has passed
+    assert plan.turn(3, 0.0401) == [
+        "",
+        "1",
+    ]  # as a round was to begin in step 2, which the one before was in the way of
+    plan._note(first, 0.05)
+    assert plan.turn(3, math.inf) == []  # no step in which one begins
+    assert plan.turn(9, 0.045) == ["", "1"]  # in step 8, which nobody asked about
     assert plan.turn(9, plan.cost("") * 0.5) == []
     plan.rename(goes_on=True)
     assert plan.modules == ["", "0", "1"] and plan.rounds == 0 and plan.is_whole and plan.is_busy
