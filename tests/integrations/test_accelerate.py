@@ -8,7 +8,8 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lowp
+from lowp.integrations.turns import Turns
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="pip install accelerate")
 PRECISIONS = ["fp32", "fp16", "bf16", "fp8", "e5m7", "bf16-storage", "fp16-storage", "dfp16", "flex16+5"]
@@ -245,3 +247,39 @@ def test_a_precision_can_be_registered_beside_an_accelerator_of_accelerate_s_own
     assert scales == [512, 256]
     plain.load_state(str(tmp_path / "0"))
     assert precision.scale == 512 and precision.skipped_steps == 1
+
+
+@pytest.mark.parametrize("has_scale", [True, False])
+def test_optimizers_that_step_one_at_a_time_share_the_end_of_a_step(has_scale: bool) -> None:
+    done: list[tuple[str, Any]] = []
+
+    def noted(name: str) -> Any:
+        return lambda *given, **options: done.append((name, given[0] if given else None)) or name
+
+    calls = ("backward", "unscale_", "step", "step_one", "end_step")
+    scaler = SimpleNamespace(is_enabled=lambda: has_scale)
+    turns = Turns(cast(lowp.Precision, SimpleNamespace(scaler=scaler, **{name: noted(name) for name in calls})))
+
+    def after(call: Any, *given: Any, **options: Any) -> list[tuple[str, Any]]:
+        done.clear()
+        call(*given, **options)
+        return [*done]
+
+    first, second = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    both, ended = [first, second], [("end_step", None)]
+    assert after(turns.backward, 1.0) == [("backward", 1.0)]
+    unscaled = [after(turns.unscale_, one) for one in (first, first, second)]
+    assert unscaled == ([[("unscale_", first)], [], [("unscale_", second)]] if has_scale else [[], [], []])
+    assert after(turns.step, first, [first]) == [("step", first)]
+    assert after(turns.step, first, both, closure=lambda: 1.0) == [("step", first)]
+    if has_scale:  # the step of the first was its last
+        assert [after(turns.unscale_, one) for one in both] == [[("unscale_", first)], []]
+    else:
+        assert after(turns.step, first, both) == [("step", first)] and after(turns.end) == []
+        return
+    assert after(turns.step, first, both) == [("step_one", first)]
+    assert after(turns.step, second, both) == [("step_one", second), *ended]
+    assert after(turns.step, second, both) == [("step_one", second)]
+    assert after(turns.step, second, both) == [*ended, ("step_one", second)]
+    assert after(turns.backward, 2.0) == [*ended, ("backward", 2.0)]
+    assert after(turns.backward, 3.0) == [("backward", 3.0)] and after(turns.end) == []

@@ -459,3 +459,17 @@ def test_a_plugin_can_be_pickled_and_is_one_of_lightning_s_and_of_lowp_s() -> No
     one = pickle.loads(pickle.dumps(plugin("e5m7")))
     assert isinstance(one, Precision) and isinstance(one, LowpPrecision) and one.lowp.preset.name == "e5m7"
     assert isinstance(Mine("fp8"), Precision) and type(Mine("fp8")).__name__ == "Mine"
+
+
+def test_a_plugin_is_pickled_as_the_class_that_a_script_can_name() -> None:
+    from lowp.integrations import lightning as integration
+
+    plain, other = integration.LowpPrecision, type("Precision", (), {})
+    mine = type("Mine", (plain,), {})
+    for cls, named in ((plain, plain), (mine, mine), (integration._joined(plain, (other,)), plain)):
+        one = cls("fp16")
+        one.monitor, one._loggers = object(), [object()]
+        make, given, state = one.__reduce__()
+        assert given == (named,) and type(make(*given)) is named
+        assert state == {**one.__dict__, "monitor": None, "_loggers": []} and state["precision"] == "fp16"
+    assert integration._joined(mine, (other,))("fp16").__reduce__()[1] == (mine,)

@@ -236,3 +236,24 @@ def test_a_checkpoint_of_another_precision_is_refused_in_words(tmp_path: Path) -
     trainer("bert", tmp_path, 2, precision="fp16").train()
     with pytest.raises(lowp.InvalidInput, match="the checkpoint was trained in fp16 and this run is in bf16"):
         trainer("bert", tmp_path, precision="bf16").train(resume_from_checkpoint=True)
+
+
+def test_who_reports_the_logs_gets_what_the_monitor_sees_beside_each_loss_alone(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    from lowp.integrations.transformers import LowpCallback
+
+    class Reporter(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+            reported.append(set(logs))
+
+    reported: list[set[str]] = []
+    watch = LowpCallback(max_overhead=None)
+    one = trainer("bert", tmp_path, 2, precision="fp16", callbacks=[Reporter(), watch])
+    one.train()
+    watch.numbers = {"lowp/loss": 1.0}
+    one.evaluate()
+    ours = {"loss_scale", "skipped_steps"}
+    assert [ours <= row for row in reported] == ["loss" in row for row in reported] == [True, True, False, False]
+    assert [bool({"lowp/loss", "lowp/alarms"} <= row) for row in reported] == [True, True, False, False]
+    assert not any({"loss_scale", "lowp/loss"} & row for row in reported[2:])
