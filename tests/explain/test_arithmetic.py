@@ -16,6 +16,7 @@ from lowp.explain import (
     add,
     divide,
     multiply,
+    parse_number,
     render,
     split_expression,
     subtract,
@@ -56,6 +57,9 @@ def test_specials_in_arithmetic() -> None:
     assert str(divide("-1", "0", "fp16").result) == "-inf"
     assert str(divide("1", "-inf", "fp16").result) == "-0"
     assert str(divide("inf", "-2", "fp16").result) == "-inf"
+    infinities = multiply("inf", "-2", "fp16"), divide("-1", "0", "fp16"), add("1", "-inf", "fp16")
+    assert {one.exact for one in infinities} == {parse_number("-inf")}
+    assert divide("1", "-inf", "fp16").exact == parse_number("-0")
 
 
 def test_a_product_and_its_fields() -> None:

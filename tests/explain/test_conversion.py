@@ -168,6 +168,32 @@ def test_every_explanation_is_plain_data() -> None:
         render(1)
 
 
+def test_plain_data_has_each_field_and_what_follows_from_them() -> None:
+    rounded = {
+        **{"given": 1.2, "cast": "e4m3fn:saturate", "result": 1.25, "code": 0b0_0111_010, "rule": "above-half"},
+        **{"exponent": 0, "quantum_exponent": -3, "kept": 9, "rest": 0.6, "away": True, "overflowed": False},
+        **{"bits": "0 0111 010", "guard": 1, "round_bit": 0, "sticky": 1, "is_exact": False},
+        **{"error": 0.05, "error_ulp": 0.4, "relative_error": "1/24"},
+    }
+    assert as_json(convert("0.3", "mxfp8", scale=Fraction(1, 4))) == {
+        **{"given": 0.3, "cast": "mxfp8", "outcomes": [{"probability": 1, "rounded": rounded}], "source": None},
+        **{"scale": {"value": 0.25, "chosen_by": "given"}, "via": None, "direct": None, "through_fp32": None},
+        **{"result": 0.3125, "error": 0.0125, "error_ulp": 0.4, "relative_error": "1/24"},
+    }
+    widened = as_json(convert("-0", "fp32", source="fp16"))
+    assert isinstance(widened, dict) and (widened["source"], repr(widened["given"])) == ("fp16", "-0.0")
+    assert add("1", "2", "e4m3fn").code == 0b0_1000_100
+
+
+def test_exact_numbers_are_plain_where_fp64_or_its_decimal_has_them() -> None:
+    numbers = [Fraction(2, 5), Fraction(1, 3), Fraction(1, 1 << 1100), Fraction(-(2**53) + 1), Fraction(2**53)]
+    assert as_json(numbers) == [0.4, "1/3", "2^-1100", -(2**53) + 1, float(2**53)]
+    assert [type(one) for one in as_json(numbers)] == [float, str, str, int, float]  # type: ignore[attr-defined]
+    assert as_json(Fraction(1 << 1100)) == "2^1100"
+    texts = ("nan", "-inf", "0", "1/3", "-7")
+    assert as_json({1: tuple(map(parse_number, texts))}) == {"1": ["nan", "-inf", 0, "1/3", -7]}
+
+
 @pytest.mark.parametrize(
     ("number", "cast", "mean"),
     [

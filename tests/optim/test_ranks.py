@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import traceback
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from optim.cases import train_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -511,3 +512,28 @@ def test_a_part_of_any_cut_draws_the_random_numbers_of_its_places_in_the_whole(r
 def test_tensor_parallelism_rounds_weights_stochastically_as_one_process_does(result: Any) -> None:
     for found in result(parallel_and_drawn):
         assert all(apart < 5e-4 for apart in found.values()), found  # of one number that a sum's order rounds otherwise
+
+
+def test_shards_of_several_models_have_the_exponents_and_names_of_their_wholes() -> None:
+    def trained(mesh: DeviceMesh | None) -> tuple[list[float], dict[tuple[str, str, str], int]]:
+        torch.manual_seed(0)
+        precision = lowp.Precision("flex16+5")
+        models = [nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 3)) for width in (6, 3)]
+        for model in models:
+            precision.prepare_model(model)
+            if mesh is not None:
+                fully_shard(model, mesh=mesh)
+        weights = [one for model in models for one in model.parameters()]
+        optimizer = precision.prepare_optimizer(torch.optim.SGD(weights, 0.1))
+        losses = _train(precision, nn.Sequential(*models), optimizer, 0)
+        places = itertools.product(("weight", "update"), ("", "model 2: "), names)
+        assert precision.exponents is not None
+        return losses, {site: precision.exponents.exponent("{} of {}{}".format(*site)) for site in places}
+
+    names = [name for name, _ in _model(0).named_parameters()]
+    whole = trained(None)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert trained(init_device_mesh("cpu", (1,))) == whole
+    finally:
+        torch.distributed.destroy_process_group()

@@ -311,8 +311,8 @@ def _leaving(gradient: Tensor, plan: _Plan, index: int, others: Tensors) -> Tens
     shape = plan.shapes[index]
     assert shape is not None
     gradient = gradient if gradient.shape == shape else gradient.sum_to_size(shape)
-    is_alone = not gradient.requires_grad and _is_alone(gradient, others)
-    return written_gradient(gradient, plan.writer, plan.roles[index], unless_exact=True, in_place=is_alone)[0]
+    in_place = _is_alone(gradient, others)
+    return written_gradient(gradient, plan.writer, plan.roles[index], unless_exact=True, in_place=in_place)[0]
 
 
 def _is_alone(x: Tensor, others: Tensors) -> bool:
