@@ -286,6 +286,29 @@ def test_of_a_script_without_torch_a_comparison_shows_its_code_and_its_last_word
     assert runs.base is one and [runs.apart(each) for each in runs.outcomes] == ["failed", ""]
 
 
+def test_a_report_counts_models_called_passes_steps_and_skips(tmp_path: Path) -> None:
+    text = (
+        "import torch\ntorch.manual_seed(0)\n"
+        "m = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))\n"
+        "o = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "for step in range(3):\n"
+        "    loss = m(torch.ones(2, 4) * (1e9 if step == 1 else 1)).sum()\n"
+        "    o.zero_grad()\n    loss.backward()\n    o.step()\n"
+        "torch.autograd.grad(m(torch.ones(2, 4)).sum(), m.parameters())\n"
+    )
+    ran = lowp_run(tmp_path, text, "--precision", "fp16", "--report", "report.json")
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    summary = report["summary"]
+    assert report["processes"] == [summary] and summary.pop("process") > 0
+    scales = summary.pop("scales")
+    assert [step for step, _ in scales] == [1, 2] and scales[0][1] == 2 * scales[1][1] == 2 * summary.pop("loss_scale")
+    assert summary == {
+        **{"precision": "fp16", "rank": 0, "calls": 4, "backward_passes": 3, "steps": 3, "skipped": 1, "writes": 0},
+        **{"saturated": 0, "stood_down": "", "notes": [], "alarms": []},
+    }
+
+
 # -- settings and records ---------------------------------------------------------------------------------------------
 def test_settings_go_through_the_environment_and_damaged_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RunSettings("fp16", "1024", True, True, "r.json", "m.jsonl", "/records", 7, 0.5)
