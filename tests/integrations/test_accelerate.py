@@ -283,3 +283,28 @@ def test_optimizers_that_step_one_at_a_time_share_the_end_of_a_step(has_scale: b
     assert after(turns.step, second, both) == [*ended, ("step_one", second)]
     assert after(turns.backward, 2.0) == [*ended, ("backward", 2.0)]
     assert after(turns.backward, 3.0) == [("backward", 3.0)] and after(turns.end) == []
+
+
+def test_an_accelerator_that_exists_is_lent_a_precision_if_it_can_train_in_it() -> None:
+    from accelerate import DistributedType
+
+    from lowp.integrations.accelerate import LowpAccelerator, lend
+
+    class Existing:
+        mixed_precision = "no"
+
+        def __init__(self, kind: DistributedType, **given: bool) -> None:
+            self.distributed_type = kind
+            self.__dict__.update(given)
+
+    precision = lowp.Precision("bf16-storage")
+    for one in (Existing(DistributedType.NO), Existing(DistributedType.FSDP, is_fsdp2=False)):
+        assert lend(cast(Any, one), precision) is precision and type(one) is LowpAccelerator
+        assert cast(Any, one).lowp is precision and cast(Any, one).scaler.turns.precision is precision
+    second = Existing(DistributedType.FSDP, is_fsdp2=True)
+    assert lend(cast(Any, second), "bf16").preset.name == "bf16" and type(second) is LowpAccelerator
+    with pytest.raises(lowp.InvalidInput, match="bf16-storage stores parameters in bf16, and Accelerate makes the opt"):
+        lend(cast(Any, Existing(DistributedType.FSDP, is_fsdp2=True)), precision)
+    for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        with pytest.raises(lowp.InvalidInput, match=f"{kind.value} scales the loss and steps by itself: use DDP or"):
+            lend(cast(Any, Existing(kind)), "bf16")

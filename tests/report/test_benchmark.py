@@ -146,3 +146,85 @@ def test_recipes_of_which_no_memory_was_measured_have_an_empty_panel(tmp_path: P
     two["recipes"] += document(row("fp32", 1.0, memory=memory()))["recipes"]
     chart(two, tmp_path / "two.png")
     assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
+
+
+WHOLE = """\
+unet, size cpu: 12,345 parameters, batch 4, 2 CPU threads
+              time                          to     wall   of it      an     images   in 16
+            a step   quartiles   steps    fp32   a step    data   epoch   a second    bits
+──────────────────────────────────────────────────────────────────────────────────────────
+fp32          2 ms      2-4 ms       9   1.00x    20 ms     12%    90 s     16,000   99.9%
+lowp fp16    50 ms   50-100 ms       9   1.00x        -       -       -        100       -
+lowp bad    failed           -       -       -        -       -       -          -       -
+lowp slow     20 s           -      1*       -        -       -       -          -   99.9%
+memory at the peak of a step
+                               lowp
+                     fp32      fp16
+───────────────────────────────────
+weights             1 MiB   512 KiB
+masters                 -     1 MiB
+activations         2 MiB         -
+allocated           3 MiB     3 MiB
+reserved            4 MiB         -
+slack               1 MiB         -
+kept for backward   2 MiB     2 MiB
+largest batch that fits into 1 GiB
+                       to
+            batch    fp32   its peak   does not fit    measured   what
+─────────────────────────────────────────────────────────────────────────────────────────
+fp32        1,000   1.00x    512 MiB          1,001   2 batches   verified
+lowp fp16   1,500   1.50x    512 MiB              -   2 batches   at least this: too long
+ESTIMATES for hardware with such arithmetic, a step (Horowitz, ISSCC 2014, 45
+nm)
+                                     to             to   multiply-add      to
+            format   arithmetic    fp32   DRAM    fp32           unit    fp32
+─────────────────────────────────────────────────────────────────────────────
+fp32          fp32          2 J   1.00x   16 J   1.00x      1,000 um2   1.00x
+lowp fp16     fp16      ~500 µJ   0.00x      -       -        250 um2   0.25x
+as published, size full, on GPUs
+                                  to                                to
+       time fp32 → torch.amp    fp32   memory fp32 → torch.amp    fp32
+──────────────────────────────────────────────────────────────────────
+V100             8m25 → 7m58   0.95x            4.33 → 3.71 GB   0.86x
+T4              13m07 → 9m14   0.70x            4.26 → 2.67 GB   0.63x
+unet, lowp bad: failed: RuntimeError: no
+products of linear layers on this machine: fp32: torch; lowp fp16: C++.
+unet: of two.
+*: a step took so long that only one step was timed.
+"""
+
+
+def test_a_benchmark_is_shown_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "220")
+
+    def estimates(format: str, joules: float, area: float, how: str) -> dict[str, Any]:
+        unit = {"unit_area_um2": 1000 * area, "unit_area_relative_to_fp32": area, "unit_area_how": "table"}
+        dram = {"dram_joules": 8 * joules} if how == "table" else {}
+        return {"format": format, "how": how, **unit, "arithmetic_joules": joules, **dram}
+
+    def largest(batch: int, too_large: int | None, ended: str) -> dict[str, Any]:
+        found = {"limit": 2**30, "batch": batch, "peak": 2**29, "too_large": too_large, "verified": not ended}
+        return {**found, "ended": ended, "measured": {"1": 1, "2": 2}}
+
+    wall = {"seconds_per_step": 0.02, "data_seconds": 0.25, "seconds": 2.0, "epoch_seconds": 90.0}
+    none = {"median": None, "quartiles": None, "steps": 0, "only_one": False, "relative": None}
+    first = {"memory": memory(4 * 2**20), "largest_batch": largest(1000, 1001, ""), "products": "torch"}
+    parts = {**PARTS, "weights": 2**19, "masters": 2**20}
+    second = {"memory": {**memory(), "parts": parts}, "largest_batch": largest(1500, None, "too long")}
+    of = document(
+        row("fp32", 2e-3, wall=wall, estimates=estimates("fp32", 2.0, 1.0, "table"), **first),
+        row(
+            *("lowp fp16", 0.05),
+            **{"throughput": 99.96, "operations": None, "products": "C++", **second},
+            estimates=estimates("fp16", 5e-4, 0.25, "scaled"),
+        ),
+        row("lowp bad", 1.0, step=none, failure="RuntimeError: no"),
+        row("lowp slow", 20.0, throughput=None, step={**none, "median": 20.0, "steps": 1, "only_one": True}),
+    )
+    of["products"] = {"unet": "of two"}
+    text = "".join(f"{line.rstrip()}\n" for line in printed(of).splitlines())
+    assert text.startswith(WHOLE)
+    methods, end = "time a step: how.\nTF32: there is none on a CPU.\n", "a machine; torch 2, lowp 1."
+    assert text[len(WHOLE) :].startswith(f"{methods}published: A. Bilogur") and text.endswith(f"\n{end}\n")
+    brief = benchmark_notes(of, methods=False)
+    assert "--notes prints how each number was measured" in brief and "time a step: how" not in brief

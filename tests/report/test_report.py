@@ -12,7 +12,7 @@ import pytest
 from lowp.errors import InvalidInput
 from lowp.report import plots
 from lowp.report.figures import curves, style
-from lowp.report.tables import bytes_of, heat_map, number, points, seconds, sweep_words
+from lowp.report.tables import amount, bytes_of, heat_map, number, points, seconds, sweep_words
 from lowp.report.terminal import Bar, console
 
 
@@ -96,3 +96,57 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
         bar._progress.refresh()  # type: ignore[union-attr]
         bar.line("a line above")
     assert "still training" in stream.getvalue() and "3/4" in stream.getvalue() and "a line above" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("values", "higher", "colours"),
+    [
+        ([0.25, 0.5, 0.75], True, ["white on #440154", "white on #a0743c", "black on #fde725"]),
+        ([0.25, 0.5, 0.75], False, ["black on #fde725", "white on #a0743c", "white on #440154"]),
+        ([0.25, 0.75, 0.625], True, ["white on #440154", "black on #fde725", "black on #cfae31"]),
+        ([0.5, 0.5, math.nan], True, ["black on #fde725", "black on #fde725", ""]),
+    ],
+)
+def test_a_heat_map_is_dark_where_the_metric_is_worst(values: list[float], higher: bool, colours: list[str]) -> None:
+    document: dict[str, Any] = grid_document([[values[0], None], values[1:]])
+    document["recipe"].update(metric_is_share=False, higher_is_better=higher)
+    table = heat_map(document)
+    cells = [cell for column in list(table.columns)[1:] for cell in column.cells]
+    shown = {str(cell): str(cell.style) for cell in cells}
+    known = [one for one in values if not math.isnan(one)]
+    assert shown == {"-": "", **{f" {one:.4g} ": colour for one, colour in zip(known, colours, strict=False)}}
+    assert str(table.title) == "toy: accuracy of eXmY (fp32: 0.9)"
+    assert [column.header for column in table.columns] == ["", "m2", "m3"]
+
+
+def test_a_sweep_is_told_in_sentences() -> None:
+    document: dict[str, Any] = grid_document([[0.1, 0.5], [0.9, 0.9]])
+    between = "Between 3 and 4 exponent bits the mean accuracy moves by {}, between 2 and 3 mantissa bits by {}: {}."
+    each = "Each number is the accuracy after the last epoch ({}), loss scale none."
+    more = "A mantissa bit also halves the smallest subnormal number: ,subnormals=no excludes this effect."
+    mantissa = "mantissa bits matter more than exponent bits here"
+    told = between.format("10.0 points", "60.0 points", mantissa)
+    assert sweep_words(document, 1000) == f"{told} {each.format('1 seed')} {more}"
+    document["recipe"]["metric_is_share"], document["seeds"] = False, [0, 1]
+    document["grid"].update(subnormals=False, effect_of_mantissa={"spread": 0.1})
+    told = between.format("0.1", "0.1", "neither matters more here")
+    assert sweep_words(document, 1000) == f"{told} {each.format('2 seeds')}"
+    assert str(heat_map(document).title) == "toy: accuracy of eXmY without subnormals (fp32: 0.9)"
+    document["grid"]["effect_of_exponent"]["spread"] = 0.2
+    assert "exponent bits matter more than mantissa bits here" in sweep_words(document, 1000)
+    del document["grid"]["effect_of_exponent"]
+    assert sweep_words(document) == "The grid is not complete: --resume continues it."
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(999, "999 B"), (1000, "0.977 KiB"), (1024**2, "1 MiB"), (1000 * 1024, "0.977 MiB"), (1000 * 2**30, "1e+03 GiB")],
+)
+def test_a_size_has_three_digits(value: int, shown: str) -> None:
+    assert bytes_of(value) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(99.94, "99.9"), (100, "100"), (99.96, "100"), (12345.6, "12,346")])
+def test_an_amount_is_whole_from_a_hundred_on(value: float, shown: str) -> None:
+    assert amount(value) == shown
+    assert seconds(1.0) == "1 s" and seconds(0.9994) == "999 ms" and seconds(1e-3) == "1 ms"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -90,3 +91,120 @@ def test_files_of_one_name_keep_their_folders_and_presets_alone_have_no_such_col
     assert "row above" not in printed(document)
     ingredients["variants"][4]["statistics"]["bits_per_byte"]["values"][0] = None
     assert "row above" in printed(ingredients)
+
+
+# -- whole tables -----------------------------------------------------------------------------------------------------
+def variant(
+    label: str, metric: Any, loss: Any, verdict: Any = None, seeds: Any = (0, 1), **more: Any
+) -> dict[str, Any]:
+    numbers = {
+        "acc": dict(zip(("mean", "deviation", "values"), metric, strict=True)),
+        "loss": dict(zip(("mean", "deviation"), loss, strict=True)),
+        "skipped_steps": {"values": [3.0, 3.0]},
+        "loss_scale": {"values": [1024.0, 65536.0]},
+        "flushed_gradients": {"values": [0.25, 0.5]},
+        "lost_updates": {"values": [None, 0.0]},
+        "small_updates": {"values": [1e-5, 2e-5]},
+    }
+    given = verdict and dict(zip(("verdict", "gap", "gap_in_deviations", "reason"), verdict, strict=True))
+    runs = [{"seed": seed} for seed in seeds]
+    own = {"label": label, "precision": label, "runs": runs, "statistics": numbers, "verdict": given}
+    return {**own, "loss_scaling": "dynamic", **more}
+
+
+def compared() -> dict[str, Any]:
+    kept = {"tensors": 12, "saturated": 5, "writes": 4000, "raises_needed": 9, "raises_in_time": 7, "moved": 1234}
+    kept |= {"headroom_sum": 300.0, "measured": 200, "headroom_bits": 1.5}
+    runs = [
+        {"seed": 0, "shared_exponents": {"all": kept}},
+        {"seed": 1, "shared_exponents": {"all": {**kept, "tensors": 14}}},
+    ]
+    rows = [
+        variant("fp32", (0.9, 0.01, [0.89, 0.91]), (0.5, 0.25), ("baseline", 0.0, 0.0, ""), loss_scaling="none"),
+        variant("bf16", (0.85, None, [0.84, 0.86]), (0.6, None), ("loses", 0.05, 5.04, "it is worse")),
+        variant("a/x.toml", (0.9, 0.02, [0.9, 0.9]), (math.nan, 0.1), ("converges as fp32", -0.001, -0.4, "")),
+        variant("b/y.toml", (0.8, 0.02, [0.7, 0.9]), (0.7, 0.1), ("fails", 0.1, 10.0, "far off")),
+        variant("e5m2", (0.0, None, []), (0.0, None), statistics=None),
+        variant("fp8", (0.8, 0.02, [0.7]), (0.7, 0.1), seeds=(7,)),
+    ]
+    for row, seconds, memory, relative in zip(
+        rows, (2e-3, 5e-3, None, None), (2**20, None, 3 * 2**30, None), (None, None, 0.5, None), strict=False
+    ):
+        row.update(step_seconds=seconds, peak_memory_bytes=memory, step_relative=relative)
+    rows[2]["runs"] = runs
+    return {
+        "recipe": {"name": "toy", "metric": "acc", "metric_is_share": True, "higher_is_better": True},
+        **{"seeds": [0, 1], "baseline": "fp32", "variants": rows},
+        "methods": {"time": "time: how", "metric": "metric: how"},
+        **{"machine": {"words": "a machine"}, "versions": {"torch": "2", "lowp": "1"}},
+    }
+
+
+SHARES = """\
+toy: mean ± standard deviation over 2 seeds
+                                              gap to           to the      in seed
+precision             acc              loss     fp32        row above   deviations   verdict
+────────────────────────────────────────────────────────────────────────────────────────────────────────
+fp32        90.00% ± 1.00   0.5000 ± 0.2500        -                -            -   baseline
+bf16               85.00%            0.6000    +5.00     +5.00 ± 0.00         +5.0   loses
+x           90.00% ± 2.00      not a number    -0.10     -5.00 ± 1.41         -0.4   converges as fp32
+y           80.00% ± 2.00   0.7000 ± 0.1000   +10.00   +10.00 ± 14.14        +10.0   fails
+e5m2                    -                 -        -                -            -   not run
+fp8         80.00% ± 2.00   0.7000 ± 0.1000        -                -            -   no fp32 to judge by
+
+cost, and lost numbers
+                             peak   skipped         loss     flushed      lost   updates
+precision    time a step   memory     steps        scale   gradients   updates   < 2^-24
+────────────────────────────────────────────────────────────────────────────────────────
+fp32        2 ms (1.00x)    1 MiB         3         none      37.50%         0   < 0.01%
+bf16        5 ms (2.50x)        -         3   1024-65536      37.50%         0   < 0.01%
+x                      -    3 GiB         3   1024-65536      37.50%         0   < 0.01%
+y                      -        -         3   1024-65536      37.50%         0   < 0.01%
+fp8                    -        -         3   1024-65536      37.50%         0   < 0.01%
+
+shared exponents
+                      saturated              raises   changes of   free
+precision   tensors      writes   writes    in time    exponents   bits
+───────────────────────────────────────────────────────────────────────
+x                14          10    8,000   14 of 18        2,468   1.50
+
+bf16: loses: it is worse.
+y: fails: far off.
+gap to fp32: + is worse, - better.
+to the row above: the same, of runs with the same seed.
+time: how.
+metric: how.
+a machine; torch 2, lowp 1.
+"""
+ERRORS = """\
+toy: mean ± standard deviation over 1 seed
+                                                 gap to             to the      in seed
+precision               acc              loss      fp32          row above   deviations   verdict
+─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+fp32        0.9000 ± 0.0100   0.5000 ± 0.2500         -                  -            -   baseline
+bf16                 0.8500            0.6000   +0.0500   -0.0500 ± 0.0000         +5.0   loses
+x           0.9000 ± 0.0200      not a number   -0.0010   +0.0500 ± 0.0141         -0.4   converges as fp32
+y           0.8000 ± 0.0200   0.7000 ± 0.1000   +0.1000   -0.1000 ± 0.1414        +10.0   fails
+e5m2                      -                 -         -                  -            -   not run
+fp8         0.8000 ± 0.0200   0.7000 ± 0.1000         -                  -            -   no fp32 to judge by
+
+lost numbers
+            skipped         loss     flushed      lost   updates
+precision     steps        scale   gradients   updates   < 2^-24
+────────────────────────────────────────────────────────────────
+fp32              3         none      37.50%         0   < 0.01%
+"""
+
+
+def test_a_comparison_is_shown_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    document = compared()
+    assert printed(document) == SHARES
+    document["recipe"].update(metric_is_share=False, higher_is_better=False)
+    document["seeds"] = [0]
+    for row in document["variants"]:
+        row.update(step_seconds=None, peak_memory_bytes=None)
+    text = printed(document)
+    assert text.startswith(ERRORS) and "time: how" not in text and text.count("of runs with the same seed") == 1
+    document["variants"][2]["runs"] = [{"seed": 0}, {"seed": 1}]
+    assert "shared exponents" not in printed(document)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from report.looks import record
 from rich.console import Console
 
+from lowp.monitoring import Alarm
+from lowp.report import watching
 from lowp.report.watching import Board, Curve, sparkline
 
 
@@ -72,3 +76,73 @@ def test_a_board_says_how_a_run_has_ended() -> None:
     board = Board("run.jsonl")
     board.take([record(0), {"ended": 1200}, {"of a later version": 1}])
     assert shown(board, 80)[0] == "run.jsonl  step 0, ended after 1,200 steps, no alarm"
+
+
+BOARD = """\
+run.jsonl  Network, step 3, 4 steps/s, 6 alarms
+loss          █ ▂▁ 0.125
+loss scale    ▅▅▅▅ 512, 6 skipped
+all gradients ▅▅▅▅ 1
+group      gradient                  update / weight         activation          updates lost
+─────────────────────────────────────────────────────────────────────────────────────────────
+blocks.0   █▆▃▁            0.001     ▅▅▅▅            0.001                       50%
+blocks.1   █▆▃▁            0.001     ▅▅▅▅            0.001   ▅▅▅▅            2   50%
+blocks.2   █▆▃▁            inf/NaN   ▅▅▅▅            0.001   ▅▅▅▅            2   inf/NaN
+blocks.3   █▆▃▁            0.001     ▅▅▅▅            0.001   ▅▅▅▅            2   50%
+
+""".splitlines()
+LINE = "N101 step 2: blocks.{}.norm: it is so since step 0. Keep. (lowp explain N101)"
+
+
+def alarm(block: int) -> dict[str, Any]:
+    return Alarm("N101", f"blocks.{block}.norm", "it is so", 0, 2, "Keep.", 1.0).document()
+
+
+def test_a_board_is_shown_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    board = Board("run.jsonl")
+    assert shown(board, 80)[0] == "run.jsonl  no look yet, no alarm"
+    assert board.document() == {
+        **{"kind": "lowp watch", "file": "run.jsonl", "model": None, "step": -1, "steps_per_second": None},
+        **{"ended": False, "skipped": 0, "groups": {}, "alarms": []},
+    }
+    board.take([{"kind": "lowp monitor", "model": "Network"}])
+    for step in range(4):
+        loss = None if step == 1 else 2.0**-step
+        board.take([record(step, 4, alarms=[*map(alarm, range(step))], skipped=step, loss=loss)])
+    board.groups["blocks.2"]["lost"].add(None)
+    board.groups["blocks.2"]["gradient"].add(None)
+    del board.groups["blocks.0"]["activation"]
+    clock.now = 110.0
+    alarms = [LINE.format(block) for block in (0, 0, 1, 0, 1, 2)]
+    assert shown(board, 100) == [*BOARD, *alarms]
+    clock.now = 110.6
+    assert shown(board, 100)[0] == "run.jsonl  Network, step 3, 4 steps/s, latest look 11 s ago, 6 alarms"
+    lines = shown(board, 100, height=5)
+    assert [line.split()[0] for line in lines[6:9]] == ["blocks.0", "blocks.1", "2"] and lines[8] == "2 more"
+    board.take([record(step, 4, alarms=[alarm(5)]) for step in (4, 6)])
+    lines = shown(board, 100)
+    assert lines[0] == "run.jsonl  Network, step 6, 4 steps/s, 8 alarms"
+    assert lines[11:] == ["2 earlier alarms", *(LINE.format(block) for block in (1, 0, 1, 2, 5, 5))]
+    assert board.document()["skipped"] == 6 and board.document()["loss"] == 2.0**-6
+    assert board.document()["groups"]["blocks.3"] == {
+        **{"activation": 2.0, "gradient": 1e-6, "update_to_weight": 1e-3, "lost": 0.5}
+    }
+
+
+@pytest.mark.parametrize(("height", "count"), [(100, 30), (40, 30), (39, 28), (24, 13), (13, 2), (12, 2), (1, 2)])
+def test_groups_with_alarms_are_shown_where_there_is_no_room_for_all(height: int, count: int) -> None:
+    board = Board("run.jsonl")
+    board.take([record(0, 30, alarms=[alarm(29)])])
+    console = Console(width=100, height=height, force_terminal=True, color_system="standard", legacy_windows=False)
+    rows = max(height - 8 - 2, 3)
+    table = board._table(console, rows, "_#")
+    (names, *_) = (list(column.cells) for column in table.columns)
+    groups = [str(name) for name in names if str(name).startswith("blocks.")]
+    assert groups == [*(f"blocks.{place}" for place in range(count - 1)), "blocks.29"]
+    assert [str(name) for name in names[count:]] == ([f"{30 - count} more"] if count < 30 else [])
+    assert [str(name.style) for name in names[:count]] == [""] * (count - 1) + ["bold red"]
+    with console.capture() as capture:
+        console.print(board.shown(console))
+    assert sum("blocks." in line and "N101" not in line for line in capture.get().splitlines()) == count
