@@ -306,3 +306,43 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         byte_products.multiply(byte_rows.to_bytes(torch.ones(1, 24), 1.0, 0, 255), panels)
     with pytest.raises(Unavailable, match="may leave int32"):
         byte_products.pack(torch.zeros(1, 70_000, dtype=torch.int8), torch.ones(1), 127)
+
+
+def test_formats_of_two_to_four_bits_with_whole_levels_are_read_as_codes() -> None:
+    whole = [*range(8), *range(-8, 0)]
+    levels = {
+        **{name: (whole, 1.0) for name in ("i2", "i2s", "i3", "i4", "i4s")},
+        **{"e2m1": ([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], 0.5)},
+        **{"e1m2finite": ([*range(8), 0, *range(-1, -8, -1)], 0.5)},
+        **{"e3m0finite": ([0, *(1 << n for n in range(7)), 0, *(-1 << n for n in range(7))], 0.25)},
+        **dict.fromkeys(("i1", "i5", "ue2m2finite", "e2m2", "e2m3", "e2m1ieee", "e2m1fn")),
+    }
+    assert {name: few_bits.levels_of(casts.parse(name).element) for name in levels} == levels
+    served = (
+        "i4s@fp32/row",
+        "i4s@fp32/tensor",
+        "i4s@fp32/16",
+        "i4s@fp32/48",
+        "mxfp4",
+        "nvfp4",
+        "if4",
+        "e2m1",
+        "ternary",
+    )
+    left = ("i4s@fp32/24", "i4s@fp32/8", "int8-affine", "i4@fp32/row/affine", "i4s", "i5s@fp32/row", "fp16", "binary")
+    assert [few_bits.is_read(casts.parse(name)) for name in (*served, *left)] == [True] * len(served) + [False] * len(
+        left
+    )
+
+
+@pytest.mark.parametrize(
+    ("most", "group", "kept"), [(63, 64, 64), (64, 64, 32), (127, 32, 32), (127, 64, 32), (64, 0, 0)]
+)
+def test_groups_whose_sums_might_leave_int32_are_halved(most: int, group: int, kept: int) -> None:
+    scales = torch.arange(1.0, 33).view(16, 2) if group == 64 else torch.ones(16, 4 if group else 1)
+    packed = few_bits.pack_codes(torch.ones(16, 128, dtype=torch.int64), scales, [0, most, 1, -1], group)
+    assert (packed.group, packed.bits, packed.n, packed.k) == (kept, 2, 16, 128)
+    wide = scales.repeat_interleave(128 // scales.shape[1], 1)
+    assert torch.equal(few_bits.code_values(packed), most * wide)
+    with pytest.raises(InvalidInput, match="scales for groups of 24: give 16, 32 or 64, or 0 for a scale a row"):
+        few_bits.pack_codes(torch.ones(16, 48, dtype=torch.int64), torch.ones(16, 2), [0, 1], 24)

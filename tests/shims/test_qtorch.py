@@ -201,6 +201,16 @@ def test_a_quantizer_rounds_forward_and_backward_by_their_own_numbers() -> None:
     assert len(called) == 1
 
 
+@pytest.mark.parametrize(("symmetric", "lowest"), [(False, -2.0), (True, -1.75)])
+def test_the_ends_of_a_range_lie_within_it(symmetric: bool, lowest: float) -> None:
+    function = quantizer(FixedPoint(4, 2, symmetric=symmetric), None, "nearest", clamping_grad_zero=True)
+    x = torch.tensor([1.75, 1.874, 1.876, 2.0, lowest, lowest - 0.124, lowest - 0.126], requires_grad=True)
+    y = function(x)
+    y.sum().backward()
+    assert y.tolist() == [1.75] * 4 + [lowest] * 3
+    assert x.grad is not None and x.grad.tolist() == [1, 1, 0, 0, 1, 1, 0]
+
+
 def test_a_quantizer_without_numbers_changes_nothing() -> None:
     x = torch.randn(5, requires_grad=True)
     y = Quantizer()(x)
