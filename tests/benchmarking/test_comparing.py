@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,3 +73,26 @@ def test_the_time_of_other_processes_is_that_of_all_processors(monkeypatch: pyte
         clock.setattr(timing.time, "perf_counter", lambda: next(seconds))
         with others_busy() as cores:
             assert cores() == 1.5
+
+
+def test_how_busy_others_are_is_the_time_of_the_machine_without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]  # user nice system idle iowait irq softirq steal …
+    clock = {"now": 5.0, "own": 1.0, "ticks": 1}
+
+    def read_text() -> str:
+        return f"cpu  {' '.join(str(one * clock['ticks']) for one in fields)}\ncpu0 7 7 7 7 7 7 7 7\n"
+
+    monkeypatch.setattr(timing, "Path", lambda name: SimpleNamespace(read_text=read_text))
+    monkeypatch.setattr(timing.os, "sysconf", lambda name: 10)
+    monkeypatch.setattr(timing.os, "times", lambda: (clock["own"], 0.5, 0.25, 0.125, 99.0))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock["now"]))
+    busy = (1 + 2 + 4 + 32 + 64 + 128) / 10
+    with others_busy() as cores:
+        clock.update(now=9.0, ticks=2, own=3.0)
+        assert cores() == pytest.approx((busy - 2.0) / 4)
+        clock["own"] = 1000.0
+        assert cores() == 0.0
+        monkeypatch.setattr(timing, "Path", lambda name: SimpleNamespace(read_text=lambda: ""))
+        assert cores() is None
+    with others_busy() as cores:
+        assert cores() is None

@@ -14,6 +14,7 @@ from torch import nn
 
 from lowp import Precision
 from lowp.benchmarking import largest_batch as process_memory
+from lowp.benchmarking import memory, operations
 from lowp.benchmarking.contenders import begin, contenders_of
 from lowp.benchmarking.largest_batch import LargestBatch, bytes_from, largest_batch
 from lowp.benchmarking.memory import PARTS, batch_of, memory_of
@@ -279,3 +280,75 @@ def test_a_process_whose_parent_waits_no_more_ends_without_a_word(monkeypatch: p
         process_memory._measure(sending, None, [], torch.get_num_threads())  # type: ignore[arg-type]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+def test_a_profile_made_by_hand_is_split_at_its_peak() -> None:
+    def moved(when: float, address: int, size: int, device: int = 0) -> dict[str, Any]:
+        return {"name": "[memory]", "ts": when, "args": {"Device Type": device, "Addr": address, "Bytes": size}}
+
+    moments = zip(memory._MARKS, (10.0, 20.0, 30.0, 40.0), strict=True)
+    events = [
+        *({"name": name, "ts": when} for name, when in moments),
+        *(moved(1, 1, 100), moved(2, 2, 30), moved(5, 9, -7)),  # the last was allocated before
+        *(moved(12, 3, 50), moved(13, 4, 7), moved(15, 4, -7), moved(13.5, 1, 1000, device=1)),
+        *(moved(22, 5, 60), moved(24, 6, 40), moved(25, 3, -50), moved(26, 6, -40)),
+        *(moved(32, 7, 500), moved(33, 8, 20), moved(35, 7, -500), moved(45, 2, -30)),
+    ]
+    marks = memory._Marks({1: "weights", 4: "casts"}, {1: "weights", 3: "gradients", 5: "gradients", 8: "optimizer"})
+    found = memory._split(events[::-1], marks, torch.device("cpu"))
+    assert found.allocated == 710 and found.reserved is None  # 100 + 30 + 60 + 500 + 20 in the update
+    nothing = dict.fromkeys(memory.PARTS, 0)
+    at_peak = {"weights": 100, "gradients": 60, "activations": 50, "temporaries": 40, "other": 30}  # at 24
+    assert found.parts == {**nothing, **at_peak, "update": 710 - 280}
+    held = {"weights": 100, "masters": 0, "gradients": 60, "optimizer": 20, "activations": 50, "casts": 0}
+    assert found.held == held
+
+
+def by_line(batch: int) -> int | None:
+    return 100 + 10 * batch
+
+
+@pytest.mark.parametrize(
+    ("limit", "start", "measure", "batches", "batch", "too_large", "verified", "ended"),
+    [
+        (1000, 4, by_line, [4, 8, 64, 90, 91], 90, 91, True, ""),  # at most eight times as many at once
+        (150, 64, by_line, [64, 32, 4, 5, 6], 5, 6, True, ""),
+        (50, 2, by_line, [2, 1], 0, 1, True, ""),
+        (120, 2, lambda batch: None, [2, 1], 0, 1, True, ""),
+        (
+            *(10**9, 8, lambda batch: None if batch >= 50 else by_line(batch)),
+            *([8, 16, 128, 72, 44, 58, 51, 47, 49, 50], 49, 50, True, ""),
+        ),
+        (20300, 1000, by_line, [1000, 2000, 2020, 2040], 2020, 2040, True, ""),  # one in a hundred more
+        (20299, 1000, by_line, [1000, 2000, 2019, 2039], 2019, 2039, True, ""),
+        (10**9, 1, lambda batch: 7, [1, *range(2, 13)], 12, None, False, "12 batches were measured"),
+        (1000, 4, lambda batch: by_line(batch) if batch < 64 else 10**6, [4, 8, 64], 8, 64, False, "late"),
+    ],
+)
+def test_the_search_for_the_largest_batch_measures_few(
+    limit: int, start: int, measure: Any, batches: list[int], batch: int, too_large: int, verified: bool, ended: str
+) -> None:
+    def stop(batch: int) -> str:
+        return "late" if len(asked) == len(batches) else asked.append(batch) or ""
+
+    asked: list[int] = []
+    found = largest_batch(limit, measure, start, stop).document()
+    assert asked == batches
+    assert found["measured"] == {str(one): measure(one) for one in sorted(batches)}
+    assert [found[name] for name in ("batch", "too_large", "verified", "ended")] == [batch, too_large, verified, ended]
+    assert (found["limit"], found["peak"]) == (limit, measure(batch) if batch else None)
+
+
+def test_the_operands_of_an_op_are_what_it_multiplies() -> None:
+    def of(name: str, *more: Any) -> str:
+        found = list(operations._operands(f"aten::{name}", (*given, *more)))
+        return "".join("abcde"[next(at for at, one in enumerate(tensors) if one is x)] for x in found)
+
+    tensors = [torch.ones(1) for _ in range(5)]
+    given = [torch.ones(1, dtype=torch.int64), *tensors, 3]
+    assert [of(name) for name in ("mm", "addmm", "baddbmm", "addbmm")] == ["abcde", "bcde", "bcde", "bcde"]
+    assert of("convolution") == "ab" and of("_scaled_dot_product_attention") == "abc"
+    assert of("_scaled_dot_product_attention_backward") == "abcd"
+    wanted = {(True, True): "abc", (True, False): "ac", (False, True): "ab", (False, False): "a"}
+    assert {mask: of("convolution_backward", [*mask, True]) for mask in wanted} == wanted
