@@ -156,6 +156,23 @@ def test_weights_are_given_in_bf16_where_asked() -> None:
     assert found["steps"].dtype is torch.int64
 
 
+@pytest.mark.parametrize("file", ["tied.pt", "tied.safetensors"])
+def test_tensors_that_are_loaded_have_memory_of_their_own(file: str) -> None:
+    x = torch.arange(4.0)
+    torch.save({"a": x, "b": x[:2], "count": torch.tensor([3])}, "tied.pt")
+    safetensors.save_file({"a": x, "b": x[:2].clone(), "count": torch.tensor([3])}, "tied.safetensors")
+    found, again = lowp.load(file), lowp.load(file, map_location="cpu")
+    for one in found.values():
+        one.add_(1)
+    assert {name: one.tolist() for name, one in found.items()} == {"a": [1, 2, 3, 4], "b": [1, 2], "count": [4]}
+    assert {name: one.tolist() for name, one in again.items()} == {"a": [0, 1, 2, 3], "b": [0, 1], "count": [3]}
+    nowhere = lowp.load(file, map_location="meta")
+    for one in (again, nowhere):
+        dtypes = {name: tensor.dtype for name, tensor in one.items()}
+        assert dtypes == {"a": torch.float32, "b": torch.float32, "count": torch.int64}
+    assert {one.device.type for one in nowhere.values()} == {"meta"}
+
+
 def test_stochastic_rounding_draws_the_same_bits_in_pieces() -> None:
     x = torch.randn(3000, 700)
     torch.save({"x": x}, "large.pt")
