@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
 import lowp
 from lowp.recipes import faster_rcnn, ssd
 from lowp.recipes.data import detection as boxes_module
+from lowp.recipes.data import shapes
 from lowp.recipes.data.detection import Truth, box_iou, encode_boxes, mean_average_precision, select_detections
 from lowp.recipes.faster_rcnn import FasterRCNN, region_anchors, region_features
 from lowp.recipes.recipe import Recipe
@@ -166,3 +170,123 @@ def test_faster_rcnn_has_a_map_of_a_sixteenth_and_judges_every_region() -> None:
     assert features.shape == (2, 64, 6, 6)
     assert scores.shape == (2, 324, 2) and offsets.shape == (2, 324, 4)
     assert judged.shape == (4, 21) and moved.shape == (4, 21, 4)
+
+
+def test_faster_rcnn_learns_from_what_overlaps_much_or_little() -> None:
+    anchors = torch.tensor(
+        [[0.2, 0.2, 0.6, 0.6], [0.2, 0.2, 0.6, 0.5], [0.2, 0.2, 0.6, 0.4], [0.7, 0.7, 0.9, 0.9], [0.2, 0.2, 0.6, 0.31]]
+    )  # of the square all, 3/4, 1/2, nothing, 0.275
+    sampled, labels, positive, offsets = faster_rcnn.anchor_targets(anchors, TRUTH)
+    assert dict(zip(sampled.tolist(), labels.tolist(), strict=True)) == {0: 1, 1: 1, 3: 0, 4: 0}
+    assert torch.equal(offsets, encode_boxes(SQUARE.repeat(2, 1), anchors[positive])) and sorted(positive) == [0, 1]
+    (only,) = faster_rcnn.anchor_targets(anchors[2:3], TRUTH)[2].tolist()
+    assert only == 0  # the best of a box, however little it overlaps
+    scores, moved = torch.zeros(5, 2), torch.zeros(5, 4)
+    error = torch.cat([encode_boxes(SQUARE, anchors[place : place + 1]) for place in (0, 1)]).abs()
+    smooth = torch.where(error < 1 / 9, 4.5 * error**2, error - 1 / 18).sum()
+    assert faster_rcnn.region_loss(scores, moved, anchors, TRUTH).item() == pytest.approx(
+        math.log(2) + smooth.item() / 4, rel=1e-5
+    )
+
+
+def test_the_second_stage_learns_from_regions_and_the_true_boxes() -> None:
+    true = torch.tensor([[0.25, 0.25, 0.75, 0.75]])
+    truth = Truth(true, torch.tensor([4]), torch.tensor([False]))
+    half, less, apart = (0.25, 0.25, 0.75, 0.5), (0.25, 0.25, 0.75, 0.46875), (0.75, 0.75, 1.0, 1.0)
+    boxes, labels, targets = faster_rcnn.region_targets(torch.tensor([half, less, apart]), truth)
+    found = dict(zip(map(tuple, boxes.tolist()), labels.tolist(), strict=True))
+    assert found == {half: 5, less: 0, apart: 0, tuple(true[0].tolist()): 5}
+    assert torch.equal(targets, true.repeat(4, 1))
+    scores, offsets = torch.zeros(4, 21), torch.zeros(4, 21, 4)
+    rows = torch.nonzero(labels)[:, 0]
+    wanted = encode_boxes(true.repeat(2, 1), boxes[rows], faster_rcnn.VARIANCES)
+    for row, offset in zip(rows, wanted, strict=True):
+        offsets[row, 5] = offset + 0.5  # of its own class alone
+    parts = [(boxes[some], labels[some], targets[some]) for some in (slice(1), slice(1, None))]
+    loss = faster_rcnn.class_loss(scores, offsets, parts)
+    assert loss.item() == pytest.approx(math.log(21) + 2 * 4 * 0.125 / 4, rel=1e-5)
+
+
+# -- drawn scenes -----------------------------------------------------------------------------------------------------
+AREAS = {
+    **{"disc": math.pi / 4, "ring": 0.65 * math.pi / 4, "square": 1.0, "frame": 1 - 0.55**2, "diamond": 0.5},
+    **{"triangle": 0.5, "plus": 1 - 0.7**2, "saltire": 1 - 0.65**2, "stripes": 0.5, "hourglass": 0.5},
+}
+POINTS = {  # inside and outside, to the right and down from the middle
+    "disc": ((0.7, 0.7), (0.8, 0.7)),
+    "ring": ((0.6, 0.0), (0.5, 0.0)),
+    "frame": ((0.0, -0.6), (0.5, 0.5)),
+    "diamond": ((0.4, -0.5), (0.6, 0.5)),
+    "triangle": ((0.7, 0.5), (0.7, 0.3)),
+    "plus": ((0.9, 0.2), (0.4, 0.4)),
+    "saltire": ((0.9, -0.8), (0.5, 0.1)),
+    "stripes": ((0.9, 0.1), (0.9, 0.3)),
+    "hourglass": ((0.2, -0.3), (0.3, 0.2)),
+}
+
+
+@pytest.mark.parametrize("name", AREAS)
+def test_figures_have_their_areas_and_lie_where_they_should(name: str) -> None:
+    assert list(AREAS) == list(shapes.SHAPES)
+    middle = (np.arange(400) + 0.5) / 200 - 1
+    assert shapes.SHAPES[name](*np.meshgrid(middle, middle)).mean() == pytest.approx(AREAS[name], abs=0.01)
+    for place, is_inside in zip(POINTS.get(name, ()), (True, False), strict=False):
+        assert shapes.SHAPES[name](*map(np.array, place)) == is_inside
+
+
+def test_a_scene_has_figures_of_its_sizes_that_overlap_little_on_a_part_of_a_photograph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = torch.arange(640).float().mul(255 / 639).to(torch.uint8).expand(3, 427, 640)
+    monkeypatch.setattr(shapes, "photographs", lambda: (columns, columns))
+    random, counts = np.random.default_rng(0), []
+    for held in [False, True] * 20:
+        empty = shapes._background(random, 96, held)
+        assert empty.shape == (3, 96, 96) and (empty == empty[:1, :1]).all()
+        low, high = sorted((int(empty[0, 0, 0]), int(empty[0, 0, -1])))
+        assert (low >= 190, high <= 191) == (held, not held)  # to the right of three quarters
+        # subsampled where 192 columns fit, of the part to train on
+        assert high - low == pytest.approx((96 if held else 192) * 255 / 639, abs=3)
+        scene = shapes.draw_scene(random, 96, (0.2, 0.5), 4, 3, held)
+        counts.append(len(scene.kinds))
+        assert scene.image.dtype == np.uint8 and set(scene.kinds) <= {0, 1, 2}
+        sides = scene.boxes[:, 2:] - scene.boxes[:, :2]
+        assert (sides >= 19).all() and (sides <= 48).all() and (sides.min(1) >= sides.max(1) * 2 // 3).all()
+        assert (scene.boxes >= 0).all() and (scene.boxes <= 96).all()
+        inside = np.zeros((96, 96), bool)
+        for left, top, right, bottom in scene.boxes.astype(int):
+            inside[top:bottom, left:right] = True
+        assert not scene.outline[~inside].any() and set(np.unique(scene.outline)) - {0} <= set(scene.kinds + 1)
+        for place, one in enumerate(scene.boxes):
+            for other in scene.boxes[:place]:
+                across = np.clip(np.minimum(one[2:], other[2:]) - np.maximum(one[:2], other[:2]), 0, None).prod()
+                assert across <= 0.2 * min((box[2:] - box[:2]).prod() for box in (one, other)) + 1e-6
+    assert min(counts) >= 1 and max(counts) == 4
+
+
+def test_a_figure_is_drawn_in_its_box_in_a_colour_of_its_own_or_near_that_of_its_kind() -> None:
+    random = np.random.default_rng(0)
+    drawn = []
+    for place in range(40):
+        image, outline = np.full((3, 32, 32), 7, np.uint8), np.zeros((32, 32), np.int64)
+        shapes._draw(random, image, outline, 2, (4, 8, 20, 28), coloured=place % 2 == 0)
+        assert (outline[8:28, 4:20] == 3).all() and (outline == 3).sum() == 16 * 20
+        assert (image[:, outline == 0] == 7).all()
+        drawn.append(image[:, 8:28, 4:20].astype(float))
+    near = np.stack([one.mean((1, 2)) for one in drawn[::2]])
+    assert (near[:, :2] < 110).all() and (near[:, 2] > 150).all()  # blue
+    free = np.stack([one.mean((1, 2)) for one in drawn[1::2]])
+    assert free.std(0).min() > 45 and near.std(0).max() < 45
+    noise = np.concatenate([one.std((1, 2)) for one in drawn[1::2]])
+    assert np.median(noise) == pytest.approx(12, abs=1)
+
+
+def test_an_overlap_is_a_part_of_the_smaller_box() -> None:
+    for other, part in (
+        ((2, 1, 6, 9), 0.375),
+        ((4, 0, 8, 4), 0.0),
+        ((1, 1, 3, 3), 1.0),
+        ((3, 3, 5, 4), 0.5),
+        ((9, 9, 10, 10), 0.0),
+    ):
+        assert shapes._overlap((0, 0, 4, 4), other) == shapes._overlap(other, (0, 0, 4, 4)) == part

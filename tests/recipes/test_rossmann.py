@@ -163,3 +163,29 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_tables_of_less_than_six_weeks_cannot_be_split(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="has no sales in, or none before, its last 42 days"):
         sales_data(drawn_tables(3, 40))
+
+
+def test_the_effects_on_the_drawn_sales_are_found_again_by_least_squares() -> None:
+    daily, shops = (tables := drawn_tables(120, 720, seed=3)).daily, tables.shops
+    date = daily["Date"].astype("datetime64[D]")
+    month = date.astype("datetime64[M]").astype(int) % 12
+    weekday = (date.astype(int) + 3) % 7
+    sold = daily["Sales"] > 0
+    days = {str(day)[5:] for day in date[daily["StateHoliday"] == 1]}
+    assert days == {"01-01", "05-01", "10-03", "12-25", "12-26"}
+    assert ((weekday == 6) | (daily["StateHoliday"] == 1) == ~sold).all()
+    assert not daily["SchoolHoliday"][weekday > 4].any()
+    summer = np.isin(month, [6, 7]) & (weekday < 5)
+    assert daily["SchoolHoliday"][summer].all()
+    assert daily["SchoolHoliday"][~summer & (weekday < 5)].mean() == pytest.approx(0.05, abs=0.01)
+    columns = [weekday == day for day in range(1, 6)] + [month == place for place in range(12) if place != 6]
+    columns += [daily["Promo"], daily["SchoolHoliday"]]
+    wide = np.stack([*map(np.float64, columns), np.log(np.maximum(daily["Sales"], 1))], 1)[sold]
+    for shop in shops["Store"]:  # each has a level of its own
+        wide[daily["Store"][sold] == shop] -= wide[daily["Store"][sold] == shop].mean(0)
+    found = np.linalg.lstsq(wide[:, :-1], wide[:, -1], rcond=None)[0]
+    by_weekday = np.array([0.02, -0.02, -0.01, 0.04, -0.1]) - 0.12
+    by_month = [-0.06, -0.03, 0.0, 0.02, 0.01, 0.02, -0.02, -0.04, -0.02, 0.05, 0.25]  # beside July's
+    assert found == pytest.approx([*by_weekday, *by_month, 0.3, 0.04], abs=0.02)
+    rest = wide[:, -1] - wide[:, :-1] @ found
+    assert 0.1 < rest.std() < 0.12  # and the promotion's effect of each shop
