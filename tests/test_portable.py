@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import lowp
+from lowp import casts
 from lowp.checkpoint import InvalidCheckpoint
 from lowp.errors import InvalidInput, LowpError, NotWritten
-from lowp.portable import convert, converting, safetensors_file
+from lowp.portable import convert, converting, safetensors_file, stored
 from lowp.portable.safetensors_file import Spool
 from lowp.portable.sources import open_source
 from lowp.portable.stored import is_shape, overflow_limit
@@ -178,6 +179,45 @@ def test_stochastic_rounding_draws_the_same_bits_in_pieces() -> None:
     torch.save({"x": x}, "large.pt")
     convert("large.pt", "out.safetensors", "e4m3fn:stochastic", seed=5)
     assert torch.equal(lowp.load("out.safetensors")["x"], lowp.quantize(x, "e4m3fn:stochastic", seed=5))
+
+
+@pytest.mark.parametrize("format", ["e4m3fn@fp32/8x4", "e4m3fn@fp32/128x128", "mxfp8", "i8s@fp32/channel", "nvfp4"])
+def test_large_tensors_are_stored_in_pieces_that_cut_no_group(format: str) -> None:
+    x, wide = torch.randn(900, 701), torch.randn(3, 140, 650)
+    torch.save({"x": x, "wide": wide}, "large.pt")
+    for cast in (format, f"{format}:stochastic"):
+        convert("large.pt", "out.safetensors", cast, seed=5, overwrite=True)
+        found = lowp.load("out.safetensors")
+        assert torch.equal(found["x"], lowp.quantize(x, cast, seed=5))
+        assert torch.equal(found["wide"], lowp.quantize(wide, cast, seed=5))
+
+
+@pytest.mark.parametrize(
+    ("shape", "format", "rows"),  # how many rows a piece has, of 2**17 numbers at most if that is possible
+    [
+        *(
+            ((512, 256), "fp16", 512),
+            ((513, 256), "fp16", 512),
+            ((3, 1 << 18), "fp16", 1),
+            ((1 << 18,), "fp16", 1 << 17),
+        ),
+        *(((4, 200, 500), "mxfp8", 1), ((900, 700), "mxfp8", 187), ((900, 700), "i8s@fp32/row", 187)),
+        *(((900, 700), "i8s@fp32/tensor", 900), ((900, 700), "nvfp4", 900), ((1 << 18,), "mxfp8", 1 << 18)),
+        *(((900, 700), "e4m3fn@fp32/8x4", 184), ((900, 700), "e4m3fn@fp32/128x128", 128), ((0, 5), "fp16", 0)),
+        *(((2, 900, 700), "e4m3fn@fp32/8x4", 1), ((900, 1 << 15), "e4m3fn@fp32/128x128", 128), ((), "fp16", None)),
+    ],
+)
+def test_pieces_are_as_large_as_the_cache_and_hold_whole_groups(
+    shape: tuple[int, ...], format: str, rows: int | None
+) -> None:
+    x = torch.empty(shape, dtype=torch.int8)
+    pieces = list(stored.pieces_of(x, casts.parse(format)))
+    if rows is None:
+        assert len(pieces) == 1 and pieces[0][0] is x
+        return
+    assert {len(one) for one, _ in pieces[:-1]} <= {rows} and len(pieces[0][0]) == min(rows, len(x))
+    assert torch.cat([one for one, _ in pieces]).shape == x.shape
+    assert [offset for _, offset in pieces] == [place * rows * math.prod(shape[1:]) for place in range(len(pieces))]
 
 
 def test_one_tensor_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,13 +117,16 @@ def _overflowed(x: Tensor, cast: Cast, limit: Tensor | float) -> int:
 
 def pieces_of(x: Tensor, cast: Cast) -> Iterator[tuple[Tensor, int]]:
     """Yield parts of a tensor, split along its first dimension if its groups allow it, with the first index of each."""
-    whole = isinstance(cast.format, ScaledFormat) and (
-        cast.format.scope.kind == "tensor" or cast.format.outer is not None or x.ndim < 2
+    format, together = cast.format, 1
+    whole = isinstance(format, ScaledFormat) and (
+        format.scope.kind == "tensor" or format.outer is not None or x.ndim < 2
     )
     if whole or x.ndim == 0 or x.numel() <= _PIECE:
         yield x, 0
         return
-    rows = max(1, _PIECE * x.shape[0] // x.numel())
+    if isinstance(format, ScaledFormat) and format.scope.kind == "tile" and x.ndim == 2:
+        together = groups.tile_rows(format.scope, x.shape)
+    rows = max(1, _PIECE * x.shape[0] // x.numel() // together) * together
     for first in range(0, x.shape[0], rows):
         yield x[first : first + rows], first * (x.numel() // x.shape[0])
 
