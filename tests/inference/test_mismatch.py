@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 import lowp
 from lowp.errors import InvalidInput, UnknownName
+from lowp.inference.mismatch import LayerMismatch, ServedFormat
 
 
 @pytest.fixture
@@ -160,3 +163,30 @@ def test_a_result_is_plain_data_with_numbers(model: nn.Module, data: list[Tensor
 def test_what_cannot_be_compared_is_named(given: Any, kind: type[Exception], text: str, model: Any, data: Any) -> None:
     with pytest.raises(kind, match=text):
         lowp.mismatch(model, **{"data": data, "formats": ["bf16"], **given})
+
+
+def test_a_row_says_how_far_away_a_format_is_and_by_which_layer() -> None:
+    row = ServedFormat(
+        "int8", 1234, 0.5, 0.25, 0.125, 0.75, 0.0625, (LayerMismatch("a", 0.1), LayerMismatch("b", 0.05))
+    )
+    said = "int8: |Δ log p| 0.25 on average and 0.5 at most, KL 0.12, 6.25% of 1,234 argmax changed"
+    assert str(row) == f"{said}; most by a (0.1)"
+    assert str(replace(row, layers=())) == said
+    assert str(replace(row, failure="ZeroDivisionError: no")) == "int8: ZeroDivisionError: no"
+
+
+def test_as_many_layers_are_named_as_are_asked_for_and_none_that_is_served_as_it_is(model: Any, data: Any) -> None:
+    for format in ("int8", "bf16"):
+        every = lowp.mismatch(model, data, [format], layers=9).rows[0].layers
+        assert sorted(one.layer for one in every) == ["0", "3"] if format == "int8" else ["0", "1", "3"]
+        (first,) = lowp.mismatch(model, data, [format], layers=1).rows[0].layers
+        assert first == every[0]
+        for one in every:  # each alone on the first batch
+            with torch.no_grad():
+                ours = F.log_softmax(model(data[0]).double(), 1)
+                alone = copy.deepcopy(model)
+                if format == "int8":
+                    alone[int(one.layer)] = lowp.quantize_model(model, "int8", data)[int(one.layer)]
+                    theirs = F.log_softmax(alone(data[0]).double(), 1)
+                    kl = F.kl_div(theirs, ours, reduction="none", log_target=True).sum(1).clamp(min=0).mean()
+                    assert one.kl == pytest.approx(float(kl), rel=1e-6)

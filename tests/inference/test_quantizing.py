@@ -17,9 +17,11 @@ import lowp
 from lowp import kernels
 from lowp.errors import InvalidInput, UnknownName
 from lowp.inference import attention, footprint, unquantized
+from lowp.inference.calibration import ActivationRange, check_bits
 from lowp.inference.convolutions import ServedConvolution
 from lowp.inference.modules import Int8, ServedLinear, Weight
 from lowp.kernels.packed import byte_products, byte_rows, few_rows
+from lowp.kernels.packed.byte_rows import range_of
 from lowp.recipes.data.digits import TRAINING, read_digits
 
 # relative error of the output, of a network with random weights: about the error of the format
@@ -414,3 +416,47 @@ def test_without_data_a_weight_that_the_models_own_code_reads_gives_its_values(f
     torch.testing.assert_close(served(x), wanted + served.head(served.shared(x)))
     with pytest.raises(AttributeError, match="no attribute 'gewicht'"):
         _ = served.embed.weight.gewicht
+
+
+# -- ranges -----------------------------------------------------------------------------------------------------------
+def test_a_range_is_that_of_the_extremes_of_most_or_of_the_least_error() -> None:
+    def of(method: str, *batches: Tensor) -> Any:
+        found = ActivationRange(method)
+        assert not found.anything
+        for one in batches:
+            found.add(one)
+        assert found.anything
+        return found.range(127)
+
+    ramp = torch.arange(-1000.0, 3001.0)  # 4001 numbers
+    first, second = ramp[:1500].reshape(3, 500), ramp[1500:]
+    assert of("maximum", first, second, torch.zeros(0)) == range_of(-1000, 3000, 127)
+    low, high = 0.2, 3999.8  # the places of 0.005 % and 99.995 % among them
+    assert of("percentile", first, second) == pytest.approx(range_of(low - 1000, high - 1000, 127), rel=1e-6)
+    # an outlier that costs little is cut off, as long as what is cut off is less than what the steps lose
+    many = torch.cat([torch.linspace(0, 1, 20_000), torch.tensor([4.0])])
+    tried = [range_of(0, 4 * place / 64, 127) for place in range(1, 65)]
+    errors = []
+    for one in tried:
+        exact = many.double()
+        bytes_ = (exact / one.scale).round().clamp(-one.zero, 127 - one.zero)
+        errors.append(float((bytes_ * one.scale - exact).square().sum()))
+    assert of("error", many) == tried[errors.index(min(errors))] != range_of(0, 4, 127)
+
+
+def test_of_many_numbers_every_second_is_kept_as_often_as_there_are_too_many() -> None:
+    found = ActivationRange("percentile")
+    found.add(torch.arange(2.0**16))
+    assert [len(one) for one in found._sample] == [2**16]
+    found.add(torch.tensor([-5.0]))
+    assert torch.equal(torch.cat(found._sample), torch.cat([torch.arange(0.0, 2.0**16, 2), torch.tensor([-5.0])]))
+    found.add(torch.arange(7.0))
+    assert found._sample[-1].tolist() == [0, 2, 4, 6]
+    with pytest.raises(InvalidInput, match="calibration found NaN or infinite activations"):
+        found.add(torch.tensor([1.0, torch.nan]))
+    for infinity in (torch.inf, -torch.inf):
+        with pytest.raises(InvalidInput, match="calibration found NaN or infinite activations"):
+            found.add(torch.tensor([1.0, infinity]))
+    assert [check_bits(bits) for bits in (7, 8)] == [127, 255]
+    with pytest.raises(InvalidInput, match="activations must have 7 or 8 bits, not 9"):
+        check_bits(9)

@@ -115,6 +115,4 @@ class _Kept:
         if scaled and self._is_value:
             x = x * self._scales[:, None, :end]
         weight = StoredRows(memory, memory.shape[2], element, scales)
-        if x.shape[1] <= FEW:
-            return contract_packed((x, weight))
         return torch.cat([contract_packed((some.contiguous(), weight)) for some in torch.split(x, FEW, 1)], 1)

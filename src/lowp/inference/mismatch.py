@@ -230,12 +230,16 @@ def _worst(
     expected = call(model, batch, training)
     found = []
     for name in _layers(model):
-        replaced = _served_alone(model, served, name) if served is not model else _cast_alone(model, name, region)
-        with replaced as is_served:
-            if is_served:
-                sums = _Sums()
-                sums.add(expected, call(model, batch, training))
-                found.append(LayerMismatch(name, sums.row("").kl))
+        if served is model:
+            replaced = _cast_alone(model, name, region)
+        elif type(served.get_submodule(name)) is type(model.get_submodule(name)):  # kept as it is
+            continue
+        else:
+            replaced = _served_alone(model, served, name)
+        with replaced:
+            sums = _Sums()
+            sums.add(expected, call(model, batch, training))
+            found.append(LayerMismatch(name, sums.row("").kl))
     return tuple(sorted((one for one in found if one.kl), key=lambda one: -one.kl)[:count])
 
 
@@ -249,21 +253,18 @@ def _layers(model: nn.Module) -> Iterator[str]:
 
 
 @contextmanager
-def _served_alone(model: nn.Module, served: nn.Module, name: str) -> Iterator[bool]:
-    """Put the packed form of one layer in its place; yields whether there is one."""
-    before, after = model.get_submodule(name), served.get_submodule(name)
-    if type(after) is type(before):
-        yield False
-        return
-    put(model, name, after)
+def _served_alone(model: nn.Module, served: nn.Module, name: str) -> Iterator[None]:
+    """Put the packed form of one layer in its place."""
+    before = model.get_submodule(name)
+    put(model, name, served.get_submodule(name))
     try:
-        yield True
+        yield
     finally:
         put(model, name, before)
 
 
 @contextmanager
-def _cast_alone(model: nn.Module, name: str, region: Region) -> Iterator[bool]:
+def _cast_alone(model: nn.Module, name: str, region: Region) -> Iterator[None]:
     """Run one layer in a region, whose results go on in the dtype of its input."""
     layer = model.get_submodule(name)
     inner = layer.forward
@@ -276,6 +277,6 @@ def _cast_alone(model: nn.Module, name: str, region: Region) -> Iterator[bool]:
 
     layer.forward = forward
     try:
-        yield True
+        yield
     finally:
         del layer.forward
