@@ -247,6 +247,34 @@ def test_the_report_counts_errors_what_was_flushed_and_what_overflowed() -> None
     assert (one.flushed, one.overflowed) == (1, 1)
 
 
+def _overflowed(x: Tensor, format: str) -> int:
+    torch.save({"x": x}, "x.pt")
+    (one,) = convert("x.pt", "out.pt", format, overwrite=True).tensors
+    return one.overflowed
+
+
+def test_numbers_beyond_a_scale_that_is_at_its_end_have_overflowed() -> None:
+    x = torch.ones(2, 16)
+    for count, number in enumerate((57119.0, 57120.0, -57120.0, 1e6, 1e3)):  # 127.5 times 448, the largest scale
+        x[0, count] = number
+        assert _overflowed(x, "i8s@e4m3fn/16") == min(count, 3)
+
+
+@pytest.mark.parametrize(
+    ("format", "rest", "limit"),  # the element is that of the rest: beyond are 7, and 7.5 sevenths of 6
+    [("nvfp4", [1.5, 0.5, 3.0], 7), ("if4", [1.5, 0.5, 3.0], 7), ("if4", [30 / 7, 18 / 7, 6 / 7], 7.5 * 6 / 7)],
+)
+@pytest.mark.parametrize("more", [[], [7.2], [7.001, -7.001], [6.999, -6.999], [6.43], [6.428], [6.2, 6.3]], ids=str)
+def test_numbers_beyond_the_element_of_a_block_have_overflowed(
+    format: str, rest: list[float], limit: float, more: list[float]
+) -> None:
+    """The scale of the second block, 1.4 of the smallest one, is rounded to that."""
+    numbers = [8.4, *more, *rest, *rest]
+    x = torch.zeros(2, 16)
+    x[0, 0], x[1, : len(numbers)] = 6 * 448, torch.tensor(numbers) * 2.0**-9
+    assert _overflowed(x, format) == sum(abs(one) >= limit for one in numbers)
+
+
 def test_zeros_that_become_other_numbers_are_not_counted_as_flushed() -> None:
     torch.save({"x": torch.tensor([[0.0, 1.0, -2.0, 0.5, -0.0]])}, "x.pt")
     (one,) = convert("x.pt", "out.pt", "binary").tensors
