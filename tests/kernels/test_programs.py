@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels import cpu
-from lowp.kernels.products import fp8_products
+from lowp.kernels.products import fp8_products, programs
 from lowp.kernels.products.contraction import contract, sum_of_rows
-from lowp.kernels.products.programs import NOWHERE, BytesStep, CodesStep, Memory, Program, rounds
+from lowp.kernels.products.programs import NOWHERE, BytesStep, CodesStep, Memory, ProductStep, Program, rounds
 from lowp.ops.trilinear import OUTPUT, Linear
 from lowp.policy import Accumulation
 
@@ -139,3 +142,76 @@ def test_chips_with_fp8_multiply_its_two_formats_under_a_tensors_own_scale(spell
 )
 def test_a_program_has_a_step_for_a_cast_to_32_bits_or_with_scales_that_it_finds(spelled: str, is_step: bool) -> None:
     assert rounds(parse(spelled)) is is_step
+
+
+PRODUCTS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((5, 7), (7, 3)), ((1, 7), (7, 1)), ((3, 5, 7), (3, 7, 2))]
+PRODUCTS += [((2, 3, 5, 7), (2, 3, 7, 2)), ((1, 3, 1, 2, 4, 6), (1, 3, 1, 2, 6, 5)), ((1, 1, 4, 6), (1, 1, 6, 5))]
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+@pytest.mark.parametrize(("left", "right"), PRODUCTS)
+def test_a_program_multiplies_matrices_of_at_most_two_leading_dimensions_as_they_lie(
+    left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randint(-8, 9, shape, generator=draw).float() for shape in (left, right)]
+    bias = torch.randint(-8, 9, right[-1:], generator=draw).float()
+    for turned in range(4):
+        operands = [
+            one.mT.contiguous().mT if turned >> place & 1 else one.contiguous() for place, one in enumerate(whole)
+        ]
+        lies = [Memory(place, tuple(one.shape), one.stride(), one.dtype) for place, one in enumerate(operands)]
+        result = torch.empty(*left[:-1], right[-1])
+        assert Program([ProductStep(*lies, 2, 3, torch.float32)])([*operands, bias, result])
+        assert torch.equal(result, operands[0] @ operands[1] + bias)
+        narrow = torch.empty(result.shape, dtype=torch.bfloat16)
+        assert Program([ProductStep(*lies, NOWHERE, 2, torch.bfloat16)])([*operands, narrow])
+        assert torch.equal(narrow, (operands[0] @ operands[1]).bfloat16())
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((5, 7), (8, 3)), ((3, 5, 7), (2, 7, 2)), ((3, 5, 7), (7, 2)), ((2, 3, 4, 5, 7), (2, 3, 4, 7, 2))],
+)
+def test_a_program_takes_no_other_products(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    lies = [Memory(place, one, programs.strides_of(one), torch.float32) for place, one in enumerate((left, right))]
+    with pytest.raises(ValueError, match="^" + re.escape(f"no product of {left} and {right}") + "$"):
+        Program([ProductStep(*lies, NOWHERE, 2, torch.float32)])
+
+
+def test_strides_and_what_is_read_as_it_lies_are_those_of_torch() -> None:
+    for shape in ((), (3,), (0,), (2, 3), (2, 0, 3), (4, 1, 1, 5)):
+        assert programs.strides_of(shape) == torch.empty(shape).stride()
+    x = torch.empty(4, 6, 8)
+    for one, is_reached in (
+        *(
+            (x, True),
+            (x.mT, True),
+            (x[:, ::2], True),
+            (x[..., ::2], False),
+            (x[:, :, :1], True),
+            (x.permute(1, 2, 0), True),
+        ),
+        *((x[:, :1, ::2], True), (x.permute(2, 0, 1), False), (x[0, :, 0].expand(5, 6), False)),
+    ):
+        assert programs.is_reached(tuple(one.shape), one.stride()) is is_reached
+    cases = {("mxfp8", 0): True, ("mxfp8", -1): True, ("e4m3fn@fp32/8x4", 0): False, ("e4m3fn@fp32/8x4", -1): True}
+    for (spelled, axis), is_followed in {**cases, ("fp16", 0): True, ("i8s@fp32/channel", 1): False}.items():
+        assert programs.follows((16, 12, 32) if axis == 1 else (16, 12), parse(spelled), axis) is is_followed
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_programs_read_ordinary_tensors_where_the_library_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, 3)
+    assert programs.serves(x, None, x.half()) == programs.is_here() == cpu.has_multiply_add()
+    assert not programs.serves(x, x.double())
+    for way in ("reference", "bitwise"):
+        with kernels.use(way):
+            assert not programs.serves(x)
+    with kernels.use("cpu"):
+        assert programs.serves(x) == programs.is_here()
+    with FakeTensorMode():
+        assert not programs.serves(x)
+    monkeypatch.setattr(programs, "is_here", lambda: False)
+    assert not programs.serves(x)
