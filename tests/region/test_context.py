@@ -20,6 +20,7 @@ from lowp import presets
 from lowp.errors import InvalidInput, Misuse, UnknownName
 from lowp.policy import Policy, Rule
 from lowp.region import Observation, autocast, context
+from lowp.region.rulebook import Report
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
@@ -199,6 +200,25 @@ def test_an_op_without_a_16_bit_kernel_goes_to_fp32_and_is_reported() -> None:
         for _ in range(2):
             assert torch.special.bessel_j0(x).dtype is FULL
     assert region.report().widened == ("special_bessel_j0 on cpu",)
+
+
+def test_an_error_of_dtypes_names_those_of_its_operands_where_they_are_several() -> None:
+    engine, full, half = autocast("fp16")._compiled, torch.ones(2, 2), torch.ones(2, 2).half()
+    mixed = RuntimeError("expected scalar type Half but found Float")
+    with pytest.raises(RuntimeError) as told:
+        engine.without_kernel(mixed, torch.special.bessel_j0, (full,), {"out": half})
+    assert told.value.__cause__ is mixed and str(told.value) == (
+        "expected scalar type Half but found Float. special_bessel_j0 was given float16 and float32: products in this "
+        "region write another dtype than the model is stored in. Convert the model with float(), or store it in few "
+        "bits by lowp.Precision(...).prepare(model, optimizer)"
+    )
+    missing = RuntimeError("\"x\" not implemented for 'Half'")
+    for error, args in ((mixed, (full, full)), (mixed, (half, full.int())), (mixed, (half,)), (missing, ())):
+        with pytest.raises(RuntimeError) as plain:
+            engine.without_kernel(error, torch.special.bessel_j0, args, {})
+        assert plain.value is error
+    engine.rulebook.find(torch.special.bessel_j0, "")
+    assert engine.without_kernel(missing, torch.special.bessel_j0, (half,), {}).dtype is FULL
 
 
 @pytest.mark.parametrize("call", [F.binary_cross_entropy, nn.BCELoss()], ids=["function", "module"])
@@ -463,6 +483,48 @@ def test_unused_rules_are_refused_also_where_an_error_is_being_handled() -> None
         with pytest.raises(KeyError), autocast(policy, strict=True):
             product()
             raise KeyError from error
+
+
+def test_a_report_tells_in_lines_what_ran_and_what_no_rule_named() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.ModuleDict({"x": nn.Linear(3, 3)}), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a["x"](x)) @ torch.ones(3, 3) + torch.kron(x, x).sum()
+
+    rules = Rule.of("linear", where="a.*", input="bf16"), Rule.of("linear", where="nowhere", input="fp16")
+    policy = Policy(rules, name="mine")
+    context._warned.add(policy)
+    with autocast(policy) as region:
+        Two()(torch.ones(2, 3))
+    assert str(region.report()) == (
+        "policy mine: 1 ops ran under its rules\n"
+        "  unused rule 2: linear in nowhere: input=fp16\n"
+        "  no rule for linear in b\n"
+        "  no rule for matmul\n"
+        "  not rounded, as no rule names it: kron\n"
+        "  contractions inside other functions were not watched: strict=True watches them"
+    )
+    assert region.report().complaint == (
+        "policy mine: nothing matched rule 2 (linear in nowhere: input=fp16). Ops under a rule so far: linear"
+    )
+    whole = Report(
+        Policy(rules), rules[:1], ("mm",), ("gelu on cpu",), ("linear", "mm"), True, ("mv in float64",), ("kron",)
+    )
+    assert str(whole) == (
+        "policy unnamed: 2 ops ran under its rules\n"
+        "  unused rule 1: linear in a.*: input=bf16\n"
+        "  no rule for mm\n"
+        "  in fp32 for want of a kernel: gelu on cpu\n"
+        "  left as it is, as under torch.autocast: mv in float64\n"
+        "  not rounded, as no rule names it: kron"
+    )
+    assert Report(Policy(rules), rules).complaint == (
+        "policy unnamed: nothing matched rule 1 (linear in a.*: input=bf16); rule 2 (linear in nowhere: input=fp16). "
+        "Ops under a rule so far: none"
+    )
 
 
 def test_the_rules_of_a_preset_may_stay_unused() -> None:
