@@ -218,6 +218,12 @@ def test_underflow_is_the_share_of_nonzero_values_that_are_flushed() -> None:
     assert underflow(torch.zeros(256, dtype=torch.int64)) == 0.0
 
 
+@pytest.mark.parametrize(("seen", "share"), [({}, 0.0), ({-26: 1}, 1.0), ({-25: 1}, 0.0), ({-126: 1, 0: 1}, 0.5)])
+def test_underflow_of_few_values_is_their_share(seen: dict[int, int], share: float) -> None:
+    found = underflow(counts(seen))  # of numbers from 2**-25 on most are kept
+    assert found.dtype is torch.float32 and found.shape == () and found.item() == share
+
+
 @pytest.mark.parametrize(
     ("exponents", "target", "scale"),
     [
