@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from lowp.errors import InvalidInput
-from lowp.recipes.bert import WordPiece, drawn_tweets, read_tweets, span_data, words_of
+from lowp.recipes.bert import WordPiece, drawn_tweets, evaluate, read_tweets, span_data, words_of
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 PIECES = [
@@ -131,3 +133,32 @@ def test_drawn_tweets_have_the_sentiments_of_the_real_ones_and_a_part() -> None:
     assert shares == pytest.approx([0.405, 0.312, 0.283], abs=0.03)
     assert all(0 <= tweet.start < tweet.end <= len(tweet.text) for tweet in tweets)
     assert tweets == drawn_tweets(2000) != drawn_tweets(2000, seed=1)
+
+
+def test_a_vocabulary_has_characters_first_and_then_words_by_their_number() -> None:
+    built = WordPiece.build(["b cab b ab ba b ab ba cab a"], max_size=100, min_count=2)
+    assert list(built.ids) == [*SPECIAL, *"abc", "##a", "##b", "##c", "ab", "ba", "cab"]
+    assert list(WordPiece.build(["ab ab ab cd cd"], max_size=13, min_count=2).ids)[-1] == "ab"
+    assert (
+        "cab" not in WordPiece.build(["cab cab"], max_size=100).ids and "cab" in WordPiece.build(["cab " * 3], 100).ids
+    )
+
+
+def test_the_part_that_is_found_is_compared_with_the_true_one() -> None:
+    def batch(segments: list[list[int]], found: list[tuple[int, int]], true: list[tuple[int, int]]) -> dict[str, Any]:
+        scores = torch.zeros(len(found), 4, 2)
+        scores[:, 0] = 9.0  # of what is not of the text
+        for row, ends in enumerate(found):
+            for index, place in enumerate(ends):
+                scores[row, place, index] = 2.0
+        start, end = torch.tensor(true).unbind(1)
+        return {"pieces": scores, "segments": torch.tensor(segments), "start": start, "end": end}
+
+    batches = [
+        batch([[0, 1, 1, 1], [0, 1, 1, 0]], [(1, 3), (2, 1)], [(1, 2), (2, 2)]),  # an end is no earlier than its start
+        batch([[0, 1, 1, 1]], [(1, 1)], [(3, 3)]),
+    ]
+    found = evaluate(cast(torch.nn.Module, lambda pieces, segments: pieces), batches)
+    three, two = math.log(math.exp(2) + 2), math.log(math.exp(2) + 1)
+    assert found["overlap"] == pytest.approx((2 / 3 + 1 + 0) / 3) and found["exact"] == pytest.approx(1 / 3)
+    assert found["loss"] == pytest.approx(((three - 2) + three + (two - 2) + two + three + three) / 3)

@@ -290,3 +290,16 @@ def test_an_overlap_is_a_part_of_the_smaller_box() -> None:
         ((9, 9, 10, 10), 0.0),
     ):
         assert shapes._overlap((0, 0, 4, 4), other) == shapes._overlap(other, (0, 0, 4, 4)) == part
+
+
+def test_boxes_are_kept_above_a_probability_and_each_class_has_its_most_likely_ones() -> None:
+    boxes = torch.tensor([[place / 8, 0.0, place / 8 + 0.1, 0.1] for place in range(7)])
+    likely = torch.tensor([[0.5, 0.25], [0.75, 0.5], [0.625, 0.875], [1.0, 0.0], [0.75, 0.5], [0.5, 0.5], [0.0, 1.0]])
+    found = select_detections(boxes, likely, iou_threshold=0.5, max_count=2, min_score=0.5)
+    assert found.classes.tolist() == [0, 0, 1, 1] and found.scores.tolist() == [1.0, 0.75, 1.0, 0.875]
+    assert torch.equal(found.boxes[[0, 2, 3]], boxes[[3, 6, 2]])
+    every = select_detections(boxes, likely, iou_threshold=0.5, max_count=9, min_score=0.5)
+    assert every.classes.tolist() == [0] * 4 + [1] * 2 and every.scores.min() > 0.5
+    near = torch.tensor([[0.0, 0.0, 0.5, 0.5], [0.0, 0.0, 0.5, 0.25], [0.0, 0.0, 0.5, 0.375]])  # by 1/2 and 3/4
+    found = select_detections(near, torch.tensor([[0.75], [0.5], [0.625]]), iou_threshold=0.5, max_count=9)
+    assert found.scores.tolist() == [0.75, 0.5]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,12 +37,16 @@ def test_a_stop_is_heeded_behind_the_first_step() -> None:
     assert told.progress == [(0, 3), (1, 3)]
 
 
-@pytest.mark.parametrize(("looks", "seconds", "last"), [(1, math.inf, 4), (5, math.inf, 9), (1000, 0.0, 4)])
+@pytest.mark.parametrize(
+    ("looks", "seconds", "last"), [(1, math.inf, 4), (5, math.inf, 9), (1000, 0.0, 4), (1000, 2.5, 6)]
+)
 def test_without_a_number_it_goes_on_until_it_has_looked_often_enough_or_the_time_is_over(
     looks: int, seconds: float, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("_STEPS", 4), ("_LOOKS", looks), ("_SECONDS", seconds)):
         monkeypatch.setattr(profiling, name, value)
+    clock = itertools.count(1000)  # it does not begin at zero
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     """Without a bound of the overhead it looks at the steps 0, 1, 2, 4 and 8."""
     told = Told()
     profiled(SETTINGS, None, None, on_progress=told)

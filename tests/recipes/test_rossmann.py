@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from lowp.errors import InvalidInput
 from lowp.recipes.recipe import TensorExamples
-from lowp.recipes.rossmann import CATEGORIES, NUMBERS, drawn_tables, read_tables, sales_data
+from lowp.recipes.rossmann import CATEGORIES, NUMBERS, drawn_tables, evaluate, read_tables, sales_data
 
 DAYS = np.arange(np.datetime64("2015-04-01"), np.datetime64("2015-06-10"))
 STORE_CSV = """"Store","StoreType","Assortment","CompetitionDistance","CompetitionOpenSinceMonth",\
@@ -189,3 +191,14 @@ def test_the_effects_on_the_drawn_sales_are_found_again_by_least_squares() -> No
     assert found == pytest.approx([*by_weekday, *by_month, 0.3, 0.04], abs=0.02)
     rest = wide[:, -1] - wide[:, :-1] @ found
     assert 0.1 < rest.std() < 0.12  # and the promotion's effect of each shop
+
+
+def test_the_relative_error_of_sales_is_that_of_the_competition() -> None:
+    def batch(*ratios: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        target = torch.arange(float(len(ratios)))
+        return target + torch.tensor(ratios).log(), target, target
+
+    model = cast(torch.nn.Module, lambda categories, numbers: categories)
+    found = evaluate(model, [batch(1.1, 0.8), batch(1.0)])
+    assert found["rmspe"] == pytest.approx(((0.01 + 0.04) / 3) ** 0.5, rel=1e-4)
+    assert found["loss"] == pytest.approx((math.log(1.1) ** 2 + math.log(0.8) ** 2) / 3, rel=1e-4)

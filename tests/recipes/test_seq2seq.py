@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lowp.errors import InvalidInput
+from lowp.recipes import seq2seq
 from lowp.recipes.seq2seq import drawn_dates, pair_data, read_pairs
 
 
@@ -47,3 +50,17 @@ def test_drawn_dates_are_different_and_written_in_full() -> None:
         date = datetime.date.fromisoformat(iso)
         assert str(date.day) in text and (str(date.year) in text or f"{date.year % 100:02}" in text)
         assert len(text.encode()) < 32
+
+
+def test_symbols_and_translations_are_counted_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seq2seq, "_scores_and_targets", lambda model, batch: batch)
+    assert seq2seq.PADDING not in (1, 2, 3, 4)
+
+    def batch(true: list[list[int]], found: list[list[int]]) -> Any:
+        return 2.0 * torch.nn.functional.one_hot(torch.tensor(found), 6), torch.tensor(true)
+
+    none = seq2seq.PADDING
+    batches = [batch([[1, 2, none], [3, 1, 1]], [[1, 2, 4], [3, 1, 2]]), batch([[1, 1, 1]], [[1, 1, 1]])]
+    found = seq2seq.evaluate(torch.nn.Module(), batches)
+    assert found["accuracy"] == 7 / 8 and found["exact"] == 2 / 3
+    assert found["loss"] == pytest.approx(math.log(math.exp(2) + 5) - 2 + 2 / 8)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from PIL import Image
 
 from lowp.errors import InvalidInput
 from lowp.recipes.data.shapes import Scene, draw_scene
-from lowp.recipes.unet import MaskedExamples, drawn_masks, read_masked
+from lowp.recipes.unet import MaskedExamples, drawn_masks, evaluate, read_masked
 
 
 def write(folder: Path, values: tuple[int, ...] = (0, 40, 200), masks: str = "masks") -> None:
@@ -80,3 +81,30 @@ def test_a_mask_is_mirrored_with_its_picture() -> None:
     drawn, drawn_labels = MaskedExamples(images, masks, 2).batch(torch.arange(6), torch.Generator().manual_seed(0))
     assert torch.equal(drawn[:, 0, 2:-2, 2:-2] > 0, drawn_labels > 0)
     assert not torch.equal(drawn_labels, masks)
+
+
+def test_a_drawn_picture_is_coloured_by_its_kinds_on_its_part_of_the_photographs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def scene(random: np.random.Generator, side: int, sizes: Any, count: int, *rest: Any) -> Scene:
+        asked.append((side, sizes, *rest))
+        return draw_scene(random, side, sizes, count, *rest)
+
+    monkeypatch.setattr("lowp.recipes.unet.draw_scene", scene)
+    drawn = drawn_masks(68, 46, 9, 3, 2)
+    assert asked == [(68, (0.25, 0.5), 8, False, True)] * 3 + [(68, (0.25, 0.5), 8, True, True)] * 2
+    assert (len(drawn.training), len(drawn.validation)) == (3, 2)
+
+
+def test_pixels_and_classes_are_counted_over_all_pictures() -> None:
+    def batch(masks: list[Any], found: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return 2.0 * torch.nn.functional.one_hot(torch.tensor(found), 9).movedim(-1, 1), torch.tensor(masks)
+
+    nothing = [[[0, 0], [0, 0]]] * 3
+    batches = [batch([[[0, 1], [1, 2]]], [[[0, 1], [2, 2]]]), batch(nothing, nothing)]
+    found = evaluate(cast(torch.nn.Module, lambda images: images), batches)
+    right = math.log(math.exp(2) + 8) - 2
+    assert found["accuracy"] == pytest.approx(15 / 16) and found["mean_overlap"] == pytest.approx((1 + 0.5 + 0.5) / 3)
+    assert found["loss"] == pytest.approx(right + 2 * 0.25 / 4)
