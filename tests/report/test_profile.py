@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+import csv
+import io
+import math
+from pathlib import Path
+from typing import Any
 
-from lowp.numerics.record import Record
-from lowp.report.profile import headline
+import pytest
+import torch
+from rich.console import Console
+
+from lowp.loss_scale import LossScale
+from lowp.numerics.advice import Advice, FormatVerdict
+from lowp.numerics.findings import Finding
+from lowp.numerics.policies import HighLayers, Product
+from lowp.numerics.prediction import Effect, Window
+from lowp.numerics.record import Key, Part, Record, StepSeen
+from lowp.numerics.spectrum import Spectrum
+from lowp.policy import Policy, Rule
+from lowp.presets import PRESETS
+from lowp.report.profile import headline, print_precision, print_profile, to_csv
 
 
 @pytest.mark.parametrize(
@@ -33,3 +49,142 @@ from lowp.report.profile import headline
 )
 def test_an_overhead_above_the_share_is_told_beside_the_budget(sampling: dict[str, float], told: str) -> None:
     assert headline(Record({"title": "a model"}, sampling=dict(sampling))).split(" · ")[-1] == told
+
+
+def made_by_hand() -> Record:
+    part = Part()
+    part.tensors = {
+        Key("a", "linear", "input", "forward"): Spectrum.of(torch.tensor([1.0, -2.0, 0.0, math.nan])),
+        Key("", "weight", "weight", "step"): Spectrum.of(torch.tensor([0.0])),
+    }
+    part.steps = [StepSeen(step, loss=1.0, sampled=step < 2) for step in range(3)]
+    sampling = {"max_overhead": 0.03, "overhead": 0.02, "looks": 2.5, "modules": 4, "modules_seen": 3}
+    return Record({"title": "mine", "parameters": 12345}, part, {**sampling, "total_seconds": 1.234})
+
+
+def advised(apart: str, *verdicts: FormatVerdict, window: Window, **more: Any) -> Advice:
+    base = PRESETS["fp16"].policy
+    rules = [Rule.of("contraction", where=module, input="bf16") for module in apart]
+    policy = Policy((*rules, *base.rules), base.parameters, base.table, "mine", LossScale.parse("dynamic(1024)"))
+    return Advice(verdicts, more.pop("findings", ()), window, policy, **more)
+
+
+def printed(*given: Any) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    print_profile(console, *given)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+FP16 = FormatVerdict("fp16", 0.00125, 0, None, math.inf, "with loss scale 2^10", True, 10)
+WHOLE = """\
+mine · 12,345 parameters · 2 tensors · 2.5 recordings of each module over 2 steps · overhead 2.0 %
+VERDICT  Train in fp16 with a dynamic loss scale and keep the weights in fp32, a, b, c and 2 more layers in bf16: \
+stored in bf16 they would lose 26 % of their updates (judged by 3 of 4 modules alone)
+ ! N101  some   here [x] → keep master weights
+ ✗ N402  skips   there → begin
+   and 2 more in the report
+ ✓ 7 tensors need no change
+format      use            flushed   overflow   stalled    SQNR   verdict
+──────────────────────────────────────────────────────────────────────────────────────
+fp16        ✓ safe         0.125 %          0         -   exact   with loss scale 2^10
+pure bf16   ✗ loses        0.000 %          1   25.60 %   39 dB   WILL STALL
+fp8         ! with care    2.000 %          0         -   20 dB   for all layers
+bf16        ? not judged   0.000 %          0         -    1 dB   not judged: x
+
+Scale window of 3 of 4 modules alone 2^-4 ├─────────────────────■──┤ 2^35: the first step finds what fits the others too
+3 of 4 modules were recorded in 3 % of 1.2 s: --max-overhead none records all of them, and so does a longer run
+Next: lowp run x
+Why:  lowp explain N101
+"""
+SMALL = """\
+mine · 12,345 parameters · 2 tensors · 2 sampled steps · overhead 2.0 % · the run did not end
+VERDICT  Train in fp16 with loss scale 2^17 and keep the weights in fp32, a in bf16
+ ✓ 0 tensors need no change
+format   use      flushed   overflow   stalled    SQNR   verdict
+─────────────────────────────────────────────────────────────────────────────
+fp16     ✓ safe   0.125 %          0         -   exact   with loss scale 2^10
+
+Scale window 2^0 ├────────────────────■───┤ 2^20, recommended 2^17
+"""
+
+
+def test_a_profile_is_printed_as_a_whole() -> None:
+    record = made_by_hand()
+    others = (
+        FormatVerdict("pure bf16", 0.0, 1, 0.256, 38.6, "WILL STALL", False),
+        FormatVerdict("fp8", 0.02, 0, None, 20.4, "for all layers", True),
+        FormatVerdict("bf16", 0.0, 0, None, 1.0, "not judged: x", False),
+    )
+    findings = (Finding("N101", "some", "here [x]", ("a",)), Finding("N402", "skips", "there", change="begin"))
+    advice = advised("abcde", FP16, *others, window=Window(-4, 35), findings=findings, more=2, quiet=7)
+    assert printed(record, advice, "lowp run x") == WHOLE
+    record.sampling["max_overhead"], record.complete = None, False
+    assert printed(record, advised("a", FP16, window=Window(0, 20))) == SMALL
+    three = printed(record, advised("abc", FP16, window=Window(-126, 127)))
+    assert "a, b, c in bf16" in three and "Scale window: unknown, no gradient was recorded" in three
+    record.sampling.update(max_overhead=0.03, looks=1.0)
+    del record.sampling["modules"]
+    assert "1.0 recording of each module over 2 steps" in headline(record)
+    text = printed(record, advised("", FP16, window=Window(1, 0)), "lowp run x")
+    assert "(judged by a part of the modules alone)" in text and "no scale fits any layer" in text
+    assert "were recorded in" not in text and "Next: lowp run x" in text and "Why:" not in text
+    record.part.steps = record.part.steps[:1]
+    assert "over 1 step " in headline(record)
+
+
+def test_what_a_precision_does_is_printed_as_a_whole() -> None:
+    def product(*losses: tuple[float, float]) -> Product:
+        return Product([Effect(flushed, 0.0, 0.0, ratio, 1.0, 2.0) for flushed, ratio in losses])
+
+    effects = {
+        Key("a", "linear", "input", "forward"): Effect(0.5, 0.1, 0.0, 3.4, 1.0, 2.0, True),
+        Key("", "linear", "grad", "backward"): Effect(0.0, 0.0, 0.25, 40.0, 3.0, 2.0),
+        Key("b", "linear", "input", "forward"): Effect(0.0, 0.0, 0.0, math.inf, 1.0, 2.0),
+    }
+    products = {
+        ("", "linear"): {"forward": product((0.0, 10.0), (0.125, 20.0))},
+        **{(f"layers.{place}", "linear"): {"input_gradient": product((0.0, 60.0 - place))} for place in range(12)},
+        ("b", "conv2d"): {"forward": product((0.0, 10.0)), "weight_gradient": product((0.5, 30.0))},
+    }
+    high = HighLayers(PRESETS["fp8"].policy, {"a": 0.5, "": 0.25, "c": 0.125, "d": 0.1}, ("a", ""))
+    console = Console(file=io.StringIO(), width=200)
+    print_precision(console, "fp8", effects, products, {"a.weight": 0.00123, "b.weight": 2.0}, high)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[:5] == [
+        "fp8: 3 tensors are rounded, 1 overflow; those that lose most:",
+        "  the model linear grad: 0.000 % flushed, 25.000 % too large, 40 dB",
+        "  a linear input: 50.000 % flushed, 0.000 % too large, 3 dB, a bound",
+        "  b linear input: 0.000 % flushed, 0.000 % too large, inf dB",
+        "products: the share flushed, the mean square error",
+    ]
+    rows = [" ".join(line.split()) for line in lines]
+    assert "layer forward input gradient weight gradient" in rows
+    assert "the model itself linear 12.5 % 11.000 % - -" in rows  # a tenth and a hundredth
+    assert "b conv2d 0.0 % 10.000 % - 50.0 % 0.100 %" in rows
+    layers = [row.split()[0] for row in rows if row.startswith("layers.")]
+    assert layers == [f"layers.{place}" for place in range(2, 12)]  # the largest twelve errors, in the model's order
+    assert rows[-2:] == [
+        "predicted change of the loss if only one of these tensors is rounded: a.weight 1.2e-03, b.weight 2.0e+00",
+        "keep a, the model itself in bf16 (--high 2): of the layers' predicted changes of the loss, squared, a 50%, "
+        "the model itself 25%, c 12%",
+    ]
+    console = Console(file=io.StringIO(), width=200)
+    print_precision(console, "fp8", {}, {}, {}, HighLayers(high.policy, {"a": 0.0}, ()))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown == "fp8: 0 tensors are rounded, 0 overflow; those that lose most:\n"
+    console = Console(file=io.StringIO(), width=200)
+    print_precision(console, "fp8", {}, {}, {}, HighLayers(high.policy, {"a": 0.2, "b": 0.2}, ()))
+    assert "no layer stands out: of the layers' predicted" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_table_has_a_line_a_tensor_with_what_formats_do_to_it(tmp_path: Path) -> None:
+    to_csv(made_by_hand(), tmp_path / "profile.csv")
+    heads, first, second = csv.reader(io.StringIO((tmp_path / "profile.csv").read_text()))
+    formats = ("fp16", "bf16", "e4m3fn", "e5m2")
+    effects = [f"{what}_{name}" for name in formats for what in ("flushed", "overflow", "sqnr")]
+    numbers = ["count", "zeros", "nan", "inf", "maximum", "root_mean_square", "lowest", "highest"]
+    assert heads == ["module", "op", "role", "phase", *numbers, *effects]
+    assert first[:9] == ["a", "linear", "input", "forward", "4", "1", "1", "0", "2.0"]
+    assert float(first[9]) == pytest.approx((5 / 3) ** 0.5) and first[10:12] == ["0", "1"]
+    assert first[12:] == ["0.0", "0.0", "inf"] * 4  # each format has these numbers
+    assert second[:12] == ["", "weight", "weight", "step", "1", "1", "0", "0", "0.0", "0.0", "", ""]
