@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from lowp.errors import InvalidInput
 from lowp.numerics.spectrum import Spectrum
 from lowp.recipes.recording import flex
 from lowp.recipes.recording.flex import record_autoflex
@@ -43,3 +45,23 @@ def test_numbers_are_counted_by_octave_and_as_the_exponents_and_the_largest_of_t
     assert found["below_maximum"] == 9 / 13  # those below 2^5
     assert found["below_unit"] == (6 + 5) / 26  # those below half of 2^-5 and of 2^-7
     assert found["exponents"] == [-7, -5]
+
+
+def test_a_layer_that_is_drawn_is_the_named_one_or_the_first_with_an_output() -> None:
+    sites = [
+        "update of d.weight",
+        "weight of a.weight",
+        "update of a.bias",
+        "update of a.weight",
+        "output of ab linear",
+    ]
+    sites += ["output of a linear", "output of b conv2d", "weight of b.weight", "update of b.weight"]
+    exponents = cast(Any, SimpleNamespace(sites=lambda: sites))
+    first = ("a", ("weight of a.weight", "output of a linear", "update of a.weight"))
+    assert flex._sites(exponents, None) == flex._sites(exponents, "a") == first
+    assert flex._sites(exponents, "b") == ("b", ("weight of b.weight", "output of b conv2d", "update of b.weight"))
+    with pytest.raises(InvalidInput, match=r"unknown layer 'd'.* a, b"):
+        flex._sites(exponents, "d")
+    sites.clear()
+    with pytest.raises(InvalidInput, match="unknown layer None"):
+        flex._sites(exponents, None)

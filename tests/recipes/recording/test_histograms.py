@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowp.numerics.spectrum import Spectrum
-from lowp.recipes.recording.runs import below, histogram, in_fp16, median
+from lowp.recipes.recipe import Metric
+from lowp.recipes.recording.runs import below, head, histogram, in_fp16, median
 
 
 def make_numbers() -> Tensor:
@@ -74,3 +77,21 @@ def test_what_fp16_makes_zero_or_infinite_is_what_torch_s_cast_makes_so() -> Non
     assert document["infinite"] == pytest.approx(infinite, abs=1e-3)  # as if numbers were spread evenly in a bin
     subnormal = (magnitude >= 2**-24) & (magnitude < 2**-14)
     assert document["subnormal"] == pytest.approx(int(subnormal.sum()) / len(present), abs=1e-15)
+
+
+def test_the_header_of_a_run_has_its_length_and_its_last_metric() -> None:
+    def document(*accuracies: float) -> dict[str, Any]:
+        training = SimpleNamespace(
+            settings=SimpleNamespace(recipe="toy", precision="fp16", seed=3),
+            data=SimpleNamespace(description="some data"),
+            recipe=SimpleNamespace(metric=Metric("accuracy")),
+            history=[{"accuracy": one} for one in accuracies],
+            **{"epochs": 2, "steps": 8, "failure": None},
+        )
+        return head("lowp toy", cast(Any, training))
+
+    found = document(0.25, 0.5)
+    own = ("kind", "recipe", "data", "precision", "seed", "epochs", "steps", "failure")
+    assert [found[name] for name in own] == ["lowp toy", "toy", "some data", "fp16", 3, 2, 8, None]
+    assert found["metric"] == {"name": "accuracy", "is_share": True, "value": 0.5}
+    assert document()["metric"]["value"] is None
