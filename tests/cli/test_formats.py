@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,3 +239,15 @@ def test_a_terminal_gets_colour_unless_it_asks_not_to(
     assert ("\x1b[" in out) == coloured
     assert "bf16" in out and "exponents -126 .. 127" in out
     assert os.environ.get("NO_COLOR") == environment.get("NO_COLOR")
+
+
+SHOWN = (Path(__file__).parent / "formats.txt").read_text(encoding="utf-8").split("$ lowp ")[1:]
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.partition("\n")[0])
+def test_formats_of_each_kind_are_shown_as_a_whole(
+    lowp: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, shown: str
+) -> None:
+    command, _, text = shown.partition("\n")
+    monkeypatch.setenv("COLUMNS", "60" if "--layout" in command else "80")
+    assert lowp(*command.split()).out == text
