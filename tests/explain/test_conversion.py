@@ -74,6 +74,14 @@ def test_a_shared_scale_is_given_or_chosen() -> None:
     assert nvfp4 is not None and abs(nvfp4.value - 1) < Fraction(1, 1 << 20)
 
 
+def test_the_scale_of_zeros_is_one_for_a_tensor_if_it_has_that_and_else_the_smallest() -> None:
+    exponents = {"flex16+5": 0, "dfp16": 0, "mxfp8": -127, "nvfp4": -9, "i8s@e4m3fn/16": -9, "int8": -149}
+    exponents |= {"i16@2^-31..-1/tensor": -31, "i16@2^1..9/tensor": 1, "i16@2^0..9/tensor": 0, "e4m3fn@fp32/tensor": 0}
+    for name, exponent in exponents.items():
+        scale = convert("0", name).scale
+        assert scale is not None and scale.exponent == exponent, name
+
+
 @pytest.mark.parametrize(
     ("to", "given", "text"),
     [
@@ -190,6 +198,7 @@ def test_exact_numbers_are_plain_where_fp64_or_its_decimal_has_them() -> None:
     assert as_json(numbers) == [0.4, "1/3", "2^-1100", -(2**53) + 1, float(2**53)]
     assert [type(one) for one in as_json(numbers)] == [float, str, str, int, float]  # type: ignore[attr-defined]
     assert as_json(Fraction(1 << 1100)) == "2^1100"
+    assert as_json(Fraction((1 << 53) + 1)) == f"1.{'0' * 15}11102230246251565404236316680908203125 x 2^53"
     texts = ("nan", "-inf", "0", "1/3", "-7")
     assert as_json({1: tuple(map(parse_number, texts))}) == {"1": ["nan", "-inf", 0, "1/3", -7]}
 

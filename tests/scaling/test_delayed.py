@@ -55,7 +55,9 @@ def test_no_two_parts_of_a_state_lie_in_the_same_memory() -> None:
 
 
 def test_steps_beyond_their_scale_are_counted_from_the_second_on() -> None:
-    scaling, state = DelayedMaximum(4, headroom=1), DelayedMaximum(4, headroom=1).init()
-    for value in (8.0, 16.0, 33.0, 8.0):  # twice the largest so far is held
-        state = scaling.observe(state, MaximaSeen(torch.tensor([value]), torch.tensor([True])))
-    assert state.saturated.item() == 1
+    scaling = DelayedMaximum(4, headroom=1)
+    for values in ((8.0, 16.0, 33.0, 8.0), (0.125, 0.25, 0.5078125, 0.0)):  # twice the largest so far is held
+        state = scaling.init()
+        for value in values:
+            state = scaling.observe(state, MaximaSeen(torch.tensor([value]), torch.tensor([True])))
+        assert state.saturated.item() == 1
