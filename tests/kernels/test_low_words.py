@@ -53,8 +53,10 @@ def test_two_words_hold_what_one_loses() -> None:
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 @pytest.mark.parametrize(
     ("shape", "has_two"),
-    [((2, 1023), False), ((2, 1024), True), ((1024,), False), ((0, 1024), False), ((2, 1, 1024), True)]
-    + [((2, 1024, 3), False), ((1024, 2), False)],
+    [
+        *(((2, 1023), False), ((2, 1024), True), ((1024,), False), ((0, 1024), False)),
+        *(((2, 1, 1024), True), ((2, 1024, 3), False), ((1024, 2), False)),
+    ],
 )
 def test_values_have_a_second_word_from_1024_features_on(shape: tuple[int, ...], has_two: bool) -> None:
     x = torch.full(shape, 2.0**-20).index_fill(-1, torch.tensor([0]), 1.0)
