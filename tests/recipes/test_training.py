@@ -280,3 +280,33 @@ def test_a_long_epoch_is_kept_between_its_steps(tmp_path: Path, monkeypatch: pyt
         keeper=keeper, on_step=lambda training, loss: kept.append(read_extra(keeper.path)["step_of_epoch"])
     )
     assert kept == list(range(9))
+
+
+def test_the_order_of_an_epoch_and_each_augmentation_are_drawn_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, seen, randperm = list[int](), list[torch.Tensor](), torch.randperm
+
+    class Noted:
+        def __init__(self, examples: Any) -> None:
+            self.examples = examples
+
+        def __len__(self) -> int:
+            return len(self.examples)
+
+        def batch(self, indices: torch.Tensor, generator: torch.Generator) -> Any:
+            seen.append(indices)
+            seeds.append(generator.initial_seed())
+            return self.examples.batch(indices, generator)
+
+    def noted(count: int, generator: torch.Generator) -> torch.Tensor:
+        seeds.append(generator.initial_seed())
+        return randperm(count, generator=generator)
+
+    examples = DATA.training
+    data = lowp.recipes.recipe.Data(Noted(examples), DATA.validation, "")  # type: ignore[attr-defined]
+    training = Training(Settings("digits", seed=3, batch=500), data)
+    monkeypatch.setattr(torch, "randperm", noted)
+    assert training.steps_per_epoch == 2 and len(training.take(lambda taken: taken >= 3)) == 3
+    base = 3 * 1_000_003
+    assert seeds == [(base + epoch) * 1_000_003 + use for epoch, use in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))]
+    order = randperm(len(examples), generator=torch.Generator().manual_seed(base * 1_000_003))
+    assert torch.equal(torch.cat(seen[:2]), order[:1000])
