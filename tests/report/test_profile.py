@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import math
+import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ from lowp.numerics.advice import Advice, FormatVerdict
 from lowp.numerics.findings import Finding
 from lowp.numerics.policies import HighLayers, Product
 from lowp.numerics.prediction import Effect, Window
-from lowp.numerics.record import Key, Part, Record, StepSeen
-from lowp.numerics.spectrum import Spectrum
+from lowp.numerics.record import Key, Octaves, OpSeen, Part, Record, StepSeen
+from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
-from lowp.report.profile import headline, print_precision, print_profile, to_csv
+from lowp.report import profile_strips
+from lowp.report.profile import headline, print_precision, print_profile, to_csv, to_tensorboard
+from lowp.report.profile_strips import raised, scale_words, strips
 
 
 @pytest.mark.parametrize(
@@ -188,3 +192,99 @@ def test_a_table_has_a_line_a_tensor_with_what_formats_do_to_it(tmp_path: Path) 
     assert float(first[9]) == pytest.approx((5 / 3) ** 0.5) and first[10:12] == ["0", "1"]
     assert first[12:] == ["0.0", "0.0", "inf"] * 4  # each format has these numbers
     assert second[:12] == ["", "weight", "weight", "step", "1", "1", "0", "0", "0.0", "0.0", "", ""]
+
+
+def test_tensorboard_gets_a_histogram_of_octaves_a_tensor_and_what_is_known_of_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def __enter__(self) -> Writer:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            done.append("closed")
+
+        def add_histogram_raw(self, **given: Any) -> None:
+            done.append(given)
+
+        def add_scalar(self, *given: Any) -> None:
+            done.append(given)
+
+    done: list[Any] = []
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", cast(Any, SimpleNamespace(SummaryWriter=Writer)))
+    record = made_by_hand()
+    record.tensors[Key("a", "linear", "input", "forward")] = Spectrum.of(torch.tensor([0.5, 0.75, 0.0, -8.0]))
+    record.steps[1].scale, record.steps[1].loss = 8.0, None
+    record.steps[2].largest_gradient = 0.25
+    to_tensorboard(record, tmp_path)
+    histogram, *numbers, last = done
+    assert histogram == {
+        **{"tag": "input/a/linear", "min": -1, "max": 4, "num": 3, "sum": -2 + 3, "sum_squares": 2 + 9},
+        **{"bucket_limits": [0, 1, 2, 3, 4], "bucket_counts": [2, 0, 0, 0, 1], "global_step": 1},
+    }
+    assert numbers == [("loss", 1.0, 0), ("scale", 8.0, 1), ("loss", 1.0, 2), ("largest_gradient", 0.25, 2)]
+    assert last == "closed"
+
+
+def test_the_data_of_strips_are_those_of_a_profile_made_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part()
+    for module, op, op_class in (
+        ("b.0.up", "linear", "contraction"),
+        ("b.0", "add", "pointwise"),
+        ("", "loss", "wide"),
+    ):
+        part.ops[module, op] = OpSeen(op_class, line="train.py:7")
+    first, second, loss = (
+        Key("b.0.up", "linear", "output", "forward"),
+        Key("b.0", "add", "output", "forward"),
+        Key("", "loss", "grad", "backward"),
+    )
+    part.tensors = {
+        loss: Spectrum.of(torch.ones(1)),  # in fp32 in every precision
+        second: Spectrum.of(torch.tensor([16.0])),
+        first: Spectrum.of(torch.tensor([1.0, 3.0, -0.5, 0.0])),
+        Key("b.0.up", "linear", "grad", "backward"): Spectrum.of(torch.zeros(1)),
+        Key("b.0.up", "weight", "update", "step"): Spectrum.of(torch.ones(4)),
+    }
+    weights, updates = torch.tensor([1.0, 1.0, 2.0**-6, 1.0]), torch.tensor([0.125, -0.125, 8.0, 0.0])
+    part.updates["b.0.up.weight"] = Updates.of(weights, updates, updates)
+    part.octaves = {0: {first: Octaves(0, (1, 0, 3))}, 5: {second: Octaves(4, (1,))}}
+    part.steps = [StepSeen(0, loss=0.12345, scale=1024.0), StepSeen(5, loss=math.nan, scale=1000.0)]
+    record, other = Record({}, part), Record({}, Part())
+    other.tensors[first] = Spectrum.of(torch.tensor([2.0]))
+    found = strips(record, other)
+    rows = [
+        ["b.0", "up · linear", -1, (1, 1, 1), 3.0, [-1, 1, 0, 1], [[0, "$#'"], 0], [1, (1,)]],
+        ["b.0", "sum (add), train.py:7", 4, (1,), 16.0, [4, 1], [0, [4, "$"]]],
+    ]
+    empty: dict[str, Any] = {"gradients": [], "weight_gradients": [], "weights": []}
+    ratios = [["b.0", "up.weight", -3, (2, 0, 0, 0, 0, 0, 0, 1)]]  # those above 2^4 are told as 2^4
+    assert found["maps"] == {**empty, "activations": rows, "ratios": ratios}
+    assert found["axis"] == [-28, 19] and set(found["left_out"].values()) == {0}
+    words = ["step 0, loss 0.1235, loss scale 2\u00b9\u2070", "step 5, loss scale 1000"]
+    assert found["steps"] == [{"step": step, "words": text} for step, text in zip((0, 5), words, strict=True)]
+    assert found["formats"]["fp16"] == {"smallest": -25, "normal": -14, "maximum": 65504.0, "precision": 11}
+    monkeypatch.setattr(profile_strips, "_MOST_ROWS", 1)
+    merged = strips(record, other)["maps"]["activations"]
+    powers, steps = [-1, 1, 0, 1, 4, 1], [[0, "$#'"], [4, "$"]]
+    assert merged == [["b.0", "b.0", -1, (1, 1, 1, 0, 0, 1), 16.0, powers, steps, [1, (1,)]]]
+    del part.tensors[second], part.octaves[0]
+    part.tensors[first] = Spectrum.of(torch.tensor([2.0**-100, 2.0**100]))
+    found = strips(record)
+    assert found["axis"] == [-64, 40] and [one["step"] for one in found["steps"]] == [5]
+
+
+def test_of_many_steps_as_many_are_shown_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = Key("a", "linear", "output", "forward")
+    part = Part(tensors={key: Spectrum.of(torch.ones(1)), key._replace(role="input"): Spectrum.of(torch.ones(1))})
+    part.octaves = {step: {key: Octaves(0, (1,))} for step in range(0, 230, 10)}
+    shown = [one["step"] for one in strips(Record({}, part))["steps"]]
+    assert shown == [0, 20, 40, 60, 80, 100, 120, 140, 160, 180, 200, 220]
+    for size, steps in ((28 * 4, [0, 70, 150, 220]), (28, [0, 220])):
+        monkeypatch.setattr(profile_strips, "_MOST_STEP_BYTES", size)
+        assert [one["step"] for one in strips(Record({}, part))["steps"]] == steps
+    assert raised("2^-16 to 2^10, 2^1.5, 12^3") == "2\u207b\u00b9\u2076 to 2\u00b9\u2070, 2^1.5, 12^3"
+    assert [scale_words(scale) for scale in (1.0, 0.5, 1000.0, 123456.0)] == ["2^0", "2^-1", "1000", "1.235e+05"]
