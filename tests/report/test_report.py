@@ -150,3 +150,99 @@ def test_a_size_has_three_digits(value: int, shown: str) -> None:
 def test_an_amount_is_whole_from_a_hundred_on(value: float, shown: str) -> None:
     assert amount(value) == shown
     assert seconds(1.0) == "1 s" and seconds(0.9994) == "999 ms" and seconds(1e-3) == "1 ms"
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+def by_epoch() -> dict[str, Any]:
+    def run(seed: int, *records: tuple[int, float, float], failure: str | None = None) -> dict[str, Any]:
+        history = [dict(zip(("epoch", "accuracy", "loss"), record, strict=True)) for record in records]
+        return {"seed": seed, "history": history, "failure": failure}
+
+    first, second = run(0, (0, 0.1, 9.0), (1, 0.5, 1.0), (2, 0.75, 0.5)), run(1, (1, 0.5, 1.5), (2, 0.875, 0.25))
+    worse = [run(0, (1, 0.375, 1.5), (2, 0.75, 0.75)), run(1, (1, 0.5, 2.0), (2, 0.75, 0.5)), run(7, (1, 0.0, 9.0))]
+    runs = {"fp32": [first, second], "fp16": worse[:2], "bf16": [second, first], "int8": [run(0), run(1)]}
+    runs["e4m3"] = [run(0, (1, 0.5, math.nan), failure="nan"), run(1, (1, 0.25, 1.0))]
+    return {
+        "recipe": {"name": "toy", "metric": "accuracy", "metric_is_share": True, "higher_is_better": True},
+        "variants": [{"label": name, "runs": found} for name, found in runs.items()],
+        "seeds": [0, 1],
+    }
+
+
+def drawn(draw: Any, document: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, path: made.append(figure))
+    draw(document, Path("none.png"))
+    return made[0]
+
+
+def test_curves_are_differences_from_fp32_of_runs_with_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = by_epoch()
+    figure = drawn(curves.curves, document, monkeypatch)
+    assert " ".join(figure._suptitle.get_text().split()) == (
+        "toy, top-1 error: fp16 ends 6.25 points above fp32, bf16 ends as fp32, e4m3 failed in 1 of 2 runs (2 seeds)"
+    )
+    errors, losses = figure.axes
+    assert errors.get_title("left") == "top-1 error, difference from fp32 (18.8% at the end), grey: its seeds"
+    assert losses.get_title("left") == "validation loss, difference from fp32 (0.375 at the end), grey: its seeds"
+    lines = [[*map(list, line.get_data())] for line in errors.lines[1:]]
+    assert lines == [[[1, 2], [6.25, 6.25]], [[1, 2], [0.0, 0.0]], [[1], [12.5]]]
+    fp16, bf16 = ([*map(list, line.get_data())] for line in losses.lines[1:3])
+    assert fp16 == [[1, 2], [0.5, 0.25]] and bf16 == [[1, 2], [0.0, 0.0]]
+    ends = sorted(text.get_text() for text in errors.texts)
+    assert ends == ["bf16 as fp32", "e4m3 +12.50", "fp16 +6.25", "fp32"]
+    assert curves.curves_words(document) == [
+        "fp32: top-1 error 18.8% (12.5 to 25); validation loss 0.375 (0.25 to 0.5).",
+        "fp16: top-1 error 25% (25 to 25); validation loss 0.625 (0.5 to 0.75).",
+        "bf16: top-1 error 18.8% (12.5 to 25); validation loss 0.375 (0.25 to 0.5).",
+        "int8: no run.",
+        "e4m3: top-1 error 62.5% (50 to 75); 1 of 2 runs failed: nan.",
+    ]
+    document["recipe"].update(metric="loss", metric_is_share=False, higher_is_better=False)
+    document["variants"] = [document["variants"][place] for place in (0, 1)]
+    for row in document["variants"]:
+        row["runs"] = row["runs"][:1]
+    document["seeds"] = [0]
+    (losses,) = (figure := drawn(curves.curves, document, monkeypatch)).axes
+    assert figure._suptitle.get_text() == "toy, loss: fp16 ends 0.25 above fp32 (1 seed)"
+    assert losses.get_title("left") == "loss, difference from fp32 (0.5 at the end)"
+    document["variants"][0]["runs"][0]["history"] = []
+    figure = drawn(curves.curves, document, monkeypatch)
+    assert figure._suptitle.get_text() == "toy, loss: no run ended (1 seed)"
+
+
+def test_the_title_of_a_grid_says_which_width_matters_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    document: dict[str, Any] = grid_document([[0.125, 0.5], [0.875, None]])
+
+    def title() -> str:
+        return " ".join(drawn(curves.grid, document, monkeypatch)._suptitle.get_text().split())
+
+    assert title() == "toy: accuracy from 12.5% to 87.5%; mantissa bits matter more"
+    document["grid"]["effect_of_exponent"]["spread"] = 0.7
+    document["grid"]["subnormals"] = False
+    assert title() == "toy, without subnormals: accuracy from 12.5% to 87.5%; exponent bits matter more"
+    del document["grid"]["effect_of_mantissa"]
+    assert title() == "toy, without subnormals: accuracy from 12.5% to 87.5%"
+    document["recipe"].update(metric_is_share=False, higher_is_better=False)
+    figure = drawn(curves.grid, document, monkeypatch)
+    assert {text.get_text(): text.get_color() for text in figure.axes[0].texts} == {
+        **{"0.125": "k", "0.5": "w", "0.875": "w"},  # where less is better, it is the light end
+    }
+    document["grid"]["values"] = [[None, None], [None, None]]
+    assert title() == "toy, without subnormals: accuracy no run ended"
+
+
+def test_parts_of_figures_are_placed_by_their_numbers() -> None:
+    values = [None, 0, 9e-7, 1e-6, 9.99e-4, 1e-3, 0.00999, 0.01, 1.0]
+    shown = ["unknown", "0%", "less than 0.0001%", "0.0001%", "0.0999%", "0.10%", "1.00%", "1.0%", "100.0%"]
+    assert [style.share(value) for value in values] == shown
+    assert style.bars({"counts": [1, 0, 3], "lowest": -2}) == ([25.0, 0.0, 75.0], [-2, -1, 0, 1])
+    assert style.bars({"counts": [], "lowest": 0}) == ([], [0])
+    many = {"counts": [1, 5, 4995, 4], "lowest": -3}  # of 5005 numbers 5 are less than a thousandth
+    assert style._range_of([many], []) == (-2.0, 1.0) == (-2, 1)
+    assert style._range_of([many], [-8, 3.5]) == (-9, 4.5) and style._range_of([], []) == (-1.0, 1.0)
+    assert style._spread([0.1, 0.5, 0.9], 0.2) == pytest.approx([0.1, 0.5, 0.9])
+    assert style._spread([0.5, 0.5], 0.2) == pytest.approx([0.4, 0.6])
+    assert style._spread([0.1, 0.4, 0.5, 0.6], 0.2) == pytest.approx([0.1, 0.3, 0.5, 0.7])
+    assert style._spread([0.3, 0.4, 0.5, 0.6], 0.2) == pytest.approx([0.15, 0.35, 0.55, 0.75])
+    assert style.powered("2^-24 and 2^3, x2^4") == "$2^{-24}$ and $2^{3}$, x2^4"
