@@ -238,6 +238,7 @@ def test_parts_of_figures_are_placed_by_their_numbers() -> None:
     assert [style.share(value) for value in values] == shown
     assert style.bars({"counts": [1, 0, 3], "lowest": -2}) == ([25.0, 0.0, 75.0], [-2, -1, 0, 1])
     assert style.bars({"counts": [], "lowest": 0}) == ([], [0])
+    assert style.bars({"counts": [1], "lowest": 3}) == ([100.0], [3, 4])
     many = {"counts": [1, 5, 4995, 4], "lowest": -3}  # of 5005 numbers 5 are less than a thousandth
     assert style._range_of([many], []) == (-2.0, 1.0) == (-2, 1)
     assert style._range_of([many], [-8, 3.5]) == (-9, 4.5) and style._range_of([], []) == (-1.0, 1.0)
