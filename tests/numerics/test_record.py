@@ -15,7 +15,7 @@ from torch import nn
 import lowp
 from lowp.errors import InvalidInput
 from lowp.numerics.models import fingerprint_of
-from lowp.numerics.record import Key, Octaves, Part, Record, Recording, StepSeen
+from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print, Record, Recording, StepSeen, difference, ulps
 from lowp.numerics.spectrum import Spectrum
 
 
@@ -203,3 +203,91 @@ def test_a_full_disk_at_the_end_of_a_profile_leaves_it_in_memory_and_what_follow
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     profile.save(tmp_path / "elsewhere.json")
     assert Record.load(tmp_path / "elsewhere.json").tensors.keys() == profile.record.tensors.keys() != set()
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+def test_an_empty_profile_says_why_it_is_empty() -> None:
+    def said(**sampling: float) -> str:
+        with pytest.raises(InvalidInput) as caught:
+            Record({}, sampling=sampling).require_content()
+        return str(caught.value)
+
+    least = "2.5 % of the 1.2 s that 7 steps took is less than recording one module takes. Give --max-overhead none"
+    assert f"the profile is empty: {least}" in said(steps=7, max_overhead=0.025, total_seconds=1.23)
+    assert "2.5 % of the 0 s that 7 steps took" in said(steps=7, max_overhead=0.025)
+    nothing = "the profile is empty: no step of the model ran while it was recorded"
+    assert said().startswith(nothing) and said(steps=7).startswith(nothing) and said(max_overhead=1.0) == said()
+    skipped = Record({}, Part(faults=[{"step": 1}]))
+    assert skipped.why_empty.startswith("the profile has a fault and no step: every step was skipped")
+    skipped.sampling["steps"] = 3
+    assert skipped.why_empty.startswith(nothing)
+
+
+def test_modules_were_left_out_where_fewer_were_seen_than_there_are() -> None:
+    def partial(**sampling: float | None) -> bool:
+        return Record({}, sampling=dict(sampling)).is_partial
+
+    assert partial(max_overhead=0.1, modules=3, modules_seen=2) and partial(max_overhead=0.1, modules=1)
+    assert not partial(max_overhead=0.1, modules=3, modules_seen=3) and partial(max_overhead=0.1)
+    assert not partial(max_overhead=None, modules=3, modules_seen=0) and not partial(modules=3)
+
+
+def test_what_was_not_known_of_a_step_is_taken_from_elsewhere() -> None:
+    mine = Part(steps=[StepSeen(4, loss=1.0), StepSeen(2, scale=8.0, largest_gradient=0.5)], faults=[{"step": 1}])
+    other = StepSeen(4, 2.0, 16.0, True, 0.25, True)
+    mine.add(Part(steps=[other, StepSeen(3)], faults=[{"step": 1}, {"step": 2}]))
+    assert mine.steps == [
+        StepSeen(2, scale=8.0, largest_gradient=0.5),
+        StepSeen(3),
+        StepSeen(4, 1.0, 16.0, True, 0.25, True),
+    ]
+    assert mine.faults == [{"step": 1}, {"step": 2}]
+    infinite = float("inf")
+    steps = [StepSeen(0), StepSeen(0, loss=1.0), StepSeen(0, loss=infinite), StepSeen(0, largest_gradient=infinite)]
+    assert [one.is_finite for one in steps] == [True, True, False, False]
+
+
+def test_parameters_that_an_op_reads_in_one_role_are_numbered() -> None:
+    seen = OpSeen("contraction")
+    for role, name in (("weight", "a"), ("weight", "b"), ("bias", "c"), ("weight", "a"), ("weight", "d")):
+        seen.read(role, name)
+    assert seen.parameters == {"weight": "a", "weight 2": "b", "bias": "c", "weight 3": "d"}
+    assert seen.named("weight") == ["a", "b", "d"] and seen.named("input") == []
+
+
+def test_two_runs_part_where_the_first_tensor_differs() -> None:
+    first, second, third = (Key(module, "linear", "output", "forward") for module in ("a", "b", "c"))
+
+    def run(**steps: list[Print]) -> Record:
+        return Record({"fingerprint": "x"}, Part(prints={int(name[1:]): prints for name, prints in steps.items()}))
+
+    base = [Print(first, 1, (1.0, -2.0)), Print(second, 2, (0.5, 0.0)), Print(third, 3, (3.0,))]
+    same = run(s0=base, s2=base)
+    assert difference(same, run(s0=base, s2=base)) is None
+    step = float(np.nextafter(np.float32(0.5), np.float32(1)))
+    found = difference(same, run(s0=base, s2=[base[0], Print(second, 9, (step, 2.0**-148)), base[2]]))
+    assert str(found) == (
+        "the runs part at step 2 in b linear output (forward), by up to 2 ulp of fp32; 4 tensors before it are equal "
+        "to the bit"
+    )
+    found = difference(same, run(s0=[Print(first, 8, (1.0, -2.0)), *base[1:]]))
+    assert found is not None and (found.ulp, found.step, found.equal_before) == (0, 0, 0)
+    assert "the recorded numbers agree, others differ" in str(found)
+    assert found.document() == {"step": 0, **first._asdict(), "ulp": 0, "equal_before": 0}
+    found = difference(same, run(s0=[Print(first, 1, (1.0,)), *base[1:]]))
+    assert found is not None and found.key == first
+    found = difference(same, run(s0=[base[0], base[2], base[1]]))
+    assert found is not None and (found.key, found.equal_before) == (second, 1)
+    assert difference(same, run(s0=base[1:])) is None  # what a budget left out
+    with pytest.raises(InvalidInput, match="no tensor was recorded in the same step of both runs"):
+        difference(same, run(s1=base))
+    nan = float("nan")
+    pairs = [(1.0, 1.0), (0.0, -0.0), (2.0**-149, -(2.0**-149)), (nan, nan), (nan, 1.0), (1.0, nan)]
+    assert [ulps(*pair) for pair in pairs] == [0, 0, 2, 0, 1 << 32, 1 << 32]
+
+
+def test_a_scale_that_moves_is_kept_of_steps_that_are_not_recorded() -> None:
+    recording = Recording({"started": "now"}, None)
+    for step, scale in enumerate((None, 8.0, 8.0, 4.0, None, 4.0)):
+        recording.add_scale(StepSeen(step, scale=scale))
+    assert [(one.step, one.scale) for one in recording.part.steps] == [(1, 8.0), (3, 4.0)]
