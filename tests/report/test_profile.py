@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import sys
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +25,7 @@ from lowp.numerics.record import Key, Octaves, OpSeen, Part, Record, StepSeen
 from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
-from lowp.report import profile_strips
+from lowp.report import profile_html, profile_strips
 from lowp.report.profile import headline, print_precision, print_profile, to_csv, to_tensorboard
 from lowp.report.profile_strips import raised, scale_words, strips
 
@@ -288,3 +290,104 @@ def test_of_many_steps_as_many_are_shown_as_there_is_room_for(monkeypatch: pytes
         assert [one["step"] for one in strips(Record({}, part))["steps"]] == steps
     assert raised("2^-16 to 2^10, 2^1.5, 12^3") == "2\u207b\u00b9\u2076 to 2\u00b9\u2070, 2^1.5, 12^3"
     assert [scale_words(scale) for scale in (1.0, 0.5, 1000.0, 123456.0)] == ["2^0", "2^-1", "1000", "1.235e+05"]
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+def cells(html: str) -> list[list[str]]:
+    """Return the rows of the tables, without their markup."""
+    return [[unescape(one) for one in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)] for row in html.split("<tr>")[1:]]
+
+
+def test_a_fault_is_shown_with_its_inputs_and_the_steps_before() -> None:
+    record = made_by_hand()
+    fault = {"step": 3, "what": "gradients", "operation": "DivBackward0", "op": "div", "module": "", "line": "t.py:8"}
+    fault |= {"phase": "backward", "nan": 2, "inf": 1, "scale": 1.0, "hint": "add 2^-10"}
+    fault["inputs"] = [
+        {"shape": [2, 3], "dtype": "float32", "smallest": -0.5, "largest": 1e7, "inf": 4},
+        {"shape": [], "dtype": "float16", "nan": 1},
+    ]
+    fault["history"] = [{"step": 2, "loss": 0.123456789, "scale": None, "largest_gradient": 2.0}]
+    record.part.faults.append(fault)
+    html = profile_html._faults(record)
+    head = (
+        "<h3>Step 3: the gradients were not finite</h3><p>First: <strong>div</strong> (DivBackward0, backward) t.py:8: "
+    )
+    assert f"{head}2 NaN, 1 infinite. add 2\u207b\u00b9\u2070</p>" in html
+    assert cells(html) == [
+        ["input", "shape", "dtype", "range", "NaN", "infinite"],
+        ["0", "2x3", "float32", "-0.5 .. 1e+07", "0", "4"],
+        ["1", "one number", "float16", "none is finite", "1", "0"],
+        ["step", "loss", "loss scale", "largest gradient"],
+        ["2", "0.123457", "", "2"],
+    ]
+    fault.update(module="head", line="", history=[])
+    html = profile_html._faults(record)
+    assert "backward) in head: 2 NaN" in html and "The steps before" not in html
+    assert profile_html._faults(made_by_hand()) == ""
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        (FP16, "with loss scale 2^10; 0.12 % of the gradients become zero"),
+        (FormatVerdict("fp16", 9e-6, 0, None, 1.0, "fits", True), "fits"),
+        (FormatVerdict("fp16", 1e-5, 0, 0.0, 1.0, "fits", True), "fits; 0.001 % of the gradients become zero"),
+        (
+            FormatVerdict("fp16", 0.0, 2, 0.25, 1.0, "STALLS in 1 of 2 parameters", False),
+            "stalls in 1 of 2 parameters; 2 tensors overflow; 25 % of the updates are lost",
+        ),
+        (
+            FormatVerdict("fp16", 0.0, 0, 0.5, 1.0, "WILL STALL", False),
+            "the weights would stop moving; 50 % of the updates are lost",
+        ),
+        (FormatVerdict("fp16", 0.0, 0, None, 1.0, "not judged: no gradient", False), "no gradient"),
+    ],
+)
+def test_a_card_says_what_a_format_does(verdict: FormatVerdict, words: str) -> None:
+    assert profile_html._card_words(verdict) == words
+
+
+def test_a_curve_goes_through_its_points_with_its_ends_in_words() -> None:
+    def words(value: float) -> str:
+        return f"<{value:g}>"
+
+    found = profile_html._curve("Loss", [(0, 4.0), (5, 1.0), (10, 2.0)], words, [5, 8])
+    assert 'points="0.00,2.00 50.00,30.00 100.00,20.67"' in found and 'data-last="10"' in found
+    told = "Loss: <4> at step 0, <2> at step 10; from <1> to <4>; 2 skipped"
+    assert unescape(found.partition("<figcaption>")[2].partition("</figcaption>")[0]) == told
+    marks = [("skipped", "50.00"), ("skipped", "80.00"), ("now", "-1")]
+    assert re.findall(r'<line class="(\w+)" x1="([^"]+)" x2="\2" y1="0" y2="31"/>', found) == marks
+    flat = profile_html._curve("Scale", [(0, 3.0)], words)
+    assert 'points="0.00,30.00"' in flat and "Scale: &lt;3&gt; at step 0, &lt;3&gt; at step 0<" in flat
+    assert profile_html._curve("Loss", [], words) == ""
+
+
+def test_the_second_of_two_runs_is_told_by_the_median_and_the_largest_change() -> None:
+    def run(*sizes: float) -> Record:
+        record = Record({"fingerprint": "x"})
+        for place, size in enumerate(sizes):
+            record.tensors[Key(f"{place}", "weight", "weight", "step")] = Spectrum.of(torch.tensor([size]))
+        return record
+
+    change = profile_html._change(run(1.0, 1.0, 1.0, 0.0), run(2.0, 0.125, 1.0, 1.0), "weight", "Weights")
+    assert change == ("Weights", "1 times", "0.125 times", "1 weight")
+    same = profile_html._change(run(1.0), run(1.0), "weight", "Weights")
+    assert same == ("Weights", "1 times", "1 times", "none")
+    assert profile_html._change(run(1.0), run(), "weight", "Weights") == ()
+    assert profile_html._change(run(1.0), run(1.0), "grad", "Gradients") == ()
+
+
+def test_the_window_of_scales_is_told_and_the_slider_begins_within_it() -> None:
+    def of(window: Window) -> tuple[object, object]:
+        record = made_by_hand()
+        record.sampling["max_overhead"] = None
+        found = profile_html._evidence(record, advised("", FP16, window=window), None)
+        assert found["second"] == ""
+        return found["window"], found["scale"]
+
+    assert of(Window(-4, 35)) == ("2\u207b\u2074 to 2\u00b3\u2075", 32)
+    assert of(Window(1, 0)) == ("none fits all layers", 0)
+    assert of(Window(-126, 127)) == ("unknown, no gradient was recorded", 0)
+    partly = profile_html._evidence(made_by_hand(), advised("", FP16, window=Window(-4, 8)), made_by_hand())
+    assert str(partly["window"]).endswith(", of 3 of 4 modules alone") and partly["scale"] == 5
+    assert "The lower strip is the second run." in str(partly["second"])
