@@ -8,12 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from exact_casts import bits
+from fp32_defined import defined
 from torch import Tensor
 
 from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.kernels import cpu
-from lowp.kernels.products.fp32_products import DEPTH, defined, multiply
+from lowp.kernels.products.fp32_products import DEPTH, multiply
 from lowp.kernels.products.programs import Memory, ProductStep, Program, is_reached
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")

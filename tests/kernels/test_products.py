@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
+from fp32_defined import defined
 from torch import Tensor, nn
 
 import lowp
@@ -16,7 +17,6 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels import cpu
-from lowp.kernels.products.fp32_products import defined
 from lowp.ops.trilinear import OUTPUT, Linear
 from lowp.policy import Policy, Rule
 from lowp.precision import Precision

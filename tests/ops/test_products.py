@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fp32_defined import defined
 from ops.cases import CONTRACTIONS, sixteen_bit, under
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,6 @@ import lowp
 from lowp import kernels
 from lowp.errors import Unavailable
 from lowp.kernels import cpu
-from lowp.kernels.products import fp32_products
 from lowp.ops.call import Call
 from lowp.ops.table import row_of
 from lowp.policy import Rule
@@ -145,9 +145,7 @@ def test_blocks_of_a_shared_scale_run_along_the_contracted_dimension(
     assert bool(((result - rows @ columns).abs() <= bound).all())
     if cpu.library() is not None:
         rows = kernels.quantize(a, "mxfp8").reshape(-1, a.shape[-1])
-        assert torch.equal(
-            result.flatten(), fp32_products.defined(rows, columns.reshape(columns.shape[0], -1)).flatten()
-        )
+        assert torch.equal(result.flatten(), defined(rows, columns.reshape(columns.shape[0], -1)).flatten())
 
 
 def test_stochastic_operands_repeat_with_torch_s_seed() -> None:

@@ -2,7 +2,7 @@
 
 An element of the result is ((block 0 + block 1) + block 2) ... + bias: a block is one chain of multiply-adds, each
 rounded once, over `DEPTH` elements in order of depth, from +0 (cpu/product.hpp). Operands in fp16 and bf16 become fp32
-while they are packed; `defined` is the same in torch's operations.
+while they are packed.
 """
 
 import functools
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lowp.compat import constant_when_compiled, real_tensors
 from lowp.kernels.choose.dispatch import forced
-from lowp.kernels.numbers.floats import moved_to_odd
 from lowp.kernels.products import programs
 from lowp.kernels.products.programs import Memory, ProductStep, Program, is_reached, strides_of
 
@@ -84,29 +83,3 @@ def _planned(*about: Any) -> tuple[Program, tuple[int, ...], tuple[bool, bool]]:
     (left, of_left), (right, of_right) = operands
     program = Program([ProductStep(left, right, 2, 3, torch.float32)])
     return program, (*left.shape[:-1], right.shape[-1]), (of_left, of_right)
-
-
-def defined(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the product in fp32 by the definition, in torch's operations: each multiply-add is rounded once.
-
-    A product of fp32 numbers is exact in fp64; its sum there is rounded to odd, which keeps what the rounding to fp32
-    needs (Boldo and Melquiond 2008).
-    """
-    left, right = left.double(), right.double()
-    total: Tensor | None = None
-    for begin in range(0, max(left.shape[-1], 1), DEPTH):
-        block = left.new_zeros(*left.shape[:-1], right.shape[-1])
-        for k in range(begin, min(left.shape[-1], begin + DEPTH)):
-            block = _added(left[..., k, None] * right[..., None, k, :], block).float().double()
-        total = block.float() if total is None else total + block.float()
-    assert total is not None
-    total = total if bias is None else total + bias.float()
-    return total.where(~total.isnan(), torch.nan)
-
-
-def _added(x: Tensor, y: Tensor) -> Tensor:
-    """The sum of fp64 numbers, rounded to odd."""
-    total = x + y
-    of_x = total - y
-    error = (x - of_x) + (y - (total - of_x))  # exact (Knuth's TwoSum)
-    return moved_to_odd(total, error)
