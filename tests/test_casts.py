@@ -222,3 +222,10 @@ def test_what_is_no_cast_at_all_is_a_type_error() -> None:
         Cast("fp16", random_bits=3)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="unknown scaling 'curent'; did you mean current"):
         ScalingSpec("curent")
+
+
+def test_casts_that_depend_on_a_seed_round_or_correct_at_random() -> None:
+    spelled = {"nvfp4:eden": True, "nvfp4:stochastic": True, "fp16:stochastic-3": True, "e2m1:stochastic-c-2": True}
+    spelled |= {"nvfp4": False, "nvfp4:4/6": False, "mxfp8:rceil": False, "fp16:to-odd": False, "int8": False}
+    assert {text: parse(text).is_stochastic for text in spelled} == spelled
+    assert [text for text in spelled if parse(text).is_corrected] == ["nvfp4:eden"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import math
 import os
 import stat
 import subprocess
@@ -305,3 +307,56 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "open", refused)
     with pytest.raises(NotWritten, match="run was not written, and is as it was: Permission denied"):
         write(tmp_path / "run")
+
+
+def test_json_has_no_infinity_and_a_damaged_file_no_object(tmp_path: Path) -> None:
+    document = {"a": math.nan, 2: (1, -math.inf, 0.5), "c": {"d": [True, None, "e"]}}
+    text = (
+        '{\n "a": null,\n "2": [\n  1,\n  null,\n  0.5\n ],\n "c": {\n  "d": [\n   true,\n   null,\n   "e"\n  ]\n }\n'
+    )
+    text += "}\n"
+    assert files.json_text(document) == text
+    path = tmp_path / "one.json"
+    for content, whole, first in (
+        *((text, json.loads(text), {}), ('{"a": 1}\n{"b": 2}', {}, {"a": 1}), ("[1]", {}, {}), ("{", {}, {})),
+        *(("[" * 100_000, {}, {}), ("\x80", {}, {})),
+    ):
+        path.write_text(content, encoding="latin-1")
+        assert (files.json_object(path), files.json_object(path, first_line=True)) == (whole, first)
+    assert files.json_object(tmp_path / "none.json") == {}
+
+
+def test_a_file_of_another_kind_is_known_by_its_first_4_kib(tmp_path: Path) -> None:
+    path, lacks = tmp_path / "page.html", files.lacking("a page of lowp", b"mark")
+    for content, is_replaced in (
+        (b"", True),
+        (b"x" * 4092 + b"mark", True),
+        (b"x" * 4093 + b"mark", False),
+        (b"x", False),
+    ):
+        path.write_bytes(content)
+        if is_replaced:
+            assert files.check_target(path, lacks) == path
+        else:
+            with pytest.raises(
+                InvalidInput, match=r"page\.html is not a page of lowp and was not changed: give another name"
+            ):
+                files.check_target(path, lacks)
+
+
+def test_while_a_file_is_written_its_parts_are_as_open_as_they_have_to_be(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    path = tmp_path / "run.pt"
+    for mode in (0o666 & ~umask, 0o600):  # as the umask says where there is no file yet
+        with files.sole_writer(path), files.replacing(path) as file:
+            file.write(b"1")
+            modes = {one.suffix: stat.S_IMODE(one.stat().st_mode) for one in tmp_path.iterdir() if one != path}
+        assert modes == {".lock": 0o666 & ~umask, ".part": mode} and names(tmp_path) == ["run.pt"]
+        path.chmod(0o644)
+
+
+def test_where_files_have_no_owners_links_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    monkeypatch.delattr(os, "geteuid")
+    assert files._is_own(tmp_path / "link")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lowp.errors import InvalidInput, UnknownName
 from lowp.policy import Policy, Rule
-from lowp.presets import PRESETS, LossScale, Masters, Preset, parse
+from lowp.presets import PRESETS, LossScale, Masters, Preset, clipped_gradients, parse
 
 NAMES = ("fp32", "fp16", "bf16", "fp16-storage", "bf16-storage", "bf16-tpu", "bf16-trunc", "fp16-naive", "fp8")
 
@@ -129,6 +130,7 @@ def test_quartet2_rounds_forward_by_four_or_six_and_all_that_backward_reads_with
     [
         ("e4m3fn", "dynamic", "e4m3fn:saturate", "e4m3fn"),
         ("e5m7", "dynamic", "e5m7", "e5m7"),
+        ("e6m9", "none", "e6m9", "e6m9"),
         ("e8m3", "none", "e8m3", "e8m3"),
         ("mxfp8", "none", "mxfp8", "mxfp8"),
         ("bf16:stochastic", "none", "bf16:stochastic", "bf16:stochastic"),
@@ -141,6 +143,21 @@ def test_a_bare_format_is_for_operands_and_gradients(text: str, scale: str, forw
     assert (str(rule.input), str(rule.weight), str(rule.grad)) == (forward, forward, backward)
     assert rule.output is None
     assert str(preset.loss_scale) == scale
+
+
+def test_gradients_that_are_clipped_below_a_dynamic_loss_scale_are_told_of() -> None:
+    def told(grad: str | None, loss_scale: str = "dynamic") -> str | None:
+        rules = Rule.of("conv2d", input="fp16"), Rule.of("linear", input="fp16", grad=grad)
+        return clipped_gradients(replace(parse("fp16"), policy=Policy(rules), loss_scale=LossScale.parse(loss_scale)))
+
+    for grad in ("fp16", "e5m2", "mxfp8", "i8s@fp32/tensor", None):
+        assert told(grad) is None
+    assert told("e4m3fn:saturate", "64") is told("e4m3fn:saturate", "none") is None
+    assert told("e4m3fn:saturate") == (
+        "gradients in e4m3fn:saturate are clipped at 448 and never overflow, so the dynamic loss scale is not lowered "
+        "for them: give a constant loss scale, such as 64, or a format with a shared scale, such as mxfp6 or mxfp4"
+    )
+    assert str(told("e2m1")).startswith("gradients in e2m1 are clipped at 6 and")
 
 
 def test_a_policy_and_a_file_become_a_preset(tmp_path: Path) -> None:

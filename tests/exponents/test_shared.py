@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
@@ -550,3 +553,18 @@ def test_a_tensor_that_is_in_the_format_is_recognised_alike_by_the_kernel_that_w
                 results.append(torch.tensor(exponents.summary()["all"].writes - before))
     for one, other in zip(*found.values(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_tensor_over_ranks_is_refused_with_what_takes_it() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        x = distribute_tensor(torch.ones(2, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(InvalidInput) as refused:
+            SharedExponents().write(x, parse("flex16+5"), "weight of 0")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert str(refused.value) == (
+        "a tensor (2, 3) that is distributed over ranks (a DTensor, by tensor parallelism) cannot be written in "
+        "flex16+5: an exponent belongs to the whole tensor. Use dfp16, or another precision whose exponents are not "
+        "predicted"
+    )
