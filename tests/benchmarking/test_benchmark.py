@@ -251,3 +251,84 @@ def test_memory_of_a_row_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch)
     fp32, fp16 = broken.document()["recipes"][0]["variants"]
     assert fp16["failure"] == "FloatingPointError: no scale is small enough" and "memory" not in fp16
     assert "memory" in fp32 and broken.complete
+
+
+# -- one recipe by hand -----------------------------------------------------------------------------------------------
+def by_hand(seconds: float = 3.0, memory: int | None = None) -> benchmark.Subject:
+    """A subject whose rows have taken 64 examples in 2 s and in 1 s."""
+    plan = BenchmarkPlan(precisions=["fp16"], torch_amp=False, seconds=seconds, memory=memory)
+    subject = benchmark.Subject(TINY, plan)
+    for contender, rounds in zip(subject.contenders, ([[2.0, 2.0], [2.0]], [[1.0], [1.0, 1.0]]), strict=True):
+        timer = StepTimer(contender, rounds=rounds, units=64)
+        timer.wall_seconds, timer.data_seconds, timer.wall_steps = 8.0, 2.0, 4
+        subject.timers[contender.label] = timer
+    return subject
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.02, 20), (2.0, 20), (3.0, 30)])
+def test_a_batch_that_would_take_too_long_is_not_measured(
+    seconds: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, asked = by_hand(seconds), []
+
+    def search(limit: int, measure: Any, start: int, stop: Any) -> str:
+        asked.append((limit, start))
+        return f"{stop(most * 16)}, {stop(most * 16 + 1)}"  # two steps of 2 s for 64
+
+    monkeypatch.setattr(benchmark.largest_batch, "largest_batch", search)
+    for stops, told in ((False, ""), (True, "interrupted")):
+        subject._measure_largest(subject.contenders[0], 1234, lambda stops=stops: stops)
+        long = f"two steps of batch {most * 16 + 1} would take about {most} s, and {most} s are allowed"
+        assert subject.largest["fp32"] == f"{told}, {long}"
+    assert asked == [(1234, 64)] * 2
+
+
+def test_the_memory_of_a_batch_is_what_was_reserved_where_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(contender: Contender, data: Any, batch: int) -> Split:
+        if batch > 4:
+            raise RuntimeError("out of memory")
+        return Split(100 * batch, {}, {}, 7 * batch if batch == 2 else None)
+
+    monkeypatch.setattr(benchmark, "memory_of", measured)
+    monkeypatch.setattr(
+        benchmark.largest_batch, "largest_batch", lambda limit, measure, start, stop: [*map(measure, (1, 2, 5))]
+    )
+    subject = by_hand()
+    subject._measure_largest(subject.contenders[0], 1234, lambda: False)
+    assert subject.largest["fp32"] == [100, 14, None]
+
+
+def test_a_row_has_the_numbers_of_its_timer_its_memory_and_its_operations() -> None:
+    subject = by_hand()
+    assert (subject.batch, subject.stages, by_hand(memory=10).stages, subject._limit()) == (64, 3, 5, 0)
+    subject.timers["lowp fp16"].operations = Operations(200, 150)
+    subject.memory["lowp fp16"] = Split(100, {"weights": 100}, {"weights": 80}, 130)
+    subject.memory["fp32"] = Split(100, {"weights": 100}, {"weights": 80})
+    fp32, fp16 = subject.document()["variants"]
+    assert (fp32["throughput"], fp16["throughput"]) == (32.0, 64.0)
+    assert fp16["step"] == {"median": 1.0, "quartiles": [1.0, 1.0], "steps": 3, "only_one": False, "relative": 0.5}
+    epoch = len(DATA.training) // 64
+    wall = {"steps": 4, "seconds": 8.0, "data_seconds": 2.0, "seconds_per_step": 2.0, "steps_per_epoch": epoch}
+    assert fp16["wall"] == {**wall, "epoch_seconds": 2.0 * epoch}
+    assert fp16["operations"] == {"total": 200, "in_16_bits": 150, "share": 0.75}
+    assert fp16["memory"]["slack"] == 30 and fp32["memory"]["slack"] is None
+    assert fp16["estimates"]["dram_bytes"] == 160 and "operations" not in fp32 and "largest_batch" not in fp32
+    assert subject.document()["recipe"]["units_per_step"] == 64
+    del subject.timers["fp32"].rounds[:]
+    assert subject._row(subject.contenders[0], subject.timers["fp32"])["throughput"] is None
+
+
+def test_a_timer_is_done_after_three_steps_and_its_seconds() -> None:
+    timer = StepTimer(FP32)
+    done = []
+    for rounds in ([], [[1.0]], [[1.0, 1.0]], [[0.5, 0.5, 0.5]], [[1.0], [0.5, 0.5]], [[9.0, 9.0]]):
+        timer.rounds = rounds
+        done.append(timer.is_done(2.0))
+    assert done == [False, False, False, False, True, False]
+    timer.slow = True
+    assert timer.is_done(2.0) and timing.slow_limit(2.0) == 6.0
+    failed = StepTimer(FP32, failure="no")
+    assert failed.is_done(2.0) and failed.median is None and failed.wall(3) is None
+    assert StepTimer(FP32, rounds=[[1.0]]).step()["quartiles"] is None
+    timer.guarded(lambda: (_ for _ in ()).throw(RuntimeError()))
+    assert timer.failure == "RuntimeError: no text" and timer.training is None

@@ -262,3 +262,21 @@ def test_histograms_without_a_number_are_drawn_empty(tmp_path: Path) -> None:
         document[name]["histogram"] = documents.histogram(0, (), zeros=4)
     gradients.activation_gradients({**document, "layers": []}, tmp_path / "empty.png")
     assert len(gradients.activation_gradients_words(document)) == 2
+
+
+def test_a_run_has_one_colour_in_every_panel_and_its_loss_is_told_beside_fp32s(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, path: made.append(figure))
+    stall.stall(documents.stall(), Path("none.png"))
+    moving, way, loss = made[0].axes
+    colours = {text.get_text(): text.get_color() for text in moving.texts}
+    assert list(colours) == ["to nearest", "stochastic", "masters", "fp32"] and len(set(colours.values())) == 4
+    assert {text.get_text(): text.get_color() for text in way.texts} == colours
+    names = {"masters": "+0.200", "stochastic": "+1.940", "to nearest": "+1.980"}
+    told = {f"{name} {gap}": colours[name] for name, gap in names.items()}
+    assert {text.get_text(): text.get_color() for text in loss.texts} == told
+    for panel, first in ((moving, [100.0, 90.0, 3.0, 1.0]), (way, [0.1] * 4), (loss, [0.0] * 4)):
+        assert [line.get_color() for line in panel.lines] == [colours[name] for name in ("fp32", *names)]
+        assert [line.get_ydata()[0] for line in panel.lines] == pytest.approx(first)
+    assert [line.get_ydata()[-1] for line in loss.lines[1:]] == pytest.approx([0.2, 1.94, 1.98])
+    assert way.get_title("left") == "course of one weight, 0.weight[3, 1]"
