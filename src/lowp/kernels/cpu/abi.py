@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Sequence
-from ctypes import Structure, addressof, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import Structure, addressof, byref, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from dataclasses import replace
 from typing import Any
 
@@ -28,156 +28,79 @@ _FLOAT, _INTEGER, _BINARY = 0, 1, 2
 _BEYOND = 1 << 20  # an exponent above all
 
 
-class CastBlock(Structure):
-    """struct lowp_cast of cpu/cast.hpp."""
-
-    _fields_ = (
-        *((name, c_int32) for name in ("kind", "bits", "mantissa_bits", "bias", "min_exponent", "has_nan")),
-        *((name, c_int32) for name in ("minus_zero", "is_signed", "subnormals", "has_zero", "rounding", "overflow")),
-        *((name, c_int32) for name in ("random_bits", "unused")),
-        *((name, c_int64) for name in ("infinity", "nan")),
-        ("maximum", c_double),
-        ("minimum", c_double),
-    )
-
-
-class SharingBlock(Structure):
-    """struct lowp_sharing of cpu/cast.hpp."""
-
-    _fields_ = (
-        *((name, CastBlock) for name in ("element", "scale", "outer", "other")),
-        *((name, c_int32) for name in ("power", "top", "lowest", "last", "of_zeros", "marks")),
-        *((name, c_int32) for name in ("stored_from", "tries_four", "corrects")),
-        *((name, c_double) for name in ("headroom", "highest", "outer_highest", "smallest", "outer_smallest")),
-        ("carry", c_int64),
-    )
-
-
-class MomentBlock(Structure):
-    """struct lowp_moment of cpu/cast.hpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("cast", "sharing")),
-        *((name, c_int64) for name in ("type", "group", "scale_bytes", "root")),
-    )
-
-
-class RuleBlock(Structure):
-    """struct lowp_rule of cpu/cast.hpp."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("kind", "rest_bytes", "type", "gradient_type", "flags")),
-        ("cast", c_void_p),
-        ("moments", MomentBlock * 2),
-        ("numbers", c_float * 8),
-    )
-
-
-class AutoflexBlock(Structure):
-    """struct lowp_autoflex of cpu/exponents.hpp."""
-
-    _fields_ = (
-        *((name, c_double) for name in ("beta", "gamma")),
-        *((name, c_int32) for name in ("bits", "window", "min_exponent", "max_exponent", "headroom", "warm_headroom")),
-        *((name, c_int32) for name in ("start_headroom", "adapt")),
-    )
-
-
-class TableBlock(Structure):
-    """struct lowp_table of cpu/exponents.hpp: pointers to columns, in the order in which `entries` gives them."""
-
-    _fields_ = (("rule", AutoflexBlock), ("crowds", c_int64), ("columns", c_void_p * 16))
-
-
-class ConversionBlock(Structure):
-    """struct lowp_conversion of cpu/layer.cpp."""
-
-    _fields_ = (("cast", c_void_p), *((name, c_int64) for name in ("offset", "lowest", "highest")))
-
-
-class LayerBlock(Structure):
-    """struct lowp_layer of cpu/layer.cpp."""
-
-    _fields_ = (
-        *((name, ConversionBlock) for name in ("x", "weight", "gradient")),
-        *((name, c_void_p) for name in ("output", "geometry", "products")),
-        ("sizes", c_int64 * 3),
-    )
-
-
-class OperandBlock(Structure):
-    """struct lowp_operand of cpu/product.hpp."""
-
-    _fields_ = (
-        ("cast", c_void_p),
-        ("batch", c_int64 * 2),
-        *((name, c_int64) for name in ("line", "step", "type", "keeps")),
-    )
-
-
-class PlanBlock(Structure):
-    """struct lowp_plan of cpu/product.hpp."""
-
-    _fields_ = (
-        ("batch", c_int64 * 2),
-        *((name, c_int64) for name in ("rows", "columns", "depth")),
-        *((name, OperandBlock) for name in ("left", "right")),
-        ("cast", c_void_p),
-        ("out_batch", c_int64 * 2),
-        *((name, c_int64) for name in ("out_line", "type")),
-    )
-
-
-class RoundingBlock(Structure):
-    """struct lowp_rounding of cpu/product.hpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("cast", "sharing")),
-        *((name, c_int64) for name in ("type", "out_type", "count", "row", "group", "inner", "across")),
-    )
-
-
-class RotationBlock(Structure):
-    """struct lowp_rotation of cpu/product.hpp."""
-
-    _fields_ = (*((name, c_int64) for name in ("type", "size", "count", "length", "inner")),)
-
-
-class CodesBlock(Structure):
-    """struct lowp_codes of cpu/product.hpp."""
-
-    _fields_ = (("sharing", c_void_p), *((name, c_int64) for name in ("rows", "columns", "line", "step")))
-
-
-class BytesBlock(Structure):
-    """struct lowp_bytes of cpu/product.hpp."""
-
-    _fields_ = (*((name, c_int64) for name in ("rows", "columns", "depth", "line", "step")),)
-
-
-class StepBlock(Structure):
-    """struct lowp_step of cpu/product.hpp."""
-
-    _fields_ = (
-        ("kind", c_int64),
-        ("places", c_int64 * 6),
-        ("seeds", c_int64 * 3),
-        ("product", PlanBlock),
-        ("rounding", RoundingBlock),
-        ("codes", CodesBlock),
-        ("bytes", BytesBlock),
-        ("rotation", RotationBlock),
-    )
-
-
-class StepsBlock(Structure):
-    """struct lowp_steps of cpu/product.hpp."""
-
-    _fields_ = (("steps", c_void_p), ("count", c_int64), ("own", c_int64))
-
-
 # letters of types: those of the module struct, and v for none and s for a string
 _TYPES = {"v": None, "P": c_void_p, "i": c_int, "q": c_int64, "Q": c_uint64, "f": c_float, "d": c_double, "s": c_char_p}
+
+
+def _struct(name: str, *rows: tuple[Any, str]) -> Any:
+    """Return a struct of the library: rows of a type, by its letter or itself, and its fields, `*n` for n in one."""
+    fields = []
+    for kind, names in rows:
+        one: Any = _TYPES[kind] if isinstance(kind, str) else kind
+        for field, _, count in (word.partition("*") for word in names.split()):
+            fields.append((field, one * int(count) if count else one))
+    return type(name, (Structure,), {"_fields_": fields})
+
+
+# of cpu/cast.hpp
+CastBlock = _struct(
+    "lowp_cast",
+    ("i", "kind bits mantissa_bits bias min_exponent has_nan minus_zero is_signed subnormals has_zero"),
+    ("i", "rounding overflow random_bits unused"),
+    ("q", "infinity nan"),
+    ("d", "maximum minimum"),
+)
+SharingBlock = _struct(
+    "lowp_sharing",
+    (CastBlock, "element scale outer other"),
+    ("i", "power top lowest last of_zeros marks stored_from tries_four corrects"),
+    ("d", "headroom highest outer_highest smallest outer_smallest"),
+    ("q", "carry"),
+)
+MomentBlock = _struct("lowp_moment", ("P", "cast sharing"), ("q", "type group scale_bytes root"))
+RuleBlock = _struct(
+    "lowp_rule",
+    ("q", "kind rest_bytes type gradient_type flags"),
+    ("P", "cast"),
+    (MomentBlock, "moments*2"),
+    ("f", "numbers*8"),
+)
+# of cpu/exponents.hpp; a table is pointers to columns, in the order in which `entries` gives them
+AutoflexBlock = _struct(
+    "lowp_autoflex",
+    ("d", "beta gamma"),
+    ("i", "bits window min_exponent max_exponent headroom warm_headroom start_headroom adapt"),
+)
+TableBlock = _struct("lowp_table", (AutoflexBlock, "rule"), ("q", "crowds"), ("P", "columns*16"))
+# of cpu/layer.cpp
+ConversionBlock = _struct("lowp_conversion", ("P", "cast"), ("q", "offset lowest highest"))
+LayerBlock = _struct(
+    "lowp_layer", (ConversionBlock, "x weight gradient"), ("P", "output geometry products"), ("q", "sizes*3")
+)
+# of cpu/product.hpp
+OperandBlock = _struct("lowp_operand", ("P", "cast"), ("q", "batch*2 line step type keeps"))
+PlanBlock = _struct(
+    "lowp_plan",
+    ("q", "batch*2 rows columns depth"),
+    (OperandBlock, "left right"),
+    ("P", "cast"),
+    ("q", "out_batch*2 out_line type"),
+)
+RoundingBlock = _struct("lowp_rounding", ("P", "cast sharing"), ("q", "type out_type count row group inner across"))
+RotationBlock = _struct("lowp_rotation", ("q", "type size count length inner"))
+CodesBlock = _struct("lowp_codes", ("P", "sharing"), ("q", "rows columns line step"))
+BytesBlock = _struct("lowp_bytes", ("q", "rows columns depth line step"))
+StepBlock = _struct(
+    "lowp_step",
+    ("q", "kind places*6 seeds*3"),
+    (PlanBlock, "product"),
+    (RoundingBlock, "rounding"),
+    (CodesBlock, "codes"),
+    (BytesBlock, "bytes"),
+    (RotationBlock, "rotation"),
+)
+StepsBlock = _struct("lowp_steps", ("P", "steps"), ("q", "count own"))
+
 # one row per function: the letter of its return type, and those of its arguments
 _FUNCTIONS = {
     "lowp_build": "s",
@@ -282,7 +205,7 @@ def parameters(cast: Cast) -> object:
     return byref(_block(cast))
 
 
-def _block(cast: Cast) -> CastBlock:
+def _block(cast: Cast) -> Any:
     element = cast.element
     block = CastBlock(
         bits=element.bits,
