@@ -6,15 +6,18 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from numerics.small import network, train
 from torch import nn
 
 import lowp
-from lowp.numerics.models import Models
+from lowp.numerics.models import Cycle, Models, fingerprint_of
 from lowp.numerics.record import Key
+from lowp.numerics.windows import WatchedScale
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -86,3 +89,103 @@ def test_a_model_in_training_can_be_exported(recorded: Callable[..., object]) ->
         recorded(model, (torch.randn(4, 8, 16),))
         train(model, sgd(model), 1)
     assert profile.record.sampled == [0, 1]
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+def test_a_step_ends_when_each_optimizer_has_stepped_or_one_has_stepped_twice() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    cycle = Cycle(Models(model))
+    first, second = sgd(model[0]), sgd(model[1])
+    assert cycle.alone is None and not cycle.knows(first)
+    assert [cycle.ends_with(first) for _ in range(3)] == [True] * 3
+    assert cycle.alone is first and cycle.knows(first)
+    assert cycle.ends_with(second) and cycle.alone is None  # one that is new ends a step
+    turns = [first, second, first, second, second, first, first, first, second]
+    assert [cycle.ends_with(one) for one in turns] == [False, True, False, True, False, True, False, True, False]
+    cycle = Cycle(Models(model))
+    ends = [cycle.ends_with(one) for one in [second, *[first] * 70]]
+    assert ends[:6] == [True, True, False, True, False, True]  # each second step, until the other is forgotten
+    assert ends[62:] == [False, True, True, True, True, True, True, True, True]
+    assert cycle.parameters(first) == [("0.weight", model[0].weight), ("0.bias", model[0].bias)]
+    assert cycle.trains(model) and cycle.trains(model[0]) and not cycle.trains(model[2])
+    assert len(cycle.parameters(second)) == 2
+    around, reordered = sgd(model[0]), torch.optim.SGD([model[0].bias, model[0].weight], lr=0.1)
+    assert cycle.is_wrapper(around) and cycle.is_wrapper(around)
+    assert (
+        not cycle.is_wrapper(first) and not cycle.is_wrapper(reordered) and not cycle.is_wrapper(sgd(nn.Linear(1, 1)))
+    )
+
+
+class Scaled(nn.Linear):
+    """A layer with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("size", torch.ones(1))
+
+
+def test_models_have_names_and_what_is_in_them_has_paths() -> None:
+    one = nn.Sequential(Scaled(), nn.ReLU())
+    models = Models(one)
+    assert list(models.modules) == ["", "0", "1"] and models.roots == {"": one} and models.version == 1
+    assert [name for name, _ in models.named_parameters()] == ["0.weight", "0.bias"]
+    assert [name for name, _ in models.named_buffers()] == ["0.size"] and models.path_of("0") == "0"
+    assert models.add(nn.Sequential(nn.Linear(1, 1, bias=False))) == "Sequential"
+    assert models.add(nn.Sequential()) == "" and models.version == 3
+    assert list(models.roots) == ["Sequential", "Sequential2", "Sequential3"]
+    paths = ["Sequential", "Sequential.0", "Sequential.1", "Sequential2", "Sequential2.0", "Sequential3"]
+    assert list(models.modules) == paths and models.paths[id(one[0])] == "Sequential.0"
+    assert set(models.parameters.values()) == {"Sequential.0.weight", "Sequential.0.bias", "Sequential2.0.weight"}
+    assert models.path_of("1") == "Sequential.1" and models.path_of("7") == "7"
+    assert models.owns(one[0]) and not models.owns(nn.ReLU()) and next(iter(models)) is one
+    assert not models.renew()
+    one[1] = nn.Tanh()
+    assert models.renew() is False and models.version == 4 and not models.renew()  # of the same paths
+    one.append(nn.ReLU())
+    assert models.renew() is True and "Sequential.2" in models.modules
+    unnamed = Models(nn.Linear(1, 1))
+    assert unnamed.add(nn.ReLU(), renames=False) == "" and list(unnamed.roots) == ["", "ReLU"]
+
+
+def test_the_header_of_a_record_describes_its_models() -> None:
+    models = Models({"a": nn.Linear(2, 3).half(), "b": Scaled()})
+    header = models.header(SimpleNamespace(preset=SimpleNamespace(name="fp8")))
+    assert (header["model"], header["parameters"], header["dtypes"]) == ("Linear, Scaled", 11, ["float16", "float32"])
+    assert (header["device"], header["precision"], header["models"]) == ("cpu", "fp8", ["a", "b"])
+    alone = Models(nn.ReLU()).header(None)
+    assert (alone["parameters"], alone["device"], alone["precision"], "models" in alone) == (0, "cpu", "fp32", False)
+    tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    tied[1].weight = tied[0].weight
+    assert Models(tied).header(None)["parameters"] == 4
+    assert fingerprint_of(nn.Linear(2, 3)) == fingerprint_of(nn.Linear(2, 3)) != fingerprint_of(nn.Linear(3, 2))
+    with pytest.raises(TypeError, match="a profile needs a torch module, not int"):
+        Models(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a monitor needs a torch module, not int"):
+        Models(3, in_place=True)  # type: ignore[arg-type]
+
+
+def test_a_scale_that_is_lower_after_a_backward_pass_without_a_step_has_skipped_it() -> None:
+    fed: list[torch.Tensor] = []
+    scaler = SimpleNamespace(scale=8.0, is_enabled=lambda: True, add_exponents=fed.append)
+    scaler.get_scale = lambda: scaler.scale
+    watched = WatchedScale(scaler)
+    assert watched.is_used and not watched.has_skipped() and watched.begin_backward() == 8.0
+    assert not watched.has_skipped()
+    for after, steps, skipped in ((4.0, False, True), (4.0, False, False), (2.0, True, False), (4.0, False, False)):
+        watched.begin_backward()
+        if steps:
+            watched.stepped()
+        scaler.scale = after
+        assert watched.has_skipped() is skipped and not watched.has_skipped()
+    counts = np.zeros(256, np.int64)
+    counts[[0, 100, 252, 253, 255]] = [1, 2, 3, 4, 5]
+    watched.feed(counts)
+    found = {place: int(count) for place, count in enumerate(fed[0]) if count}
+    assert found == {2: 1, 102: 2, 254: 3 + 4 + 5}
+    scaler.scale = 2.0**-3
+    watched.feed(counts)
+    assert {place: int(count) for place, count in enumerate(fed[1]) if count} == {0: 1, 97: 2, 249: 3, 250: 4, 252: 5}
+    for off in (None, SimpleNamespace(is_enabled=lambda: False)):
+        unused = WatchedScale(off)
+        assert not unused.is_used and unused.begin_backward() == 1.0 and not unused.has_skipped()
+        unused.feed(counts)
