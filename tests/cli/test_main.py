@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lowp import __version__, cli
-from lowp.cli.options import Option, split_list
+from lowp.cli.options import Option, add_options, check_least, given, split_list, words_of
 from lowp.errors import InvalidInput, Misuse
 from lowp.kernels.cpu import asked, available, library, select
 
@@ -277,3 +277,40 @@ def test_the_module_is_the_command(module: str) -> None:
 )
 def test_commas_inside_parentheses_part_no_list(text: str | None, found: list[str]) -> None:
     assert split_list(text) == found
+
+
+TABLE = (
+    Option("name", None, more={"nargs": "*"}, setting="recipe"),
+    Option("--steps", "number", "N", int, 3, least=2, setting="steps"),
+    Option("--all", "whether all", kind=bool, group="more"),
+    Option("--learning-rate", None, "R", float, least=0, setting="learning_rate", excludes=True),
+    Option("--diff", None, "FILE", more={"nargs": 2, "dest": "both"}, excludes=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        *(("--steps", 2), ("--steps=3", 1), ("--all", 1), ("--diff", 3), ("--diff=a", 1), ("--learning-rate", 2)),
+        *(("--help", 1), ("-h", 1), ("--help=1", 1), ("--step", 0), ("--step=3", 0), ("train.py", 0), ("name", 1)),
+    ],
+)
+def test_an_option_has_as_many_words_as_its_row_says(word: str, words: int) -> None:
+    assert words_of(word, TABLE) == words
+
+
+def test_the_rows_of_a_command_are_its_parser_s_options() -> None:
+    parser = argparse.ArgumentParser(prog="it", exit_on_error=False)
+    add_options(parser, TABLE)
+    asked = parser.parse_args(["a", "b", "--all", "--diff", "x", "y"])
+    assert vars(asked) == {"name": ["a", "b"], "steps": 3, "all": True, "learning_rate": None, "both": ["x", "y"]}
+    assert given(TABLE, asked) == {"recipe": ["a", "b"], "steps": 3}
+    with pytest.raises(argparse.ArgumentError, match="not allowed with argument"):
+        parser.parse_args(["--diff", "x", "y", "--learning-rate", "0.1"])
+    assert "more:\n  --all" in parser.format_help() and "--steps N" in parser.format_help()
+    for steps, rate in ((2, None), (2, 0.0), (9, 1.0)):
+        check_least(TABLE, argparse.Namespace(**{**vars(asked), "steps": steps, "learning_rate": rate}))
+    with pytest.raises(InvalidInput, match="--steps 1: give 2 or more"):
+        check_least(TABLE, argparse.Namespace(**{**vars(asked), "steps": 1}))
+    with pytest.raises(InvalidInput, match=r"--learning-rate -0\.5: give 0 or more"):
+        check_least(TABLE, argparse.Namespace(**{**vars(asked), "learning_rate": -0.5}))
