@@ -15,7 +15,7 @@ from lowp.exponents.table import ExponentTable
 from lowp.kernels.int16 import entries
 from lowp.kernels.int16.cpu_int16 import Seen
 from lowp.scaling import Autoflex
-from lowp.scaling.autoflex import folded
+from lowp.scaling.powers import sum_by_halves
 
 SITES = 37
 
@@ -73,9 +73,9 @@ def test_entries_move_to_the_same_bits_by_the_library(scaling: Autoflex) -> None
 def test_sums_by_halves_take_a_row_of_any_length() -> None:
     for length in (1, 2, 3, 7, 16, 31):
         rows = torch.arange(3 * length, dtype=torch.float64).reshape(3, length)
-        assert torch.equal(folded(rows), rows.sum(1))
+        assert torch.equal(sum_by_halves(rows), rows.sum(1))
     ones = torch.tensor([[1.0, 2.0**-53, -1.0, 2.0**-53]], dtype=torch.float64)
-    assert folded(ones).item() == 2.0**-52  # (1 - 1) + (2**-53 + 2**-53), which no order from the left gives
+    assert sum_by_halves(ones).item() == 2.0**-52  # (1 - 1) + (2**-53 + 2**-53), which no order from the left gives
 
 
 def test_a_window_that_is_too_long_for_the_library_is_left_to_torch() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowp.errors import InvalidInput
 from lowp.kernels.steps.spectra import ROWS, count_tensor, numbers_at
+from lowp.nested import mapped
 from lowp.numerics.blocks import BlockLayout, Blocks, blocks_of
 from lowp.numerics.modes import numbers_of, untransformed
 from lowp.numerics.spectrum import Spectrum, Updates
@@ -255,14 +256,9 @@ class Part:
 
 def of_model(value: Any, model: str) -> Any:
     """The same with a model's name before the path of each key in dictionaries, lists and tuples."""
-    if isinstance(value, Key):
-        return value.of_model(model)
     if isinstance(value, dict):
         return {of_model(key, model): of_model(one, model) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [of_model(one, model) for one in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+    return mapped(lambda key: key.of_model(model), value, Key)
 
 
 def add_up(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.errors import check_name
+from lowp.nested import tensors_of
 
 
 class Examples(Protocol):
@@ -86,9 +87,7 @@ class Metric:
 
 def first_tensor(batch: Any) -> Tensor:
     """Return the first tensor of a batch, in any nesting of tuples, lists and dictionaries."""
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-    return batch
+    return tensors_of(batch)[0]
 
 
 def examples_of(batch: Any) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowp.compat import widest_float
 from lowp.errors import InvalidInput
-from lowp.scaling.powers import floor_log2, times
+from lowp.scaling.powers import floor_log2, sum_by_halves, times
 
 # algorithm 1: the first guess, the smallest mantissa that suffices to set the exponent, and the number of tries
 _START_EXPONENT = -8
@@ -63,20 +63,6 @@ def extended(scaling: Any, state: Any, entries: int = 1) -> Any:
 def powers_of_two(exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return kappa of every entry, 2**exponent."""
     return times(torch.ones_like(exponent, dtype=dtype), exponent)
-
-
-def folded(rows: Tensor) -> Tensor:
-    """Return the sums of rows [n, m], m > 0, by halves: the same bits on every device and by the C++ library.
-
-    The second half of a row, filled up with zeros to a power of two, is added to the first until one number is left.
-    """
-    size = 1 << (rows.shape[1] - 1).bit_length()
-    if size > rows.shape[1]:
-        rows = torch.cat((rows, rows.new_zeros(len(rows), size - rows.shape[1])), 1)
-    while size > 1:
-        size //= 2
-        rows = rows[:, :size] + rows[:, size:]
-    return rows[:, 0]
 
 
 @dataclass(frozen=True)
@@ -216,8 +202,8 @@ class Autoflex:
     def _chi(self, history: Tensor, count: Tensor, kappa: Tensor) -> Tensor:
         known = torch.arange(self.window, device=history.device) < count[:, None]
         number = known.sum(1).clamp(min=1)
-        mean = folded(history) / number
-        variance = folded(torch.where(known, (history - mean[:, None]) ** 2, 0.0)) / number
+        mean = sum_by_halves(history) / number
+        variance = sum_by_halves(torch.where(known, (history - mean[:, None]) ** 2, 0.0)) / number
         return history.amax(1) + self.beta * variance.sqrt() + self.gamma * kappa
 
     def _predicted(self, history: Tensor, count: Tensor, kappa: Tensor) -> Tensor:

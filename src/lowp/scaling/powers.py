@@ -1,4 +1,4 @@
-"""Powers of two on devices that may lack fp64, frexp and ldexp, such as Apple's GPUs."""
+"""Powers of two on devices that may lack fp64, frexp and ldexp, such as Apple's GPUs; and sums in one order."""
 
 import torch
 from torch import Tensor
@@ -31,3 +31,17 @@ def floor_log2(x: Tensor) -> Tensor:
     if x.dtype is torch.float64:
         return torch.frexp(x)[1].to(torch.int32) - 1
     return (x.view(torch.int32) >> 23) - 127
+
+
+def sum_by_halves(rows: Tensor) -> Tensor:
+    """Return the sums of rows [..., m] by halves: the same bits on every device and by the C++ library.
+
+    The second half of a row, filled up with zeros to a power of two, is added to the first until one number is left.
+    """
+    size = 1 << max(rows.shape[-1] - 1, 0).bit_length()
+    if size > rows.shape[-1]:
+        rows = torch.nn.functional.pad(rows, (0, size - rows.shape[-1]))
+    while size > 1:
+        size //= 2
+        rows = rows[..., :size] + rows[..., size:]
+    return rows[..., 0]

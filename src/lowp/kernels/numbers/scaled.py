@@ -21,6 +21,7 @@ from lowp.kernels.numbers.floats import floor_log2, largest_finite, maximum, nar
 from lowp.kernels.numbers.groups import fold, group_shape, spread
 from lowp.kernels.numbers.packing import as_integers, code_dtype
 from lowp.kernels.numbers.philox import Draw, Seed
+from lowp.scaling.powers import sum_by_halves
 
 FP32 = FORMATS["fp32"]
 assert isinstance(FP32, FloatFormat)
@@ -129,19 +130,9 @@ def _tried(x: Tensor, largest: Tensor, outer: Tensor | None, cast: Cast) -> Tens
         by = divisor(Scales(scale, None, outer), format).unsqueeze(-1)
         quotient = torch.where(by == 0, 0.0, numbers / by)
         error = bitwise.quantized(quotient, Cast(element or format.element, overflow=Overflow.SATURATE)) * by - numbers
-        found.append((scale, _sum_by_halves(error * error)))
+        found.append((scale, sum_by_halves(error * error)))
     (first, error_of_first), (second, error_of_second) = found
     return torch.where(error_of_second < error_of_first, second, first)
-
-
-def _sum_by_halves(rows: Tensor) -> Tensor:
-    """Return the sums of rows [..., n]: the second half is added to the first until one number is left."""
-    size = 1 << max(rows.shape[-1] - 1, 0).bit_length()
-    rows = torch.nn.functional.pad(rows, (0, size - rows.shape[-1]))
-    while size > 1:
-        size //= 2
-        rows = rows[..., :size] + rows[..., size:]
-    return rows[..., 0]
 
 
 def outer_scale(largest: Tensor, cast: Cast) -> Tensor:
@@ -292,7 +283,7 @@ def corrected(x: Tensor, cast: Cast, scales: Scales, element: Tensor, seed: Seed
     by = spread(divisor(scales, format), x.shape, format.scope)
     quotient = torch.where(x.isfinite() & (by > 0), widen(x) / by, 0.0)
     squares, products = (
-        _sum_by_halves(fold(quotient * one, format.scope))
+        sum_by_halves(fold(quotient * one, format.scope))
         for one in (quotient, torch.where(quotient == 0, 0.0, element))
     )
     wanted = scales.scale * torch.where(products == 0, 1.0, squares / products)

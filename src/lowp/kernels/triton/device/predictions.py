@@ -18,7 +18,7 @@ def _halved(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _folded(rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
-    """Return the sums of rows by halves, as `lowp.scaling.autoflex.folded` does. WIDTH is 2**STEPS."""
+    """Return the sums of rows by halves, as `lowp.scaling.powers.sum_by_halves` does. WIDTH is 2**STEPS."""
     sums = rows
     for step in tl.static_range(STEPS):
         sums = _halved(sums, ROWS, WIDTH >> step)
