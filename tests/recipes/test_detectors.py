@@ -303,3 +303,28 @@ def test_boxes_are_kept_above_a_probability_and_each_class_has_its_most_likely_o
     near = torch.tensor([[0.0, 0.0, 0.5, 0.5], [0.0, 0.0, 0.5, 0.25], [0.0, 0.0, 0.5, 0.375]])  # by 1/2 and 3/4
     found = select_detections(near, torch.tensor([[0.75], [0.5], [0.625]]), iou_threshold=0.5, max_count=9)
     assert found.scores.tolist() == [0.75, 0.5]
+
+
+def test_of_each_picture_three_hard_negatives_are_counted_a_match() -> None:
+    losses = torch.tensor(
+        [[9.0, 1.0, 5.0, 3.0, 4.0, 2.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]]
+    )
+    positive = torch.zeros(3, 6, dtype=torch.bool)
+    positive[0, 0] = True
+    positive[2, 3:5] = True
+    counted = ssd.mine_negatives(losses, positive)
+    assert counted.nonzero()[:, 1].tolist() == [0, 2, 3, 4, *range(6)]  # a match, and the three largest others
+    assert counted.sum(1).tolist() == [4, 0, 6]
+
+
+def test_the_multibox_loss_is_that_of_offsets_and_classes_a_match() -> None:
+    anchors = default_boxes(ssd.SMALL)
+    classes, boxes = ssd.match_targets(anchors, TRUTH)
+    offsets = encode_boxes(boxes, anchors, ssd.VARIANCES)[None]
+    matches = int((classes > 0).sum())
+    right = 50.0 * torch.nn.functional.one_hot(classes, 21)[None].float()
+    moved = torch.where((classes > 0)[:, None], offsets + torch.tensor([0.5, -0.5, 2.0, 0.0]), offsets + 100.0)
+    loss = ssd.detection_loss(moved, right, batch_of(TRUTH))
+    assert float(loss) == pytest.approx(0.125 + 0.125 + 1.5, rel=1e-4) and matches > 1
+    level = ssd.detection_loss(offsets, torch.zeros_like(right), batch_of(NOTHING))
+    assert float(level) == 0.0
