@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from fractions import Fraction
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from exact_casts import FORMATS_TRIED, bits, casts, exact_cast, inputs, uniform
 from torch import Tensor
 
+from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
@@ -178,3 +180,23 @@ def test_bitwise_never_looks_at_data_on_other_devices() -> None:
     x = torch.empty(3, 4, device="meta")
     assert bitwise.quantized(x, parse("fp16:stochastic")).shape == (3, 4)
     assert widen16(x) is x
+
+
+@pytest.mark.parametrize("more", [-2, -1, 0, 1])
+@pytest.mark.parametrize("mode", ["stochastic", "stochastic-b", "stochastic-c"])
+@pytest.mark.parametrize(("format", "cut"), [("e8m21", 2), ("e8m20", 3), ("bf16", 16), ("e11m50", 2), ("e11m36", 16)])
+def test_shares_of_as_many_bits_as_are_cut_off_are_those_of_the_definition(
+    format: str, cut: int, mode: str, more: int
+) -> None:
+    """With a random bit fewer than bits are cut off, or two, many a rest lies in the middle of two shares."""
+    draw = torch.Generator().manual_seed(cut)
+    kept = torch.randint(16, (4096,), generator=draw) << cut | torch.randint(1 << cut, (4096,), generator=draw)
+    x = (kept + (0x3FF << 52)).view(torch.float64)
+    if not format.startswith("e11"):
+        x = (kept + (0x3F8 << 20)).int().view(torch.float32)
+    found = {}
+    for way in ("bitwise", "reference", None):
+        with kernels.use(way) if way else nullcontext():
+            found[way] = kernels.quantize(x, f"{format}:{mode}-{max(cut + more, 1)}", seed=3)
+    assert torch.equal(found["bitwise"], found["reference"]) and torch.equal(found[None], found["reference"])
+    assert 0.1 < float((found["bitwise"] > x).double().mean()) < 0.8
