@@ -123,7 +123,7 @@ def load(path: str | Path, *, rng_state: bool = True, map_location: Any = None, 
         try:
             check_rng_states(content["random"])
         except InvalidInput as error:
-            raise _damaged(path, str(error)) from None
+            raise damaged(path, str(error)) from None
     # models first, precisions last: writing into a model changes the shared exponents that a precision holds
     ordered = sorted(parts, key=lambda name: isinstance(parts[name], torch.nn.Module), reverse=True)
     ordered.sort(key=lambda name: not isinstance(parts[name], (torch.nn.Module, torch.optim.Optimizer)))
@@ -148,11 +148,12 @@ def _kinds(path: str | Path, content: dict[str, Any]) -> dict[str, Any]:
     kinds = content.get("kinds", {})
     for name, entry in (("kinds", kinds), ("extra", content["extra"])):
         if not isinstance(entry, dict):
-            raise _damaged(path, f"its entry {name!r} is a dictionary, not {brief(entry)}")
+            raise damaged(path, f"its entry {name!r} is a dictionary, not {brief(entry)}")
     return cast("dict[str, Any]", kinds)
 
 
-def _damaged(path: str | Path, what: str) -> InvalidCheckpoint:
+def damaged(path: str | Path, what: str) -> InvalidCheckpoint:
+    """Return the error for a file of which nothing is loaded."""
     return InvalidCheckpoint(f"{path} is damaged, and nothing was loaded: {what}")
 
 

@@ -51,14 +51,12 @@ class DelayedTable(SiteTable):
         return {"state": self.state._asdict()}
 
     def _hold(self, names: dict[str, int], parts: Mapping[str, Any]) -> None:
-        """Take over entries."""
         self.names, self.state = names, DelayedState(**parts["state"])
         self.rows = torch.zeros(len(names), 3, dtype=widest_float(self.device), device=self.device)
         self.entries = self.rows.unbind()
         self._choose()
 
     def _choose(self) -> None:
-        """Choose the next scales."""
         self.rows[:, 0] = self._scales(self.state.largest)
         self.knows: list[bool] = (self.state.largest > 0).tolist() if self.is_host else []
 

@@ -100,7 +100,6 @@ class ServedConvolution(Served):
         return self._on_image(x, self._convolved)
 
     def empty(self, x: Tensor) -> Tensor:
-        """Of x's dtype."""
         size = (self.weight.n, self.weight.k // math.prod(self.geometry.kernel), *self.geometry.kernel)
         return self._on_image(x, lambda image: self.geometry.convolved(image, image.new_empty(size), None))
 

@@ -154,7 +154,6 @@ class _Attention(ServedAttention):
     """Attention whose products of bytes are operations of ONNX."""
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """As the served one."""
         return attended(
             query, key, value, mask, False, None, functools.partial(_product_of_bytes, check_bits(self.bits))
         )
@@ -209,7 +208,6 @@ class _Layer(nn.Module):
         return x, self.get_buffer("weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the served layer."""
         convolution, bias = self.convolution, self._buffers["bias"]
         if convolution is None:
             return F.linear(*self.operands(x), bias)

@@ -141,7 +141,6 @@ class Int8(_Bytewise):
         return found.float() * self.get_buffer("scales")[indices][..., None]
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """In bytes."""
         return contract_packed((Activations(rows, self.range()), self.panels()), bias)
 
 
@@ -180,11 +179,9 @@ class _Coded(Weight):
         return few_bits.code_values(self.codes())
 
     def values_of(self, first: int, count: int) -> Tensor:
-        """Of these alone."""
         return few_bits.code_values(self.codes(), first, count)
 
     def rows_at(self, indices: Tensor) -> Tensor:
-        """Of these alone."""
         return few_bits.code_rows(self.codes(), indices.flatten()).reshape(*indices.shape, self.k)
 
 
@@ -247,7 +244,6 @@ class Sign(_Bytewise, _Coded):
         self.hold(few_bits.pack_codes(codes, scales.reshape(-1, 1), levels, 0))
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """In whole numbers."""
         return contract_packed((self.bytes(rows), self.codes()), bias)
 
 
@@ -274,7 +270,6 @@ class Stored(Weight):
         return few_rows.stored_rows(memory, self.k, cast, held.get("part_scale"), held.get("part_outer"))
 
     def values(self) -> Tensor:
-        """In fp32."""
         rows, held = self.rows(), self._buffers
         if rows is not None:
             return few_rows.values(rows)
@@ -374,11 +369,9 @@ class ServedLinear(Served):
         return linear(x, self.weight, self._bias())
 
     def empty(self, x: Tensor) -> Tensor:
-        """Of x's dtype."""
         return x.new_empty(*x.shape[:-1], self.weight.n)
 
     def extra_repr(self) -> str:
-        """Sizes."""
         return f"{self.weight.k}, {self.weight.n}"
 
 
@@ -390,5 +383,4 @@ class ServedEmbedding(Served):
         return self.weight.rows_at(indices)
 
     def empty(self, indices: Tensor) -> Tensor:
-        """In fp32."""
         return indices.new_empty(*indices.shape, self.weight.k, dtype=torch.float32)

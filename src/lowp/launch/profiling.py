@@ -104,7 +104,6 @@ class _Waiting(Search):
         return profiler
 
     def add(self, module: nn.Module, args: Any) -> None:
-        """Record one more model."""
         self.watcher.add(module, args)
 
     def skips(self, module: nn.Module) -> bool:

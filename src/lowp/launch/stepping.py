@@ -47,13 +47,11 @@ class Held(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The optimizer's groups."""
         found = self._parameters
         return self.optimizer.param_groups if found is None else [{"params": found(self.optimizer)}]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The optimizer's state."""
         return self.optimizer.state if self._parameters is None else {}
 
     def step(self, closure: None = None) -> Any:  # type: ignore[override]

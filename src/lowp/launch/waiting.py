@@ -143,7 +143,6 @@ class MonitorSearch(Search):
         return monitor
 
     def add(self, module: nn.Module, args: Any) -> None:
-        """Watch one more model."""
         self.watcher.add(module)
 
     def end(self) -> None:

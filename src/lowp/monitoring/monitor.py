@@ -175,7 +175,6 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._losses.wake()
 
     def _rest(self) -> None:
-        """Hear of none."""
         if self._unheard is not None:
             self._unheard()
         self._unheard = None

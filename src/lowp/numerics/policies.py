@@ -266,5 +266,4 @@ def cheapest(record: Record, bits: int, what: str = "area", least_signal: float 
 
 
 def _cost(format: Format, what: str) -> float:
-    """A share of fp32's."""
     return cost(format).relative_multiplier_area if what == "area" else format.bytes / 4

@@ -247,7 +247,6 @@ class Builder:
         return owned_place(self.owned, shape, dtype)
 
     def finished(self, copies: bool, results: Any) -> Back:
-        """Return the program."""
         return Back(Program(self.steps, self.owned), copies, self.made, results, self.may_lose)
 
     def _product(self, found: Matrices, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, Finish | None]:

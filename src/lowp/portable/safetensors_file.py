@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.checkpoint import InvalidCheckpoint
+from lowp.checkpoint import InvalidCheckpoint, damaged
 from lowp.errors import InvalidInput, brief
 from lowp.portable.stored import is_shape
 
@@ -52,24 +52,24 @@ def read_header(file: IO[bytes], path: Path) -> tuple[dict[str, TensorEntry], di
     file.seek(0)
     length = _LENGTH.unpack(file.read(8))[0] if size >= 8 else -1
     if not 2 <= length <= min(size - 8, LONGEST_HEADER):
-        raise _invalid(path, "it is truncated, or not a safetensors file")
+        raise damaged(path, "it is truncated, or not a safetensors file")
     try:
         header = json.loads(file.read(length).decode(), object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
-        raise _invalid(path, f"its header is not JSON: {brief(str(error))}") from None
+        raise damaged(path, f"its header is not JSON: {brief(str(error))}") from None
     if not isinstance(header, dict):
-        raise _invalid(path, "its header is not a JSON object")
+        raise damaged(path, "its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _invalid(path, "its metadata is not text by name")
+        raise damaged(path, "its metadata is not text by name")
     entries = {name: _entry(path, name, given, 8 + length) for name, given in header.items()}
     reached = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.start != reached:
-            raise _invalid(path, f"the bytes of {brief(name)} overlap others, or leave a gap")
+            raise damaged(path, f"the bytes of {brief(name)} overlap others, or leave a gap")
         reached = entry.stop
     if reached != size:
-        raise _invalid(path, f"its header declares {reached:,} bytes, but it has {size:,}: it is truncated or extended")
+        raise damaged(path, f"its header declares {reached:,} bytes, but it has {size:,}: it is truncated or extended")
     return entries, metadata
 
 
@@ -82,22 +82,18 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(path: Path, name: str, given: Any, first: int) -> TensorEntry:
     if not isinstance(given, dict):
-        raise _invalid(path, f"its entry {brief(name)} is not a JSON object")
+        raise damaged(path, f"its entry {brief(name)} is not a JSON object")
     shape: Any = given.get("shape")
     offsets: Any = given.get("data_offsets")
     dtype = DTYPES.get(given["dtype"]) if isinstance(given.get("dtype"), str) else None
     if dtype is None:
-        raise _invalid(path, f"{brief(name)} has dtype {brief(given.get('dtype'))}; allowed: {', '.join(DTYPES)}")
+        raise damaged(path, f"{brief(name)} has dtype {brief(given.get('dtype'))}; allowed: {', '.join(DTYPES)}")
     if not is_shape(shape) or not is_shape(offsets) or len(offsets) != 2:
-        raise _invalid(path, f"{brief(name)} has no shape, or none that torch can have, or no offsets: {brief(given)}")
+        raise damaged(path, f"{brief(name)} has no shape, or none that torch can have, or no offsets: {brief(given)}")
     start, stop = offsets
     if math.prod(shape) * dtype.itemsize != stop - start:
-        raise _invalid(path, f"{brief(name)} of shape {brief(tuple(shape))} does not fill its {stop - start:,} bytes")
+        raise damaged(path, f"{brief(name)} of shape {brief(tuple(shape))} does not fill its {stop - start:,} bytes")
     return TensorEntry(dtype, tuple(shape), first + start, first + stop)
-
-
-def _invalid(path: Path, what: str) -> InvalidCheckpoint:
-    return InvalidCheckpoint(f"{path} is damaged, and nothing was loaded: {what}")
 
 
 def read_tensor(file: IO[bytes], entry: TensorEntry) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from lowp.compat import has_fp64, private
+from lowp.compat import private, widest_float
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, parse
 from lowp.presets import LossScale
@@ -304,11 +304,6 @@ def _float_format(name: str) -> FloatFormat:
     return number_format
 
 
-def widest_dtype(device: torch.device) -> torch.dtype:
-    """Return fp64, or fp32 where the device does not compute in fp64."""
-    return torch.float64 if has_fp64(device.type) else torch.float32
-
-
 def inverse_of(scale: torch.Tensor) -> torch.Tensor:
     """Return 1 / scale in fp32, rounded once, as torch's kernel does: twice, by way of fp64, is the same."""
     return scale.reciprocal().float()
@@ -316,4 +311,4 @@ def inverse_of(scale: torch.Tensor) -> torch.Tensor:
 
 def _product(scale: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiply in fp64 and round once, as torch's kernel does."""
-    return (scale.to(widest_dtype(scale.device)) * factor).float()
+    return (scale.to(widest_float(scale.device)) * factor).float()

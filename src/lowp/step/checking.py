@@ -10,12 +10,12 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from lowp import distributed
-from lowp.compat import private, real_tensors, skipped_by_compilers
+from lowp.compat import private, real_tensors, skipped_by_compilers, widest_float
 from lowp.errors import Misuse
 from lowp.kernels.choose import hardware
 from lowp.optim.releasing import refuse_released
 from lowp.scaling import SMALLEST_SCALE, AdaptiveLossScale
-from lowp.scaling.loss_scale import inverse_of, underflow, widest_dtype
+from lowp.scaling.loss_scale import inverse_of, underflow
 from lowp.step import gradients as grads
 from lowp.step.provenance import all_finite
 from lowp.step.state import ScalerState
@@ -185,7 +185,7 @@ class Checks(ScalerState):
 
     def _about(self, inverse: torch.Tensor) -> torch.Tensor:
         """Return the record of this step on the device: its number, the scale, whether the losses were finite."""
-        kind = widest_dtype(inverse.device)
+        kind = widest_float(inverse.device)
         step = torch.full((), float(self._steps), dtype=kind, device=inverse.device)
         return torch.stack((step, inverse.to(kind).reciprocal(), all_finite(self._losses, step)))
 

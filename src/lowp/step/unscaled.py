@@ -194,7 +194,6 @@ class UnscaledSteps:
         return flags if can_skip else None
 
     def _gradients(self, optimizers: Optimizers) -> Iterator[_Value]:
-        """Yield the gradients."""
         for optimizer in optimizers if self.exponents is None else ():
             for values, place in grads.collect(optimizer, True):
                 yield optimizer, _GRADIENT, place, values

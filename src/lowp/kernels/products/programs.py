@@ -85,7 +85,6 @@ class SignsStep(NamedTuple):
     to: int
 
     def describe(self, block: Any) -> tuple[Places, Drawn]:
-        """As `CastStep.describe`."""
         block.kind, block.rotation.size = _SIGNS, self.size
         return (NOWHERE, NOWHERE, NOWHERE, self.to, NOWHERE, NOWHERE), (True,)
 
@@ -103,7 +102,6 @@ class RotationStep(NamedTuple):
     axis: int
 
     def describe(self, block: Any) -> tuple[Places, Drawn]:
-        """As `CastStep.describe`."""
         source, shape = self.source, self.source.shape
         axis, block.kind, rotation = self.axis % len(shape), _ROTATION, block.rotation
         rotation.type, rotation.size, rotation.count = TYPE_NUMBERS[source.dtype], self.size, math.prod(shape)
@@ -157,7 +155,6 @@ class CodesStep(NamedTuple):
     cast: Cast
 
     def describe(self, block: Any) -> tuple[Places, Drawn]:
-        """As `CastStep.describe`."""
         block.kind, codes = _CODES, block.codes
         codes.sharing = sharing_address(self.cast)
         codes.rows, codes.columns, codes.line, codes.step = *self.source.shape, *self.source.strides
@@ -179,7 +176,6 @@ class BytesStep(NamedTuple):
     right_scales: int = NOWHERE
 
     def describe(self, block: Any) -> tuple[Places, Drawn]:
-        """As `CastStep.describe`."""
         block.kind, plan, depth = _BYTES, block.bytes, self.left.shape[1]
         if self.right.shape[1] != depth or depth > MOST_DEPTH:
             raise ValueError(f"no product of codes {self.left.shape} and {self.right.shape}")
