@@ -91,6 +91,28 @@ __attribute__((noinline)) static int64_t encode_values(typename C::Bits* values,
   return static_cast<int64_t>(nans);
 }
 
+// The codes of numbers to nearest: of floats that `Quanta` serves, where what is beyond the largest number has the code `beyond`.
+__attribute__((noinline)) static int64_t encode_nearest(const uint32_t* in, uint32_t* out, int64_t count, const Quanta& given,
+                                                        const Code<F32>& code, int32_t beyond) {
+  const Quanta quanta = given;
+  const int32_t highest = quanta.limit + 0x800000, nan_code = static_cast<int32_t>(code.nan);
+  const uint32_t unsigned_nan = code.unsigned_nan;
+  int32_t nans = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = in[i];
+    const int32_t a = static_cast<int32_t>(bits & 0x7fffffff), limited = least(a, highest);
+    const int32_t exponent = Quanta::exponent_of(limited, quanta.smallest);
+    const int32_t found = quanta.code_of(quanta.sum_of(limited, exponent), exponent, quanta.base);
+    const uint32_t nan = mask<F32>(a > 0x7f800000);
+    int32_t result = found > quanta.code_limit ? beyond : found;
+    result = a > 0x7f800000 ? nan_code : result;
+    nans -= static_cast<int32_t>(nan);
+    out[i] = static_cast<uint32_t>(result) | (bits >> quanta.sign_shift & quanta.sign & ~(nan & unsigned_nan));
+  }
+  return nans;
+}
+
 template <class Bits, class T>
 __attribute__((noinline)) static void shorten(const Bits* codes, T* out, int64_t count) {
   LOWP_VECTOR_LOOP
@@ -131,6 +153,41 @@ __attribute__((noinline)) static void decode_codes(const T* codes, typename C::B
   }
 }
 
+#if defined(__F16C__)
+// Codes of at most 8 bits that are plain and have at most fp16's exponents: fp16's numbers times a power of two.
+__attribute__((noinline)) static void decode_as_fp16(const uint8_t* codes, uint32_t* values, int64_t count, const Code<F32>& code) {
+  alignas(64) uint16_t halves[kBlock + 16];
+  const uint16_t magnitude = static_cast<uint16_t>(code.magnitude), sign = static_cast<uint16_t>(code.sign);
+  const uint16_t last = static_cast<uint16_t>(code.nan_above);
+  const uint16_t to_number = static_cast<uint16_t>(1 << (10 - code.mantissa_bits));  // products stay in 16 bits, shifts would not
+  const uint16_t to_sign = static_cast<uint16_t>(sign != 0 ? 1 << (15 - code.sign_shift) : 0);
+  const float lift = number(code.rebias + (uint32_t{15} << 23));
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const uint16_t bits = codes[i], a = bits & magnitude, signs = bits & sign;
+    const uint16_t value = static_cast<uint16_t>(a * to_number), known = a > last ? uint16_t{0x7e00} : value;
+    halves[i] = known | static_cast<uint16_t>(signs * to_sign);
+  }
+  float* const out = reinterpret_cast<float*>(values);
+  const auto eight = [&](int64_t at) {
+    const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + at)));
+    return _mm256_mul_ps(wide, _mm256_set1_ps(lift));
+  };
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= count; i += 16) {
+    const __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + i)));
+    _mm512_storeu_ps(out + i, _mm512_mul_ps(wide, _mm512_set1_ps(lift)));
+  }
+#endif
+  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, eight(i));
+  if (i == count) return;
+  alignas(32) float rest[8];
+  _mm256_store_ps(rest, eight(i));
+  std::memcpy(out + i, rest, sizeof(float) * static_cast<size_t>(count - i));
+}
+#endif
+
 // The codes of an element format, prepared for one call: by vector kernels, or by the general functions.
 template <class C>
 struct Coder {
@@ -163,6 +220,10 @@ struct Coder {
   template <class T>
   void decode(const T* codes, typename C::Bits* values, int64_t count) const {
     const bool plain = code.flush == 0 && cast.infinity < 0 && code.minus_zero_nan == ~typename C::Bits{0};
+#if defined(__F16C__)
+    if constexpr (C::kWidth == 32 && sizeof(T) == 1)
+      if (decodes && plain && code.below != 0 && code.magnitude >> code.mantissa_bits < 31) return decode_as_fp16(codes, values, count, code);
+#endif
     if (decodes && plain) return decode_codes<C, true>(codes, values, count, code);
     if (decodes) return decode_codes<C, false>(codes, values, count, code);
     if (cast.kind != kFloat && sizeof(T) <= 2) {
@@ -184,14 +245,28 @@ static int64_t encode_in(const Task& task, int64_t begin, int64_t end) {
   const Caster<C> caster(*task.cast, task.seed, task.index);
   const Coder<C> coder(*task.cast);
   alignas(64) typename C::Bits buffer[kBlock], values[kBlock];
+  const Quanta quanta(*task.cast);
+  const double above = coder.encodes ? static_cast<double>(number(static_cast<typename C::Bits>(caster.lane.beyond[0]))) : 0;
+  const bool nearest = C::kWidth == 32 && Quanta::serve(*task.cast) && (task.cast->has_nan || above == above);
+  const int32_t beyond = nearest ? static_cast<int32_t>(code_general(above, *task.cast)) : 0;
   int64_t nans = 0;
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     const typename C::Bits* const in = load<C>(task.in, task.in_type, first, count, buffer);
     prefetch(in, count / 2);
+    T* const out = static_cast<T*>(task.out) + first;
+    if constexpr (C::kWidth == 32) {
+      if (nearest) {
+        const int64_t found = encode_nearest(in, values, count, quanta, coder.code, beyond);
+        prefetch(in + count / 2, count / 2);
+        shorten(values, out, count);
+        nans += task.cast->has_nan ? 0 : found;
+        continue;
+      }
+    }
     caster(in, values, first, count);
     prefetch(in + count / 2, count / 2);
-    nans += coder.encode(values, static_cast<T*>(task.out) + first, count);
+    nans += coder.encode(values, out, count);
   }
   return nans;
 }

@@ -6,8 +6,8 @@
 //   2. `ScaleOf` computes the scale of every group from it,
 //   3. `GroupCast` divides the runs by their scales and rounds them to elements, and `values` multiplies these again.
 // Quotients are rounded once, as if they were computed in fp64, and values are rounded once to the type of the tensor.
-// fp32 quotients by powers of two are exact unless they are small. By other scales they have an error, of less than 2**-22
-// of them, which matters only near the midpoint of two elements: such a strip is cast in fp64.
+// fp32 quotients by powers of two are exact unless they are small. By other scales, rounded, inverted and multiplied by, they have
+// an error, of less than 2**-22 of them, which matters only near the midpoint of two elements: such a strip is cast in fp64.
 #pragma once
 
 #include "quantize.hpp"
@@ -288,22 +288,22 @@ static inline bool has_small_products(const lowp_sharing& sharing) {
 // a power of two whose ulp is the quantum rounds to it.
 struct Quick {
   float lower, upper;          // integers: their range
-  uint32_t smallest;           // floats: the smallest normal number
-  uint32_t step;               // from the exponent of a number to that of the power
-  uint32_t limit, beyond;      // the largest magnitude, and what larger ones become
-  float far;                   // from the power to the distance from an element at which a quotient is in doubt
+  int32_t first, last;         // the same as bits of their sums with kMagic
+  Quanta quanta;               // floats
+  uint32_t beyond;             // what larger magnitudes than the largest become
+  float far;                   // from an exponent to the distance from an element at which a quotient is in doubt
   uint32_t discard, drop;      // stochastic floats: the bits that are cut, and of a word those that do not decide
 };
+
+constexpr float kMagic = 0x1.8p23f;  // a sum with it is rounded to a whole number; its bits are ordered as such sums are
 
 enum Elements { kOnlyFloats, kOnlyWholes, kEither };  // of a strip: floats, integers, or one or the other in each run
 
 enum Draws { kNone, kWord };  // whether a random word decides about an element
 
 static inline bool is_quick(const lowp_cast& cast) {
-  if (cast.rounding != kNearestEven) return false;
-  if (cast.kind == kInteger) return cast.bits <= 16;
-  return cast.kind == kFloat && cast.overflow == kSaturate && cast.mantissa_bits > 0 && cast.mantissa_bits < 16 && cast.minus_zero && cast.is_signed &&
-         cast.subnormals && cast.has_zero && cast.min_exponent > -60 && cast.maximum < 0x1p60;
+  if (cast.kind == kInteger) return cast.rounding == kNearestEven && cast.bits <= 16;
+  return cast.overflow == kSaturate && Quanta::serve(cast);
 }
 
 // The same of stochastic casts, of floats whose cut bits one word decides.
@@ -314,43 +314,43 @@ static inline bool is_drawn_quickly(const lowp_cast& cast, const Caster<F32>& ca
 }
 
 static inline Quick make_quick(const lowp_cast& cast, const Lane<F32>& lane) {
-  Quick quick{};
+  Quick quick{0, 0, 0, 0, Quanta(cast), 0, 0, 0, 0};
   quick.lower = static_cast<float>(cast.minimum), quick.upper = static_cast<float>(cast.maximum);
+  quick.first = static_cast<int32_t>(bits_of(kMagic + quick.lower)), quick.last = static_cast<int32_t>(bits_of(kMagic + quick.upper));
   if (cast.kind == kInteger) return quick;
-  quick.smallest = static_cast<uint32_t>(lane.smallest), quick.limit = static_cast<uint32_t>(lane.limit[0]);
   quick.beyond = static_cast<uint32_t>(lane.beyond[0]);
-  quick.step = static_cast<uint32_t>(lane.shift) << 23;
-  quick.far = power_of_two<F32>(-24) - power_of_two<F32>(-21 - lane.shift);
+  quick.far = power_of_two<F32>(lane.shift - 24) - power_of_two<F32>(-21);
   quick.discard = ~static_cast<uint32_t>(lane.keep), quick.drop = static_cast<uint32_t>(32 - lane.shift);
   return quick;
 }
 
-// The element of a number. Unless that is exact, `doubt` gets bits if it is NaN, or so near to a midpoint of two elements that
-// an error of 2**-22 of it may have decided.
-template <bool kWholes, bool kExact>
+// The element of a number or, with `kCodes`, its code, of floats without the bits of the sign above it. Unless that is exact,
+// `doubt` gets bits if it is NaN or very large, or so near to a midpoint of two elements that an error of 2**-22 of it may have
+// decided.
+template <bool kWholes, bool kExact, bool kCodes>
 static inline uint32_t quick_element(uint32_t bits, const Quick& quick, uint32_t& doubt) {
   const uint32_t a = bits & 0x7fffffff, sign = bits ^ a;
-  uint32_t result;
   if constexpr (kWholes) {
-    constexpr float kMagic = 0x1.8p23f;
-    const float x = number(bits), above = x < quick.lower ? quick.lower : x, limited = above > quick.upper ? quick.upper : above;
-    const float whole = (limited + kMagic) - kMagic;
-    result = bits_of(whole);
+    const float x = number(bits), sum = x + kMagic;
+    const uint32_t limited = static_cast<uint32_t>(least(most(static_cast<int32_t>(bits_of(sum)), quick.first), quick.last));
+    const uint32_t result = kCodes ? limited : bits_of(number(limited) - kMagic);
     if constexpr (kExact)
       return choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan | sign, result);
-    doubt |= mask<F32>(!(__builtin_fabsf(limited - whole) < 0.5f - number(a) * 0x1p-22f));
+    doubt |= mask<F32>(!(__builtin_fabsf(x - (sum - kMagic)) < multiply_add(number(a), -0x1p-22f, 0.5f)));
     return result;
   } else {
-    const float x = number(a) > quick.upper ? quick.upper : number(a);
-    const int32_t field = static_cast<int32_t>(bits_of(x) & 0x7f800000), smallest = static_cast<int32_t>(quick.smallest);
-    const float power = number(static_cast<uint32_t>(field > smallest ? field : smallest) + quick.step);
-    const float rounded = (x + power) - power;
-    result = bits_of(rounded);
+    const Quanta& quanta = quick.quanta;
+    const int32_t magnitude = static_cast<int32_t>(a), limited = kExact ? least(magnitude, quanta.limit) : magnitude;
+    const int32_t exponent = Quanta::exponent_of(limited, quanta.smallest);
+    const float sum = quanta.sum_of(limited, exponent), rounded = quanta.rounded(sum, exponent);
     if constexpr (kExact)
-      result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan, result);
-    else
-      doubt |= mask<F32>(!(__builtin_fabsf(x - rounded) < power * quick.far));
-    return result | sign;
+      return sign | choose<uint32_t>(mask<F32>(magnitude > 0x7f800000), Constants<F32>::kQuietNan, bits_of(rounded));
+    doubt |= mask<F32>(!(__builtin_fabsf(number(a) - rounded) < number(static_cast<uint32_t>(exponent)) * quick.far));
+    if constexpr (kCodes) {
+      const int32_t code = least(quanta.code_of(sum, exponent, quanta.base), quanta.code_limit);
+      return static_cast<uint32_t>(code) | (bits >> quanta.sign_shift & quanta.sign);
+    }
+    return static_cast<uint32_t>(least(static_cast<int32_t>(bits_of(rounded)), quanta.limit)) | sign;
   }
 }
 
@@ -361,23 +361,23 @@ static inline uint32_t drawn_element(uint32_t bits, uint32_t word, const Quick& 
   const uint32_t a = bits & 0x7fffffff, sign = bits ^ a;
   uint32_t result;
   if constexpr (kWholes) {
-    constexpr float kMagic = 0x1p23f, kMost = 512;  // one magnitude has a rounding error below 2**-15, and quotients one of 2**-14
+    constexpr float kWhole = 0x1p23f, kMost = 512;  // one magnitude has a rounding error below 2**-15, and quotients one of 2**-14
     const float x = number(a), limited = x > kMost ? kMost : x;
     const float sum = limited + static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
-    const float nearest = (sum + kMagic) - kMagic, whole = nearest > sum ? nearest - 1 : nearest;
+    const float nearest = (sum + kWhole) - kWhole, whole = nearest > sum ? nearest - 1 : nearest;
     doubt |= mask<F32>(__builtin_fabsf(sum - nearest) <= 0x1p-12f);
     const float upper = sign != 0 ? -quick.lower : quick.upper, found = whole > upper ? upper : whole;
     result = bits_of(found) | (sign & mask<F32>(found != 0));
     return choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan | sign, result);
   } else {
     constexpr uint32_t kNear = 16;  // of 2**(23 - m) a step, where a quotient has an error of 2**(m - 21) of it, m < 4
-    const uint32_t below = mask<F32>(static_cast<int32_t>(a) < static_cast<int32_t>(quick.smallest));
-    const float offset = number(quick.smallest);
+    const uint32_t below = mask<F32>(static_cast<int32_t>(a) < quick.quanta.smallest);
+    const float offset = number(static_cast<uint32_t>(quick.quanta.smallest));
     const uint32_t sum = choose<uint32_t>(below, bits_of(number(a) + offset), a) + (~word >> quick.drop);
     doubt |= mask<F32>(((sum + kNear) & quick.discard) < 2 * kNear);
     const uint32_t kept = sum & ~quick.discard;
     result = choose<uint32_t>(below, bits_of(number(kept) - offset), kept);
-    result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(result) > static_cast<int32_t>(quick.limit)), quick.beyond, result);
+    result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(result) > quick.quanta.limit), quick.beyond, result);
     result = choose<uint32_t>(mask<F32>(static_cast<int32_t>(a) > 0x7f800000), Constants<F32>::kQuietNan, result);
     return result | sign;
   }
@@ -392,12 +392,13 @@ static inline uint32_t value_of(uint32_t element, float factor, float second) {
   return below_infinity(bits_of(number(element) * factor * second));
 }
 
-// What a cast writes: elements, values, or values that are known to be far below fp32's largest number, under two scales or one.
-enum Writes { kElements, kValues, kSmallValues, kSmallValuesOfOne };
+// What a cast writes: elements, values, or values that are known to be far below fp32's largest number, under two scales
+// or one.
+enum Writes { kElements, kCodes, kValues, kSmallValues, kSmallValuesOfOne };
 
 template <Writes kWrites, bool kExact>
 static inline uint32_t written(uint32_t element, float factor, float second) {
-  if constexpr (kWrites == kElements) return element;
+  if constexpr (kWrites <= kCodes) return element;
   if constexpr (kWrites == kValues) return value_of(element, factor, second);
   const float value = number(element) * factor;
   return bits_of(kExact || kWrites == kSmallValuesOfOne ? value : value * second);
@@ -429,23 +430,23 @@ static inline uint32_t divide_each(const uint32_t* in, int64_t count, const floa
   return small;
 }
 
-// An element to nearest, or by a random word.
-template <bool kWholes, bool kExact, Draws kDraws>
+// An element to nearest, or its code, or an element by a random word.
+template <bool kWholes, bool kExact, Draws kDraws, Writes kWrites>
 static inline uint32_t element_of(uint32_t bits, const uint32_t* word, const Quick& quick, uint32_t& doubt) {
   if constexpr (kDraws == kWord) return drawn_element<kWholes>(bits, *word, quick, doubt);
-  return quick_element<kWholes, kExact>(bits, quick, doubt);
+  return quick_element<kWholes, kExact, kWrites == kCodes>(bits, quick, doubt);
 }
 
 // The same as `cast_run` for runs of one number. Returns bits where one is in doubt.
 template <bool kWholes, bool kExact, Draws kDraws, Writes kWrites>
 static inline uint32_t cast_each(const uint32_t* in, const uint32_t* words, int64_t count, const float* inverse,
-                                 const double* scale, float second, const Quick& quick, uint32_t* out) {
+                                 const float* factor, float second, const Quick& quick, uint32_t* out) {
   uint32_t doubt = 0;
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t element =
-        element_of<kWholes, kExact, kDraws>(bits_of(number(in[i]) * inverse[i]), words + i, quick, doubt);
-    out[i] = written<kWrites, kExact>(element, static_cast<float>(scale[i]), second);
+        element_of<kWholes, kExact, kDraws, kWrites>(bits_of(number(in[i]) * inverse[i]), words + i, quick, doubt);
+    out[i] = written<kWrites, kExact>(element, factor[i], second);
   }
   return doubt;
 }
@@ -460,7 +461,7 @@ static inline void cast_run(const uint32_t* in, const uint32_t* words, Count cou
   LOWP_RUN_LOOP
   for (int64_t i = 0; i < length; ++i) {
     uint32_t own = 0;
-    const uint32_t element = element_of<kWholes, kExact, kDraws>(bits_of(number(in[i]) * inverse), words + i, quick, own);
+    const uint32_t element = element_of<kWholes, kExact, kDraws, kWrites>(bits_of(number(in[i]) * inverse), words + i, quick, own);
     out[i] = written<kWrites, kExact>(element, factor, second);
     if (kExact) continue;
     if (is_constant(count))
@@ -484,43 +485,6 @@ static inline bool are_small(const lowp_sharing& sharing, const Runs& runs, cons
   for (int64_t run = 0; run < runs.number; ++run) others |= mask<F64>(__builtin_fabs(scale[run]) > most);
   return others == 0;
 }
-
-// What a number is rounded with under a power of two, without a quotient: the constants of `Quick` times that.
-template <bool kWholes>
-struct Near {
-  float lower, upper, magic;        // of integers
-  int32_t smallest, limit, code_limit, step;
-  int shift, sign_shift;
-  uint32_t sign;
-
-  Near(const Quick& quick, const lowp_cast& cast, float by)
-      : lower(quick.lower * by), upper(quick.upper * by), magic(0x1.8p23f * by),
-        smallest(kWholes ? 0 : static_cast<int32_t>(bits_of(number(quick.smallest) * by))),
-        limit(static_cast<int32_t>(bits_of(upper))), code_limit(0), step(static_cast<int32_t>(quick.step)),
-        shift(23 - cast.mantissa_bits), sign_shift(32 - cast.bits), sign(uint32_t{1} << (cast.bits - 1)) {
-    const int32_t first = static_cast<int32_t>(quick.smallest);  // of the normal numbers, whose code is 1 << mantissa_bits
-    if (!kWholes) code_limit = ((static_cast<int32_t>(quick.limit) - first) >> shift) + (1 << cast.mantissa_bits);
-  }
-
-  // A sum with a power of two has the number of quanta in its lowest bits: they are the code, after those of smaller exponents.
-  template <bool kCodes>
-  inline uint32_t operator()(uint32_t bits) const {
-    if constexpr (kWholes) {
-      const float x = number(bits), above = x < lower ? lower : x, limited = above > upper ? upper : above, sum = limited + magic;
-      return kCodes ? bits_of(sum) : bits_of(sum - magic);
-    } else {
-      const int32_t field = static_cast<int32_t>(bits & 0x7f800000), exponent = field > smallest ? field : smallest;
-      const int32_t power = exponent + step;
-      const float sum = number(bits & 0x7fffffff) + number(static_cast<uint32_t>(power));
-      if constexpr (kCodes) {
-        const int32_t code = static_cast<int32_t>(bits_of(sum)) - power + ((exponent - smallest) >> shift);
-        return static_cast<uint32_t>(code < code_limit ? code : code_limit) | (bits >> sign_shift & sign);
-      }
-      const int32_t rounded = static_cast<int32_t>(bits_of(sum - number(static_cast<uint32_t>(power))));
-      return static_cast<uint32_t>(rounded < limit ? rounded : limit) | (bits & 0x80000000);
-    }
-  }
-};
 
 struct GroupCast {
   const lowp_sharing& sharing;
@@ -555,7 +519,7 @@ struct GroupCast {
     if (sharing.outer.bits) in_fp32 = in_fp32 && has_small_products(sharing);
     small_counts = !to_nearest && element.rounding != kTowardZero;
     is_near_cast = sharing.power && is_quick_cast && sharing.other.bits == 0 && !sharing.corrects;
-    nearest = 0x1p-100 / (is_float ? static_cast<double>(number(quick.smallest)) : 1);
+    nearest = 0x1p-100 / (is_float ? static_cast<double>(number(static_cast<uint32_t>(quick.quanta.smallest))) : 1);
     farthest = 0x1p100 / largest_element(sharing);
   }
 
@@ -608,12 +572,12 @@ struct GroupCast {
     return far == 0;
   }
 
-  // The values, or with `kCodes` the codes, of a strip of which `are_near` is true; `out` may be `in`. For floats without the
+  // The values, or with `kAsCodes` the codes, of a strip of which `are_near` is true; `out` may be `in`. For floats without the
   // bits of the sign above the code.
-  template <bool kCodes>
+  template <bool kAsCodes>
   void round_near(const uint32_t* in, const Runs& runs, const float* factor, uint32_t* out) const {
-    sharing.element.kind == kInteger ? round_near_as<true, kCodes>(in, runs, factor, out)
-                                     : round_near_as<false, kCodes>(in, runs, factor, out);
+    sharing.element.kind == kInteger ? round_near_as<true, kAsCodes>(in, runs, factor, out)
+                                     : round_near_as<false, kAsCodes>(in, runs, factor, out);
   }
 
   // The values of a strip in one step. Returns false if there is no such step.
@@ -631,7 +595,18 @@ struct GroupCast {
     return true;
   }
 
-  // The same in fp64; `in` may be `out`. With zero points the element is limited so that their sum is in the range.
+  // The codes of elements, those of floats without the bits of the sign above. Returns false, with `out` undefined, where one is in
+  // doubt or the cast is no quick one to nearest.
+  bool codes(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer, uint32_t* out) const {
+    if (!is_quick_cast || is_drawn || sharing.power || sharing.other.bits != 0) return false;
+    const Given given{in, runs, inverse, scale, nullptr, outer, nullptr, 0, out};
+    const bool wholes = sharing.element.kind == kInteger;
+    if (wholes ? cast_runs<kOnlyWholes, false, kNone, kCodes>(given) : cast_runs<kOnlyFloats, false, kNone, kCodes>(given)) return false;
+    mark(runs, scale, out, 0u);
+    return true;
+  }
+
+  // The same as `elements` in fp64; `in` may be `out`. With zero points the element is limited so that their sum is in the range.
   void elements(const uint64_t* in, const Runs& runs, const double* scale, double outer, const int32_t* zero_point,
                 const uint32_t* words, int64_t first, int64_t count, uint64_t* out) const {
     each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
@@ -669,17 +644,47 @@ struct GroupCast {
   }
 
  private:
-  template <bool kWholes, bool kCodes>
+  template <bool kWholes, bool kAsCodes>
   __attribute__((noinline)) void round_near_as(const uint32_t* in, const Runs& runs, const float* factor, uint32_t* out) const {
+    const Quick by = quick;
+    const Quanta quanta = by.quanta;
+    alignas(64) int32_t low[kBlock], high[kBlock];  // of each run: its limits, of floats the smallest normal and the largest number
+    LOWP_VECTOR_LOOP
+    for (int64_t run = 0; run < runs.number; ++run) {
+      const float scale = factor[run], magic = kMagic * scale;
+      const float lower = kWholes ? magic + by.lower * scale : number(static_cast<uint32_t>(quanta.smallest)) * scale;
+      const float upper = kWholes ? magic + by.upper * scale : by.upper * scale;
+      low[run] = static_cast<int32_t>(bits_of(lower));
+      high[run] = kAsCodes && !kWholes ? quanta.base_of(low[run]) : static_cast<int32_t>(bits_of(upper));
+    }
     each_run(runs, [&](int64_t run, int64_t begin, auto count) {
-      const Near<kWholes> near(quick, sharing.element, factor[run]);
-      const int64_t length = count;
-      for (int64_t part = 0; part < length; part += kAhead) {
-        const int64_t end = is_constant(count) ? length : smaller(part + kAhead, length);
-        prefetch(in + begin + part, end - part);
+      const float magic = kMagic * factor[run];
+      const int32_t lowest = low[run], highest = high[run];
+      const auto round = [&](uint32_t bits) {
+        if constexpr (kWholes) {
+          const int32_t sum = least(most(static_cast<int32_t>(bits_of(number(bits) + magic)), lowest), highest);
+          return kAsCodes ? static_cast<uint32_t>(sum) : bits_of(number(static_cast<uint32_t>(sum)) - magic);
+        } else {
+          const int32_t magnitude = static_cast<int32_t>(bits & 0x7fffffff), exponent = Quanta::exponent_of(magnitude, lowest);
+          const float sum = quanta.sum_of(magnitude, exponent);
+          if constexpr (kAsCodes) {
+            const int32_t code = least(quanta.code_of(sum, exponent, highest), quanta.code_limit);
+            return static_cast<uint32_t>(code) | (bits >> quanta.sign_shift & quanta.sign);
+          }
+          const int32_t rounded = least(static_cast<int32_t>(bits_of(quanta.rounded(sum, exponent))), highest);
+          return static_cast<uint32_t>(rounded) | (bits & 0x80000000);
+        }
+      };
+      const auto round_part = [&](int64_t from, auto of) {
+        const int64_t length = of;
+        prefetch(in + from, length);
         LOWP_RUN_LOOP
-        for (int64_t i = part; i < end; ++i) out[begin + i] = near.template operator()<kCodes>(in[begin + i]);
-      }
+        for (int64_t i = from; i < from + length; ++i) out[i] = round(in[i]);
+      };
+      if (is_constant(count)) return round_part(begin, count);
+      int64_t done = 0;
+      for (; done + kAhead <= count; done += kAhead) round_part(begin + done, Length<kAhead>{});
+      if (done < count) round_part(begin + done, count - done);
     });
   }
 
@@ -693,7 +698,7 @@ struct GroupCast {
       const uint64_t known = mask<F64>(divisor == divisor) & mask<F64>(divisor != 0);
       const double size = number(choose<uint64_t>(known, bits_of(divisor), bits_of(1.0)));
       beyond |= mask<F64>(size < least) | mask<F64>(size > most) | (mask<F64>(!is_fp32(scale[run])) & known);
-      inverse[run] = static_cast<float>(number(bits_of(1 / size) & mask<F64>(divisor != 0)));
+      inverse[run] = number(bits_of(1 / static_cast<float>(size)) & static_cast<uint32_t>(mask<F64>(divisor != 0)));
     }
     return beyond == 0;
   }
@@ -704,6 +709,7 @@ struct GroupCast {
     const Runs& runs;
     const float* inverse;
     const double* scale;
+    const float* factor;  // the scales, unless elements or codes are written
     double outer;
     const uint32_t* words;
     int64_t first;
@@ -713,7 +719,10 @@ struct GroupCast {
   template <Writes kWrites>
   void cast_strip(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
                   const uint32_t* words, int64_t first, uint32_t* out) const {
-    const Given given{in, runs, inverse, scale, outer, words, first, out};
+    alignas(64) float factor[kBlock];
+    LOWP_VECTOR_LOOP
+    for (int64_t run = 0; run < runs.number; ++run) factor[run] = static_cast<float>(scale[run]);
+    const Given given{in, runs, inverse, scale, factor, outer, words, first, out};
     constexpr Writes kExactly = kWrites == kSmallValuesOfOne ? kSmallValues : kWrites;
     const bool wholes = sharing.element.kind == kInteger;
     if (sharing.power)
@@ -735,7 +744,7 @@ struct GroupCast {
   // `count` neighbours of a run, from `begin` on.
   template <Elements kType, bool kExact, Draws kDraws, Writes kWrites, class Count>
   inline void cast_part(const Given& given, int64_t run, int64_t begin, Count count, const Quick& constants, uint32_t* doubts) const {
-    const float factor = static_cast<float>(given.scale[run]), second = static_cast<float>(given.outer);
+    const float factor = kWrites <= kCodes ? 0 : given.factor[run], second = static_cast<float>(given.outer);
     const auto cast = [&](auto wholes, const Quick& of) {
       cast_run<decltype(wholes)::value, kExact, kDraws, kWrites>(given.in + begin, given.words + begin, count, given.inverse[run],
                                                                  factor, second, of, given.out + begin, doubts);
@@ -751,7 +760,7 @@ struct GroupCast {
   inline uint32_t cast_ones(const Given& given, int64_t begin, int64_t count, const Quick& constants) const {
     const auto cast = [&](auto wholes, const Quick& of, uint32_t* out) {
       return cast_each<decltype(wholes)::value, kExact, kDraws, kWrites>(given.in + begin, given.words + begin, count,
-                                                                         given.inverse + begin, given.scale + begin,
+                                                                         given.inverse + begin, given.factor + begin,
                                                                          static_cast<float>(given.outer), of, out);
     };
     uint32_t* const out = given.out + begin;
@@ -770,12 +779,20 @@ struct GroupCast {
     if (runs.each == 1) return cast_ones<kType, kExact, kDraws, kWrites>(given, 0, runs.number, constants);
     alignas(64) uint32_t doubts[32] = {};
     const auto cast = [&](int64_t run, int64_t begin, auto count) {
-      prefetch(given.in + begin, count);
       cast_part<kType, kExact, kDraws, kWrites>(given, run, begin, count, constants, doubts);
     };
     each_run(runs, [&](int64_t run, int64_t begin, auto length) {
-      if (is_constant(length)) return cast(run, begin, length);
-      for (int64_t done = 0; done < length; done += kAhead) cast(run, begin + done, smaller(kAhead, length - done));
+      if (is_constant(length)) {
+        prefetch(given.in + begin, length);
+        return cast(run, begin, length);
+      }
+      for (int64_t done = 0; done < length; done += kAhead) {
+        const int64_t end = begin + smaller(done + kAhead, length);
+        int64_t i = begin + done;
+        prefetch(given.in + i, end - i);
+        for (; i + 32 <= end; i += 32) cast(run, i, Length<32>{});
+        if (i < end) cast(run, i, end - i);
+      }
     });
     return largest_of<F32, false>(doubts, 32);
   }

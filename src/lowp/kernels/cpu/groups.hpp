@@ -547,16 +547,25 @@ static int64_t encode_groups_in(const Task& task, const Groups& groups, int64_t 
     if constexpr (sizeof(T) == 1)
       if (groups.packed) pack(codes, strip.count, bits, static_cast<uint8_t*>(task.out) + first * bits / 8);
   };
-  const auto near = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const float* factor) {
-    alignas(64) uint32_t found[kBlock];
-    cast.template round_near<true>(in, strip.runs, factor, found);
+  alignas(64) uint32_t found[kBlock];
+  const auto put_found = [&](int64_t first, const Strip& strip) {
     T* const out = groups.packed ? codes : static_cast<T*>(task.out) + first;
     shorten(found, out, strip.count);
     if constexpr (sizeof(T) == 1)
       if (groups.packed) pack(codes, strip.count, bits, static_cast<uint8_t*>(task.out) + first * bits / 8);
   };
+  const auto near = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const float* factor) {
+    cast.template round_near<true>(in, strip.runs, factor, found);
+    put_found(first, strip);
+  };
+  const auto whole = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const double* scale,
+                         const float* inverse, auto&&...) {
+    if (!cast.codes(in, strip.runs, inverse, scale, groups.outer, found)) return false;
+    put_found(first, strip);
+    return true;
+  };
   each_strip_rounded<C>(
-      task, groups, begin, end, near, [](auto&&...) { return false; },
+      task, groups, begin, end, near, whole,
       [&](uint32_t* element, int64_t first, const Strip& strip, auto scale) { put(narrow, element, first, strip, scale); },
       [&](uint64_t* element, int64_t first, const Strip& strip, auto scale) { put(wide, element, first, strip, scale); });
   return nans;

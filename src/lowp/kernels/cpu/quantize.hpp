@@ -6,6 +6,53 @@
 namespace lowp {
 namespace LOWP_ISA {
 
+static inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+static inline int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
+
+// a * b + c, of which a * b is exact, so that one rounding gives the bits of two.
+static inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Rounding of floats to nearest even by a sum: of |x| and a power of two whose ulp is the quantum. For formats with a mantissa and
+// a small range.
+struct Quanta {
+  int32_t smallest, limit;  // the bits of the smallest normal number and of the largest one
+  int shift, sign_shift;
+  float up;                 // from the exponent of a number to the power
+  int32_t base, code_limit;
+  uint32_t sign;
+
+  explicit Quanta(const lowp_cast& cast)
+      : smallest(magnitude_bits<F32>(power_of_two<F32>(cast.min_exponent))), limit(magnitude_bits<F32>(cast.maximum)),
+        shift(23 - least(cast.mantissa_bits, 16)), sign_shift(32 - least(cast.bits, 32)), up(power_of_two<F32>(shift)),
+        base(base_of(smallest)), code_limit(((limit - smallest) >> shift) + (0x800000 >> shift)), sign(0x80000000 >> sign_shift) {}
+
+  static bool serve(const lowp_cast& cast) {
+    return cast.kind == kFloat && cast.rounding == kNearestEven && cast.mantissa_bits > 0 && cast.mantissa_bits < 16 && cast.minus_zero &&
+           cast.is_signed && cast.subnormals && cast.has_zero && cast.min_exponent > -60 && cast.maximum < 0x1p60;
+  }
+
+  static int32_t exponent_of(int32_t magnitude, int32_t smallest) { return most(magnitude & 0x7f800000, smallest); }
+
+  float sum_of(int32_t magnitude, int32_t exponent) const {
+    return multiply_add(number(static_cast<uint32_t>(exponent)), up, number(static_cast<uint32_t>(magnitude)));
+  }
+
+  float rounded(float sum, int32_t exponent) const { return multiply_add(number(static_cast<uint32_t>(exponent)), -up, sum); }
+
+  // The number of quanta is in the lowest bits of a sum: it is the code, after those of smaller exponents. `base`: of the code of
+  // zero, under the smallest normal number.
+  int32_t base_of(int32_t under) const { return (shift << 23) + (under >> shift); }
+  int32_t code_of(float sum, int32_t exponent, int32_t from) const {
+    return static_cast<int32_t>(bits_of(sum)) - exponent + (exponent >> shift) - from;
+  }
+};
+
 // A cast prepared for one call: the vector kernel, or the general function if that does not support it.
 template <class C>
 struct Caster {
