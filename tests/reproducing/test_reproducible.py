@@ -193,6 +193,29 @@ def test_random_numbers_are_uniform_and_normal() -> None:
     assert uniform.min() >= -2 and uniform.max() < 1
 
 
+def test_what_operators_make_beside_a_result_has_the_dtypes_and_shapes_of_torch_s() -> None:
+    x, double = torch.randn(3, 4, 5), {"dtype": torch.float64}
+
+    def made() -> list[Tensor]:
+        normal = [torch.randn(3, **double), torch.randn(2, 3), torch.randn((2, 2), dtype=torch.bfloat16)]
+        normal += [torch.randn_like(x), torch.randn_like(x, **double), torch.randn_like(x.half())]
+        normal += [torch.normal(0.0, 1.0, (3,)), torch.normal(1.0, 2.0, (3,), **double)]
+        placed = [torch.empty(3, **double).normal_(), torch.empty(3, **double).uniform_()]
+        norms = [
+            *torch.native_batch_norm(x, None, None, torch.zeros(4), torch.ones(4), False, 0.1, 1e-5),
+            *torch.native_batch_norm(x, None, None, torch.zeros(4), torch.ones(4), True, 0.1, 1e-5),
+            *torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5),
+            *torch.native_layer_norm(x, [5], None, None, 1e-5),
+            *torch.native_group_norm(x, None, None, 3, 4, 5, 2, 1e-5),
+        ]
+        return [*normal, *placed, *norms]
+
+    with lowp.reproducible():
+        found = made()
+    for one, other in zip(found, made(), strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+
+
 def test_bf16_is_emulated_and_the_context_leaves_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "multiplies", lambda *_: True)
     x = torch.ones(2, 2, dtype=torch.bfloat16)
