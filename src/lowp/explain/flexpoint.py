@@ -73,13 +73,7 @@ class FlexArithmetic:
 
 def is_flex(cast: Cast) -> bool:
     """Whether the format of a cast is integers under one power of two per tensor."""
-    format = cast.format
-    return (
-        isinstance(format, ScaledFormat)
-        and isinstance(format.element, IntFormat)
-        and isinstance(format.scale, PowerOfTwo)
-        and format.scope.kind == "tensor"
-    )
+    return isinstance(cast.format, ScaledFormat) and cast.format.is_flex
 
 
 def rescale(number: FlexNumber, exponent: int, bits: int = 16, symmetric: bool = False) -> Rescaled:

@@ -114,6 +114,4 @@ class SiteWriter:
     def part(self) -> SiteWriter:
         """Return the writer of the op's first product, at the next call that of its second, and so on."""
         number = next(self._parts)
-        if number == 0:
-            return self
-        return replace(self, where=f"{self.where}, product {number + 1}")
+        return self if number == 0 else replace(self, where=f"{self.where}, product {number + 1}")

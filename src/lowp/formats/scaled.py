@@ -137,6 +137,12 @@ class ScaledFormat:
         return self.outer is None and (isinstance(self.scale, PowerOfTwo) or not self.scale.has_zero)
 
     @property
+    def is_flex(self) -> bool:
+        """Whether it is integers under one power of two for the tensor."""
+        whole = isinstance(self.element, IntFormat) and isinstance(self.scale, PowerOfTwo)
+        return whole and self.scope.kind == "tensor"
+
+    @property
     def bits(self) -> int:
         """Bits an element; the shared scale is apart."""
         return self.element.bits

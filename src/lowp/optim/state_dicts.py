@@ -148,18 +148,14 @@ def _check_moment(name: str, value: Any, parameter: Tensor, key: object) -> None
 
 # Entries that a parameter's state must have in torch's element-wise optimizers, once there is a state.
 _REQUIRED = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"), ("step", "exp_avg", "exp_avg_sq")),
     "ASGD": ("step", "ax"),
     "Adadelta": ("step", "square_avg", "acc_delta"),
     "Adagrad": ("step", "sum"),
-    "Adam": ("step", "exp_avg", "exp_avg_sq"),
-    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
     "Adamax": ("step", "exp_avg", "exp_inf"),
-    "NAdam": ("step", "exp_avg", "exp_avg_sq"),
-    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
     "RMSprop": ("step", "square_avg"),
     "Rprop": ("step", "prev", "step_size"),
     "SGD": (),
-    "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
 }
 # Entries required by an option; only torch's SGD recreates its momentum if it is missing.
 _REQUIRED_BY = {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.compat import has_fp64
-from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
+from lowp.formats import IntFormat, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import answers_at_once, by_triton, uses_library
 from lowp.kernels.int16 import cpu_int16
@@ -59,13 +59,7 @@ class Mantissas(NamedTuple):
 def has_mantissas(cast: Cast | None) -> bool:
     """Whether a cast's format is int16 under one power of two for the tensor (flex16+5, dfp16)."""
     format = None if cast is None else cast.format
-    return (
-        isinstance(format, ScaledFormat)
-        and isinstance(format.element, IntFormat)
-        and format.element.bits == 16
-        and isinstance(format.scale, PowerOfTwo)
-        and format.scope.kind == "tensor"
-    )
+    return isinstance(format, ScaledFormat) and format.element.bits == 16 and format.is_flex
 
 
 def int16_element(cast: Cast) -> IntFormat:
