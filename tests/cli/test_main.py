@@ -52,6 +52,8 @@ def test_every_command_that_is_listed_has_its_help(lowp: Callable[..., Any]) -> 
         result = lowp(name, "--help")
         assert result.code == 0
         assert result.out.startswith(f"usage: lowp {name} ")
+        examples = [line for line in result.out.splitlines() if line.lstrip().startswith(f"lowp {name} ")]
+        assert all(line.count(f"lowp {name} ") == 1 for line in examples), "examples run into each other"
 
 
 def test_the_version_is_printed(lowp: Callable[..., Any]) -> None:

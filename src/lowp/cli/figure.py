@@ -1,10 +1,12 @@
-"""Draw a figure of the literature from a real run, and write its numbers to a JSON file beside it.
+"""Draw a figure of the literature from a real run.
 
-lowp figure --list
-lowp figure updates
-lowp figure loss-scaling --scale dynamic
-lowp figure autoflex --recipe cifar10-mlp --steps 400 --out autoflex.svg
-lowp figure curves --from compare-digits.json --out curves.svg
+  lowp figure --list
+  lowp figure updates
+  lowp figure loss-scaling --scale dynamic
+  lowp figure autoflex --recipe cifar10-mlp --steps 400 --out autoflex.svg
+  lowp figure curves --from compare-digits.json --out curves.svg
+
+Its numbers are written to a JSON file beside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""List the recipes: networks of the literature, their sizes and data. With a name, one of them in full.
+"""List the recipes: networks of the literature, their sizes and data.
 
-lowp recipes
-lowp recipes digits
-lowp recipes module:NAME       a recipe of your own
+  lowp recipes
+  lowp recipes digits
+  lowp recipes module:NAME       a recipe of your own
+
+With a name, one of them in full.
 """
 
 from __future__ import annotations
