@@ -280,3 +280,17 @@ def test_a_run_has_one_colour_in_every_panel_and_its_loss_is_told_beside_fp32s(m
         assert [line.get_ydata()[0] for line in panel.lines] == pytest.approx(first)
     assert [line.get_ydata()[-1] for line in loss.lines[1:]] == pytest.approx([0.2, 1.94, 1.98])
     assert way.get_title("left") == "course of one weight, 0.weight[3, 1]"
+
+
+def test_the_places_of_a_mantissa_are_drawn_below_the_numbers_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, path: made.append(figure))
+    document = documents.flex_window()
+    windows = [window[moment] for window in document["windows"].values() for moment in ("first", "last")]
+    for histogram, exponents in zip(windows, itertools.cycle(((-20, -20), (-21, -18))), strict=False):
+        histogram["exponents"] = list(exponents)
+    flex.flex_window(document, Path("none.png"))
+    moved = [sorted(list(line.get_xdata()) for line in panel.lines) for panel in made[0].axes]
+    assert moved == [[[-20, -5]] if place % 2 == 0 else [[-21, -6], [-18, -3]] for place in range(len(windows))]
+    low, high = made[0].axes[-1].get_xlim()
+    assert low <= -22 and high >= -2
