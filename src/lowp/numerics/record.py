@@ -344,8 +344,9 @@ def difference(first: Record, second: Record) -> Difference | None:
         for one, other in _pairs(first.part.prints[step], second.part.prints[step]):
             if one.key != other.key:
                 return Difference(step, one.key, 0, one.numbers, other.numbers, equal)
-            if not _equal(one, other):
-                return Difference(step, one.key, _distance(one, other), one.numbers, other.numbers, equal)
+            apart = max((ulps(a, b) for a, b in zip(one.numbers, other.numbers, strict=False)), default=0)
+            if apart or one.checksum != other.checksum or len(one.numbers) != len(other.numbers):
+                return Difference(step, one.key, apart, one.numbers, other.numbers, equal)
             equal += 1
     return None
 
@@ -355,15 +356,6 @@ def _pairs(one: list[Print], other: list[Print]) -> list[tuple[Print, Print]]:
     modules = {each.key.module for each in one} & {each.key.module for each in other}
     kept = ([each for each in prints if each.key.module in modules] for prints in (one, other))
     return list(zip(*kept, strict=False))
-
-
-def _equal(one: Print, other: Print) -> bool:
-    same = all(ulps(a, b) == 0 for a, b in zip(one.numbers, other.numbers, strict=False))
-    return one.checksum == other.checksum and len(one.numbers) == len(other.numbers) and same
-
-
-def _distance(one: Print, other: Print) -> int:
-    return max((ulps(a, b) for a, b in zip(one.numbers, other.numbers, strict=False)), default=0)
 
 
 def ulps(a: float, b: float) -> int:

@@ -152,7 +152,8 @@ class Trace:
         for one, state in given:
             if any(state):
                 event.read(state[0], self.event_of(one))
-        event.fills = not nan and operation in _FILLS and (event.finite_inputs or _all_fill(event.parents))
+        fills = event.finite_inputs or (bool(event.parents) and all(one.fills for one in event.parents))
+        event.fills = not nan and operation in _FILLS and fills
         for one, _ in bad:
             self._bad[_address(one)] = (event, one)
 
@@ -177,10 +178,6 @@ class Trace:
                 continue
             _marks(node)[_MARK] = place
             waiting.extend(one for one, _ in node.next_functions if one is not None)
-
-
-def _all_fill(events: list[Event]) -> bool:
-    return bool(events) and all(one.fills for one in events)
 
 
 def _address(x: Tensor) -> int:

@@ -210,15 +210,11 @@ def _spool(source: Source, names: list[str], job: _Job, spool: Spool) -> tuple[l
                 packed[name] = Packed(job.cast, tuple(x.shape), wide)
             del parts
         seen = (errors.largest, errors.rms, errors.flushed, errors.overflowed)
-        dtype, sizes = _name(x.dtype), (x.numel() * x.element_size(), spool.nbytes - before)
+        dtype, sizes = str(x.dtype).removeprefix("torch."), (x.numel() * x.element_size(), spool.nbytes - before)
         reports.append(TensorReport(name, tuple(x.shape), dtype, reason, *seen, *sizes))
         del x  # before the next one is read
         job.done(name)
     return reports, packed
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _why_unconverted(name: str, x: Tensor, job: _Job, errors: Errors) -> str:

@@ -59,7 +59,8 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Gradient
 def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     if type(gradient) is torch.Tensor and gradient.dtype is torch.float32 and not gradient.is_sparse:
         return gradient  # as most
-    return _real(_local_values(parameter, gradient))
+    values = _local_values(parameter, gradient)
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _local_values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -77,10 +78,6 @@ def _local_values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tens
         return gradient
     to_local = getattr(gradient, "to_local", None)
     return gradient if to_local is None else cast(torch.Tensor, to_local())
-
-
-def _real(values: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def plain_on_host(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -91,7 +91,7 @@ def _float_values(x: Tensor, cast: Cast, format: FloatFormat, seed: Seed) -> Ten
         negative = negative & magnitude.isnan()
     if not format.has_minus_zero:
         negative = negative & (magnitude != 0)
-    return _signed(magnitude, negative)
+    return torch.where(negative, -magnitude, magnitude)
 
 
 def ties_by_code(format: FloatFormat) -> bool:
@@ -217,10 +217,6 @@ def _is_plus_one(half: Tensor, minus: Tensor, cast: Cast, seed: Seed) -> Tensor:
         borrow = (difference < 0).to(torch.float64)
         digits[place] = torch.where(minus, difference + borrow * 2.0**32, one_half + digits[place])
     return _below_digits(digits, half, cast, seed, more)
-
-
-def _signed(magnitude: Tensor, negative: Tensor) -> Tensor:
-    return torch.where(negative, -magnitude, magnitude)
 
 
 def _has_nan(element: FloatFormat | IntFormat) -> bool:
