@@ -193,7 +193,7 @@ def encode(
         checks.check_dtype(x.dtype)
         checks.check_packed(packed)
         if cast.scaling is None and not packed and _goes_straight(x, scale, seed, offset):  # as in quantize
-            codes = torch.empty(x.shape, dtype=packing.code_dtype(cast.element), device=x.device)
+            codes = torch.empty_like(x, dtype=packing.code_dtype(cast.element))
             if nans := cpu.encode(x, cast, seed, codes):
                 run.refuse_nans(nans, x, cast.element)
             return codes
