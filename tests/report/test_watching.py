@@ -60,6 +60,8 @@ def test_a_resumed_run_begins_anew() -> None:
     ("width", "headings"),
     [
         (100, "group gradient update / weight activation updates lost"),
+        (73, "group gradient update / weight activation updates lost"),  # with six characters for each curve
+        (72, "group gradient update / weight updates lost"),
         (60, "group gradient update / weight updates lost"),
         (45, "group gradient updates lost"),
         (30, "group gradient"),

@@ -233,7 +233,7 @@ def _evidence(record: Record, advice: Advice, other: Record | None) -> dict[str,
     span = "none fits all layers" if window.is_empty else f"2^{window.lowest} to 2^{window.highest}"
     span = "unknown, no gradient was recorded" if window.is_unknown else span
     span += f", of {part} alone" if (part := part_seen(record)) else ""
-    scale = 0 if window.is_empty or window.is_unknown else max(min(window.recommended, 40), -10)
+    scale = 0 if window.is_empty or window.is_unknown else max(window.recommended, -10)
     second = "" if other is None else ' <span class="second">The lower strip is the second run.</span>'
     sections = "".join(
         f'<section class="map" data-map="{name}" aria-labelledby="{name}"><h3 id="{name}">{title}</h3>'
