@@ -401,3 +401,9 @@ def test_blocks_of_an_input_that_is_cast_again_for_the_gradient_of_the_weight_li
     under(rule, F.conv2d, x, filters).backward(direction)
     summed = torch.einsum("nohw,nihw->oi", direction, kernels.quantize(x, "mxfp8"))
     assert filters.grad is not None and torch.allclose(filters.grad.flatten(1), summed, atol=1e-4)
+
+
+def test_a_layer_stored_in_16_bits_says_which_shapes_do_not_fit() -> None:
+    layer = nn.Linear(8, 3).bfloat16()
+    with autocast("bf16"), pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(4x7 and 8x3\)"):
+        layer(torch.randn(4, 7))

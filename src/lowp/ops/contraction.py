@@ -23,7 +23,7 @@ from lowp.ops.generic import has_irregular, irregular
 from lowp.ops.int16 import layer
 from lowp.ops.observing import role_of
 from lowp.ops.products import contract, product
-from lowp.ops.signature import Empty, Mismatch, bound, check, into_out, plain, require, without_out
+from lowp.ops.signature import Empty, Mismatch, bound, check, into_out, is_mixed, plain, require, without_out
 from lowp.ops.trilinear import OUTPUT, Einsum, Form, Linear
 from lowp.policy import Rule
 
@@ -42,7 +42,7 @@ def runner(run: Callable[[Call], Any]) -> Runner:
             inner, out = without_out(call)
             result = run(inner)
         except Mismatch as reason:
-            is_irregular = isinstance(reason, Empty) or has_irregular((call.args, call.kwargs))
+            is_irregular = isinstance(reason, Empty) or has_irregular((call.args, call.kwargs)) or is_mixed(call)
             return irregular(call) if is_irregular else plain(call)
         return into_out(call, result, out)
 

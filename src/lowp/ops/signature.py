@@ -102,6 +102,12 @@ def require(condition: bool) -> None:
         raise Mismatch
 
 
+def is_mixed(call: Call) -> bool:
+    """Whether operands to round have several dtypes: the function would refuse these, and not say what does not fit."""
+    tensors = [one for one in (*call.args, *call.kwargs.values()) if isinstance(one, Tensor)]
+    return len({one.dtype for one in tensors}) > 1 and is_ordinary(*tensors)
+
+
 def is_ordinary(*tensors: Any) -> bool:
     """Whether rules apply to all of these, and each is None or in one strided block."""
     compiling = torch.compiler.is_compiling()
