@@ -90,6 +90,14 @@ constexpr bool rounds_inward(int rounding, bool negative) {  // also beyond the 
   return rounding == kTowardZero || rounding == kToOdd || rounding == (negative ? kUp : kDown);
 }
 
+// Whether a cast is that of a 16-bit type itself, as torch converts to it.
+constexpr bool is_type(const lowp_cast& cast, int type) {
+  if (cast.kind != kFloat || cast.bits != 16 || cast.rounding != kNearestEven || cast.overflow != kInfinity) return false;
+  const int mantissa_bits = type == kFp16 ? 10 : type == kBf16 ? 7 : -1;
+  return cast.mantissa_bits == mantissa_bits && cast.bias == (type == kFp16 ? 15 : 127) && cast.subnormals && cast.is_signed &&
+         cast.infinity >= 0;
+}
+
 inline constexpr int64_t kBlock = 1024;       // elements that a kernel processes at a time: they stay in the L1 cache
 inline constexpr int64_t kSumBlock = 4096;    // elements of one partial sum of squares
 inline constexpr int64_t kSerial = 64 * 1024;  // fewer elements run on one thread

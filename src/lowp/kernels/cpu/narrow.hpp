@@ -49,11 +49,16 @@ static bool narrow_to_fp16(const float* in, uint16_t* out, int64_t count) {
   return narrow_by(in + i, out + i, count - i, fp16_bits) && ordered;
 }
 
+// Within ExactArithmetic, as `narrow`.
+__attribute__((noinline)) static bool narrow_exactly(const float* in, int type, uint16_t* out, int64_t count) {
+  return type == kFp16 ? narrow_to_fp16(in, out, count) : narrow_by(in, out, count, bf16_bits);
+}
+
 // Writes numbers of `type`, kFp16 or kBf16. Returns false if there is a NaN, which
 // becomes the same bits on every processor, in bf16 not always a NaN.
 [[maybe_unused]] static bool narrow(const float* in, int type, uint16_t* out, int64_t count) {
   const ExactArithmetic exact;
-  return type == kFp16 ? narrow_to_fp16(in, out, count) : narrow_by(in, out, count, bf16_bits);
+  return narrow_exactly(in, type, out, count);
 }
 
 }  // namespace LOWP_ISA

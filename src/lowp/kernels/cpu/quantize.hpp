@@ -2,6 +2,7 @@
 #pragma once
 
 #include "convert.hpp"
+#include "narrow.hpp"
 
 namespace lowp {
 namespace LOWP_ISA {
@@ -122,10 +123,13 @@ static void quantize_in(const Task& task, int64_t begin, int64_t end) {
   const bool aligned = is_aligned(task.out, sizeof(typename C::Bits));
   const bool in_place = carrier_bytes(task.in_type) == sizeof(typename C::Bits) && task.in_type == task.out_type;
   const bool direct = in_place && aligned && !task.stream && !task.keeps;  // `out` may be `in`
+  const bool narrows = C::kWidth == 32 && is_type(*task.cast, task.out_type) && is_aligned(task.out, sizeof(uint16_t));
   alignas(64) typename C::Bits buffer[kBlock], result[kBlock];
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     const typename C::Bits* in = load<C>(task.in, task.in_type, first, count, buffer);
+    if (narrows && narrow_exactly(reinterpret_cast<const float*>(in), task.out_type, static_cast<uint16_t*>(task.out) + first, count))
+      continue;  // there is no NaN
     if (direct) {
       caster(in, static_cast<typename C::Bits*>(task.out) + first, first, count);
     } else {

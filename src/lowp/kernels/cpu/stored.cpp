@@ -20,14 +20,6 @@ struct Weight {
         count(row[2]) {}
 };
 
-// Whether a cast is that of a 16-bit type itself, as torch converts to it.
-bool is_type(const lowp_cast& cast, int type) {
-  if (cast.kind != kFloat || cast.bits != 16 || cast.rounding != kNearestEven || cast.overflow != kInfinity) return false;
-  const int mantissa_bits = type == kFp16 ? 10 : 7;
-  return type != kFp32 && cast.mantissa_bits == mantissa_bits && cast.bias == (type == kFp16 ? 15 : 127) &&
-         cast.subnormals && cast.is_signed && cast.infinity >= 0;
-}
-
 // Rounds masters to `out`, at most kSumBlock. Returns false if there is a NaN.
 struct Rounder {
   const lowp_cast* cast;
