@@ -145,7 +145,6 @@ MAY_ASK = {
     "region/engine.py": "torch.autocast is asked by device",
     "region/handover.py": "torch.autocast is entered for a device whose lists agree",
     "region/weights.py": "memory that processes share is told by what a CPU's storage says",
-    "scaling/loss_scale.py": "fp64 is not on every device",
 }
 DEVICES = {"cpu", "cuda", "mps", "xpu", "hpu", "ipu", "xla", "mtia", "maia", "vulkan", "privateuseone"}
 ASKING = {"type", "get_device", *(f"is_{name}" for name in DEVICES)}

@@ -333,15 +333,17 @@ def test_a_sum_on_a_cpu_is_not_offered_to_torch_autocast_whose_list_lacks_it(mon
 @own
 @pytest.mark.parametrize(("rows", "columns"), [(128, 1024), (129, 1024), (128, 1025)])
 def test_a_small_linear_layer_is_summed_in_fp32_and_rounded_once_wherever_it_runs(rows: int, columns: int) -> None:
-    x, weight = _drawn([(rows, 64), (columns, 64)])
+    x, weight, bias = _drawn([(rows, 64), (columns, 64), (columns,)])
     x.requires_grad_()
 
     def run() -> tuple[Tensor, ...]:
-        y = F.linear(x, weight)
+        y = F.linear(x, weight, bias)
         return y.detach(), *torch.autograd.grad(y.float().square().sum(), x)
 
     with lowp.autocast("bf16"):
         found = run()
+        assert torch.equal(F.linear(x, weight, bias=bias), found[0])
+        assert torch.equal(F.linear(input=x, weight=weight, bias=bias), found[0])
         with kernels.use("cpu"):
             emulated = run()
         with kernels.use("native"):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import lowp
-from lowp.nested import mapped
 
 
 class Other(torch.optim.Optimizer):
@@ -37,4 +36,12 @@ def made(precision: Any, library: str) -> lowp.Precision:
 
 def widened(value: Any) -> Any:
     """Return a value with its tensors in 16 bits, in dictionaries, lists and tuples too, in fp32."""
-    return mapped(lambda x: x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, value)
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, dict):
+        changed = {key: widened(one) for key, one in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    if isinstance(value, (list, tuple)):
+        changes = [widened(one) for one in value]
+        return type(value)(*changes) if hasattr(value, "_fields") else type(value)(changes)
+    return value

@@ -41,6 +41,7 @@ _caches, _set_caches = torch.is_autocast_cache_enabled, torch.set_autocast_cache
 _LEFT_ALONE = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 _ATTENTION = "multi_head_attention_forward"
 _PLAIN = (Tensor, Parameter)
+_OPERANDS = ("input", "weight")
 _BATCHED = ("linear", "matmul")  # take operands of any dimensions
 _FUSED = (_ATTENTION, "scaled_dot_product_attention")
 _LITTLE = 1 << 14  # numbers: 64 KiB of fp32
@@ -59,6 +60,11 @@ class HandOver:
     dtype: torch.dtype
     weights: Cast | None
     usual: frozenset[str]
+
+    @property
+    def may_be_small(self) -> bool:
+        """Whether calls that are not handed over may be many: small layers, on a machine without an accelerator."""
+        return self.op == "linear" and self.usual == {"cpu"}
 
 
 def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: torch.dtype) -> HandOver | None:
@@ -164,7 +170,12 @@ def as_usual(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
     device, or a weight whose cast this entry keeps.
     """
     way = plan.way
-    if engine.is_strict or chosen() is not None or "out" in kwargs or (way.op in _BATCHED and _is_lowps(way.op, args)):
+    if (
+        engine.is_strict
+        or chosen() is not None
+        or "out" in kwargs
+        or (way.op in _BATCHED and _is_lowps(way.op, args, kwargs))
+    ):
         return ELSEWHERE
     if way.op == _ATTENTION and _returns_probabilities(args, kwargs):
         return ELSEWHERE
@@ -174,11 +185,13 @@ def as_usual(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
     return _under_autocast(engine, func, args, kwargs)
 
 
-def _is_lowps(op: str, args: tuple[Any, ...]) -> bool:
+def _is_lowps(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether lowp's runner takes less time: where torch multiplies many matrices each by a copy of one, and if small.
 
     See `lowp.ops.trilinear`. What torch transforms or traces is torch's.
     """
+    if kwargs and op == "linear":
+        args = tuple(args[place] if place < len(args) else kwargs.get(name) for place, name in enumerate(_OPERANDS))
     if len(args) < 2 or type(args[0]) not in _PLAIN or type(args[1]) not in _PLAIN:
         return False
     if op == "linear" and args[0].is_cpu and chosen() is None and not (is_transformed() or is_jit_tracing()):
@@ -218,7 +231,7 @@ def _is_shape(x: Any) -> bool:
 def handed_over(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call under torch.autocast, which is switched on around the region, with the weight casts it keeps."""
     way = plan.way
-    if device_of(way, args, kwargs) is None or (way.op in _BATCHED and _is_lowps(way.op, args)):
+    if device_of(way, args, kwargs) is None or (way.op in _BATCHED and _is_lowps(way.op, args, kwargs)):
         return ELSEWHERE
     before, engine.running = engine.running, (plan.row.name, plan.rule is not None)
     try:

@@ -331,8 +331,7 @@ def _ways(way: HandOver | None, quick: Quick | None) -> tuple[Way, ...]:
     quicks = () if quick is None else (quickly,)
     if way is None or not way.usual:
         return quicks if way is None else (*quicks, handed_over)
-    is_small_first = way.op == "linear" and way.usual == {"cpu"}
-    return (*quicks, as_usual, handed_over) if is_small_first else (as_usual, handed_over, *quicks)
+    return (*quicks, as_usual, handed_over) if way.may_be_small else (as_usual, handed_over, *quicks)
 
 
 def _leaves_wide(row: Row, rule: Rule | None) -> bool:

@@ -40,7 +40,7 @@ from lowp.kernels.packed.few_bits import PackedCodes, Signs
 from lowp.kernels.packed.few_rows import StoredRows
 from lowp.kernels.products import fp32_products
 from lowp.kernels.products.scratch import Scratch
-from lowp.kernels.tracing import is_jit_tracing
+from lowp.kernels.tracing import functorch_is_active, is_jit_tracing
 from lowp.policy import Accumulation
 
 # Casts to the dtypes that devices multiply; created here, since torch.compile does not trace the construction of a cast
@@ -198,8 +198,8 @@ def is_native(output: Cast | None, *operands: Tensor) -> bool:
 
 def _is_small(form: Any, x: Tensor) -> bool:
     """Whether a product is left to the library, which takes less time, on a device that multiplies 16 bits itself."""
-    if not x.is_cpu or forced() is not None or torch.compiler.is_compiling() or is_jit_tracing():
-        return False  # what torch records holds for other shapes, too
+    if not x.is_cpu or forced() is not None or functorch_is_active() or is_jit_tracing():
+        return False  # what torch transforms or records, for other shapes, too, is torch's
     return bool(getattr(form, "is_small", False))
 
 
