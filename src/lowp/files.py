@@ -27,17 +27,11 @@ _own: set[Path] = set()  # locks and temporary files of this process
 _LONGEST_NAME = 200  # bytes of a name repeated in the temporary file's name; systems allow 255 in all
 
 
-def read_toml(text: str) -> dict[str, Any]:
-    """Return the tables of TOML text. Raises ValueError for other text."""
-    # the standard library's reader, or before Python 3.11 the package that it was taken from
-    reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    found: dict[str, Any] = reader.loads(text)
-    return found
-
-
 def table(name: str) -> dict[str, Any]:
     """Return what a TOML file of this package holds, such as numerics/findings.toml."""
-    return read_toml(resources.files("lowp").joinpath(name).read_text(encoding="utf-8"))
+    reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    found: dict[str, Any] = reader.loads(resources.files("lowp").joinpath(name).read_text(encoding="utf-8"))
+    return found
 
 
 def json_text(document: object) -> str:

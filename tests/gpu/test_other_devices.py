@@ -22,19 +22,17 @@ from lowp.formats import FORMATS, FloatFormat, IntFormat
 from lowp.kernels.casts import run
 from lowp.kernels.choose import dispatch
 from lowp.kernels.numbers import bitwise, floats, packing
-from lowp.scaling import loss_scale
 
 
 @pytest.fixture(autouse=True)
 def _no_fp64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(bitwise, "has_fp64", lambda device: False)
-    monkeypatch.setattr(loss_scale, "has_fp64", lambda device: False)
+    monkeypatch.setattr(compat, "has_fp64", lambda device: False)
     yield
 
 
 @pytest.mark.parametrize("preset", ["fp16", "bf16-storage", "fp8", "e5m7", "dfp16", "flex16+5"])
 def test_steps_of_a_region_are_taken_without_fp64(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "has_fp64", lambda device: False)
     monkeypatch.setattr(dispatch, "is_on_host", lambda x: False)  # exponents stay on a device
     torch.manual_seed(0)
     model: Any = nn.Sequential(

@@ -21,13 +21,12 @@ from lowp.kernels.choose import dispatch, hardware
 from lowp.kernels.numbers import bitwise, floats, scaled
 from lowp.ops import direct
 from lowp.presets import PRESETS
-from lowp.scaling import loss_scale
 
 
 @pytest.fixture(autouse=True)
 def _as_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let tensors of the CPU be as far away as a device's, which has no fp64."""
-    for module in (compat, bitwise, floats, scaled, loss_scale):
+    for module in (compat, bitwise, floats, scaled):
         monkeypatch.setattr(module, "has_fp64", lambda device: False)
     monkeypatch.setattr(dispatch, "is_on_host", lambda x: False)
     monkeypatch.setattr(hardware, "is_on_host", lambda x: False)

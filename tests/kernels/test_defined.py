@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
+import fp32_defined
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from lowp.kernels.int16 import integer, low_words, payloads
 from lowp.kernels.int16.integer_reference import ConvolutionShape, digits, summed_to_odd, times, to_int16, to_odd
 from lowp.kernels.int16.mantissas import NOTHING, own_exponent
 from lowp.kernels.packed import byte_products
-from lowp.kernels.products import fp32_products
 
 FLEX = parse("flex16+5:autoflex")
 WIDE = [0, 1, -1, 3, 2**24 + 1, -(2**24) - 3, 2**53 + 1, -(2**53) - 3, 2**60 + 1, 2**62 - 1, -(2**62) + 7, 2**54 + 2]
@@ -96,7 +96,7 @@ def test_sums_to_odd_in_fp64_are_rounded_to_fp32_as_the_exact_sums() -> None:
     x = torch.tensor([1 + odd * 2.0**-24 + unit * 2.0**-52 for odd in (1, 3) for unit in units], dtype=torch.float64)
     for small in (2.0**-60, 0.0, -(2.0**-60), 2.0**-53, -(2.0**-54)):
         for sign in (1.0, -1.0):
-            total = fp32_products._added(sign * x, torch.tensor(sign * small, dtype=torch.float64)).float()
+            total = fp32_defined._added(sign * x, torch.tensor(sign * small, dtype=torch.float64)).float()
             exact = [Fraction(sign * one) + Fraction(sign * small) for one in x.tolist()]
             assert total.tolist() == [nearest(one, 24) for one in exact]
 

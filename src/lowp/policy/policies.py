@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lowp import casts, files
+from lowp import casts
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, check_name, unknown
 from lowp.loss_scale import LossScale
@@ -156,10 +158,13 @@ def _read_toml(text: str) -> dict[str, Any]:
     dots = max((line.count(".") for line in _STRING.sub("", text).splitlines()), default=0)
     if dots > _MOST_DOTS:
         raise ValueError(f"a line has {dots} dots outside strings, but a policy has no dotted keys")
+    # the standard library's reader, or before Python 3.11 the package that it was taken from
+    reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        return files.read_toml(text)
+        data: dict[str, Any] = reader.loads(text)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+    return data
 
 
 def _too_long(source: object, length: int) -> str:
