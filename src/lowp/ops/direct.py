@@ -73,15 +73,12 @@ class Direct:
         """Return the contraction of x and weight, plus bias; None, with nothing done, for what the definition runs.
 
         `key` tells the forms of these shapes apart, which `form_of` makes of the shapes; None: a linear layer. `kept`:
-        the region's casts.
-        `scales`: those of casts under delayed scales.
+        the region's casts. `scales`: those of casts under delayed scales.
         """
         if chosen() not in WAYS or not is_quiet():
             return None
         memory = cpu.addresses((x, weight) if bias is None else (x, weight, bias))
-        if memory is None:
-            return None
-        if self.is_torchs and chosen() is None and not (key is None and is_small(x.numel(), weight.numel())):
+        if memory is None or (self.is_torchs and self._is_left_to_torch(key, x, weight)):
             return None
         is_recorded = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -110,14 +107,16 @@ class Direct:
             if not is_recorded:
                 return prepared.run(given, False, False)
             rounds_x, rounds_weight = prepared.rounds
-            # where the gradients of gradients go of operands that are rounded; others would be kept beside their values
-            ends = (
-                end_of(x) if rounds_x and x.requires_grad else None,
-                end_of(weight) if rounds_weight and weight.requires_grad else None,
-            )
+            # where the gradients of gradients go of operands that are rounded
+            ends = end_of(x) if rounds_x else None, end_of(weight) if rounds_weight else None
             return _apply(x, weight, bias, prepared, given, ends, scales)  # type: ignore[no-any-return]
         except NotFinite:
             return None
+
+    @staticmethod
+    def _is_left_to_torch(key: Hashable, x: Tensor, weight: Tensor) -> bool:
+        """Whether torch's own 16-bit kernel runs a call: not small linear layers, nor where one is forced."""
+        return chosen() is None and not (key is None and is_small(x.numel(), weight.numel()))
 
     def _entries(self, memory: list[int], scales: SiteScales | None) -> Sequence[Tensor | None] | None:
         """Return the entries of delayed scales, whose addresses are added to others; None if one has no scale yet."""
@@ -217,6 +216,7 @@ class _Direct(torch.autograd.Function):
         if prepared.has_scales:
             values += [tensors[VALUE_SCALES] if second else None, tensors[FACTOR_SCALES] if first else None]
         ctx.save_for_backward(*values)
+        ends = ends[0] if first else None, ends[1] if second else None  # an operand without gradient is not kept
         ctx.about = prepared, None if bias is None else bias.dtype, ends, scales
         return out
 

@@ -161,9 +161,9 @@ class Rulebook:
 
     def _plan(self, function: Callable[..., Any], path: str) -> Plan | None:
         row = table.row_of(function, self.policy.table)
-        if row is None:
-            is_backward = table.name_of(function) in _BACKWARD
-            return Plan(Row("backward", "structural"), None, None, suspends=True) if is_backward else None
+        return _plan_of_none(function) if row is None else self._plan_of(row, function, path)
+
+    def _plan_of(self, row: Row, function: Callable[..., Any], path: str) -> Plan | None:
         rule = self.policy.match(row.name, row.op_class, path) or self._of_contractions(row, path)
         if row.runner == "generic:refused" and not self._refuses:
             row = replace(row, runner="generic:wide")
@@ -176,10 +176,9 @@ class Rulebook:
         if (inner := self._of_projections(row, rule, path)) is not None:
             run = with_projections(inner.current)
             return Plan(row, rule, run, None, rounds, looks or _looks(inner), inner=inner)
-        if run is None and way is None and row.op_class != "structural":
-            ways: tuple[Way, ...] = (as_it_is,)
-        else:
-            ways = (while_small,) if rule is None and run is not None and row.masked else _ways(way, quick)
+        is_plain = run is None and way is None and row.op_class != "structural"
+        keeps_less = rule is None and run is not None and row.masked  # for backward
+        ways = (as_it_is,) if is_plain else (while_small,) if keeps_less else _ways(way, quick)
         return Plan(row, rule, run, None, rounds, looks, way, quick, ways)
 
     def _runner(self, row: Row, rule: Rule | None) -> Callable[[Call], Any] | None:
@@ -291,6 +290,12 @@ class Rulebook:
 def _plans_of(policy: Policy) -> dict[tuple[Callable[..., Any], str], Plan | None]:
     """Return the dict of plans known under a policy, by function and module path."""
     return {}
+
+
+def _plan_of_none(function: Callable[..., Any]) -> Plan | None:
+    """Return the plan of a function that no table has: a backward pass runs without rules."""
+    is_backward = table.name_of(function) in _BACKWARD
+    return Plan(Row("backward", "structural"), None, None, suspends=True) if is_backward else None
 
 
 def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
