@@ -363,11 +363,15 @@ def test_a_models_state_with_a_nan_under_either_name_of_a_tied_weight_is_refused
             check_saved(model, present | {name: torch.full((3, 3), torch.nan)}, None, present)
 
 
-def test_both_names_of_a_tied_weight_give_its_master_and_take_it() -> None:
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_both_names_of_a_tied_weight_give_its_master_and_take_it(has_optimizer: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    lowp.Precision("bf16-storage").prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before, optimizer = model[0].weight.detach().clone(), torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = lowp.Precision("bf16-storage")
+    precision.prepare(model, optimizer) if has_optimizer else precision.prepare_model(model)
     state = model.state_dict()
+    assert torch.equal(state["0.weight"], before) and torch.equal(state["1.weight"], before)
     assert {one.dtype for one in state.values()} == {torch.float32} and model[1].weight is model[0].weight
     between = torch.full((3, 3), 1 + 2.0**-12)  # which bf16 does not hold
     model.load_state_dict({**state, "0.weight": between, "1.weight": between})

@@ -215,16 +215,15 @@ class StoredModel:
 
     def store(self, model: nn.Module, keep: bool) -> None:
         """Convert parameters without an owner into the storage, in place. `keep` keeps fp32 values for an owner."""
-        converted: set[Tensor] = set()
+        found: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if not parameter.is_floating_point() or owner_of(parameter) is not None:
-                continue
-            self.names.add(name)
-            if parameter in converted:
-                continue
-            converted.add(parameter)
+            if parameter.is_floating_point() and owner_of(parameter) is None:
+                found.setdefault(parameter, []).append(name)
+        for parameter, names in found.items():
+            self.names.update(names)
             if keep and parameter.dtype is not self.storage.dtype and not parameter.is_meta:
-                self.unclaimed[name] = parameter.detach().to(torch.float32)  # which the parameter leaves
+                value = parameter.detach().to(torch.float32)  # which the parameter leaves
+                self.unclaimed.update(dict.fromkeys(names, value))
             Storage(self.storage.cast, "none").adopt(parameter, {})
 
     def claim(self, model: nn.Module, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
