@@ -79,9 +79,10 @@ def test_many_entries_at_once_equal_each_alone(rows: list[list[float]]) -> None:
     assert [list(one) for one in zip(*together, strict=True)] == [scaling.replay(row) for row in rows]
 
 
-def test_the_guess_steps_by_fourteen_from_a_mantissa_of_zero_as_the_authors_code_does() -> None:
+def test_the_guess_steps_by_two_bits_less_than_it_has_from_a_mantissa_of_zero_as_the_authors_code_does() -> None:
     assert AS_PUBLISHED.replay([2**-16.01]) == [-30]  # 0 at 2**-8, 64 at 2**-22, which is 7 bits long
     assert AS_PUBLISHED.replay([2.0**-29]) == [-31]  # 0, then 0, and then the end of the range
+    assert Autoflex(bits=4).replay([2.0**-20])[0] == -22  # of four bits by two: 0 down to 2**-18, and 1 at 2**-20
 
 
 def test_the_guess_goes_up_by_seven_and_ends_after_ten_tries() -> None:
