@@ -25,6 +25,24 @@ def test_a_gradient_penalty_runs(model: Net, precision: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p is not model.last.bias)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "e4m3fn", "mxfp8", "dfp16", "flex16+5"])
+def test_gradients_that_can_be_differentiated_again_are_the_same_numbers(precision: str) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 32, 3), nn.Flatten(2), nn.LayerNorm(36), nn.Linear(36, 64, bias=False))
+    given, target = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 32, 16)
+
+    def found(create_graph: bool) -> list[Tensor]:
+        x = given.clone().requires_grad_()
+        with autocast(precision):  # each with exponents of its own
+            y = model(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            y = nn.functional.scaled_dot_product_attention(y, y @ torch.eye(16), y)
+            leaves = [x, *model.parameters()]
+            return list(torch.autograd.grad((y.float() * target).mean(), leaves, create_graph=create_graph))
+
+    plain, graph = found(False), found(True)
+    assert all(one.requires_grad for one in graph)
+    assert same(plain, [one.detach() for one in graph])
+
+
 @pytest.mark.parametrize("call", ["method", "autograd.backward", "autograd.grad"])
 def test_backward_within_a_region_gives_what_it_gives_outside(model: Net, call: str) -> None:
     x = torch.randn(3, 8)

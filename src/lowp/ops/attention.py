@@ -22,7 +22,7 @@ from lowp.kernels.products.attention import Attended, attended, gradients, hidde
 from lowp.kernels.products.scratch import Scratch
 from lowp.kernels.tracing import functorch_is_active
 from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import Operand, carrier_dtype, native_dtype, operand, result_dtype
+from lowp.ops.casting import Operand, carrier_dtype, native_dtype, operand, result_dtype, with_derivatives
 from lowp.ops.contraction import matmul, runner
 from lowp.ops.generic import finished
 from lowp.ops.shields import shield
@@ -165,15 +165,18 @@ class _Attention(torch.autograd.Function):
         mask, query, key, value, *kept = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
         with shield(), Scratch() as scratch:
             values, gradient = [query, key, value], _carried(ctx.casts, gradient, "grad")
-            if kept and not torch.is_grad_enabled():
-                logarithms, result, rest = kept
-                known, settings = Attended(joined(result, rest, scratch), logarithms), ctx.settings
-                (wide,) = widened([gradient], scratch)
-                three = gradients(wide, widened(values, scratch), known, mask, settings.causal, settings.scale)
-                wanted = [index for index in (3, 4, 5) if ctx.needs_input_grad[index]]
-                found: Sequence[Tensor] = [three[index - 3] for index in wanted]
-            else:
-                wanted, found = _recomputed(ctx, gradient.float(), mask, values)
+            with torch.no_grad():
+                if kept:
+                    logarithms, result, rest = kept
+                    known, settings = Attended(joined(result, rest, scratch), logarithms), ctx.settings
+                    (wide,) = widened([gradient], scratch)
+                    three = gradients(wide, widened(values, scratch), known, mask, settings.causal, settings.scale)
+                    wanted = [index for index in (3, 4, 5) if ctx.needs_input_grad[index]]
+                    found: Sequence[Tensor | None] = [three[index - 3] for index in wanted]
+                else:
+                    wanted, found = _recomputed(ctx, gradient.float(), mask, values)
+            if torch.is_grad_enabled():
+                found = with_derivatives(found, _recomputed(ctx, gradient.float(), mask, values)[1])
             graded: list[Tensor | None] = [None] * 9
             for index, one in zip(wanted, found, strict=True):
                 graded[index] = ctx.casts.cast(one, "input gradient") if index > 2 else one

@@ -5,7 +5,7 @@ is carried in the smallest torch dtype that holds the format, so that the tensor
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -272,6 +272,12 @@ class PassedOn(torch.autograd.Function):
 def passed_on(x: Tensor, value: Tensor) -> Tensor:
     """Return the values to which x was rounded, detached; part of the autograd graph."""
     return cast(Tensor, PassedOn.apply(x, value)) if x.requires_grad and torch.is_grad_enabled() else value  # type: ignore[no-untyped-call]
+
+
+def with_derivatives(values: Sequence[Tensor | None], same: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients as a plain backward computes them, with the derivatives of the same ones in a graph."""
+    pairs = zip(values, same, strict=True)
+    return [one if one is None or other is None else passed_on(other, one) for one, other in pairs]
 
 
 # -- operands -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from lowp.kernels.products import is_torchs_own
 from lowp.kernels.products.scratch import Scratch
 from lowp.kernels.tracing import functorch_is_active, is_jit_tracing
 from lowp.ops.call import RoleCasts
-from lowp.ops.casting import native_dtype
+from lowp.ops.casting import native_dtype, with_derivatives
 from lowp.ops.generic import finished
 from lowp.ops.shields import shield
 from lowp.policy import Rule
@@ -132,14 +132,14 @@ class _InFp32(torch.autograd.Function):
         with shield():
             wanted, watch = list(ctx.needs_input_grad[2:]), ctx.casts.watch
             gradient = ctx.casts.cast(gradient, "grad")
+            with torch.no_grad(), Scratch() as scratch:
+                wide = scratch.wide(gradient), tuple(saved), scratch.wide(x)
+                graded = ctx.computation.backward(*wide, weight, bias, wanted=wanted)
             if torch.is_grad_enabled():  # double backward: torch's own op once more, as part of the graph
                 result = ctx.computation.again(x.float(), weight, bias)
                 inputs = (x, weight, bias)
-                graded = gradients_wanted(result, inputs, wanted, gradient.float(), create_graph=True)
-            else:
-                with Scratch() as scratch:
-                    wide = scratch.wide(gradient), tuple(saved), scratch.wide(x)
-                    graded = ctx.computation.backward(*wide, weight, bias, wanted=wanted)
+                same = gradients_wanted(result, inputs, wanted, gradient.float(), create_graph=True)
+                graded = with_derivatives(graded, same)
             found: list[Tensor | None] = [None, None]
             for one, want, source, role in zip(graded, wanted, (x, weight, bias), _GRADIENTS, strict=True):
                 if one is None or not want:

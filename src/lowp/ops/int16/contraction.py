@@ -12,6 +12,7 @@ Source: Das et al. 2018, arXiv 1802.00930 (DFP-16); Koester et al. 2017, arXiv 1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -32,7 +33,7 @@ from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, int16_element
 from lowp.kernels.products import contract
 from lowp.kernels.tracing import functorch_is_active, is_sharded
 from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import end_of
+from lowp.ops.casting import end_of, passed_on, with_derivatives
 from lowp.ops.int16.nodes import (
     BIAS_GRADIENT,
     INPUT_GRADIENT,
@@ -158,26 +159,34 @@ class IntegerProduct(torch.autograd.Function):
 def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     """Return the gradients of both operands, whose mantissas are saved, and of the bias.
 
+    Those of create_graph=True are the same numbers, with the derivatives of products in fp32.
+
     `ctx` has the product, its results, the edges of the operands and the dtype of the bias.
     """
     product: Contraction = ctx.product
     results: Results | None = ctx.results
-    is_graph = torch.is_grad_enabled() or functorch_is_active()
-    has_plan = product.plan is not None and not is_graph
+    is_batched, is_graph = functorch_is_active(), torch.is_grad_enabled()
+    has_plan = product.plan is not None and not (is_batched or is_graph)
     has_one_word = gradient.shape[-1:] < (low_words.FEATURES,) or not _has_rows(gradient, product.form)
     if has_plan and has_one_word:
         kept = None if results is None else _kept(gradient, product.casts.rule)
         if (results is None or kept is not None) and (found := _at_once(gradient, kept, ctx)) is not None:
             return found
-    gradient, incoming = _incoming(gradient, product, results, is_graph)
-    words = [] if incoming is None else _words(gradient, incoming, product)
+    with nullcontext() if is_batched else torch.no_grad():
+        written, incoming = _incoming(gradient, product, results, is_batched)
+        words = [] if incoming is None else _words(written, incoming, product)
     if has_plan and incoming is not None and len(words) == 1:
         whole = incoming._replace(payload=incoming.payload.contiguous())
-        if (found := _at_once(gradient, (whole, False), ctx)) is not None:
+        if (found := _at_once(written, (whole, False), ctx)) is not None:
             return found
     first, second, exponents = ctx.saved_tensors
     saved = [Mantissas(first, exponents[0]), Mantissas(second, exponents[1])]
-    return _given(gradient, words, ctx, saved)
+    if is_batched or not is_graph:
+        return _given(written, words, ctx, saved)
+    with torch.no_grad():
+        exact = _given(written, words, ctx, saved)
+    in_fp32 = _in_fp32(passed_on(gradient, written), ctx, saved, product.casts.before_writer())
+    return with_derivatives(exact, in_fp32)
 
 
 def _kept(gradient: Tensor, rule: Rule) -> Known | None:
@@ -223,9 +232,7 @@ def _given(gradient: Tensor, words: list[Mantissas], ctx: Any, saved: list[Manti
     product: Contraction = ctx.product
     results: Results | None = ctx.results
     if not words:
-        casts = product.casts if results is None else product.casts.before_writer()
-        given = ctx.needs_input_grad[:3], ctx.bias_dtype, gradient, [one.values for one in saved], ctx.edges
-        in_fp32 = product.in_fp32(product.form, replace(casts, accumulate=None), *given)
+        in_fp32 = _in_fp32(gradient, ctx, saved, product.casts if results is None else product.casts.before_writer())
         if results is None:
             return in_fp32
         return [
@@ -250,6 +257,12 @@ def _given(gradient: Tensor, words: list[Mantissas], ctx: Any, saved: list[Manti
             found = [None if x is None else product.casts.cast(x, role) for x, role in zip(found, roles, strict=True)]
         found[2] = None if found[2] is None else found[2].to(ctx.bias_dtype)
     return found
+
+
+def _in_fp32(gradient: Tensor, ctx: Any, saved: list[Mantissas], casts: RoleCasts) -> Sequence[Tensor | None]:
+    """Return the gradients as products of the same values in fp32, which can be differentiated."""
+    given = ctx.needs_input_grad[:3], ctx.bias_dtype, gradient, [one.values for one in saved], ctx.edges
+    return cast(Contraction, ctx.product).in_fp32(ctx.product.form, replace(casts, accumulate=None), *given)
 
 
 def _roles(product: Contraction, results: Results | None) -> tuple[str, ...]:
