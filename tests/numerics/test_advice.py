@@ -76,6 +76,26 @@ def test_products_are_counted_of_layers_and_of_convolutions_both_ways() -> None:
     assert counted == [down, up, full]
 
 
+class Keywords(nn.Conv2d):
+    """Calls products as torch allows, too: of operands by their names, and of one tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images = nn.functional.conv2d(input=x, weight=self.weight, bias=self.bias)
+        return torch.einsum("bchw->b", images) + torch.einsum(",b->b", images.mean(), x[:, 0, 0, 0])
+
+
+def test_products_of_operands_by_their_names_are_counted_and_sums_of_one_tensor_are_not() -> None:
+    model = Keywords(3, 8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
+        optimizer.step()
+    counted = {
+        op: seen.multiplications for (_, op), seen in profile.record.ops.items() if seen.op_class == "contraction"
+    }
+    assert counted == {"conv2d": 2 * 8 * 6 * 6 * (3 * 3 * 3), "einsum": 0}
+
+
 def test_what_was_not_looked_at_gets_no_verdict() -> None:
     whole = record_of(network())
     forward = Record(whole.header, Part(ops=whole.ops))

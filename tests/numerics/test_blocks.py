@@ -121,8 +121,11 @@ def test_blocks_follow_the_dimension_that_each_product_sums(op: str) -> None:
 
 def test_layouts_are_those_of_rows_images_and_weights() -> None:
     image = torch.randn(3, 40, 6, 7)
-    assert {str(one) for one in blocks_of(image, "input", "conv2d", 5.0)} == {"1/16", "1/32", "-1/16", "-1/32"}
-    assert blocks_of(image[0], "input", "conv2d", 5.0).keys() == blocks_of(image, "input", "conv2d", 5.0).keys()
+    told = blocks_of(image, "input", "conv2d", 5.0)
+    assert {str(one) for one in told} == {"1/16", "1/32", "-1/16", "-1/32"}
+    assert blocks_of(image[0], "input", "conv2d", 5.0).keys() == told.keys()
+    batches = blocks_of(image[None], "input", "conv2d", 5.0)
+    assert all(np.array_equal(batches[key].counts, one.counts) for key, one in told.items())
     weight = blocks_of(torch.randn(40, 50), "weight", "embedding", 5.0)
     plain = {"1/16", "1/32", "0/16", "0/32", "0/16x16"}
     turned = {f"0/{size} hadamard={turned}" for size in (16, 32) for turned in (16, 32)}

@@ -158,6 +158,7 @@ def test_the_header_of_a_record_describes_its_models() -> None:
     tied[1].weight = tied[0].weight
     assert Models(tied).header(None)["parameters"] == 4
     assert fingerprint_of(nn.Linear(2, 3)) == fingerprint_of(nn.Linear(2, 3)) != fingerprint_of(nn.Linear(3, 2))
+    assert fingerprint_of(nn.Linear(2, 3)) == "4c0006741ddd7d24", "as in profiles that are kept"
     with pytest.raises(TypeError, match="a profile needs a torch module, not int"):
         Models(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a monitor needs a torch module, not int"):

@@ -492,6 +492,12 @@ def test_steps_are_guarded_again_before_there_is_room_for_a_look(monkeypatch: py
     clock.now += 0.1
     schedule.decide(9)
     assert not schedule.rests(26) and schedule.rests(25), "0.2 s are a share of 0.24 of what 27.8 s earn"
+    clock.now = 31.0
+    schedule.decide(9)
+    assert schedule.guards
+    clock.now = 26.0  # of which 0.24 are too little to begin guarding, and 0.3 enough to go on
+    schedule.decide(9)
+    assert schedule.guards
 
 
 def test_a_run_that_is_too_short_for_a_look_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

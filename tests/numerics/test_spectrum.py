@@ -50,6 +50,7 @@ def test_every_floating_point_dtype_has_a_spectrum(dtype: torch.dtype) -> None:
 def test_an_empty_tensor_has_an_empty_spectrum() -> None:
     seen = Spectrum.of(torch.empty(0, 3))
     assert (seen.count, seen.lowest, seen.highest, seen.root_mean_square, seen.below(200)) == (0, None, None, 0, 0)
+    assert (seen.document()["first_bin"], seen.document()["bins"]) == (0, [])
 
 
 def test_a_spectrum_tells_where_its_numbers_begin_and_end_and_their_root_mean_square() -> None:

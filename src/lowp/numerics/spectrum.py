@@ -142,11 +142,9 @@ class Spectrum:
     # -- JSON -------------------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:
         """The spectrum as plain data: the bins from the first that is not empty to the last."""
-        present = np.flatnonzero(self.bins)
-        first, last = (int(present[0]), int(present[-1])) if len(present) else (0, -1)
         return {
-            "first_bin": first,
-            "bins": self.bins[first : last + 1].tolist(),
+            "first_bin": int((self.bins != 0).argmax()),
+            "bins": np.trim_zeros(self.bins).tolist(),
             "significant": self.significant.tolist(),
             "powers": [[int(place), int(self.powers[place])] for place in np.flatnonzero(self.powers)],
             **{name: getattr(self, name) for name in _NUMBERS},

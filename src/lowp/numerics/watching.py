@@ -226,7 +226,7 @@ class StepWatch:
             if reads:
                 self._look_at_operands(seen, module, op, given)
             if op_class == "contraction":
-                seen.multiplications += _multiplications(op, given[0], outputs[0])
+                seen.multiplications += _multiplications(op, tensors_of(given), outputs[0])
             for one in outputs:
                 seen.dtypes["output"] = str(one.dtype).removeprefix("torch.")
                 self._count(Key(module, op, "output", "forward"), one)
@@ -389,9 +389,8 @@ def _has_gradient(activation: Tensor) -> bool:
     return torch.is_grad_enabled() and activation.grad_fn is not None and not functorch_is_active()
 
 
-def _multiplications(op: str, args: tuple[Any, ...], output: Tensor) -> int:
+def _multiplications(op: str, given: list[Tensor], output: Tensor) -> int:
     """How many products a contraction sums up, from the shapes of its operands; 0 where they do not tell."""
-    given = tensors_of(args)
     if len(given) < 2 or not given[0].ndim:
         return 0
     if op.startswith("conv"):  # each output of a convolution is a sum over the window of its weight
