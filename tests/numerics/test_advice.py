@@ -66,7 +66,9 @@ def test_the_advice_of_an_alarm_is_brief_where_its_finding_says_so_in_a_line() -
 
 
 def test_products_are_counted_of_layers_and_of_convolutions_both_ways() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 5, 2), nn.Flatten(), nn.Linear(5 * 7 * 7, 2))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 5, 2), nn.Flatten(), nn.Linear(5 * 7 * 7, 2, bias=False)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lowp.profile(model, optimizer, max_overhead=None) as profile:
         model(torch.randn(2, 3, 8, 8)).sum().backward()
