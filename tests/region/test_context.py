@@ -221,6 +221,22 @@ def test_an_error_of_dtypes_names_those_of_its_operands_where_they_are_several()
     assert engine.without_kernel(missing, torch.special.bessel_j0, (half,), {}).dtype is FULL
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "e4m3fn", "mxfp8", "int8", "dfp16", "flex16+5"])
+def test_what_no_rule_rounds_beside_what_one_does_is_named(precision: str) -> None:
+    x, weight, large = torch.randn(8, 16), torch.randn(4, 16), torch.randn(512, 512)
+    calls: list[tuple[str, Callable[[], Tensor]]] = [
+        ("linear was given float32 and float64: ", lambda: F.linear(x, weight, torch.zeros(4).double())),
+        ("linear was given float32 and float64: ", lambda: F.linear(x.double(), weight)),
+        ("linear was given float32 and int64: ", lambda: F.linear(large, large, torch.arange(512))),
+        ("einsum was given float32 and float64: ", lambda: torch.einsum("ij,kj->ik", x, weight.double())),
+        ("conv1d was given float32 and float64: ", lambda: F.conv1d(x[None], weight[:, :, None].double()[:, :8])),
+    ]
+    with autocast(precision):
+        for named, call in calls:
+            with pytest.raises(RuntimeError, match=f"{named}.* leaves other dtypes to torch, .* with float"):
+                call()
+
+
 @pytest.mark.parametrize("call", [F.binary_cross_entropy, nn.BCELoss()], ids=["function", "module"])
 def test_binary_cross_entropy_is_refused_and_names_the_safe_form(call: Callable[..., Tensor]) -> None:
     with pytest.raises(Misuse, match="binary_cross_entropy_with_logits") as caught, autocast("fp16"):

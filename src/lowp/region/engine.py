@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from types import FrameType
 from typing import Any, cast
 
@@ -39,9 +39,11 @@ _of_thread = cast(Any, private("torch._guards._TLS"))  # holds a tracing context
 _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
 _MIXED = re.compile(r"mixed dtype|expected scalar type")
+_NOT_THE_SAME = re.compile(r"the same dtype|should be the same")
 # torch's original functions: the replacements in `region.entries` cost more
 _is_enabled, _get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _PLAIN = (Tensor, nn.Parameter)
+_ROUNDED = {torch.float32, torch.float16, torch.bfloat16}
 _DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMode"))
 _current_autograd_node = cast(Callable[[], object], private("torch._C._current_autograd_node"))
 _CONTRACTIONS = frozenset(
@@ -252,8 +254,12 @@ class Engine(TorchFunctionMode):
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if is_jit_tracing():
             raise Unavailable(_untraceable(table.name_of(func))) from error
-        if _MIXED.search(str(error)) and len({x.dtype for x in tensors if x.is_floating_point()}) > 1:
-            raise RuntimeError(f"{error}. {_stored_narrow(table.name_of(func), tensors)}") from error
+        text, floats = str(error), {x.dtype for x in tensors if x.is_floating_point()}
+        given = {x.dtype for x in tensors} if _NOT_THE_SAME.search(text) else floats if _MIXED.search(text) else set()
+        if len(given) > 1 and given - _ROUNDED:
+            raise RuntimeError(f"{error}. {_left_as_they_are(table.name_of(func), given)}") from error
+        if given is floats and len(floats) > 1:
+            raise RuntimeError(f"{error}. {_stored_narrow(table.name_of(func), floats)}") from error
         if not tensors or not _NO_KERNEL.search(str(error)):
             raise error
         plan = self.rulebook.widen(func, self.path.current, tensors[0].device.type)
@@ -316,12 +322,23 @@ def _untraceable(op: str) -> str:
     )
 
 
-def _stored_narrow(op: str, tensors: Sequence[Tensor]) -> str:
-    """Return what is said of an op whose operands, of which products wrote some, have several dtypes."""
-    dtypes = " and ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors if x.is_floating_point()}))
+def _left_as_they_are(op: str, dtypes: Set[torch.dtype]) -> str:
+    """Return what is said of an op whose operands have several dtypes, one of which no rule rounds."""
     return (
-        f"{op} was given {dtypes}: products in this region write another dtype than the model is stored in. Convert "
-        "the model with float(), or store it in few bits by lowp.Precision(...).prepare(model, optimizer)"
+        f"{op} was given {_names(dtypes)}: as under torch.autocast, a region rounds float32, float16 and bfloat16 and "
+        "leaves other dtypes to torch, which multiplies tensors of one dtype: convert the others with float()"
+    )
+
+
+def _names(dtypes: Set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
+
+
+def _stored_narrow(op: str, dtypes: Set[torch.dtype]) -> str:
+    """Return what is said of an op whose operands, of which products wrote some, have several dtypes."""
+    return (
+        f"{op} was given {_names(dtypes)}: products in this region write another dtype than the model is stored in. "
+        "Convert the model with float(), or store it in few bits by lowp.Precision(...).prepare(model, optimizer)"
     )
 
 
