@@ -164,6 +164,15 @@ def test_a_layer_that_is_replaced_after_the_optimizer_was_made_is_reported() -> 
         precision.step(optimizer)
 
 
+@pytest.mark.parametrize(("layer", "name"), [(0, "weight"), (2, "bias")])
+def test_one_parameter_that_is_replaced_at_an_end_of_the_model_is_reported(layer: int, name: str) -> None:
+    precision, model, optimizer = started("bf16")
+    setattr(model[layer], name, nn.Parameter(getattr(model[layer], name).detach().clone()))
+    backward(precision, model)
+    with pytest.warns(UserWarning, match="1 of the 4 parameters"):
+        precision.step(optimizer)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_model_that_is_converted_after_prepare_is_refused_in_every_precision(name: str, steps: int) -> None:
@@ -172,6 +181,14 @@ def test_a_model_that_is_converted_after_prepare_is_refused_in_every_precision(n
     for one in model.parameters():
         one.grad = torch.ones_like(one)
     with pytest.raises(InvalidInput, match=r"0\.weight is torch"):
+        precision.step(optimizer)
+
+
+def test_a_model_that_is_converted_though_its_own_optimizer_stores_it_is_refused() -> None:
+    precision, model = lowp.Precision("bf16"), network()
+    optimizer = precision.prepare(model, lowp.optim.AdamW(model.parameters()))[1]
+    model.half()
+    with pytest.raises(InvalidInput, match=r"0\.weight is torch\.float16, and was torch\.bfloat16 when"):
         precision.step(optimizer)
 
 
@@ -203,6 +220,8 @@ def test_narrow_parameters_that_are_frozen_or_have_masters_are_admitted() -> Non
     lowp.Precision("bf16").prepare(model, sgd(model[2].parameters()))
     model = network()
     lowp.Precision("bf16").prepare(model, lowp.optim.AdamW(model.parameters()))
+    model = network().bfloat16()
+    lowp.Precision("bf16").prepare(model, lowp.optim.AdamW(model.parameters(), storage="fp32", split=False))
     model = network().half()
     lowp.Precision("fp16-storage").prepare(model, sgd(model.parameters()))
     model = network().bfloat16()

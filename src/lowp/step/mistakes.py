@@ -218,7 +218,8 @@ class Trained:
                 stacklevel=5,
             )
         # FSDP2 may leave gathered parameters in the places of their shards
-        ends = () if any(map(is_sharded, mine)) else tuple(places[id(one)] for one in mine[:: max(len(mine) - 1, 1)])
+        is_seen = mine and not any(map(is_sharded, mine))
+        ends = tuple(places[id(mine[at])] for at in (0, -1)) if is_seen else ()
         self._known = {key: known for key, known in self._known.items() if known.optimizer() is not None}
         self._known[id(optimizer)] = _Known(weakref.ref(optimizer), len(mine), ends)
 
