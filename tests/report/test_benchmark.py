@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lowp.benchmarking.benchmark import published
-from lowp.report import terminal
+from lowp.report import plots, terminal
 from lowp.report.benchmark import benchmark_notes, benchmark_tables
+from lowp.report.figures import style
 from lowp.report.figures.benchmark import chart
 from lowp.report.palette import PARTS as COLOURS
 from lowp.report.plots import SUFFIXES
@@ -139,6 +140,28 @@ def test_a_picture_is_drawn_whatever_is_known(tmp_path: Path, suffix: str, reser
         # a quarter of what was reserved is slack, which is drawn; where libraries took most of it, it is not
         assert ("<!-- slack -->" in drawn) == (reserved == 4 * 2**20) and "<!-- activations -->" in drawn
         assert "<!-- V100, time -->" in drawn and "<!-- failed -->" in drawn
+
+
+def test_words_stand_beside_the_bars_within_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, path: made.append(figure) or plots.save(figure, path))
+    wide = {**memory(2**30), "parts": {**PARTS, "weights": 2**20, "activations": 2**23}, "allocated": 9 * 2**20}
+    chart(document(row("fp32", 1.0, memory=memory(2**30)), row("lowp fp16", 9.0, memory=wide)), tmp_path / "one.png")
+    for panel in made[0].axes:
+        ends: dict[int, float] = {}
+        for bar in panel.patches:
+            place = round(bar.get_y() + bar.get_height() / 2)
+            ends[place] = max(ends.get(place, 0.0), bar.get_window_extent().x1)
+        words = {
+            text.get_position()[1]: text.get_window_extent() for text in panel.texts if text.get_position()[1] >= 0
+        }
+        assert ends and words.keys() == ends.keys()
+        for place, box in words.items():
+            assert ends[place] < box.x0 and box.x1 <= panel.bbox.x1
+        assert max(ends.values()) > panel.bbox.x0 + panel.bbox.width / 3
+    assert list(made[0].axes[0].get_xticks()) == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0], (
+        "from half of fp32 to above the slowest"
+    )
 
 
 def test_recipes_of_which_no_memory_was_measured_have_an_empty_panel(tmp_path: Path) -> None:

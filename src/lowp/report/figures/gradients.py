@@ -27,8 +27,8 @@ def updates(document: Mapping[str, Any]) -> Any:
         marks = [(exponent, f"{format} loses below" if is_first else "") for format, exponent in limits.items()]
         style.ridge(right, moment["ratios"], PURPLE, ("updates lost", lost), marks)
     left, right = grid[-1]
-    style.powers(left, "|gradient|", [moment["gradients"] for moment in moments], max_ticks=6)
-    style.powers(right, "|update| / |weight|", [moment["ratios"] for moment in moments], list(limits.values()), 6)
+    style.powers(left, "|gradient|", [moment["gradients"] for moment in moments])
+    style.powers(right, "|update| / |weight|", [moment["ratios"] for moment in moments], list(limits.values()))
     return figure
 
 

@@ -177,14 +177,12 @@ def _range_of(histograms: Iterable[Mapping[str, Any]], limits: Sequence[float]) 
     return (min(ends) - 1, max(ends) + 1) if ends else (-1.0, 1.0)
 
 
-def powers(
-    panel: Any, label: str, histograms: Iterable[Mapping[str, Any]], limits: Sequence[float] = (), max_ticks: int = 9
-) -> None:
+def powers(panel: Any, label: str, histograms: Iterable[Mapping[str, Any]], limits: Sequence[float] = ()) -> None:
     """Let the horizontal axis show the exponents of the histograms and the limits, labelled with powers of two."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     panel.set_xlim(*_range_of(histograms, limits))
     panel.set_xlabel(label)
     axis = panel.xaxis
-    axis.set_major_locator(MaxNLocator(nbins=max_ticks, integer=True, steps=[1, 2, 4, 5, 10]))
+    axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 4, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, position: f"$2^{{{value:.0f}}}$"))
