@@ -84,7 +84,7 @@ def test_ctrl_c_does_not_reach_the_process_that_is_started(monkeypatch: pytest.M
 def test_growth_is_not_known_where_nobody_tells_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process_memory, "_STATUS", tmp_path / "status")
     assert not process_memory.is_known() and process_memory.process_growth(FP32, DATA, 8, 1) is None
-    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  123 kB\n")
+    (tmp_path / "status").write_text("Name:\tpython: 1\nVmHWM:\t  123 kB\n")
     assert process_memory.is_known()
 
 

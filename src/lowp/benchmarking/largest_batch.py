@@ -74,9 +74,8 @@ class LargestBatch:
     def document(self) -> dict[str, Any]:
         """Return plain values."""
         found = {name: getattr(self, name) for name in ("limit", "batch", "peak", "too_large", "ended")}
-        verified = self.is_closed or (self.batch == 0 and self.too_large == 1)
         measured = {str(batch): used for batch, used in sorted(self.measured.items())}
-        return {**found, "verified": verified, "measured": measured}
+        return {**found, "verified": self.is_closed, "measured": measured}
 
     def _fits(self, used: int | None) -> bool:
         return used is not None and used <= self.limit
@@ -95,7 +94,7 @@ def largest_batch(
         if found.ended:
             break
         found.measured[guess] = measure(guess)
-        if found.is_closed or (guess == 1 and not found.batch):
+        if found.is_closed:
             break
     else:
         found.ended = f"{_MOST} batches were measured"

@@ -101,10 +101,8 @@ class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
 
     def _operations(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         if "scaled_dot_product" in name:
-            shapes = [tuple(x.shape) for x in args[:4] if isinstance(x, Tensor)]
-            if "backward" in name:
-                return int(sdpa_backward_flop_count(*shapes[:4]))  # type: ignore[no-untyped-call]
-            return int(sdpa_flop_count(*shapes[:3]))  # type: ignore[no-untyped-call]
+            count = sdpa_backward_flop_count if "backward" in name else sdpa_flop_count
+            return int(count(*(tuple(x.shape) for x in _operands(name, args))))
         formula = self._formulas.get(func.overloadpacket)
         return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
