@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import lowp
 from lowp.kernels import cpu
 from lowp.kernels.choose.hardware import multiplies
+from lowp.step import expect_step
 
 ROOT = str(Path(lowp.__file__).parent)
 CASTS = [
@@ -62,6 +63,7 @@ STEPS = {"flex16+5": 400, "dfp16": 215}
 @pytest.mark.parametrize("precision", STEPS)
 def test_a_step_of_int16_runs_few_functions(precision: str) -> None:
     torch.manual_seed(0)
+    expect_step(lowp.GradScaler())  # from the first loss scale of a process on all optimizers are watched
     numbers, model = lowp.Precision(precision), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
     model, optimizer = numbers.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     x, y = torch.randn(32, 64), torch.randint(10, (32,))
