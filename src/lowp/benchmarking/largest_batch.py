@@ -33,8 +33,8 @@ METHOD = (
 TOLERANCE = 0.01
 _MOST = 12  # measurements
 _GROWTH = 8  # largest ratio of a guess to the largest measured batch
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+_UNITS = {"B": 1}
+_UNITS |= {letter + end: base**at for end, base in (("B", 1000), ("IB", 1024)) for at, letter in enumerate("KMGT", 1)}
 
 Measure = Callable[[int], "int | None"]
 
