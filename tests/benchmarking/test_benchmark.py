@@ -107,6 +107,13 @@ def test_a_timer_times_steps_and_counts_data_and_operations() -> None:
     assert [timer.operations.share for timer in timers if timer.operations] == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("asked", ["steps_only", "counts"])
+def test_operations_are_counted_only_where_both_they_and_the_loop_are_asked_for(asked: str) -> None:
+    for timer in time_steps([FP32, FP16], DATA, 0.01, lambda: False, **{asked: asked == "steps_only"}):
+        assert timer.failure is None and timer.operations is None
+        assert (timer.wall(19) is None) == (asked == "steps_only")
+
+
 @pytest.mark.parametrize(("seconds", "steps"), [(0.01, 1), (1.0, 1), (2.0, 2), (80.0, 4)])
 def test_a_turn_has_an_eighth_of_the_seconds_and_half_a_second_at_most(
     seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
