@@ -80,7 +80,7 @@ def _convolution_backward(
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
-    found = f.multiplied(query, key.transpose(-1, -2)) * scale
+    found = f.multiplied(query, key.mT) * scale
     if causal:
         found = found.masked_fill(~torch.ones(found.shape[-2:], dtype=torch.bool).tril(), -math.inf)
     return found if mask is None else found + _wide(mask)
@@ -115,11 +115,11 @@ def _attention_backward(
     shares = _shares(_scores(query, key, causal, attn_mask, scale), logarithms)
     gradient = _wide(gradient)
     own = f.total(gradient * _wide(result), -1, True)
-    of_scores = (f.multiplied(gradient, _wide(value).transpose(-1, -2)) - own) * shares * scale
+    of_scores = (f.multiplied(gradient, _wide(value).mT) - own) * shares * scale
     return (
         f.multiplied(of_scores, _wide(key)).to(query.dtype),
-        f.multiplied(of_scores.transpose(-1, -2), _wide(query)).to(key.dtype),
-        f.multiplied(shares.transpose(-1, -2), gradient).to(value.dtype),
+        f.multiplied(of_scores.mT, _wide(query)).to(key.dtype),
+        f.multiplied(shares.mT, gradient).to(value.dtype),
     )
 
 
