@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,12 +52,21 @@ def test_a_strict_region_refuses_them(kind: str) -> None:
             product(OPERANDS[kind])
 
 
-def test_one_computed_in_float64_beside_rounded_ones_is_reported_and_not_warned_of() -> None:
+@pytest.mark.parametrize("called", [lambda layer: layer, torch.func.vmap], ids=["direct", "transformed"])
+def test_one_computed_in_float64_beside_rounded_ones_is_reported_and_not_warned_of(
+    called: Callable[[nn.Module], Callable[[Tensor], Tensor]],
+) -> None:
     x = torch.randn(3, 4)
     with autocast("e5m7") as region:
-        nn.Linear(4, 4)(x)
+        called(nn.Linear(4, 4))(x)
         x.double() @ x.double().t()
     assert region.report().left_alone == ("matmul in float64",)
+
+
+def test_a_product_of_integers_is_none_that_was_rounded() -> None:
+    with pytest.warns(UserWarning, match=r"has rounded no contraction: .* not round linear in float64\."):
+        with autocast("e5m7"):
+            torch.arange(4) @ product(OPERANDS["float64"]).long().t()
 
 
 def test_a_rule_that_leaves_them_alone_is_enough_where_strict() -> None:
