@@ -76,6 +76,31 @@ def test_a_linear_layer_is_the_fp32_product_of_cast_operands_rounded_once(precis
     assert torch.equal(layer.weight.grad, (torch.ones(32, 16) @ rounded(x)).to(dtype).float())
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "e5m7"])
+@pytest.mark.parametrize("sizes", [(33, 70, 5), (130, 65, 1025)], ids=["small", "large"])
+def test_a_layer_called_by_keywords_has_the_bits_of_one_called_by_position(
+    sizes: tuple[int, int, int], precision: str
+) -> None:
+    rows, depth, columns = sizes
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(one, generator=generator) for one in ((rows, depth), (columns, depth), (columns,)))
+
+    def run(*args: Tensor, **kwargs: Tensor) -> list[Tensor]:
+        y = F.linear(*args, **kwargs)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, weight, bias])]
+
+    for one in (x, weight, bias):
+        one.requires_grad_()
+    with autocast(precision):
+        wanted = run(x, weight, bias)
+        for found in (
+            run(x, weight, bias=bias),
+            run(x, weight=weight, bias=bias),
+            run(input=x, weight=weight, bias=bias),
+        ):
+            assert all(map(torch.equal, found, wanted))
+
+
 def test_each_operand_is_cast_by_its_role() -> None:
     policy = Policy((Rule.of("contraction", input="e4m3fn", weight="e5m2", grad="e3m2"),))
     layer, x = nn.Linear(4, 4, bias=False), torch.randn(4, 4, requires_grad=True)

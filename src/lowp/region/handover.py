@@ -190,7 +190,7 @@ def _is_lowps(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
     See `lowp.ops.trilinear`. What torch transforms or traces is torch's.
     """
-    if kwargs and op == "linear":
+    if kwargs:
         args = tuple(args[place] if place < len(args) else kwargs.get(name) for place, name in enumerate(_OPERANDS))
     if len(args) < 2 or type(args[0]) not in _PLAIN or type(args[1]) not in _PLAIN:
         return False
