@@ -618,6 +618,13 @@ def test_rules_by_op_class_op_and_path(model: nn.Module) -> None:
     assert torch.equal(seen[-3].tensor, rounded)  # what the second layer reads
 
 
+def test_a_rule_is_followed_where_torch_s_lists_read_fp32() -> None:
+    x, y = torch.randn(2, 3, 40)
+    with autocast(presets.PRESETS["bf16"].policy.before(Rule.of("wide", input="bf16"))):
+        found = F.mse_loss(x, y)
+    assert torch.equal(found, F.mse_loss(x.bfloat16(), y.bfloat16()))
+
+
 def test_a_product_that_torch_only_promotes_obeys_a_rule_that_names_it() -> None:
     a, b = torch.rand(4), torch.rand(4)
     with autocast(Policy((Rule.of("dot", input="bf16", weight="bf16"),))):
