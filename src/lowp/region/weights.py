@@ -140,14 +140,14 @@ class WeightCasts:
         sign, held = self._sign(weight), self._entries.get(id(weight))
         if held is not None:
             for entry in held:
-                if entry.sign == sign and (entry.to is to or entry.to == to):
+                if (entry.sign, entry.to) == (sign, to):
                     return entry.value, sign
         return None, sign
 
     def _known(self, weight: Tensor, to: Cast, sign: _Sign | None) -> Tensor | None:
         """Return a cast that can be reused, attached to the graph if gradients are recorded; None if there is none."""
         for entry in self._entries.get(id(weight), ()):
-            if entry.sign == sign and (entry.to is to or entry.to == to):
+            if (entry.sign, entry.to) == (sign, to):
                 if is_jit_tracing():  # the cast would become a constant of the trace, even if the weight changes
                     return None
                 return entry.in_graph() if weight.requires_grad and torch.is_grad_enabled() else entry.value
