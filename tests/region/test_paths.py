@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,6 +82,15 @@ def test_a_hook_that_raises_before_a_module_is_followed_leaves_its_caller_where_
     finally:
         handle.remove()
     assert set(seen) == {"0"}
+
+
+def test_what_a_module_was_given_is_not_kept_when_it_has_returned() -> None:
+    x = torch.randn(2, 3)
+    known = weakref.ref(x)
+    with autocast(Policy((Rule.of("relu", where="0", output="bf16"),))):
+        y = nn.Sequential(nn.ReLU())(x)
+        del x
+        assert known() is None and y.dtype is torch.bfloat16
 
 
 def test_a_module_that_calls_itself_is_followed() -> None:
