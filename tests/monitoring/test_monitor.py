@@ -269,6 +269,17 @@ def test_a_skipped_step_is_a_step(run: planted.Run) -> None:
     assert monitor.step == 30
 
 
+def test_steps_of_gradients_that_no_backward_pass_has_left_are_counted() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.Monitor(model, optimizer) as monitor:
+        for _ in range(3):
+            for one in model.parameters():
+                one.grad = torch.ones_like(one)
+            optimizer.step()
+    assert monitor.step == 3
+
+
 # -- several models, ranks that are sharded ---------------------------------------------------------------------------
 def test_a_step_of_several_models_has_one_step_of_each_optimizer() -> None:
     models = {name: nn.Linear(4, 4) for name in ("generator", "critic")}

@@ -35,7 +35,6 @@ class Interrupts:
         self._before: dict[int, Any] = {}
         self._answered, self._over = threading.Event(), threading.Event()
         self._sockets: tuple[socket.socket, socket.socket] | None = None
-        self._wakeup = -1
 
     def __call__(self) -> bool:
         if self.received is None:

@@ -126,8 +126,8 @@ class RunState:
         """Find the parameters that the optimizer has trained, and does not train now."""
         trained = {name for name, one in parameters if one.requires_grad}
         self._trained.update(dict.fromkeys(trained, optimizer))
-        for name, one in () if self.is_sharded else self._models.named_parameters():
-            if self._trained.get(name) == optimizer and not (one.requires_grad and name in trained):
+        for name, _ in () if self.is_sharded else self._models.named_parameters():
+            if self._trained.get(name) == optimizer and name not in trained:
                 self._left.append(name)
 
     def add_to(self, look: Look) -> None:
