@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowp import errors
-from lowp.errors import near, unknown
+from lowp.errors import counted, near, unknown
 
 FORMATS = ["fp32", "fp16", "bf16", "bf16-tpu", "e4m3fn"]
 
@@ -61,3 +61,11 @@ def test_each_error_is_also_python_s_own(name: str, builtin: type[Exception]) ->
     raised = getattr(errors, name)
     assert issubclass(raised, builtin)
     assert issubclass(raised, errors.LowpError)
+
+
+def test_one_of_a_thing_has_no_plural() -> None:
+    assert [counted(number, "optimizer step") for number in (0, 1, 4690)] == [
+        "0 optimizer steps",
+        "1 optimizer step",
+        "4,690 optimizer steps",
+    ]

@@ -1,4 +1,4 @@
-"""The errors that lowp raises on purpose, and the texts that list allowed names. Loads no torch.
+"""The errors that lowp raises on purpose, and words of messages. Loads no torch.
 
 Every text says what was given, what is allowed (the nearest first) and, if it is not obvious, what to do. The command
 line prints a LowpError as one line; any other exception is a defect and shows its traceback.
@@ -36,6 +36,11 @@ def brief(value: object, longest: int = 60) -> str:
     """Return a value for a message: its repr in one line, shortened if it is long (a tensor, a list)."""
     text = " ".join(repr(value).split())
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 seed, 2 seeds."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def near(given: str, allowed: Iterable[str], count: int = 3) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lowp import casts, formats
 from lowp.casts import Cast, Overflow, Rounding
-from lowp.errors import UnknownName, check_name, unknown
+from lowp.errors import UnknownName, check_name, counted, unknown
 from lowp.formats import FloatFormat, ScaledFormat
 from lowp.formats.checks import Dtype
 from lowp.loss_scale import DYNAMIC, LossScale
@@ -362,6 +362,6 @@ def _of_policy(policy: Policy) -> Preset:
         policy,
         scale if policy.loss_scale is None else policy.loss_scale,
         Masters("none" if policy.parameters is None or _is_predicted(policy.parameters) else "fp32"),
-        f"{len(policy.rules)} rules given by the user",
+        f"{counted(len(policy.rules), 'rule')} given by the user",
         "a policy given by the user",
     )

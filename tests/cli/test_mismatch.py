@@ -61,7 +61,7 @@ def test_a_recipe_is_trained_first(lowp: Callable[..., Any]) -> None:
     [
         (("rossmann", "--mismatch", "int8"), "rossmann does not predict one class"),
         (("run.pt", "--mismatch", "int8", "--recipe", "mnist"), "run.pt does not fit mnist, size cpu"),
-        (("other.pt", "--mismatch", "int8"), "other.pt has the 1 tensors of no recipe, such as mine: name the recipe"),
+        (("other.pt", "--mismatch", "int8"), "other.pt has the 1 tensor of no recipe, such as mine: name the recipe"),
         (("none.safetensors", "--mismatch", "int8"), "none.safetensors"),
         (("run.pt", "--mismatch", "int8", "--epochs", "3"), "run.pt is trained: omit --epochs and --lr"),
         (("digits", "--mismatch", "int8", "--sweep", "exponent=3..8"), "omit --sweep"),

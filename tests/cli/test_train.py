@@ -133,7 +133,7 @@ def test_a_finished_run_has_nothing_left_to_do(lowp: Callable[..., Any]) -> None
     assert lowp("train", "digits", "--epochs", "1").code == 0
     before = Path("digits-fp32-seed0.pt").read_bytes()
     result = lowp("train", "digits", "--resume")
-    assert result.code == 0 and "after 1 epochs" in result.out
+    assert result.code == 0 and "after 1 epoch;" in result.out
     assert Path("digits-fp32-seed0.pt").read_bytes() == before
 
 
@@ -141,7 +141,7 @@ def test_a_finished_run_is_not_replaced_unless_asked(lowp: Callable[..., Any]) -
     assert lowp("train", "digits", "--epochs", "1").code == 0
     before = Path("digits-fp32-seed0.pt").read_bytes()
     result = lowp("train", "digits", "--epochs", "1")
-    assert result.code == 2 and "holds a finished run of 1 epochs: give --overwrite to replace it" in result.err
+    assert result.code == 2 and "holds a finished run of 1 epoch: give --overwrite to replace it" in result.err
     assert Path("digits-fp32-seed0.pt").read_bytes() == before
     assert lowp("train", "digits", "--epochs", "1", "--overwrite").code == 0
 

@@ -94,7 +94,7 @@ def test_sigterm_ends_the_script_as_python_does_and_the_run_is_told(tmp_path: Pa
     text = "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)\nfinally:\n    print('no', flush=True)\n"
     ran = lowp_run(tmp_path, STEP + text)
     assert (ran.returncode, ran.stdout) == (-signal.SIGTERM, "")
-    assert re.fullmatch(r"lowp run: bf16, 1 optimizer steps, 0 skipped, .* s\n", ran.stderr)
+    assert re.fullmatch(r"lowp run: bf16, 1 optimizer step, 0 skipped, .* s\n", ran.stderr)
 
 
 def test_a_script_that_handles_sigterm_itself_finds_what_it_finds_in_python(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_script_that_handles_sigterm_itself_finds_what_it_finds_in_python(tmp_
     )
     ran = lowp_run(tmp_path, STEP + text)
     assert (ran.returncode, ran.stdout) == (-signal.SIGTERM, "handled\ndefault\n"), ran.stderr
-    assert re.fullmatch(r"lowp run: bf16, 1 optimizer steps, .* s\n", ran.stderr)
+    assert re.fullmatch(r"lowp run: bf16, 1 optimizer step, .* s\n", ran.stderr)
 
 
 @pytest.mark.parametrize(
@@ -536,7 +536,7 @@ def test_at_its_end_a_process_tells_of_itself_or_leaves_its_record(
         session.close()
     assert ended == ["step"] and (folder / f"{os.getpid()}.json").exists() == is_saved
     said = capsys.readouterr().err
-    assert (said.count("lowp run: bf16") == is_told and f"{steps} optimizer steps" in said) or not is_told
+    assert (said.count("lowp run: bf16") == is_told and f"{steps} optimizer step" in said) or not is_told
 
 
 def test_a_traceback_has_the_frames_of_the_package_alone_or_none_of_them() -> None:

@@ -541,7 +541,7 @@ def test_a_report_tells_in_lines_what_ran_and_what_no_rule_named() -> None:
     with autocast(policy) as region:
         Two()(torch.ones(2, 3))
     assert str(region.report()) == (
-        "policy mine: 1 ops ran under its rules\n"
+        "policy mine: 1 op ran under its rules\n"
         "  unused rule 2: linear in nowhere: input=fp16\n"
         "  no rule for linear in b\n"
         "  no rule for matmul\n"

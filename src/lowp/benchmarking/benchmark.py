@@ -14,6 +14,7 @@ from lowp.benchmarking.memory import PARTS, Split, memory_of
 from lowp.benchmarking.operations import Operations
 from lowp.benchmarking.timing import StepTimer, slow_limit, time_steps
 from lowp.cost import Estimate
+from lowp.errors import counted
 from lowp.formats import FORMATS, Format, IntFormat
 from lowp.kernels.choose.choices import choices
 from lowp.recipes import get, results
@@ -70,7 +71,7 @@ class Subject:
         with threads_of(self.threads):
             timers = time_steps(self.contenders, self.data, self.plan.seconds, stop)
             self.timers = {one.contender.label: one for one in timers if one.rounds or one.failure}
-            yield f"{self.recipe.name}: {sum(len(one.times) for one in timers)} steps timed"
+            yield f"{self.recipe.name}: {counted(sum(len(one.times) for one in timers), 'step')} timed"
             for contender in self.contenders:
                 if stop():
                     return

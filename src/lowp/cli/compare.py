@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from lowp.cli import serving
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.options import OUTPUT, PLOT, TRAINING, Option, check_json_name, filled, given, split_list
-from lowp.cli.output import counted, picture_path, print_json, say, written_line
-from lowp.errors import InvalidInput
+from lowp.cli.output import picture_path, print_json, say, written_line
+from lowp.errors import InvalidInput, counted
 from lowp.recipes import get
 from lowp.report import plots
 

@@ -97,11 +97,6 @@ def show(text: str) -> None:
         screen.print(styled, soft_wrap=True)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 seed, 2 seeds."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def picture_path(plot: Path | None, out: Path) -> Path:
     """Return the picture's path, after a check that it and the JSON file can be written.
 

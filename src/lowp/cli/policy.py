@@ -17,7 +17,7 @@ import textwrap
 from lowp import presets
 from lowp.cli.options import OUTPUT, Option
 from lowp.cli.output import print_json, print_table
-from lowp.errors import InvalidInput, UnknownName, near, unknown
+from lowp.errors import InvalidInput, UnknownName, counted, near, unknown
 from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import PRESETS, Preset
 
@@ -112,7 +112,7 @@ def _check(file: str) -> str:
 
     policy = Policy.load(file)
     check_ops(policy, op_names(policy.table))
-    rules = f"{len(policy.rules)} rule{'' if len(policy.rules) == 1 else 's'}"
+    rules = counted(len(policy.rules), "rule")
     hidden = [
         index
         for index, rule in enumerate(policy.rules, 1)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowp.cli.options import OUTPUT, Option
 from lowp.cli.output import print_json, print_table
+from lowp.errors import counted
 from lowp.recipes import RECIPES, get
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _full(recipe: Recipe, width: int) -> str:
         options = ", ".join(f"{key} {value}" for key, value in size.options.items())
         default = ", the default" if name == recipe.default_size else ""
         lines.append(
-            f"  {name:<7} {size.parameters:,} parameters, {size.epochs} epochs, batch {size.batch}, "
+            f"  {name:<7} {size.parameters:,} parameters, {counted(size.epochs, 'epoch')}, batch {size.batch}, "
             f"learning rate {size.learning_rate:g}{', ' * bool(options)}{options}{default}"
         )
     lines.append(f"  judged by {recipe.metric.name}")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lowp.cli import EXIT_INTERRUPTED
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.options import TRAINING, filled, given, split_list
-from lowp.cli.output import counted, print_json, print_table, say
-from lowp.errors import InvalidInput
+from lowp.cli.output import print_json, print_table, say
+from lowp.errors import InvalidInput, counted
 from lowp.recipes import RECIPES, get
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from lowp.cli import EXIT_ERROR, print_error
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.options import OUTPUT, TRAINING, Option, filled, given
 from lowp.cli.output import print_json, say
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, counted
 from lowp.recipes import get
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ def _holds(path: Path, extra: dict[str, Any]) -> str:
             f"{path} holds a run that stopped after {epoch} of {epochs} epochs: give --resume to continue it, "
             "--overwrite to replace it, or another --checkpoint"
         )
-    return f"{path} holds a finished run of {epoch} epochs: give --overwrite to replace it, or another --checkpoint"
+    done = counted(epoch, "epoch")
+    return f"{path} holds a finished run of {done}: give --overwrite to replace it, or another --checkpoint"
 
 
 def _train(training: Training, keeper: RunKeeper, interrupts: Interrupts, log: Path | None) -> tuple[bool, list[Alarm]]:
@@ -208,7 +209,8 @@ def _report(training: Training, path: Path) -> int:
 
     print(
         f"{training.recipe.name} in {training.settings.precision}, seed {training.settings.seed}: {metric.name} "
-        f"{number(last[metric.name], metric.share)}, loss {last['loss']:.4f} after {training.epoch} epochs; {path}"
+        f"{number(last[metric.name], metric.share)}, loss {last['loss']:.4f} after "
+        f"{counted(training.epoch, 'epoch')}; {path}"
     )
     return 0
 

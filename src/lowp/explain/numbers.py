@@ -12,7 +12,7 @@ from functools import wraps
 from math import copysign, inf, isinf, isnan, nan
 from typing import ParamSpec
 
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, counted
 from lowp.formats import FloatFormat, Format, IntFormat
 from lowp.formats import parse as parse_format
 
@@ -262,11 +262,13 @@ def _from_bits(given: str, source: Format | str | None) -> Number:
     if body.startswith("0x"):
         code = int(body, 16)
         if code >> format.bits:
-            raise InvalidInput(f"{body} has more than the {format.bits} bits of {format}")
+            raise InvalidInput(f"{body} has more than the {counted(format.bits, 'bit')} of {format}")
         return value_of_code(code, format)
     digits = re.sub("[ _]", "", body.removeprefix("0b"))
     if len(digits) != format.bits:
-        raise InvalidInput(f"{body!r} has {len(digits)} bits, and {format} has {format.bits}: give all of them")
+        raise InvalidInput(
+            f"{body!r} has {counted(len(digits), 'bit')}, and {format} has {format.bits}: give all of them"
+        )
     return value_of_code(int(digits, 2), format)
 
 

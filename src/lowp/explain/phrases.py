@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from fractions import Fraction
 
+from lowp.errors import counted
 from lowp.explain.exact import Rounded, RoundingRule
 from lowp.explain.numbers import Number, binary, bits_text, brief, decimal_text, fraction_bits, line, point
 from lowp.formats import FloatFormat
@@ -98,7 +99,7 @@ def format_words(rounded: Rounded) -> str:
     shape = (
         f"{format.spelling}, bias {format.bias}"
         if isinstance(format, FloatFormat)
-        else f"{format.bits} bits, {format.minimum} to {format.maximum}"
+        else f"{counted(format.bits, 'bit')}, {format.minimum} to {format.maximum}"
     )
     return f"{format} ({shape}), {rounded.cast.rounding}, overflow: {rounded.cast.overflow}"
 

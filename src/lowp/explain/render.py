@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import singledispatch
 
 from lowp.casts import Cast
+from lowp.errors import counted
 from lowp.explain.arithmetic import OPERATORS, Alignment, Arithmetic
 from lowp.explain.conversion import Conversion
 from lowp.explain.exact import Rounded
@@ -193,7 +194,7 @@ def _alignment_lines(arithmetic: Arithmetic, alignment: Alignment) -> Iterator[s
     if alignment.shift:
         before = point(alignment.smaller_significand, places)
         yield line("align", f"exponents {fields} = {alignment.shift}:")
-        yield line("", f"{before} moves right by {alignment.shift} place{'s' * (alignment.shift > 1)} to {moved}")
+        yield line("", f"{before} moves right by {counted(alignment.shift, 'place')} to {moved}")
         sticky = int("1" in alignment.cut[1:])
         yield line("", f"guard {alignment.guard}, the rest ({cut[1:] or 'none'}) sticky {sticky}")
     else:

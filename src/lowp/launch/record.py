@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowp import files
-from lowp.errors import InvalidInput, LowpError
+from lowp.errors import InvalidInput, LowpError, counted
 
 PRECISION = "LOWP_PRECISION"
 RUN = "LOWP_RUN"
@@ -152,7 +152,7 @@ def line(record: ProcessRecord, seconds: float) -> str:
     if record.stood_down:
         parts = [f"disabled, {record.stood_down} (--override replaces it)"]
     else:
-        parts = [record.precision, f"{record.steps} optimizer steps", f"{record.skipped} skipped"]
+        parts = [record.precision, counted(record.steps, "optimizer step"), f"{record.skipped} skipped"]
         if record.saturated:
             parts.append(f"{record.saturated} of {record.writes} tensors saturated")
         if record.loss_scale is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowp.errors import counted
 from lowp.kernels import quantize
 from lowp.numerics.prediction import effect, lost_updates, sensitivity
 from lowp.numerics.profiler import Profiler
@@ -97,7 +98,7 @@ class Verified:
         alone = f"\nchange of the loss when one layer alone is cast to {_CAST_ALONE}:{layers}" if layers else ""
         return (
             f"verified over {self.steps} of the recipe's {self.whole} steps: loss {policy:.4f} beside {fp32:.4f} in "
-            f"fp32, {word}; {self.skipped} steps skipped\nerror of the predictions: {errors}{alone}"
+            f"fp32, {word}; {counted(self.skipped, 'step')} skipped\nerror of the predictions: {errors}{alone}"
         )
 
 
@@ -152,9 +153,9 @@ def _errors(training: Training) -> dict[str, float]:
                 (flushed, quantize(gradient, "fp16") == 0, gradient != 0),
                 (lost, _is_lost(weight, update, "bf16"), update != 0),
             )
-            for name, (share, found, counted) in zip(predicted, counts, strict=True):
-                predicted[name] += share * int(counted.sum())
-                measured[name].add(found, counted)
+            for name, (share, found, chosen) in zip(predicted, counts, strict=True):
+                predicted[name] += share * int(chosen.sum())
+                measured[name].add(found, chosen)
     return {name: abs(predicted[name] - one.lost) / max(one.counted, 1) for name, one in measured.items()}
 
 

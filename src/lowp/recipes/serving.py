@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp import casts, portable
-from lowp.errors import InvalidInput, LowpError
+from lowp.errors import InvalidInput, LowpError, counted
 from lowp.inference import ServingMismatch, footprint, mismatch, quantize_model, training_policy, unquantized
 from lowp.precision import Precision
 from lowp.recipes import RECIPES, get, results
@@ -173,8 +173,9 @@ def settings_of(path: Path, recipe: str | None, size: str | None, state: State) 
             if one in found.sizes and _shapes(found, one) == wanted:
                 return Settings(name, size=one).filled()
     raise InvalidInput(
-        f"{path} has the {len(wanted)} tensors of no recipe, such as {next(iter(wanted), 'none')}: name the recipe by "
-        "--recipe NAME, your own as module:NAME; lowp.mismatch and lowp.quantize_model take any model"
+        f"{path} has the {counted(len(wanted), 'tensor')} of no recipe, such as {next(iter(wanted), 'none')}: "
+        "name the recipe by --recipe NAME, your own as module:NAME; lowp.mismatch and lowp.quantize_model take any "
+        "model"
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, counted
 from lowp.exponents import is_flexpoint
 from lowp.formats import ScaledFormat
 from lowp.ops import rows, table
@@ -88,7 +88,7 @@ class Report:
         return f"policy {self.policy.name or 'unnamed'}: nothing matched {rules}. Ops under a rule so far: {ops}"
 
     def __str__(self) -> str:
-        lines = [f"policy {self.policy.name or 'unnamed'}: {len(self.ops)} ops ran under its rules"]
+        lines = [f"policy {self.policy.name or 'unnamed'}: {counted(len(self.ops), 'op')} ran under its rules"]
         lines += [f"  unused rule {self.policy.rules.index(rule) + 1}: {rule}" for rule in self.unused]
         lines += [f"  no rule for {name}" for name in self.unseen]
         lines += [f"  in fp32 for want of a kernel: {name}" for name in self.widened]

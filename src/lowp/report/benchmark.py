@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lowp.errors import counted
 from lowp.report.tables import amount, bytes_of, seconds, with_machine, with_unit
 from lowp.report.terminal import WIDTH, plain_table
 
@@ -29,7 +30,7 @@ def _times(subject: Mapping[str, Any]) -> Table:
     recipe = subject["recipe"]
     title = (
         f"{recipe['name']}, size {recipe['size']}: {recipe['parameters']:,} parameters, batch {recipe['batch']}, "
-        f"{subject['threads']} CPU thread{'s' * (subject['threads'] > 1)}"
+        f"{counted(subject['threads'], 'CPU thread')}"
     )
     columns = ["", "time\na step", "quartiles", "steps", "to\nfp32", "wall\na step", "of it\ndata", "an\nepoch"]
     table = plain_table(title, [*columns, f"{recipe['unit']}\na second", "in 16\nbits"])

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowp import files
-from lowp.errors import Unavailable
+from lowp.errors import Unavailable, counted
 from lowp.numerics.advice import Advice, FormatVerdict
 from lowp.numerics.part import failure
 from lowp.numerics.policies import HighLayers, Product, worst
@@ -50,7 +50,7 @@ def headline(record: Record) -> str:
     """Return the title of the profile, the amount that was recorded, and the overhead."""
     header, sampling = record.header, record.sampling
     parts = [str(header.get("title", header.get("model", "a model"))), f"{header.get('parameters', 0):,} parameters"]
-    parts += [f"{len(record.tensors)} tensors", _looks(record)]
+    parts += [counted(len(record.tensors), "tensor"), _looks(record)]
     if "overhead" in sampling:
         parts.append(f"overhead {overhead_words(sampling)}")
     if not record.complete:
@@ -114,7 +114,7 @@ def recommendation(record: Record, advice: Advice) -> str:
         scale = "a dynamic loss scale" if record.is_partial else f"loss scale 2^{window.recommended}"
         told = f"Train in fp16 with {scale} and keep the weights in fp32"
         if apart := [rule.where for rule in advice.policy.rules if rule.where != "*"]:
-            more = f" and {len(apart) - 3} more layers" if len(apart) > 3 else ""
+            more = f" and {counted(len(apart) - 3, 'more layer')}" if len(apart) > 3 else ""
             told += f", {', '.join(apart[:3])}{more} in bf16"
     elif window.is_unknown:
         told += ": no gradient was recorded, by which fp16 is judged"
@@ -136,7 +136,8 @@ def findings(advice: Advice) -> list[str]:
     if advice.more:
         lines.append(f"   and {advice.more} more in the report")
     mark, *_, style = GRADES["safe"]
-    lines.append(f" [{style}]{mark}[/{style}] {advice.quiet} tensors need no change")
+    quiet = "1 tensor needs" if advice.quiet == 1 else f"{advice.quiet:,} tensors need"
+    lines.append(f" [{style}]{mark}[/{style}] {quiet} no change")
     return lines
 
 
@@ -182,7 +183,8 @@ def print_precision(
 ) -> None:
     """Print what a precision would do: to tensors, to the products of each layer, to the loss."""
     overflow = sum(one.overflows for one in effects.values())
-    lines = [f"{name}: {len(effects)} tensors are rounded, {overflow} overflow; those that lose most:"]
+    rounded = "1 tensor is" if len(effects) == 1 else f"{len(effects):,} tensors are"
+    lines = [f"{name}: {rounded} rounded, {overflow} overflow; those that lose most:"]
     for key, one in worst(effects):
         bound = ", a bound" if one.is_bound else ""
         lines.append(

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from lowp.errors import counted
 from lowp.numerics.advice import Advice, FormatVerdict
 from lowp.numerics.part import failure
 from lowp.numerics.record import Record, difference
@@ -121,7 +122,7 @@ def _card_words(verdict: FormatVerdict) -> str:
     how = verdict.verdict.removeprefix("not judged: ").replace("STALLS", "stalls")
     words = [how.replace("WILL STALL", "the weights would stop moving")]
     if verdict.overflow:
-        words.append(f"{verdict.overflow} tensors overflow")
+        words.append(f"{counted(verdict.overflow, 'tensor')} overflow{'s' * (verdict.overflow == 1)}")
     if verdict.flushed >= 1e-5:
         words.append(f"{100 * verdict.flushed:.2g} % of the gradients become zero")
     if verdict.stalled:
@@ -144,7 +145,7 @@ def _findings(record: Record, advice: Advice) -> str:
         f"<p>{_text(finding.kind.change)}</p></details></li>"
         for finding in shown
     )
-    more = f"<p>{advice.more} more findings: lowp profile --json</p>" if advice.more else ""
+    more = f"<p>{counted(advice.more, 'more finding')}: lowp profile --json</p>" if advice.more else ""
     return f'<section id="findings"><h2>What to change</h2><ul class="findings">{items}</ul>{more}</section>'
 
 

@@ -13,6 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from lowp.errors import counted
 from lowp.monitoring.alarms import Alarm, alarm_of
 from lowp.report import can_show
 from lowp.report.palette import GRADES
@@ -166,7 +167,7 @@ class Board:
             parts.append(f"{self.rate:.3g} steps/s")
         age = time.monotonic() - self._arrived
         if self.ended is not None:
-            parts.append(f"ended after {self.ended:,} steps")
+            parts.append(f"ended after {counted(self.ended, 'step')}")
         elif self.is_gone:
             parts.append("its process has gone")
         elif age > _LATE:
@@ -225,7 +226,7 @@ class Board:
         shown = self.alarms if is_whole else self.alarms[-_ALARMS:]
         lines = [Text.assemble((f"{alarm.id} ", f"bold {GRADES['loses'].terminal}"), str(alarm)) for alarm in shown]
         if len(shown) < len(self.alarms):
-            lines.insert(0, Text(f"{len(self.alarms) - len(shown)} earlier alarms", style="dim"))
+            lines.insert(0, Text(counted(len(self.alarms) - len(shown), "earlier alarm"), style="dim"))
         return [Text(""), *lines] if lines else []
 
 

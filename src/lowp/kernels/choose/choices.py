@@ -3,6 +3,7 @@
 import torch
 
 from lowp.compat import accelerator
+from lowp.errors import counted
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import forced, uses_library
 from lowp.kernels.choose.hardware import multiplies, products_of_bf16, why_fp16_is_emulated
@@ -52,6 +53,6 @@ def _products(dtype: torch.dtype, why: str) -> str:
 def _processor() -> str:
     """Return what torch and this library know about the processor, the threads and the accelerators."""
     return (
-        f"torch uses {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; "
+        f"torch uses {torch.backends.cpu.get_cpu_capability()}, {counted(torch.get_num_threads(), 'thread')}; "
         f"{f'accelerator {kind}' if (kind := accelerator()) else 'no accelerator'}"
     )

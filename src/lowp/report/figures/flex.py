@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from lowp.errors import counted
 from lowp.report.figures import style
 from lowp.report.palette import AMBER, BLUE, GREEN
 
@@ -56,7 +57,7 @@ def _result(document: Mapping[str, Any]) -> str:
     )
     return (
         f"{document['recipe']} in {document['precision']}: {cut or 'none'} of {writes:,} writes "
-        f"{'is' if cut < 2 else 'are'} cut off, and the exponents move {moves} times"
+        f"{'is' if cut < 2 else 'are'} cut off, and the exponents move {counted(moves, 'time')}"
     )
 
 
