@@ -280,6 +280,27 @@ def test_steps_of_gradients_that_no_backward_pass_has_left_are_counted() -> None
     assert monitor.step == 3
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer whose step is that of another one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([one for group in inner.param_groups for one in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_a_step_of_an_optimizer_around_another_one_is_one_step() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = Around(torch.optim.SGD(model.parameters(), lr=0.1))
+    with lowp.Monitor(model) as monitor:
+        for _ in range(6):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    assert monitor.step == 6
+
+
 # -- several models, ranks that are sharded ---------------------------------------------------------------------------
 def test_a_step_of_several_models_has_one_step_of_each_optimizer() -> None:
     models = {name: nn.Linear(4, 4) for name in ("generator", "critic")}
