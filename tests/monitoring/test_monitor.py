@@ -301,6 +301,20 @@ def test_a_step_of_an_optimizer_around_another_one_is_one_step() -> None:
     assert monitor.step == 6
 
 
+def test_a_monitor_goes_on_where_parameters_move_to_another_group() -> None:
+    model, records = nn.Linear(4, 4), list[dict[str, Any]]()
+    groups = [{"params": [one], "lr": rate} for one, rate in zip(model.parameters(), (0.1, 0.0), strict=True)]
+    optimizer = torch.optim.SGD(groups)
+    with lowp.Monitor(model, optimizer, sinks=records.append, max_overhead=None) as monitor:
+        for step in range(4):
+            if step == 2:
+                optimizer.param_groups[0]["params"] += optimizer.param_groups.pop()["params"]
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+        assert monitor.failure is None
+    assert len(records) == 4
+
+
 # -- several models, ranks that are sharded ---------------------------------------------------------------------------
 def test_a_step_of_several_models_has_one_step_of_each_optimizer() -> None:
     models = {name: nn.Linear(4, 4) for name in ("generator", "critic")}
