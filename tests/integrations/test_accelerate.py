@@ -133,6 +133,7 @@ def test_a_step_that_overflows_is_skipped_and_its_schedule_waits() -> None:
     optimizer.step()
     schedule.step()
     assert used.optimizer_step_was_skipped and used.lowp.scale == 512 and used.lowp.skipped_steps == 1
+    assert used.scaler.get_scale() == 512  # as of torch's, which Accelerate has there
     assert all(map(torch.equal, before, model.parameters())) and schedule.get_last_lr() == [1e-2]
 
 

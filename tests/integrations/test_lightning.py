@@ -253,11 +253,19 @@ def test_a_module_may_have_a_backward_of_its_own_and_batches_without_a_loss() ->
         loss.backward()
 
     def every_second(self: Any, batch: Any, index: int) -> Any:
-        return self.loss(batch) if index % 2 else None
+        given.append(self.loss(batch) if index % 2 else None)
+        return given[-1]
 
-    model = module(backward=backward, training_step=every_second)
+    def optimizer_step(self: Any, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+        results.append(optimizer.step(closure))
+
+    given, results = list[Tensor | None](), list[Tensor | None]()
+    model = module(backward=backward, training_step=every_second, optimizer_step=optimizer_step)
     used = fit("fp16", model, epochs=1, gradient_clip_val=1.0)[1]
     assert used.steps == 4 and used.skipped_steps == 0
+    assert [one is None for one in given] == [True, False] * 4
+    for one, result in zip(given, results, strict=True):
+        assert result is None if one is None else torch.equal(result, one)
 
 
 def test_a_backward_of_the_module_s_own_gets_its_arguments_between_the_hooks_of_lightning() -> None:

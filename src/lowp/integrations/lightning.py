@@ -182,11 +182,11 @@ class LowpPrecision(_Base):  # type: ignore[misc]
         is_without = result is None or (self._turns.has_scale and not self.lowp.scaler.has_scaled)
         if is_without and model.automatic_optimization:  # of gradients: training_step has returned None, or is averaged
             super()._after_closure(model, optimizer)
-            return result
-        self._turns.unscale_(optimizer)
-        super()._after_closure(model, optimizer)
-        self._turns.step(optimizer, model.trainer.optimizers)
-        self._tell(model.trainer)
+        else:
+            self._turns.unscale_(optimizer)
+            super()._after_closure(model, optimizer)
+            self._turns.step(optimizer, model.trainer.optimizers)
+            self._tell(model.trainer)
         return result
 
     # -- loggers ------------------------------------------------------------------------------------------------------
