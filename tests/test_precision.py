@@ -281,6 +281,8 @@ def test_misuse_is_named() -> None:
         lowp.Precision("fp16", loss_scale=0)
     with pytest.raises(Misuse, match="needs the optimizers to step"):
         lowp.Precision("fp16").step()
+    with pytest.raises(Misuse, match=r"a closure by its name: precision\.step\(optimizer, closure=closure\)"):
+        lowp.Precision("bf16").step(torch.optim.LBFGS(_net().parameters()), lambda: None)  # type: ignore[arg-type]
     with pytest.raises(Misuse, match="a closure computes its loss without the loss scale"):
         lowp.Precision("fp16").step(torch.optim.SGD(_net().parameters(), lr=1), closure=lambda: None)
     with pytest.raises(TypeError, match="prepare takes a torch module"):

@@ -197,8 +197,11 @@ class Precision:
 
         Returns what the last optimizer's step returned, None where it was skipped; see `stepped`.
         """
-        if not optimizers:
-            raise Misuse("step() needs the optimizers to step: precision.step(optimizer)")
+        if not optimizers or any(map(callable, optimizers)):
+            raise Misuse(
+                "step() needs the optimizers to step: precision.step(optimizer); and a closure by its name: "
+                "precision.step(optimizer, closure=closure)"
+            )
         scaler = self.scaler
         is_scaled = scaler.is_enabled()
         self._trained.check(optimizers, is_scaled or closure is not None)
