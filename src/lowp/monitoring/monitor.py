@@ -311,7 +311,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         if self.step >= self._look_at or self._is_urgent:
             self._look_at = self._pace.next(self.step)
             if self._is_urgent or self._look_at == self.step:
-                self._is_urgent, self._look_at = False, self.step + 1
+                self._is_urgent, self._look_at = False, self.step
                 self._begin()
         self._go_on()
 
