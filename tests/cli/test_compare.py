@@ -13,6 +13,8 @@ from typing import Any
 import forked
 import pytest
 
+from lowp.cli import serving
+
 QUICK = ("--epochs", "2", "--batch", "128", "--timing", "0.05", "--jobs", "1")
 
 
@@ -182,3 +184,35 @@ def test_the_recipes_are_listed(lowp: Callable[..., Any]) -> None:
     assert one.code == 0 and "embedded in scikit-learn" in one.out and "64" not in one.out.split("source")[0].split()
     assert all(line.startswith(" ") for line in lowp("recipes", "gpt").out.splitlines()[1:])  # long lines are indented
     assert "unknown recipe 'digit'; did you mean digits" in lowp("recipes", "digit").err
+
+
+SERVED = """\
+toy: served in other formats
+                                  trained
+format   accuracy       to fp32     in it           bytes           time         energy
+───────────────────────────────────────────────────────────────────────────────────────
+fp32        97.5%    0.0 points         -   4 KiB (1.00x)   2 ms (1.00x)   8 µJ (1.00x)
+int8        95.0%   -2.5 points     97.0%   1 KiB (0.25x)   1 ms (0.50x)   2 µJ (0.25x)
+nvfp4      failed             -         -               -              -              -
+
+int8: head stays as it was: too small.
+nvfp4: no layer.
+time: of a batch.
+a machine.
+"""
+
+
+def test_formats_of_serving_are_shown_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = [
+        {"format": "fp32", "numbers": {"accuracy": 0.975}, "bytes": 4096, "seconds": 2e-3, "energy": 8e6},
+        {"format": "int8", "numbers": {"accuracy": 0.95}, "bytes": 1024, "seconds": 1e-3, "energy": 2e6},
+        {"format": "nvfp4", "failure": "no layer"},
+    ]
+    rows[1].update(unquantized={"head": "too small"}, trained={"accuracy": 0.97})
+    recipe = {"name": "toy", "metric": "accuracy", "metric_is_share": True}
+    document = {"recipe": recipe, "rows": rows, "methods": {"time": "of a batch"}, "machine": {"words": "a machine"}}
+    serving._print(document)
+    assert capsys.readouterr().out == SERVED
+    del rows[1]["trained"]
+    serving._print(document)
+    assert "trained" not in capsys.readouterr().out
