@@ -340,6 +340,9 @@ def test_a_closure_optimizer_runs_in_fp32_and_says_so(plain: Callable[[str], str
     ran = run_in("bf16", "lbfgs.py", tmp_path)
     assert ran.stdout == plain("lbfgs.py")
     assert "lowp run: what LBFGS computes by its closure runs in fp32" in ran.stderr
+    assert "it calls no module with parameters" not in ran.stderr
+    command = ("-m", "lowp", "run", "--strict", str(SCRIPTS / "lbfgs.py"), "once")
+    assert forked.run(*command, cwd=tmp_path).stderr.startswith("lowp run: bf16, 3 optimizer steps, 0 skipped, ")
 
 
 def test_a_script_with_a_scaler_of_its_own_is_left_alone_unless_overridden(

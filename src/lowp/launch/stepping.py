@@ -106,19 +106,20 @@ class _Steps:
         session.record.rank = distributed.rank()
         if session.rests:
             return inner(optimizer, *args, **kwargs)
-        self._note_without_model()
         held = self._held.get(optimizer)
         if held is None:
             held = self._held[optimizer] = Held(optimizer, inner, parameters)
         held.arguments = args, kwargs
         closure = None if parameters else args[0] if args else kwargs.get("closure")
         if closure is None:
+            self._note_without_model()
             return self._guarded(held)
         if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS):
             # torch's own optimizers call the closure once, at the start; the step must be skipped if a gradient
             # overflows
             with torch.enable_grad():
                 loss = closure()
+            self._note_without_model()
             held.arguments = (), {"closure": lambda: loss}
             self._guarded(held)
             return loss
@@ -127,7 +128,7 @@ class _Steps:
     def _note_without_model(self) -> None:
         """Note that no model has run, as long as this is so: outside of modules nothing runs under the rules."""
         session = self.session
-        has_model = session.record.calls or session.forward is None or session.forward.has_models
+        has_model = bool(session.record.calls) or session.forward is None or session.forward.has_models
         if has_model == bool(self._without_model):
             if has_model:
                 session.record.take_back(self._without_model)

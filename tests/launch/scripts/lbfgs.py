@@ -1,4 +1,6 @@
-"""A closure optimizer that computes its loss as often as it likes."""
+"""A closure optimizer that computes its loss as often as it likes, or once if an argument asks for it."""
+
+import sys
 
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 x = torch.randn(32, 4)
 y = x.sum(1, keepdim=True)
-optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5)
+optimizer = (torch.optim.SGD if len(sys.argv) > 1 else torch.optim.LBFGS)(model.parameters(), lr=0.5)
 
 
 def closure():
@@ -19,4 +21,4 @@ def closure():
 
 for _ in range(3):
     loss = optimizer.step(closure)
-print(f"loss {float(loss):.9f}")
+print(f"loss {float(loss.detach()):.9f}")
