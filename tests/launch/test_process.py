@@ -122,6 +122,7 @@ def test_a_script_that_handles_sigterm_itself_finds_what_it_finds_in_python(tmp_
             ("--compare", "fp32", "bf16", "s.py"),
             "'bf16' is a precision and not a script: give several precisions as one",
         ),
+        (("bf16", "s.py"), "fp32,bf16 train.py, and one as in lowp run --precision bf16 train.py"),
         (("nothere.py",), "there is no script 'nothere.py' here"),
         (("--lr", "0.1", "s.py"), "'--lr' is not an option of lowp run: give options of the script after its name"),
         (("--precision", "bf16-storage", "s.py"), "use --precision bf16"),

@@ -133,7 +133,8 @@ def _command(script: list[str]) -> list[str]:
     if script[0] != "-m" and not os.path.exists(script[0]) and (also := _precisions(script)):
         raise InvalidInput(
             f"{script[0]!r} is a precision and not a script: give several precisions as one list with commas, as in "
-            f"lowp run --compare {','.join(['fp32', *(one for one in also if one != 'fp32')])} train.py"
+            f"lowp run --compare {','.join(['fp32', *(one for one in also if one != 'fp32')])} train.py, "
+            f"and one as in lowp run --precision {script[0]} train.py"
         )
     if script[0].endswith(".jsonl") and len(script) > 1:
         raise InvalidInput(f"{script[0]!r} is not a script: a monitor's file stands behind '=', --monitor={script[0]}")
