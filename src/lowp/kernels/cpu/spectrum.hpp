@@ -90,17 +90,15 @@ static void spectrum(const Task& task, float scale, SpectrumSeen* seen, double* 
       for (int64_t i = 0; i < count; ++i) buffer[i] = bits_of(number(bits[i]) / scale);
       bits = buffer;
     }
-    Statistics kinds{};
-    count_kinds<F32>(bits, count, &kinds);
-    if (tables == nullptr || kinds.nans + kinds.infinities)
+    const auto kinds = kinds_of<F32>(bits, count);
+    if (tables == nullptr || !kinds.are_finite())
       add_finite(bits, count, seen);
     else
       tables->add(bits, count);
     if (tables != nullptr && tables->held > int64_t{1} << 30) tables->move_to(seen);
-    seen->zeros += kinds.zeros, seen->nans += kinds.nans, seen->infinities += kinds.infinities;
-    if (kinds.maximum > seen->maximum) seen->maximum = kinds.maximum;
+    kinds.add_to(seen);
     seen->checksum += sum_of_bits(bits, count);
-    partial_sums[first / kSumBlock] = sum_of_squares(bits, count);
+    partial_sums[first / kSumBlock] = kinds.are_finite() ? sum_of_squares<true>(bits, count) : sum_of_squares<false>(bits, count);
   }
   if (tables != nullptr) tables->move_to(seen);
   delete tables;

@@ -12,38 +12,43 @@ using Numbers32 = float __attribute__((vector_size(32)));
 using Integers32 = int32_t __attribute__((vector_size(32)));
 using Integers64 = int64_t __attribute__((vector_size(64)));
 
+// `FINITE`: no number is infinite or NaN, which add nothing.
+template <bool FINITE>
 static inline void add_squares(const uint32_t* bits, Sums& sums) {
   Integers32 x;
   std::memcpy(&x, bits, sizeof x);
-  x &= (x & 0x7fffffff) < 0x7f800000;
+  if (!FINITE) x &= (x & 0x7fffffff) < 0x7f800000;
   Numbers32 numbers;
   std::memcpy(&numbers, &x, sizeof numbers);
   const Sums wide = __builtin_convertvector(numbers, Sums);
   sums += wide * wide;
 }
 
+template <bool FINITE>
 static inline void add_squares(const uint64_t* bits, Sums& sums) {
   Integers64 x;
   std::memcpy(&x, bits, sizeof x);
-  x &= (x & 0x7fffffffffffffff) < 0x7ff0000000000000;
+  if (!FINITE) x &= (x & 0x7fffffffffffffff) < 0x7ff0000000000000;
   Sums numbers;
   std::memcpy(&numbers, &x, sizeof numbers);
   sums += numbers * numbers;
 }
 
-template <class Bits>
+template <bool FINITE, class Bits>
 __attribute__((noinline)) static double sum_of_squares(const Bits* bits, int64_t count) {
   Sums even = {}, odd = {};
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) {
-    add_squares(bits + i, even);
-    add_squares(bits + i + 8, odd);
+    for (size_t line = 0; line < 16 * sizeof(Bits); line += 64)  // the next block, meanwhile
+      __builtin_prefetch(reinterpret_cast<const char*>(bits + i + kSumBlock) + line, 0, 2);
+    add_squares<FINITE>(bits + i, even);
+    add_squares<FINITE>(bits + i + 8, odd);
   }
   if (i < count) {
     Bits rest[16] = {};
     std::memcpy(rest, bits + i, sizeof(Bits) * static_cast<size_t>(count - i));
-    add_squares(rest, even);
-    add_squares(rest + 8, odd);
+    add_squares<FINITE>(rest, even);
+    add_squares<FINITE>(rest + 8, odd);
   }
   const Sums all = even + odd;
   return ((all[0] + all[1]) + (all[2] + all[3])) + ((all[4] + all[5]) + (all[6] + all[7]));
@@ -58,9 +63,23 @@ static inline unsigned bin_of(uint64_t bits) {
   return static_cast<unsigned>(clamped < 0 ? 0 : clamped > 254 ? 254 : clamped);
 }
 
-// Returns the largest finite magnitude.
+// What a block holds: the largest finite magnitude, and how many numbers of a kind.
+template <class Bits>
+struct Kinds {
+  Bits largest;
+  int64_t zeros, nans, infinities;
+
+  bool are_finite() const { return nans + infinities == 0; }
+  template <class Seen>
+  void add_to(Seen* seen) const {
+    seen->zeros += zeros, seen->nans += nans, seen->infinities += infinities;
+    const double maximum = static_cast<double>(number(largest));
+    seen->maximum = maximum > seen->maximum ? maximum : seen->maximum;
+  }
+};
+
 template <class C>
-__attribute__((noinline)) static typename C::Bits count_kinds(const typename C::Bits* bits, int64_t count, Statistics* seen) {
+__attribute__((noinline)) static Kinds<typename C::Bits> kinds_of(const typename C::Bits* bits, int64_t count) {
   using Int = typename C::Int;
   constexpr Int kInf = static_cast<Int>(Constants<C>::kInf);
   Int zeros = 0, nans = 0, infinities = 0, largest = 0;
@@ -68,17 +87,20 @@ __attribute__((noinline)) static typename C::Bits count_kinds(const typename C::
   for (int64_t i = 0; i < count; ++i) {
     const Int a = static_cast<Int>(bits[i] & Constants<C>::kMagnitude);
     zeros += a == 0;
-    nans += a > kInf;
-    infinities += a == kInf;
-    const Int finite = a < kInf ? a : 0;
-    largest = finite > largest ? finite : largest;
+    largest = a > largest ? a : largest;
   }
-  seen->zeros += zeros;
-  seen->nans += nans;
-  seen->infinities += infinities;
-  const double maximum = static_cast<double>(number(static_cast<typename C::Bits>(largest)));
-  seen->maximum = maximum > seen->maximum ? maximum : seen->maximum;
-  return static_cast<typename C::Bits>(largest);
+  if (largest >= kInf) {
+    largest = 0;
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < count; ++i) {
+      const Int a = static_cast<Int>(bits[i] & Constants<C>::kMagnitude);
+      nans += a > kInf;
+      infinities += a == kInf;
+      const Int finite = a < kInf ? a : 0;
+      largest = finite > largest ? finite : largest;
+    }
+  }
+  return {static_cast<typename C::Bits>(largest), zeros, nans, infinities};
 }
 
 // Counts by exponent. Most blocks hold few: each of these is compared with all numbers, which takes fewer steps than an increment
@@ -162,10 +184,11 @@ struct Histogram {
 template <class C>
 static void see(const typename C::Bits* bits, int64_t first, int64_t count, Histogram& histogram, Statistics* seen,
                 double* partial_sums) {
-  const typename C::Bits largest = count_kinds<C>(bits, count, seen);
-  histogram.add(bits, count, largest);
+  const auto kinds = kinds_of<C>(bits, count);
+  kinds.add_to(seen);
+  histogram.add(bits, count, kinds.largest);
   if (histogram.held > int64_t{1} << 30) histogram.move_to(seen->histogram);
-  partial_sums[first / kSumBlock] = sum_of_squares(bits, count);
+  partial_sums[first / kSumBlock] = kinds.are_finite() ? sum_of_squares<true>(bits, count) : sum_of_squares<false>(bits, count);
 }
 
 template <class C>
