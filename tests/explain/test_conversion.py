@@ -82,6 +82,12 @@ def test_the_scale_of_zeros_is_one_for_a_tensor_if_it_has_that_and_else_the_smal
         assert scale is not None and scale.exponent == exponent, name
 
 
+@pytest.mark.parametrize("to", ["nvfp4", "nvfp4:4/6", "e2m1@e4m3fn/16:4/6"])
+def test_the_scale_of_a_number_too_small_for_any_is_one(to: str) -> None:
+    found = convert("1e-44", to)
+    assert found.scale is not None and (found.scale.value, found.result.value) == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("to", "given", "text"),
     [

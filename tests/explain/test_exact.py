@@ -274,6 +274,9 @@ def test_integers_round_and_saturate() -> None:
     values = {"2.5": 2, "3.5": 4, "-2.5": -2, "1000": 127, "-1000": -128, "inf": 127, "-inf": -128, "-0": 0}
     assert {text: round_exact(text, "i8").result.value for text in values} == values
     assert round_exact("-1000", "i8s").result.value == -127
+    beside = {text: round_exact(text, "i8") for text in ("126.6", "127.4", "127.6", "-128.4", "-128.6")}
+    assert [float(one.result) for one in beside.values()] == [127, 127, 127, -128, -128]
+    assert [text for text, one in beside.items() if one.overflowed] == ["127.6", "-128.6"]
     assert round_exact("-1", "i8").code == 0xFF
     assert round_exact("nan", "i8").code is None
     assert [round_exact(text, "i1").result.value for text in ("-0", "0", "-0.1", "5")] == [1, 1, -1, 1]
@@ -288,7 +291,8 @@ def test_a_stochastic_rounding_is_a_comparison_with_the_part_cut_off() -> None:
     assert round_exact(value, "fp16:stochastic", third).result.value == 1
     # 2 bits: a third is 01, so 00 alone rounds up
     assert [round_exact(value, "fp16:stochastic-2", Fraction(n, 4)).away for n in range(4)] == [1, 0, 0, 0]
-    assert round_exact(1, "fp16:stochastic").is_exact
+    exact = round_exact(1, "fp16:stochastic")
+    assert exact.is_exact and not exact.away and not round_exact("nan", "fp16").away
     with pytest.raises(InvalidInput, match="depends on a random number"):
         round_exact(value, "fp16:stochastic")
     with pytest.raises(InvalidInput, match=r"outside \[0, 1\)"):

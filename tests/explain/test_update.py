@@ -98,6 +98,8 @@ def test_stochastic_rounding_keeps_an_update_on_average() -> None:
     assert update.expected == Fraction("1.167429447174072265625")
     assert update.chance is not None and abs(update.chance - Fraction("0.4301757812")) < Fraction(1, 10**9)
     assert "KEPT ON AVERAGE" in render(update)
+    third = weight_update("1", "0.0001", "fp16:stochastic", learning_rate=Fraction(1, 3))
+    assert (third.verdict, third.bias) == (Verdict.CHANCE, 0)  # though no number of bits holds the share
 
 
 def test_few_random_bits_are_not_called_unbiased() -> None:

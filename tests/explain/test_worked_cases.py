@@ -67,6 +67,10 @@ def test_the_gradient_widens_to_fp32_exactly() -> None:
     assert bits(result) == "0 01111011 11111110010000000000000"
     assert result.rounded.is_exact
     assert "exponent field +112, and 13 zero bits are appended" in render(result)
+    smallest = {
+        text: "zero bits are appended" in render(convert(text, "fp32", source="fp16")) for text in ("2^-14", "2^-15")
+    }
+    assert smallest == {"2^-14": True, "2^-15": False}  # of subnormal numbers the exponent is another one
 
 
 def test_the_misprinted_digit_rounds_to_the_same_bits() -> None:

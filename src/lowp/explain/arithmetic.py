@@ -110,8 +110,7 @@ def evaluate(
     )
     exact = exact_result(operator, first.result, second.result, target.rounding is Rounding.DOWN)
     rounded = round_exact(exact, target, random)
-    signed = -second.result if operator == "-" else second.result
-    aligned = _align(first, second, signed) if operator in "+-" else None
+    aligned = _align(first, second) if operator in "+-" else None
     return Arithmetic(operator, cast, first, second, exact, rounded, _wider(exact, target), aligned)
 
 
@@ -169,14 +168,14 @@ def _quotient(left: Number, right: Number, down: bool) -> Number:
 _OPERATIONS: dict[str, Callable[[Number, Number, bool], Number]] = {"+": _sum, "*": _product, "/": _quotient}
 
 
-def _align(first: Rounded, second: Rounded, second_signed: Number) -> Alignment | None:
+def _align(first: Rounded, second: Rounded) -> Alignment | None:
     """Return the shift of the smaller operand under the larger; None if an operand is zero, special or an integer."""
     format = first.format
     if not isinstance(format, FloatFormat) or not all(
-        x.is_finite and x.magnitude for x in (first.result, second_signed)
+        x.is_finite and x.magnitude for x in (first.result, second.result)
     ):
         return None
-    left_is_larger = first.result.magnitude >= second_signed.magnitude
+    left_is_larger = first.result.magnitude >= second.result.magnitude
     larger, smaller = (first, second) if left_is_larger else (second, first)
     assert larger.code is not None and smaller.code is not None
     (_, larger_field, large), (_, smaller_field, small) = format.fields(larger.code), format.fields(smaller.code)

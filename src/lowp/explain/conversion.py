@@ -212,10 +212,10 @@ def _four_or_six(magnitude: Fraction, headroom: int, format: ScaledFormat) -> Fr
     assert isinstance(format.scale, FloatFormat)
     room = Fraction(2) ** floor_log2(Fraction(format.scale.maximum) * 4 / 6)
     outer = Fraction(1) if format.outer is None else round_exact(magnitude / room / 6, format.outer).result.value
-    errors = []
-    for target in (6, 4):
+    errors = [(magnitude, Fraction(1))]  # of what is too small for any scale
+    for target in (6, 4) if outer else ():
         wanted = magnitude * 2**headroom / target / outer
         scale = round_exact(wanted, f"{format.scale}:saturate").result.value * outer
         element = round_exact(magnitude / scale, format.element).result.value if scale else Fraction(0)
         errors.append((abs(element * scale - magnitude), scale))
-    return min(errors, key=lambda one: one[0])[1] or Fraction(1)
+    return min(errors, key=lambda one: one[0])[1]
