@@ -215,11 +215,10 @@ def _version(arguments: Sequence[str]) -> int:
         from lowp.cli.output import print_json
 
         print_json({"lowp": __version__, **facts})
-        return 0
-    print(f"lowp {__version__}")
-    if facts:
+    else:
         import textwrap
 
+        print(f"lowp {__version__}")
         for name, text in facts.items():
             print(textwrap.fill(f"{name}: {text}", 100, subsequent_indent="  ", break_on_hyphens=False))
     return 0
