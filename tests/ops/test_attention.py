@@ -134,6 +134,22 @@ def close(one: Tensor, other: Tensor, tolerance: float) -> None:
     assert (one.float() - other).abs().max() <= tolerance * other.abs().max()
 
 
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "e4m3fn", "int8", "dfp16", "flex16+5", "accumulate in fp16"])
+def test_a_row_that_a_mask_hides_as_a_whole_is_zeros_as_in_torch(precision: str, is_added: bool) -> None:
+    x, allowed = torch.randn(2, 4, 5, 8), torch.ones(5, 5, dtype=torch.bool).tril()
+    allowed[3] = False
+    mask = torch.zeros(5, 5).masked_fill(~allowed, -torch.inf) if is_added else allowed
+    leaf = x.clone().requires_grad_()
+    with autocast(Policy((Rule.of(accumulate="fp16/32"),)) if precision == "accumulate in fp16" else precision):
+        found = F.scaled_dot_product_attention(leaf, leaf, leaf, mask)
+        found.float().sum().backward()
+    assert leaf.grad is not None and leaf.grad.isfinite().all()
+    assert not found[:, :, 3].any()
+    wanted = F.scaled_dot_product_attention(x, x, x, mask)
+    assert (found.float() - wanted).abs().max() < 0.3
+
+
 def test_multi_head_attention_trains() -> None:
     module = nn.MultiheadAttention(16, 4, dropout=0.0)
     x = torch.randn(7, 3, 16)

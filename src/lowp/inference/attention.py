@@ -13,7 +13,7 @@ from lowp.inference.calibration import BITS, check_bits
 from lowp.kernels.packed import byte_products
 from lowp.kernels.packed.byte_rows import Activations
 from lowp.kernels.products import contract_packed
-from lowp.kernels.products.attention import hidden
+from lowp.kernels.products.attention import probabilities
 from lowp.kernels.tracing import is_eager
 
 _LARGE = 1 << 21  # multiplications of a matrix from which the kernels of bytes take less time than one product of all
@@ -54,7 +54,7 @@ def attended(
     """What `attention` returns, with left @ right^T by `product`."""
     factor = 1 / math.sqrt(query.shape[-1] or 1) if scale is None else scale
     scores = product(query, key) * factor
-    return product(torch.softmax(hidden(scores, mask, is_causal), -1), value.transpose(-1, -2)).to(query.dtype)
+    return product(probabilities(scores, mask, is_causal), value.transpose(-1, -2)).to(query.dtype)
 
 
 def by_kernels(highest: int, left: Tensor, right: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from lowp.compat import gradients_of, remembered_by_identity
 from lowp.kernels.int16 import payloads
 from lowp.kernels.int16.mantissas import has_mantissas
 from lowp.kernels.products import contract, is_native
-from lowp.kernels.products.attention import Attended, attended, gradients, hidden, joined, split, widened
+from lowp.kernels.products.attention import Attended, attended, gradients, joined, probabilities, split, widened
 from lowp.kernels.products.scratch import Scratch
 from lowp.kernels.tracing import functorch_is_active
 from lowp.ops.call import Call, RoleCasts
@@ -239,7 +239,7 @@ def _in_two_contractions(
     scale = 1 / math.sqrt(query.shape[-1] or 1) if settings.scale is None else settings.scale
     of_scores, of_values = (_of_scores, _of_values) if torch.compiler.is_compiling() else _kept
     scores = contracted(call, of_scores(call.rule), query, key.transpose(-2, -1)).float() * scale
-    weights = torch.softmax(hidden(scores, mask, settings.causal), -1)
+    weights = probabilities(scores, mask, settings.causal)
     if settings.dropout:
         weights = torch.dropout(weights, settings.dropout, True)
     return contracted(call, of_values(call.rule), weights, value)

@@ -61,14 +61,20 @@ def gradients(
     return _backward(gradient, *operands, *found, 0.0, causal, attn_mask=_added(mask), scale=scale)
 
 
-def hidden(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Return scores with minus infinity where attention may not go; masks are added, or True where it may."""
+def probabilities(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Return the softmax of scores where attention may go; masks are added, or True where it may.
+
+    As in torch's attention, a row that a mask hides as a whole is all zeros.
+    """
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~allowed, -torch.inf)
     if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+        return torch.softmax(scores, -1)
+    hides = ~mask if mask.dtype is torch.bool else mask == -torch.inf
+    scores = scores.masked_fill(hides, -torch.inf) if mask.dtype is torch.bool else scores + mask
+    is_hidden = hides.all(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(is_hidden, 0.0), -1).masked_fill(is_hidden, 0.0)
 
 
 def _added(mask: Tensor | None) -> Tensor | None:
