@@ -253,19 +253,16 @@ static int64_t encode_in(const Task& task, int64_t begin, int64_t end) {
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     const typename C::Bits* const in = load<C>(task.in, task.in_type, first, count, buffer);
-    prefetch(in, count / 2);
     T* const out = static_cast<T*>(task.out) + first;
     if constexpr (C::kWidth == 32) {
       if (nearest) {
         const int64_t found = encode_nearest(in, values, count, quanta, coder.code, beyond);
-        prefetch(in + count / 2, count / 2);
         shorten(values, out, count);
         nans += task.cast->has_nan ? 0 : found;
         continue;
       }
     }
     caster(in, values, first, count);
-    prefetch(in + count / 2, count / 2);
     nans += coder.encode(values, out, count);
   }
   return nans;

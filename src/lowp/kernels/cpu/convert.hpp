@@ -20,16 +20,6 @@ static inline bool is_aligned(const void* address, int64_t bytes) {
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// While it computes on a block the processor does not find the numbers after it by itself. It fetches few lines at once, so
-// that they are asked for with every kAhead numbers that are computed.
-constexpr int64_t kAhead = 128;
-
-template <class Bits>
-static inline void prefetch(const Bits* numbers, int64_t count = kAhead) {
-  const char* const next = reinterpret_cast<const char*>(numbers + kBlock);
-  for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(Bits)); byte += 64) __builtin_prefetch(next + byte);
-}
-
 static inline uint32_t widen_once(uint32_t bits, F32*) { return bits; }
 static inline uint64_t widen_once(uint32_t bits, F64*) { return bits_of(static_cast<double>(number(bits))); }
 

@@ -25,6 +25,7 @@ namespace LOWP_ISA {
 struct Runs {
   int64_t number = 0;
   int64_t each = 0;  // the length of all runs; 0: they differ; 1: of columns, no lengths are given
+  bool again = false;  // the strip is read a second time
   int32_t length[kBlock];
 };
 
@@ -51,6 +52,24 @@ static inline void each_run(const Runs& runs, Pass pass) {
   } else {
     for (int64_t run = 0, begin = 0; run < runs.number; begin += runs.length[run++]) pass(run, begin, runs.length[run]);
   }
+}
+
+// The same of runs in memory at `in`, long ones in parts if they are read again. While they are the processor does not find by
+// itself what comes after them, and it fetches few lines at once, to the first cache fewer than to the second: with every part some
+// are asked for.
+template <class Pass>
+static inline void each_part(const Runs& runs, const uint32_t* in, Pass pass) {
+  constexpr int64_t kPart = 32, kAhead = 3 * kBlock / 2;
+  const auto part = [&](int64_t run, int64_t begin, auto count) {
+    for (int64_t i = 0; i < count && runs.again; i += 16) __builtin_prefetch(in + begin + kAhead + i, 0, 2);
+    pass(run, begin, count);
+  };
+  each_run(runs, [&](int64_t run, int64_t begin, auto length) {
+    if (is_constant(length)) return part(run, begin, length);
+    int64_t done = 0;
+    for (; runs.again && done + kPart <= length; done += kPart) part(run, begin + done, Length<kPart>{});
+    if (done < length) part(run, begin + done, length - done);
+  });
 }
 
 // Copies what stands in runs under scales with a minus sign: that of `other` elements. Such runs follow no pattern, so that a
@@ -657,7 +676,7 @@ struct GroupCast {
       low[run] = static_cast<int32_t>(bits_of(lower));
       high[run] = kAsCodes && !kWholes ? quanta.base_of(low[run]) : static_cast<int32_t>(bits_of(upper));
     }
-    each_run(runs, [&](int64_t run, int64_t begin, auto count) {
+    each_part(runs, in, [&](int64_t run, int64_t begin, auto count) {
       const float magic = kMagic * factor[run];
       const int32_t lowest = low[run], highest = high[run];
       const auto round = [&](uint32_t bits) {
@@ -675,16 +694,9 @@ struct GroupCast {
           return static_cast<uint32_t>(rounded) | (bits & 0x80000000);
         }
       };
-      const auto round_part = [&](int64_t from, auto of) {
-        const int64_t length = of;
-        prefetch(in + from, length);
-        LOWP_RUN_LOOP
-        for (int64_t i = from; i < from + length; ++i) out[i] = round(in[i]);
-      };
-      if (is_constant(count)) return round_part(begin, count);
-      int64_t done = 0;
-      for (; done + kAhead <= count; done += kAhead) round_part(begin + done, Length<kAhead>{});
-      if (done < count) round_part(begin + done, count - done);
+      const int64_t length = count;
+      LOWP_RUN_LOOP
+      for (int64_t i = begin; i < begin + length; ++i) out[i] = round(in[i]);
     });
   }
 
@@ -778,21 +790,8 @@ struct GroupCast {
     const Runs& runs = given.runs;
     if (runs.each == 1) return cast_ones<kType, kExact, kDraws, kWrites>(given, 0, runs.number, constants);
     alignas(64) uint32_t doubts[32] = {};
-    const auto cast = [&](int64_t run, int64_t begin, auto count) {
+    each_part(runs, given.in, [&](int64_t run, int64_t begin, auto count) {
       cast_part<kType, kExact, kDraws, kWrites>(given, run, begin, count, constants, doubts);
-    };
-    each_run(runs, [&](int64_t run, int64_t begin, auto length) {
-      if (is_constant(length)) {
-        prefetch(given.in + begin, length);
-        return cast(run, begin, length);
-      }
-      for (int64_t done = 0; done < length; done += kAhead) {
-        const int64_t end = begin + smaller(done + kAhead, length);
-        int64_t i = begin + done;
-        prefetch(given.in + i, end - i);
-        for (; i + 32 <= end; i += 32) cast(run, i, Length<32>{});
-        if (i < end) cast(run, i, end - i);
-      }
     });
     return largest_of<F32, false>(doubts, 32);
   }

@@ -31,6 +31,7 @@ struct Strip {
     int64_t column = first % groups.row;
     const int64_t begun = column % groups.group;
     group = first / groups.row * of_row + column / groups.group;
+    runs.again = whole;
     rest = smaller(groups.group - begun, groups.row - column);
     const int64_t most = smaller(kBlock, end - first);
     if (begun == 0 && groups.row % groups.group == 0 && groups.group <= most) {
@@ -247,12 +248,7 @@ static double find_largest_in(const Task& task, int64_t begin, int64_t end) {
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     const typename C::Bits* in = load<C>(task.in, task.in_type, first, count, buffer);
-    typename C::Bits largest = 0;
-    for (int64_t part = 0; part < count; part += kAhead) {
-      prefetch(in + part);
-      const typename C::Bits found = largest_of<C, false>(in + part, smaller(kAhead, count - part));
-      largest = found > largest ? found : largest;
-    }
+    typename C::Bits largest = largest_of<C, false>(in, count);
     if (largest >= Constants<C>::kInf) finite = false, largest = largest_of<C, true>(in, count);
     const double magnitude = wide_number(largest);
     most = magnitude > most ? magnitude : most;
