@@ -105,7 +105,7 @@ class ExactArithmetic {
   ExactArithmetic& operator=(const ExactArithmetic&) = delete;
 };
 
-// fp16 <-> fp32. Integer arithmetic and one exact subtraction, so that it vectorises on any instruction set.
+// fp16 to fp32. Integer arithmetic and one exact subtraction, so that it vectorises on any instruction set.
 static inline uint32_t fp32_from_fp16(uint32_t half) {
   const uint32_t magnitude = (half & 0x7fff) << 13;
   const uint32_t exponent = magnitude & 0x0f800000;
@@ -115,17 +115,6 @@ static inline uint32_t fp32_from_fp16(uint32_t half) {
   uint32_t result = exponent == 0 ? subnormal : normal;
   result = exponent == 0x0f800000 ? special : result;
   return result | (half & 0x8000) << 16;
-}
-
-// The argument is a number of fp16, an infinity or a quiet NaN.
-static inline uint32_t fp16_from_fp32(uint32_t bits) {
-  const uint32_t magnitude = bits & 0x7fffffff;
-  const uint32_t normal = (magnitude - 0x38000000) >> 13;
-  const uint32_t subnormal = bits_of(number(magnitude < 0x38800000 ? magnitude : 0) + 0.5f) & 0x7ff;
-  uint32_t result = magnitude < 0x38800000 ? subnormal : normal;
-  result = magnitude == 0x7f800000 ? 0x7c00 : result;
-  result = magnitude > 0x7f800000 ? 0x7e00 : result;
-  return result | (bits >> 16 & 0x8000);
 }
 
 }  // namespace LOWP_ISA

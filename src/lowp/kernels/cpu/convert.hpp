@@ -2,6 +2,7 @@
 #pragma once
 
 #include "lanes.hpp"
+#include "narrow.hpp"
 
 namespace lowp {
 namespace LOWP_ISA {
@@ -123,8 +124,13 @@ __attribute__((noinline)) static void store(const typename C::Bits* values, void
     for (int64_t i = 0; i < count; ++i) y[i] = narrow_once(values[i]);
   } else if (type == kFp16) {
     uint16_t* y = static_cast<uint16_t*>(out) + begin;
+    if constexpr (C::kWidth == 32)
+      if (narrow_to_fp16(reinterpret_cast<const float*>(values), y, count)) return;
     LOWP_VECTOR_LOOP
-    for (int64_t i = 0; i < count; ++i) y[i] = static_cast<uint16_t>(fp16_from_fp32(narrow_once(values[i])));
+    for (int64_t i = 0; i < count; ++i) {  // with NaN, which get the bits of one
+      const uint32_t bits = narrow_once(values[i]), payload = mask<F32>((bits & 0x7fffffff) > Constants<F32>::kInf) & 0x1ff;
+      y[i] = static_cast<uint16_t>(fp16_bits(bits) & ~payload);
+    }
   } else {
     uint16_t* y = static_cast<uint16_t*>(out) + begin;
     LOWP_VECTOR_LOOP

@@ -10,14 +10,13 @@ namespace LOWP_ISA {
 
 template <class C>
 static void read_rounded(const Lines& from, float* to, int64_t stride) {
-  const Caster<C> caster(*from.cast, from.seed);
+  const Caster<C> caster(*from.cast, from.seed, 0, from.keeps);
   alignas(64) typename C::Bits buffer[kBlock], rounded[C::kWidth == 32 ? 1 : kBlock];
   for (int64_t i = 0; i < from.lines; ++i, to += stride) {
     const typename C::Bits* in = load<C>(from.data, from.type, from.first + i * from.line, from.length, buffer);
     const int64_t index = from.index + i * from.index_line;
     typename C::Bits* place = C::kWidth == 32 ? reinterpret_cast<typename C::Bits*>(to) : rounded;
     caster(in, place, index, from.length);
-    if (from.keeps) keep<C>(in, place, from.length);
     if (C::kWidth != 32) store<C>(place, to, kFp32, 0, from.length, false);
   }
 }

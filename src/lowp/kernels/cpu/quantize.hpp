@@ -2,7 +2,6 @@
 #pragma once
 
 #include "convert.hpp"
-#include "narrow.hpp"
 
 namespace lowp {
 namespace LOWP_ISA {
@@ -54,6 +53,37 @@ struct Quanta {
   }
 };
 
+// Numbers rounded to nearest; larger ones than the largest become `beyond`, infinities too. With `kKeeps` these stay, and NaN keep
+// their bits but for becoming quiet.
+template <bool kKeeps>
+__attribute__((noinline)) static void round_nearest(const uint32_t* in, uint32_t* out, int64_t count, const Quanta& given, uint32_t beyond) {
+  constexpr int32_t kInf = static_cast<int32_t>(Constants<F32>::kInf), kFirst = kKeeps ? kInf - 1 : kInf;
+  const Quanta quanta = given;
+  const int32_t highest = quanta.limit + 0x800000;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t a = static_cast<int32_t>(in[i] & 0x7fffffff), limited = least(a, highest);
+    const int32_t exponent = Quanta::exponent_of(limited, quanta.smallest);
+    const int32_t found = static_cast<int32_t>(bits_of(quanta.rounded(quanta.sum_of(limited, exponent), exponent)));
+    uint32_t result = found > quanta.limit ? beyond : static_cast<uint32_t>(found);
+    const uint32_t quiet = static_cast<uint32_t>(a) | (mask<F32>(a > kInf) & Constants<F32>::kQuietNan);
+    result = a > kFirst ? (kKeeps ? quiet : Constants<F32>::kQuietNan) : result;
+    out[i] = result | (in[i] & 0x80000000);
+  }
+}
+
+// Puts infinities and NaN, quiet ones, back into the place of what a cast made of them.
+template <class C>
+static void keep(const typename C::Bits* in, typename C::Bits* out, int64_t count) {
+  using Bits = typename C::Bits;
+  constexpr Bits kInf = Constants<C>::kInf, kMagnitude = ~Bits{0} >> 1;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const Bits quiet = in[i] | (mask<C>((in[i] & kMagnitude) > kInf) & Constants<C>::kQuietNan);
+    out[i] = choose<Bits>(mask<C>((in[i] & kInf) == kInf), quiet, out[i]);
+  }
+}
+
 // A cast prepared for one call: the vector kernel, or the general function if that does not support it.
 template <class C>
 struct Caster {
@@ -62,9 +92,13 @@ struct Caster {
   int64_t offset, step = 1;  // of the indices of neighbours
   Lane<C> lane;
   CastNumbers<C> kernel, quick;
+  bool keeps;  // infinities and NaN; then `out` is not `in`
+  bool is_nearest;  // by `round_nearest`
+  Quanta quanta;
 
-  Caster(const lowp_cast& given, uint64_t given_seed, int64_t index = 0)
-      : cast(given), seed(given_seed), offset(index), lane{}, kernel(nullptr), quick(nullptr) {
+  Caster(const lowp_cast& given, uint64_t given_seed, int64_t index = 0, bool given_keeps = false)
+      : cast(given), seed(given_seed), offset(index), lane{}, kernel(nullptr), quick(nullptr), keeps(given_keeps),
+        is_nearest(C::kWidth == 32 && Quanta::serve(given)), quanta(given) {
     if (!reaches<C>(cast)) return;
     lane = make_lane<C>(cast);
     // a format with the carrier's mantissa and exponents needs no rounding
@@ -75,15 +109,18 @@ struct Caster {
 
   // At most kBlock elements, from element `begin` of the task on. `out` may be `in`.
   void operator()(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count) const {
-    if (kernel == nullptr || !draws(cast.rounding)) return with_words(in, out, begin, count, nullptr);
     alignas(64) uint32_t words[kBlock + 4];
-    with_words(in, out, begin, count, words_from(seed, offset + begin, count, words));
+    const bool drawn = kernel != nullptr && draws(cast.rounding);
+    with_words(in, out, begin, count, drawn ? words_from(seed, offset + begin, count, words) : nullptr);
+    if (keeps && !is_nearest) keep<C>(in, out, count);
   }
 
   // The same, with the random words of these elements given; `begin` may be any index.
   void with_words(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count,
                   const uint32_t* words) const {
     if (kernel == nullptr) return one_by_one(in, out, begin, count);
+    if constexpr (C::kWidth == 32)
+      if (is_nearest) return (keeps ? round_nearest<true> : round_nearest<false>)(in, out, count, quanta, static_cast<uint32_t>(lane.beyond[0]));
     if (cast.rounding == kNearestEven) {
       kernel(in, out, count, nullptr, lane);
       return;
@@ -105,21 +142,9 @@ struct Caster {
   }
 };
 
-// Puts infinities and NaN, quiet ones, back into the place of what a cast made of them.
-template <class C>
-static void keep(const typename C::Bits* in, typename C::Bits* out, int64_t count) {
-  using Bits = typename C::Bits;
-  constexpr Bits kInf = Constants<C>::kInf, kMagnitude = ~Bits{0} >> 1;
-  LOWP_VECTOR_LOOP
-  for (int64_t i = 0; i < count; ++i) {
-    const Bits quiet = in[i] | (mask<C>((in[i] & kMagnitude) > kInf) & Constants<C>::kQuietNan);
-    out[i] = choose<Bits>(mask<C>((in[i] & kInf) == kInf), quiet, out[i]);
-  }
-}
-
 template <class C>
 static void quantize_in(const Task& task, int64_t begin, int64_t end) {
-  const Caster<C> caster(*task.cast, task.seed, task.index);
+  const Caster<C> caster(*task.cast, task.seed, task.index, task.keeps);
   const bool aligned = is_aligned(task.out, sizeof(typename C::Bits));
   const bool in_place = carrier_bytes(task.in_type) == sizeof(typename C::Bits) && task.in_type == task.out_type;
   const bool direct = in_place && aligned && !task.stream && !task.keeps;  // `out` may be `in`
@@ -134,7 +159,6 @@ static void quantize_in(const Task& task, int64_t begin, int64_t end) {
       caster(in, static_cast<typename C::Bits*>(task.out) + first, first, count);
     } else {
       caster(in, result, first, count);
-      if (task.keeps) keep<C>(in, result, count);
       store<C>(result, task.out, task.out_type, first, count, task.stream);
     }
   }
