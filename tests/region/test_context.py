@@ -618,6 +618,27 @@ def test_rules_by_op_class_op_and_path(model: nn.Module) -> None:
     assert torch.equal(seen[-3].tensor, rounded)  # what the second layer reads
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "e5m7"])
+def test_a_product_written_into_a_tensor_has_the_values_of_one_that_is_returned(precision: str) -> None:
+    a, b, out = torch.randn(30, 40), torch.randn(40, 20), torch.empty(30, 20)
+    with autocast(precision):
+        wanted = torch.mm(a, b)
+        assert torch.mm(a, b, out=out) is out
+    assert torch.equal(out, wanted.float())
+
+
+@pytest.mark.parametrize(("rows", "is_small"), [(31, True), (32, False)])
+def test_a_large_relu_keeps_bits_for_its_backward_and_a_small_one_its_result(rows: int, is_small: bool) -> None:
+    kept: list[int] = []
+    x = torch.randn(rows, 512, requires_grad=True)
+    with (
+        autocast("int8"),
+        torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one.nbytes), one)[1], lambda one: one),
+    ):
+        F.relu(x)
+    assert kept == [x.nbytes if is_small else x.numel() // 8]
+
+
 def test_a_rule_is_followed_where_torch_s_lists_read_fp32() -> None:
     x, y = torch.randn(2, 3, 40)
     with autocast(presets.PRESETS["bf16"].policy.before(Rule.of("wide", input="bf16"))):

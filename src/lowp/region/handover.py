@@ -45,7 +45,6 @@ _OPERANDS = ("input", "weight")
 _BATCHED = ("linear", "matmul")  # take operands of any dimensions
 _FUSED = (_ATTENTION, "scaled_dot_product_attention")
 _LITTLE = 1 << 14  # numbers: 64 KiB of fp32
-_OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_weights among them
 
 
 @dataclass(frozen=True, slots=True)  # as a `Plan`
@@ -112,12 +111,12 @@ def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
                 return None
     if kwargs and kwargs.get("out") is not None:
         return None
-    return None if way.op == _ATTENTION and _returns_probabilities(args, kwargs) else device
+    return None if way.op == _ATTENTION and _may_return_probabilities(kwargs) else device
 
 
-def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether multi_head_attention_forward computes the probabilities by a softmax that torch.autocast runs in fp32."""
-    return len(args) > _OPTIONAL_ARGUMENTS or bool(kwargs.get("need_weights", True))
+def _may_return_probabilities(kwargs: dict[str, Any]) -> bool:
+    """Whether multi_head_attention_forward may compute them, by a softmax that torch.autocast runs in fp32."""
+    return bool(kwargs.get("need_weights", True))
 
 
 def quickly(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,7 +176,7 @@ def as_usual(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
         or (way.op in _BATCHED and _is_lowps(way.op, args, kwargs))
     ):
         return ELSEWHERE
-    if way.op == _ATTENTION and _returns_probabilities(args, kwargs):
+    if way.op == _ATTENTION and _may_return_probabilities(kwargs):
         return ELSEWHERE
     leaves = _leaves_of_plain(args, kwargs, way)
     if leaves is None or (leaves and way.weights is not None and engine.weights.again(leaves)):
