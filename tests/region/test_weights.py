@@ -195,6 +195,13 @@ def test_what_was_taken_of_a_weight_before_an_entry_may_write_within_it(
         assert layer(x).tolist() == [[12.0] * 4]
 
 
+def test_a_lazy_module_makes_its_parameters_within_a_region() -> None:
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3))
+    with autocast("bf16"):
+        assert model(torch.randn(2, 3, 6, 6)).dtype is torch.bfloat16
+    assert all(type(one) is nn.Parameter for one in model.parameters())
+
+
 def test_a_weight_in_memory_of_others_is_cast_at_every_use() -> None:
     array, x = np.ones((4, 4), np.float32), torch.ones(1, 4)
     layer = ones()

@@ -230,7 +230,7 @@ class WeightCasts:
         if isinstance(x, Tensor) and x.layout is torch.strided:
             try:
                 self._handed_out.add(x.untyped_storage().data_ptr())
-            except RuntimeError:  # a wrapper without memory, such as torch.func's
+            except (RuntimeError, ValueError):  # without memory: torch.func's wrappers, parameters of lazy modules
                 return
 
     def tensors(self) -> list[Tensor]:
