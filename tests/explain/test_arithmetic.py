@@ -81,6 +81,7 @@ def test_a_subtraction_cancels_exactly() -> None:
 def test_what_sticks_out_further_than_is_shown_is_still_sticky() -> None:
     far = render(add("1", "2^-100", "bf16"))
     assert "guard 0, the rest (0000000000000000000000000000000...) sticky 1" in far
+    assert ["..." in render(add("1", text, "fp32")) for text in ("2^-32", "2^-33")] == [False, True]
     assert "sticky 0" in render(add("1", "2^-2", "bf16"))
 
 

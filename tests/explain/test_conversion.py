@@ -7,9 +7,11 @@ from fractions import Fraction
 from math import nan
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lowp
 from lowp.errors import InvalidInput
 from lowp.explain import (
     Number,
@@ -80,6 +82,13 @@ def test_the_scale_of_zeros_is_one_for_a_tensor_if_it_has_that_and_else_the_smal
     for name, exponent in exponents.items():
         scale = convert("0", name).scale
         assert scale is not None and scale.exponent == exponent, name
+
+
+@pytest.mark.parametrize(("number", "target"), [("0.3", 6), ("1", 4), ("5", 4), ("0.1", 4)])
+def test_under_the_rule_4_6_the_closer_of_both_is_shown(number: str, target: int) -> None:
+    found = convert(number, "e2m1@e4m3fn/16:4/6")
+    assert found.scale is not None and found.rounded.result.value == target
+    assert float(found.result) == lowp.quantize(torch.tensor([[float(number)]]), "e2m1@e4m3fn/16:4/6").item()
 
 
 @pytest.mark.parametrize("to", ["nvfp4", "nvfp4:4/6", "e2m1@e4m3fn/16:4/6"])

@@ -189,7 +189,8 @@ def _alignment_lines(arithmetic: Arithmetic, alignment: Alignment) -> Iterator[s
     fields = f"{binary(larger, bits)} - {binary(smaller, bits)}"
     if (larger, smaller) != (alignment.larger_field, alignment.smaller_field):
         fields += " (a subnormal counts as 1)"
-    cut = alignment.cut[:BITS_SHOWN] + ("..." if len(alignment.cut) > BITS_SHOWN else "")
+    dots = "..." if len(alignment.cut) > BITS_SHOWN else ""
+    cut = alignment.cut[:BITS_SHOWN] + dots
     moved = point(alignment.kept, places) + (f"|{cut}" if cut else "")
     if alignment.shift:
         before = point(alignment.smaller_significand, places)
@@ -204,7 +205,7 @@ def _alignment_lines(arithmetic: Arithmetic, alignment: Alignment) -> Iterator[s
     small = (kept << alignment.shift) + int(alignment.cut or "0", 2)
     total = (large << alignment.shift) + (-small if subtracts else small)
     remaining = binary(total & ((1 << alignment.shift) - 1), alignment.shift)[:BITS_SHOWN]
-    tail = f"|{remaining}{'...' if len(alignment.cut) > BITS_SHOWN else ''}" if alignment.shift else ""
+    tail = f"|{remaining}{dots}" if alignment.shift else ""
     name = "subtract" if subtracts else "add"
     yield line(name, f"  {point(large, places)}")
     yield line("", f"{'-' if subtracts else '+'} {moved}")
