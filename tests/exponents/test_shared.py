@@ -283,6 +283,15 @@ def test_a_single_number_that_no_exponent_holds_is_told(largest: float, told: li
     assert exponents.flush() == (told, [])
 
 
+def test_an_entry_may_begin_before_its_first_write_with_the_exponent_of_that() -> None:
+    (begun, written), x = (table.ExponentTable(FLEX, torch.device("cpu")) for _ in "ab"), torch.tensor([3.0, 60.0])
+    for largest in (x, 1000 * x):  # the second changes nothing
+        begun.begin(largest, begun.index("gradient of w"))
+    written.write(x, written.index("gradient of w"))
+    assert begun.has_begun("gradient of w") and torch.equal(begun.exponent(0), written.exponent(0))
+    assert not begun.written and list(written.written) == [0]
+
+
 def test_an_entry_counts_as_written_if_one_of_its_writes_does() -> None:
     entry = table.ExponentTable(FLEX, torch.device("cpu"))
     places, (no, yes) = [entry.index(f"output of {name}") for name in "abc"], torch.tensor([False, True])
