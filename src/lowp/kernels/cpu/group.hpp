@@ -505,6 +505,23 @@ static inline bool are_small(const lowp_sharing& sharing, const Runs& runs, cons
   return others == 0;
 }
 
+// Whether no scale is NaN.
+static inline bool are_known(const Runs& runs, const double* scale) {
+  uint64_t unknown = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t run = 0; run < runs.number; ++run) unknown |= mask<F64>(scale[run] != scale[run]);
+  return unknown == 0;
+}
+
+// What runs are cast with: made of their scales, once for all strips under these.
+struct Factors {
+  alignas(64) float factor[kBlock], inverse[kBlock];  // the scales in fp32, and what numbers are multiplied by
+  alignas(64) int32_t low[kBlock], high[kBlock];      // limits of numbers that are rounded as they stand: of floats
+                                                      // the smallest normal and the largest one
+  bool near, reaches;  // whether numbers are rounded as they stand; otherwise, whether they are cast in fp32
+  bool small, known;   // whether no value is near fp32's largest number, and no scale is NaN
+};
+
 struct GroupCast {
   const lowp_sharing& sharing;
   Caster<F32> narrow;
@@ -543,30 +560,30 @@ struct GroupCast {
   }
 
   // The elements of a strip whose number `first` is the first, under the scales of its runs times `outer`; 0 under a scale
-  // of NaN. `inverse`: of `invert`, which was true. `in` and `out` differ. Returns false if fp32 does not decide, with `out`
+  // of NaN. `by`: of `invert`, which was true. `in` and `out` differ. Returns false if fp32 does not decide, with `out`
   // undefined.
-  bool elements(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
-                const uint32_t* words, int64_t first, int64_t count, uint32_t* out) const {
+  bool elements(const uint32_t* in, const Runs& runs, const Factors& by, const double* scale, double outer, const uint32_t* words,
+                int64_t first, int64_t count, uint32_t* out) const {
     alignas(64) uint32_t quotients[kBlock];
     if (is_quick_cast) {
-      cast_strip<kElements>(in, runs, inverse, scale, outer, words, first, out);
+      cast_strip<kElements>({in, runs, by, scale, outer, words, first, out});
       return true;
     }
     uint32_t small = 0;
     if (runs.each == 1) {
-      small = divide_each(in, runs.number, inverse, quotients);
+      small = divide_each(in, runs.number, by.inverse, quotients);
     } else {
       each_run(runs, [&](int64_t run, int64_t begin, auto length) {
-        small |= divide_run(in + begin, length, inverse[run], quotients + begin);
+        small |= divide_run(in + begin, length, by.inverse[run], quotients + begin);
       });
     }
     if (small != 0 && small_counts) return false;
-    mark(runs, scale, quotients, uint32_t{0});
+    if (!by.known) mark(runs, scale, quotients, uint32_t{0});
     narrow.with_words(quotients, out, first, count, words);
     return true;
   }
 
-  // Whether a strip under found powers of two is rounded as it stands (`rounded_near`): all is finite, and no step of that is
+  // Whether a strip under found powers of two is rounded as it stands (`round_near`): all is finite, and no step of that is
   // beyond fp32's normal numbers. Then `factor` gets the scales; those of zeros, for which any does, are 1. `found`: the largest
   // magnitudes of the runs, or null; none is larger than `most`.
   bool are_near(const double* found, double most, const Runs& runs, const double* scale, double outer, float* factor) const {
@@ -592,36 +609,36 @@ struct GroupCast {
   }
 
   // The values, or with `kAsCodes` the codes, of a strip of which `are_near` is true; `out` may be `in`. For floats without the
-  // bits of the sign above the code.
+  // bits of the sign above the code. `follows`: after another one under the same scales.
   template <bool kAsCodes>
-  void round_near(const uint32_t* in, const Runs& runs, const float* factor, uint32_t* out) const {
-    sharing.element.kind == kInteger ? round_near_as<true, kAsCodes>(in, runs, factor, out)
-                                     : round_near_as<false, kAsCodes>(in, runs, factor, out);
+  void round_near(const uint32_t* in, const Runs& runs, Factors& by, bool follows, uint32_t* out) const {
+    const bool wholes = sharing.element.kind == kInteger;
+    if (!follows) wholes ? limit_near<true, kAsCodes>(runs, by) : limit_near<false, kAsCodes>(runs, by);
+    wholes ? round_near_as<true, kAsCodes>(in, runs, by, out) : round_near_as<false, kAsCodes>(in, runs, by, out);
   }
 
   // The values of a strip in one step. Returns false if there is no such step.
-  bool all(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
-           const uint32_t* words, int64_t first, uint32_t* out) const {
+  bool all(const uint32_t* in, const Runs& runs, const Factors& by, const double* scale, double outer, const uint32_t* words,
+           int64_t first, uint32_t* out) const {
     if (!is_quick_cast || sharing.other.bits != 0) return false;
-    const bool overflows = sharing.element.kind == kFloat && quick.beyond == Constants<F32>::kInf;
-    const bool small = !overflows && (!sharing.power || outer == 1) && are_small(sharing, runs, scale, outer);
-    if (small && !sharing.power && outer == 1)
-      cast_strip<kSmallValuesOfOne>(in, runs, inverse, scale, outer, words, first, out);
-    else if (small)
-      cast_strip<kSmallValues>(in, runs, inverse, scale, outer, words, first, out);
+    const Given given{in, runs, by, scale, outer, words, first, out};
+    if (by.small && !sharing.power && outer == 1)
+      cast_strip<kSmallValuesOfOne>(given);
+    else if (by.small)
+      cast_strip<kSmallValues>(given);
     else
-      cast_strip<kValues>(in, runs, inverse, scale, outer, words, first, out);
+      cast_strip<kValues>(given);
     return true;
   }
 
   // The codes of elements, those of floats without the bits of the sign above. Returns false, with `out` undefined, where one is in
   // doubt or the cast is no quick one to nearest.
-  bool codes(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer, uint32_t* out) const {
+  bool codes(const uint32_t* in, const Runs& runs, const Factors& by, const double* scale, double outer, uint32_t* out) const {
     if (!is_quick_cast || is_drawn || sharing.power || sharing.other.bits != 0) return false;
-    const Given given{in, runs, inverse, scale, nullptr, outer, nullptr, 0, out};
+    const Given given{in, runs, by, scale, outer, nullptr, 0, out};
     const bool wholes = sharing.element.kind == kInteger;
     if (wholes ? cast_runs<kOnlyWholes, false, kNone, kCodes>(given) : cast_runs<kOnlyFloats, false, kNone, kCodes>(given)) return false;
-    mark(runs, scale, out, 0u);
+    if (!by.known) mark(runs, scale, out, 0u);
     return true;
   }
 
@@ -654,49 +671,64 @@ struct GroupCast {
     });
   }
 
-  // The inverses of the scales. Returns false if the cast is not in fp32, or if that does not reach them.
-  bool invert(const Runs& runs, const double* scale, double outer, float* inverse) const {
+  // The factors of a cast in fp32. Returns false if it is not, or if that does not reach the scales.
+  bool invert(const Runs& runs, const double* scale, double outer, Factors& by) const {
     if (!in_fp32) return false;
-    if (sharing.other.bits == 0) return invert(runs, scale, outer, [](double by) { return by; }, inverse);
+    const bool overflows = sharing.element.kind == kFloat && quick.beyond == Constants<F32>::kInf;
+    by.small = !overflows && (!sharing.power || outer == 1) && are_small(sharing, runs, scale, outer);
+    by.known = !sharing.marks || are_known(runs, scale);
+    LOWP_VECTOR_LOOP
+    for (int64_t run = 0; run < runs.number; ++run) by.factor[run] = static_cast<float>(scale[run]);
+    if (sharing.other.bits == 0) return invert(runs, scale, outer, [](double divisor) { return divisor; }, by.inverse);
     const double part = -sharing.element.maximum / sharing.other.maximum;
-    return invert(runs, scale, outer, [part](double by) { return by < 0 ? by * part : by; }, inverse);
+    return invert(runs, scale, outer, [part](double divisor) { return divisor < 0 ? divisor * part : divisor; }, by.inverse);
   }
 
  private:
   template <bool kWholes, bool kAsCodes>
-  __attribute__((noinline)) void round_near_as(const uint32_t* in, const Runs& runs, const float* factor, uint32_t* out) const {
-    const Quick by = quick;
-    const Quanta quanta = by.quanta;
-    alignas(64) int32_t low[kBlock], high[kBlock];  // of each run: its limits, of floats the smallest normal and the largest number
+  void limit_near(const Runs& runs, Factors& by) const {
+    const Quick constants = quick;
+    const Quanta quanta = constants.quanta;
     LOWP_VECTOR_LOOP
     for (int64_t run = 0; run < runs.number; ++run) {
-      const float scale = factor[run], magic = kMagic * scale;
-      const float lower = kWholes ? magic + by.lower * scale : number(static_cast<uint32_t>(quanta.smallest)) * scale;
-      const float upper = kWholes ? magic + by.upper * scale : by.upper * scale;
-      low[run] = static_cast<int32_t>(bits_of(lower));
-      high[run] = kAsCodes && !kWholes ? quanta.base_of(low[run]) : static_cast<int32_t>(bits_of(upper));
+      const float scale = by.factor[run], magic = kMagic * scale;
+      const float lower = kWholes ? magic + constants.lower * scale : number(static_cast<uint32_t>(quanta.smallest)) * scale;
+      const float upper = kWholes ? magic + constants.upper * scale : constants.upper * scale;
+      by.low[run] = static_cast<int32_t>(bits_of(lower));
+      by.high[run] = kAsCodes && !kWholes ? quanta.base_of(by.low[run]) : static_cast<int32_t>(bits_of(upper));
+    }
+  }
+
+  template <bool kWholes, bool kAsCodes>
+  __attribute__((noinline)) void round_near_as(const uint32_t* in, const Runs& runs, const Factors& by, uint32_t* out) const {
+    const Quanta quanta = quick.quanta;
+    const auto round = [&](uint32_t bits, float factor, int32_t lowest, int32_t highest) {
+      if constexpr (kWholes) {
+        const float magic = kMagic * factor;
+        const int32_t sum = least(most(static_cast<int32_t>(bits_of(number(bits) + magic)), lowest), highest);
+        return kAsCodes ? static_cast<uint32_t>(sum) : bits_of(number(static_cast<uint32_t>(sum)) - magic);
+      } else {
+        const int32_t magnitude = static_cast<int32_t>(bits & 0x7fffffff), exponent = Quanta::exponent_of(magnitude, lowest);
+        const float sum = quanta.sum_of(magnitude, exponent);
+        if constexpr (kAsCodes) {
+          const int32_t code = least(quanta.code_of(sum, exponent, highest), quanta.code_limit);
+          return static_cast<uint32_t>(code) | (bits >> quanta.sign_shift & quanta.sign);
+        }
+        const int32_t rounded = least(static_cast<int32_t>(bits_of(quanta.rounded(sum, exponent))), highest);
+        return static_cast<uint32_t>(rounded) | (bits & 0x80000000);
+      }
+    };
+    if (runs.each == 1) {
+      LOWP_VECTOR_LOOP
+      for (int64_t i = 0; i < runs.number; ++i) out[i] = round(in[i], by.factor[i], by.low[i], by.high[i]);
+      return;
     }
     each_part(runs, in, [&](int64_t run, int64_t begin, auto count) {
-      const float magic = kMagic * factor[run];
-      const int32_t lowest = low[run], highest = high[run];
-      const auto round = [&](uint32_t bits) {
-        if constexpr (kWholes) {
-          const int32_t sum = least(most(static_cast<int32_t>(bits_of(number(bits) + magic)), lowest), highest);
-          return kAsCodes ? static_cast<uint32_t>(sum) : bits_of(number(static_cast<uint32_t>(sum)) - magic);
-        } else {
-          const int32_t magnitude = static_cast<int32_t>(bits & 0x7fffffff), exponent = Quanta::exponent_of(magnitude, lowest);
-          const float sum = quanta.sum_of(magnitude, exponent);
-          if constexpr (kAsCodes) {
-            const int32_t code = least(quanta.code_of(sum, exponent, highest), quanta.code_limit);
-            return static_cast<uint32_t>(code) | (bits >> quanta.sign_shift & quanta.sign);
-          }
-          const int32_t rounded = least(static_cast<int32_t>(bits_of(quanta.rounded(sum, exponent))), highest);
-          return static_cast<uint32_t>(rounded) | (bits & 0x80000000);
-        }
-      };
+      const float factor = by.factor[run];
+      const int32_t lowest = by.low[run], highest = by.high[run];
       const int64_t length = count;
       LOWP_RUN_LOOP
-      for (int64_t i = begin; i < begin + length; ++i) out[i] = round(in[i]);
+      for (int64_t i = begin; i < begin + length; ++i) out[i] = round(in[i], factor, lowest, highest);
     });
   }
 
@@ -719,9 +751,8 @@ struct GroupCast {
   struct Given {
     const uint32_t* in;
     const Runs& runs;
-    const float* inverse;
+    const Factors& by;
     const double* scale;
-    const float* factor;  // the scales, unless elements or codes are written
     double outer;
     const uint32_t* words;
     int64_t first;
@@ -729,12 +760,7 @@ struct GroupCast {
   };
 
   template <Writes kWrites>
-  void cast_strip(const uint32_t* in, const Runs& runs, const float* inverse, const double* scale, double outer,
-                  const uint32_t* words, int64_t first, uint32_t* out) const {
-    alignas(64) float factor[kBlock];
-    LOWP_VECTOR_LOOP
-    for (int64_t run = 0; run < runs.number; ++run) factor[run] = static_cast<float>(scale[run]);
-    const Given given{in, runs, inverse, scale, factor, outer, words, first, out};
+  void cast_strip(const Given& given) const {
     constexpr Writes kExactly = kWrites == kSmallValuesOfOne ? kSmallValues : kWrites;
     const bool wholes = sharing.element.kind == kInteger;
     if (sharing.power)
@@ -745,7 +771,7 @@ struct GroupCast {
       wholes ? cast_surely<kOnlyWholes, kWord, kWrites>(given) : cast_surely<kOnlyFloats, kWord, kWrites>(given);
     else
       wholes ? cast_surely<kOnlyWholes, kNone, kWrites>(given) : cast_surely<kOnlyFloats, kNone, kWrites>(given);
-    mark(runs, scale, out, kWrites == kElements ? 0 : Constants<F32>::kQuietNan);
+    if (!given.by.known) mark(given.runs, given.scale, given.out, kWrites == kElements ? 0 : Constants<F32>::kQuietNan);
   }
 
   template <Elements kType, Draws kDraws, Writes kWrites>
@@ -756,9 +782,9 @@ struct GroupCast {
   // `count` neighbours of a run, from `begin` on.
   template <Elements kType, bool kExact, Draws kDraws, Writes kWrites, class Count>
   inline void cast_part(const Given& given, int64_t run, int64_t begin, Count count, const Quick& constants, uint32_t* doubts) const {
-    const float factor = kWrites <= kCodes ? 0 : given.factor[run], second = static_cast<float>(given.outer);
+    const float factor = given.by.factor[run], second = static_cast<float>(given.outer);
     const auto cast = [&](auto wholes, const Quick& of) {
-      cast_run<decltype(wholes)::value, kExact, kDraws, kWrites>(given.in + begin, given.words + begin, count, given.inverse[run],
+      cast_run<decltype(wholes)::value, kExact, kDraws, kWrites>(given.in + begin, given.words + begin, count, given.by.inverse[run],
                                                                  factor, second, of, given.out + begin, doubts);
     };
     if (kType == kOnlyWholes || (kType == kEither && given.scale[run] < 0))
@@ -772,7 +798,7 @@ struct GroupCast {
   inline uint32_t cast_ones(const Given& given, int64_t begin, int64_t count, const Quick& constants) const {
     const auto cast = [&](auto wholes, const Quick& of, uint32_t* out) {
       return cast_each<decltype(wholes)::value, kExact, kDraws, kWrites>(given.in + begin, given.words + begin, count,
-                                                                         given.inverse + begin, given.factor + begin,
+                                                                         given.by.inverse + begin, given.by.factor + begin,
                                                                          static_cast<float>(given.outer), of, out);
     };
     uint32_t* const out = given.out + begin;
@@ -839,11 +865,7 @@ struct GroupCast {
   // Writes what stands for numbers under a scale of NaN.
   template <class Bits>
   void mark(const Runs& runs, const double* scale, Bits* numbers, Bits as) const {
-    if (!sharing.marks) return;
-    uint64_t unknown = 0;
-    LOWP_VECTOR_LOOP
-    for (int64_t run = 0; run < runs.number; ++run) unknown |= mask<F64>(scale[run] != scale[run]);
-    if (unknown == 0) return;
+    if (!sharing.marks || are_known(runs, scale)) return;
     each_run(runs, [&](int64_t run, int64_t begin, int64_t length) {
       if (scale[run] == scale[run]) return;
       for (int64_t i = begin; i < begin + length; ++i) numbers[i] = as;

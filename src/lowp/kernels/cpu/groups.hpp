@@ -344,7 +344,7 @@ static bool each_row_of_columns(const Task& task, const Groups& groups, int64_t 
         if (row % 4 == 0) random_words_across(task.seed, first, distance, count, words);
         strip.words = words + row % 4 * count, strip.index = index + row - task.index;
       }
-      use(row_of(row), corner + row * groups.inner, strip, scale, nullptr);
+      use(row_of(row), corner + row * groups.inner, strip, scale, found);
     }
   }
   return finite;
@@ -434,10 +434,9 @@ static bool each_strip_rounded(const Task& task, const Groups& groups, int64_t b
   const GroupCast cast(*groups.sharing, task.seed, task.index, groups.draws_across() ? groups.row : 1);
   alignas(64) uint32_t buffer[kBlock + 4], narrow[kBlock];
   alignas(64) uint64_t wide[kBlock];
-  alignas(64) float inverse[kBlock];
+  Factors by;
   alignas(64) double other[kBlock];
   const bool corrects = groups.sharing->corrects && groups.scale == nullptr;
-  bool reaches = false;
   return each_strip<C>(task, groups, begin, end, [&](auto* in, int64_t first, const Strip& strip, const double* scale,
                                                      const double* found) {
     const int64_t count = strip.count;
@@ -446,11 +445,13 @@ static bool each_strip_rounded(const Task& task, const Groups& groups, int64_t b
     if (draws(cast.sharing.element.rounding) && words == buffer) words = words_from(task.seed, task.index + first, count, buffer);
     const int32_t* const points = groups.zero_point == nullptr ? nullptr : groups.zero_point + strip.group;
     if constexpr (sizeof(*in) == 4) {
-      if (points == nullptr && cast.are_near(found, groups.most, strip.runs, scale, groups.outer, inverse))
-        return near(cast, in, first, strip, inverse);
-      if (!strip.follows) reaches = points == nullptr && cast.invert(strip.runs, scale, groups.outer, inverse);
-      if (reaches && !corrects && whole(cast, in, first, strip, scale, inverse, words, drawn)) return;
-      if (reaches && cast.elements(in, strip.runs, inverse, scale, groups.outer, words, drawn, count, narrow))
+      if (!strip.follows) {
+        by.near = points == nullptr && cast.are_near(found, groups.most, strip.runs, scale, groups.outer, by.factor);
+        by.reaches = !by.near && points == nullptr && cast.invert(strip.runs, scale, groups.outer, by);
+      }
+      if (by.near) return near(cast, in, first, strip, by);
+      if (by.reaches && !corrects && whole(cast, in, first, strip, scale, by, words, drawn)) return;
+      if (by.reaches && cast.elements(in, strip.runs, by, scale, groups.outer, words, drawn, count, narrow))
         return in_fp32(narrow, first, strip, corrects ? corrected(task, groups, in, narrow, strip, scale, other) : scale);
       widen(in, wide, count);
     } else {
@@ -488,9 +489,9 @@ static int quantize_groups_in(const Task& task, const Groups& groups, int64_t be
     }
   };
   const auto whole = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const double* scale,
-                         const float* inverse, const uint32_t* words, int64_t drawn) {
+                         const Factors& by, const uint32_t* words, int64_t drawn) {
     uint32_t* const out = direct ? static_cast<uint32_t*>(task.out) + first : result;
-    if (!(narrow || twice) || !cast.all(in, strip.runs, inverse, scale, groups.outer, words, drawn, out)) return false;
+    if (!(narrow || twice) || !cast.all(in, strip.runs, by, scale, groups.outer, words, drawn, out)) return false;
     if (twice) return write_bf16(result, task, first, strip.count);
     if (!direct) lost |= write(result, task, first, strip.count);
     return true;
@@ -500,8 +501,8 @@ static int quantize_groups_in(const Task& task, const Groups& groups, int64_t be
   const int digits = element.kind == kInteger ? element.bits : element.mantissa_bits + 1;
   const bool holds = task.out_type == kFp32 || (task.out_type == kBf16 && digits <= 8);
   const bool at_once = task.out_type == kFp32 && !task.stream && is_aligned(task.out, sizeof(uint32_t));
-  const auto near = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const float* factor) {
-    cast.template round_near<false>(in, strip.runs, factor, at_once ? static_cast<uint32_t*>(task.out) + first : result);
+  const auto near = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, Factors& by) {
+    cast.template round_near<false>(in, strip.runs, by, strip.follows, at_once ? static_cast<uint32_t*>(task.out) + first : result);
     if (at_once) return;
     if (holds) return store<F32>(result, task.out, task.out_type, first, strip.count, task.stream);
     if (narrow) {
@@ -550,13 +551,13 @@ static int64_t encode_groups_in(const Task& task, const Groups& groups, int64_t 
     if constexpr (sizeof(T) == 1)
       if (groups.packed) pack(codes, strip.count, bits, static_cast<uint8_t*>(task.out) + first * bits / 8);
   };
-  const auto near = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const float* factor) {
-    cast.template round_near<true>(in, strip.runs, factor, found);
+  const auto near = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, Factors& by) {
+    cast.template round_near<true>(in, strip.runs, by, strip.follows, found);
     put_found(first, strip);
   };
   const auto whole = [&](const GroupCast& cast, const uint32_t* in, int64_t first, const Strip& strip, const double* scale,
-                         const float* inverse, auto&&...) {
-    if (!cast.codes(in, strip.runs, inverse, scale, groups.outer, found)) return false;
+                         const Factors& by, auto&&...) {
+    if (!cast.codes(in, strip.runs, by, scale, groups.outer, found)) return false;
     put_found(first, strip);
     return true;
   };
