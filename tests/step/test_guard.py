@@ -273,6 +273,7 @@ def test_what_the_host_knows_of_a_step_counts_as_its_flag_does(known: bool) -> N
         norm(torch.full((4, 2), 9.0))
         guard.settle(stepped)
     assert by_host.skipped_steps == by_flag.skipped_steps == int(not known)
+    assert [by_host.newly_skipped() for _ in range(3)] == [0, 0, 0], "the host has told of it"
     assert torch.equal(norms[0].running_mean, norms[1].running_mean)
     assert by_host.stepped is not None and by_host.stepped.dtype is torch.bool and bool(by_host.stepped) is known
     by_host.stepped.logical_not_()  # the caller's own: what is remembered stays
