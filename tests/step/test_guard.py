@@ -13,6 +13,7 @@ from torch import nn
 
 import lowp
 from lowp.errors import InvalidInput, Misuse
+from lowp.exponents import learning
 from lowp.kernels.choose import hardware
 from lowp.kernels.int16.late import LateNumber
 from lowp.step import NonFiniteGradients
@@ -170,6 +171,19 @@ def test_a_device_skips_by_itself_and_is_told_of_later(
             _spoiled(training)
     assert precision.stepped and precision.skipped_steps == 1
     assert [f"{name} has no loss scale, and 1 of the steps up to" in str(one.message) for one in told] == [True]
+
+
+def test_a_device_skips_by_its_flags_of_what_was_written_under_shared_exponents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(learning, "answers_at_once", lambda device: False)
+    model, _, precision = training = _adam("flex16+5")
+    before = [one.clone() for one in model.parameters()]
+    _spoiled(training, "gradient", torch.inf)
+    assert not precision.stepped and precision.faults == ["gradient of 2.weight"]
+    assert all(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
+    _spoiled(training)
+    assert precision.stepped and precision.skipped_steps == 1
 
 
 def test_state_written_past_autograd_is_seen_within_sixteen_steps() -> None:
