@@ -529,6 +529,13 @@ def test_a_step_is_skipped_if_any_of_its_passes_overflowed(between: str, tmp_pat
     assert "lowp run: fp16, 4 optimizer steps, 2 skipped, loss scale " in ran.stderr
 
 
+def test_a_schedule_after_a_first_step_that_is_skipped_warns_of_nothing(tmp_path: Path) -> None:
+    schedule = "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 9)\nfor factors in ("
+    text = PASSES.replace("for factors in ((1.0, 1.0), ", schedule) + "    schedule.step()\n"
+    ran = run_text(text, "fp16", tmp_path)
+    assert ran.stdout.splitlines() == ["True True", "True True", "False True"] and "lr_scheduler" not in ran.stderr
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_a_model_that_is_not_in_fp32_is_left_alone_and_that_alone_is_told(dtype: str, tmp_path: Path) -> None:
     text = f"import torch\ntorch.set_default_dtype(torch.{dtype})\n{PASSES}"

@@ -148,19 +148,14 @@ class _Steps:
 
     def _guarded(self, held: Held) -> Any:
         """Step by the precision, which skips the step if a gradient overflowed."""
-        precision, optimizer = self.session.precision, held.optimizer
         parameters = [one for group in held.param_groups for one in group["params"]]
         nonfinite = None if self.gradients is None else self.gradients.take_nonfinite(parameters)
         if all(one.grad is None for one in parameters):
             return held.step()
-        if self.session.is_scaling:
-            with self.session.turn:
-                result = self._scaled_step(held, parameters, nonfinite)
-        else:
-            result = precision.step(self._of(held))
-        if isinstance(optimizer, Optimizer):
-            cast(Any, optimizer)._opt_called = True  # schedulers check this; torch.amp's skipped steps set it too
-        return result
+        if not self.session.is_scaling:
+            return self.session.precision.step(self._of(held))
+        with self.session.turn:
+            return self._scaled_step(held, parameters, nonfinite)
 
     def _scaled_step(self, held: Held, parameters: list[Tensor], nonfinite: Tensor | None) -> Any:
         """Step one optimizer. The scale moves once, after all optimizers that share a backward pass have stepped.
