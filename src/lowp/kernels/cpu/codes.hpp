@@ -284,13 +284,15 @@ static void decode_in(const Task& task, int64_t begin, int64_t end) {
   const Coder<C> coder(*task.cast);
   alignas(64) typename C::Bits values[kBlock];
   alignas(64) T copy[kBlock];
-  const bool aligned = is_aligned(task.in, sizeof(T));
+  const bool aligned = is_aligned(task.in, sizeof(T)), in_place = carrier_bytes(task.out_type) == sizeof(values[0]);
+  const bool direct = in_place && !task.stream && is_aligned(task.out, sizeof(values[0]));
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     const char* const from = at(task.in, first, sizeof(T));
     if (!aligned) std::memcpy(copy, from, sizeof(T) * static_cast<size_t>(count));
-    coder.decode(aligned ? reinterpret_cast<const T*>(from) : copy, values, count);
-    store<C>(values, task.out, task.out_type, first, count, task.stream);
+    typename C::Bits* const to = direct ? static_cast<typename C::Bits*>(task.out) + first : values;
+    coder.decode(aligned ? reinterpret_cast<const T*>(from) : copy, to, count);
+    if (!direct) store<C>(values, task.out, task.out_type, first, count, task.stream);
   }
   if (task.stream) finish_streaming();
 }

@@ -600,6 +600,7 @@ static bool decode_groups_in(const Task& task, const Groups& groups, int64_t beg
   alignas(64) uint64_t wide[kBlock];
   alignas(64) T copy[kBlock + 8];
   alignas(64) double scale[kBlock];
+  const bool direct = task.out_type == kFp32 && !task.stream && is_aligned(task.out, sizeof(uint32_t));
   bool lost = false;
   for (int64_t first = begin; first < end;) {
     const Strip strip(groups, first, end, false);
@@ -626,8 +627,9 @@ static bool decode_groups_in(const Task& task, const Groups& groups, int64_t beg
     const bool narrow = sizeof(element[0]) == 4 && are_fp32(scale, strip.runs.number);
     if constexpr (sizeof(element[0]) == 4) {
       if (narrow) {
-        values(sharing, element, strip.runs, scale, groups.outer, element);
-        lost |= write(element, task, first, count);
+        uint32_t* const to = direct ? static_cast<uint32_t*>(task.out) + first : element;
+        values(sharing, element, strip.runs, scale, groups.outer, to);
+        if (!direct) lost |= write(element, task, first, count);
       } else {
         widen(element, wide, count);
       }
