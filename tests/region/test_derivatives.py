@@ -43,6 +43,29 @@ def test_gradients_that_can_be_differentiated_again_are_the_same_numbers(precisi
     assert same(plain, [one.detach() for one in graph])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "e4m3fn", "mxfp8", "int8", "dfp16", "flex16+5"])
+def test_gradients_of_a_batch_are_those_of_each(precision: str) -> None:
+    layers = nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.MaxPool1d(2), nn.Linear(8, 16), nn.LayerNorm(16)
+    model, x = nn.Sequential(*layers), torch.randn(2, 4, 18, requires_grad=True)
+    with autocast(precision):
+        y = model(x)[None]
+        y = (nn.functional.scaled_dot_product_attention(y, y, y) @ torch.ones(16, 4)).float()
+        incoming = torch.randn(3, *y.shape)
+        inputs = [x, *model.parameters()]
+        for _ in range(2):  # exponents begin in the first
+            each = [torch.autograd.grad(y, inputs, one, retain_graph=True) for one in incoming]
+        found = torch.autograd.grad(y, inputs, incoming, is_grads_batched=True)
+        rows = torch.autograd.functional.jacobian(lambda x: model(x).float().sum(0), x, vectorize=True)
+    assert rows.shape == (8, 16, *x.shape) and rows.isfinite().all()
+    wanted = [torch.stack(one) for one in zip(*each, strict=True)]
+    if precision in ("int8", "flex16+5"):  # which draws at random, or goes on with its exponents
+        largest = max(float(one.abs().max()) for one in wanted)
+        assert all((one - other).abs().max() <= 0.02 * largest for one, other in zip(wanted, found, strict=True))
+    else:
+        assert same(wanted, list(found))
+
+
 @pytest.mark.parametrize("call", ["method", "autograd.backward", "autograd.grad"])
 def test_backward_within_a_region_gives_what_it_gives_outside(model: Net, call: str) -> None:
     x = torch.randn(3, 8)

@@ -25,7 +25,7 @@ from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import Operand, carrier_dtype, native_dtype, operand, result_dtype, with_derivatives
 from lowp.ops.contraction import matmul, runner
 from lowp.ops.generic import finished
-from lowp.ops.shields import shield
+from lowp.ops.shields import shielded
 from lowp.ops.signature import bound, check
 from lowp.ops.trilinear import OUTPUT
 from lowp.policy import Rule
@@ -162,25 +162,31 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        mask, query, key, value, *kept = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
-        with shield(), Scratch() as scratch:
-            values, gradient = [query, key, value], _carried(ctx.casts, gradient, "grad")
-            with torch.no_grad():
-                if kept:
-                    logarithms, result, rest = kept
-                    known, settings = Attended(joined(result, rest, scratch), logarithms), ctx.settings
-                    (wide,) = widened([gradient], scratch)
-                    three = gradients(wide, widened(values, scratch), known, mask, settings.causal, settings.scale)
-                    wanted = [index for index in (3, 4, 5) if ctx.needs_input_grad[index]]
-                    found: Sequence[Tensor | None] = [three[index - 3] for index in wanted]
-                else:
-                    wanted, found = _recomputed(ctx, gradient.float(), mask, values)
-            if torch.is_grad_enabled():
-                found = with_derivatives(found, _recomputed(ctx, gradient.float(), mask, values)[1])
-            graded: list[Tensor | None] = [None] * 9
-            for index, one in zip(wanted, found, strict=True):
-                graded[index] = ctx.casts.cast(one, "input gradient") if index > 2 else one
-            return tuple(graded)
+        saved = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
+        return tuple(shielded(_graded, gradient, (ctx, saved)))
+
+
+def _graded(gradient: Tensor, given: tuple[Any, Any]) -> list[Tensor | None]:
+    """Return the gradients of what `_Attention` was given. `given`: its context, and what it saved."""
+    ctx, (mask, query, key, value, *kept) = given
+    with Scratch() as scratch:
+        values, gradient = [query, key, value], _carried(ctx.casts, gradient, "grad")
+        with torch.no_grad():
+            if kept:
+                logarithms, result, rest = kept
+                known, settings = Attended(joined(result, rest, scratch), logarithms), ctx.settings
+                (wide,) = widened([gradient], scratch)
+                three = gradients(wide, widened(values, scratch), known, mask, settings.causal, settings.scale)
+                wanted = [index for index in (3, 4, 5) if ctx.needs_input_grad[index]]
+                found: Sequence[Tensor | None] = [three[index - 3] for index in wanted]
+            else:
+                wanted, found = _recomputed(ctx, gradient.float(), mask, values)
+        if torch.is_grad_enabled():
+            found = with_derivatives(found, _recomputed(ctx, gradient.float(), mask, values)[1])
+        graded: list[Tensor | None] = [None] * 9
+        for index, one in zip(wanted, found, strict=True):
+            graded[index] = ctx.casts.cast(one, "input gradient") if index > 2 else one
+        return graded
 
 
 def _keeps_result(ctx: Any, settings: Attention, casts: RoleCasts) -> bool:

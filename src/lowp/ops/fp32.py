@@ -14,7 +14,7 @@ from lowp.kernels.tracing import functorch_is_active, is_jit_tracing
 from lowp.ops.call import RoleCasts
 from lowp.ops.casting import native_dtype, with_derivatives
 from lowp.ops.generic import finished
-from lowp.ops.shields import shield
+from lowp.ops.shields import shielded
 from lowp.policy import Rule
 
 Tensors = Sequence[Tensor | None]
@@ -128,24 +128,29 @@ class _InFp32(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, *saved = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
-        with shield():
-            wanted, watch = list(ctx.needs_input_grad[2:]), ctx.casts.watch
-            gradient = ctx.casts.cast(gradient, "grad")
-            with torch.no_grad(), Scratch() as scratch:
-                wide = scratch.wide(gradient), tuple(saved), scratch.wide(x)
-                graded = ctx.computation.backward(*wide, weight, bias, wanted=wanted)
-            if torch.is_grad_enabled():  # double backward: torch's own op once more, as part of the graph
-                result = ctx.computation.again(x.float(), weight, bias)
-                inputs = (x, weight, bias)
-                same = gradients_wanted(result, inputs, wanted, gradient.float(), create_graph=True)
-                graded = with_derivatives(graded, same)
-            found: list[Tensor | None] = [None, None]
-            for one, want, source, role in zip(graded, wanted, (x, weight, bias), _GRADIENTS, strict=True):
-                if one is None or not want:
-                    found.append(None)
-                    continue
-                if watch is not None:  # in 16 bits where the input was read so
-                    watch(one, role, ctx.casts.rule.input if source.dtype is not one.dtype else None)
-                found.append(one.to(source.dtype))
-            return tuple(found)
+        saved = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
+        return None, None, *shielded(_graded, gradient, (ctx, saved))
+
+
+def _graded(gradient: Tensor, given: tuple[Any, Any]) -> list[Tensor | None]:
+    """Return the gradients of the tensors of an `_InFp32`. `given`: its context, and what it saved."""
+    ctx, (x, weight, bias, *saved) = given
+    wanted, watch = list(ctx.needs_input_grad[2:]), ctx.casts.watch
+    gradient = ctx.casts.cast(gradient, "grad")
+    with torch.no_grad(), Scratch() as scratch:
+        wide = scratch.wide(gradient), tuple(saved), scratch.wide(x)
+        graded = ctx.computation.backward(*wide, weight, bias, wanted=wanted)
+    if torch.is_grad_enabled():  # double backward: torch's own op once more, as part of the graph
+        result = ctx.computation.again(x.float(), weight, bias)
+        inputs = (x, weight, bias)
+        same = gradients_wanted(result, inputs, wanted, gradient.float(), create_graph=True)
+        graded = with_derivatives(graded, same)
+    found: list[Tensor | None] = []
+    for one, want, source, role in zip(graded, wanted, (x, weight, bias), _GRADIENTS, strict=True):
+        if one is None or not want:
+            found.append(None)
+            continue
+        if watch is not None:  # in 16 bits where the input was read so
+            watch(one, role, ctx.casts.rule.input if source.dtype is not one.dtype else None)
+        found.append(one.to(source.dtype))
+    return found

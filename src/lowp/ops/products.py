@@ -38,7 +38,7 @@ from lowp.ops.incoming import Incoming
 from lowp.ops.int16.contraction import integer_contraction
 from lowp.ops.int16.nodes import fp64_contraction
 from lowp.ops.kept import keeping
-from lowp.ops.shields import shield
+from lowp.ops.shields import shielded
 from lowp.ops.trilinear import FIRST, OTHERS, OUTPUT, SECOND, Einsum, Form, Linear
 from lowp.policy import Rule
 
@@ -174,16 +174,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        values, edges = ctx.saved_tensors, ctx.edges  # outside of the shield: a checkpoint runs its region now
-        with shield():
-            if edges is None:
-                scales, raw = values[4:6], values[6:]
-                values, edges = _for_backward(values[:4], ctx.needs_input_grad[3:5], raw)
-                values += scales
-            first, second, bias = ctx.needs_input_grad[3:6]
-            wanted = _Wanted((first, second), bias, ctx.bias_dtype)
-            found = _gradients(ctx.form, ctx.slot, ctx.casts, wanted, gradient, (values, edges))
-            return None, None, None, *found, None, None, None, None, None, None
+        saved = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
+        return None, None, None, *shielded(_of_product, gradient, (ctx, saved)), None, None, None, None, None, None
 
     @staticmethod
     def tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
@@ -202,6 +194,18 @@ class _Product(torch.autograd.Function):
 
 
 _product = with_tangents(_Product)
+
+
+def _of_product(gradient: Tensor, given: tuple[Any, Any]) -> Gradients:
+    """Return the gradients of both operands and the bias. `given`: the context of a `_Product`, and what it saved."""
+    (ctx, values), edges = given, given[0].edges
+    if edges is None:
+        scales, raw = values[4:6], values[6:]
+        values, edges = _for_backward(values[:4], ctx.needs_input_grad[3:5], raw)
+        values += scales
+    first, second, bias = ctx.needs_input_grad[3:6]
+    wanted = _Wanted((first, second), bias, ctx.bias_dtype)
+    return _gradients(ctx.form, ctx.slot, ctx.casts, wanted, gradient, (values, edges))
 
 
 def _for_backward(

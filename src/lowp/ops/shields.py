@@ -14,6 +14,12 @@ DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torc
 DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
 _function_modes = cast(Callable[[], int], private("torch._C._len_torch_function_stack"))
 _is_any_autocast_enabled = cast(Callable[[], bool], private("torch._C._is_any_autocast_enabled"))
+_is_batched = cast(Callable[[Tensor], bool], private("torch._C._functorch.is_legacy_batchedtensor"))
+_deeper, _less_deep = (
+    cast(Callable[[], int], private(f"torch._C._vmapmode_{name}crement_nesting")) for name in ("in", "de")
+)
+_unbatched = cast(Callable[..., Tensor], private("torch._remove_batch_dim"))
+_batched = cast(Callable[..., Tensor], private("torch._add_batch_dim"))
 
 
 def shield() -> AbstractContextManager[object]:
@@ -22,12 +28,31 @@ def shield() -> AbstractContextManager[object]:
 
 
 def shielded(function: Callable[[Tensor, Any], _Answer], gradient: Tensor, ctx: Any) -> _Answer:
-    """Return the result of a backward function within `shield`, which is entered only if a mode could interfere."""
+    """Return the result of a backward function within `shield`, which is entered only if a mode could interfere.
+
+    The gradients of is_grads_batched=True are computed one after the other, as by calls of their own.
+    """
     if not torch.compiler.is_compiling() and type(gradient) is Tensor:
+        if _is_batched(gradient):
+            return cast(_Answer, _each(cast(Any, function), gradient, ctx))
         if not (_function_modes() or _is_any_autocast_enabled()):
             return function(gradient, ctx)
     with shield():
         return function(gradient, ctx)
+
+
+def _each(function: Callable[[Tensor, Any], Any], gradient: Tensor, ctx: Any) -> Any:
+    """Return the results of a backward function for each gradient of a batch, as batches."""
+    level = _deeper() - 1
+    _less_deep(), _less_deep()  # out of the batch, in which torch draws no random numbers
+    try:
+        found = [shielded(function, one, ctx) for one in _unbatched(gradient, level, 1, 0).unbind()]
+    finally:
+        _deeper()
+    if isinstance(found[0], Tensor):
+        return _batched(torch.stack(found), 0, level)
+    columns = zip(*found, strict=True)
+    return [None if one[0] is None else _batched(torch.stack(one), 0, level) for one in columns]
 
 
 def without_autocast() -> AbstractContextManager[object]:

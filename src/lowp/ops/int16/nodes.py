@@ -13,7 +13,7 @@ from lowp.kernels.numbers.floats import need_fp64
 from lowp.kernels.products import contract
 from lowp.ops.call import RoleCasts
 from lowp.ops.casting import is_irregular, rounded
-from lowp.ops.shields import shield
+from lowp.ops.shields import shield, shielded
 from lowp.ops.trilinear import OUTPUT, Form
 
 OUTPUT_ROLE, OUTPUT_GRADIENT = "output", "output gradient"
@@ -68,16 +68,13 @@ class _Write(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, writer: SiteWriter, role: str, gradient_role: str | None, unless_exact: bool
     ) -> Tensor:
-        ctx.writer, ctx.gradient_role, ctx.dtype = writer, gradient_role, x.dtype
+        ctx.writer, ctx.role, ctx.dtype = writer, gradient_role, x.dtype
         with shield():
             return writer.write(x.detach(), role, unless_exact).values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with shield():
-            if ctx.gradient_role is not None:
-                gradient, _ = written_gradient(gradient, ctx.writer, ctx.gradient_role, unless_exact=True)
-            return gradient.to(ctx.dtype), None, None, None, None
+        return gradient.to(ctx.dtype) if ctx.role is None else shielded(_written, gradient, ctx), None, None, None, None
 
 
 class _Read(torch.autograd.Function):
@@ -90,9 +87,11 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with shield():
-            written, _ = written_gradient(gradient, ctx.writer, ctx.role, unless_exact=True)
-            return written.to(ctx.dtype), None, None, None
+        return shielded(_written, gradient, ctx), None, None, None
+
+
+def _written(gradient: Tensor, ctx: Any) -> Tensor:
+    return written_gradient(gradient, ctx.writer, ctx.role, unless_exact=True)[0].to(ctx.dtype)
 
 
 def rounded_by(

@@ -19,7 +19,7 @@ from lowp.ops.call import Call
 from lowp.ops.observed import told
 from lowp.ops.observing import role_of
 from lowp.ops.rows import Row
-from lowp.ops.shields import shield
+from lowp.ops.shields import shielded
 from lowp.ops.signature import Mismatch, bound, plain, require
 
 
@@ -69,8 +69,7 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (payload,) = ctx.saved_tensors  # a checkpoint may run its region now
-        with shield():
-            return payloads.passed_where_positive(gradient, payload), None, None
+        return shielded(payloads.passed_where_positive, gradient, payload), None, None
 
 
 @cache
@@ -110,10 +109,14 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors  # a checkpoint may run its region now
-        with shield():
-            like = gradient.new_empty_strided(ctx.shape, ctx.stride)  # its shape and strides are read, no element
-            result = ctx.run(gradient, like, *ctx.settings, indices.to(torch.int64))
-            return result, None, None, None
+        return shielded(_pooled, gradient, (ctx, indices)), None, None, None
+
+
+def _pooled(gradient: Tensor, given: tuple[Any, Tensor]) -> Tensor:
+    """Return the gradient of the input of a `_Pool`. `given`: its context, and the indices of the maxima."""
+    ctx, indices = given
+    like = gradient.new_empty_strided(ctx.shape, ctx.stride)  # its shape and strides are read, no element
+    return cast(Tensor, ctx.run(gradient, like, *ctx.settings, indices.to(torch.int64)))
 
 
 def _smallest(places: int) -> torch.dtype:
