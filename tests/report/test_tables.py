@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lowp.report import tables, terminal
 
@@ -213,4 +215,20 @@ def test_a_comparison_is_shown_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> No
     text = printed(document)
     assert text.startswith(ERRORS) and "time: how" not in text and text.count("of runs with the same seed") == 1
     document["variants"][2]["runs"] = [{"seed": 0}, {"seed": 1}]
-    assert "shared exponents" not in printed(document)
+    document["variants"][1]["statistics"]["lost_updates"]["values"] = [None, None]
+    text = printed(document)
+    assert "shared exponents" not in text
+    lines = [re.split("  +", line) for line in text.splitlines() if line.startswith("bf16 ")]
+    assert lines[1][-2:] == ["-", "< 0.01%"]
+
+
+def test_a_table_as_wide_as_the_terminal_is_one_piece() -> None:
+    table = terminal.plain_table("a title", ["one", "two", "three"])
+    table.add_row("1", "22", "333")
+
+    def parts(width: int) -> int:
+        terminal.show(Console(width=width, file=(stream := io.StringIO())), table)
+        return sum(line.startswith("1 ") for line in stream.getvalue().splitlines())
+
+    fits = next(width for width in range(10, 40) if parts(width) == 1)
+    assert fits == len("one   two   three") and parts(fits - 1) == parts(5) == 2

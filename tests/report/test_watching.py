@@ -49,6 +49,18 @@ def test_a_board_fits_the_terminal() -> None:
     assert "update / weight" in "".join(shown(board, 80)) and "activation" not in "".join(shown(board, 60))
 
 
+def test_the_rate_is_that_of_the_latest_steps() -> None:
+    board = Board("run.jsonl")
+    for step, seconds, rate in ((0, 1.0, None), (1, 2.0, 1.0), (4, 7.0, 4 / 6), (4, 7.0, 4 / 6)):
+        board.take([{**record(step), "time": seconds}])
+        assert board.rate == rate
+    board.take([{**record(step), "time": step} for step in range(100)])
+    assert board.rate == 1.0
+    at_once = Board("run.jsonl")
+    at_once.take([{**record(step), "time": 1.0} for step in range(2)])
+    assert at_once.rate is None
+
+
 def test_a_resumed_run_begins_anew() -> None:
     board = Board("run.jsonl")
     board.take([record(step) for step in range(4)])
