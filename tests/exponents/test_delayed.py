@@ -179,6 +179,24 @@ def test_an_evaluation_of_many_batches_in_one_region_casts_each_as_in_training()
     assert len(run.scales.sites()) == 6
 
 
+def test_a_run_after_one_that_ctrl_c_has_ended_is_cast_as_the_first() -> None:
+    def stop(module: nn.Module, arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    run = Run()
+    for _ in range(3):
+        run.step()
+    x = 0.1 * run.batch()[0]
+    with torch.no_grad(), run.precision.autocast():
+        expected = run.model(x)
+    with torch.no_grad(), run.precision.autocast():
+        hook = run.model.last.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            run.model(x)
+        hook.remove()
+        assert torch.equal(run.model(x), expected)
+
+
 class Convolutions(nn.Sequential):
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -99,9 +99,9 @@ def _enter_module(number: int, module: nn.Module, arguments: Any) -> None:
     engine = followed_engine() if number == _here.number else None  # a hook is of one thread
     if engine is not None:
         is_compiling = torch.compiler.is_compiling()
-        if engine.spots is not None and not engine.path.running and not is_compiling:
+        is_outermost = engine.path.enter(module, None if is_compiling else sys._getframe(1))
+        if is_outermost and engine.spots is not None and not is_compiling:
             engine.spots.enter(module, arguments)
-        engine.path.enter(module, None if is_compiling else sys._getframe(1))
         if engine.uses_paths:  # else all paths share their plans
             engine.move()
 

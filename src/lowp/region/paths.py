@@ -51,15 +51,17 @@ class ModulePath:
         other._names, other._outermost = self._names, self._outermost
         return other
 
-    def enter(self, module: nn.Module, frame: FrameType | None = None) -> None:
-        """Record a call of a module. `frame` is torch's frame that calls it."""
+    def enter(self, module: nn.Module, frame: FrameType | None = None) -> bool:
+        """Record a call of a module; return whether it is the outermost. `frame` is torch's frame that calls it."""
         if frame is not None and self.running:
             self.settle(frame)
-        if not self.running and (self._outermost is None or self._outermost() is not module):
+        is_outermost = not self.running
+        if is_outermost and (self._outermost is None or self._outermost() is not module):
             self._outermost = weakref.ref(module)
             self._names = {id(one): name for name, one in unwrapped(module).named_modules()}
         path = self._names.get(id(module))
         self.running.append(_Running(self.current if path is None else path, id(module), frame))
+        return is_outermost
 
     def leave(self, module: nn.Module) -> None:
         """Record the return of a module, and of modules called within it whose end was not reported.
