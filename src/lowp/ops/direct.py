@@ -7,6 +7,7 @@ rule is decided once, what depends on shapes, strides and dtypes once for each o
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ FormOf = Callable[[tuple[int, ...], tuple[int, ...]], "Form | None"]
 LEAST_ROWS = 256
 _MOST = 4096  # calls that are known under a rule
 _INT8 = parse("int8")
+_requires_grad = attrgetter("requires_grad")
 
 
 class Direct:
@@ -77,23 +79,16 @@ class Direct:
         """
         if chosen() not in WAYS or not is_quiet():
             return None
-        memory = cpu.addresses((x, weight) if bias is None else (x, weight, bias))
+        operands = (x, weight) if bias is None else (x, weight, bias)
+        memory = cpu.addresses(operands)
         if memory is None or (self.is_torchs and self._is_left_to_torch(key, x, weight)):
             return None
-        is_recorded = torch.is_grad_enabled() and (
-            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-        )
-        is_saved = (
-            is_recorded and key is not None and hasattr(type(x.grad_fn), "_saved_result")
-        )  # by the op that made x
+        is_recorded = torch.is_grad_enabled() and any(map(_requires_grad, operands))
+        # by the op that made x
+        is_saved = is_recorded and key is not None and hasattr(type(x.grad_fn), "_saved_result")
         about = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), weight.dtype
-        whole = (
-            key,
-            is_recorded,
-            is_saved,
-            *about,
-            bias if bias is None else (bias.shape, bias.dtype, bias.is_contiguous()),
-        )
+        of_bias = None if bias is None else (bias.shape, bias.dtype, bias.is_contiguous())
+        whole = key, is_recorded, is_saved, *about, of_bias
         prepared: Prepared | None = self.prepared.get(whole, UNKNOWN)
         if prepared is UNKNOWN:
             prepared = self._learnt(whole, form_of, bias)
