@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from lowp.cli.figure import FIGURES
-from lowp.recipes.training import Training
+from lowp.errors import InvalidInput
+from lowp.recipes.training import Settings, Training
 
 Lowp = Callable[..., Any]
 
@@ -209,6 +210,21 @@ def test_what_cannot_be_recorded_or_drawn_again_is_said(
     result = lowp("figure", *arguments, "--out", "new.png")
     assert (result.code, result.out) == (2, "") and text in result.err, result.err
     assert len(list(folder.iterdir())) == 3
+
+
+def test_another_recipe_is_trained_for_its_own_number_of_epochs(
+    lowp: Lowp, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epochs = []
+
+    def record(settings: Settings, onlooker: object) -> None:
+        epochs.append(settings.epochs)
+        raise InvalidInput("enough is known")
+
+    monkeypatch.setattr("lowp.recipes.recording.gradients.record_loss_scaling", record)
+    for more in ((), ("--recipe", "digits"), ("--recipe", "digits", "--epochs", "2")):
+        assert "enough is known" in lowp("figure", "loss-scaling", *more).err
+    assert epochs == [6, Settings(recipe="digits").filled().epochs, 2] and epochs[0] != epochs[1]
 
 
 @pytest.mark.parametrize("name", [name for name in TINY if name != "cost"])
