@@ -162,15 +162,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
-        return tuple(shielded(_graded, gradient, (ctx, saved)))
+        return tuple(shielded(_graded, gradient, ctx, *ctx.saved_tensors))
 
 
-def _graded(gradient: Tensor, given: tuple[Any, Any]) -> list[Tensor | None]:
-    """Return the gradients of what `_Attention` was given. `given`: its context, and what it saved."""
-    ctx, (mask, query, key, value, *kept) = given
+def _graded(gradient: Tensor, ctx: Any, mask: Tensor | None, *saved: Tensor) -> list[Tensor | None]:
+    """Return the gradients of what `_Attention` was given."""
+    values, kept = saved[:3], saved[3:]
     with Scratch() as scratch:
-        values, gradient = [query, key, value], _carried(ctx.casts, gradient, "grad")
+        gradient = _carried(ctx.casts, gradient, "grad")
         with torch.no_grad():
             if kept:
                 logarithms, result, rest = kept

@@ -185,16 +185,14 @@ def _with_values(x: Tensor, to: Cast, seed: Tensor | int) -> Tensor:
             f"{to} rounds strided tensors, not one of layout {x.layout}: convert it with to_dense(), or exempt the op "
             "by a rule without casts"
         )
+    x = x.coalesce() if x.layout is torch.sparse_coo else x
+    values = kernels.quantize(x.values(), to, seed=seed)
     if x.layout is torch.sparse_coo:
-        x = x.coalesce()
-        values = kernels.quantize(x.values(), to, seed=seed)
         return torch.sparse_coo_tensor(x.indices(), values, x.shape, is_coalesced=True, check_invariants=False)
     if x.is_nested:
-        values = kernels.quantize(x.values(), to, seed=seed)
         return torch.nested.nested_tensor_from_jagged(values, cast(Any, x).offsets(), cast(Any, x).lengths())
     is_by_rows = x.layout in (torch.sparse_csr, torch.sparse_bsr)
     indices = (x.crow_indices(), x.col_indices()) if is_by_rows else (x.ccol_indices(), x.row_indices())
-    values = kernels.quantize(x.values(), to, seed=seed)
     return torch.sparse_compressed_tensor(*indices, values, x.shape, layout=x.layout, check_invariants=False)
 
 

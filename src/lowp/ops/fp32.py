@@ -128,17 +128,15 @@ class _InFp32(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
-        return None, None, *shielded(_graded, gradient, (ctx, saved))
+        return None, None, *shielded(_graded, gradient, ctx, *ctx.saved_tensors)
 
 
-def _graded(gradient: Tensor, given: tuple[Any, Any]) -> list[Tensor | None]:
-    """Return the gradients of the tensors of an `_InFp32`. `given`: its context, and what it saved."""
-    ctx, (x, weight, bias, *saved) = given
+def _graded(gradient: Tensor, ctx: Any, x: Tensor, weight: Any, bias: Any, *saved: Tensor) -> list[Tensor | None]:
+    """Return the gradients of the tensors of an `_InFp32`."""
     wanted, watch = list(ctx.needs_input_grad[2:]), ctx.casts.watch
     gradient = ctx.casts.cast(gradient, "grad")
     with torch.no_grad(), Scratch() as scratch:
-        wide = scratch.wide(gradient), tuple(saved), scratch.wide(x)
+        wide = scratch.wide(gradient), saved, scratch.wide(x)
         graded = ctx.computation.backward(*wide, weight, bias, wanted=wanted)
     if torch.is_grad_enabled():  # double backward: torch's own op once more, as part of the graph
         result = ctx.computation.again(x.float(), weight, bias)

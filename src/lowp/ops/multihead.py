@@ -8,6 +8,7 @@ like the scores.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,22 +74,13 @@ def _forward(call: Call, projections: Rule | None = None) -> tuple[Tensor, Tenso
     _validate(given)
     if given.query.dim() == 3:
         return _batched(call, given, projections)
-    mask = given.key_padding_mask
-    single = given._replace(
-        query=given.query.unsqueeze(1),
-        key=given.query.unsqueeze(1) if given.key is given.query else given.key.unsqueeze(1),
-        value=given.value.unsqueeze(1),
-        key_padding_mask=None if mask is None else mask.unsqueeze(0),
-    )
-    result, weights = _batched(call, _same_objects(given, single), projections)
+    mask = None if given.key_padding_mask is None else given.key_padding_mask.unsqueeze(0)
+    query = given.query.unsqueeze(1)  # one object where it was, as that decides how the projection is made
+    key = query if given.key is given.query else given.key.unsqueeze(1)
+    value = key if given.value is given.key else given.value.unsqueeze(1)
+    single = given._replace(query=query, key=key, value=value, key_padding_mask=mask)
+    result, weights = _batched(call, single, projections)
     return result.squeeze(1), None if weights is None else weights.squeeze(0)
-
-
-def _same_objects(before: _Arguments, after: _Arguments) -> _Arguments:
-    """Keep key and value the same object if they were, since that decides how the projection is made."""
-    key = after.query if before.key is before.query else after.key
-    value = key if before.value is before.key else after.value
-    return after._replace(key=key, value=value)
 
 
 def _validate(given: _Arguments) -> None:
@@ -202,8 +194,7 @@ def _merged(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int)
 @remembered_by_identity
 def _of_inputs(rule: Rule) -> Rule:
     """Return the rule of products of two inputs."""
-    once = rounding_once(rule) if rule.has_products else rule
-    return Rule(**{**vars(once), "weight": rule.input})
+    return replace(rounding_once(rule), weight=rule.input)
 
 
 def _visible(

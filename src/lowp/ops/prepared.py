@@ -108,10 +108,10 @@ class Prepared(Known):
         if out is None:
             return self._computed(tensors)
         out = out if finish is None else finish(out)
-        return self._completed(out, tensors[BIAS]) if self.is_apart else out
-
-    def _completed(self, sums: Tensor, bias: Tensor | None) -> Tensor:
-        return rounded(sums if bias is None else self.form.with_bias(sums, bias.float()), self.rule.output)
+        if not self.is_apart:
+            return out
+        bias = tensors[BIAS]
+        return rounded(out if bias is None else self.form.with_bias(out, bias.float()), self.rule.output)
 
     def _forward(self, key: tuple[bool, bool, bool], bias: Tensor | None) -> ForwardProgram:
         """Return the program of calls that save the same; the operands that no program reads as they lie are copied."""

@@ -120,13 +120,10 @@ def product(
     form: Form, slot: int, casts: RoleCasts, first: Operand, second: Operand, bias: Tensor | None = None
 ) -> Tensor:
     """Return the product that fills a slot of the form, rounded by its role; part of the autograd graph."""
+    values = first.value, second.value, first.scale, second.scale, first.raw, second.raw
     if torch.is_grad_enabled() or functorch_is_active():
-        operands = first.edge, second.edge, bias, first.value, second.value, first.scale, second.scale
-        return _product(form, slot, casts, *operands, first.raw, second.raw)  # type: ignore[no-any-return]
-    if first.scale is not None and second.scale is not None:  # no graph, no node
-        left, right = Coded(first.plain, first.scale), Coded(second.plain, second.scale)
-        return coded.multiply(cast(Linear, form), casts, left, right, bias)
-    return computed(form, slot, casts, first.plain, second.plain, bias)
+        return _product(form, slot, casts, first.edge, second.edge, bias, *values)  # type: ignore[no-any-return]
+    return _Product.forward(form, slot, casts, first.edge, second.edge, bias, *values)  # no graph, no node
 
 
 class _Product(torch.autograd.Function):
@@ -174,8 +171,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # outside of the shield: a checkpoint runs its region now
-        return None, None, None, *shielded(_of_product, gradient, (ctx, saved)), None, None, None, None, None, None
+        found = shielded(_of_product, gradient, ctx, ctx.saved_tensors)
+        return None, None, None, *found, None, None, None, None, None, None
 
     @staticmethod
     def tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
@@ -196,20 +193,19 @@ class _Product(torch.autograd.Function):
 _product = with_tangents(_Product)
 
 
-def _of_product(gradient: Tensor, given: tuple[Any, Any]) -> Gradients:
-    """Return the gradients of both operands and the bias. `given`: the context of a `_Product`, and what it saved."""
-    (ctx, values), edges = given, given[0].edges
+def _of_product(gradient: Tensor, ctx: Any, values: Sequence[Tensor | None]) -> Gradients:
+    """Return the gradients of both operands of a `_Product` and of its bias. `values`: what it saved."""
+    edges = ctx.edges
     if edges is None:
-        scales, raw = values[4:6], values[6:]
-        values, edges = _for_backward(values[:4], ctx.needs_input_grad[3:5], raw)
-        values += scales
+        kept, edges = _for_backward(values[:4], ctx.needs_input_grad[3:5], values[6:])
+        values = *kept, *values[4:6]
     first, second, bias = ctx.needs_input_grad[3:6]
     wanted = _Wanted((first, second), bias, ctx.bias_dtype)
     return _gradients(ctx.form, ctx.slot, ctx.casts, wanted, gradient, (values, edges))
 
 
 def _for_backward(
-    operands: tuple[Tensor | None, ...], needs: tuple[bool, ...], raw: Sequence[Tensor | None]
+    operands: Sequence[Tensor | None], needs: tuple[bool, ...], raw: Sequence[Tensor | None]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the operands' values that the gradients asked for need, and the edges of the graph apart from values.
 
@@ -293,7 +289,8 @@ def _gradients_of_codes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradien
     is_graph = torch.is_grad_enabled() or (functorch_is_active() and not torch.compiler.is_compiling())
     quiet, is_fp8 = replace(casts, watch=None), any(one is not None and one.is_fp8 for one in operands)
     if is_graph or (is_fp8 and wanted.bias):
-        values = list(map(_values_of, operands, (form.first, form.second)))
+        shapes = zip(operands, (form.first, form.second), strict=True)
+        values = [None if one is None else one.values.reshape(shape) for one, shape in shapes]
         asked = wanted if is_fp8 else wanted._replace(bias=False)
         asked = asked if is_graph else asked._replace(operands=(False, False))
         *of_values, bias = _gradients(form, OUTPUT, quiet, asked, gradient, (values, edges))
@@ -302,10 +299,6 @@ def _gradients_of_codes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradien
     if wanted.bias and not is_fp8:
         bias = casts.cast(form.bias_gradient(gradient.float()), "bias gradient").to(wanted.bias_dtype)
     return result[0], result[1], bias if wanted.bias else None
-
-
-def _values_of(operand: Coded | None, shape: Sequence[int]) -> Tensor | None:
-    return None if operand is None else operand.values.reshape(shape)
 
 
 def gradients(

@@ -27,26 +27,27 @@ def shield() -> AbstractContextManager[object]:
     return without_autocast() if torch.compiler.is_compiling() else _Shield()
 
 
-def shielded(function: Callable[[Tensor, Any], _Answer], gradient: Tensor, ctx: Any) -> _Answer:
+def shielded(function: Callable[..., _Answer], gradient: Tensor, *given: Any) -> _Answer:
     """Return the result of a backward function within `shield`, which is entered only if a mode could interfere.
 
+    `given`: its context, and what that saved: read before, outside of the shield, as a checkpoint runs its region then.
     The gradients of is_grads_batched=True are computed one after the other, as by calls of their own.
     """
     if not torch.compiler.is_compiling() and type(gradient) is Tensor:
         if _is_batched(gradient):
-            return cast(_Answer, _each(cast(Any, function), gradient, ctx))
+            return cast(_Answer, _each(function, gradient, *given))
         if not (_function_modes() or _is_any_autocast_enabled()):
-            return function(gradient, ctx)
+            return function(gradient, *given)
     with shield():
-        return function(gradient, ctx)
+        return function(gradient, *given)
 
 
-def _each(function: Callable[[Tensor, Any], Any], gradient: Tensor, ctx: Any) -> Any:
+def _each(function: Callable[..., Any], gradient: Tensor, *given: Any) -> Any:
     """Return the results of a backward function for each gradient of a batch, as batches."""
     level = _deeper() - 1
     _less_deep(), _less_deep()  # out of the batch, in which torch draws no random numbers
     try:
-        found = [shielded(function, one, ctx) for one in _unbatched(gradient, level, 1, 0).unbind()]
+        found = [shielded(function, one, *given) for one in _unbatched(gradient, level, 1, 0).unbind()]
     finally:
         _deeper()
     if isinstance(found[0], Tensor):

@@ -107,8 +107,7 @@ class _MaskedNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (bits,) = ctx.saved_tensors  # outside of the shield: a checkpoint may run its region now
-        return shielded(ctx.masked.backward, gradient, Mask(bits, *ctx.layout)), None
+        return shielded(ctx.masked.backward, gradient, Mask(*ctx.saved_tensors, *ctx.layout)), None
 
 
 _apply = applied_at_once(_MaskedNode)

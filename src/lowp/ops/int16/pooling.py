@@ -68,8 +68,7 @@ class _Relu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (payload,) = ctx.saved_tensors  # a checkpoint may run its region now
-        return shielded(payloads.passed_where_positive, gradient, payload), None, None
+        return shielded(payloads.passed_where_positive, gradient, *ctx.saved_tensors), None, None
 
 
 @cache
@@ -108,13 +107,11 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (indices,) = ctx.saved_tensors  # a checkpoint may run its region now
-        return shielded(_pooled, gradient, (ctx, indices)), None, None, None
+        return shielded(_pooled, gradient, ctx, *ctx.saved_tensors), None, None, None
 
 
-def _pooled(gradient: Tensor, given: tuple[Any, Tensor]) -> Tensor:
-    """Return the gradient of the input of a `_Pool`. `given`: its context, and the indices of the maxima."""
-    ctx, indices = given
+def _pooled(gradient: Tensor, ctx: Any, indices: Tensor) -> Tensor:
+    """Return the gradient of the input of a `_Pool` from the indices of the maxima."""
     like = gradient.new_empty_strided(ctx.shape, ctx.stride)  # its shape and strides are read, no element
     return cast(Tensor, ctx.run(gradient, like, *ctx.settings, indices.to(torch.int64)))
 
