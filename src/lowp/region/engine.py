@@ -254,13 +254,12 @@ class Engine(TorchFunctionMode):
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if is_jit_tracing():
             raise Unavailable(_untraceable(table.name_of(func))) from error
-        text, floats = str(error), {x.dtype for x in tensors if x.is_floating_point()}
-        given = {x.dtype for x in tensors} if _NOT_THE_SAME.search(text) else floats if _MIXED.search(text) else set()
-        if len(given) > 1 and given - _ROUNDED:
-            raise RuntimeError(f"{error}. {_left_as_they_are(table.name_of(func), given)}") from error
-        if given is floats and len(floats) > 1:
-            raise RuntimeError(f"{error}. {_stored_narrow(table.name_of(func), floats)}") from error
-        if not tensors or not _NO_KERNEL.search(str(error)):
+        text, dtypes = str(error), {x.dtype for x in tensors if x.is_floating_point()}
+        if is_same := bool(_NOT_THE_SAME.search(text)):  # tensors of integers count, too
+            dtypes = {x.dtype for x in tensors}
+        if len(dtypes) > 1 and (dtypes - _ROUNDED if is_same else _MIXED.search(text)):
+            raise RuntimeError(f"{error}. {_mixed(table.name_of(func), dtypes)}") from error
+        if not tensors or not _NO_KERNEL.search(text):
             raise error
         plan = self.rulebook.widen(func, self.path.current, tensors[0].device.type)
         assert plan.run is not None and plan.rule is not None
@@ -322,24 +321,18 @@ def _untraceable(op: str) -> str:
     )
 
 
-def _left_as_they_are(op: str, dtypes: Set[torch.dtype]) -> str:
-    """Return what is said of an op whose operands have several dtypes, one of which no rule rounds."""
-    return (
-        f"{op} was given {_names(dtypes)}: as under torch.autocast, a region rounds float32, float16 and bfloat16 and "
-        "leaves other dtypes to torch, which multiplies tensors of one dtype: convert the others with float()"
+def _mixed(op: str, dtypes: Set[torch.dtype]) -> str:
+    """Return what is said of an op whose operands have several dtypes: one that no rule rounds, or one of products."""
+    why = (
+        "products in this region write another dtype than the model is stored in. Convert the model with float(), or "
+        "store it in few bits by lowp.Precision(...).prepare(model, optimizer)"
     )
-
-
-def _names(dtypes: Set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
-
-
-def _stored_narrow(op: str, dtypes: Set[torch.dtype]) -> str:
-    """Return what is said of an op whose operands, of which products wrote some, have several dtypes."""
-    return (
-        f"{op} was given {_names(dtypes)}: products in this region write another dtype than the model is stored in. "
-        "Convert the model with float(), or store it in few bits by lowp.Precision(...).prepare(model, optimizer)"
-    )
+    if dtypes - _ROUNDED:
+        why = (
+            "as under torch.autocast, a region rounds float32, float16 and bfloat16 and leaves other dtypes to torch, "
+            "which multiplies tensors of one dtype: convert the others with float()"
+        )
+    return f"{op} was given {' and '.join(sorted(str(one).removeprefix('torch.') for one in dtypes))}: {why}"
 
 
 def _first_tensor(values: Any) -> Tensor | None:

@@ -277,8 +277,7 @@ def check_generators(entry: Entry) -> None:
         if outer.frame is not None and not is_suspended(outer.frame):
             raise Misuse(
                 f"{outer.frame.f_code.co_name}() continued in {outer.region!r} while {entry.frame.f_code.co_name}() "
-                f"has "
-                f"entered {entry.region!r} later and is suspended in it: regions belong to a thread, not to a "
+                f"has entered {entry.region!r} later and is suspended in it: regions belong to a thread, not to a "
                 "generator. Leave the region before yield, or decorate the generator with it: then it applies only "
                 "while the generator runs"
             )

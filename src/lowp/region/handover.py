@@ -174,9 +174,8 @@ def as_usual(engine: Any, plan: Any, func: Callable[..., Any], args: tuple[Any, 
         or chosen() is not None
         or "out" in kwargs
         or (way.op in _BATCHED and _is_lowps(way.op, args, kwargs))
+        or (way.op == _ATTENTION and _may_return_probabilities(kwargs))
     ):
-        return ELSEWHERE
-    if way.op == _ATTENTION and _may_return_probabilities(kwargs):
         return ELSEWHERE
     leaves = _leaves_of_plain(args, kwargs, way)
     if leaves is None or (leaves and way.weights is not None and engine.weights.again(leaves)):

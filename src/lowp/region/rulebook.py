@@ -53,6 +53,7 @@ class Plan:
 
 
 Plans = dict[Callable[..., Any], "Plan | None"]
+_OF_BACKWARD = Plan(Row("backward", "structural"), None, None, suspends=True)  # in no table; runs without rules
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,9 @@ class Rulebook:
         return known[key]
 
     def _plan(self, function: Callable[..., Any], path: str) -> Plan | None:
-        row = table.row_of(function, self.policy.table)
-        return _plan_of_none(function) if row is None else self._plan_of(row, function, path)
+        if (row := table.row_of(function, self.policy.table)) is not None:
+            return self._plan_of(row, function, path)
+        return _OF_BACKWARD if table.name_of(function) in _BACKWARD else None
 
     def _plan_of(self, row: Row, function: Callable[..., Any], path: str) -> Plan | None:
         rule = self.policy.match(row.name, row.op_class, path) or self._of_contractions(row, path)
@@ -193,9 +195,7 @@ class Rulebook:
         if row.name != "multi_head_attention_forward" or rule is None or row.name in rule.ops:
             return None
         found = self.policy.match("linear", "contraction", path)
-        if found is None or found is rule:
-            return None
-        return found
+        return None if found is rule else found
 
     def _of_contractions(self, row: Row, path: str) -> Rule | None:
         """Return the rule of contractions for a product that torch only promotes, if its results stay as wide."""
@@ -290,12 +290,6 @@ class Rulebook:
 def _plans_of(policy: Policy) -> dict[tuple[Callable[..., Any], str], Plan | None]:
     """Return the dict of plans known under a policy, by function and module path."""
     return {}
-
-
-def _plan_of_none(function: Callable[..., Any]) -> Plan | None:
-    """Return the plan of a function that no table has: a backward pass runs without rules."""
-    is_backward = table.name_of(function) in _BACKWARD
-    return Plan(Row("backward", "structural"), None, None, suspends=True) if is_backward else None
 
 
 def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:

@@ -127,21 +127,22 @@ class WeightCasts:
 
     def __call__(self, weight: Tensor, to: Cast) -> Tensor:
         """Return the weight cast for a contraction, attached to the graph if gradients are recorded."""
-        if _is_traced() or not _can_serve(weight):
+        if torch.is_inference_mode_enabled() or functorch_is_active():
             return carried(weight, to)
-        sign, held = self._sign(weight), self._entries.get(id(weight))
-        known = None if held is None else self._known(weight, to, sign)
+        if not weight.is_leaf or type(weight) not in _PLAIN or weight.layout is not torch.strided or weight.is_nested:
+            return carried(weight, to)
+        sign = self._sign(weight)
+        known = self._known(weight, to, sign)
         return self.keep(weight, to, sign, carried(weight, to)) if known is None else known
 
     def look(self, weight: Tensor, to: Cast) -> tuple[Tensor | None, _Sign | None]:
         """Return the values of a plain leaf's cast, detached from the graph, if they can be reused; and its sign."""
         if torch.is_inference_mode_enabled():
             return None, None
-        sign, held = self._sign(weight), self._entries.get(id(weight))
-        if held is not None:
-            for entry in held:
-                if (entry.sign, entry.to) == (sign, to):
-                    return entry.value, sign
+        sign = self._sign(weight)
+        for entry in self._entries.get(id(weight), ()):
+            if (entry.sign, entry.to) == (sign, to):
+                return entry.value, sign
         return None, sign
 
     def _known(self, weight: Tensor, to: Cast, sign: _Sign | None) -> Tensor | None:
@@ -277,12 +278,3 @@ def forget_all() -> None:
 def _watch_optimizers() -> None:
     """Count the steps of all optimizers, because torch's fused kernels do not increment a weight's version."""
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: forget_all())
-
-
-def _is_traced() -> bool:
-    return torch.is_inference_mode_enabled() or functorch_is_active()
-
-
-def _can_serve(weight: Tensor) -> bool:
-    """Whether a cast of this tensor may be kept, apart from tracing."""
-    return weight.is_leaf and type(weight) in _PLAIN and weight.layout is torch.strided and not weight.is_nested
