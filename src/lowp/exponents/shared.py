@@ -79,7 +79,11 @@ class SharedExponents(Sites[ExponentTable]):
         are all of it: None beside a second word, and of what is not finite.
         """
         if type(x) is not Tensor and is_sharded(x):
-            raise InvalidInput(_distributed(x, cast))
+            raise InvalidInput(
+                f"a tensor {tuple(x.shape)} that is distributed over ranks (a DTensor, by tensor parallelism) cannot "
+                f"be written in {cast}: an exponent belongs to the whole tensor. Use dfp16, or another precision whose "
+                "exponents are not predicted"
+            )
         x = x.detach() if x.requires_grad else x  # the same tensor object if possible, for data cached by tensor
         table = self._table(cast, x.device)
         when: Condition = True
@@ -91,7 +95,8 @@ class SharedExponents(Sites[ExponentTable]):
                 return Written(x.float())
             when = ~is_exact if isinstance(is_exact, Tensor) else True
         if is_apart:
-            return self._written_apart(table, x, site, training, when)
+            result = table.write_apart(x, site, training if isinstance(training, Tensor) else None)
+            return Written(result if when is True else torch.where(when, result, x.float()))
         if self.run.uncounted is not None:
             when = both(when, self.run.counts(table.is_host))
         index, is_long = table.place(site, when), max(x.shape, default=0) >= low_words.FEATURES
@@ -100,13 +105,6 @@ class SharedExponents(Sites[ExponentTable]):
         if (exponent := written.exponent) is None:
             return written
         return self._in_two_words(table, x, written.values, site, exponent, when) if is_long else written
-
-    def _written_apart(
-        self, table: ExponentTable, x: Tensor, site: str, training: bool | Tensor, when: Condition
-    ) -> Written:
-        """Return what is written of x outside of training where `when` is true, and x elsewhere; nothing is noted."""
-        result = table.write_apart(x, site, training if isinstance(training, Tensor) else None)
-        return Written(result if when is True else torch.where(when, result, x.float()))
 
     def _in_two_words(
         self, table: ExponentTable, x: Tensor, high: Tensor, site: str, exponent: Tensor, when: Condition
@@ -192,11 +190,3 @@ class SharedExponents(Sites[ExponentTable]):
     def watch(self, callback: Callable[[Flush], object]) -> Callable[[], None]:
         """Call `callback` with the writes of each step when the step is flushed. Return a function that ends this."""
         return listed(self.run.watchers, callback)
-
-
-def _distributed(x: Tensor, cast: Cast) -> str:
-    return (
-        f"a tensor {tuple(x.shape)} that is distributed over ranks (a DTensor, by tensor parallelism) cannot be "
-        f"written in {cast}: an exponent belongs to the whole tensor. Use dfp16, or another precision whose exponents "
-        "are not predicted"
-    )
