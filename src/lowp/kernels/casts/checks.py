@@ -1,6 +1,7 @@
 """Argument checks of the public functions: casts and dtypes, seeds, scales, results, and dtypes that can hold them."""
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding, parse
 from lowp.compat import real_tensors
 from lowp.errors import InvalidInput, Misuse
-from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.formats.checks import whole_number
 from lowp.kernels.choose.dispatch import fastest
 from lowp.kernels.numbers import bitwise
@@ -136,12 +137,9 @@ def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
         found = scale.detach().to(home(x.device))
     else:
         found = torch.full((), float(scale), dtype=torch.float64, device=home(x.device))
-    count = 1
-    for size in shape:
-        count *= size
     if found.numel() == 1:
         return widen(found.reshape(()).expand(shape))
-    if found.numel() != count:
+    if found.numel() != math.prod(shape):
         expected = f"shape {shape}" if shape else "one number"
         raise InvalidInput(f"{cast}: {name} has shape {tuple(found.shape)}; a tensor {tuple(x.shape)} takes {expected}")
     return widen(found.reshape(shape))
@@ -220,16 +218,14 @@ def _fits(format: ScaledFormat, dtype: torch.dtype) -> bool:
 
 def holds_format(format: FloatFormat | IntFormat, dtype: torch.dtype) -> bool:
     """Whether every value of a format is a number of `dtype`."""
-    if isinstance(format, IntFormat):
-        digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
-        return format.bits - 1 <= digits and format.maximum <= torch.finfo(dtype).max
-    names = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-    carrier = FORMATS[names[dtype]]
+    carrier = _parse(dtype).element
     assert isinstance(carrier, FloatFormat)
+    if isinstance(format, IntFormat):
+        return format.bits - 1 <= carrier.precision and format.maximum <= carrier.maximum
     return format.fits(carrier)
 
 
 def _is_identity_on_fp32(cast: Cast) -> bool:
-    carrier, format = FORMATS["fp32"], cast.element
+    carrier, format = _parse("fp32").element, cast.element
     contains = isinstance(carrier, FloatFormat) and isinstance(format, FloatFormat) and carrier.fits(format)
     return contains and cast.overflow is not Overflow.SATURATE

@@ -68,9 +68,8 @@ def extremes(x: Any, cast: Cast) -> Tensor | None:
 
     own = x.to_local().detach()
     is_finite = own.isfinite()
-    ends = torch.where(is_finite, own, 0.0).flatten()
+    ends = pad(torch.where(is_finite, own, 0.0).flatten(), (0, 1))  # a shard may be empty
     flag = (~is_finite).any().to(own.dtype)
-    ends = pad(ends, (0, 1))  # a shard may be empty
     mine = torch.stack([ends.amax(), -ends.amin(), flag])
     placements = [Partial("max") if one.is_shard() else Replicate() for one in x.placements]
     whole = DTensor.from_local(mine, x.device_mesh, placements, run_check=False)

@@ -31,8 +31,8 @@ from lowp.errors import InvalidInput, Unavailable, unknown
 from lowp.kernels import cpu, triton
 from lowp.kernels.choose.dispatch import answers_at_once, capability, forced
 from lowp.kernels.int16 import integer_reference, integer_run
-from lowp.kernels.int16.integer_reference import ConvolutionShape
-from lowp.kernels.int16.integer_run import KINDS, PRODUCTS, Bias, Multiplied, Output, told
+from lowp.kernels.int16.integer_reference import PRODUCTS, ConvolutionShape
+from lowp.kernels.int16.integer_run import KINDS, Bias, Multiplied, Output, told
 from lowp.kernels.int16.mantissas import power, times
 
 KERNELS = ("avx512", "avx2", "neon", "portable", "reference")

@@ -26,6 +26,12 @@ from lowp.kernels.numbers.floats import moved_to_odd
 BLOCK = 256
 _EXACT_DEPTH = 1 << 22  # times 2^30 stays below 2^53
 _DEPTH = 1024  # the longest sum of products of digits that fp32 holds
+# the products of a convolution, in the order of the C++ library: their operands, and what they give
+PRODUCTS = {
+    "forward": ("input", "weight", "gradient"),
+    "input_gradient": ("gradient", "weight", "input"),
+    "weight_gradient": ("input", "gradient", "weight"),
+}
 
 Triple = tuple[int, int, int]
 Multiply = Callable[[Tensor, Tensor, bool], Tensor]  # as `matmul`
@@ -216,13 +222,11 @@ def convolution(
     product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply = matmul
 ) -> Tensor:
     """Return the sums of one of the three products, as `matmul` does; `multiply` computes them of the windows."""
+    first, second, made = PRODUCTS[product]
     full = shape.three_dimensional()
-    result_shape = {"forward": shape.output, "input_gradient": shape.input, "weight_gradient": shape.weight}[product]
-    run = {"forward": _forward, "input_gradient": _input_gradient, "weight_gradient": _weight_gradient}[product]
-    lifted = {"forward": (full.input, full.weight), "input_gradient": (full.output, full.weight)}.get(
-        product, (full.input, full.output)
-    )
-    return run(a.reshape(lifted[0]), b.reshape(lifted[1]), full, chained, multiply).reshape(result_shape).contiguous()
+    compute = {"forward": _forward, "input_gradient": _input_gradient, "weight_gradient": _weight_gradient}[product]
+    left, right = a.reshape(full.of_operand(first)), b.reshape(full.of_operand(second))
+    return compute(left, right, full, chained, multiply).reshape(shape.of_operand(made)).contiguous()
 
 
 def _even(count: int) -> int:

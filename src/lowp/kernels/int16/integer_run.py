@@ -17,16 +17,10 @@ from torch import Tensor
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu
 from lowp.kernels.int16 import integer_reference
-from lowp.kernels.int16.integer_reference import ConvolutionShape
+from lowp.kernels.int16.integer_reference import PRODUCTS, ConvolutionShape
 
 # what an exact product can be written as, numbered as in cpu/gemm.hpp, where 0 is a chained one
 KINDS = {torch.int16: 1, torch.float32: 2, torch.float64: 3, torch.int64: 4}
-# the products of a convolution, in the order of the C++ library: their operands, and what they give
-PRODUCTS = {
-    "forward": ("input", "weight", "gradient"),
-    "input_gradient": ("gradient", "weight", "input"),
-    "weight_gradient": ("input", "gradient", "weight"),
-}
 _WITHOUT_LIBRARY = ("reference", "triton")
 Observer = Callable[[int], AbstractContextManager[None]]
 observers: list[Observer] = []  # of the products of this process

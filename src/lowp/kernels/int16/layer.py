@@ -20,8 +20,8 @@ from lowp.kernels import cpu
 from lowp.kernels.cpu.abi import layer_block
 from lowp.kernels.int16.cpu_int16 import mantissa_block, memory_of, own_bounds
 from lowp.kernels.int16.integer import LARGEST_DEPTH
-from lowp.kernels.int16.integer_reference import ConvolutionShape
-from lowp.kernels.int16.integer_run import PRODUCTS, check_status, observers
+from lowp.kernels.int16.integer_reference import PRODUCTS, ConvolutionShape
+from lowp.kernels.int16.integer_run import check_status, observers
 from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, readable
 
 # of the bias; of an operand, or kept mantissas that are not its own, or an entry's beginning

@@ -203,10 +203,8 @@ def slope_of(x: Tensor, gradient: Tensor, scale: float = 1.0) -> NDArray[np.floa
 
 def largest_of(tensors: Sequence[Tensor]) -> float:
     """Return the largest |x| of dense tensors, 0 without elements; infinite or NaN if an element is."""
-    if uses_library():
-        plain = [one for one in tensors if one.dtype is torch.float32 and one.is_cpu and one.is_contiguous()]
-    else:
-        plain = []
+    plain = [one for one in tensors if one.dtype is torch.float32 and one.is_cpu and one.is_contiguous()]
+    plain = plain if uses_library() else []
     most = 0.0
     if plain:
         counts = array("q", [one.numel() for one in plain])
