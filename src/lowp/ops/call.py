@@ -215,10 +215,6 @@ class Call:
         roles = self.roles or ("input", "weight")
         return RoleCasts(self.rule, accumulation(self.rule), self.seed, self.watch, roles, self.scales)
 
-    def cast(self, x: Tensor, role: str) -> Tensor:
-        """Return x rounded by its role; see `RoleCasts.cast`."""
-        return self.casts.cast(x, role)
-
     def inner(
         self,
         func: Callable[..., Any],

@@ -43,7 +43,7 @@ def softmax(call: Call) -> Tensor:
     x, dim, dtype = _arguments(call)
     check(x)
     require(isinstance(dim, int) and (-x.dim() <= dim < x.dim() or (x.dim() == 0 and dim in (0, -1))))
-    x = call.cast(x, "input")
+    x = call.casts.cast(x, "input")
     x = -x if negative else x
     if dtype is not None:
         require(dtype.is_floating_point)

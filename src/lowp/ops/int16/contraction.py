@@ -167,14 +167,15 @@ def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     results: Results | None = ctx.results
     is_batched, is_graph = functorch_is_active(), torch.is_grad_enabled()
     has_plan = product.plan is not None and not (is_batched or is_graph)
-    has_one_word = gradient.shape[-1:] < (low_words.FEATURES,) or not _has_rows(gradient, product.form)
+    has_rows = gradient.dim() == 2 or isinstance(product.form, Linear)  # whether its columns are features
+    has_one_word = gradient.shape[-1:] < (low_words.FEATURES,) or not has_rows
     if has_plan and has_one_word:
         kept = None if results is None else _kept(gradient, product.casts.rule)
         if (results is None or kept is not None) and (found := _at_once(gradient, kept, ctx)) is not None:
             return found
     with nullcontext() if is_batched else torch.no_grad():
         written, incoming = _incoming(gradient, product, results, is_batched)
-        words = [] if incoming is None else _words(written, incoming, product)
+        words = [] if incoming is None else [incoming] if has_one_word else _words(written, incoming, product)
     if has_plan and incoming is not None and len(words) == 1:
         whole = incoming._replace(payload=incoming.payload.contiguous())
         if (found := _at_once(written, (whole, False), ctx)) is not None:
@@ -290,23 +291,14 @@ def _incoming(
     return gradient, found
 
 
-def _has_rows(gradient: Tensor, form: Form) -> bool:
-    """Whether the columns of a gradient are features."""
-    return gradient.dim() == 2 or isinstance(form, Linear)
-
-
 def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mantissas]:
-    """Return the gradient as the word it was rounded to, or as two words if one would lose some of its columns."""
+    """Return a gradient with many columns as the word it was rounded to, or as two if one would lose some of them."""
     cast = product.casts.rule.grad
     assert cast is not None
-    if gradient.shape[-1:] < (low_words.FEATURES,):
-        return [high]
-    if not _has_rows(gradient, product.form):
-        return [high]
     if not low_words.has_low_word(cast):
         if not cast.is_stochastic:
-            value = high.values
-            low_words.warn_of_loss(gradient, value, cast, f"the gradient of {product.op}, {list(gradient.shape)}")
+            what = f"the gradient of {product.op}, {list(gradient.shape)}"
+            low_words.warn_of_loss(gradient, high.values, cast, what)
         return [high]
     if answers_at_once(gradient) and not low_words.is_coarse(gradient, high.exponent):
         return [high]
