@@ -24,9 +24,10 @@ def scaling_of(cast: Cast) -> Autoflex | Reactive:
     low, high = format.scale.min_exponent, format.scale.max_exponent
     if spec.exponent is not None:
         low = high = spec.exponent
-    moves = spec.kind in ("autoflex", "reactive")
-    guess = Autoflex(16, spec.window, headroom=spec.headroom, start_headroom=spec.headroom, adapt=moves)
-    guess = Autoflex(**{**guess.__dict__, "min_exponent": low, "max_exponent": high})
+    room, moves = spec.headroom, spec.kind in ("autoflex", "reactive")
+    guess = Autoflex(
+        16, spec.window, min_exponent=low, max_exponent=high, headroom=room, start_headroom=room, adapt=moves
+    )
     return Reactive(guess=guess) if spec.kind == "reactive" else guess
 
 
@@ -35,11 +36,6 @@ def is_flexpoint(cast: Cast | None) -> bool:
     if cast is None or not has_mantissas(cast):
         return False
     return cast.scaling is not None and cast.scaling.kind != "current"
-
-
-def current(cast: Cast) -> Cast:
-    """Return the same format under the exponent of the tensor's own maximum."""
-    return Cast(cast.format, cast.rounding, cast.overflow)
 
 
 class FirstExponents:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowp import distributed
 from lowp.casts import Cast, Rounding
 from lowp.exponents.learning import Condition, LearningTable, Run
-from lowp.exponents.scalings import FirstExponents, current
+from lowp.exponents.scalings import FirstExponents
 from lowp.kernels.choose.dispatch import by_triton, uses_library
 from lowp.kernels.int16 import entries, payloads
 from lowp.kernels.int16.cpu_int16 import memory_of
@@ -41,7 +41,8 @@ class ExponentTable(LearningTable):
     def __init__(self, cast: Cast, device: torch.device, run: Run | None = None) -> None:
         super().__init__(cast, device, run)
         self._is_fixed = cast.scaling is not None and cast.scaling.exponent is not None  # the exponent is given
-        self._own = cast if self._is_fixed else current(cast)  # under the exponent of a tensor's own maximum
+        # under the exponent of a tensor's own maximum
+        self._own = cast if self._is_fixed else Cast(cast.format, cast.rounding, cast.overflow)
         is_one = self.scaling.guess is self.scaling
         self.is_quick = self.is_host and cast.rounding is Rounding.NEAREST_EVEN and is_one
         self._scratch = torch.zeros(2, dtype=torch.int32, device=device)  # of Triton's kernel, which leaves zeros there

@@ -22,6 +22,7 @@ from lowp.errors import Unavailable
 from lowp.exponents import DelayedScales, SharedExponents, SiteScales, SiteWriter, Spots, Tell
 from lowp.kernels.numbers.philox import draw_seed
 from lowp.kernels.tracing import functorch_is_active, is_jit_tracing
+from lowp.nested import tensors_of
 from lowp.ops import table
 from lowp.ops.call import Call
 from lowp.ops.generic import has_irregular
@@ -186,7 +187,7 @@ class Engine(TorchFunctionMode):
         if plan.looks and is_jit_tracing():
             raise Unavailable(_untraceable(row.name))
         if plan.rounds:
-            self.rulebook.note(row.name, _first_tensor(args) if args else _first_tensor(list(kwargs.values())))
+            self.rulebook.note(row.name, _first_tensor((args, kwargs)))
         watch = self._watch(row) if self.observers or everywhere else None
         call = Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed, None, watch)
         before, self.running = self.running, (row.name, rule is not None)
@@ -274,7 +275,7 @@ class Engine(TorchFunctionMode):
                 break
         else:
             return True
-        first = _first_tensor((args, list((kwargs or {}).values())))
+        first = _first_tensor((args, kwargs))
         if first is None or (found := first.device.type) not in self.devices:
             return False
         return _is_enabled(found) and _get_dtype(found) is self.dtype
@@ -335,10 +336,5 @@ def _mixed(op: str, dtypes: Set[torch.dtype]) -> str:
     return f"{op} was given {' and '.join(sorted(str(one).removeprefix('torch.') for one in dtypes))}: {why}"
 
 
-def _first_tensor(values: Any) -> Tensor | None:
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, (list, tuple)) and (found := _first_tensor(value)) is not None:
-            return found
-    return None
+def _first_tensor(given: Any) -> Tensor | None:
+    return next(iter(tensors_of(given)), None)
