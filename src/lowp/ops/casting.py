@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowp import kernels
-from lowp.casts import Cast, Overflow, Rounding
+from lowp.casts import Cast
 from lowp.compat import (
     applied_at_once,
     constant_when_compiled,
@@ -24,11 +24,11 @@ from lowp.compat import (
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels.casts.functions import quantize_operand
+from lowp.kernels.numbers import native
 from lowp.kernels.numbers.philox import draw_seed
 from lowp.kernels.tracing import functorch_is_active
 
 _Answer = TypeVar("_Answer")
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
@@ -36,12 +36,7 @@ def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
     return constant_when_compiled(remembered_by_identity(function))
 
 
-@_constant
-def native_dtype(to: Cast) -> torch.dtype | None:
-    """Return the dtype whose conversion `Tensor.to` IS this cast (nearest-even, overflow to infinity), or None."""
-    if to.rounding is Rounding.NEAREST_EVEN and to.overflow is Overflow.INFINITY:
-        return own_dtype(to)
-    return None
+native_dtype, own_dtype = _constant(native.native_dtype), _constant(native.own_dtype)
 
 
 @_constant
@@ -57,19 +52,13 @@ def carrier_dtype(to: Cast) -> torch.dtype:
     if isinstance(format, FloatFormat):
         for name in ("bf16", "fp16"):
             if format.fits(cast(FloatFormat, FORMATS[name])):
-                return _DTYPES[name]
+                return native.DTYPES[name]
     return torch.float32
 
 
 def result_dtype(to: Cast | None) -> torch.dtype:
     """Return the dtype in which an op writes under a rule's `output`: the format's own torch dtype, or fp32."""
     return torch.float32 if to is None else own_dtype(to) or torch.float32
-
-
-@_constant
-def own_dtype(to: Cast) -> torch.dtype | None:
-    """Return the dtype that has a cast's format, whatever its rounding; None for formats that torch has not."""
-    return next((dtype for name, dtype in _DTYPES.items() if FORMATS[name] == to.format), None)
 
 
 def is_castable(*tensors: Tensor | None) -> bool:
@@ -226,11 +215,11 @@ def rounded(
     """
     if to is None:
         return x
-    if (native := native_dtype(to)) is not None:
+    if (dtype_of_cast := native_dtype(to)) is not None:
         if x.dtype is torch.float32 and torch.compiler.is_compiling():
             # inductor removes a conversion there and back, and the rounding with it, but keeps an operator
-            return cast(Tensor, _straight_through(x, to, native, 0, axis))
-        return x.to(native)
+            return cast(Tensor, _straight_through(x, to, dtype_of_cast, 0, axis))
+        return x.to(dtype_of_cast)
     wanted = result_dtype(to) if dtype is None else dtype
     if x.dtype is own_dtype(to):
         return x

@@ -18,7 +18,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 
 def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     """Write the values that `cast` makes of `x` into `out`, which may be `x`; raise Unavailable for others."""
-    through = _dtype(cast)
+    through = native_dtype(cast)
     if through is None or (x.dtype, through) not in _EXACT:
         known = "fp16 and bf16 from torch.float32, and a dtype's own format, to nearest-even with overflow to infinity"
         raise Unavailable(f"native does not have {cast} from {x.dtype}, only {known}; bitwise and reference have it")
@@ -36,10 +36,12 @@ _EXACT = {(dtype, dtype) for dtype in (torch.float32, torch.float64)} | {
 }
 
 
-def _dtype(cast: Cast) -> torch.dtype | None:
-    """Return the dtype whose conversion is this cast, if there is one."""
-    for name, dtype in DTYPES.items():
-        if cast.format == FORMATS[name]:
-            exact = cast.rounding is Rounding.NEAREST_EVEN and cast.overflow is Overflow.INFINITY
-            return dtype if exact else None
-    return None
+def native_dtype(cast: Cast) -> torch.dtype | None:
+    """Return the dtype whose conversion `Tensor.to` IS this cast (nearest-even, overflow to infinity), or None."""
+    is_exact = cast.rounding is Rounding.NEAREST_EVEN and cast.overflow is Overflow.INFINITY
+    return own_dtype(cast) if is_exact else None
+
+
+def own_dtype(cast: Cast) -> torch.dtype | None:
+    """Return the dtype that has a cast's format, whatever its rounding; None for formats that torch has not."""
+    return next((dtype for name, dtype in DTYPES.items() if FORMATS[name] == cast.format), None)
