@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Generic, TypeVar
 
 _Entered = TypeVar("_Entered")
@@ -159,17 +159,13 @@ def _asynchronous_generator(region: _Region, function: Callable[..., Any]) -> Ca
                 except GeneratorExit:
                     raise
                 except BaseException as error:
-                    step = _bound(steps.athrow, error)
+                    step = partial(steps.athrow, error)
                 else:
-                    step = _bound(steps.asend, sent)
+                    step = partial(steps.asend, sent)
         finally:
             await _Awaited(region, steps.aclose())
 
     return run
-
-
-def _bound(method: Callable[[Any], Any], value: Any) -> Callable[[], Any]:
-    return lambda: method(value)
 
 
 class _Awaited:
@@ -185,7 +181,7 @@ class _Awaited:
 
 def _stepped(region: _Region, steps: Any) -> Generator[Any, Any, Any]:
     """Yield the items of a generator or coroutine. It runs in the region; the code that receives the items does not."""
-    step: Callable[[], Any] = _bound(steps.send, None)
+    step: Callable[[], Any] = partial(steps.send, None)
     while True:
         try:
             with region:
@@ -199,6 +195,6 @@ def _stepped(region: _Region, steps: Any) -> Generator[Any, Any, Any]:
                 steps.close()
             raise
         except BaseException as error:
-            step = _bound(steps.throw, error)
+            step = partial(steps.throw, error)
         else:
-            step = _bound(steps.send, sent)
+            step = partial(steps.send, sent)

@@ -216,17 +216,11 @@ def _block(cast: Cast) -> Any:
         minimum=element.minimum,
     )
     if isinstance(element, FloatFormat):
-        block.kind = _FLOAT
-        block.mantissa_bits = element.mantissa_bits
-        block.bias = element.bias
-        block.min_exponent = element.min_exponent
-        block.has_nan = element.has_nan
-        block.minus_zero = element.has_minus_zero
+        for name in ("mantissa_bits", "bias", "min_exponent", "has_nan", "subnormals", "has_zero"):
+            setattr(block, name, getattr(element, name))
+        block.kind, block.minus_zero, block.is_signed = _FLOAT, element.has_minus_zero, element.signed
         block.infinity = -1 if element.infinity_code is None else element.infinity_code
         block.nan = -1 if element.nan_code is None else element.nan_code
-        block.is_signed = element.signed
-        block.subnormals = element.subnormals
-        block.has_zero = element.has_zero
     else:
         block.kind = _BINARY if element.bits == 1 else _INTEGER
     return block

@@ -1,7 +1,6 @@
 """Products: `contract`, which chooses how one runs, and programs of casts and products."""
 
 from lowp.kernels.products.contraction import (
-    ProductForm,
     contract,
     contract_packed,
     is_native,
@@ -12,7 +11,6 @@ from lowp.kernels.products.contraction import (
 )
 
 __all__ = [
-    "ProductForm",
     "contract",
     "contract_packed",
     "is_native",

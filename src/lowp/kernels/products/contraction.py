@@ -22,7 +22,7 @@ all devices, the former with torch's operations only, the latter with the C++ li
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,24 +48,6 @@ _TO_NEAREST = {torch.float16: Cast(FORMATS["fp16"]), torch.bfloat16: Cast(FORMAT
 _BLOCK_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class ProductForm(Protocol):
-    """The description of a contraction's products; `slot` selects which of its three tensors is computed."""
-
-    def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the product in the dtype of its operands, by torch's own functions."""
-
-    def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Return the operands as matrices, and a function that reshapes their product."""
-
-    def integer_product(
-        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None
-    ) -> Tensor:
-        """Return the product of mantissas, summed exactly or in chains, with its bias added."""
-
-    def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
-        """Return the output with its bias added."""
-
-
 def contract(
     form: Any,
     slot: int,
@@ -76,7 +58,7 @@ def contract(
     finish: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the product for a slot of a form, summed as given by `accumulate`.
+    """Return the product for a slot of a form, `lowp.ops.trilinear.Form`, summed as given by `accumulate`.
 
     `finish` casts the sum to `output`, unless a native product of that format has rounded it. `dtype`: of sums of
     integers. Raises Unavailable if the implementation forced by `lowp.kernels.use` does not exist.
@@ -234,7 +216,7 @@ def ready_operand(value: Tensor, scratch: Scratch | None = None) -> Tensor:
     return value.float() if scratch is None else scratch.wide(value)
 
 
-def _in_blocks(form: ProductForm, slot: int, left: Tensor, right: Tensor, accumulation: Accumulation) -> Tensor:
+def _in_blocks(form: Any, slot: int, left: Tensor, right: Tensor, accumulation: Accumulation) -> Tensor:
     """Return a product in fp32 whose running sum was rounded to fp16 or bf16.
 
     The contracted dimension is split in order into blocks of n products; each block is summed in fp32, then
@@ -253,4 +235,5 @@ def _in_blocks(form: ProductForm, slot: int, left: Tensor, right: Tensor, accumu
         stop = start + accumulation.block
         block = rows[..., start:stop] @ columns[..., start:stop, :]
         running = (running + block).to(dtype).float()
-    return finish(running)
+    result: Tensor = finish(running)
+    return result

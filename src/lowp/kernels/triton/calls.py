@@ -5,12 +5,11 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels.numbers.packing import SIGNED
 from lowp.kernels.numbers.philox import Draw, Seed, drawn, signed
 from lowp.kernels.triton.device import casts, codes, counts, stochastic
 from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK, launch, programs_for, run
 from lowp.kernels.triton.plans import DTYPES, exact, is_direct, layout, plan
-
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
@@ -119,7 +118,7 @@ def merged(partial: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Ten
 
 def integers(x: Tensor) -> Tensor:
     """Return a tensor's memory viewed as integers of its width."""
-    return x.detach().view(INTEGERS[x.dtype.itemsize])
+    return x.detach().view(SIGNED[x.dtype.itemsize])
 
 
 def key_of(x: Tensor, seed: Seed, draws: bool) -> tuple[Tensor, int]:
