@@ -47,6 +47,13 @@ def no_mode_is_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def the_random_numbers_of_a_test_are_the_same_in_every_run() -> None:
+    """Seed torch before each test: which tests a worker ran before it differs from run to run."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def instruction_set_is_again_what_the_environment_says() -> Iterator[None]:
     """Undo the selection of a test, so that `make test-portable` limits later tests to their level."""
     held = os.environ.get("LOWP_CPU_ISA", "")
