@@ -111,3 +111,54 @@ def flex_window() -> dict[str, Any]:
         name: {"site": f"a {name}", "first": histogram(0.03), "last": histogram(0.01)} for name in ("weights", "x")
     }
     return {"recipe": "toy", "precision": "flex16+5", "lowest": -48, "windows": windows}
+
+
+def without_zeros() -> dict[str, Any]:
+    found = gradients()
+    found["updates"]["histogram"] = histogram(-40, (1, 2, 0, 4), zeros=0)
+    return found
+
+
+def one_layer() -> dict[str, Any]:
+    return {**activation_gradients(), "layers": [{"name": "0", "activations": -12.0, "weights": -9.0}]}
+
+
+def grid(is_share: bool) -> dict[str, Any]:
+    recipe = {"name": "toy", "metric": "accuracy" if is_share else "loss", "metric_is_share": is_share}
+    values = [[0.125, 0.25, 0.5], [0.75, 0.5, None]]
+    table = {"exponent_bits": [3, 4], "mantissa_bits": [1, 2, 3], "subnormals": is_share, "values": values}
+    spreads = {f"effect_of_{name}": {"spread": spread} for name, spread in (("exponent", 0.1), ("mantissa", 0.2))}
+    return {"recipe": {**recipe, "higher_is_better": is_share}, "grid": {**table, **spreads}}
+
+
+def benchmark() -> dict[str, Any]:
+    """Three recipes: memory within what was reserved, beyond it, and not measured, with what was published."""
+
+    def row(
+        label: str, relative: float | None, parts: dict[str, int] | None = None, reserved: int = 0
+    ) -> dict[str, Any]:
+        step = {"relative": relative, "median": None if relative is None else relative / 100}
+        if parts is None:
+            return {"label": label, "step": step}
+        allocated = sum(parts.values())
+        slack = reserved - allocated if reserved else None
+        memory = {"parts": parts, "allocated": allocated, "reserved": reserved or None, "slack": slack}
+        return {"label": label, "step": step, "memory": memory}
+
+    def subject(name: str, *rows: dict[str, Any], published: Any = None) -> dict[str, Any]:
+        return {"recipe": {"name": name, "size": "cpu", "batch": 4}, "variants": rows, "published": published}
+
+    parts = {"weights": 1000, "masters": 0, "gradients": 990, "activations": 2000, "other": 10}
+    half = {"weights": 500, "masters": 1000, "gradients": 500, "activations": 1000, "other": 0}
+    gpu = {"gpu": "T4", "time_ratio": 0.7, "memory_ratio": 0.63, "gigabytes": [4.26, 2.67]}
+    both = [gpu, {**gpu, "gpu": "V100", "time_ratio": 0.95}]
+    return {
+        "recipes": [
+            subject("one", row("fp32", 1.0, parts, 5000), row("lowp fp16", 0.3, half, 4000), published={"gpus": both}),
+            subject(
+                *("two", row("fp32", 1.0, parts), row("torch.amp bf16", 5.0, half), row("lowp bf16", 1.5, half, 2000)),
+                row("lowp e4m3", None),
+            ),
+            subject("three", row("fp32", 1.0)),
+        ]
+    }
