@@ -26,7 +26,7 @@ from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
 from lowp.report import profile_html, profile_strips
-from lowp.report.profile import headline, print_precision, print_profile, to_csv, to_tensorboard
+from lowp.report.profile import headline, print_precision, print_profile, scale_line, to_csv, to_tensorboard
 from lowp.report.profile_strips import raised, scale_words, strips
 
 
@@ -51,6 +51,16 @@ from lowp.report.profile_strips import raised, scale_words, strips
             "overhead 4.0 %, above 3 %",
         ),
         ({"max_overhead": None, "overhead": 0.4, "own_seconds": 2.0}, "overhead 40.0 %"),
+        ({"max_overhead": 0.03, "overhead": 0.03}, "overhead 3.0 %"),
+        (
+            {"max_overhead": 0.03, "overhead": 0.5, "own_seconds": 0.25, "allowance": 0.25},
+            "overhead 0.25 s, of 0.25 s allowed",
+        ),
+        ({"max_overhead": 0.03, "overhead": 0.5, "allowance": 0.25}, "overhead inf s, above 0.25 s and 3 % of the run"),
+        (
+            {"max_overhead": 0.03, "overhead": 0.5},
+            "overhead 50.0 %, above 3 %: a single recording costs that much here",
+        ),
     ],
 )
 def test_an_overhead_above_the_share_is_told_beside_the_budget(sampling: dict[str, float], told: str) -> None:
@@ -181,6 +191,31 @@ def test_what_a_precision_does_is_printed_as_a_whole() -> None:
     console = Console(file=io.StringIO(), width=200)
     print_precision(console, "fp8", {}, {}, {}, HighLayers(high.policy, {"a": 0.2, "b": 0.2}, ()))
     assert "no layer stands out: of the layers' predicted" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_lines_that_are_longer_than_the_terminal_are_not_broken() -> None:
+    effects = {Key("a" * 90, "linear", "input", "forward"): Effect(0.5, 0.1, 0.0, 3.4, 1.0, 2.0)}
+    high = HighLayers(PRESETS["fp8"].policy, {"a" * 90: 0.5}, ("a" * 90,))
+    for width in (40, 400):
+        console = Console(file=io.StringIO(), width=width)
+        print_precision(console, "fp8", effects, {}, {"b" * 90: 2.0}, high)
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert [line.split()[0] for line in lines] == ["fp8:", "a" * 90, "predicted", "keep"]
+
+
+@pytest.mark.parametrize(
+    ("window", "bar"),
+    [
+        (Window(-24, 40), f"2^-24 ├{'─' * 22}■─┤ 2^40, recommended 2^37"),
+        (Window(-25, 41), f"2^-24 ├{'─' * 22}■─┤ 2^40, recommended 2^38"),
+        (Window(-23, 39), f"2^-23 ├{'─' * 22}■─┤ 2^39, recommended 2^36"),
+        (Window(3, 4), f"2^3 ├■{'─' * 23}┤ 2^4, recommended 2^3"),
+        (Window(5, 5), f"2^5 ├■{'─' * 23}┤ 2^5, recommended 2^5"),
+        (Window(0, 6), f"2^0 ├{'─' * 12}■{'─' * 11}┤ 2^6, recommended 2^3"),
+    ],
+)
+def test_a_window_of_scales_is_drawn_with_its_recommended_one(window: Window, bar: str) -> None:
+    assert scale_line(window) == f"Scale window {bar}"
 
 
 def test_a_table_has_a_line_a_tensor_with_what_formats_do_to_it(tmp_path: Path) -> None:

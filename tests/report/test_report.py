@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lowp.errors import InvalidInput
-from lowp.report import plots
+from lowp.report import can_show, palette, plots, terminal
 from lowp.report.figures import curves, style
 from lowp.report.tables import amount, bytes_of, heat_map, number, points, seconds, sweep_words
 from lowp.report.terminal import Bar, console
@@ -150,6 +153,86 @@ def test_a_size_has_three_digits(value: int, shown: str) -> None:
 def test_an_amount_is_whole_from_a_hundred_on(value: float, shown: str) -> None:
     assert amount(value) == shown
     assert seconds(1.0) == "1 s" and seconds(0.9994) == "999 ms" and seconds(1e-3) == "1 ms"
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "width", "colours"),
+    [
+        ({"COLUMNS": "77", "TERM": "xterm"}, True, 77, True),
+        ({"COLUMNS": "77", "TERM": "dumb"}, True, 80, False),
+        ({"COLUMNS": "77", "TERM": "xterm", "NO_COLOR": "1"}, True, 77, False),
+        ({"COLUMNS": "77", "TERM": "xterm", "NO_COLOR": ""}, True, 77, True),
+        ({"COLUMNS": "39", "TERM": "xterm"}, False, 40, False),
+        ({"COLUMNS": "41", "TERM": "xterm"}, False, 41, False),
+        ({"COLUMNS": "", "TERM": "xterm"}, False, 110, False),
+        ({"COLUMNS": "-5", "TERM": "xterm"}, False, 110, False),
+    ],
+)
+def test_a_console_is_as_wide_as_asked_and_has_colours_where_they_are_seen(
+    environment: dict[str, str], is_terminal: bool, width: int, colours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    found = console(stream)
+    assert (found.width, found.color_system is not None) == (width, colours)
+    found.print("123 [red]word")
+    assert stream.getvalue() == ("123 \x1b[31mword\x1b[0m\n" if colours else "123 word\n")
+
+
+def test_columns_of_words_alone_are_wrapped_and_aligned_left() -> None:
+    columns = ["size", "count", "size", "verdict", "other"]
+    table = terminal.plain_table("title", columns, left=("other",))
+    looks = [(column.justify, column.no_wrap) for column in table.columns]
+    left, right = ("left", False), ("right", True)
+    assert looks == [left, right, left, left, ("left", True)]
+    table.add_row("1", "22", "a b", "some words that need more than one line", "x")
+    terminal.show(Console(file=(stream := io.StringIO()), width=60), table)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "title" and lines[-2:] == [f"{'':22}one line", ""], lines
+
+
+def test_a_bar_moves_by_units_and_by_parts() -> None:
+    bar = Bar("comparing", 4, "epochs", io.StringIO())
+    (task,) = bar._progress.tasks
+    bar.advance()
+    assert (task.completed, task.total, task.description) == (1, 4, "comparing")
+    bar.advance(2, "more")
+    assert (task.completed, task.total, task.description) == (3, 4, "more")
+    bar.move(1.5, total=8.0)
+    assert (task.completed, task.total, task.description) == (1.5, 8.0, "more")
+    for name, done, of_all in (("a", 0.5, 0.5), ("b", 1.0, 1.5), ("a", 2.0, 3.0)):
+        bar.move_part(name, done)
+        assert (task.completed, task.total, task.description) == (of_all, 8.0, name)
+
+
+def test_what_an_encoding_has_can_be_shown() -> None:
+    assert can_show("▁", "utf-8") is True and can_show("▁", "ascii") is False and can_show("a", "ascii") is True
+
+
+def test_pictures_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plots.can_plot() is True
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert plots.can_plot() is False
+
+
+def test_a_precision_has_its_colour_everywhere_and_others_that_of_their_place() -> None:
+    colours = [palette.series(name) for name in ("fp16", "bf16", "e4m3fn", "fp8", "int8", "dfp16", "flex16+5", "fp32")]
+    p = palette
+    assert colours == [p.PURPLE, p.BLUE, p.RED, p.RED, p.CYAN, p.GREEN, p.AMBER, p.GREY]
+    assert [p.series("x", place) for place in range(8)] == [*p.SERIES, p.SERIES[0]] and p.series("x") == p.SERIES[0]
+
+
+def test_a_style_sheet_has_the_light_colours_and_the_dark_ones() -> None:
+    light, dark = palette.css().split("@media (prefers-color-scheme:dark)")
+    for name, grade in palette.GRADES.items():
+        assert f"--{name.replace(' ', '-')}:{grade.light};" in light
+        assert f"--{name.replace(' ', '-')}:{grade.dark};" in dark
+    assert "--back:#ffffff;" in light and "--back:#14161a;" in dark
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

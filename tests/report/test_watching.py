@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import platform
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +30,9 @@ def test_a_sparkline_goes_from_the_least_to_the_largest() -> None:
     assert sparkline([1e-4, 1e-2, 1.0], 8, True) == "▁▅█"
     assert sparkline([0.0, 4.0, 2.0, 2.0], 2, False) == "▅▅"
     assert sparkline([1.0, float("nan"), 2.0], 3, False) == "▁ █"
-    assert sparkline([float("nan")], 3, True) == ""
+    assert sparkline([float("nan")], 3, True) == sparkline([], 3, True) == sparkline([1.0], 0, True) == ""
+    assert sparkline([2.0, float("nan"), 2.0], 3, False) == sparkline([1.0, 0.0, 1.0], 3, True) == "▅ ▅"
+    assert sparkline([0.0, 0.0, 7.0, 1.0, 1.0, 1.0, 7.0], 3, False, "01234567") == "075"
 
 
 def test_a_curve_of_a_long_run_keeps_its_shape_in_few_points() -> None:
@@ -36,6 +41,76 @@ def test_a_curve_of_a_long_run_keeps_its_shape_in_few_points() -> None:
         curve.add(float(step))
     assert len(curve.values) <= 240 and curve.latest == 9999
     assert curve.values == sorted(curve.values) and curve.values[-1] > 9000
+
+
+def test_a_curve_halves_its_points_where_there_is_one_too_many() -> None:
+    curve = Curve()
+    for step in range(240):
+        curve.add(float(step))
+    assert curve.values == [float(step) for step in range(240)]
+    curve.add(240.0)
+    halved = [step + 0.5 for step in range(0, 240, 2)]
+    assert curve.values == [*halved, 240.0]
+    for step in range(241, 245):  # of which two are one point
+        curve.add(float(step))
+    assert curve.values == [*halved, 240.0, 241.5, 243.5]
+    for step in range(245, 481):  # until there is one too many of two: each is of four
+        curve.add(float(step))
+    assert len(curve.values) == 121 and curve.values[:2] == [1.5, 5.5] and curve.latest == 480.0
+    assert curve.values[-2:] == [476.5, 479.5]
+
+
+@pytest.mark.parametrize(
+    ("header", "kill", "is_gone"),
+    [
+        ({}, ProcessLookupError, True),
+        ({}, PermissionError, False),  # a process of another user
+        ({}, None, False),
+        ({"host": "another"}, ProcessLookupError, False),
+        ({"process": 0}, ProcessLookupError, False),
+    ],
+)
+@pytest.mark.skipif(os.name != "posix", reason="signal 0 asks for a process on POSIX systems")
+def test_a_process_of_this_machine_that_has_gone_is_told(
+    header: dict[str, Any], kill: type[OSError] | None, is_gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(process: int, number: int) -> None:
+        assert (process, number) == (1234, 0)
+        if kill is not None:
+            raise kill
+
+    monkeypatch.setattr(os, "kill", asked)
+    board = Board("run.jsonl")
+    board.take([{"kind": "lowp monitor", "host": platform.node(), "process": 1234, **header}, record(0)])
+    assert board.is_gone is is_gone
+    assert shown(board, 80)[0] == f"run.jsonl  step 0, {'its process has gone, ' * is_gone}no alarm"
+    monkeypatch.setattr(os, "name", "nt")
+    assert board.is_gone is False
+    monkeypatch.undo()
+    board.take([{"ended": 1}])
+    assert board.is_gone is False and shown(board, 80)[0] == "run.jsonl  step 0, ended after 1 step, no alarm"
+
+
+LONG = "a.group.of.layers.with.a.long.name"
+
+
+@pytest.mark.parametrize(
+    ("width", "curve", "cell", "name"),
+    [
+        *((400, 80, 24, f"{LONG[:21]}…"), (97, 80, 9, f"{LONG[:21]}…"), (96, 79, 9, f"{LONG[:21]}…")),
+        *((84, 67, 13, f"{LONG[:21]}…"), (83, 66, 12, f"{LONG[:21]}…"), (60, 43, 13, f"{LONG[:21]}…")),
+        *((40, 23, 1, f"{LONG[:21]}…"), (24, 7, 1, f"{LONG[:17]}…"), (20, 6, 1, f"{LONG[:13]}…")),
+    ],
+)
+def test_curves_and_names_are_as_wide_as_there_is_room(width: int, curve: int, cell: int, name: str) -> None:
+    board = Board("run.jsonl")
+    sizes = {"activation": 1.0, "update_to_weight": 1.0, "lost": 0.25}
+    for step in range(200):
+        groups = {LONG: {"gradient": 2.0 ** (step % 3), **sizes}}
+        board.take([{"step": step, "loss": float(step % 2), "groups": groups}])
+    lines = shown(board, width)
+    assert [len(re.findall("[▁-█]+", line)[0]) for line in (lines[1], lines[-1])] == [curve, cell]
+    assert lines[-1].startswith(f"{name}   ")
 
 
 def test_a_board_fits_the_terminal() -> None:

@@ -30,8 +30,8 @@ def console(stream: TextIO | None = None) -> Console:
 
     It has colours on a terminal that has them, without --plain and NO_COLOR (no-color.org).
     """
-    stream, given = sys.stdout if stream is None else stream, os.environ.get
-    has_colours = stream.isatty() and not given("NO_COLOR") and given("TERM", "") != "dumb"
+    stream = sys.stdout if stream is None else stream
+    has_colours = stream.isatty() and not os.environ.get("NO_COLOR")  # on a dumb terminal rich has none
     result = _Console(file=stream, highlight=False, color_system="auto" if has_colours else None)
     if not result.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
         result.width = WIDTH

@@ -45,8 +45,9 @@ def sparkline(values: Sequence[float], width: int, logarithmic: bool, bars: str 
     if not known:
         return ""
     low, span = min(known), max(known) - min(known)
-    places = [0.5 if not span else (value - low) / span for value in columns]
-    return "".join(bars[round(place * (len(bars) - 1))] if math.isfinite(place) else " " for place in places)
+    places = [(value - low) / span * (len(bars) - 1) if span else len(bars) / 2 for value in columns]
+    shown = zip(columns, places, strict=True)
+    return "".join(bars[round(place)] if math.isfinite(value) else " " for value, place in shown)
 
 
 def _mean(values: Sequence[float]) -> float:
