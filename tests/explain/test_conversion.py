@@ -200,7 +200,13 @@ def test_plain_data_has_each_field_and_what_follows_from_them() -> None:
     }
     assert as_json(convert("0.3", "mxfp8", scale=Fraction(1, 4))) == {
         **{"given": 0.3, "cast": "mxfp8", "outcomes": [{"probability": 1, "rounded": rounded}], "source": None},
-        **{"scale": {"value": 0.25, "chosen_by": "given"}, "via": None, "direct": None, "through_fp32": None},
+        **{
+            "scale": {"value": 0.25, "chosen_by": "given"},
+            "via": None,
+            "direct": None,
+            "through_fp32": None,
+            "held": None,
+        },
         **{"result": 0.3125, "error": 0.0125, "error_ulp": 0.4, "relative_error": "1/24"},
     }
     widened = as_json(convert("-0", "fp32", source="fp16"))
@@ -249,3 +255,19 @@ def test_the_mean_of_few_random_bits_is_told_where_it_is_not_the_number(
 )
 def test_the_bits_of_a_result_are_shown_by_field(number: str, cast: str, bits: str) -> None:
     assert f"  result      {bits}" in render(convert(number, cast))
+
+
+@pytest.mark.parametrize("format", ["e4m3fn@fp32/tensor", "int8", "nvfp4", "mxfp8", "e5m2@fp32/tensor"])
+def test_what_a_tensor_holds_under_a_scale_is_what_quantize_returns(format: str) -> None:
+    rounded = 0
+    for x in (torch.rand(40, 1) * 2.0 ** torch.arange(-20, 20)[:, None]).unbind():
+        found = convert(x.item(), format)
+        held = found.result if found.held is None else found.held
+        rounded += found.held is not None
+        assert float(held) == lowp.quantize(x, format).item()
+    assert rounded == 0 if format == "mxfp8" else rounded > 10
+    text = render(convert(0.3, "int8", scale=Fraction("0.0133")))
+    assert "value       0.3059\n" in text and text.endswith(
+        "in fp32     0.3059000074863433837890625, which a tensor holds"
+    )
+    assert convert(0.3, "fp16").held is None and "in fp32" not in render(convert(0.3, "e4m3fn"))

@@ -63,6 +63,12 @@ class Conversion:
         return Number(element.magnitude * self.scale.value, element.negative)
 
     @property
+    def held(self) -> Number | None:
+        """What a tensor of fp32 holds for an element times its scale that is no number of fp32; None for others."""
+        held = round_exact(self.result, "fp32:saturate")
+        return None if self.scale is None or held.is_exact else held.result
+
+    @property
     def error(self) -> Fraction | None:
         """result - given, over all roundings; None if one of them is not finite."""
         return difference(self.result, self.given)

@@ -67,6 +67,8 @@ def _(conversion: Conversion) -> Iterator[str]:
     if conversion.scale is not None:
         yield line("", f"element {rounded.result} times the scale")
     yield from _value_lines(conversion)
+    if conversion.held is not None:
+        yield line("in fp32", f"{conversion.held}, which a tensor holds")
     for outcome in conversion.outcomes if len(conversion.outcomes) > 1 else ():
         bits = code_words(outcome.rounded)
         yield line("chance", f"{brief(outcome.probability, 6)}: {outcome.rounded.result}   {bits}")
@@ -268,7 +270,7 @@ def as_json(value: object) -> object:
 _ERRORS = ("error", "error_ulp", "relative_error")
 _DERIVED: dict[type, tuple[str, ...]] = {
     Rounded: ("guard", "round_bit", "sticky", *_ERRORS, "is_exact"),
-    Conversion: ("result", *_ERRORS),
+    Conversion: ("result", "held", *_ERRORS),
     FlexNumber: ("value",),
     FlexArithmetic: ("result",),
 }
