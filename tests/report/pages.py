@@ -101,14 +101,14 @@ def whole() -> str:
 
 def faulty() -> str:
     one = record()
-    one.header = {"title": f"{'long/' * 12}mine --more 1"}
+    one.header = {"title": f"{'long/' * 9}mine --more 1234"}  # of 61 letters
     one.sampling, one.part.faults, one.part.steps = {"max_overhead": 0.03}, [fault()], []
     findings = (Finding("N401", "it is", "not shown"),)
     return page(one, advice(findings=findings, window=Window(1, 0)))
 
 
 def empty() -> str:
-    return page(Record({}), advice(verdicts=(), window=Window(-20, -15)))
+    return page(Record({"title": f"{'long/' * 9}mine --more 123"}), advice(verdicts=(), window=Window(-20, -15)))
 
 
 def both_equal() -> str:

@@ -126,6 +126,14 @@ def test_a_search_that_was_not_ended_says_at_least() -> None:
     assert "largest batch that fits into 954 MiB" in text and "at least this: too long" in text
 
 
+def test_batches_without_those_of_fp32_have_no_ratio_and_memory_without_slack_has_none() -> None:
+    found = {"limit": 2**30, "batch": 64, "peak": None, "too_large": 65, "verified": True, "ended": ""}
+    one = row("bf16", 1.0, largest_batch={**found, "measured": {"64": 1}}, memory=memory(3 * 2**20))
+    text = printed(document(one))
+    assert cells(text, "bf16")[-1] == ["bf16", "64", "-", "-", "65", "1 batches", "verified"]
+    assert cells(text, "slack") == [["slack", "0 B"]]
+
+
 @pytest.mark.parametrize(
     ("suffix", "reserved"), [*((one, None) for one in SUFFIXES), (".svg", 4 * 2**20), (".svg", 10**9)]
 )

@@ -146,6 +146,10 @@ def test_a_profile_is_printed_as_a_whole() -> None:
     assert "were recorded in" not in text and "Next: lowp run x" in text and "Why:" not in text
     record.part.steps = record.part.steps[:1]
     assert "over 1 step " in headline(record)
+    lines = {quiet: printed(record, advised("", FP16, window=Window(0, 1), quiet=quiet)) for quiet in (1, 2, 1000)}
+    assert [re.findall(r"✓ (.*) no change", text) for text in lines.values()] == [
+        *(["1 tensor needs"], ["2 tensors need"], ["1,000 tensors need"])
+    ]
 
 
 def test_what_a_precision_does_is_printed_as_a_whole() -> None:

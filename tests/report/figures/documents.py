@@ -57,7 +57,7 @@ def loss_scaling(scales: tuple[float, ...] = (256.0, 256.0)) -> dict[str, Any]:
 
 def stall() -> dict[str, Any]:
     def variant(label: str, moving: float, never: float) -> dict[str, Any]:
-        history = [{"epoch": epoch, "loss": 2.0 - epoch * moving, "accuracy": 0.5} for epoch in range(3)]
+        history = [{"epoch": epoch, "loss": 2.0 - epoch * moving, "accuracy": 0.3 + 0.1 * epoch} for epoch in range(3)]
         steps = list(range(20))
         row = {"label": label, "step": steps, "moving": [moving] * 20, "never": never}
         return {**row, "history": history, "failure": None}
@@ -120,7 +120,8 @@ def without_zeros() -> dict[str, Any]:
 
 
 def one_layer() -> dict[str, Any]:
-    return {**activation_gradients(), "layers": [{"name": "0", "activations": -12.0, "weights": -9.0}]}
+    both = {"activations": in_fp16(lowest=-20), "weights": in_fp16(0.01, lowest=-22)}
+    return {**activation_gradients(), **both, "layers": [{"name": "0", "activations": -12.0, "weights": -9.0}]}
 
 
 def grid(is_share: bool) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def grid(is_share: bool) -> dict[str, Any]:
 
 
 def benchmark() -> dict[str, Any]:
-    """Three recipes: memory within what was reserved, beyond it, and not measured, with what was published."""
+    """Recipes with memory within what was reserved, beyond it, and not measured, with what was published."""
 
     def row(
         label: str, relative: float | None, parts: dict[str, int] | None = None, reserved: int = 0
@@ -154,11 +155,12 @@ def benchmark() -> dict[str, Any]:
     both = [gpu, {**gpu, "gpu": "V100", "time_ratio": 0.95}]
     return {
         "recipes": [
-            subject("one", row("fp32", 1.0, parts, 5000), row("lowp fp16", 0.3, half, 4000), published={"gpus": both}),
+            subject("one", row("fp32", 1.0, parts, 5000), row("lowp fp16", 0.3, half, 3000), published={"gpus": both}),
             subject(
                 *("two", row("fp32", 1.0, parts), row("torch.amp bf16", 5.0, half), row("lowp bf16", 1.5, half, 2000)),
                 row("lowp e4m3", None),
             ),
-            subject("three", row("fp32", 1.0)),
+            subject("three", row("fp32", 1.0, {"weights": 1000}, 2000), row("lowp fp16", 0.75)),
+            subject("four", row("fp32", 1.0)),
         ]
     }
