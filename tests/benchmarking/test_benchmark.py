@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,21 @@ import torch
 
 from lowp.benchmarking import benchmark, timing
 from lowp.benchmarking.benchmark import Benchmark, BenchmarkPlan, estimate, published
-from lowp.benchmarking.contenders import Contender, TorchAmp, begin, contenders_of, step_of, tf32_of
+from lowp.benchmarking.contenders import (
+    Contender,
+    TorchAmp,
+    begin,
+    contenders_of,
+    products_of,
+    products_under,
+    step_of,
+    tf32_of,
+)
 from lowp.benchmarking.memory import PARTS, Split
 from lowp.benchmarking.operations import Operations
 from lowp.benchmarking.timing import StepTimer, time_steps
 from lowp.errors import UnknownName
+from lowp.policy import Policy, Rule
 from lowp.recipes import results
 from lowp.recipes.training import Settings, load_data
 
@@ -193,6 +204,7 @@ def test_the_published_figures_are_those_of_the_guide() -> None:
     assert unet is not None and "June 2020" in unet["source"] and "PyTorch 1.6" in unet["source"]
     v100, t4 = unet["gpus"]
     assert v100["seconds"] == (505, 478) and t4["gigabytes"] == (4.26, 2.67)
+    assert (v100["gpu"], t4["gpu"], t4["memory_ratio"]) == ("V100", "T4", 2.67 / 4.26)
     ratios = {
         name: [round(row["time_ratio"] - 1, 2) for row in (published(name) or {"gpus": ()})["gpus"]]
         for name in ("rossmann", "unet", "bert")
@@ -339,3 +351,80 @@ def test_a_timer_is_done_after_three_steps_and_its_seconds() -> None:
     assert StepTimer(FP32, rounds=[[1.0]]).step()["quartiles"] is None
     timer.guarded(lambda: (_ for _ in ()).throw(RuntimeError()))
     assert timer.failure == "RuntimeError: no text" and timer.training is None
+
+
+@pytest.mark.parametrize(
+    ("reserved", "slow", "found", "grown"), [(None, False, 7, 1), (5, False, 5, 0), (None, True, None, 0)]
+)
+def test_a_process_is_grown_only_where_nothing_tells_what_is_reserved_and_steps_are_fast(
+    reserved: int | None, slow: bool, found: int | None, grown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(benchmark, "memory_of", lambda *_: Split(100, {}, {}, reserved))
+    monkeypatch.setattr(benchmark.largest_batch, "process_growth", lambda *given: asked.append(given) or 7)
+    subject = by_hand()
+    subject.timers["fp32"].slow = slow
+
+    def stop() -> bool:
+        return False
+
+    subject._measure_memory(subject.contenders[0], stop)
+    assert subject.memory["fp32"] == Split(100, {}, {}, found)
+    assert asked == [(subject.contenders[0], subject.data, 64, subject.threads, stop)] * grown
+
+
+def test_on_a_gpu_the_largest_batch_is_searched_in_the_free_memory_or_in_the_one_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (11, 99))
+    for memory, limit in ((None, 11), (7, 7)):
+        subject = by_hand(memory=memory)
+        subject.settings = replace(subject.settings, device="cuda")
+        assert subject._limit() == limit and subject.stages == 5
+
+
+def test_a_benchmark_that_has_not_run_is_not_complete_and_has_the_settings_of_fp32() -> None:
+    document = Benchmark([TINY], QUICK).document()
+    assert not document["complete"] and document["recipes"] == [] and document["command"] is None
+    assert by_hand().document()["settings"]["precision"] == "fp32"
+
+
+def test_the_ways_of_products_are_named() -> None:
+    rows = contenders_of(TINY, ["dfp16", "int8", "fp8"], torch_amp=True)
+    names = ["fp32", "torch's fp16", "torch's bf16", "int16", "int8", "fp32 of rounded operands"]
+    assert [products_of(row) for row in rows] == names
+
+
+def test_the_products_of_a_policy_are_those_of_its_rule_for_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def own(x: torch.Tensor, dtype: torch.dtype) -> torch.device | None:
+        asked.append((x.device.type, x.numel(), dtype))
+        return x.device if dtype is torch.bfloat16 else None
+
+    monkeypatch.setattr("lowp.benchmarking.contenders.torchs_own_device", own)
+    integers = {"input": "int8", "weight": None, "accumulate": "int32"}
+    rules: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        "int16": integers,
+        "int8": {**integers, "weight": "int8"},
+    }
+    for words, rule in rules.items():
+        policy: Any = Policy((Rule.of("contraction", **rule),))
+        assert products_under(policy, torch.device("cpu")) == words
+    assert not asked
+    for name, words in (("bf16", "torch's bf16"), ("fp16", "fp32 of rounded operands")):
+        assert products_under(name, torch.device("meta")) == words
+    assert asked == [("meta", 0, torch.bfloat16), ("meta", 0, torch.float16)]
+
+
+def test_torch_amp_steps_every_optimizer_and_returns_what_the_last_one_does() -> None:
+    amp = TorchAmp("bf16", torch.device("cpu"))
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    first, last = (torch.optim.SGD([weight], lr=0.5) for weight in weights)
+    for weight in weights:
+        weight.grad = torch.ones(1)
+    last.step = lambda *_: "stepped"  # type: ignore[method-assign]
+    assert amp.step(first, last) == "stepped" and amp.steps == 1
+    assert weights[0].item() == 0.5

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -71,6 +73,7 @@ def test_a_fresh_process_grows_by_what_a_step_takes() -> None:
 def test_ctrl_c_does_not_reach_the_process_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(process: Any) -> None:
         blocked.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        assert process.daemon
         raise KeyboardInterrupt
 
     blocked: list[bool] = []
@@ -84,8 +87,49 @@ def test_ctrl_c_does_not_reach_the_process_that_is_started(monkeypatch: pytest.M
 def test_growth_is_not_known_where_nobody_tells_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process_memory, "_STATUS", tmp_path / "status")
     assert not process_memory.is_known() and process_memory.process_growth(FP32, DATA, 8, 1) is None
-    (tmp_path / "status").write_text("Name:\tpython: 1\nVmHWM:\t  123 kB\n")
-    assert process_memory.is_known()
+    for size, known in ((0, False), (1, True)):
+        (tmp_path / "status").write_text(f"Name:\tpython: 1\nVmHWM:\t  {size} kB\n")
+        assert process_memory.is_known() is known
+    gpu = contenders_of(replace(WIDE, device="meta"), [], torch_amp=False)[0]
+    assert process_memory.process_growth(gpu, DATA, 8, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "lives", "stopped", "found"),
+    [(5, True, False, 5), (None, True, False, None), ("", True, True, None), ("", False, False, None)],
+)
+def test_the_process_that_grows_is_waited_for_until_it_has_sent_or_ended_or_is_not_wanted(
+    sent: int | str | None, lives: bool, stopped: bool, found: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    class Process:
+        def __init__(self, **given: Any) -> None:
+            self.sending, *rest = given["args"]
+            calls.append(rest)
+
+        def start(self) -> None:
+            if sent != "":
+                self.sending.send(sent)
+
+        def is_alive(self) -> bool:
+            return lives
+
+        def join(self, seconds: float | None = None) -> None:
+            calls.append(seconds)
+
+        def kill(self) -> None:
+            calls.append("killed")
+
+    context = SimpleNamespace(set_forkserver_preload=calls.append, Pipe=multiprocessing.Pipe, Process=Process)
+    monkeypatch.setattr(process_memory.multiprocessing, "get_context", lambda name: context)
+    monkeypatch.setattr(process_memory, "is_known", lambda: True)
+    assert process_memory.process_growth(FP32, DATA, len(DATA.training) + 2, 3, lambda: stopped) == found
+    preloaded, (contender, examples, threads), *ended = calls
+    assert preloaded == ["lowp.benchmarking.largest_batch"] and ended == [1, "killed", None]
+    assert (contender, threads, len(examples)) == (FP32, 3, len(DATA.training) + 2)
+    inputs, _ = examples.batch(torch.arange(3))
+    assert len(inputs) == len(DATA.training) + 2 and torch.equal(inputs[-2:], inputs[:2])
 
 
 # -- operations -------------------------------------------------------------------------------------------------------
@@ -260,6 +304,23 @@ def test_the_growth_of_a_process_holds_what_it_has_taken_for_a_time() -> None:
     assert found is not None and found > 60 * 2**20
 
 
+def test_growth_is_the_peak_beyond_what_was_resident(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def told(resident: int, peak: int) -> None:
+        status.write_text(f"VmHWM:\t {peak} kB\nVmRSS:\t {resident} kB\n")
+
+    status = tmp_path / "status"
+    monkeypatch.setattr(process_memory, "_STATUS", status)
+    with process_memory.growth() as grown:
+        assert grown() is None
+        told(1, 30)
+        assert grown() == 1024 * 30
+    with process_memory.growth() as grown:
+        told(500, 130)
+        assert grown() == 1024 * 129
+        told(500, 1)
+        assert grown() == 0
+
+
 # -- throughput -------------------------------------------------------------------------------------------------------
 def test_batches_are_counted_by_examples_or_tokens() -> None:
     batch = {"pieces": torch.zeros(4, 7), "start": torch.zeros(4)}
@@ -320,6 +381,15 @@ def by_line(batch: int) -> int | None:
             *(10**9, 8, lambda batch: None if batch >= 50 else by_line(batch)),
             *([8, 16, 128, 72, 44, 58, 51, 47, 49, 50], 49, 50, True, ""),
         ),
+        (
+            *(10**9, 40, lambda batch: None if batch >= 50 else by_line(batch)),
+            *([40, 80, 60, 50, 45, 47, 48, 49], 49, 50, True, ""),
+        ),
+        (  # the line meets the limit at what did not fit
+            *(600, 8, lambda batch: None if batch >= 50 else by_line(batch)),
+            *([8, 16, 50, 33, 41, 45, 47, 48, 49], 49, 50, True, ""),
+        ),
+        (8000, 60, lambda batch: batch**2, [60, 120, 84, 90, 89], 89, 90, True, ""),  # by the nearest two
         (20300, 1000, by_line, [1000, 2000, 2020, 2040], 2020, 2040, True, ""),  # one in a hundred more
         (20299, 1000, by_line, [1000, 2000, 2019, 2039], 2019, 2039, True, ""),
         (10**9, 1, lambda batch: 7, [1, *range(2, 13)], 12, None, False, "12 batches were measured"),

@@ -116,7 +116,7 @@ def _next(found: LargestBatch) -> int:
     if low == 0:  # nothing fits so far
         assert high is not None
         return max(1, high // _GROWTH)
-    guess = low + 1
+    guess = low
     if len(known) > 1:
         (first, used), (second, other) = known[:2]
         slope = (used - other) / (first - second)
@@ -124,12 +124,12 @@ def _next(found: LargestBatch) -> int:
             guess = int(first + (found.limit - used) / slope)
     elif high is not None:
         guess = (low + high) // 2
-    if guess <= low:  # by the line no larger batch fits: try the next one
+    if guess <= low:  # by the line, or without one, no larger batch fits: try the next one
         guess = low + max(1, int(TOLERANCE * low))
     if high is None:
         return min(guess, _GROWTH * low)
     # the line contradicts the measurements (memory runs out, or grows in steps): bisect
-    return guess if low < guess < high else (low + high) // 2
+    return guess if guess < high else (low + high) // 2
 
 
 def bytes_from(text: str) -> int:
@@ -187,8 +187,7 @@ def process_growth(
         return None
     finally:
         receiving.close()
-        if process.is_alive():
-            process.join(1)
+        process.join(1)
         process.kill()
         process.join()
 
