@@ -55,7 +55,7 @@ def record(size: float = 1.0) -> Record:
     }
     part.tensors[LINEAR] = Spectrum.of(torch.tensor([1.0, 3.0, -0.5, 0.0]))
     part.tensors[Key("b.0.up", "weight", "update", "step")] = Spectrum.of(torch.ones(4))
-    weights, updates = torch.tensor([1.0, 1.0, 2.0**-6, 1.0]), torch.tensor([0.125, -0.125, 8.0, 0.0])
+    weights, updates = torch.tensor([1.0, 1.0, 2.0**-6, 1.0, 0.5]), torch.tensor([0.125, -0.125, 8.0, 0.0, 32.0])
     part.updates["b.0.up.weight"] = Updates.of(weights, updates, updates)
     part.octaves = {0: {LINEAR: Octaves(0, (1, 0, 3))}, 5: {Key("b.0", "add", "output", "forward"): Octaves(4, (1,))}}
     part.prints = {0: [Print(LINEAR, 7, (1.0,))], 5: [Print(LINEAR, 7, (size,))]}

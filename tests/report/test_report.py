@@ -81,13 +81,14 @@ def test_a_picture_of_a_grid_is_made_and_unknown_kinds_are_named(tmp_path: Path)
         plots.check_suffix(tmp_path / "grid.jpeg")
 
 
-def test_progress_is_plain_lines_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
+def test_progress_is_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, seen = io.StringIO(), list[str]()
+    monkeypatch.setattr(stream, "flush", lambda: seen.append(stream.getvalue()))
     with Bar("training", 3, "epochs", stream) as bar:
         bar.line("begins")
         bar.advance()
         bar.line("ends")
-    assert stream.getvalue() == "begins\nends\n"
+    assert stream.getvalue() == "begins\nends\n" and "begins\n" in seen and "begins\nends\n" in seen
 
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,15 @@ def test_a_board_is_shown_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.parametrize(("alarms", "count"), [(0, 51), (1, 49), (6, 39), (7, 39)])
+def test_a_board_leaves_two_lines_for_each_alarm_that_it_shows(alarms: int, count: int) -> None:
+    board = Board("run.jsonl")
+    board.take([record(0, 70, alarms=[alarm(0)] * alarms)])
+    lines = shown(board, 100, height=60)
+    assert sum(line.startswith("blocks.") for line in lines) == count
+    assert f"{70 - count} more" in lines
+
+
 @pytest.mark.parametrize(("height", "count"), [(100, 30), (40, 30), (39, 28), (24, 13), (13, 2), (12, 2), (1, 2)])
 def test_groups_with_alarms_are_shown_where_there_is_no_room_for_all(height: int, count: int) -> None:
     board = Board("run.jsonl")

@@ -156,7 +156,10 @@ def test_loss_scaling_tells_the_scales_of_the_run(scales: tuple[float, ...], wor
 
 @pytest.mark.parametrize(
     ("scales", "words"),
-    [((256.0, 256.0), "256"), ((256.0, 512.0), "256 to 512"), ((2048.0, 1024.0, 0.25, 0.5), "2,048 to 0.5")],
+    [
+        *(((256.0, 256.0), "256"), ((256.0, 512.0), "256 to 512"), ((2048.0, 1024.0, 0.25, 0.5), "2,048 to 0.5")),
+        ((1.0, 1.5), "1 to 1.5"),
+    ],
 )
 def test_scales_of_a_run_are_the_first_and_the_last(scales: tuple[float, ...], words: str) -> None:
     assert f"The scale was {words}, " in gradients.loss_scaling_words(documents.loss_scaling(scales))[-1]

@@ -198,9 +198,8 @@ def loss_scaling_words(document: Mapping[str, Any]) -> list[str]:
 def _scales(document: Mapping[str, Any]) -> str:
     """Return the scales of the run: one number, or the first and the last."""
     values = dict.fromkeys([*(scale for _, scale in document["scales"]), document["last_scale"]])
-    return " to ".join(
-        f"{value:,.0f}" if value >= 1 else f"{value:g}" for value in list(values)[:: max(1, len(values) - 1)]
-    )
+    ends = list(values)[:: max(1, len(values) - 1)]
+    return " to ".join(f"{value:,.0f}" if float(value).is_integer() else f"{value:g}" for value in ends)
 
 
 def _zeros(histogram: Mapping[str, Any]) -> str:
