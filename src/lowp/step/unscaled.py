@@ -181,7 +181,7 @@ class UnscaledSteps:
         self.guard.count(True)
         if self.guard.too_many():
             raise NonFiniteGradients(f"{text}, as were the {_PATIENCE - 1} steps before it: {_GIVE_UP}")
-        warnings.warn(text, UserWarning, stacklevel=6)
+        warnings.warn(text, UserWarning, stacklevel=7)
 
     def _flags_there(self, optimizers: Optimizers, written: _Faults) -> dict[str, Tensor] | None:
         """Return the flags of a device by site, of shared exponents; None if the host has to know."""
