@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 import lowp
 from lowp.errors import InvalidInput, UnknownName
 from lowp.loss_scale import LossScale
-from lowp.numerics.advice import Advice, _judged, advise, modules_of_contractions
+from lowp.numerics.advice import Advice, _judged, advise, fits_fp8, modules_of_contractions
 from lowp.numerics.findings import FINDINGS, explained
 from lowp.numerics.policies import cheapest, effects, sensitivities
+from lowp.numerics.prediction import effect
 from lowp.numerics.record import Key, OpSeen, Part, Record, StepSeen
 from lowp.numerics.spectrum import Spectrum, Updates
 from lowp.numerics.windows import initial_scale, window_of
@@ -504,3 +506,113 @@ def test_a_gradient_apart_from_the_others_is_kept_in_bf16_with_the_scales_that_f
     assert (finding.id, finding.summary, finding.modules) == ("N204", "c: no fp16 loss scale fits", ("c",))
     assert finding.evidence == "c: fits 2^-54 to 2^-15"
     assert advice.verdicts[0].verdict == "with loss scale 2^32, 1 layer in bf16"
+
+
+def test_shares_and_ratios_are_of_the_operands_that_are_not_left_out() -> None:
+    record = by_hand()
+    gradients = {name: Key(name, "linear", "grad", "backward") for name in "ab"}
+    record.tensors[gradients["a"]] = spectrum(*[2.0**-30] * 3, 2.0**-10)
+    record.tensors[gradients["b"]] = spectrum(2.0**-10, 2.0**-10)
+    record.tensors[Key("b", "linear", "input", "forward")] = spectrum(1.0 + 2.0**-11, 1e5, 0.0)
+    finite = [
+        found
+        for key, seen in record.tensors.items()
+        if math.isfinite(found := effect(seen, "fp16").signal_to_noise) and key.path != "b.weight"
+    ]
+    assert len(finite) == 2
+    flushed, overflow, ratio = _judged(record, "fp16")
+    assert (flushed, overflow, ratio) == (0.5, 1, sum(finite) / 2)
+    assert _judged(record, "fp16", without=["b"])[:2] == (0.75, 0)
+    assert _judged(record, "fp16", 2.0**10)[0] == 0.0, "gradients alone are scaled"
+    record.tensors[gradients["a"]] = spectrum(0.0)
+    assert _judged(record, "fp16", without=["b"]) == (0.0, 0, math.inf)
+
+
+def test_fp16_is_judged_under_the_recommended_loss_scale() -> None:
+    record = by_hand()
+    for name in "ab":
+        record.tensors[Key(name, "linear", "grad", "backward")] = spectrum(2.0**-40)
+    fp16 = advise(record).verdicts[0]
+    assert fp16.scale is not None and fp16.scale > 16 and fp16.flushed == 0
+
+
+@pytest.mark.parametrize(
+    ("largest", "said"),
+    [
+        (32752.0, ""),
+        (32752.5, "linear writes up to 3.28e+04, more than half of 65504, where fp16 ends"),
+        (65504.0, "linear writes up to 6.55e+04, more than half of 65504, where fp16 ends"),
+        (65504.5, "linear writes up to 6.55e+04; fp16 ends at 65504"),
+    ],
+)
+def test_results_up_to_half_of_the_largest_number_of_fp16_are_not_too_large(largest: float, said: str) -> None:
+    record = by_hand()
+    record.tensors[Key("a", "linear", "output", "forward")] = spectrum(largest)
+    assert [one.evidence for one in advise(record).findings] == ([f"a: {said}"] if said else [])
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_three_modules_are_named_and_the_rest_counted(count: int) -> None:
+    record = by_hand()
+    for name in "cdef"[:count]:
+        record.part.ops[name, "linear"] = OpSeen("contraction")
+        record.tensors[Key(name, "linear", "output", "forward")] = spectrum(70000.0)
+    (finding,) = advise(record).findings
+    assert finding.summary.partition(":")[0] == {1: "c", 3: "c, d, e", 4: "c, d, e and 1 more"}[count]
+
+
+def test_gradients_may_keep_less_of_their_signal_in_fp8_than_other_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, noisy = by_hand(), spectrum(*(1 + torch.rand(400)).tolist())
+    inputs = effect(noisy, "e4m3fn@fp32/tensor").signal_to_noise
+    gradients = effect(noisy, "e5m2@fp32/tensor").signal_to_noise
+    assert 20 < gradients < inputs < 40
+    record.tensors.update(dict.fromkeys(record.tensors, spectrum(0.0)))  # of which nothing is lost
+    record.tensors[Key("a", "linear", "input", "forward")] = noisy
+    record.tensors[Key("b", "linear", "grad", "backward")] = noisy
+
+    def fitting(least: float, least_of_gradients: float) -> str:
+        monkeypatch.setattr("lowp.numerics.advice._LEAST_SIGNAL", least)
+        monkeypatch.setattr("lowp.numerics.advice._LEAST_SIGNAL_OF_GRADIENTS", least_of_gradients)
+        return "".join(name for name in "ab" if fits_fp8(record, name))
+
+    assert fitting(inputs, gradients) == "ab", "as much as is asked for is enough"
+    assert fitting(inputs + 1e-9, gradients) == "b" and fitting(inputs, gradients + 1e-9) == "a"
+    assert fitting(1e9, 0.0) == "b" and fitting(0.0, 1e9) == "a"
+    fitting(1e9, 1e9)
+    fp8 = advise(record).verdicts[3]
+    assert (fp8.verdict, fp8.usable, fp8.is_whole) == ("for 0 of 2 layers", False, False)
+
+
+def test_formats_stall_where_more_updates_are_lost_than_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = by_hand({"a": [2.0**-20] + [0.5] * 4})
+    (judged,) = (one for one in advise(record).verdicts if one.format == "pure bf16")
+    assert (judged.verdict, judged.stalled, judged.usable) == ("works without masters", 0.2, True)
+    monkeypatch.setattr("lowp.numerics.advice._STALLS", 0.19)
+    assert advise(record).findings[0].summary == "1 of 1 parameters: 20% of the updates are lost in pure bf16"
+    monkeypatch.setattr("lowp.numerics.advice._LOST_WHOLLY", 0.2)  # and then `as many` are all
+    assert advise(record).findings[0].summary == "1 of 1 parameters: all updates are lost in pure bf16"
+    monkeypatch.setattr("lowp.numerics.advice._STALLS", 0.2)
+    assert advise(record).findings[0].summary == "1 of 1 parameters: all updates are lost in pure bf16"
+    (judged,) = (one for one in advise(record).verdicts if one.format == "pure bf16")
+    assert judged.verdict == "STALLS in 1 of 1 parameters"
+    monkeypatch.setattr("lowp.numerics.advice._LOST_WHOLLY", 0.9)
+    assert not advise(record).findings, "where not more than what stalls is lost, only what is lost wholly is told"
+
+
+def test_of_the_parameters_of_a_model_that_stalls_those_that_lose_as_much_as_the_bound_are_told() -> None:
+    record = by_hand({"a": [2.0**-20] + [0.5] * 4, "b": [2.0**-20] * 2 + [0.5] * 3})
+    (finding,) = advise(record).findings
+    assert finding.summary == "2 of 2 parameters: 30% of the updates are lost in pure bf16"
+
+
+def test_one_loss_in_16_bits_and_one_fault_are_told() -> None:
+    record = by_hand()
+    for name, line in (("", "train.py:3"), ("h", "train.py:4")):
+        record.part.ops[name, "cross_entropy"] = OpSeen("wide", 4, line, dtypes={"input": "bfloat16"})
+        fault = {"step": 3, "what": "loss", "module": name, "op": "linear", "line": line, "nan": 1, "inf": 0}
+        record.part.faults.append({**fault, "hint": ""})
+    told = [(one.id, one.summary) for one in advise(record).findings]
+    assert told == [
+        ("N401", "step 3: the loss was not finite, first in linear"),
+        ("N310", "cross_entropy reads bf16 (train.py:3)"),
+    ]
