@@ -193,7 +193,7 @@ def test_gradients_that_fit_under_no_scale_are_not_said_to_be_missing() -> None:
             record.tensors[key] = Spectrum.of(torch.tensor([2.0**-60, 2.0**60]))
     advice = advise(record)
     assert advice.window.is_empty and not advice.window.is_unknown
-    assert verdict(advice, "fp16") == "not usable: no loss scale fits any layer"
+    assert verdict(advice, "fp16") == "not usable: no loss scale fits any layer" and not advice.verdicts[0].usable
     assert scale_line(advice.window) == "Scale window: no scale fits any layer"
     assert not any("fp16" in str(rule) for rule in advice.policy.rules) and advice.policy.loss_scale is None
     with pytest.raises(InvalidInput, match="no loss scale fits fp16 here"):
@@ -489,6 +489,11 @@ def test_findings_say_what_was_seen_and_errors_come_first() -> None:
     assert advice.named == ("a", "", "c", "d", "e", "f", "a.weight")
     record.sampling["max_overhead"] = 0.03
     assert advise(record).verdicts[0].verdict == "with a dynamic loss scale, 5 layers in bf16"
+    part.ops["i", "linear"] = OpSeen("contraction")
+    record.tensors[Key("i", "linear", "grad", "backward")] = spectrum(2.0**30)
+    found = advise(record)
+    assert [one.id for one in found.findings] == ["N401", "N204", "N205", "N402", "N101"] and found.more == 1
+    del part.ops["i", "linear"], record.tensors[Key("i", "linear", "grad", "backward")]
     part.steps[3].skipped = False  # three in thirty are not many
     part.faults[0].update(module="", op="", line="", what="loss")
     told = advise(record).document()["findings"]
