@@ -136,7 +136,10 @@ def _parts(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run: not annotations, decorators, guards such as `strict=True`, nor what is said to mypy."""
+    """Yield the nodes that run: not annotations, decorators, guards such as `strict=True`, nor what is said to mypy.
+
+    Nor whether the host waits for a copy, which changes no number of a CPU.
+    """
     yield node
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "type_params"):
@@ -144,7 +147,7 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, ast.If) and "TYPE_CHECKING" in ast.unparse(one.test):
                 continue
-            if isinstance(one, ast.keyword) and one.arg == "strict":
+            if isinstance(one, ast.keyword) and one.arg in ("strict", "non_blocking"):
                 continue
             if isinstance(one, ast.AST) and not isinstance(one, ast.JoinedStr | ast.Raise | ast.Assert):
                 yield from _run(one)

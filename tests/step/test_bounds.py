@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 import weakref
@@ -15,8 +16,9 @@ from torch import nn
 import lowp
 from lowp.errors import InvalidInput
 from lowp.kernels.choose import hardware
+from lowp.kernels.steps import updates
 from lowp.scaling import AdaptiveLossScale, DynamicLossScale, StaticLossScale
-from lowp.step import GradScaler, NonFinite, StepGuard, as_flag, searching, unscaled
+from lowp.step import GradScaler, NonFinite, StepGuard, Trained, as_flag, gradients, searching, unscaled
 from lowp.step.checking import _bounded_inverse
 from lowp.step.provenance import Names, Provenance, all_finite
 from lowp.step.state import Options
@@ -38,15 +40,16 @@ def test_a_flag_is_made_of_what_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "answers"),
+    ("patience", "counts", "answers"),
     [
-        ((1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 0, 0), {6, 9}),  # read at each third step, of three steps before
-        ((1, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3), {9, 12}),
-        ((3, 3, 0, 3, 3, 2, 3, 3, 0, 3, 3, 2), set[int]()),
+        (3, (1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 0, 0), {6, 9}),  # read at each third step, of three steps before
+        (3, (1, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3), {9, 12}),
+        (3, (3, 3, 0, 3, 3, 2, 3, 3, 0, 3, 3, 2), set[int]()),
+        (2, (1, 2, 3, 1, 3, 0, 3, 0), {4}),
     ],
 )
-def test_a_count_of_a_device_is_read_each_few_steps(counts: tuple[int, ...], answers: set[int]) -> None:
-    guard = StepGuard(patience=3)
+def test_a_count_of_a_device_is_read_each_few_steps(patience: int, counts: tuple[int, ...], answers: set[int]) -> None:
+    guard = StepGuard(patience)
     assert {step for step, count in enumerate(counts, 1) if guard.too_many(torch.tensor(count))} == answers
 
 
@@ -125,6 +128,8 @@ def test_the_latest_skipped_step_of_any_optimizer_is_read() -> None:
     latch([INF], 5.0, by=other)
     found = records.last()
     assert found is not None and (found.step, found.maximum, found.others) == (6, 2.5, (names[1],))
+    one.add_param_group({"params": [nn.Parameter(torch.ones(1))]})  # of which this step knew nothing
+    assert records.last() == found
     latch([INF], 7.0, by=other)
     found = records.last()
     assert found is not None and (found.step, found.maximum, found.others) == (7, None, ())
@@ -326,6 +331,33 @@ def test_counts_of_a_step_that_is_sampled_and_those_that_are_told_move_a_scale(i
     assert found is not None and int(found[101]) == 5 and int(found.sum()) == 5
     scaler._agreed_with = (None,)  # type: ignore[assignment]
     assert used or scaler._exponents_of_all(CPU) is None  # ranks may count different steps
+    other = started(sample_interval=1)
+    other.step(one_parameter([1.0]))
+    assert other._exponents_of_all(CPU) is None  # nothing moves by them
+
+
+def test_gradients_that_are_checked_alone_stay_as_they_are() -> None:
+    for dtype in (torch.float32, torch.float16):
+        scaler, optimizer = started(init_scale=4.0), one_parameter([8.0, INF], dtype=dtype)
+        (gradient,) = (one.grad for one in optimizer.param_groups[0]["params"])
+        for check in (scaler._check_inf_per_device, scaler.check_):
+            check(optimizer)
+            (found,) = scaler._found_inf_per_device(optimizer).values()
+            assert found.item() == 1.0 and gradient.tolist() == [8.0, INF]
+        gradient[1] = 1.0
+        for flag_before in (1.0, 0.0):
+            scaler.check_(optimizer, torch.tensor(flag_before))
+            (found,) = scaler._found_inf_per_device(optimizer).values()
+            assert found.item() == flag_before
+
+
+def test_gradients_of_a_device_are_measured_by_its_kernel_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, sizes = [torch.ones(2, 3, device="meta"), torch.ones(4, device="meta")], torch.tensor([7.0, 8.0])
+    for can_check in (True, False):
+        monkeypatch.setattr(updates, "can_check", lambda found, can=can_check: found is values and can)
+        monkeypatch.setattr(updates, "check", lambda found, flag: updates.CheckedGradients(sizes, None))
+        found = gradients._magnitudes(values)
+        assert found is sizes if can_check else (found.device.type, found.shape) == ("meta", (2,))
 
 
 # -- steps without a scale --------------------------------------------------------------------------------------------
@@ -385,6 +417,49 @@ def test_a_loss_that_is_not_finite_is_seen(
     for loss in losses:
         steps.saw(loss)
     assert steps._bad_loss is not None and bool(steps._bad_loss) is bad
+
+
+def test_a_step_is_skipped_where_another_rank_has_met_an_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, steps = one_parameter([1.0]), unscaled.UnscaledSteps("bf16", None, False)
+    agreed: list[Any] = []
+
+    def agree(value: torch.Tensor, group: Any) -> None:
+        agreed.append((value.item(), group))
+        value.fill_(1.0 if group == "second" else value.item())
+
+    assert steps.skips([optimizer], 1) is False
+    monkeypatch.setattr("lowp.distributed.has_other_ranks", lambda: True)
+    monkeypatch.setattr("lowp.distributed.agree_on_maximum_", agree)
+    for groups, skips in (([], False), (["first"], False), (["first", "second"], True)):
+        monkeypatch.setattr("lowp.distributed.mesh_groups", lambda found, groups=groups: list(found) and groups)
+        agreed.clear()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert steps.skips([optimizer], 7) is skips
+        assert agreed == [(0.0, group) for group in groups]
+        words = "an infinity or a NaN, on another rank: bf16 has no loss scale, and step 7 was skipped"
+        assert [str(one.message) for one in told] == [words] * skips
+    assert steps.faults == [] and steps.guard.skipped_steps == 1
+
+
+def test_a_device_decides_by_its_own_flags_where_each_optimizer_can_undo() -> None:
+    steps, plain = unscaled.UnscaledSteps("flex16+5", None, False), one_parameter([1.0])
+    assert steps._flags_there([plain], {}) == {}
+    steps.exponents = object()  # type: ignore[assignment]
+    yes = flag(True)
+    assert steps._flags_there([], {}) is None and steps._flags_there([plain], {"gradient of a": yes}) is None
+    assert steps._flags_there([plain], {"gradient of a": True}) is None
+    assert steps._flags_there([], {"gradient of a": True, "weight of b": yes}) == {"weight of b": yes}
+
+
+def test_a_copy_of_what_is_trained_knows_the_models_and_no_optimizer() -> None:
+    model = make_model()
+    trained = Trained(lowp.presets.PRESETS["bf16"], None)
+    assert trained.add(model) is True and trained.add(model) is False
+    trained.check([torch.optim.SGD(model.parameters(), lr=1.0)], True)
+    assert len(trained._known) == 1
+    other = copy.copy(trained)
+    assert other.models() == [model] and other._known == {} and len(trained._known) == 1
 
 
 def test_what_a_step_reads_is_named() -> None:

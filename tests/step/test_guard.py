@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -170,7 +171,9 @@ def test_a_device_skips_by_itself_and_is_told_of_later(
         for _ in range(3):
             _spoiled(training)
     assert precision.stepped and precision.skipped_steps == 1
-    assert [f"{name} has no loss scale, and 1 of the steps up to" in str(one.message) for one in told] == [True]
+    (one,) = told
+    assert f"{name} has no loss scale, and 1 of the steps up to 5 were skipped" in str(one.message)
+    assert linecache.getline(one.filename, one.lineno).strip() == "precision.step(optimizer)"
 
 
 def test_a_device_skips_by_its_flags_of_what_was_written_under_shared_exponents(
@@ -188,19 +191,25 @@ def test_a_device_skips_by_its_flags_of_what_was_written_under_shared_exponents(
 
 def test_state_written_past_autograd_is_seen_within_sixteen_steps() -> None:
     training = _adam("bf16")
-    next(iter(training[1].state.values()))["exp_avg"].numpy()[0] = np.inf
-    with pytest.warns(UserWarning, match=r"first in the .* of .*, and step \d+ was skipped"):
-        for _ in range(16):
-            _spoiled(training)
+    next(iter(training[1].state.values()))["exp_avg_sq"].numpy()[0] = np.inf  # which makes each update a zero
+    for _ in range(13):
+        _spoiled(training)
+    with pytest.warns(UserWarning, match=r"first in the exp_avg_sq of 0.weight: .*, and step 17 was skipped"):
+        _spoiled(training)
 
 
 def test_a_run_of_which_nothing_is_finite_any_more_ends_in_an_error_that_names_it() -> None:
     training = _adam("bf16")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(NonFiniteGradients, match=r"first in the gradient of 2.weight: bf16 has no loss scale"):
-            for _ in range(40):
-                _spoiled(training, "gradient", torch.nan)
+        for _ in range(19):
+            _spoiled(training, "gradient", torch.nan)
+        text = (
+            "first in the gradient of 2.weight: bf16 has no loss scale, and step 23 was skipped, as were the 19 steps"
+        )
+        with pytest.raises(NonFiniteGradients, match=text):
+            _spoiled(training, "gradient", torch.nan)
+        assert training[2].skipped_steps == 20
 
 
 def test_an_infinite_loss_with_finite_gradients_is_told_once() -> None:
@@ -228,6 +237,10 @@ def test_weights_that_shared_exponents_cannot_hold_end_in_an_error() -> None:
     training = _training("flex16+5", lr=1e30)
     with pytest.warns(UserWarning, match=r"step 1: numbers beyond the largest of flex16\+5 are cut off, first in the"):
         _step(training)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _step(training)
+    assert not [one for one in said if "are cut off" in str(one.message)], "it is told once"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(NonFiniteGradients, match=r"weights for 20 steps in a row: look at the learning rate"):

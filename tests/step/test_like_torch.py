@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -256,11 +257,12 @@ def test_an_optimizer_may_take_the_scaler_or_the_scale_and_the_flag() -> None:
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
-        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> str:  # type: ignore[override]
             assert isinstance(grad_scaler, torch.amp.GradScaler)
             assert not hasattr(self, "grad_scale") and not hasattr(self, "found_inf")
             grad_scaler.unscale_(self)
             seen.append("old")
+            return "returned"
 
     class New(torch.optim.SGD):
         _step_supports_amp_scaling = True
@@ -272,8 +274,10 @@ def test_an_optimizer_may_take_the_scaler_or_the_scale_and_the_flag() -> None:
     old, new = (kind([nn.Parameter(torch.ones(1))]) for kind in (Old, New))
     for optimizer in (old, new):
         parameter_of(optimizer).grad = torch.ones(1)
-    with pytest.warns(FutureWarning, match="going to stop passing itself"):
-        scaler.step(old)
+    with pytest.warns(FutureWarning, match="going to stop passing itself") as told:
+        assert scaler.step(old) == "returned"
+    assert linecache.getline(told[0].filename, told[0].lineno).strip() == 'assert scaler.step(old) == "returned"'
+    assert scaler.stepped_for(old)
     new.grad_scale = torch.tensor(3.0)  # what a user has set is multiplied
     scaler.step(new)
     assert not hasattr(new, "grad_scale") and not hasattr(new, "found_inf")

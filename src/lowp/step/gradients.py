@@ -74,8 +74,6 @@ def _local_values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tens
         return gradient._values()
     if gradient.is_conj():
         parameter.grad = gradient = gradient.resolve_conj()
-    if type(gradient) is torch.Tensor:
-        return gradient
     to_local = getattr(gradient, "to_local", None)
     return gradient if to_local is None else cast(torch.Tensor, to_local())
 

@@ -48,7 +48,7 @@ def _watch_optimizers() -> None:
 
 def _refuse_scaled(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise Misuse before a step on scaled gradients. Costs nothing in a correct loop, where no scaler waits."""
-    if torch.compiler.is_compiling() or not _waiting:
+    if torch.compiler.is_compiling():
         return
     for key, reference in list(_waiting.items()):
         scaler = reference()
