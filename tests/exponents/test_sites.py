@@ -200,6 +200,16 @@ def test_no_other_model_gets_the_sites_of_a_trained_one_that_is_gone() -> None:
     assert found == ["model 3: ", "model 3: "]
 
 
+def test_the_counts_of_an_earlier_lowp_go_on_where_they_were() -> None:
+    passes, first, second = Passes(), nn.Linear(1, 1), nn.Linear(1, 1)
+    assert [passes.root(one) for one in (first, second)] == ["", "model 2: "] and passes.begin("") == 1
+    known = {name: value for name, value in passes.__getstate__().items() if name in ("step", "_begun", "_roots")}
+    passes.__setstate__(known)
+    assert passes.apart and passes.root(second) == "model 2: " and passes.begin("") == 2
+    del first, known
+    assert passes.root(nn.Linear(1, 1)) == ""  # nothing is kept
+
+
 def test_a_second_model_does_not_begin_with_the_exponents_of_one_that_is_gone() -> None:
     torch.manual_seed(0)
     precision, _, _, exponents = flex(nn.Linear(3, 1))
@@ -270,6 +280,7 @@ def test_a_checkpoint_writes_again_what_it_wrote_and_teaches_nothing_twice(reent
         ("output gradient of linear", (2, 3, 1024), 2),
         ("output gradient of linear", (2, 1024, 3), 1),
         ("output gradient of linear", (1024, 2), None),
+        ("output gradient of linear", (2, 1024), 1),
         ("output gradient of sum", (1024,), None),
         ("output of linear", (2, 1024), None),
     ],

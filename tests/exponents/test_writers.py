@@ -92,6 +92,31 @@ def test_a_step_writes_one_by_one_what_is_not_rounded_to_nearest_under_predictio
     assert x == torch.tensor([1 / 3])
 
 
+@pytest.mark.skipif("cpu" not in available(), reason="steps are written all at once by the C++ library")
+@pytest.mark.parametrize(("exponent", "rest"), [(-101, [0]), (-100, []), (100, []), (101, [0])])
+def test_a_step_writes_one_by_one_what_is_far_from_one(exponent: int, rest: list[int]) -> None:
+    cast = parse(f"dfp16:static({exponent})")
+    assert StepWriter(begun(cast), cast, (), ()).end([torch.ones(1)], [SITE], ()) == ({}, rest)
+
+
+@pytest.mark.skipif("cpu" not in available(), reason="steps are written all at once by the C++ library")
+def test_a_step_writes_one_by_one_where_a_site_is_written_twice() -> None:
+    given, exponents = [torch.tensor([1 / 3]), torch.tensor([1 / 3])], begun()
+    step = StepWriter(exponents, FLEX, (), ())
+    assert step.end(given, ["exp_avg of a", "exp_avg of a"], ()) == ({}, [0, 1])
+    assert step.end(given[:1], ["exp_avg of a"], ()) == ({}, [])
+    assert step.end(given, ["exp_avg of b", "exp_avg of a"], ()) == ({}, [0, 1])  # of which one was written
+    assert given[0] != given[1] == torch.tensor(1 / 3) and exponents.sites() == [SITE, "exp_avg of a"]
+    exponents.flush()
+    assert step.end(given, ["exp_avg of b", "exp_avg of a"], ()) == ({}, [])
+
+
+def test_what_is_in_the_format_stays_as_it_is_only_where_that_is_asked_for() -> None:
+    for how, stays in (({}, False), ({"unless_exact": True}, True)):
+        x, writer = torch.tensor([1.0, 0.5]), SiteWriter(begun(), FLEX, "linear", True)
+        assert (writer.write(x, "output", **how).values is x) is stays
+
+
 def test_each_cast_has_a_table_of_its_own() -> None:
     exponents, other, third = begun(), parse("flex16+5:reactive"), parse("flex16+5:static(-8)")
     exponents.write(torch.ones(3), other, "weight of w")

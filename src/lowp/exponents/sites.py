@@ -44,8 +44,6 @@ class Passes:
     `apart`: whether the runs of a step have spots of their own.
     """
 
-    apart = True
-
     def __init__(self, apart: bool = True) -> None:
         self.step, self.apart = 0, apart
         self._begun: dict[str, int] = {}
@@ -94,7 +92,7 @@ class Passes:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         roots, trained = WeakKeyDictionary(dict(state["_roots"])), WeakSet(state.get("_trained", ()))
-        self.__dict__.update({"_kept": set(), **state, "_roots": roots, "_trained": trained})
+        self.__dict__.update({"_kept": set(), "apart": True, **state, "_roots": roots, "_trained": trained})
         _all_passes[id(self)] = weakref.ref(self)
         _watch_optimizers()
 
