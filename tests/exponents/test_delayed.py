@@ -21,6 +21,7 @@ from lowp.exponents import DelayedScales
 from lowp.exponents.delayed import DelayedTable
 from lowp.kernels import cpu
 from lowp.kernels.casts.functions import quantize_measured
+from lowp.kernels.choose import hardware
 from lowp.ops.direct import Direct
 from lowp.policy import Operands, Policy, Rule
 
@@ -100,18 +101,23 @@ def test_a_measured_cast_has_the_bits_of_the_definition_and_tells_the_maximum(ca
     assert torch.equal(spoiled[finite], found[finite])
 
 
-def test_a_site_takes_its_own_maximum_first_and_then_that_of_earlier_steps() -> None:
-    scales, x = DelayedScales(), torch.tensor([1.0, -3.0, 0.3])
+@pytest.mark.parametrize("is_host", [True, False])
+@pytest.mark.parametrize("unit", [1.0, 2.0**-10])
+def test_a_site_takes_its_own_maximum_first_and_then_that_of_earlier_steps(
+    unit: float, is_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "is_on_host", lambda device: is_host)
+    scales, x = DelayedScales(), unit * torch.tensor([1.0, -3.0, 0.3])
     current = lowp.quantize(x, CAST.current)
     assert torch.equal(scales.rounded(x, CAST, "input of a"), current)
     assert torch.equal(scales.rounded(2 * x, CAST, "input of a"), 2 * current)  # of the same step: nothing is known
     scales.flush()
     scale = scales.scale("input of a")
-    assert scale == torch.tensor(6.0 / 448)
+    assert scale == unit * torch.tensor(6.0 / 448)
     assert torch.equal(scales.rounded(x, CAST, "input of a"), lowp.quantize(x, CAST, scale=float(scale)))
     assert scales.rounded(10 * x, CAST, "input of a")[1] == -448 * scale.float()  # saturated, until the next step
     scales.flush()
-    assert scales.scale("input of a") == torch.tensor(30.0 / 448)
+    assert scales.scale("input of a") == unit * torch.tensor(30.0 / 448)
     counted = scales.state_dict()["groups"][0]["state"]
     steps, beyond = counted["writes"], counted["saturated"]
     assert (steps.tolist(), beyond.tolist()) == ([2], [1])

@@ -113,15 +113,17 @@ def test_a_step_leaves_the_tensors_that_the_library_cannot_read_to_be_written_on
     assert rest == [1] and torch.equal(first, wanted) and torch.equal(given[1], before)
 
 
+@pytest.mark.parametrize("way", available())
 @pytest.mark.parametrize("spelled", ["flex16+5:autoflex", "flex16+5:reactive"])
-def test_what_one_rank_agrees_on_alone_is_what_it_has_seen(spelled: str) -> None:
+def test_what_one_rank_agrees_on_alone_is_what_it_has_seen(spelled: str, way: str) -> None:
     cast = parse(spelled)
     (alone, agreed), x = (table.ExponentTable(cast, torch.device("cpu")) for _ in "ab"), torch.tensor([1.0, 3.0, 60.0])
     for one in (alone, agreed):
-        for scale in (1.0, 1.0, 8.0, torch.inf):
+        for scale in (1.0, 1.0, 2.0**-60, 8.0, torch.inf):
             one.index("gradient of v")  # which nobody writes
-            one.write(x * scale, one.index("gradient of w"))
-            one.flush(None if one is alone else one.columns(list(one.names)))
+            with use(way):
+                one.write(x * scale, one.index("gradient of w"))
+                one.flush(None if one is alone else one.columns(list(one.names)))
     for name, value in alone.state._asdict().items():
         assert torch.equal(value, getattr(agreed.state, name)), name
 
@@ -281,6 +283,26 @@ def test_a_single_number_that_no_exponent_holds_is_told(largest: float, told: li
     exponents = SharedExponents()
     exponents.write(torch.tensor([largest, 1.0, 1.0, 1.0]), FLEX, "gradient of w")
     assert exponents.flush() == (told, [])
+    exponents.write(torch.tensor([1e6, 1.0, 1.0, 1.0]), FLEX, "gradient of v")  # beside one that is held
+    exponents.write(torch.tensor([32767.0]), FLEX, "gradient of u")
+    assert exponents.flush() == (["gradient of v"], [])
+
+
+@pytest.mark.skipif(not uses_library(), reason="the C++ library was not built")
+def test_the_kernel_that_would_write_looks_at_what_was_not_looked_at_where_its_site_is_not_written() -> None:
+    x, fixed = torch.ones(2, 3), parse("flex16+5:static(-8)")
+    entries = {cast: table.ExponentTable(cast, torch.device("cpu")) for cast in (FLEX, fixed)}
+    for one in entries.values():
+        assert not one.finds_exact(x, "gradient of w")  # of which nothing is known
+        one.index("gradient of w")
+    entry = entries[FLEX]
+    assert entry.finds_exact(x, "gradient of w") and not entries[fixed].finds_exact(x, "gradient of w")
+    assert not entry.finds_exact(torch.ones(6).reshape(2, 3).t(), "gradient of w")
+    assert entry.write(x, 0, unless_exact=True).values is x and not entry.finds_exact(x, "gradient of w")
+    other = torch.rand(3)
+    assert entry.finds_exact(other, "gradient of w")
+    entry.write(other, 0)
+    assert not entry.finds_exact(torch.ones(3), "gradient of w")
 
 
 def test_an_entry_may_begin_before_its_first_write_with_the_exponent_of_that() -> None:

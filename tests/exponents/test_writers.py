@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, parse
-from lowp.exponents import SharedExponents, SiteWriter, StepWriter, Trail, learning
+from lowp.exponents import Flush, SharedExponents, SiteWriter, StepWriter, Trail, learning
 from lowp.exponents.learning import both
 from lowp.exponents.shared import Summary
 from lowp.kernels.choose.dispatch import available, use
@@ -153,6 +154,19 @@ def test_the_summary_of_a_run_that_has_written_nothing_counts_nothing() -> None:
     summary = SharedExponents().summary()
     assert not any(asdict(summary["all"]).values()) and list(summary) == ["all"]
     assert summary["all"] == Summary() and Summary().headroom_bits != Summary().headroom_bits  # NaN
+
+
+def test_a_copy_goes_on_by_itself_where_writes_count_and_nobody_watches() -> None:
+    exponents, seen = begun(), list[Flush]()
+    exponents.watch(seen.append)
+    with exponents.uncounted(True):
+        twin = copy.deepcopy(exponents)
+    for one in (twin, exponents):
+        assert one.summary()["all"].writes == 1
+        one.write(torch.tensor([60000.0]), FLEX, SITE)
+        one.flush()
+        assert (one.summary()["all"].writes, len(seen)) == (2, one is exponents)
+    assert twin.exponent(SITE) == exponents.exponent(SITE) > begun().exponent(SITE)
 
 
 def test_two_conditions_hold_where_both_do_and_those_of_the_host_cost_nothing() -> None:
