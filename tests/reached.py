@@ -47,6 +47,7 @@ class Noted:
     def __init__(self) -> None:
         self.found: dict[str, set[str]] = {place: set() for place in (*json.loads(FILE.read_text()), PROCESSES, SLOW)}
         self.around: dict[int, tuple[CodeType, list[str]]] = {}  # the places in codes, which are held: by their ids
+        self.entered: set[int] = set()  # the codes that the test has entered
         self.root = str(Path(cast(str, cast(ModuleSpec, find_spec("lowp")).origin)).parent)
         self.files = {os.path.join(self.root, place.partition(":")[0]) for place in self.found if ":" in place}
         self.test = ""
@@ -54,6 +55,7 @@ class Noted:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self.test = item.nodeid
+        self.entered.clear()
         started, ended = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
         sys.settrace(self.enter)
         threading.settrace(self.enter)
@@ -71,7 +73,8 @@ class Noted:
         code = frame.f_code
         if code is BaseProcess.start.__code__:  # which a server may fork that is nobody's child here
             self.found[PROCESSES].add(self.test)
-        if code.co_filename in self.files:
+        if code.co_filename in self.files and id(code) not in self.entered:
+            self.entered.add(id(code))
             if id(code) not in self.around:
                 self.around[id(code)] = code, self.within(code)
             for place in self.around[id(code)][1]:
