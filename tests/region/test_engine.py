@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from torch import Tensor, nn
 import lowp
 from lowp.kernels import cpu
 from lowp.kernels.choose.hardware import multiplies
+from lowp.region.engine import Audit
+from lowp.region.entries import current_engine
 from lowp.step import expect_step
 
+set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 ROOT = str(Path(lowp.__file__).parent)
 CASTS = [
     "fp16",
@@ -142,3 +146,126 @@ def test_a_model_stored_in_16_bits_whose_norm_meets_fp32_is_told_what_to_do(prec
     told = r"layer_norm was given bfloat16 and float32: .* Convert the model with float\(\)"
     with lowp.autocast(precision), pytest.raises(RuntimeError, match=told):
         model(torch.ones(3, 8, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_region_is_in_force_where_torch_autocast_has_its_setting_on_the_device_of_the_call(kind: str) -> None:
+    other, there = {"cpu": "cuda", "cuda": "cpu"}[kind], torch.ones(2, device="meta")
+    here = torch.ones(2)
+    with lowp.autocast("fp16"):
+        engine = current_engine()
+        assert engine is not None
+        engine.devices, engine.is_on_host = ("cpu", "cuda"), False
+        given: list[tuple[Any, ...]] = [(here,), (nn.Parameter(here),), ([here],), (3, here), (here.as_subclass(Own),)]
+        nowhere: list[tuple[Any, ...]] = [(there,), (3,), ()]
+        for args in (*given, *nowhere):
+            assert engine.is_ours(args, {})
+        for change in (lambda: set_enabled(kind, False), lambda: set_dtype(kind, torch.bfloat16)):
+            change()
+            is_there = other == "cpu"
+            for args in given:
+                assert engine.is_ours(args, {}) is is_there and engine.is_ours((), {"x": args}) is is_there
+            assert not any(engine.is_ours(args, {}) for args in nowhere) and not engine.is_ours()
+            assert ((here @ here).dtype is torch.float16) is is_there
+            set_enabled(kind, True)
+            set_dtype(kind, torch.float16)
+        engine.devices, engine.has_host = ("cuda",), False
+        set_enabled("cpu", False)
+        assert engine.is_ours((here,), {}) and engine.is_ours((there,), {})
+        set_enabled("cuda", False)
+        assert not engine.is_ours((here,), {})
+        set_enabled("cpu", True)
+        set_enabled("cuda", True)
+
+
+class Own(Tensor):
+    """A tensor of a user's own class."""
+
+
+def test_the_audit_tells_of_contractions_below_ops_that_no_rule_matches() -> None:
+    missed: list[str] = []
+    engine = SimpleNamespace(active=True, running=None, rulebook=SimpleNamespace(missed=missed.append))
+    engine.path, engine.is_ours = SimpleNamespace(current=""), lambda args, kwargs: True
+    audit, x = Audit(cast(Any, engine)), torch.ones(2, 2)
+
+    def told(function: Any = torch.ops.aten.mm.default) -> list[str]:
+        missed.clear()
+        given = (x, x) if function is not torch.ops.aten.relu.default else (x,)
+        assert torch.equal(audit.__torch_dispatch__(function, (), given), function(*given))
+        return [*missed]
+
+    assert told() == ["mm"] and told(torch.ops.aten.add.Tensor) == told(torch.ops.aten.relu.default) == []
+    engine.path.current = "a.b"
+    assert told() == ["mm in a.b"]
+    engine.running = ("tensordot", False)
+    assert told() == ["tensordot in a.b"]
+    engine.running = ("linear", True)
+    assert told() == []
+    engine.is_ours = lambda args, kwargs: False
+    assert told() == []
+    engine.running = None
+    assert told() == []
+    engine.running = ("tensordot", False)  # which was asked whether it is ours
+    assert told() == ["tensordot in a.b"]
+    engine.active = False
+    assert told() == []
+    engine.active, found = True, list[list[str]]()
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda gradient: found.append(told()))
+    (2 * leaf).sum().backward()
+    assert found == [[]]  # decided by the forward pass
+
+
+def test_an_error_names_the_kernel_that_is_missing_and_the_rest_is_raised_as_it_is() -> None:
+    with lowp.autocast("fp16") as region:
+        engine, x = current_engine(), torch.ones(2).half()
+        assert engine is not None
+        torch.special.bessel_j0(x)
+        for text in ("not implemented for 'Half'", '"x" not implemented for BFloat16', "not implemented for Half"):
+            assert engine.without_kernel(RuntimeError(text), torch.special.bessel_j0, (), {"x": x}) is not None
+        for text in ("not implemented for 'Long'", "not implemented", "Half"):
+            with pytest.raises(RuntimeError) as told:
+                engine.without_kernel(error := RuntimeError(text), torch.special.bessel_j0, (x,), {})
+            assert told.value is error
+    assert region.report().widened == ("special_bessel_j0 on cpu",)
+
+
+def test_what_is_given_in_several_dtypes_is_told_by_what_torch_says_of_them() -> None:
+    whole, half, wide = torch.ones(2, dtype=torch.int64), torch.ones(2).half(), torch.ones(2).double()
+    engine, call = lowp.autocast("fp16")._compiled, torch.special.bessel_j0
+    few, many = "products in this region write another dtype", "leaves other dtypes to torch, which multiplies tensors"
+    cases: list[tuple[str, tuple[Tensor, ...], str | None]] = [
+        ("expected mat1 and mat2 to have the same dtype", (half, half.float()), None),
+        ("expected mat1 and mat2 to have the same dtype", (half, wide), many),
+        ("expected mat1 and mat2 to have the same dtype", (half, whole), many),
+        ("Input type and bias type should be the same", (half, whole), many),
+        ("mixed dtype (CPU)", (half, half.float()), few),
+        ("mixed dtype (CPU)", (half, whole), None),
+        ("mixed dtype (CPU)", (half, wide), many),
+        ("expected scalar type Half", (half, half), None),
+        ("gone", (half, wide), None),
+    ]
+    for text, given, why in cases:
+        error = RuntimeError(text)
+        with pytest.raises(RuntimeError) as told:
+            engine.without_kernel(error, call, given, {})
+        assert (told.value is error) is (why is None), text
+        assert why is None or why in str(told.value)
+
+
+def test_a_region_rests_while_the_frame_of_a_step_runs() -> None:
+    with lowp.autocast("fp16"):
+        engine, x = current_engine(), torch.ones(2, 2)
+        assert engine is not None and not engine.rests()
+
+        def step() -> torch.dtype:
+            engine.resting = sys._getframe()
+            assert engine.rests() and engine.resting is sys._getframe()
+            return (x @ x).dtype
+
+        assert step() is torch.float32
+        assert not engine.rests() and engine.resting is None  # it has ended, without a word
+        engine.resting = sys._getframe()
+        assert (x @ x).dtype is torch.float32
+        engine.resting = None
+        assert (x @ x).dtype is torch.float16
