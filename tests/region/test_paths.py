@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from lowp.policy import Policy, Rule
 from lowp.region import autocast
+from lowp.region.paths import ModulePath
 
 
 class Interrupted(BaseException):
@@ -109,3 +112,55 @@ def test_a_module_that_calls_itself_is_followed() -> None:
     with region:
         Tree()(torch.randn(1, 2), 1)
     assert seen == [("cell", "linear"), ("cell", "linear"), ("", "tanh"), ("", "sigmoid")]
+
+
+def test_a_path_is_that_of_the_innermost_module_of_the_outermost_one() -> None:
+    models: list[Any] = [nn.Sequential(nn.Sequential(nn.ReLU()), nn.Tanh()) for _ in "abc"]
+    (model, other, alone), path = models, ModulePath()
+    wrapper = nn.DataParallel(model)
+    assert path.current == "" and path.outermost is None
+    assert path.enter(wrapper) and not path.enter(model) and path.current == ""
+    assert not path.enter(model[0]) and path.current == "0"
+    assert not path.enter(model[0][0]) and path.current == "0.0"
+    assert not path.enter(alone) and path.current == "0.0"  # of none of them: as its caller
+    other_path = path.copy()
+    path.leave(other)  # which was not entered
+    assert path.current == "0.0" and len(path.running) == 5
+    path.leave(model[0])  # with what was called within it
+    assert path.current == "" and len(path.running) == 2 and other_path.current == "0.0"
+    path.leave(model)
+    path.leave(model)
+    assert len(path.running) == 1 and path.outermost is wrapper
+    path.running.clear()
+    assert path.outermost is None and path.enter(other) and path.outermost is other
+    assert not path.enter(other[1]) and path.current == "1" and other_path.outermost is not other
+    path.enter(other[0])
+    path.enter(other[0])  # which calls itself
+    path.leave(other[0])
+    assert path.current == "0" and len(path.running) == 3
+
+
+def test_modules_that_no_longer_run_are_taken_off_their_thread_alone() -> None:
+    path = ModulePath()
+    model: Any = nn.Sequential(nn.Sequential(nn.ReLU()))
+
+    def call(*modules: nn.Module) -> None:
+        frame = sys._getframe()
+        for module in modules:
+            path.enter(module, frame)
+        assert not path.settle(frame)
+        if len(modules) == 1:
+            call(model[0], model[0][0])
+            assert [one.path for one in path.running] == ["", "0", "0.0"]
+            assert path.settle(frame) and [one.path for one in path.running] == [""]
+            call(model[0], model[0][0])
+            path.enter(model[0], frame)  # as if the others had ended by an error
+            assert [one.path for one in path.running] == ["", "0"]
+
+    call(model)
+    assert path.settle(sys._getframe()) and not path.running and not path.settle(sys._getframe())
+    path.enter(model)  # in another thread
+    path.enter(model[0], sys._getframe())
+    assert not path.settle(sys._getframe()) and path.current == "0"
+    copied = path.copy()
+    assert not copied.settle(sys._getframe()) and [one.frame for one in copied.running] == [None, None]
