@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import threading
 import warnings
@@ -409,10 +410,13 @@ def test_torch_cuda_amp_spelling_follows_torch_where_there_is_no_cuda() -> None:
         with pytest.warns(UserWarning, match="CUDA is not available"):
             region = spelled()
         assert isinstance(region, torch.autocast)
-        assert (region.device, region.fast_dtype) == ("cuda", HALF)
+        assert (region.device, region.fast_dtype, region._cache_enabled) == ("cuda", HALF, True)
     for spelled in (lambda: autocast(False), lambda: autocast(enabled=False)):
         with spelled():
             assert product() is FULL
+    for options in ((False,), (False, HALF), (False, HALF, True)):
+        assert autocast(*options)._cache_enabled
+    assert not autocast(False, HALF, False)._cache_enabled and not autocast(False, cache_enabled=False)._cache_enabled
 
 
 def test_torch_refuses_what_torch_refuses() -> None:
@@ -568,6 +572,32 @@ def test_a_report_tells_in_lines_what_ran_and_what_no_rule_named() -> None:
     )
 
 
+def test_rules_that_matched_nothing_are_told_where_a_thread_leaves_a_region_that_has_run_for_the_last_time() -> None:
+    policy = Policy((Rule.of("conv3d", input="bf16"), Rule.of("matmul", input="e5m7")), name="of conv3d")
+    region = autocast(policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with region:
+            pass  # of which nothing is known
+        region.__enter__()
+        with region:
+            product()
+        with pytest.raises(ZeroDivisionError), region:
+            raise ZeroDivisionError
+        with region.resume():
+            product()
+    with pytest.warns(UserWarning, match=r"policy of conv3d: nothing matched rule 1 \(conv3d: input=bf16\)") as told:
+        region.__exit__(None, None, None)
+    assert len(told) == 1
+    strict = autocast(policy, strict=True)
+    for _ in range(2):  # each time
+        with pytest.raises(
+            InvalidInput, match=r"Ops under a rule so far: matmul. Correct its ops or where, or omit str"
+        ):
+            with strict:
+                product()
+
+
 def test_the_rules_of_a_preset_may_stay_unused() -> None:
     with autocast("fp16", strict=True) as region:
         product()
@@ -708,6 +738,21 @@ def test_an_observer_watches_the_fp32_preset(model: nn.Module) -> None:
         y = model(x)
     assert torch.equal(y, model(x))
     assert seen == ["linear", "relu", "linear"]
+
+
+def test_a_region_is_shown_as_it_is_made() -> None:
+    assert repr(autocast("e5m7")) == "autocast('e5m7')" and repr(autocast("fp32", enabled=False)).endswith(
+        "('fp32', enabled=False)"
+    )
+
+
+@pytest.mark.parametrize("kind", [None, "mps"])
+def test_a_region_is_switched_on_for_the_devices_of_the_machine(
+    kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "accelerator", lambda: kind)
+    present = inspect.getclosurevars(context._present).nonlocals["done"].__wrapped__
+    assert present() == (("cpu",) if kind is None else ("cpu", kind))
 
 
 def test_unknown_names_are_value_errors() -> None:

@@ -253,6 +253,28 @@ def test_a_decorated_generator_is_in_its_region_only_while_it_runs() -> None:
     other.close()
 
 
+def test_a_decorated_generator_ends_in_its_region_where_it_is_closed() -> None:
+    ended: list[torch.dtype] = []
+
+    @autocast("fp16")
+    def half() -> Iterator[torch.dtype]:
+        try:
+            yield product()
+            yield product()
+        finally:
+            ended.append(product())
+
+    one, other = half(), half()
+    assert next(one) is HALF
+    one.close()
+    one.close()
+    assert ended == [HALF] and product() is FULL
+    next(other)
+    with pytest.raises(KeyError):
+        other.throw(KeyError())
+    assert ended == [HALF] * 2 and product() is FULL and list(other) == []
+
+
 @contextlib.contextmanager
 def context_manager(precision: str) -> Iterator[None]:
     with autocast(precision):
@@ -413,3 +435,57 @@ def test_decorated_coroutines_run_in_the_region() -> None:
         return [*both, listed, product()]
 
     assert asyncio.run(main()) == [[HALF] * 2, [HALF] * 2, [BRAIN, FULL] * 2, FULL]
+
+
+def test_a_decorated_asynchronous_generator_is_sent_thrown_and_closed_in_its_region() -> None:
+    ended: list[torch.dtype] = []
+
+    @autocast("fp16")
+    async def half(count: int) -> Any:
+        try:
+            sent = None
+            for _ in range(count):
+                try:
+                    await asyncio.sleep(0)
+                    sent = yield product(), sent
+                except KeyError:
+                    sent = "caught"
+        finally:
+            await asyncio.sleep(0)
+            ended.append(product())
+
+    async def main() -> None:
+        one: Any = half(4)
+        assert await one.__anext__() == (HALF, None) and product() is FULL
+        assert await one.asend("sent") == (HALF, "sent") and await one.athrow(KeyError()) == (HALF, "caught")
+        with pytest.raises(ValueError, match="thrown"):
+            await one.athrow(ValueError("thrown"))
+        assert ended == [HALF] and product() is FULL
+        other: Any = half(4)
+        await other.__anext__()
+        await other.aclose()
+        assert ended == [HALF] * 2 and [item async for item in half(2)] == [(HALF, None)] * 2
+        assert ended == [HALF] * 3 and product() is FULL
+
+    asyncio.run(main())
+
+
+def test_a_decorated_coroutine_may_await_what_is_no_coroutine_and_is_thrown_into() -> None:
+    class Item:
+        def __await__(self) -> Any:
+            try:
+                yield product()
+            except KeyError:
+                yield "thrown"
+            return "end"
+
+    @autocast("fp16")
+    async def half() -> Any:
+        return await Item(), product()
+
+    running = half()
+    assert running.send(None) is HALF and product() is FULL and running.throw(KeyError()) == "thrown"
+    with pytest.raises(StopIteration) as end:
+        running.send(None)
+    assert end.value.value == ("end", HALF) and product() is FULL
+    assert next(blocks._Awaited(autocast("fp16"), Item()).__await__()) is HALF

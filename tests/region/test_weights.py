@@ -424,3 +424,69 @@ def test_one_entry_around_a_whole_training_sees_every_step() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     assert torch.equal(layers[0].weight, layers[1].weight)
+
+
+def test_a_cast_is_looked_for_by_weight_sign_and_format() -> None:
+    held, weight, (half, brain) = weights.WeightCasts(), nn.Parameter(torch.ones(3)), map(parse, ("fp16", "bf16"))
+    nothing, sign = held.look(weight, half)
+    assert nothing is None and sign is not None and sign[:2] == (0, weight.data_ptr())
+    value = held.keep(weight, half, sign, weight.detach().half())
+    assert held.look(weight, half) == (value, sign) and held.look(weight, brain) == (None, sign) and len(held) == 1
+    held.keep(weight, brain, sign, weight.detach().bfloat16())
+    again = held.keep(weight, half, sign, weight.detach().half())  # in the place of the first
+    assert held.look(weight, half)[0] is again and len(held) == 2
+    with torch.inference_mode():
+        assert held.look(weight, half) == (None, None)
+    held.keep(weight, brain, None, weight.detach().bfloat16())  # of which nothing is known
+    assert held.look(weight, brain)[0] is None and len(held) == 1
+    assert held.keep(weight, half, sign, weight) is weight and len(held) == 0 and len(held.tensors()) == 2
+    held.hand_out(weight)
+    assert held.look(weight, half) == (None, None)
+    for nothing_in_memory in (3, None, weight.to_sparse()):
+        held.hand_out(nothing_in_memory)
+
+
+def test_casts_that_are_gone_are_let_go_when_many_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_PRUNE_AT", 3)
+    held, layers = weights.WeightCasts(), [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    kept = [held(layer, parse("fp16")) for layer in layers[:2]]
+    kept.pop()
+    held.forget()
+    assert len(held) == 0 and len(held._made) == 2 and [id(one) for one in held.tensors()] == [id(kept[0])]
+    held(layers[2], parse("fp16"))
+    held.forget()
+    assert len(held._made) == 1
+
+
+def test_weights_that_were_used_before_are_cast_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_SMALL", 8)
+    held, leaf, large = weights.WeightCasts(), nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 3))
+    x, half = torch.ones(2), nn.Parameter(torch.ones(2).half())
+    given = (x, leaf, 3, half, leaf * 1), {"bias": large, "eps": 1}
+    for _ in range(2):
+        assert held.again([]) == []
+        with torch.no_grad():  # small casts without gradients are not kept
+            first = [held.again([leaf, large]) for _ in range(2)]
+        assert [[id(one) for one in found] for found in first] == [[], [id(large)]]
+        held.forget()
+    args, kwargs = held.cast_arguments(*given, parse("fp16"))
+    assert args is given[0] and kwargs is given[1]
+    args, kwargs = held.cast_arguments(*given, parse("fp16"))
+    for found, one in zip((*args, *kwargs.values()), (*given[0], *given[1].values()), strict=True):
+        is_cast = one is leaf or one is large
+        assert (found is not one) is is_cast and (not is_cast or found.dtype is torch.float16)
+    assert list(kwargs) == ["bias", "eps"] and len(held) == 2
+    assert held.cast_arguments((leaf,), {}, parse("fp16"))[1] == {} and len(held) == 2
+
+
+def test_what_exposes_memory_and_what_runs_hooks_is_noted() -> None:
+    held, (one, other) = weights.WeightCasts(), (nn.Parameter(torch.ones(3)) for _ in "ab")
+    cast_to = parse("fp16")
+    for weight in (one, other):
+        held(weight, cast_to)
+    held.note(Tensor.detach, (one, other))
+    assert held.look(one, cast_to) == (None, None) and held.look(other, cast_to)[0] is not None
+    held.note(Tensor.detach, ())
+    assert len(held) == 2
+    held.note(torch.autograd.backward, (other,))
+    assert len(held) == 0 and held.look(other, cast_to)[1] is not None
