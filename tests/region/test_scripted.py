@@ -66,6 +66,24 @@ def test_nothing_is_told_where_torch_casts_or_nothing_is_to_be_cast(precision: s
     assert region.report().unseen == ()
 
 
+@pytest.mark.parametrize("precision", ["e4m3fn", "fp32"])
+def test_nothing_is_told_where_a_region_is_not_in_force(precision: str) -> None:
+    module, x = script("script"), torch.ones(2, 4)
+    region = autocast(precision)
+    region.observe(lambda one: None)  # so that one of fp32 has an engine
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(x)
+        with region:
+            with torch.autocast("cpu", enabled=False):
+                module(x)
+            with autocast("fp32"):
+                module(x)
+            if precision == "fp32":
+                module(x)
+    assert region.report().unseen == ()
+
+
 def test_nothing_is_told_of_a_module_that_was_traced_in_a_region() -> None:
     x = torch.randn(2, 4)
     with warnings.catch_warnings(), autocast("e5m7") as region, torch.no_grad():

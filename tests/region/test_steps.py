@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.errors import InvalidInput
+from lowp.region import following
+from lowp.region.entries import current_engine
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -94,3 +97,65 @@ def test_rules_are_in_force_again_after_a_step_that_has_raised() -> None:
         with pytest.raises(InvalidInput, match="is sparse"):
             optimizer.step()
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+def product() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+def test_the_hooks_of_a_step_suspend_its_region_and_wake_it_for_its_closure() -> None:
+    optimizer, region = torch.optim.SGD([torch.ones(1)]), lowp.autocast("fp16")
+
+    def closure(*given: object, **named: object) -> tuple[object, ...]:
+        """Say what it was given."""
+        return product(), given, named
+
+    def begun(*args: object, **kwargs: object) -> Any:
+        return following._begin(optimizer, args, kwargs)
+
+    assert begun(optimizer, closure) is None  # in no region
+    with region:
+        engine = current_engine()
+        assert engine is not None and begun(optimizer) is None
+        assert product() is torch.float16  # the step that began there has ended
+        frame = engine.resting = sys._getframe()
+        assert product() is torch.float32 and begun(optimizer, 3) is begun(optimizer, closure=None) is None
+        assert engine.resting is frame
+        (first, woken, *rest), named = begun(optimizer, closure, 3, a=4)
+        assert first is optimizer and rest == [3] and named == {"a": 4} and woken.__doc__ == "Say what it was given."
+        assert woken(1, b=2) == (torch.float16, (1,), {"b": 2}) and engine.resting is frame
+        args, named = begun(optimizer, closure=closure, a=4)
+        assert args == (optimizer,) and list(named) == ["closure", "a"] and named["a"] == 4
+        assert named["closure"]() == (torch.float16, (), {}) and product() is torch.float32
+
+        def end_of_another() -> None:
+            following._end(optimizer, (), {})
+
+        end_of_another()
+        assert engine.resting is frame
+        following._end(optimizer, (), {})
+        assert engine.resting is None and product() is torch.float16
+    following._end(optimizer, (), {})
+
+
+def test_a_function_at_rest_runs_without_rules_with_all_its_parts() -> None:
+    @following.at_rest
+    def inner(*given: object, **named: object) -> tuple[object, ...]:
+        """Say what it was given."""
+        return product(), given, named
+
+    @following.at_rest
+    def outer() -> list[object]:
+        return [inner(1, a=2), product()]
+
+    @following.at_rest
+    def failing() -> None:
+        raise ZeroDivisionError
+
+    full, half = torch.float32, torch.float16
+    assert inner.__doc__ == "Say what it was given." and inner() == (full, (), {})
+    with lowp.autocast("fp16"):
+        assert outer() == [(full, (1,), {"a": 2}), full] and product() is half
+        with pytest.raises(ZeroDivisionError):
+            failing()
+        assert product() is half
