@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,42 @@ def test_the_parts_sum_to_the_peak(contender: Any) -> None:
     assert split.held["optimizer"] == 4 * PARAMETERS  # momentum
     assert split.held["gradients"] == 4 * PARAMETERS  # unscaled in fp32, whatever the weights are stored in
     assert split.reserved is None
+
+
+@pytest.mark.parametrize(
+    ("scales", "seconds", "steps"),
+    [
+        ([8, 8], 0, 1),
+        ([8, 4, 4], 0, 2),
+        ([8, 4, 2, 4], 0, 3),
+        (range(40, 0, -1), 0, 12),
+        (range(40, 0, -1), 8, 3),  # the third ends at 24 s
+        (range(40, 0, -1), 10, 3),  # the second at 20 s
+    ],
+)
+def test_steps_are_taken_until_one_is_not_skipped(
+    scales: Any, seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*given: Any) -> None:
+        taken.append(given)
+        clock[0] += seconds
+
+    taken, clock = list[Any](), [100.0]
+    monkeypatch.setattr(memory, "step_of", step)
+    monkeypatch.setattr(memory.time, "perf_counter", lambda: clock[0])
+    precision = type("Scaled", (), {"scale": property(lambda _: scales[len(taken)])})()
+    training: Any = SimpleNamespace(precision=precision)
+    memory.warm_up(training, FP32, "batch")
+    assert taken == [(training, FP32, "batch")] * steps
+
+
+def test_what_a_profiler_writes_is_not_seen_and_what_comes_after_is(capfd: pytest.CaptureFixture[str]) -> None:
+    files = len(list(Path("/dev/fd").iterdir())) if Path("/dev/fd").exists() else 0
+    with memory._silent():
+        os.write(2, b"unseen")
+    os.write(2, b"seen")
+    assert capfd.readouterr().err == "seen"
+    assert files == (len(list(Path("/dev/fd").iterdir())) if files else 0)
 
 
 def test_sixteen_bits_halve_the_activations_of_a_wide_perceptron() -> None:

@@ -14,7 +14,17 @@ from lowp import casts
 from lowp.errors import InvalidInput
 from lowp.formats import ScaledFormat
 from lowp.kernels.numbers import hadamard
-from lowp.numerics.blocks import BlockLayout, Blocks, blocks_of, layout_of, products_of
+from lowp.numerics.blocks import (
+    _SIGNS,
+    BlockLayout,
+    Blocks,
+    _some,
+    _turned,
+    blocks_of,
+    layout_of,
+    midpoints,
+    products_of,
+)
 from lowp.numerics.prediction import effect
 from lowp.numerics.spectrum import Spectrum
 from lowp.ops.convolution import Convolution
@@ -155,3 +165,121 @@ def test_what_is_left_of_a_row_after_whole_blocks_is_no_block(length: int) -> No
     for size in (16, 32):
         own = min(size, length)
         assert found[BlockLayout(1, str(size))].counts[0, 0] == 7 * (read // own) * own
+
+
+# -- by the definition ------------------------------------------------------------------------------------------------
+def bin_of(ratio: float) -> int:
+    """Eight bins an octave down to 2^-8, one an octave down to 2^-40, and whatever is smaller in the last of those."""
+    fraction, exponent = math.frexp(ratio)
+    if exponent > -8:
+        return 8 * (1 - exponent) - math.floor(8 * (2 * fraction - 1))
+    return min(64 - 8 - (exponent - 1), 96)
+
+
+def defined(blocks: Tensor, largest: float) -> np.ndarray:
+    """Count blocks [n, size] number by number."""
+    counts, energy = np.zeros((2, 145)), float((blocks.double() ** 2).sum())
+    for block in blocks.abs().numpy():
+        top = block.max()
+        fraction, exponent = math.frexp(top)
+        places = 97 + int((2 * fraction - 1) * 16), 113 + min(math.frexp(largest)[1] - exponent, 31)
+        for number in block[block > 0]:
+            counts[:, [bin_of(number / top), *places]] += np.array([[1.0], [1e6 * float(number) ** 2 / energy]])
+    return counts
+
+
+def wide(*shape: int) -> Tensor:
+    """Numbers of 50 octaves, of which the largest of a row is mostly large, and zeros."""
+    generator = torch.Generator().manual_seed(5)
+    found = torch.randn(shape, generator=generator)
+    found *= torch.exp2(-torch.randint(50, shape, generator=generator).float())
+    found[torch.rand(shape, generator=generator) < 0.1] = 0.0
+    return found
+
+
+def test_blocks_are_counted_by_their_definition() -> None:
+    x = wide(48, 64)
+    x[:, :16] *= 2.0**-40  # below the last octave that is told apart
+    largest = float(x.abs().max())
+    found = blocks_of(x, "weight", "", largest)
+    tiles = x.reshape(3, 16, 4, 16).transpose(1, 2).flatten(2).reshape(-1, 256)
+    wanted = {
+        "1/16": x.reshape(-1, 16),
+        "1/32": x.reshape(-1, 32),
+        "0/16": x[:32].mT.reshape(-1, 16),  # of the longest blocks that are whole
+        "0/32": x[:32].mT.reshape(-1, 32),
+        "0/16x16": tiles,
+    }
+    for layout, blocks in wanted.items():
+        counts = found[BlockLayout.parse(layout)].counts
+        told = defined(blocks, largest)
+        assert np.array_equal(counts[0], told[0]), layout
+        assert np.abs(counts[1] - told[1]).max() <= 0.51, layout
+
+
+def test_the_points_of_a_bin_of_ratios_are_spread_over_it_and_counted_in_it() -> None:
+    points = midpoints()
+    assert points.shape == (97, 8) and (points[0] == 1).all()
+    steps = np.diff(points[1:], axis=1)
+    assert np.allclose(steps, steps[:, :1], rtol=1e-9, atol=0) and (steps > 0).all()
+    lower, upper = points[1:, 0] - steps[:, 0] / 2, points[1:, -1] + steps[:, 0] / 2
+    assert upper[0] == 1 and np.allclose(upper[1:], lower[:-1], rtol=1e-9, atol=0) and lower[-1] == 2.0**-40
+    rows = torch.from_numpy(np.concatenate((np.ones((97, 1)), points, np.zeros((97, 7))), axis=1)).float()
+    (counts,) = (
+        one.counts[0] for layout, one in blocks_of(rows, "input", "linear", 1.0).items() if str(layout) == "1/16"
+    )
+    assert counts[:97].tolist() == [97 + 8, *[8] * 96]
+
+
+def test_some_of_many_blocks_are_read_all_over_the_tensor() -> None:
+    x = torch.arange(40.0 * 8 * 4).reshape(40, 32)
+    assert torch.equal(torch.from_numpy(_some(x, 4, 1, 320)), x.reshape(-1, 4))
+    found = _some(x, 4, 1, 256)
+    starts = np.sort(found[:, 0]) / 4
+    assert found.shape == (256, 4) and (np.diff(found) == 1).all() and len(set(starts)) > 240
+    assert starts[0] == 0 and starts[-1] > 317 and np.diff(starts).max() <= 3
+    tiles = _some(x, 8, 4, 7)
+    assert tiles.shape == (7, 32)
+    assert all((one.reshape(8, 4) == one[0] + np.arange(8)[:, None] + 32 * np.arange(4)).all() for one in tiles)
+    image = torch.randn(2, 8, 3, 5)
+    assert torch.equal(torch.from_numpy(_some(image.movedim(1, -1), 32, 1, 256)), image.movedim(1, -1).reshape(-1, 8))
+    for op, counted in (("input", 256 * 32), ("weight", 64 * 256)):
+        layout = BlockLayout(1, "32") if op == "input" else BlockLayout(0, "16x16")
+        assert blocks_of(torch.ones(512, 32 * 3), op, "linear", 1.0)[layout].counts[0, 0] == counted
+
+
+def test_rotations_mix_so_many_neighbours_under_signs_that_no_other_block_has() -> None:
+    assert _SIGNS.shape == (256 * 32,) and _SIGNS[:8].tolist() == [1, -1, -1, -1, 1, 1, 1, 1]
+    assert (_SIGNS**2 == 1).all() and abs(_SIGNS.mean()) < 0.03
+    blocks = torch.randn(3, 40).numpy()
+    for size, whole in ((16, 32), (32, 32)):
+        found = _turned(blocks, size)
+        signed = (blocks[:, :whole].reshape(-1) * _SIGNS[: 3 * whole]).reshape(-1, size)
+        matrix = np.array([[(-1.0) ** (row & column).bit_count() for column in range(size)] for row in range(size)])
+        wanted = (signed @ matrix / math.sqrt(size)).reshape(3, whole)
+        assert np.allclose(found[:, :whole], wanted, rtol=1e-4, atol=1e-5)
+        assert np.array_equal(found[:, whole:], blocks[:, whole:])
+
+
+@pytest.mark.parametrize(
+    ("filled", "document"),
+    [({}, [-290]), ({0: 5, 289: 3}, [5, -288, 3]), ({1: 7, 2: 1, 100: 2}, [-1, 7, 1, -97, 2, -189])],
+)
+def test_zeros_are_written_by_their_number(filled: dict[int, int], document: list[int]) -> None:
+    counts = np.zeros(290, np.int64)
+    counts[list(filled)] = list(filled.values())
+    blocks = Blocks(counts.reshape(2, 145))
+    assert blocks.document() == document and np.array_equal(Blocks.read(document).counts, blocks.counts)
+    with pytest.raises(InvalidInput, match="invalid blocks: 291 counts"):
+        Blocks.read([*document, -1])
+
+
+def test_shares_are_those_of_what_was_counted() -> None:
+    counts = np.zeros((2, 145), np.int64)
+    counts[0, [0, 97, 113]], counts[1, [96, 112, 144]], counts[1, 0] = 1, 3, 9
+    blocks = Blocks(counts)
+    assert [one.shape for one in (blocks.ratios, blocks.significands, blocks.below)] == [(2, 97), (2, 16), (2, 32)]
+    assert (blocks.ratios[0, 0], blocks.ratios[1, 0], blocks.ratios[1, 96]) == (1.0, 0.75, 0.25)
+    assert (blocks.significands[0, 0], blocks.significands[1, 15]) == (1.0, 1.0)
+    assert (blocks.below[0, 0], blocks.below[1, 31]) == (1.0, 1.0)
+    assert not Blocks(counts * 0).ratios.any()

@@ -140,11 +140,10 @@ class Blocks:
     @classmethod
     def read(cls, document: Any) -> Blocks:
         """The blocks that `document` wrote; raises InvalidInput for anything else."""
-        numbers: list[int] = []
-        for one in document:
-            numbers.extend([int(one)] if one > 0 else [0] * min(-int(one), 2 * _LENGTH))
-        if len(numbers) != 2 * _LENGTH:
-            raise InvalidInput(f"it contains invalid blocks: {len(numbers)} counts, but there must be {2 * _LENGTH}")
+        length = sum(1 if one > 0 else -int(one) for one in document)
+        if length != 2 * _LENGTH:
+            raise InvalidInput(f"it contains invalid blocks: {length} counts, but there must be {2 * _LENGTH}")
+        numbers = [number for one in document for number in ([int(one)] if one > 0 else [0] * -int(one))]
         return cls(np.array(numbers, np.int64).reshape(2, _LENGTH))
 
 
