@@ -10,10 +10,14 @@ import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lowp.casts import parse
+from lowp.cli import format_facts
+from lowp.cli.formats import draw, reach
 from lowp.formats import FORMATS, ScaledFormat
 
 LIGHT = {"torch", "numpy", "jinja2", "matplotlib"}
@@ -251,3 +255,61 @@ def test_formats_of_each_kind_are_shown_as_a_whole(
     command, _, text = shown.partition("\n")
     monkeypatch.setenv("COLUMNS", "60" if "--layout" in command else "80")
     assert lowp(*command.split()).out == text
+
+
+def test_a_row_in_markdown_has_every_number(lowp: Callable[..., Any]) -> None:
+    names = ("fp64", "fp16", "bf16-tpu", "mxfp8", "int8-affine", "binary")
+    rows = [line for line in lowp("formats", "--markdown", *names).out.splitlines() if line.startswith("|")]
+    assert rows[1:] == [
+        "|" + " --- |" * 13,
+        "| fp64 | 64 | e11m52 | 4.94e-324 | 2.23e-308 | 1.80e308 | 2.22e-16 | 2^-53 1.1e-14% | 16.0 | 8 | 4.88 | "
+        "~16.5 pJ | IEEE 754-2019 |",
+        "| fp16 | 16 | e5m10 | 5.96e-8 | 0.0000610 | 65504 | 0.000977 | 2^-11 0.049% | 3.3 | 2 | 0.21 | 1.1 pJ | "
+        "IEEE 754-2019 |",
+        "| bf16-tpu | 16 | e8m7ftz | 1.18e-38 | 1.18e-38 | 3.39e38 | 0.00781 | 2^-8 0.39% | 2.4 | 2 | 0.111 | "
+        "~0.774 pJ | Google Cloud TPU documentation |",
+        "| mxfp8 | 8 | e4m3fn@e8m0/32 | 1.15e-41 | 9.18e-41 | 7.62e40 | by scale | 2^-4 6.25% | 1.2 | 1.03125 | "
+        "0.0278 | ~0.5 pJ | OCP MX 1.0 |",
+        "| int8-affine | 8 | i8@fp32/row/affine | 1.40e-45 | - | 4.32e40 | by scale | half unit | 2.1 | 1 | 0.111 | "
+        "0.2 pJ | Jacob et al. 2018, arXiv 1712.05877 |",
+        "| binary | 1 | i1@fp32/row | 1.40e-45 | - | 3.40e38 | by scale | sign only | 0.3 | 0.125 | 0.00174 | "
+        "~0.00969 pJ | Rastegari et al. 2016, arXiv 1603.05279 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (0.5, "50%"),
+        (0.0100001, "1%"),
+        (0.01, "1%"),
+        (0.00390625, "0.39%"),
+        (1.1e-6, "0.00011%"),
+        (0.9e-6, "0.0000900%"),
+        (2.0**-24, "0.0000060%"),
+        (1e-8, "1e-06%"),
+        (1.01e-8, "0.0000010%"),
+        (2.0**-53, "1.1e-14%"),
+    ],
+)
+def test_an_error_in_percent_has_two_digits(error: float, text: str) -> None:
+    assert format_facts.percent(SimpleNamespace(relative_error=error)) == text  # type: ignore[arg-type]
+
+
+def test_a_limit_is_told_in_few_characters() -> None:
+    values = [None, "word", Fraction(999999), Fraction(10**6), Fraction(1, 3), Fraction(65504)]
+    assert [format_facts.brief(value) for value in values] == ["-", "word", "999999", "1.00e6", "0.333", "65504"]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "ends", "room"),
+    [(("e5m10", "e2m1"), ((-24, 16), (-1, 3)), 20), (("i2s",), ((0, 1),), 20)],
+)
+def test_ranges_are_drawn_in_at_least_twenty_columns(
+    spelling: tuple[str, ...], ends: tuple[tuple[int, int], ...], room: int
+) -> None:
+    found = [parse(name).format for name in spelling]
+    lines = draw(found, 30).splitlines()[-len(found) :]
+    assert [line.rpartition("  ")[2] for line in lines] == [f"2^{low} .. 2^{high}" for low, high in ends]
+    assert [reach(one)[::2] for one in found] == list(ends)
+    assert [len(line.rpartition("  2^")[0]) for line in lines] == [max(map(len, spelling)) + 2 + room] * len(found)

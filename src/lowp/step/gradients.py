@@ -148,7 +148,7 @@ def checked_by_kernel(
         return None
     device = inverse.device
     sizes = torch.zeros(count, dtype=torch.float32, device=device)
-    counts = torch.zeros(256, dtype=torch.int64, device=device) if exponents else None
+    counts = torch.zeros(256, dtype=torch.int64, device=device)
     for group, values in zip(kinds.values(), groups, strict=True):
         there = values[0].device
         found = updates.check(
@@ -162,9 +162,9 @@ def checked_by_kernel(
         else:
             places = torch.tensor([each.position for each in group], device="cpu")
             sizes[_on(device, places)] = found.largest.to(device, non_blocking=True)
-        if counts is not None and found.histogram is not None:
+        if found.histogram is not None:
             counts += found.histogram.to(device, non_blocking=True)
-    return Checked(sizes, counts)
+    return Checked(sizes, counts if exponents else None)
 
 
 def _on(device: torch.device, places: torch.Tensor) -> torch.Tensor:

@@ -68,11 +68,8 @@ class StepGuard:
         known = bool(stepped) if isinstance(stepped, bool) or hardware.is_on_host(stepped) else None
         if known is not True:
             skipped = ~as_flag(stepped)
-            if self._skipped is None or self._skipped.device != skipped.device:
-                before = 0 if self._skipped is None else self._skipped.to(skipped.device)
-                self._skipped = skipped.to(torch.int64) + before
-            else:  # in place: a captured graph continues to count
-                self._skipped.add_(skipped)
+            before = torch.zeros_like(skipped, dtype=torch.int64) if self._skipped is None else self._skipped
+            self._skipped = before.to(skipped.device).add_(skipped)  # in place: a captured graph continues to count
             self._told_skipped += known is False
         for journal in self._journals:
             journal.settle(as_flag(stepped))
