@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
+import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,11 +18,17 @@ import pytest
 import torch
 
 from lowp import cli
-from lowp.cli import compare, figure, profile, recipes, run, serving, train, watch
+from lowp.benchmarking.benchmark import BenchmarkPlan
+from lowp.cli import bench, compare, figure, profile, recipes, run, serving, train, watch
 from lowp.cli.explain import _element
 from lowp.errors import InvalidInput
 from lowp.launch.record import RunSettings
+from lowp.numerics.policies import CheapestPolicy, HighLayers
+from lowp.numerics.prediction import Window
+from lowp.numerics.record import Key
+from lowp.presets import PRESETS
 from lowp.recipes.comparison import Study
+from lowp.recipes.profiling import Verified
 
 Lowp = Callable[..., Any]
 
@@ -567,3 +576,277 @@ def test_the_last_words_of_a_help_are_the_codes(lowp: Lowp) -> None:
     lines = lowp("--help").out.splitlines()
     assert lines[-1].startswith("A script that `run` or `profile` has run") and lines[-2] == ""
     assert [line.split()[0] for line in lines[-8:-2]] == ["0", "1", "2", "130", "141", "143"]
+
+
+# -- what a profile is computed into ----------------------------------------------------------------------------------
+@dataclass
+class Effects:
+    """What a precision does to a tensor, as far as a command reads it."""
+
+    overflows: bool
+
+
+@pytest.mark.parametrize(
+    ("precision", "window", "scale"),
+    [
+        ("fp16", Window(-4, 35), 2.0**32),
+        ("bf16", Window(-4, 35), 1.0),
+        ("fp16", Window(-126, 127), 1.0),
+        ("bf16", Window(-126, 127), 1.0),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(("high", "policy"), [(None, None), (2, None), (2, "a.toml"), (None, "a.toml")])
+def test_a_precision_is_predicted_at_its_scale_and_written_where_asked(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+    window: Window,
+    scale: float,
+    as_json: bool,
+    high: int | None,
+    policy: str | None,
+) -> None:
+    preset, key = PRESETS[precision], Key("a", "linear", "input", "forward")
+    effects = {key: Effects(True), key._replace(module="b"): Effects(False), key._replace(module="c"): Effects(True)}
+    changes = {f"w{place}": size for place, size in enumerate((0.1, 0.5, 0.2, 0.4, 0.3, 0.6))}
+    product = SimpleNamespace(flushed=0.5, error=0.25)
+    policies: dict[str, Any] = {
+        "effects": lambda record, policy, at: effects if (policy, at) == (preset.policy, scale) else {},
+        "products": lambda record, policy, at: {("a", "linear"): {"forward": product}} if at == scale else {},
+        "sensitivities": lambda record, policy: changes,
+        "high_layers": lambda record, policy, count: HighLayers(preset.policy, {"a": 0.5}, ("a", str(count))),
+        "worst": lambda found: list(found.items())[:1],
+    }
+    for name, function in policies.items():
+        monkeypatch.setattr(f"lowp.numerics.policies.{name}", function)
+    shown: list[Any] = []
+    monkeypatch.setattr("lowp.report.profile.print_precision", lambda console, *given: shown.append(given))
+    arguments = asked(
+        profile.OPTIONS, precision=precision, high=high, json=as_json, policy=None if policy is None else Path(policy)
+    )
+    document = profile._precision("record", window, arguments)  # type: ignore[arg-type]
+    largest = {"w5": 0.6, "w1": 0.5, "w3": 0.4, "w4": 0.3, "w2": 0.2}
+    assert document == {
+        **{"precision": precision, "rounded": 3, "overflow": 2, "loss_change": largest},
+        "worst": [{**key._asdict(), "overflows": True}],
+        "products": [{"module": "a", "op": "linear", "product": "forward", "flushed": 0.5, "error": 0.25}],
+        "high": {"kept": ["a", str(high)], "shares": {"a": 0.5}, "policy": preset.policy.to_toml()},
+    }
+    assert list(document["loss_change"]) == list(largest)
+    assert len(shown) == (not as_json) and all(given[0] == precision and given[3] == largest for given in shown)
+    is_written = high is not None and policy is not None
+    assert [one.name for one in Path().iterdir()] == ["a.toml"] * is_written
+    assert not is_written or Path("a.toml").read_text() == preset.policy.to_toml()
+    is_printed = high is not None and policy is None and not as_json
+    assert capsys.readouterr().out == preset.policy.to_toml() * is_printed
+
+
+@pytest.mark.parametrize("received", [False, True])
+@pytest.mark.parametrize(
+    ("code", "content", "ends", "says"),
+    [
+        (0, "full", 0, ""),
+        (5, "full", 5, ""),
+        (0, "empty", 2, "lowp profile: why"),
+        (5, "empty", 5, "lowp profile: why"),
+        (0, "none", 1, "lowp profile: no step of a torch optimizer ran in the script: nothing was recorded"),
+        (5, "none", 5, "lowp profile: no step of a torch optimizer ran"),
+    ],
+)
+@pytest.mark.parametrize("out", [None, Path("mine.json")])
+def test_a_profiled_script_ends_with_its_code_and_its_record(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    received: bool,
+    code: int,
+    content: str,
+    ends: int,
+    says: str,
+    out: Path | None,
+) -> None:
+    path = out or Path("temporary.json")
+    asked_for: list[Any] = []
+
+    def profiled(script: list[str], overhead: str, target: Path | None, stop: Any, stdout: int | None) -> Any:
+        asked_for.append((script, overhead, target, stdout))
+        stop.received = 15 if received else None
+        if content != "none":
+            path.write_text("")
+        return code, path
+
+    monkeypatch.setattr("lowp.launch.profiling.profile_script", profiled)
+    record = SimpleNamespace(is_empty=content == "empty", why_empty="why")
+    monkeypatch.setattr("lowp.numerics.record.Record.load", lambda path: record)
+    monkeypatch.setattr(profile, "_report", lambda record, arguments, command: {"next": command})
+    for as_json in (False, True):
+        arguments = asked(profile.OPTIONS, script=["a b.py", "-x"], json=as_json, out=out, max_overhead="5%")
+        found = profile._script(arguments)
+        command = {"next": "lowp run --policy policy.toml 'a b.py' -x"} if content == "full" else {}
+        assert found == (128 + 15 if received else ends, command)
+        assert asked_for.pop() == (["a b.py", "-x"], "5%", out, 2 if as_json else None)
+        assert capsys.readouterr().err.startswith(says) and path.exists() == (out is not None and content != "none")
+
+
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        ({}, "--policy policy.toml, which writes the policy, then lowp it policy.toml"),
+        ({"policy": Path("b.toml")}, "lowp it b.toml"),
+    ],
+)
+def test_what_is_computed_from_a_record_is_written_where_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: dict[str, Any], command: str
+) -> None:
+    record: Any = SimpleNamespace(header={"title": "toy", "parameters": 7}, tensors=[1, 2, 3], sampled=[0, 1])
+    advice = SimpleNamespace(policy=PRESETS["fp16"].policy, window="window", document=lambda: {"quiet": 5})
+    monkeypatch.setattr("lowp.numerics.advice.advise", lambda found: advice if found is record else None)
+    told: list[Any] = []
+    monkeypatch.setattr("lowp.report.profile.print_profile", lambda console, *given: told.append(given))
+    monkeypatch.setattr("lowp.report.profile_html.page", lambda *given, command: f"page of {command}")
+    for name in ("to_csv", "to_tensorboard"):
+        monkeypatch.setattr(f"lowp.report.profile.{name}", lambda record, path, name=name: told.append((name, path)))
+    monkeypatch.setattr(profile, "_precision", lambda record, window, arguments: window)
+    usual = {"title": "toy", "parameters": 7, "tensors": 3, "steps": 2, "quiet": 5}
+    assert profile._report(record, asked(profile.OPTIONS, **given), "lowp it policy.toml") == usual
+    assert told == [(record, advice, command)]
+    more = {"html": Path("a.html"), "csv": Path("a.csv"), "tensorboard": Path("board"), "precision": "fp8"}
+    for as_json in (False, True):
+        told.clear()
+        found = profile._report(record, asked(profile.OPTIONS, json=as_json, **more, **given), "lowp it policy.toml")
+        assert found == {**usual, "precision": "window"}
+        assert told[not as_json :] == [("to_csv", Path("a.csv")), ("to_tensorboard", Path("board"))]
+        assert Path("a.html").read_text() == "page of lowp it " + ("b.toml" if given else "policy.toml")
+        streams = capsys.readouterr()
+        assert (streams.err if as_json else streams.out) == "report: a.html\n"
+        assert (streams.out if as_json else streams.err) == ""
+    assert not given or Path("b.toml").read_text() == PRESETS["fp16"].policy.to_toml()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_policy_is_verified_and_searched_as_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool, bits: int | None, holds: bool
+) -> None:
+    recommended, cheap = PRESETS["fp16"].policy, PRESETS["fp8"].policy
+    monkeypatch.setattr("lowp.numerics.advice.advise", lambda record: SimpleNamespace(policy=recommended))
+
+    def cheapest(record: Any, bits: int, cost: str, least: float) -> CheapestPolicy:
+        assert (bits, cost, least) == (8, "bytes", 20.0)
+        return CheapestPolicy(cheap, {"a": "int8"}, 0.25, "bytes")
+
+    def verified(settings: Any, policy: Any, steps: int | None) -> Verified:
+        assert (settings, policy, steps) == ("settings", cheap if bits else recommended, 3)
+        return Verified(3, 9, (1.0, 1.0 if holds else math.inf), 2.0, 0, {})
+
+    monkeypatch.setattr("lowp.numerics.policies.cheapest", cheapest)
+    monkeypatch.setattr("lowp.recipes.profiling.verified", verified)
+    document: dict[str, Any] = {}
+    given = asked(profile.OPTIONS, bits=bits, cost="bytes", json=as_json, verify_steps="3", policy=Path("a.toml"))
+    assert profile._verified("settings", None, given, document) == (not holds)  # type: ignore[arg-type]
+    assert document["verified"]["holds"] is holds and document["verified"]["steps"] == 3
+    assert document.get("cheapest") == ({"layers": {"a": "int8"}, "share": 0.25, "of": "bytes"} if bits else None)
+    assert Path("a.toml").exists() == (bits is not None) and (not bits or Path("a.toml").read_text() == cheap.to_toml())
+    out = capsys.readouterr().out
+    assert ("cheapest policy" in out, "verified over 3 of the recipe's 9 steps" in out) == (
+        bits is not None and not as_json,
+        not as_json,
+    )
+
+
+@pytest.mark.parametrize(
+    ("received", "is_empty", "given", "code"),
+    [
+        (False, False, {}, 0),
+        (False, True, {}, 2),
+        (True, True, {}, 143),
+        (True, False, {"verify": True}, 143),
+        (False, False, {"verify": True}, 7),
+        (False, False, {"verify_steps": "3"}, 7),
+        (False, False, {"bits": 8}, 7),
+    ],
+)
+def test_a_profiled_recipe_ends_with_a_code(
+    told: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    received: bool,
+    is_empty: bool,
+    given: dict[str, Any],
+    code: int,
+) -> None:
+    def profiled(settings: Any, steps: int, overhead: str, out: Any, stop: Any, moved: Any) -> Any:
+        assert (settings.recipe, settings.seed, steps, overhead, out) == ("digits", 5, 9, "auto", None)
+        stop.received = 15 if received else None
+        moved(4, 12)
+        return SimpleNamespace(is_empty=is_empty)
+
+    monkeypatch.setattr("lowp.recipes.profiling.profiled", profiled)
+    monkeypatch.setattr(profile, "_report", lambda record, arguments, command: {"next": command})
+    monkeypatch.setattr(profile, "_verified", lambda *given: 7)
+    found = profile._recipe("digits", asked(profile.OPTIONS, steps=9, seed=5, **given))
+    assert found == (code, {} if is_empty else {"next": "lowp compare digits --precision policy.toml"})
+    assert told == [("profiling digits", 9, "steps"), ("move", 4, 12), "end"]
+
+
+# -- bench, policy ----------------------------------------------------------------------------------------------------
+def test_what_is_measured_is_what_was_asked_for() -> None:
+    plan = bench._plan(asked(bench.OPTIONS))
+    assert plan == BenchmarkPlan(bench.DEFAULT.split(","), True, 3.0, None, None)
+    given = {"precision": "e5m7", "no_torch_amp": True, "seconds": 3599.0, "threads": 2, "memory": "2GB"}
+    assert bench._plan(asked(bench.OPTIONS, **given)) == BenchmarkPlan(["e5m7"], False, 3599.0, 2, 2 * 10**9)
+    for seconds in (0.0, 3600.0):
+        with pytest.raises(InvalidInput, match=f"--seconds {seconds:g}: give seconds above 0, such as 3"):
+            bench._plan(asked(bench.OPTIONS, seconds=seconds))
+    settings = bench._settings(asked(bench.OPTIONS, batch=7, data="d", device="cpu"), ["digits"])
+    assert [(one.recipe, one.batch, one.data, one.device) for one in settings] == [("digits", 7, "d", "cpu")]
+    with pytest.raises(InvalidInput, match="--data d is for one recipe, not for digits, gpt: run them one at a time"):
+        bench._settings(asked(bench.OPTIONS, data="d"), ["digits", "gpt"])
+    for device in ("mps", "xpu:1", "meta"):
+        with pytest.raises(InvalidInput, match=f"--device {device}: memory can be measured on cpu and cuda only"):
+            bench._settings(asked(bench.OPTIONS, device=device), ["digits"])
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ('[[rule]]\nops = ["linear"]\ninput = "fp16"\n', "a.toml: 1 rule, every op is known to table lowp-1"),
+        (
+            '[[rule]]\nops = ["linear"]\ninput = "fp16"\n[[rule]]\noutput = "bf16"\n',
+            "a.toml: 2 rules, every op is known to table lowp-1",
+        ),
+        (
+            '[[rule]]\nwhere = "a"\noutput = "bf16"\n[[rule]]\nops = ["linear"]\ninput = "fp16"\n',
+            "a.toml: 2 rules, every op is known to table lowp-1",
+        ),
+        (
+            '[[rule]]\nops = ["add"]\ninput = "fp16"\n[[rule]]\noutput = "bf16"\n'
+            + 2 * '[[rule]]\nops = ["linear"]\ninput = "fp16"\n',
+            "a.toml: 4 rules; rule 3 is never reached: a rule before it matches every op everywhere",
+        ),
+    ],
+)
+def test_a_policy_file_is_summed_up(lowp: Lowp, rules: str, words: str) -> None:
+    Path("a.toml").write_text(rules)
+    assert lowp("policy", "check", "a.toml") == (0, f"{words}\n", "")
+    assert json.loads(lowp("policy", "check", "a.toml", "--json").out) == {"file": "a.toml", "checked": words}
+
+
+def test_a_policy_as_data_has_its_ops_where_asked(lowp: Lowp) -> None:
+    without, ops = (json.loads(lowp("policy", "show", "fp16", "--json", *more).out) for more in ((), ("--ops",)))
+    assert ops.pop("ops")["linear"] == "contraction" and ops == without and "ops" not in without
+    assert without["loss_scale"] == str(PRESETS["fp16"].loss_scale) and without["masters"] == "none"
+    shown = lowp("policy", "show", "e5m7").out.splitlines()
+    assert not any(line.startswith("source:") for line in shown) and shown[-1].startswith("loss scale ")
+    listed = {row["policy"]: row["what"] for row in json.loads(lowp("policy", "list", "--json").out)}
+    assert listed["torch-2.13-cuda"] == "torch.autocast's own lists, fp16" and listed["fp8"] == PRESETS["fp8"].summary
+    assert "Any format is a policy, too" in lowp("policy", "list").out
+    for arguments, words in (
+        (("fp16",), "`lowp policy show fp16` shows it"),
+        (("a.toml",), "`lowp policy show a.toml` shows it"),
+        (("shwo",), "did you mean show?"),
+        (("show", "torch-2.13-cup"), "; or torch-2.13-cpu"),
+    ):
+        result = lowp("policy", *arguments)
+        assert result.code == 2 and words in result.err
+    assert "shows it" not in lowp("policy", "shwo").err
