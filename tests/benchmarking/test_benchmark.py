@@ -184,6 +184,60 @@ def test_an_error_ends_one_row_and_not_the_others(monkeypatch: pytest.MonkeyPatc
     assert amp.relative_to(base) is None
 
 
+@pytest.mark.parametrize("slow", ["base", "other"])
+def test_a_slow_row_is_compared_by_the_medians_of_all_turns(slow: str) -> None:
+    timers = {
+        "base": StepTimer(FP32, rounds=[[1.0], [4.0], [4.0]]),
+        "other": StepTimer(FP16, rounds=[[6.0], [2.0, 2.0]]),
+    }
+    timers[slow].slow = True
+    assert timers["other"].relative_to(timers["base"]) == 0.5
+
+
+@pytest.mark.parametrize(("taken", "slow"), [((3.0, 9.0), True), ((9.0, 3.0), True), ((2.9, 9.0), False)])
+def test_a_row_is_slow_from_three_times_its_seconds(
+    taken: tuple[float, float], slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, steps = [0.0], iter(taken)
+    monkeypatch.setattr(timing, "step_of", lambda *_: clock.__setitem__(0, clock[0] + next(steps)))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    timer = StepTimer(FP32, counts=False)
+    timer.begin(DATA, 1.0)
+    assert (timer.slow, timer.rounds) == ((True, [[taken[1]]]) if slow else (False, []))
+
+
+@pytest.mark.usefixtures("never_slow")
+def test_the_loop_takes_new_batches_that_are_the_same_for_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, seen = [0.0], list[Any]()
+
+    def step(training: Any, contender: Contender, batch: Any) -> None:
+        seen.append(batch)
+        clock[0] += 1.0
+
+    def batch_of(indices: torch.Tensor, generator: Any) -> Any:
+        clock[0] += 0.25
+        return indices, generator.initial_seed()
+
+    monkeypatch.setattr(timing, "step_of", step)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    taken = []
+    for contender in (FP32, FP16):
+        timer = StepTimer(contender)
+        timer.training = begin(contender, DATA)
+        monkeypatch.setattr(type(DATA.training), "batch", lambda self, *given: batch_of(*given))
+        timer._walk(2)
+        timer._walk(1)
+        monkeypatch.undo()
+        monkeypatch.setattr(timing, "step_of", step)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+        assert (timer.wall_steps, timer.data_seconds, timer.wall_seconds) == (3, 0.75, 3.75)
+        taken.append([(seed, indices.tolist()) for indices, seed in seen])
+        seen.clear()
+    assert taken[0] == taken[1] and [seed for seed, _ in taken[0]] == [0, 1, 2]
+    for _, indices in taken[0]:
+        assert len(indices) == 64 and min(indices) >= 0 and 1000 < max(indices) < len(DATA.training)
+
+
 # -- estimates and published figures ----------------------------------------------------------------------------------
 def test_energy_and_area_come_from_the_published_table() -> None:
     memory = Split(10, dict.fromkeys(PARTS, 0), {"weights": 400, "activations": 100})

@@ -81,6 +81,42 @@ def test_what_a_profiler_writes_is_not_seen_and_what_comes_after_is(capfd: pytes
     assert files == (len(list(Path("/dev/fd").iterdir())) if files else 0)
 
 
+def test_profiles_record_calls_after_memory_was_measured() -> None:
+    memory_of(FP32, DATA, 2)
+    with torch.profiler.profile() as profiler:
+        torch.ones(2).add(1)
+    assert "aten::add" in {one.key for one in profiler.key_averages()}
+
+
+def test_what_is_stored_otherwise_than_dense_has_no_address() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    model.register_buffer("empty", torch.zeros(0))
+    model(torch.arange(2)).sum().backward()
+    training: Any = SimpleNamespace(
+        model=model, optimizer=torch.optim.SGD(model.parameters()), precision=Precision("fp32")
+    )
+    assert memory._persistent(training) == {model.weight.data_ptr(): "weights"}
+
+
+def test_on_a_gpu_the_peaks_are_those_of_its_allocator_since_before_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    told = {"memory_allocated": 10, "memory_reserved": 20, "max_memory_allocated": 110, "max_memory_reserved": 320}
+    for name in ("empty_cache", "synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append(name))
+    for name, size in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
+    split = memory.Split(90, {"other": 5, "weights": 85}, {"weights": 85})
+    taken = memory.Taken(torch.device("cuda"))
+    taken.begin()
+    taken.end()
+    assert calls == ["empty_cache", "synchronize", "reset_peak_memory_stats", "synchronize"]
+    assert taken.corrected(split) == memory.Split(100, {"other": 15, "weights": 85}, {"weights": 85}, 300)
+    on_cpu = memory.Taken(torch.device("cpu"))
+    on_cpu.begin()
+    on_cpu.end()
+    assert on_cpu.corrected(split) is split and len(calls) == 4
+
+
 def test_sixteen_bits_halve_the_activations_of_a_wide_perceptron() -> None:
     wide, half, torch_half = (memory_of(one, DATA, 512).held for one in (FP32, FP16, AMP_FP16))
     # fp32 keeps the hidden layer's output; of 16 bits both the output and ReLU's copy of it are that dtype
@@ -236,6 +272,16 @@ def test_a_policy_that_leaves_a_layer_in_fp32_has_a_smaller_share() -> None:
     assert found.total - found.narrow == 3 * FORWARD["linear"]
 
 
+def test_what_computes_an_integer_product_is_not_counted_beside_it() -> None:
+    counter, x = operations._Counter(), torch.full((3, 2), 0.1)
+    with counter:
+        with counter.product_of_integers(10):
+            x @ x.mT
+        assert (counter.total, counter.narrow) == (10, 10)
+        x @ x.mT
+    assert (counter.total, counter.narrow) == (10 + 2 * 3 * 3 * 2, 10)
+
+
 def test_integer_products_are_counted_as_long_as_it_is_asked_for() -> None:
     from lowp.kernels.int16 import integer
 
@@ -248,12 +294,20 @@ def test_integer_products_are_counted_as_long_as_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "narrow"), [("int8", True), ("i16s@fp32/tensor", True), ("i17s@fp32/tensor", False), ("fp16", False)]
+)
+def test_casts_under_scales_of_any_value_are_narrow_up_to_16_bits(text: str, narrow: bool) -> None:
+    assert operations._is_narrow(text) is narrow
+
+
+@pytest.mark.parametrize(
     ("values", "fits"),
     [
         (torch.tensor([1.0, 0.1]).half().float(), True),
         (torch.tensor([1e30, 1.0]).bfloat16().float(), True),
         (torch.tensor([32767.0, -3.0, 0.0]) * 2.0**-60, True),
         (torch.tensor([32767.0, 0.5]) * 2.0**-60, False),
+        (torch.tensor([65535.0, 1.0]) * 2.0**-60, False),
         (torch.tensor([0.1, 1.0]), False),
         (torch.tensor([torch.inf, torch.nan, 1.0]), True),
         (torch.tensor([torch.inf, 0.1]), False),
@@ -401,6 +455,37 @@ def test_a_profile_made_by_hand_is_split_at_its_peak() -> None:
     assert found.parts == {**nothing, **at_peak, "update": 710 - 280}
     held = {"weights": 100, "masters": 0, "gradients": 60, "optimizer": 20, "activations": 50, "casts": 0}
     assert found.held == held
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        ((), {"weights": 1000, "activations": 2, "casts": 4, "temporaries": 200, "update": 600}),
+        (  # at the update itself
+            ((30, 11, 500), (33, 11, -500)),
+            {"weights": 1000, "activations": 2, "casts": 4, "gradients": 200, "temporaries": 500, "update": 100},
+        ),
+        (((2, 12, 900), (15, 12, -900)), {"weights": 1000, "other": 900, "temporaries": 9}),
+        (((2, 12, 900), (11, 12, -900)), {"weights": 1000, "other": 900, "temporaries": 1}),
+    ],
+)
+def test_what_is_allocated_at_a_mark_is_alive_there_and_what_is_freed_is_not(
+    more: tuple[tuple[float, int, int], ...], parts: dict[str, int]
+) -> None:
+    moves = [
+        *((1, 10, 1000), (10, 1, 1), (12, 4, 8), (20, 1, -1), (20, 4, -8), (20, 2, 2), (20, 3, 4)),
+        *((22, 6, 100), (24, 6, -100), (24, 7, 200), (26, 7, -200), (26, 9, 200), (40, 8, 600), *more),
+    ]
+    events = [{"name": name, "ts": when} for name, when in zip(memory._MARKS, (10, 20, 30, 40), strict=True)]
+    for when, address, size in moves:
+        event = {"Device Type": 1, "Addr": address, "Bytes": size}
+        events.append({"name": "[memory]", "ts": when, "args": event})
+    before, after = {10: "weights", 3: "casts", 4: "casts"}, {9: "gradients", 8: "optimizer"}
+    found = memory._split(events, memory._Marks(before, after), torch.device("cuda"))
+    assert {name: size for name, size in found.parts.items() if size} == parts
+    assert found.allocated == sum(parts.values())
+    held = {"weights": 1000, "activations": 2, "casts": 4, "gradients": 200, "optimizer": 600}
+    assert found.held == {"masters": 0, **held}
 
 
 def by_line(batch: int) -> int | None:

@@ -91,6 +91,11 @@ class _Allocation:
     end: float
     part: str = ""
 
+    @property
+    def changes(self) -> tuple[tuple[float, int], tuple[float, int]]:
+        """When it begins and ends, and the bytes that are alive more."""
+        return (self.begin, self.size), (self.end, -self.size)
+
 
 def memory_of(contender: Contender, data: Data, batch: int) -> Split:
     """Measure a step of a batch of `batch` examples; the examples of a smaller set are repeated.
@@ -256,7 +261,7 @@ def _split(events: list[dict[str, Any]], marks: _Marks, device: torch.device) ->
     for one in allocations:
         if one.begin <= moment < one.end:
             parts[one.part] += one.size
-        if one.part in held and one.end > forward:
+        if one.part in held:
             held[one.part] += one.size
     parts["update"] = max(0, whole - peak)
     return Split(max(peak, whole), parts, held)
@@ -295,19 +300,16 @@ def _part_of(one: _Allocation, marks: _Marks, forward: float, forward_ends: floa
 
 def _highest(allocations: Iterable[_Allocation], first: float, last: float) -> tuple[int, float]:
     """Return the peak of bytes alive between two times, and the first time of the peak."""
-    changes = [(one.begin, one.size) for one in allocations]
-    changes += [(one.end, -one.size) for one in allocations if one.end < math.inf]
+    changes = [(max(when, first), size) for one in allocations for when, size in one.changes]
     alive = peak = 0
     moment = first
-    for when, size in sorted(changes):
+    for when, size in sorted(changes):  # at one time what is freed comes first
         if when > last:
             break
-        if when > first and not peak:
-            peak = alive  # the state at the start of the span
         alive += size
-        if when > first and alive > peak:
+        if alive > peak:
             peak, moment = alive, when
-    return max(peak, 0), moment
+    return peak, moment
 
 
 class Taken:

@@ -62,7 +62,7 @@ class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
         super().__init__()
         self.total = self.narrow = 0
         self.paused = False  # inside an integer product, which is counted as a whole
-        self._formulas = FlopCounterMode(display=False).flop_registry
+        self._formulas = FlopCounterMode().flop_registry
         # results of casts to a format with a scale of any value: their storages, while they are alive
         self._written: dict[int, StorageWeakRef] = {}
 
