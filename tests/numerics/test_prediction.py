@@ -194,3 +194,111 @@ def test_a_recommended_scale_is_one_that_a_loss_can_have() -> None:
     for window in (Window(60, 90), Window(-126, 127), Window(-126, -120)):
         scale = LossScale.parse(f"dynamic({2.0**window.recommended!r})")
         assert scale.floor <= scale.initial <= scale.ceiling
+
+
+# -- octave by octave -------------------------------------------------------------------------------------------------
+EVENLY = 1 + (2 * torch.arange(1024) + 1) / 2048  # over an octave, each of 12 bits
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2", "e4m3fn", "e4m3fnuz", "e5m7", "e3m4", "bf16-tpu", "e2m1"])
+def test_of_numbers_spread_evenly_over_an_octave_the_effect_is_exactly_that_of_a_cast(name: str) -> None:
+    format = float_format(name)
+    lowest = range(format.min_exponent - format.precision - 2, format.min_exponent + 2)
+    for exponent in (*lowest, *range(format.max_exponent - 1, format.max_exponent + 2)):
+        for power in (0, 2):
+            if exponent < -126 or exponent + power > 127:
+                continue
+            x = EVENLY * 2.0**exponent
+            cast = lowp.quantize(x, name)
+            finite = torch.isfinite(cast)
+            error = (torch.where(finite, cast, format.maximum).double() - x).square().sum()
+            found = effect(Spectrum.of(x * 2.0**power), name, 2.0**-power)
+            assert found.flushed == pytest.approx(float((cast == 0).float().mean()), abs=1e-9)
+            is_small = (x < format.smallest_normal) & (cast != 0)
+            assert found.subnormal == pytest.approx(float(is_small.float().mean()), abs=1e-9)
+            if name != "e2m1":  # whose casts saturate
+                assert found.overflow == pytest.approx(float((~finite).float().mean()), abs=1e-9)
+            close = 1e-6 if exponent < format.max_exponent else 0.13
+            ratio = 10 * math.log10(float(x.double().square().sum() / error)) if error else math.inf
+            assert found.signal_to_noise == pytest.approx(ratio, abs=close), (exponent, power)
+            assert (found.largest, found.maximum) == (float(x.max()), format.maximum)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2", "e4m3fn", "bf16-tpu"])
+def test_the_updates_that_are_lost_in_an_octave_are_those_of_a_cast(name: str) -> None:
+    format = float_format(name)
+    lowest = max(format.min_exponent, -55)
+    for exponent in (lowest - 1, lowest, lowest + 1, 0) if lowest == format.min_exponent else (-8, 0):
+        weight = EVENLY * 2.0**exponent
+        stored = lowp.quantize(weight, name)
+        for power in range(exponent - format.precision - 4, exponent - format.precision + 4):
+            for sign in (1.0, -1.0):
+                update = torch.full_like(weight, sign * 1.5 * 2.0**power)
+                real = float((lowp.quantize(stored + update, name) == stored).float().mean())
+                found = lost_updates(Updates.of(weight, update, None), Spectrum.of(weight), name)
+                assert found == pytest.approx(real, abs=6e-4), (exponent, power, sign)  # one of 1024 is at an edge
+
+
+@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e3m4", "e5m5"])
+def test_the_sensitivity_of_an_octave_is_that_of_its_spacing_or_of_what_is_flushed(name: str) -> None:
+    format = float_format(name)
+    for exponent in range(format.min_exponent - format.precision - 3, format.max_exponent + 2):
+        weight = EVENLY * 2.0**exponent
+        square = 7 / 3 * 4.0**exponent
+        if weight.max() > format.smallest / 2:
+            square = min(4.0 ** (max(exponent, format.min_exponent) - format.mantissa_bits) / 12, square)
+        expected = math.inf if exponent > format.max_exponent else 3 * math.sqrt(1024 * square)
+        updates = Updates.of(weight, weight, torch.full_like(weight, 3.0))
+        assert sensitivity(updates, name) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "largest", "scaled"),
+    [
+        ("int8", 3.0, 127.0),
+        ("e4m3fn@fp32/tensor", 3.0, 448.0),
+        ("mxfp8", 3.0, 384.0),
+        ("mxfp4", 3.0, 6.0),
+        ("mxfp4", 4.0, 4.0),
+        ("flex16+5", 3.0, 3.0 * 2**13),
+        ("flex16+5", 32767.0, 32767.0),
+        ("flex16+5", 2.0**17, 2.0**17),
+        ("flex16+5", 2.0**-20, 2.0**11),
+    ],
+)
+def test_the_shared_scale_brings_the_largest_number_where_a_format_has_it(
+    name: str, largest: float, scaled: float
+) -> None:
+    assert effect(Spectrum.of(torch.tensor([largest, -largest / 4])), name).largest == pytest.approx(scaled, rel=1e-12)
+    assert effect(Spectrum.of(torch.tensor([largest])), name, 0.25 if name == "int8" else 1.0).largest == pytest.approx(
+        scaled, rel=1e-12
+    )
+
+
+def test_zeros_have_no_effect() -> None:
+    found = effect(Spectrum.of(torch.zeros(3)), "fp16")
+    assert (found.flushed, found.subnormal, found.overflow, found.largest, found.maximum) == (0, 0, 0, 0, 65504)
+    assert found.signal_to_noise == math.inf and found.error == 0 and not found.is_bound
+    assert effect(Spectrum.of(torch.tensor([1 + 2.0**-8])), "bf16").error == pytest.approx(
+        (2.0**-8 / (1 + 2.0**-8)) ** 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("window", "recommended"),
+    [((2, 9), 6), ((8, 9), 8), ((5, 5), 5), ((60, 90), 40), ((-126, 127), 40), ((-126, -120), -100), ((-99, -96), -99)],
+)
+def test_a_recommended_scale_leaves_three_powers_of_two(window: tuple[int, int], recommended: int) -> None:
+    assert Window(*window).recommended == recommended and not Window(*window).is_empty
+    assert Window(*window).is_unknown is (window == (-126, 127))
+
+
+def test_a_window_is_that_of_the_largest_number_and_of_a_thousandth_flushed() -> None:
+    for largest, highest in ((65504.0, 0), (65505.0, -1), (32752.0, 1), (2.0**-20, 35)):
+        assert scale_window(Spectrum.of(torch.tensor([largest])), "fp16").highest == highest
+    many = torch.ones(1000)
+    many[0] = 2.0**-24
+    for x, lowest in ((many, 0), (torch.cat((many, many[1:])), -24)):
+        assert scale_window(Spectrum.of(x), "fp16").lowest == lowest
+    assert scale_window(Spectrum.of(many), "fp16", flushed=0.0011).lowest == -24
+    assert scale_window(Spectrum.of(torch.zeros(4)), "fp16") == Window(-126, 127)
