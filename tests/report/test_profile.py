@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import math
 import re
@@ -141,6 +142,10 @@ def test_a_profile_is_printed_as_a_whole() -> None:
     record.sampling.update(max_overhead=0.03, looks=1.0)
     del record.sampling["modules"]
     assert "1.0 recording of each module over 2 steps" in headline(record)
+    in_bf16 = dataclasses.replace(advised("", FP16, window=Window(-126, 127)), policy=PRESETS["bf16"].policy)
+    assert "keep the weights in fp32: no gradient was recorded, by which fp16 is judged (judged by" in printed(
+        record, in_bf16
+    )
     text = printed(record, advised("", FP16, window=Window(1, 0)), "lowp run x")
     assert "(judged by a part of the modules alone)" in text and "no scale fits any layer" in text
     assert "were recorded in" not in text and "Next: lowp run x" in text and "Why:" not in text

@@ -139,6 +139,10 @@ def test_activation_gradients_tell_zeros_apart_and_compare_medians() -> None:
         second
         == "Below fp16's smallest number, 2^-24: 25.0%, 1.0% (activations, weights). Subnormal in fp16: 50.0%, 50.0%."
     )
+    few = documents.activation_gradients()
+    few["activations"]["histogram"] = documents.histogram(0, (), zeros=1)
+    few["weights"]["histogram"] = documents.histogram(0, (), zeros=0)
+    assert gradients.activation_gradients_words(few)[0].startswith("100.0% of the gradients of activations and 0% of")
     assert third == "Medians: 2^-26.5 of activations, 2^-23.5 of weights: those of activations are 8 times smaller."
 
 
