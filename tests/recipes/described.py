@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes import get
+from lowp.recipes import faster_rcnn, get, ssd
 from lowp.recipes.recipe import Examples, tensors_of
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -69,9 +69,11 @@ def described(name: str) -> Iterator[str]:
         else:
             yield from _batches(part, examples)
         yield f"{part} units {recipe.units(batches[-1])}"
-    if name in _DETECTORS:
-        return
     model.eval()
+    if name in _DETECTORS:
+        with torch.no_grad():
+            yield from _detector(model, batches[0]["images"])
+        return
     loss = recipe.loss(model, batches[0])
     yield f"loss {_numbers([loss.item()])} {str(loss.dtype).removeprefix('torch.')}"
     loss.backward()
@@ -80,6 +82,18 @@ def described(name: str) -> Iterator[str]:
     with torch.no_grad():
         for metric_name, value in recipe.evaluate(model, batches).items():
             yield f"evaluated {metric_name} {_numbers([value])}"
+
+
+def _detector(model: Any, images: Tensor) -> Iterator[str]:
+    """Yield what comes out of a detector, and the boxes to which that refers."""
+    if isinstance(model, ssd.SSD):
+        found = [*model(images), *map(ssd.default_boxes, (ssd.SSD300, ssd.SMALL))]
+    else:
+        features, box = model.features(images), torch.tensor([[0.125, 0.25, 0.75, 0.875]])
+        boxes = [box, box / 2, box.repeat(2, 1), box[:0]]
+        anchors = [faster_rcnn.region_anchors(shape, 3, 4) for shape in (faster_rcnn.SMALL, faster_rcnn.VGG_16)]
+        found = [features, *model.propose(features), *model.judge(features, boxes), *anchors]
+    yield from (f"found {_about(one)}" for one in found)
 
 
 def _initial(model: nn.Module) -> Iterator[str]:
