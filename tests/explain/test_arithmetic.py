@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from math import isnan
 
@@ -135,3 +136,63 @@ def test_long_texts_are_refused_before_they_are_searched() -> None:
     # digits that may stand on either side of an optional point would be tried at every length, for minutes
     for digits in ("9" * 3900, "0x" + "f" * 3900, "9" * 1900 + "+" + "9" * 1900):
         assert split_expression(digits + "?") is None
+
+
+def test_the_bits_that_an_alignment_cuts_off_are_told_by_place() -> None:
+    shifted = add("1", "2^-4", "fp16").alignment
+    assert shifted is not None
+    cuts = {"1": (1, 0, 0), "01": (0, 1, 0), "001": (0, 0, 1), "0001": (0, 0, 1), "110": (1, 1, 0), "": (0, 0, 0)}
+    for cut, bits_cut in cuts.items():
+        found = replace(shifted, cut=cut)
+        assert (found.guard, found.round_bit, found.sticky) == bits_cut, cut
+    assert "guard 0, the rest (10000000000) sticky 1" in render(add("1", "2^-12", "fp16"))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "fields", "significands", "shift", "is_left"),
+    [
+        ("2^-24", "2^-24", (0, 0), (1, 1), 0, True),
+        ("2^-15", "2^-24", (0, 0), (512, 1), 0, True),
+        ("2^-24", "2^-14", (1, 0), (1024, 1), 0, False),
+        ("2^-14", "2^-13", (2, 1), (1024, 1024), 1, False),
+        ("1.5", "1.5", (15, 15), (1536, 1536), 0, True),
+    ],
+)
+def test_subnormal_numbers_have_no_hidden_bit_and_the_exponent_of_the_smallest_normal_one(
+    left: str, right: str, fields: tuple[int, int], significands: tuple[int, int], shift: int, is_left: bool
+) -> None:
+    found = add(left, right, "fp16").alignment
+    assert found is not None
+    assert (found.larger_field, found.smaller_field) == fields and found.larger_is_left is is_left
+    assert (found.larger_significand, found.smaller_significand, found.shift) == (*significands, shift)
+    scaled = add("2", "1", "e8m0").alignment
+    assert scaled is not None and (scaled.larger_significand, scaled.shift) == (1, 1)
+
+
+def test_a_result_is_shown_in_the_next_wider_format() -> None:
+    wider = {name: add("1", "1", name).wider for name in ("fp16", "bf16", "fp32", "fp64", "i8")}
+    names = {name: None if found is None else str(found.format) for name, found in wider.items()}
+    assert names == {"fp16": "fp32", "bf16": "fp32", "fp32": "fp64", "fp64": None, "i8": None}
+
+
+def test_mantissas_are_added_alone_where_nothing_carries_out_of_them() -> None:
+    texts = {"0.25": True, "0.49951171875": True, "0.5": False, "0.75": False}
+    assert {text: "mantissas" in render(add("1.5", text, "fp16")) for text in texts} == texts
+
+
+def test_significands_whose_product_is_two_or_more_move_by_a_place() -> None:
+    moved = {("0.5", "0.75"): False, ("0.75", "0.75"): True, ("4", "0.25"): False, ("6", "0.375"): True}
+    assert {pair: "one place to the right" in render(multiply(*pair, "bf16")) for pair in moved} == moved
+
+
+def test_an_expression_of_bits_has_one_operator_between_blanks_and_no_more_than_4000_letters() -> None:
+    assert split_expression("0x3c7c * 0b01", bits=True) == ("0x3c7c", "*", "0b01")
+    assert split_expression("0x3c7c+0x0001", bits=True) is None
+    assert split_expression("1 + 2 - 3", bits=True) is None
+    assert split_expression("1" + " " * 9) is None and split_expression("1 +") is None
+    assert split_expression("1" * 1999 + " + " + "1" * 1998) == ("1" * 1999, "+", "1" * 1998)
+    with pytest.raises(InvalidInput, match="an expression of 4001 characters"):
+        split_expression("1" * 1999 + " + " + "1" * 1999)
+    with pytest.raises(InvalidInput, match="more than one operator"):
+        split_expression("x + y + z")
+    assert split_expression("x + y") is None

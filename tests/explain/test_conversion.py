@@ -271,3 +271,77 @@ def test_what_a_tensor_holds_under_a_scale_is_what_quantize_returns(format: str)
         "in fp32     0.3059000074863433837890625, which a tensor holds"
     )
     assert convert(0.3, "fp16").held is None and "in fp32" not in render(convert(0.3, "e4m3fn"))
+
+
+SHARED = ["nvfp4", "nvfp4:4/6", "e2m1@e4m3fn/16", "e2m1@e4m3fn/16:4/6", "int8", "e4m3fn@fp32/tensor", "i8s@e4m3fn/16"]
+SHARED += [
+    "mxfp8",
+    "mxfp8:rceil",
+    "mxfp4:rceil",
+    "dfp16:current(headroom=2)",
+    "int8:current(headroom=1)",
+    "e2m1@ue5m3/16",
+]
+
+
+@pytest.mark.parametrize("to", [*SHARED, "nvfp4:current(headroom=1)"])
+def test_a_number_of_any_size_has_the_scale_that_quantize_gives_it(to: str) -> None:
+    numbers = (1e-44, 1e-41, 3e-39, 1e-36, 1e-35, 0.001, 0.3, 0.49, 5.0, 7e4, 1e30, 3e38)
+    for x in map(float, torch.tensor(numbers)):
+        found = convert(x, to)
+        held = found.result if found.held is None else found.held
+        assert float(held) == lowp.quantize(torch.tensor([[x]]), to).item(), x
+
+
+def test_headroom_and_rules_move_the_shared_exponent() -> None:
+    exponents = {"dfp16:current(headroom=2)": -14, "dfp16:static(-8)": -8, "mxfp8:rceil": -10, "mxfp8": -10}
+    for to, exponent in exponents.items():
+        scale = convert("0.3", to).scale
+        assert scale is not None and scale.exponent == exponent, to
+    found = [convert("0.49", to).scale for to in ("mxfp8", "mxfp8:rceil")]
+    assert [one.exponent for one in found if one is not None] == [-10, -9]
+    whole, half = (convert("0.3", f"int8{more}").scale for more in ("", ":current(headroom=1)"))
+    assert whole is not None and half is not None and half.value == 2 * whole.value
+    assert [convert("0.3", "flex16+5", exponent=at).scale is None for at in (-31, 0)] == [False, False]
+    for to, named, text in (
+        ("flex16+5", {"exponent": -32}, "shared exponents from -31 to 0, not -32"),
+        ("int8", {"scale": Fraction(0)}, "a scale of 0 is not possible"),
+        ("nvfp4:eden", {}, "corrects the scale of a block at random"),
+    ):
+        with pytest.raises(InvalidInput, match=text):
+            convert("0.3", to, **named)  # type: ignore[arg-type]
+    assert convert("0.5", "nvfp4:eden", scale=Fraction(1)).outcomes[0].rounded.result.value in (Fraction(1, 2), 0)
+
+
+def test_a_number_that_goes_to_fp32_goes_through_no_other() -> None:
+    for to in ("fp32", "fp32:down", "fp64", "i8"):
+        assert convert("0.1", to).through_fp32 is None
+    (one, *_) = convert("0", "fp16").outcomes
+    assert one.rounded.exponent is None and convert("1", "fp16").rounded.exponent == 0
+
+
+def test_the_value_is_a_power_of_two_too_where_it_is_small_or_large() -> None:
+    texts = ["2^-9", "1.5 x 2^-9", "2^-10", "2^15", "2^16", "0"]
+    values = [Fraction(1, 512), Fraction(3, 1024), Fraction(1, 1024), Fraction(1 << 15), Fraction(1 << 16), Fraction(0)]
+    for text, value in zip(texts, values, strict=True):
+        shown = render(convert(value, "fp32"))
+        assert (f" = {text}\n" in shown.partition("  value")[2]) is (text in ("2^-10", "2^16")), text
+
+
+def test_a_tie_of_an_integer_goes_to_the_even_neighbour() -> None:
+    words = " ".join(render(convert("2.5", "i8")).split())
+    assert "a tie: to the neighbour whose last bit is 0: down: the kept bits stay" in words
+
+
+def test_numbers_of_many_digits_are_brief_from_a_bound_on() -> None:
+    long = 10**12
+    assert decimal_text(Fraction(1, long - 1)) == f"1/{long - 1}"
+    assert decimal_text(Fraction(1, long + 1)) == brief(Fraction(1, long + 1), 17) == "9.9999999999900000e-13"
+    assert [brief(Fraction(x)) for x in (9999, 10000, 12345, -12345)] == ["9999", "1.000e4", "1.234e4", "-1.234e4"]
+    assert parse_number("2^2000").value == 2**2000 and parse_number("1e-2000").value == Fraction(1, 10**2000)
+    for text in ("2^2001", "1e-2001"):
+        with pytest.raises(InvalidInput, match="an exponent beyond 2000"):
+            parse_number(text)
+    assert parse_number("0" * 1999 + "1").value == 1
+    with pytest.raises(InvalidInput, match="a number of 2001 characters"):
+        parse_number("0" * 2000 + "1")

@@ -152,3 +152,34 @@ def test_an_update_that_makes_no_sense_is_refused(arguments: tuple[str, str, str
     weight, gradient, cast, steps = arguments
     with pytest.raises(InvalidInput, match=text):
         weight_update(weight, gradient, cast, steps=steps)
+
+
+def test_a_directed_rounding_moves_a_weight_by_updates_of_any_size() -> None:
+    spacing = Fraction(1, 1024)
+    up = weight_update("1", "2^-12", "fp16:up").threshold
+    assert up is not None and (up.size, up.inclusive, up.spacing, up.tie) == (0, False, spacing, spacing / 2)
+    cut = weight_update("1", "2^-12", "fp16:toward-zero").threshold
+    assert cut is not None and (cut.size, cut.inclusive) == (spacing, True)
+    away = weight_update("1", "2^-12", "fp16:nearest-away").threshold
+    assert away is not None and (away.size, away.inclusive) == (spacing / 2, True)
+    assert weight_update("65504", "1", "fp16:toward-zero").threshold is None
+
+
+def shown(weight: str, gradient: str, steps: int) -> list[tuple[int, float]]:
+    trajectory = weight_update(weight, gradient, "fp16", steps=steps).trajectory
+    assert trajectory is not None
+    return [(index, float(value)) for index, value in trajectory.shown]
+
+
+def test_a_trajectory_shows_the_first_steps_powers_of_ten_and_the_last() -> None:
+    assert shown("1", "2^-12", 101) == [(0, 1.0), (1, 1.0), (101, 1.0)]
+    assert shown("1", "2^-12", 1) == [(0, 1.0), (1, 1.0)]
+    assert shown("0.99951171875", "2^-11", 101) == [(0, 1 - 2.0**-11), (1, 1.0), (101, 1.0)]
+    assert shown("0", "1", 1000) == [(step, float(step)) for step in (0, 1, 2, 3, 10, 100, 1000)]
+    assert shown("0", "1", 7) == [(step, float(step)) for step in (0, 1, 2, 3, 7)]
+    assert shown("65472", "32", 9) == [(0, 65472.0), (1, 65504.0), (2, float("inf")), (9, float("inf"))]
+    found = [weight_update("65472", "32", "fp16", steps=9), weight_update("0.9990234375", "2^-11", "fp16", steps=9)]
+    assert [one.trajectory.stuck_after for one in found if one.trajectory is not None] == [2, 2]
+    assert weight_update("1", "0", "fp16", steps=100_000).verdict is Verdict.NONE
+    with pytest.raises(InvalidInput, match="100001 steps are not possible here: give 1 to 100000"):
+        weight_update("1", "0", "fp16", steps=100_001)

@@ -198,7 +198,7 @@ def _current_scale(number: Number, cast: Cast, low: int, high: int) -> Fraction:
     largest = Fraction(format.element.maximum)
     headroom = cast.scaling.headroom if cast.scaling else 0
     if not number.magnitude:
-        return Fraction(2) ** (0 if low <= 0 <= high and format.scope.kind == "tensor" else low)
+        return Fraction(2) ** (max(low, 0) if high >= 0 and format.scope.kind == "tensor" else low)
     if isinstance(format.scale, PowerOfTwo) or format.scale.mantissa_bits == 0:
         own = floor_log2(number.magnitude)
         exponent = own - floor_log2(largest) + headroom + doubles(number.magnitude / Fraction(2) ** own, cast)
@@ -206,22 +206,29 @@ def _current_scale(number: Number, cast: Cast, low: int, high: int) -> Fraction:
     if cast.scaling is not None and cast.scaling.rule == "4/6":
         return _four_or_six(number.magnitude, headroom, format)
     wanted = number.magnitude * 2**headroom / largest
-    if format.outer is not None:
-        # nvfp4: the outer scale brings the tensor's largest block scale to the largest e4m3, so only fp32 rounds here
-        outer = round_exact(wanted / Fraction(format.scale.maximum), format.outer).result.value
-        return round_exact(wanted / outer, f"{format.scale}:saturate").result.value * outer if outer else Fraction(1)
-    return round_exact(wanted, format.scale).result.value or Fraction(1)
+    if format.outer is None:
+        return _in_scales(wanted, format.scale)
+    # nvfp4: the outer scale brings the tensor's largest block scale to the largest e4m3, so only fp32 rounds here
+    outer = _in_scales(wanted / Fraction(format.scale.maximum), format.outer)
+    return round_exact(wanted / outer, f"{format.scale}:saturate").result.value * outer or Fraction(1)
+
+
+def _in_scales(wanted: Fraction, format: FloatFormat) -> Fraction:
+    """Return a scale in its format: at least the smallest normal number, as subnormal ones have few bits."""
+    return max(round_exact(wanted, f"{format}:saturate").result.value, Fraction(format.smallest_normal))
 
 
 def _four_or_six(magnitude: Fraction, headroom: int, format: ScaledFormat) -> Fraction:
     """Return the scale under the rule 4/6, by the error of this number alone."""
     assert isinstance(format.scale, FloatFormat)
     room = Fraction(2) ** floor_log2(Fraction(format.scale.maximum) * 4 / 6)
-    outer = Fraction(1) if format.outer is None else round_exact(magnitude / room / 6, format.outer).result.value
+    outer = None if format.outer is None else _in_scales(magnitude / room / 6, format.outer)
     errors = [(magnitude, Fraction(1))]  # of what is too small for any scale
-    for target in (6, 4) if outer else ():
-        wanted = magnitude * 2**headroom / target / outer
-        scale = round_exact(wanted, f"{format.scale}:saturate").result.value * outer
+    for target in (6, 4):
+        wanted = magnitude * 2**headroom / target
+        scale = _in_scales(wanted, format.scale)
+        if outer is not None:
+            scale = round_exact(wanted / outer, f"{format.scale}:saturate").result.value * outer
         element = round_exact(magnitude / scale, format.element).result.value if scale else Fraction(0)
         errors.append((abs(element * scale - magnitude), scale))
     return min(errors, key=lambda one: one[0])[1]
