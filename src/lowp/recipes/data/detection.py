@@ -178,7 +178,8 @@ def _average_precision(detections: Sequence[Detections], truths: Sequence[Truth]
             matched.add((image, index))
     true_positives = np.cumsum(is_true)
     recall, precision = true_positives / count, true_positives / np.arange(1, len(is_true) + 1)
-    return sum(float(precision[recall >= at / 10 - 1e-9].max(initial=0.0)) for at in range(11)) / 11
+    highest = [float(precision[recall >= at / 10 - 1e-9].max(initial=0.0)) for at in range(11)]
+    return sum(highest) / len(highest)
 
 
 def _nearest(boxes: Tensor, truths: Tensor) -> list[tuple[float, int]]:
