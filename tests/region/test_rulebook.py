@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowp import presets
 from lowp.errors import InvalidInput
+from lowp.kernels import cpu
 from lowp.policy import Policy, Rule
 from lowp.region import handover, rulebook
 from lowp.region.rulebook import Rulebook, traced
@@ -66,6 +67,7 @@ PLANS: dict[str, dict[str, str]] = {
 FLAGS = ("run", "at_site", "rounds", "looks", "is_delayed", "suspends", "inner")
 
 
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 @pytest.mark.parametrize("kind", PLANS)
 def test_each_function_has_its_plan(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "accelerator", lambda: None)
