@@ -309,3 +309,102 @@ def test_an_accelerator_that_exists_is_lent_a_precision_if_it_can_train_in_it() 
     for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         with pytest.raises(lowp.InvalidInput, match=f"{kind.value} scales the loss and steps by itself: use DDP or"):
             lend(cast(Any, Existing(kind)), "bf16")
+
+
+def test_gradients_of_one_optimizer_of_several_or_of_all_are_unscaled_once_a_step() -> None:
+    used = accelerator(lowp.Precision("fp16", loss_scale=1024))
+    model, _ = parts()
+    layers: list[Any] = [model[0], model[4]]  # type: ignore[index]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in layers]
+    model, *halves = used.prepare(model, *optimizers)
+
+    def sizes(*given: Any) -> list[bool]:
+        """Return of which optimizers the gradients are as they are without the scale."""
+        for one in halves:
+            one.zero_grad()
+        used.backward(model.eval()(torch.ones(2, 10)).sum())
+        before = [layer.bias.grad.clone() for layer in layers]
+        for _ in range(2):
+            used.unscale_gradients(*given)
+        found = [torch.equal(layer.bias.grad, one / 1024) for layer, one in zip(layers, before, strict=True)]
+        for one in halves:
+            one.step()
+        return found
+
+    assert sizes() == sizes(halves) == sizes(tuple(halves)) == sizes(None) == [True, True]
+    assert sizes(halves[0]) == [True, False] and sizes([halves[1]]) == [False, True]
+    assert used.lowp.steps == 6 and used.lowp.skipped_steps == 0
+
+
+def test_what_is_prepared_is_prepared_once() -> None:
+    from types import MethodType
+
+    used, x = accelerator("bf16"), torch.ones(2, 10)
+    model, optimizer = parts()
+    prepared, own = used.prepare(model, optimizer)
+    forward = model.forward
+    assert used.prepare_model(prepared) is prepared and used.prepare(prepared) is prepared and model.forward is forward
+    assert used.prepare_optimizer(own) is own or used.prepare_optimizer(own).optimizer is not None
+    assert isinstance(forward, MethodType) and prepared(x).dtype is torch.float32
+    plain = nn.Linear(10, 3)
+    plain.forward = lambda x: nn.functional.linear(x, plain.weight)  # type: ignore[method-assign]
+    used.prepare_model(plain)
+    assert not isinstance(plain.forward, MethodType) and plain(x).dtype is torch.float32
+    assert not torch.equal(plain(x), nn.functional.linear(x, plain.weight))  # rounded
+    other = nn.Linear(10, 3)
+    other._is_accelerate_prepared = True  # type: ignore[assignment]
+    used._serve(other)
+    assert "_original_forward" not in vars(other) and "forward" not in vars(other)
+
+
+def test_the_region_of_an_accelerator_is_that_of_its_precision_unless_it_is_switched_off() -> None:
+    from accelerate.utils import AutocastKwargs
+
+    used, x = accelerator("bf16"), torch.ones(2, 2)
+    for handler, dtype in (
+        (None, torch.bfloat16),
+        (AutocastKwargs(), torch.bfloat16),
+        (AutocastKwargs(enabled=False), x.dtype),
+    ):
+        with used.autocast(handler):
+            assert (x @ x).dtype is dtype
+
+
+def test_what_accelerate_asks_of_a_scaler_is_answered_by_the_precision_s() -> None:
+    used = accelerator(lowp.Precision("fp16", loss_scale=1024))
+    scaler = used.scaler
+    assert scaler.get_scale() == 1024 and scaler.is_enabled() and scaler.update() is None
+    for name in ("__gone__", "turns"):
+        with pytest.raises(AttributeError, match=name):
+            type(scaler).__getattr__(scaler, name)
+    with pytest.raises(AttributeError):
+        _ = scaler.gone
+    again = copy.copy(scaler)
+    assert again.turns is scaler.turns and again._counts
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    halves = [torch.optim.SGD([one], lr=0.1) for one in weights]
+    used.backward(weights[0] + weights[1])
+    scaler.turns.step(halves[0], halves)  # the scale waits for the other
+    assert used.lowp.steps == 0 and scaler.state_dict()["steps"] == used.lowp.steps == 1
+    with scaler.uncounted():
+        assert not scaler._counts
+    assert scaler._counts
+
+
+@pytest.mark.filterwarnings("ignore:nothing ran in fp16 in the first step")
+def test_a_precision_for_optimizers_without_masters_has_parameters_in_fp32() -> None:
+    from lowp.integrations.others import Other, made
+
+    own, taken, weight = lowp.Precision("fp16"), list[int](), nn.Parameter(torch.ones(2))
+    assert made(own, "Keras") is own and made("bf16", "Keras").preset.name == "bf16"
+    for given in ("bf16-storage", lowp.Precision("flex16+5")):
+        with pytest.raises(
+            lowp.InvalidInput, match=r"stores parameters in .*, and optimizers of Keras know neither mast"
+        ):
+            made(given, "Keras")
+    other = Other([weight], lambda: taken.append(1) or "result")
+    own.backward(weight.sum())
+    assert other.step() == "result" and own.step(other) == "result" and taken == [1, 1]
+    own.backward(weight.sum() * torch.inf)
+    own.step(other)
+    assert taken == [1, 1] and own.skipped_steps == 1

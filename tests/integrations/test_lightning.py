@@ -370,6 +370,134 @@ def test_a_model_of_fabric_returns_fp32_inside_of_what_holds_its_results() -> No
     assert logits.dtype == torch.float32 and wide is double and loss is None
 
 
+# -- the plugin by itself ---------------------------------------------------------------------------------------------
+def given_trainer(**options: Any) -> Any:
+    return SimpleNamespace(**{"loggers": [], "log_every_n_steps": 1, "global_step": 7, **options})
+
+
+def test_the_scaler_is_shown_where_the_loss_is_scaled() -> None:
+    used = plugin("fp16", loss_scale=8)
+    assert used.scaler is used.lowp.scaler and plugin("bf16").scaler is None
+    assert repr(used) == "LowpPrecision('fp16')" and used.precision == "fp16"
+
+
+@pytest.mark.parametrize("sinks", [None, "one", "list", "tuple"])
+def test_a_monitor_has_the_sinks_that_are_given_and_the_loggers(
+    sinks: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Monitor:
+        def __init__(self, *given: Any, **options: Any) -> None:
+            self.given, self.options, self.closed = given, options, 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    monkeypatch.setattr(lowp, "Monitor", Monitor)
+    first, second, model = object(), object(), nn.Linear(2, 2)
+    watch: dict[Any, Any] = {None: {}, "one": {"sinks": first}, "list": {"sinks": [first, second]}}
+    watch["tuple"], wanted = {"sinks": (first, second)}, {None: [], "one": [first]}.get(sinks, [first, second])
+    used, optimizer = (
+        plugin("bf16", monitor={"patience": 3, **watch[sinks]}),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    assert used.connect(model, [], [3]) == (model, [], [3]) and used.monitor is None  # nothing is trained
+    used.teardown()
+    _, optimizers, schedules = used.connect(model, [optimizer], [3])
+    assert len(optimizers) == 1 and schedules == [3] and used.monitor.given == (model, optimizers)
+    assert used.monitor.options == {"precision": used.lowp, "patience": 3, "sinks": [*wanted, used]}
+    used.teardown()
+    assert used.monitor.closed == 1
+    for asked in (False, True):
+        used = plugin("bf16", monitor=asked)
+        used.connect(model, [optimizer], [])
+        assert (used.monitor is not None) is asked
+        assert not asked or used.monitor.options == {"precision": used.lowp, "sinks": [used]}
+
+
+def test_loss_scales_are_logged_as_often_as_the_trainer_logs() -> None:
+    logged: list[Any] = []
+    logger = SimpleNamespace(log_metrics=lambda numbers, step: logged.append((numbers, step)))
+    used = plugin("fp16", loss_scale=8)
+    for every, steps, is_logged in ((0, 2, False), (2, 2, True), (2, 3, False), (None, 2, False), (1, 3, True)):
+        used.lowp.steps = steps
+        logged.clear()
+        used._tell(given_trainer(loggers=[logger, logger], log_every_n_steps=every))
+        assert logged == [({"loss_scale": 8.0, "skipped_steps": 0}, 7)] * 2 * is_logged
+    other = plugin("bf16")
+    other._tell(given_trainer(loggers=[logger]))
+    assert len(logged) == 2
+    other.log({"a": 1.0}, 3)
+    assert logged[2:] == [({"a": 1.0}, 3)]
+
+
+def test_the_hooks_of_a_backward_pass_are_called_for_a_trainer_alone() -> None:
+    called: list[str] = []
+
+    def call(trainer: Any, name: str, *given: Any) -> None:
+        called.append(name)
+
+    used, loss = plugin("fp16"), torch.ones(1)
+    assert used.pre_backward(loss, None) is loss and used.post_backward(loss, None) is loss
+    used.connect(nn.Linear(1, 1), [], [])
+    model = module()
+    hooks = {"_call_callback_hooks": call, "_call_lightning_module_hook": call}
+    with pytest.MonkeyPatch.context() as patch:
+        for package in ("lightning.pytorch.trainer.call", "lightning.pytorch.plugins.precision.precision.call"):
+            for name, hook in hooks.items():
+                patch.setattr(f"{package}.{name}", hook)
+        model._trainer, model._fabric = SimpleNamespace(), None
+        patch.setattr(type(model), "trainer", model._trainer)
+        used.pre_backward(loss, model)
+        assert set(called) == {"on_before_backward"}
+        called.clear()
+        used.post_backward(loss, model)
+        assert set(called) == {"on_after_backward"}
+
+
+def test_a_state_of_as_many_ranks_has_the_random_state_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.integrations import lightning as integration
+
+    used = plugin("fp16", loss_scale="dynamic(8)")
+    used.lowp.scaler.scale(torch.ones(1))
+    state = used.state_dict()
+    assert len(state["random of ranks"]) == 1 and "random" not in state
+    loaded: list[Any] = []
+    monkeypatch.setattr(used.lowp, "load_state_dict", loaded.append)
+    own = used.lowp.state_dict()["random"]
+    for world, rank, ranks, wanted in (
+        (1, 0, ["a"], "a"),
+        (2, 1, ["a", "b"], "b"),
+        (1, 0, ["a", "b"], None),
+        (2, 1, ["a"], None),
+    ):
+        monkeypatch.setattr(integration, "_place", lambda rank=rank, world=world: (rank, world))
+        used.load_state_dict({**state, "random of ranks": ranks})
+        assert loaded[-1].keys() == {*state, "random"} - {"random of ranks"}
+        found = loaded[-1]["random"]
+        assert found == wanted if wanted else found.keys() == own.keys()
+        assert used._late is None
+    used.load_state_dict({name: one for name, one in state.items() if name != "random of ranks"})
+    used._load_late()
+    assert len(loaded) == 5
+    later = {**state, "exponents": {"version": 2}, "random of ranks": ["a", "b"]}
+    used.load_state_dict(later)
+    used._load_late()
+    used._load_late()  # once, with the random state of now
+    assert len(loaded) == 7 and loaded[5]["random"] == "b" and loaded[6]["random"] != "b"
+    assert loaded[6]["exponents"] == {"version": 2}
+
+
+def test_ranks_are_counted_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.integrations import lightning as integration
+
+    assert integration._place() == (0, 1) and integration._of_all_ranks("a") == ["a"]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda values, own: values.__setitem__(0, "other"))
+    assert integration._place() == (1, 3) and integration._of_all_ranks("a") == ["other", "a", "a"]
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 def test_what_cannot_be_meant_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(lowp.UnknownName, match="unknown precision 'fp17'; did you mean fp16"):

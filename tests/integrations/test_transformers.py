@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,3 +258,71 @@ def test_who_reports_the_logs_gets_what_the_monitor_sees_beside_each_loss_alone(
     assert [ours <= row for row in reported] == ["loss" in row for row in reported] == [True, True, False, False]
     assert [bool({"lowp/loss", "lowp/alarms"} <= row) for row in reported] == [True, True, False, False]
     assert not any({"loss_scale", "lowp/loss"} & row for row in reported[2:])
+
+
+class _Sink:
+    """Takes numbers."""
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        """Take numbers of a step."""
+
+
+@pytest.mark.parametrize("sinks", ["none", "one", "list", "tuple"])
+def test_a_callback_watches_with_the_scale_that_there_is_and_the_sinks_that_are_given(
+    sinks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowp.integrations.transformers import LowpCallback
+
+    made: list[Any] = []
+    monkeypatch.setattr(lowp, "Monitor", lambda *given, **options: made.append((given, options)) or closing)
+    closed: list[int] = []
+    closing = SimpleNamespace(close=lambda: closed.append(1))
+    first, second = _Sink(), _Sink()
+    options: dict[str, dict[str, Any]] = {"none": {}, "one": {"sinks": first}}
+    options |= {"list": {"sinks": [first, second]}, "tuple": {"sinks": (first, second)}}
+    watch = LowpCallback(patience=3, **options[sinks])
+    watch.on_train_end(None, None, None)
+    inner, scaler, precision = object(), SimpleNamespace(), object()
+    ours = SimpleNamespace(turns=SimpleNamespace(precision=precision))
+    for optimizer, scale in (
+        (inner, {"scaler": None}),
+        (SimpleNamespace(optimizer=inner, scaler=scaler), {"scaler": scaler}),
+        (SimpleNamespace(optimizer=inner, scaler=ours), {"precision": precision}),
+    ):
+        watch.on_train_begin(None, None, None, optimizer=optimizer, model="model")
+        own = {"none": [], "one": [first]}.get(sinks, [first, second])
+        assert made.pop() == (("model", inner), {**scale, "patience": 3, "sinks": [*own, watch]})
+        assert watch.monitor is closing
+    watch.on_train_end(None, None, None)
+    assert closed == [1]
+    state = SimpleNamespace(log_history=[{"loss": 1.0}])
+    watch.log({"a": 2.0}, 5)
+    for logs in (None, {"eval_loss": 1.0}):
+        watch.on_log(None, state, None, logs)
+    assert state.log_history == [{"loss": 1.0}] and watch.numbers == {"a": 2.0}
+    watch.on_log(None, state, None, {"loss": 1.0})
+    assert state.log_history == [{"loss": 1.0, "a": 2.0}] and watch.numbers == {}
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_a_row_of_the_log_has_the_scale_beside_a_loss_alone(name: str) -> None:
+    from lowp.integrations.transformers import LowpCallback, LowpMixin
+
+    class Logs:
+        def __init__(self, *given: Any, **named: Any) -> None:
+            self.given, self.named, self.rows = given, named, list[Any]()
+            self.callback_handler = SimpleNamespace(callbacks=[watch, object(), other])
+
+        def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
+            self.rows.append((logs, given, named))
+
+    watch, other = LowpCallback(), LowpCallback()
+    watch.numbers, other.numbers = {"a": 1.0}, {"a": 2.0}
+    used = lowp.Precision(name, **({"loss_scale": 8} if name == "fp16" else {}))
+    one: Any = type("One", (LowpMixin, Logs), {})(1, precision=used, b=2)
+    assert one.lowp is used and (one.given, one.named) == ((1,), {"b": 2})
+    one.log({"loss": 1.0}, 3, start=4)
+    one.log({"eval_loss": 1.0})
+    scale = {"loss_scale": 8.0, "skipped_steps": 0} if name == "fp16" else {}
+    assert one.rows == [({"loss": 1.0, **scale, "a": 2.0}, (3,), {"start": 4}), ({"eval_loss": 1.0}, (), {})]
+    assert type("Two", (LowpMixin, Logs), {})().lowp.preset.name == "bf16"

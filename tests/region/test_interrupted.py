@@ -346,6 +346,32 @@ def test_a_model_of_another_task_is_not_rounded() -> None:
     assert found == [True, False]
 
 
+def test_a_region_applies_while_a_task_waits_in_another_of_the_same_dtype() -> None:
+    x, ended = torch.randn(4, 4), asyncio.Event()
+    expected = {}
+    for name in ("e5m7", "e4m3fn"):
+        with autocast(name):
+            expected[name] = x @ x
+
+    async def holds() -> torch.Tensor:
+        with autocast("e4m3fn"):
+            await ended.wait()
+            return x @ x
+
+    async def main() -> None:
+        task = asyncio.create_task(holds())
+        await asyncio.sleep(0)
+        for _ in range(2):
+            assert torch.equal(x @ x, expected["e5m7"])
+            await asyncio.sleep(0)
+        ended.set()
+        assert torch.equal(await task, expected["e4m3fn"]) and torch.equal(x @ x, expected["e5m7"])
+
+    with autocast("e5m7"):
+        asyncio.run(main())
+        assert torch.equal(x @ x, expected["e5m7"])
+
+
 def switches() -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 

@@ -208,7 +208,7 @@ class LowpPrecision(_Base):  # type: ignore[misc]
         self._turns.end()
         self._load_late()
         state = self.lowp.state_dict()
-        return {**state, "random of ranks": _of_all_ranks(state.pop("random"))}
+        return {"random of ranks": _of_all_ranks(state.pop("random")), **state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`."""
