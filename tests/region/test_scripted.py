@@ -39,9 +39,11 @@ def script(how: str) -> nn.Module:
 @pytest.mark.parametrize("precision", ["e4m3fn", "dfp16", "bf16-tpu", "flex16+5"])
 def test_a_module_that_no_rule_reaches_is_told_once_and_reported(how: str, precision: str) -> None:
     module = script(how)
-    with pytest.warns(UserWarning, match=f"nothing that module Named computes is rounded as policy .*{precision[:4]}"):
+    expected = f"nothing that module Named computes is rounded as policy .*{precision[:4]}"
+    with pytest.warns(UserWarning, match=expected) as told:
         with autocast(precision) as region, torch.no_grad():
             module(torch.ones(2, 4))
+    assert [one.filename for one in told] == [__file__]
     assert region.report().unseen == ("the TorchScript module Named",)
     with warnings.catch_warnings(), autocast(precision):
         warnings.simplefilter("error")

@@ -34,9 +34,10 @@ def product(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", OPERANDS)
 def test_a_region_that_rounds_no_contraction_says_so_once(precision: str, kind: str) -> None:
     x = OPERANDS[kind]
-    with pytest.warns(UserWarning, match=rf"has rounded no contraction: .* not round linear in {kind}\."):
+    with pytest.warns(UserWarning, match=rf"has rounded no contraction: .* not round linear in {kind}\.") as told:
         with autocast(precision) as region:
             y = product(x)
+    assert [one.filename for one in told] == [__file__]
     assert y.dtype is x.dtype
     assert region.report().left_alone == (f"linear in {kind}",)
     assert f"left as it is, as under torch.autocast: linear in {kind}" in str(region.report())
