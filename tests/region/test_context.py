@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import presets
-from lowp.errors import InvalidInput, Misuse, UnknownName
+from lowp.errors import InvalidInput, Misuse, Unavailable, UnknownName
 from lowp.policy import Policy, Rule
 from lowp.region import Observation, autocast, context
 from lowp.region.rulebook import Report
@@ -738,6 +738,30 @@ def test_an_observer_watches_the_fp32_preset(model: nn.Module) -> None:
         y = model(x)
     assert torch.equal(y, model(x))
     assert seen == ["linear", "relu", "linear"]
+
+
+def test_a_call_that_a_compiler_traces_runs_in_the_region_unless_that_casts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, rules = torch.rand(2, 2), presets.PRESETS["fp16"].policy.rules
+
+    def written(region: Any) -> Any:
+        results = (
+            region.__torch_function__(torch.mm, (), (x, x)),
+            region.__torch_function__(torch.mm, (), (x,), {"mat2": x}),
+        )
+        assert torch.equal(*results)
+        return results[0].dtype
+
+    off = autocast("fp16", enabled=False), autocast("fp32"), autocast(Policy(()))
+    paths = autocast(Policy((*rules, Rule.of("linear", where="a", input="bf16"))))
+    assert written(autocast("fp16")) is HALF and [written(one) for one in off] == [FULL] * 3
+    with pytest.raises(Unavailable, match="a policy with rules for module paths cannot be entered inside a compiled"):
+        written(paths)
+    monkeypatch.setattr(context, "COMPILES_REGIONS", False)
+    with pytest.raises(Unavailable):
+        written(autocast("fp16"))
+    assert [written(one) for one in off] == [FULL] * 3
 
 
 def test_a_region_is_shown_as_it_is_made() -> None:

@@ -16,7 +16,7 @@ from lowp.errors import InvalidInput
 from lowp.kernels import cpu
 from lowp.policy import Policy, Rule
 from lowp.region import handover, rulebook
-from lowp.region.rulebook import Rulebook, traced
+from lowp.region.rulebook import Report, Rulebook, traced
 
 HALF = Rule.of("contraction", input="fp16", weight="fp16", output="fp16")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -159,6 +159,10 @@ def test_a_rulebook_reports_what_it_has_found_and_what_compiled_code_has() -> No
     report = other.report()
     assert report.unrounded == ("kron in a.b", "kron", "cdist in c") and report.left_alone == ("mm in float64",)
     assert report.unseen == ("mv in c",) and Rulebook(Policy(()), True).report().audited
+    assert not Report(policy).audited and str(Report(policy)) == (
+        "policy of one's own: 0 ops ran under its rules\n"
+        "  contractions inside other functions were not watched: strict=True watches them"
+    )
 
 
 @pytest.mark.parametrize(
