@@ -8,6 +8,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -596,6 +597,23 @@ def test_rules_that_matched_nothing_are_told_where_a_thread_leaves_a_region_that
         ):
             with strict:
                 product()
+
+
+@pytest.mark.filterwarnings("ignore:policy unnamed. nothing matched")
+@pytest.mark.parametrize(
+    ("unused", "strict", "looks"), [(False, True, 1), (True, False, 1), (True, True, 3), (False, False, 1)]
+)
+def test_a_region_looks_for_unused_rules_until_it_has_told_of_them(
+    unused: bool, strict: bool, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = (Rule.of("matmul", input="e5m7"), *([Rule.of("conv3d", input="e5m6")] if unused else []))
+    region, found = autocast(Policy(rules), strict=strict), list[Report]()
+    report = region._rulebook.report
+    monkeypatch.setattr(region._rulebook, "report", lambda: found.append(report()) or found[-1])
+    for _ in range(3):
+        with suppress(InvalidInput), region:
+            product()
+    assert len(found) == looks
 
 
 def test_the_rules_of_a_preset_may_stay_unused() -> None:
