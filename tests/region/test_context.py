@@ -22,7 +22,7 @@ from lowp import presets
 from lowp.errors import InvalidInput, Misuse, Unavailable, UnknownName
 from lowp.policy import Policy, Rule
 from lowp.region import Observation, autocast, context
-from lowp.region.rulebook import Report
+from lowp.region.rulebook import Report, traced
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
@@ -398,8 +398,8 @@ def test_a_generator_that_holds_a_region_gives_it_back() -> None:
 def test_torch_spelling_is_torch_autocast(spelled: Callable[[], Any]) -> None:
     region = spelled()
     assert isinstance(region, torch.autocast)
-    with region:
-        assert product() is BRAIN
+    with region as entered:
+        assert product() is BRAIN and entered is region
         assert torch.exp(torch.ones(2, dtype=BRAIN)).dtype is BRAIN
     assert spelled()(product)() is BRAIN
 
@@ -496,8 +496,11 @@ def test_a_region_made_for_each_step_anew_is_told_where_its_scales_come_from_ear
     for _ in range(5):  # as in a search
         kept = autocast(precision)
         train(lambda kept=kept: kept, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(lambda: autocast(precision), 3)
     with pytest.warns(UserWarning) as told:
-        train(lambda: autocast(precision), 9)
+        train(lambda: autocast(precision), 6)
     assert [str(one.message) for one in told] == [
         f"autocast({precision!r}) was made 4 times for one step each: it takes scales from earlier steps, which lie in "
         f"the region. Make it once, region = lowp.autocast({precision!r}), and enter it in every step: with region: ..."
@@ -614,6 +617,20 @@ def test_a_region_looks_for_unused_rules_until_it_has_told_of_them(
         with suppress(InvalidInput), region:
             product()
     assert len(found) == looks
+
+
+def test_nothing_is_told_of_a_region_that_is_off_whatever_compiled_code_has_run(tmp_path: Path) -> None:
+    policy = Policy((Rule.of("conv3d", input="e5m7"), Rule.of("matmul", input="e5m3")))
+    traced(policy, False).find(torch.mm, "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with autocast(policy, enabled=False):
+            product()
+    (tmp_path / "mine.toml").write_text(policy.to_toml())
+    with pytest.warns(UserWarning, match=r"policy unnamed: nothing matched rule 1 \(conv3d"):
+        with autocast(str(tmp_path / "mine.toml")) as region:
+            product()
+    assert region.was_entered and not autocast(policy).was_entered
 
 
 def test_the_rules_of_a_preset_may_stay_unused() -> None:

@@ -67,6 +67,7 @@ REGIONS: dict[str, Callable[[], Any]] = {
     "bf16": lambda: autocast("bf16"),
     "with paths": lambda: autocast(Policy((Rule.of("linear", where="a.*", input="bf16"), Rule.of("matmul")))),
     "off": lambda: autocast("fp32"),
+    "strict": lambda: autocast("bf16", strict=True),
     "within another": lambda: autocast("e5m7"),
 }
 

@@ -230,7 +230,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
 
     def _tell(self, entry: Entry) -> None:
         """Give the warnings of the region when a thread leaves it for the last time and without an error."""
-        may_tell = self._is_users or (self._rulebook.left_alone and not self._rulebook.has_rounded)
+        may_tell = self._is_users or self._rulebook.left_alone
         if may_tell and entry.engine is not None and not entries.is_in(self):
             self._complain()
             self._tell_unrounded()
