@@ -56,6 +56,12 @@ def test_a_fact_has_lines_of_80_letters_of_which_14_are_its_label_s(length: int,
     assert [len(one) for one in line("exact", text).splitlines()] == lines
 
 
+def test_words_are_not_broken() -> None:
+    assert line("exact", "1" * 90) == f"  exact       {'1' * 90}"
+    assert line("exact", f"{'1' * 60} away-from-zero") == f"  exact       {'1' * 60}\n{' ' * 14}away-from-zero"
+    assert line("exact", "  1.0  x") == "  exact         1.0  x" and line("exact", "") == "  exact"
+
+
 @pytest.mark.parametrize("text", ["inf", "-inf", "nan"])
 def test_a_float_that_is_not_finite_is_the_number_of_its_name(text: str) -> None:
     assert Number.of(float(text)) == parse_number(text)
@@ -338,6 +344,16 @@ def test_numbers_of_many_digits_are_brief_from_a_bound_on() -> None:
     assert decimal_text(Fraction(1, long - 1)) == f"1/{long - 1}"
     assert decimal_text(Fraction(1, long + 1)) == brief(Fraction(1, long + 1), 17) == "9.9999999999900000e-13"
     assert [brief(Fraction(x)) for x in (9999, 10000, 12345, -12345)] == ["9999", "1.000e4", "1.234e4", "-1.234e4"]
+    assert [brief(Fraction(x)) for x in (0, 50, 100, -7)] == ["0", "50", "100", "-7"]
+    # up to 1,500 places after the point, and about as many digits before it
+    assert (
+        decimal_text(Fraction(1, 1 << 1500)).startswith("0.000") and len(decimal_text(Fraction(1, 1 << 1500))) == 1502
+    )
+    assert decimal_text(Fraction(1, 1 << 1501)) == brief(Fraction(1, 1 << 1501), 17)
+    assert decimal_text(Fraction(1 << 4499)) == str(1 << 4499)
+    for value in (Fraction(1 << 4502), Fraction((1 << 4502), 5), Fraction(-(1 << 4503), 625)):
+        assert decimal_text(value) == brief(value, 17), value
+    assert decimal_text(Fraction(1 << 4502, 3)) == f"{1 << 4502}/3"
     assert parse_number("2^2000").value == 2**2000 and parse_number("1e-2000").value == Fraction(1, 10**2000)
     for text in ("2^2001", "1e-2001"):
         with pytest.raises(InvalidInput, match="an exponent beyond 2000"):

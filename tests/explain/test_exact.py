@@ -329,3 +329,34 @@ def test_a_sign_alone_is_drawn_between_minus_one_and_one_and_follows_from_it_els
         round_exact(Fraction(1, 2), "i1:stochastic")
     plain = [round_exact(parse_number(text), "i1").result.value for text in ("0.1", "-0.1", "0", "-0", "-inf")]
     assert plain == [1, -1, 1, 1, -1]
+
+
+@pytest.mark.parametrize("text", ["2^-3", "2^-4", "2^-5", "2^-6", "0.2"])
+def test_without_mantissa_bits_what_is_below_the_smallest_number_is_rounded_to_the_odd_code(text: str) -> None:
+    assert round_exact(text, "e3m0finite:to-odd").result.value == Fraction(1, 4)
+    assert round_exact(f"-{text}", "e3m0finite:to-odd").code == 0b1001
+
+
+def test_without_mantissa_bits_ties_go_to_even_codes() -> None:
+    even = {"1.5": 2, "3": 2, "6": 8, "0.75": Fraction(1, 2), "0.375": Fraction(1, 2), "0.125": 0}
+    assert {text: round_exact(text, "e3m0finite").result.value for text in even} == even
+
+
+def test_what_an_integer_or_an_unsigned_format_does_not_have_is_at_its_bound() -> None:
+    for text, value in (("inf", 127), ("-inf", -128), ("127.5", 127), ("-128.5", -128), ("-129", -128)):
+        found = round_exact(text, "i8")
+        assert (found.result.value, found.overflowed) == (value, text != "-128.5"), text
+    negative = round_exact("-1", "ue5m3")
+    assert negative.rule is RoundingRule.NEGATIVE and negative.result == -parse_number("nan")
+
+
+def test_random_numbers_below_the_share_round_away() -> None:
+    for mode, share in (("stochastic-1", 0), ("stochastic-2", 1), ("stochastic-b-1", 1), ("stochastic-3", 1.5)):
+        rest = Fraction(7, 16)  # of a unit: truncated to 0/2, 1/4 and 3/8, and rounded half up to 1/2
+        number = 1 + rest / 1024
+        exact = {"stochastic-1": Fraction(0), "stochastic-2": Fraction(1, 4), "stochastic-b-1": Fraction(1, 2)}.get(
+            mode, Fraction(3, 8)
+        )
+        assert share_away(rest, parse(f"fp16:{mode}")) == exact, share
+        for random in (Fraction(0), Fraction(1, 8), Fraction(31, 128), Fraction(1, 4), Fraction(3, 8), Fraction(1, 2)):
+            assert round_exact(number, f"fp16:{mode}", random).away is (random < exact), (mode, random)

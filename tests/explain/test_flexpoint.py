@@ -116,3 +116,11 @@ def test_the_same_as_plain_data() -> None:
 def test_what_the_arithmetic_lacks_is_said(call: object, text: str) -> None:
     with pytest.raises(InvalidInput, match=text):
         call()  # type: ignore[operator]
+
+
+def test_a_sum_is_carried_from_beyond_the_bounds_of_a_mantissa() -> None:
+    sums = {32767: 0, 32768: 1, -32768: 0, -32769: 1}
+    for total, carried in sums.items():
+        found = flex_sum(FlexNumber(total // 2, -3), FlexNumber(total - total // 2, -3), FLEX)
+        assert (found.exact.mantissa, found.carried, found.written.saturated) == (total, carried, False)
+        assert found.result.exponent == -3 + carried

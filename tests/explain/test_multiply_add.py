@@ -13,6 +13,7 @@ from lowp.explain import (
     fused_multiply_add,
     render,
 )
+from lowp.explain.multiply_add import render_multiply_add
 
 
 def test_the_accumulators_differ_where_c_is_large() -> None:
@@ -88,3 +89,29 @@ def test_a_product_is_shown_with_seven_digits_of_its_factors_and_all_of_its_own(
     ]
     products = [words[1] for words in lines if words[:1] == ["product"]]
     assert products == ["1.234375 * 0.9877930 = 1.21930694580078125", "1 * 2 = 2"] * 2
+
+
+def test_the_element_that_is_shown_is_the_one_where_accumulators_differ_most() -> None:
+    assert fused_multiply_add("1; 2048", "1 1", "1 1; 1 2").farthest == (1, 0)  # 2049 is none of fp16
+    assert fused_multiply_add("1; 2048; 4096", "1 1", "1 1; 1 1; 1 1").farthest == (1, 0)
+    assert fused_multiply_add("1; 2048; 60000", "1 2", "1 1; 1 1; 1 1").farthest == (2, 1)  # one is infinite
+    assert fused_multiply_add("1; 2", "1 1", "1 1; 1 1").farthest == (0, 0)
+
+
+@pytest.mark.parametrize(("accumulate", "other"), [("fp16", "fp32"), ("fp32", "fp16"), ("e8m11", "fp16")])
+def test_the_other_accumulator_is_fp16_beside_wider_ones(accumulate: str, other: str) -> None:
+    found = fused_multiply_add("1", "1", accumulate=accumulate)
+    assert (str(found.accumulate), str(found.other[0][0].accumulate)) == (accumulate, other)
+
+
+def test_zeros_align_nothing() -> None:
+    found = fused_multiply_add("0 2^-14", "1; 2^-14").d[0][0]
+    assert found.rounded.result.value == Fraction(1, 1 << 28) and all(one.kept == one.exact for one in found.addends)
+
+
+def test_an_element_beyond_d_is_refused() -> None:
+    found = fused_multiply_add("1; 2; 3", "1 2")
+    assert "D[3,2] step by step" in render_multiply_add(found, (2, 1))
+    for element in ((3, 0), (0, 2)):
+        with pytest.raises(InvalidInput, match=f"D is 3 x 2: it has no element {element[0] + 1},{element[1] + 1}"):
+            render_multiply_add(found, element)

@@ -162,11 +162,6 @@ def share_away(rest: Fraction, cast: Cast) -> Fraction:
     return Fraction(round(rest * steps) if cast.rounding is Rounding.STOCHASTIC_C else floor(rest * steps), steps)
 
 
-def _is_below(random: Fraction, rest: Fraction, cast: Cast) -> bool:
-    steps = 1 << (cast.random_bits or RANDOM_BITS)
-    return Fraction(floor(random * steps), steps) < share_away(rest, cast)
-
-
 def _finish(start: Rounded, result: Number, rule: RoundingRule, overflowed: bool = False) -> Rounded:
     """Return `start` with its result, the bits of the result and the rule."""
     format = start.format
@@ -251,7 +246,7 @@ def _choose(
     if mode.is_stochastic:
         if random is None:
             raise InvalidInput(f"{cast} depends on a random number: give random, in [0, 1)")
-        return _is_below(random, rest, cast), RoundingRule.STOCHASTIC
+        return random < share_away(rest, cast), RoundingRule.STOCHASTIC
     if mode is Rounding.TO_ODD:
         return not last_bit, RoundingRule.TO_ODD
     if mode in (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY):
@@ -292,7 +287,7 @@ def _round_binary(number: Number, cast: Cast, random: Fraction | None) -> tuple[
     if cast.is_stochastic and within:
         if random is None:
             raise InvalidInput(f"{cast} depends on a random number: give random, in [0, 1)")
-        return Number.of(1 if _is_below(random, (number.value + 1) / 2, cast) else -1), RoundingRule.STOCHASTIC
+        return Number.of(1 if random < share_away((number.value + 1) / 2, cast) else -1), RoundingRule.STOCHASTIC
     return Number.of(1 if positive else -1), RoundingRule.SIGN
 
 

@@ -113,9 +113,7 @@ def text_of(lines: Callable[P, Iterator[str]]) -> Callable[P, str]:
 
 def line(label: str, text: str) -> str:
     """Return one fact of an explanation: a label of 11 letters and a text, wrapped at LINE_WIDTH."""
-    if len(text) <= LINE_WIDTH - 14:
-        return f"  {label:<11} {text}".rstrip()
-    parts = textwrap.wrap(text, LINE_WIDTH - 14, break_long_words=False, break_on_hyphens=False)
+    parts = textwrap.wrap(text, LINE_WIDTH - 14, break_long_words=False, break_on_hyphens=False) or [""]
     return "\n".join(f"  {label if index == 0 else '':<11} {part}".rstrip() for index, part in enumerate(parts))
 
 
