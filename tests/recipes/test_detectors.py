@@ -281,6 +281,21 @@ def test_a_figure_is_drawn_in_its_box_in_a_colour_of_its_own_or_near_that_of_its
     assert np.median(noise) == pytest.approx(12, abs=1)
 
 
+KINDS = ("red", "green", "blue", "yellow", "magenta", "cyan", "white", "black", "orange", "violet")
+COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "magenta": (1, 0, 1)}
+COLOURS |= {"cyan": (0, 1, 1), "white": (1, 1, 1), "black": (0, 0, 0), "orange": (1, 0.5, 0), "violet": (0.5, 0, 1)}
+
+
+@pytest.mark.parametrize("kind", range(10))
+def test_figures_of_a_kind_have_its_colour(kind: int) -> None:
+    random, seen = np.random.default_rng(0), []
+    for _ in range(20):
+        image, outline = np.zeros((3, 16, 16), np.uint8), np.zeros((16, 16), np.int64)
+        shapes._draw(random, image, outline, kind, (0, 0, 16, 16), coloured=True)
+        seen.append(image[:, outline == kind + 1].mean(1))
+    assert np.mean(seen, 0) / 255 == pytest.approx(COLOURS[KINDS[kind]], abs=0.15)
+
+
 def test_an_overlap_is_a_part_of_the_smaller_box() -> None:
     for other, part in (
         ((2, 1, 6, 9), 0.375),

@@ -83,6 +83,20 @@ def test_a_class_that_is_not_there_is_left_out_of_the_mean_and_images_are_kept_a
     swapped = mean_average_precision([found([TWO], [0.9]), found([ONE], [0.9])], [truth(ONE), truth(TWO)], 1)
     assert swapped == 0.0
     assert mean_average_precision([found([], [])], [truth()], 3) == 0.0
+    half, less = (0.0, 0.0, 1.0, 0.5), (0.0, 0.0, 1.0, 0.46875)
+    for boxes, difficult, expected in (
+        ([half], False, 1.0),
+        ([less], False, 0.0),
+        ([half, half], False, 1.0),
+        ([less, half], False, 0.5),
+    ):
+        there = truth((0.0, 0.0, 1.0, 1.0), (8.0, 8.0, 9.0, 9.0), difficult=(difficult, True))
+        finding = found(boxes, [0.9, 0.8][: len(boxes)])
+        assert mean_average_precision([finding], [there], 1) == expected
+    there = truth((0.0, 0.0, 1.0, 1.0), (8.0, 8.0, 9.0, 9.0), difficult=(True, False))
+    for box, expected in ((half, 1.0), (less, 0.5)):  # one that is difficult is left out, and another is an error
+        finding = found([box, (8.0, 8.0, 9.0, 9.0)], [0.9, 0.8])
+        assert mean_average_precision([finding], [there], 1) == expected
 
 
 def test_only_the_order_of_scores_counts() -> None:
