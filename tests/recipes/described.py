@@ -25,7 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "digits-hard": {},
     "mnist": {},
     **{name: {"images": (6, 4)} for name in ("cifar10-mlp", "resnet-20", "resnet-50", "alexnet", "vit", "unet")},
-    "rossmann": {"drawn": (12, 80)},
+    "rossmann": {"drawn": (12, 400)},
     "gpt": {"bytes": 3000},
     "words": {"drawn": (300, 100), "vocabulary": 500},
     "bert": {"drawn": 60, "layers": 1, "width": 32},
@@ -120,7 +120,8 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
 
 
 def _batches(part: str, examples: Examples) -> Iterator[str]:
-    rows = torch.arange(min(4, len(examples)))
+    first = examples.batch(torch.arange(1))
+    rows = torch.arange(min(4 if max(one.numel() for one in tensors_of(first)) > 1000 else 5000, len(examples)))
     for seed in (None, 3):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         found = examples.batch(rows) if generator is None else examples.batch(rows, generator)
@@ -133,7 +134,8 @@ def _about(tensor: Tensor) -> str:
     flat = tensor.detach().double().flatten()
     places = torch.cos(torch.arange(flat.numel(), dtype=torch.float64) * 0.37)
     shape = "x".join(map(str, tensor.shape))
-    sums = _numbers([flat.sum().item(), (flat * places).sum().item()])
+    digits = 5 if tensor.is_floating_point() else 9
+    sums = _numbers([flat.sum().item(), (flat * places).sum().item()], digits)
     return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {sums}"
 
 
