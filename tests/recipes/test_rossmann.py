@@ -202,3 +202,26 @@ def test_the_relative_error_of_sales_is_that_of_the_competition() -> None:
     found = evaluate(model, [batch(1.1, 0.8), batch(1.0)])
     assert found["rmspe"] == pytest.approx(((0.01 + 0.04) / 3) ** 0.5, rel=1e-4)
     assert found["loss"] == pytest.approx((math.log(1.1) ** 2 + math.log(0.8) ** 2) / 3, rel=1e-4)
+
+
+@pytest.mark.parametrize(("shops", "is_allowed"), [(1115, True), (1116, False)])
+def test_there_are_as_many_shops_as_the_network_embeds(tmp_path: Path, shops: int, is_allowed: bool) -> None:
+    head, _, row = STORE_CSV.splitlines()
+    rows = [f"{shop},{row.partition(',')[2]}" for shop in range(shops, 0, -1)]
+    write(tmp_path, store="\n".join([head, *rows]) + "\n")
+    if is_allowed:
+        tables = read_tables(tmp_path)
+        assert tables.shops["Store"].tolist() == list(range(1, shops + 1))
+        return
+    with pytest.raises(InvalidInput, match=r"store\.csv does not number its shops 1, 2, 3 … up to 1115 at most"):
+        read_tables(tmp_path)
+
+
+def test_shops_of_every_day_are_among_those_of_the_table(tmp_path: Path) -> None:
+    for shop, is_allowed in ((0, False), (1, True), (2, True), (3, False)):
+        write(tmp_path, train=train_csv() + f'{shop},1,2015-06-09,5,5,1,0,"0","0"\n')
+        if is_allowed:
+            assert read_tables(tmp_path).daily["Store"][-1] == shop
+            continue
+        with pytest.raises(InvalidInput, match=r"train\.csv names shops that are not in store\.csv"):
+            read_tables(tmp_path)

@@ -65,3 +65,29 @@ def test_a_layer_that_is_drawn_is_the_named_one_or_the_first_with_an_output() ->
     sites.clear()
     with pytest.raises(InvalidInput, match="unknown layer None"):
         flex._sites(exponents, None)
+
+
+def test_windows_are_of_the_first_and_the_last_tenth_of_the_steps() -> None:
+    settings = Settings("digits", "flex16+5", batch=314).filled()
+    for steps, tenth in ((5, 1), (20, 2)):
+        document = flex.record_flex_window(settings, steps)
+        assert (document["steps"], document["layer"]) == (steps, "0")
+        sizes = {"weights": 128 * 64, "activations": 314 * 128, "updates": 128 * 64}
+        sites = {"weights": "weight of 0.weight", "activations": "output of 0 linear", "updates": "update of 0.weight"}
+        assert {name: window["site"] for name, window in document["windows"].items()} == sites
+        for name, window in document["windows"].items():
+            for moment in ("first", "last"):
+                assert window[moment]["elements"] == tenth * sizes[name], (name, moment)
+    with pytest.raises(InvalidInput, match="bf16 has no predicted shared exponents"):
+        flex.record_flex_window(Settings("digits", "bf16").filled(), 3)
+
+
+def test_a_recorder_of_shared_exponents_stops_and_has_whole_epochs() -> None:
+    settings = Settings("digits", "flex16+5", batch=314).filled()  # 4 steps an epoch
+    asked: list[int] = []
+    document = record_autoflex(settings, 8, onlooker=Onlooker(stop=lambda: (asked.append(1), len(asked) > 3)[1]))
+    assert document["steps"] == 3 and all(one["step"] == [0, 1, 2] for one in document["series"].values())
+    training = Training(settings)
+    for steps, epochs in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3)):
+        flex._train(training, steps, Onlooker(stop=lambda: True))
+        assert training.epochs == epochs
