@@ -205,7 +205,10 @@ def test_the_sign_of_a_scale_chooses_one_of_two_tables(format: str) -> None:
     values = lowp.quantize(weight, format)
     assert torch.equal(few_bits.code_values(packed), values)
     assert torch.equal(few_bits.code_values(packed, 16, 5), values[16:])
-    assert torch.equal(few_bits.code_rows(packed, torch.tensor([20, 4])), values[[20, 4]])
+    rows = torch.tensor([20, 4, 0, 17])
+    assert torch.equal(few_bits.code_rows(packed, rows), values[rows])
+    with kernels.use("reference"):
+        assert torch.equal(few_bits.code_rows(packed, rows), values[rows])
     found = few_bits.multiply_codes(x, packed, bias)
     assert all(torch.equal(one, found) for one in at_levels(lambda: few_bits.multiply_codes(x, packed, bias)))
     with kernels.use("reference"):
@@ -346,3 +349,14 @@ def test_groups_whose_sums_might_leave_int32_are_halved(most: int, group: int, k
     assert torch.equal(few_bits.code_values(packed), most * wide)
     with pytest.raises(InvalidInput, match="scales for groups of 24: give 16, 32 or 64, or 0 for a scale a row"):
         few_bits.pack_codes(torch.ones(16, 48, dtype=torch.int64), torch.ones(16, 2), [0, 1], 24)
+
+
+@pytest.mark.parametrize("n", [1, 7, 16, 21])
+def test_a_bias_is_as_long_as_the_panels_that_are_added_to(n: int) -> None:
+    x = torch.arange(n, dtype=torch.float64)
+    padded = byte_products._padded(x, 24)
+    assert padded is not None and padded.dtype is torch.float32
+    assert padded.tolist() == [*range(n), *[0] * (24 - n)]
+    whole = byte_products._padded(torch.arange(48.0)[::2], 24)
+    assert whole is not None and whole.is_contiguous() and whole.tolist() == [*range(0, 48, 2)]
+    assert byte_products._padded(None, 24) is None

@@ -71,8 +71,10 @@ def test_sums_are_rounded_once_to_int16_and_cut(exponent: int) -> None:
 
 def test_two_words_and_a_bias_are_added_so_that_rounding_the_result_rounds_the_exact_sum() -> None:
     high, low = [0, 1, -5, 2**24 + 1, -(2**24) - 1, 2**40 + 3, 7, 1], [0, 0, 3, 0, 0, -1, 2**20, 2**13]
+    high, low = [*high, 2**23 + 2, 2**23 + 2, 2**23 + 6], [*low, 0, 0, 0]  # ties of 22 bits but for the bias
     lowest = -8 - low_words.LOW_BITS  # the exponent of second words
     biases: list[list[float] | None] = [None, [0.0, 2.0**-40, 1.0, -3.0, 2.0**-20, 1e9, -7.5, -(2.0**-30)]]
+    biases[1] += [2.0**-40, 0.0, -(2.0**-40)]  # type: ignore[operator]
     for bias in biases:
         for exponent, is_there in ((lowest, True), (NOTHING, False)):
             exponents = [torch.tensor(one, dtype=torch.int32) for one in (-8, exponent)]

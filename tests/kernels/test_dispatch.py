@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from lowp import kernels
+from lowp.compat import accelerator
 from lowp.errors import Unavailable
 from lowp.kernels import cpu, triton
 from lowp.kernels.choose import dispatch
+from lowp.kernels.choose.choices import choices
 from lowp.kernels.numbers import bitwise
+from lowp.kernels.numbers.philox import draw_seed
+from lowp.kernels.products import contraction
 
 CPU, CUDA, XPU, MPS = map(torch.device, ("cpu", "cuda", "xpu", "mps"))
 
@@ -90,3 +94,33 @@ def test_a_gpu_that_torch_does_not_find_has_no_capability(monkeypatch: pytest.Mo
     dispatch.capability.cache_clear()
     assert dispatch.capability(torch.device("cuda:7")) == (9, 7)
     dispatch.capability.cache_clear()
+
+
+def test_torchs_own_16_bit_kernels_are_used_where_they_are_asked_for_or_compute_in_fp32() -> None:
+    half = torch.ones(2, dtype=torch.bfloat16)
+    with kernels.use("native"):
+        assert contraction.is_torchs_own(half) is True and contraction.is_torchs_own(half, is_exact=True) is True
+    with kernels.use("bitwise"):
+        assert contraction.is_torchs_own(half) is False and contraction.is_torchs_own(half, is_exact=True) is False
+    assert contraction.is_torchs_own(half, is_exact=True) is True
+
+
+def test_what_was_chosen_is_told_with_the_processor_and_how_to_choose_otherwise() -> None:
+    found = choices()
+    assert found["processor"].startswith(f"torch uses {torch.backends.cpu.get_cpu_capability()}, ")
+    assert "thread" in found["processor"] and found["processor"].endswith("no accelerator") is (accelerator() is None)
+    with kernels.use("bitwise"):
+        words = choices()["int16 products"]
+        assert words == "torch's fp64 products, which are exact; other: with lowp.kernels.use('bitwise')"
+    if cpu.library() is not None:
+        assert choices()["int16 products"] == "the C++ library; other: with lowp.kernels.use('bitwise')"
+        assert choices()["casts"] == "the C++ library; other: with lowp.kernels.use('bitwise'): the same bits"
+
+
+def test_seeds_are_drawn_from_all_of_62_bits() -> None:
+    seeds = [int(draw_seed()) for _ in range(40)]
+    assert 2**58 < max(seeds) < 2**62 and min(seeds) >= 0 and len(set(seeds)) == 40
+    torch.manual_seed(3)
+    first = int(draw_seed())
+    torch.manual_seed(3)
+    assert int(draw_seed()) == first

@@ -522,3 +522,20 @@ def test_columns_are_tried_as_the_rows_of_the_transpose(text: str) -> None:
     out = torch.empty_like(x)
     assert cpu_groups.quantize_finite(x, parse(text), 0, out, 0)
     assert torch.equal(out, kernels.quantize(x.t().contiguous(), text).t())
+
+
+def test_the_largest_number_of_a_tensor_is_divided_to_the_largest_scale_times_element() -> None:
+    assert scaled.largest_scaled(parse("nvfp4")) == 448 * 6
+    assert scaled.largest_scaled(parse("nvfp4:4/6")) == 256 * 6, "a scale of 384, too, is in e4m3"
+    assert 256 * 6 < scaled.largest_scaled(parse("nvfp4:eden")) < 256 * 6.5
+
+
+@pytest.mark.parametrize("to", ["mxfp8", "nvfp4", "e4m3fn", "int8"])
+def test_an_operand_is_given_in_the_dtype_that_was_asked_for(to: str) -> None:
+    x = torch.randn(4, 32)
+    wanted = lowp.quantize(x, to)
+    for is_traced in (False, True):
+        assert torch.equal(quantize_operand(x, parse(to), 0, is_traced), wanted)
+        if to in ("mxfp8", "e4m3fn"):  # whose values bf16 has
+            found = quantize_operand(x, parse(to), 0, is_traced, torch.bfloat16)
+            assert found.dtype is torch.bfloat16 and torch.equal(found.float(), wanted)

@@ -15,7 +15,7 @@ import lowp
 from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
 from lowp.exponents.table import ExponentTable
-from lowp.kernels import cpu, use
+from lowp.kernels import available, cpu, use
 from lowp.kernels.int16 import cpu_int16, entries, low_words, mantissas
 from lowp.kernels.int16.entries import record_of
 from lowp.kernels.int16.mantissas import (
@@ -367,3 +367,74 @@ def test_blocks_in_which_nothing_saturates_and_others_are_written_alike(instruct
                     assert torch.equal(result, torch.ldexp(payload.double(), torch.tensor(exponent)).float())
     finally:
         cpu.select(None)
+
+
+@needs_library
+@pytest.mark.parametrize("to", ["dfp16", "flex16+5"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [1.0, -2.0, 16383.4, 0.0],
+        [16383.0],
+        [16383.5, 16384.0, -16384.5],
+        [40000.0, -40000.0, 32767.4, -32768.0],
+        [0.25, -0.25],
+        [0.0, -0.0],
+        [0.25, math.inf],
+        [-0.25, math.nan],
+        [math.inf, 20000.0],
+        [],
+    ],
+)
+def test_the_library_and_torch_tell_the_same_of_what_they_wrote(to: str, numbers: list[float]) -> None:
+    cast = parse(to)
+    for exponent in (0, -20):
+        x = torch.tensor(numbers) * 2.0**exponent
+        found = mantissas_and_values(x, cast, exponent)
+        with use("bitwise"):
+            defined = mantissas_and_values(x, cast, exponent)
+        assert found[2] == defined[2]
+        assert found[1].view(torch.int32).tolist() == defined[1].view(torch.int32).tolist()
+        finite = x.isfinite()
+        assert torch.equal(found[0].payload[finite], defined[0].payload[finite])
+    record = mantissas.written(torch.tensor(numbers), cast, as_exponent(0))[2].tolist()
+    limit = 32767
+    finite_numbers = [min(abs(one), limit) for one in numbers if math.isfinite(one)]
+    assert record[2] == sum(one > limit // 2 for one in map(round, finite_numbers))
+    is_finite = len(finite_numbers) == len(numbers)
+    vanished = is_finite and any(finite_numbers) and not any(map(round, finite_numbers))
+    assert record[6] == (not is_finite) + 256 * any(map(math.isnan, numbers)) + 65536 * vanished
+
+
+@needs_library
+def test_under_exponents_that_fp32_may_not_hold_nothing_is_compared() -> None:
+    payload, lie = torch.zeros(4, dtype=torch.int16), cpu_int16.Rows(1, 4, 4)
+    x = payload.float()
+    assert cpu_int16.is_int16(x, payload, as_exponent(100), lie) is True
+    assert cpu_int16.is_int16(x, payload, as_exponent(101), lie) is None
+    assert cpu_int16.is_int16(x + 1, payload, as_exponent(0), lie) is False
+    assert cpu_int16.rounds_to_int16(x, payload, as_exponent(0), lie, True) == 0.0
+    assert cpu_int16.rounds_to_int16(x - 0.25, payload, as_exponent(0), lie, True) == 0.25
+    assert cpu_int16.rounds_to_int16(x + 0.75, payload, as_exponent(0), lie, True) is None
+    assert cpu_int16.rounds_to_int16(x, payload, as_exponent(101), lie, True) is None
+    lowest = payload - 32768
+    assert cpu_int16.rounds_to_int16(lowest.float(), lowest, as_exponent(0), lie, False) == 32768
+    assert cpu_int16.rounds_to_int16(lowest.float(), lowest, as_exponent(0), lie, True) is None
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_an_exponent_that_is_given_once_serves_whatever_the_numbers_are(name: str) -> None:
+    if name not in available():
+        pytest.skip("the C++ library was not built")
+    with use(name):
+        for x in (torch.ones(3), torch.zeros(2), torch.full((2,), 1e30)):
+            assert int(own_exponent(x, parse("flex16+5:static(exponent=-8)"))) == -8
+        assert int(own_exponent(torch.tensor([1.0, math.inf]), FLEX)) == mantissas.NOT_FINITE
+        assert int(own_exponent(torch.tensor([1.0, math.inf]), FLEX, only_finite=True)) == -14
+
+
+def test_numbers_of_fp64_are_rounded_as_they_are() -> None:
+    x = torch.tensor([0.5 + 2.0**-40, 1.5 - 2.0**-40, 2.5 + 2.0**-50], dtype=torch.float64)
+    for rounding, expected in (("", [1, 1, 3]), (":toward-zero", [0, 1, 2]), (":up", [1, 2, 3])):
+        with use("bitwise"):
+            assert to_mantissas(x, parse(f"dfp16{rounding}"), as_exponent(0)).payload.tolist() == expected

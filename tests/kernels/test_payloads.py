@@ -200,3 +200,79 @@ def test_the_lowest_mantissa_is_exact_under_the_largest_exponent_which_no_maximu
                 exponents.flush()
             x[place - 1] = 32768.0
             assert not payloads.is_exact(x, FLEX)
+
+
+# -- what is kept, and of which memory --------------------------------------------------------------------------------
+def kept_under(exponent: int, *numbers: int) -> Tensor:
+    """Return numbers times 2**exponent, whose mantissas are kept."""
+    payload, under = torch.tensor(numbers, dtype=torch.int16), as_exponent(exponent)
+    x = payload.float() * 2.0**exponent
+    payloads.keep(x, FLEX.format, under, payload)
+    return x
+
+
+@needs_library
+def test_several_tensors_are_compared_with_what_is_kept_of_them_and_views_with_their_part() -> None:
+    x, y = kept_under(-3, 20000, -5, 7, 4), kept_under(4, 3, 2, 30000)
+    assert payloads.are_exact([x, y], FLEX) == [True, True]
+    assert payloads.are_exact([x, x[1:3], y], FLEX) == [True, True, True]
+    assert payloads.are_exact([x[1:3]], FLEX) == [True]
+    y[1] += 0.5
+    assert payloads.are_exact([x, y], FLEX) == [True, False] and payloads.are_exact([y, x], FLEX) == [False, True]
+    assert payloads.are_exact([], FLEX) == []
+
+
+@needs_library
+def test_new_tensors_of_a_kernel_are_given_what_it_wrote() -> None:
+    payload, under = torch.tensor([3, 4], dtype=torch.int16), as_exponent(-2)
+    x, y = payload.float() / 4, torch.ones(2)
+    made = payloads.keep_own([(x, payload, under), None, (y, None, None)], FLEX.format)
+    assert made[0] is x and made[1] is None and made[2] is y
+    found = payloads.kept(x, FLEX.format)
+    assert found is not None and found.payload is payload and found.exponent is under
+    assert payloads.kept(y, FLEX.format) is None and payloads.hint(y) is None
+    assert payloads.kept(x[:0], FLEX.format) is None, "of no elements nothing is kept"
+    part = payloads.kept(x[1:], FLEX.format)
+    assert part is not None and part.payload.tolist() == [4]
+
+
+def test_what_passes_where_numbers_are_positive_keeps_its_mantissas() -> None:
+    chosen = torch.tensor([1, 0, 5, -1], dtype=torch.int16)
+    x = kept_under(-1, 7, 8, -9, 10)
+    with torch.no_grad():
+        passed = payloads.passed_where_positive(x, chosen)
+    assert passed.tolist() == [3.5, 0, -4.5, 0] and payloads.hint(passed) is not None
+    if cpu.library() is not None:
+        found = payloads.kept(passed, FLEX.format)
+        assert found is not None and found.payload.tolist() == [7, 0, -9, 0] and int(found.exponent) == -1
+        plain = payloads.passed_where_positive(torch.ones(4), chosen)
+        assert payloads.hint(plain) is None
+    graph = payloads.passed_where_positive(x.requires_grad_(), chosen)
+    assert graph.requires_grad and payloads.hint(graph) is None
+
+
+@needs_library
+def test_mantissas_of_another_cast_do_not_stand_for_a_rounding_toward_zero() -> None:
+    x = torch.tensor([1.0, 2.0**-14 * 0.75]).requires_grad_() * 1
+    down = parse("dfp16:toward-zero")
+    nearest, cut = payloads.rounded(x, DFP), payloads.rounded(x, down)
+    assert nearest is not None and cut is not None
+    assert nearest.exponent == cut.exponent == -14
+    assert nearest.payload.tolist() == [16384, 1] and cut.payload.tolist() == [16384, 0]
+    again = payloads.rounded(x, down)
+    assert again is not None and again.payload.tolist() == [16384, 0]
+
+
+def test_memory_is_rows_where_dimensions_lie_one_in_another() -> None:
+    whole = torch.zeros(4, 6, 10)
+    layouts = {
+        "contiguous": (whole, (1, 240, 240)),
+        "transposed": (whole.permute(2, 0, 1), (1, 240, 240)),
+        "columns": (whole[:, :, :4], (24, 4, 10)),
+        "one row each": (whole[:, :1, :4], (4, 4, 60)),
+        "a row again and again": (whole[0, :1].expand(3, 10), (1, 10, 10)),
+    }
+    for name, (x, rows) in layouts.items():
+        assert payloads._rows(x) == rows, name
+    assert payloads._rows(whole[:, :, ::2]) is None and payloads._rows(whole[:, :2, :4]) is None
+    assert payloads._rows(torch.zeros(64, dtype=torch.uint8)[2:18].view(torch.uint8)) is None

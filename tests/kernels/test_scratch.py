@@ -119,3 +119,11 @@ def test_results_and_gradients_are_not_written_over_by_the_next_call() -> None:
                 for _ in range(6):
                     one.wide(torch.full((1 << 18,), torch.nan, dtype=torch.half))
             assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken_and_of_equal_ones_the_latest() -> None:
+    free, memory = scratch._Blocks(), [torch.empty(0) for _ in range(5)]
+    free.free = list(zip((20, 30, 18, 18, 40), memory, strict=True))
+    assert free.take(16)[1] is memory[3] and free.take(19)[1] is memory[0] and free.take(31)[1] is memory[4]
+    assert [count for count, _ in free.free] == [30, 18]
+    assert free.take(31)[0] >= 31 and [count for count, _ in free.free] == [18], "in the place of the largest"

@@ -126,3 +126,29 @@ def test_the_peak_of_a_tensor_is_its_largest_magnitude_or_nan() -> None:
     assert peak_of(x.half()) == 3.0 and peak_of(torch.tensor([1.0, -torch.inf])) == torch.inf
     for bad in (torch.tensor([1.0, torch.nan, 3.0]), torch.full((50_000,), torch.nan)):
         assert np.isnan(peak_of(bad))
+
+
+def test_other_dtypes_are_counted_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.tensor([1.0, -0.5, 0.0, 448.0])
+    found = count_tensor(x.to(torch.float8_e4m3fn))
+    assert (found.zeros, found.maximum, found.checksum) == (1, 448.0, count_tensor(x).checksum)
+    small = count_tensor(torch.tensor([1e-60, 1e60, 2.0], dtype=torch.float64))
+    assert (small.zeros, small.inf, small.maximum) == (1, 1, 2.0), "what fp32 makes of them"
+
+
+@native
+def test_updates_of_any_size_are_counted_alike() -> None:
+    sizes = 2.0 ** torch.arange(-148.0, 127.0)
+    for weight, update in ((sizes, sizes.flip(0)), (sizes, sizes * 2.0**-10), (torch.ones_like(sizes), sizes)):
+        counts, energy, unchanged = count_updates(weight, update, update.flip(0))
+        with use("bitwise"):
+            by_torch = count_updates(weight, update, update.flip(0))
+        assert np.array_equal(counts, by_torch[0]) and np.allclose(energy, by_torch[1], rtol=1e-6, equal_nan=True)
+        assert unchanged == by_torch[2] and counts.sum() + unchanged == len(sizes)
+
+
+def test_the_numbers_of_a_tensor_that_are_looked_at_are_spread_by_the_golden_ratio() -> None:
+    from lowp.kernels.steps.spectra import _places
+
+    places = _places(1000, 5).tolist()
+    assert places == [0, 618, 236, 854, 472]
