@@ -196,3 +196,26 @@ def test_an_expression_of_bits_has_one_operator_between_blanks_and_no_more_than_
     with pytest.raises(InvalidInput, match="more than one operator"):
         split_expression("x + y + z")
     assert split_expression("x + y") is None
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "to", "words"),
+    [
+        ("1.5", "0.25", "fp16", "1000000000 + 0100000000 = 1100000000"),
+        ("1.5", "0.00048828125", "fp16", "1000000000 + 0000000000 = 1000000000, rounded down: 1000000000 stays"),
+        ("1.5", "0.0006", "fp16", "1000000000 + 0000000000 = 1000000000, rounded up to 1000000001"),
+        ("1.5", "0.0006", "fp32", "1000000000 + 0000000000 = 1000000000"),
+        ("65504", "16", "fp16", "1111111111 + 0000000000 = 1111111111"),  # which overflows
+    ],
+)
+def test_the_mantissas_of_a_sum_are_rounded_in_words_where_it_is_in_their_format(
+    left: str, right: str, to: str, words: str
+) -> None:
+    lines = " ".join(render(add(left, right, "fp16", to)).split())
+    assert lines.partition("mantissas ")[2].partition(" exact the")[0] == words
+
+
+def test_what_is_no_product_of_significands_has_no_exponents_to_add() -> None:
+    pairs = [("0", "2"), ("2", "0"), ("inf", "2"), ("2", "nan"), ("2", "2")]
+    assert ["exponents are added" in render(multiply(*pair, "fp16")) for pair in pairs] == [False] * 4 + [True]
+    assert "exponents are added" not in render(divide("2", "2", "fp16")) + render(multiply("2", "2", "i8"))

@@ -361,3 +361,50 @@ def test_numbers_of_many_digits_are_brief_from_a_bound_on() -> None:
     assert parse_number("0" * 1999 + "1").value == 1
     with pytest.raises(InvalidInput, match="a number of 2001 characters"):
         parse_number("0" * 2000 + "1")
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "words"),
+    [
+        ("2^-14", "fp16", "floor(log2 |x|) = -14; field -14 + 15 = 1 = 00001"),
+        ("2^-15", "fp16", "floor(log2 |x|) = -15; below 2^-14: subnormal, field 0 = 00000"),
+        ("1", "e3m0finite", "0 011 0x3 the exponent alone"),
+        ("1", "e8m0", "01111111 0x7f the exponent alone"),
+        ("1", "ue5m3", "01111 000 0x78 exponent mantissa"),
+        ("1", "e4m3fn", "0 0111 000 0x38 sign exponent mantissa"),
+        ("1.00000000001", "i8", "the cut part is 1e-11 of a unit"),
+        ("1.49999999999", "i8", "the cut part is just below 0.5000 of a unit"),
+        ("1.99999999999", "i8", "the cut part is just below 1 of a unit"),
+    ],
+)
+def test_fields_and_shares_are_told_in_words(number: str, to: str, words: str) -> None:
+    assert words in " ".join(render(convert(number, to)).split())
+
+
+def test_zero_of_an_integer_has_no_sign() -> None:
+    assert Number.of(0) == Number(Fraction(0)) and Number.of(Fraction(-1)).negative
+
+
+def test_a_power_of_two_beside_the_value_is_short_and_zeros_have_no_exact_bits() -> None:
+    for places, is_shown in ((29, True), (30, False)):  # 39 and 40 letters
+        text = render(convert((1 + Fraction(1, 1 << places)) * Fraction(1, 1 << 20), "fp64"))
+        assert (" x 2^-20" in text.partition("  value")[2]) is is_shown
+    assert ["  exact" in render(convert(text, "fp16")) for text in ("0", "inf", "nan", "1")] == [False] * 3 + [True]
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "words"),
+    [
+        ("1.5", "fp32", "exponent field +112, and 13 zero bits are appended"),
+        ("1.5", "tf32", "exponent field +112, and 0 zero bits are appended"),
+        ("1.5", "bf16", ""),  # of fewer mantissa bits
+        ("1.0009765625", "e8m9", ""),
+        ("0", "fp32", ""),
+        ("1", "i8", ""),
+        ("inf", "fp32", ""),
+        ("100000", "fp32", ""),
+    ],
+)
+def test_a_number_that_is_widened_exactly_keeps_its_mantissa(number: str, to: str, words: str) -> None:
+    text = " ".join(render(convert(number, to, source="fp16")).split())
+    assert words in text and ("widen" in text) is bool(words)

@@ -183,3 +183,20 @@ def test_a_trajectory_shows_the_first_steps_powers_of_ten_and_the_last() -> None
     assert weight_update("1", "0", "fp16", steps=100_000).verdict is Verdict.NONE
     with pytest.raises(InvalidInput, match="100001 steps are not possible here: give 1 to 100000"):
         weight_update("1", "0", "fp16", steps=100_001)
+
+
+def test_a_certain_overflow_has_no_probability_and_a_flushed_weight_no_tie() -> None:
+    told = {"20": ", with a probability of 0.625 counts", "100": ", with a probability of 1 counts", "32": " counts"}
+    for size, words in told.items():  # 65536 is met exactly, without a choice
+        verdict = " ".join(render(weight_update("65504", size, "fp16:stochastic")).split())
+        assert f"OVERFLOW: the sum is beyond the largest number{words}" in verdict
+    flushed = render(weight_update("2^-126", "2^-130", "bf16-tpu", minus=True))
+    assert "above |update| 0" in flushed and "a tie" not in flushed
+    tie = " ".join(render(weight_update("1.125", "2^-11", "fp16")).split())
+    assert "above |update| 2^-11 = 0.00048828125 = 0.0004340 of the weight a tie goes to the even neighbour" in tie
+    assert "the weight's last bit is even: at exactly that size it is lost" in tie
+    odd = " ".join(render(weight_update("1.1259765625", "2^-11", "fp16")).split())
+    assert "from |update| 2^-11" in odd and "last bit is odd: at exactly that size it is moved" in odd
+    assert "a tie goes away from zero: at exactly" in " ".join(
+        render(weight_update("1", "1", "fp16:nearest-away")).split()
+    )

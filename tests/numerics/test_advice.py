@@ -370,6 +370,7 @@ def test_more_bits_make_the_cheapest_policy_dearer_and_cleaner(what: str) -> Non
     coarse, fine = cheapest(record, 8, what, 10.0), cheapest(record, 8, what, 30.0)
     assert coarse.share < fine.share < 1.0
     assert set(coarse.layers) == {"0", "3"}
+    assert [rule.where for rule in coarse.policy.rules[:3]] == ["0", "3", "*"]
     with lowp.autocast(coarse.policy):
         assert torch.isfinite(network()(torch.randn(8, 16))).all()
 

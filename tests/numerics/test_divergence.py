@@ -14,9 +14,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import lowp
-from lowp.numerics.divergence import Fault
-from lowp.numerics.modes import Seam
-from lowp.numerics.replay import ranges_of
+from lowp.numerics.divergence import Fault, _first_cause, _growth, _hint, _judged
+from lowp.numerics.models import Models
+from lowp.numerics.modes import Paths, Seam
+from lowp.numerics.replay import Event, Place, ranges_of
 from lowp.numerics.tape import Tape
 
 
@@ -382,3 +383,118 @@ def test_a_backward_that_someone_else_replaced_meanwhile_stays_theirs(monkeypatc
     assert Tensor.backward is theirs
     model(torch.ones(3, 4)).mean().backward()
     monkeypatch.setattr(Tensor, "backward", before)
+
+
+# -- events made by hand ----------------------------------------------------------------------------------------------
+def event(order: int = 0, operation: str = "mul", op: str = "mul", **given: Any) -> Event:
+    """An operation that makes an infinity of infinities, of two operations in front of it, one of them a mask."""
+    kept: dict[str, Any] = {"phase": "forward", "nan": 0, "inf": 1, "inputs": [], "finite_inputs": False, **given}
+    kept.setdefault("parents", [])
+    return Event(order, operation, Place(op, "", ""), **kept)
+
+
+def test_the_first_cause_is_the_first_operation_that_made_something_of_what_was_in_order() -> None:
+    mask = event(1, fills=True)
+    first = event(2, finite_inputs=True)
+    passing = event(3, parents=[mask])
+    assert _first_cause(event(9, parents=[passing, first])) is first
+    last = event(9, parents=[passing])
+    assert _first_cause(last) is last, "where nothing made anything"
+    for given, is_cause in (
+        ({"nan": 1}, True),  # of infinities that are in order
+        ({"nan": 1, "nan_inputs": True}, False),
+        ({"nan": 1, "parents": [mask, passing]}, False),
+        ({"phase": "given"}, True),
+        ({"parents": []}, True),
+        ({"nan": 1, "fills": True}, False),
+    ):
+        one = event(5, **{"parents": [mask], **given})
+        assert (_first_cause(event(9, parents=[one, passing])) is one) is is_cause, given
+
+
+def test_a_fault_is_judged_by_what_was_given_by_growth_and_by_the_operation() -> None:
+    judged = {
+        ("the batch (tensor 0)", "given"): ("batch", "Look at the data of this step."),
+        ("parameter 0.weight", "given"): (
+            "weights",
+            "The parameter 0.weight was not finite before the step: an earlier step wrote it.",
+        ),
+        ("buffer mean", "given"): (
+            "weights",
+            "The buffer mean was not finite before the step: an earlier step wrote it.",
+        ),
+        ("a tensor", "given"): ("operation", ""),
+        ("parameter", "forward"): ("operation", ""),
+    }
+    for (operation, phase), told in judged.items():
+        assert _judged(event(operation=operation, phase=phase), None) == told
+    for growth, kind in ((999.9, "operation"), (1000.0, "exploding"), (math.nan, "exploding"), (0.0, "operation")):
+        assert _judged(event(), growth)[0] == kind
+    assert _judged(event(), 1234.5)[1].startswith("The largest weight is 1.23e+03 times what it was")
+
+
+def test_a_hint_tells_the_ranges_of_inputs_and_what_to_do() -> None:
+    ranges = [{"dtype": "float32", "smallest": -1.0, "largest": 2.5}, {"dtype": "float32"}]
+    told = _hint(event(operation="log", op="log", inputs=ranges))
+    assert told.startswith("Its inputs: -1 .. 2.5. The logarithm of 0")
+    assert _hint(event(inputs=[*ranges, {"dtype": "float16", "smallest": 0.0, "largest": 1.0}], inf=0)) == (
+        "Its inputs: -1 .. 2.5; 0 .. 1."
+    )
+    beyond = "That is beyond the largest number of the format"
+    for operation, dtype, inf, is_beyond in (
+        ("_to_copy", "float32", 1, True),
+        ("quantize", "float32", 1, True),
+        ("mul", "float16", 1, True),
+        ("mul", "float32", 1, False),
+        ("_to_copy", "float16", 0, False),
+        ("exp", "float16", 1, False),
+    ):
+        assert (beyond in _hint(event(operation=operation, inputs=[{"dtype": dtype}], inf=inf))) is is_beyond
+    for op, phase, is_told in (("sqrt", "backward", True), ("sqrt", "forward", False), ("exp", "backward", False)):
+        assert ("The derivative at 0 is infinite" in _hint(event(op=op, phase=phase))) is is_told
+
+
+def test_growth_is_that_of_the_largest_weight() -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -8.0], [0.5, 0.0]]))
+        model.bias.zero_()
+    assert _growth(Models(model), 2.0) == 4.0
+    assert _growth(Models(model), None) is None and _growth(Models(model), 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, "step 3: the loss is not finite. First: log (log, forward) in a, t.py:2: 1 NaN and 2 infinite. Clamp."),
+        (
+            {"what": "gradients", "inf": 0},
+            "step 3: the gradients are not finite. First: log (log, forward) in a, t.py:2: 1 NaN. Clamp.",
+        ),
+        (
+            {"module": "", "line": "", "nan": 0},
+            "step 3: the loss is not finite. First: log (log, forward) outside of any submodule: 2 infinite. Clamp.",
+        ),
+        ({"kind": "weights"}, "step 3: the loss is not finite. First: log: 1 NaN and 2 infinite. Clamp."),
+        ({"kind": "unknown"}, "step 3: the loss is not finite. Clamp."),
+    ],
+)
+def test_a_fault_is_a_sentence(change: dict[str, Any], text: str) -> None:
+    place = {"operation": "log", "op": "log", "module": "a", "line": "t.py:2", "phase": "forward", "hint": "Clamp."}
+    assert str(Fault(**{"step": 3, "what": "loss", "kind": "operation", **place, "nan": 1, "inf": 2, **change})) == text
+
+
+def test_an_observer_is_let_in_and_out_once() -> None:
+    seam, seen = Seam(), list[Any]()
+    assert [seam.let(seen.append, sees) for sees in (False, True, True, False, False)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    paths = Paths(Models(nn.Linear(1, 1)))
+    for stack, current, around in (([], "", ""), (["a"], "a", ""), (["a", "b"], "b", "a"), (["a", "b", "c"], "c", "b")):
+        paths.clear()
+        paths._stack.extend(stack)
+        assert (paths.current, paths.around) == (current, around)

@@ -94,6 +94,8 @@ def test_layers_whose_rounding_costs_the_loss_most_stay_high(record: Record) -> 
     high = high_layers(record, policy, 1)
     squares = {path: sum(one**2 for name, one in changes.items() if name[0] == path) for path in ("0", "3")}
     assert list(high.shares) == sorted(squares, key=lambda path: -squares[path])
+    for path, share in high.shares.items():
+        assert share == pytest.approx(squares[path] / sum(squares.values()))
     assert sum(high.shares.values()) == pytest.approx(1.0) and high.kept == (next(iter(high.shares)),)
     first, *rest = high.policy.rules
     assert first.where == high.kept[0] and str(first.weight) == "bf16" and tuple(rest) == policy.rules

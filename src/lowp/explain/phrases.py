@@ -54,7 +54,7 @@ def _special_words(rounded: Rounded) -> str:
 def _share(rest: Fraction) -> str:
     """Return four digits of a number in [0, 1), marked "just above" or "just below" next to a tie or a whole unit."""
     text = brief(rest)
-    for mark in (Fraction(0), Fraction(1, 2), Fraction(1)):
+    for mark in (Fraction(1, 2), Fraction(1)):
         if Fraction(text) == mark != rest:
             return f"just {'above' if rest > mark else 'below'} {text}"
     return text

@@ -214,7 +214,7 @@ def _alignment_lines(arithmetic: Arithmetic, alignment: Alignment) -> Iterator[s
     yield line("", f"= {point(total >> alignment.shift, places)}{tail}")
     hidden = 1 << places
     whole = total >> alignment.shift
-    if not subtracts and places and large >= hidden > kept and whole < 2 * hidden:
+    if not subtracts and places and large >= hidden and whole < 2 * hidden:
         yield from _mantissa_lines(arithmetic.rounded, large - hidden, kept, whole - hidden, places)
 
 
