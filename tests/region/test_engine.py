@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowp
+from lowp.exponents import Trail
 from lowp.kernels import cpu
 from lowp.kernels.choose.hardware import multiplies
 from lowp.region.engine import Audit
@@ -138,6 +140,65 @@ def test_functions_that_no_rule_concerns_are_known_after_their_first_call() -> N
 def test_a_region_leaves_the_compilers_state_of_a_thread_as_torch_does() -> None:
     with lowp.autocast("fp16"):
         assert torch._guards.TracingContext.try_get() is None
+
+
+def test_a_thread_that_enters_a_region_has_the_compilers_state_that_calls_ask_for() -> None:
+    found: list[bool] = []
+
+    def enter() -> None:
+        with lowp.autocast("fp16"):
+            found.append(hasattr(torch._guards._TLS, "tracing_context"))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+def test_results_have_sites_unless_an_operand_is_irregular_or_transformed() -> None:
+    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    calls: dict[str, Callable[[], Tensor]] = {
+        "sparse": lambda: torch.mm(x.to_sparse(), x),
+        "sparse by name": lambda: torch.mm(x.to_sparse(), mat2=x),
+        "another sparse by name": lambda: torch.mm(x, mat2=x.to_sparse()),
+        "transformed": lambda: torch.func.vmap(torch.mv, (None, 0))(x, x),
+    }
+    for call in calls.values():
+        with lowp.autocast("flex16+5") as region:
+            call()
+            assert region.exponents is not None and region.exponents.sites() == []
+    with lowp.autocast("flex16+5") as region:
+        torch.mm(x, mat2=x)
+        assert region.exponents is not None and region.exponents.sites() == ["output of mm"]
+
+
+def test_a_writer_writes_for_training_where_gradients_are_recorded_or_will_be() -> None:
+    rule = lowp.presets.parse("flex16+5").policy.rules[0]
+
+    class Noting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            note(None)
+            return x
+
+    with lowp.autocast("flex16+5"):
+        engine = current_engine()
+        assert engine is not None and engine.spots is not None
+        spots, found = engine.spots, list[tuple[bool, str]]()
+
+        def note(training: bool | None) -> None:
+            engine.spots = spots.within(None if training is None else Trail(training))
+            writer = engine.writer("linear", rule)
+            found.append((writer.training, writer.where))
+
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                for training in (None, True, False):
+                    note(training)
+        assert [training for training, _ in found] == [True, True, True, False, True, False]
+        found.clear()
+        note(None)
+        nn.Sequential(Noting())(torch.ones(2, 2))
+        assert [where.partition(" #")[0].partition(",")[0] for _, where in found] == ["linear", "0 linear"]
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8", "dfp16"])
