@@ -407,8 +407,8 @@ def test_a_monitor_has_the_sinks_that_are_given_and_the_loggers(
     assert used.monitor.options == {"precision": used.lowp, "patience": 3, "sinks": [*wanted, used]}
     used.teardown()
     assert used.monitor.closed == 1
-    for asked in (False, True):
-        used = plugin("bf16", monitor=asked)
+    for asked, options in ((False, {}), (False, {"monitor": False}), (True, {"monitor": True})):
+        used = plugin("bf16", **options)
         used.connect(model, [optimizer], [])
         assert (used.monitor is not None) is asked
         assert not asked or used.monitor.options == {"precision": used.lowp, "sinks": [used]}

@@ -138,6 +138,9 @@ def test_the_warning_of_compiled_wrappers_beside_hooks_is_silenced_once() -> Non
         for _ in range(2):
             with autocast("flex16+5"):
                 assert silenced() == 1
+            warnings.simplefilter("error")  # the user's own, which stays before it
+        with autocast("flex16+5"):
+            assert warnings.filters[0][0] == "error"
 
 
 def test_repeats_of_a_function_write_where_its_first_run_has_written() -> None:

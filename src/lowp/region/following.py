@@ -91,7 +91,6 @@ def unfollow_modules(entry: Entry) -> None:
     if not _here.entries:
         for hooks in (_pre_hooks, _hooks, _hooks_always_called):
             hooks.pop(_here.number, None)
-    entry.follows = False
 
 
 @plain_when_run

@@ -68,7 +68,7 @@ class ModulePath:
 
         A module that was not entered is ignored: a region may begin within it, and an earlier hook may raise.
         """
-        for index in range(len(self.running) - 1, -1, -1):
+        for index in reversed(range(len(self.running))):
             if self.running[index].module == id(module):
                 del self.running[index:]
                 return
