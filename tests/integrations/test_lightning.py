@@ -242,8 +242,13 @@ def test_an_optimizer_that_computes_its_gradients_again_runs_without_a_loss_scal
     def lbfgs(self: Any) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=1e-3, max_iter=2)
 
-    model, used = fit("bf16", module(configure_optimizers=lbfgs), epochs=1)
-    assert len(model.losses) > 8 and used.steps == 8
+    def optimizer_step(self: Any, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+        results.append(float(optimizer.step(closure)))
+
+    results: list[float] = []
+    model, used = fit("bf16", module(configure_optimizers=lbfgs, optimizer_step=optimizer_step), epochs=1)
+    assert len(model.losses) > 8 and used.steps == len(results) == 8
+    assert set(results) <= set(model.losses)
     with pytest.raises(lowp.Misuse, match="a closure computes its loss without the loss scale"):
         fit("fp16", module(configure_optimizers=lbfgs), epochs=1)
 
@@ -381,6 +386,18 @@ def test_the_scaler_is_shown_where_the_loss_is_scaled() -> None:
     assert repr(used) == "LowpPrecision('fp16')" and used.precision == "fp16"
 
 
+@pytest.mark.filterwarnings("ignore:nothing ran in bf16 in the first step")
+def test_a_step_of_fabric_returns_what_its_closure_has_returned() -> None:
+    weight = nn.Parameter(torch.ones(2))
+
+    def closure() -> Tensor:
+        weight.grad = torch.ones(2)
+        return weight.sum()
+
+    found = plugin("bf16").optimizer_step(torch.optim.SGD([weight], lr=0.5), closure=closure)
+    assert found.item() == 2.0 and weight.tolist() == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("sinks", [None, "one", "list", "tuple"])
 def test_a_monitor_has_the_sinks_that_are_given_and_the_loggers(
     sinks: str | None, monkeypatch: pytest.MonkeyPatch
@@ -493,9 +510,9 @@ def test_ranks_are_counted_where_there_are_some(monkeypatch: pytest.MonkeyPatch)
     assert integration._place() == (0, 1) and integration._of_all_ranks("a") == ["a"]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda values, own: values.__setitem__(0, "other"))
-    assert integration._place() == (1, 3) and integration._of_all_ranks("a") == ["other", "a", "a"]
+    assert integration._place() == (1, 2) and integration._of_all_ranks("a") == ["other", "a"]
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

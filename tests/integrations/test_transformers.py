@@ -326,3 +326,24 @@ def test_a_row_of_the_log_has_the_scale_beside_a_loss_alone(name: str) -> None:
     scale = {"loss_scale": 8.0, "skipped_steps": 0} if name == "fp16" else {}
     assert one.rows == [({"loss": 1.0, **scale, "a": 2.0}, (3,), {"start": 4}), ({"eval_loss": 1.0}, (), {})]
     assert type("Two", (LowpMixin, Logs), {})().lowp.preset.name == "bf16"
+
+
+def test_a_trainer_whose_arguments_ask_for_nothing_lends_its_accelerator_the_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lowp.integrations import transformers as integration
+
+    class Base:
+        args = SimpleNamespace()  # of a version without these options
+
+        def create_accelerator_and_postprocess(self) -> None:
+            self.accelerator = "accelerator"
+
+    lent: list[Any] = []
+    monkeypatch.setattr(integration, "lend", lambda *given: lent.append(given))
+    one: Any = type("One", (integration.LowpMixin, Base), {})(precision="fp8")
+    one.create_accelerator_and_postprocess()
+    assert lent == [("accelerator", one.lowp)]
+    one.args = SimpleNamespace(fp16=False, bf16=True, bf16_full_eval=True)
+    with pytest.raises(lowp.InvalidInput, match=r"TrainingArguments\(bf16=True, bf16_full_eval=True\) comes beside"):
+        one.create_accelerator_and_postprocess()
