@@ -154,6 +154,47 @@ def test_an_empty_tensor_is_cast() -> None:
     assert scales.sites() == ["input of a"]
 
 
+def test_an_entry_is_of_a_host_where_a_scale_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, site = torch.tensor([0.25, -0.5]), "input of a"
+    for is_host in (True, False):
+        monkeypatch.setattr(hardware, "is_on_host", lambda device, is_host=is_host: is_host)
+        scales = DelayedScales()
+        assert scales.entry(CAST, site, True) is None
+        scales.rounded(x, CAST, site)
+        scales.rounded(0 * x, CAST, "input of zeros")
+        assert scales.entry(CAST, site, True) is None
+        scales.flush()
+        found = [scales.entry(CAST, one, True) for one in (site, "input of zeros", "input of b")]
+        assert [one is None for one in found] == [not is_host, True, True]
+        if is_host:
+            again, copied = scales.entry(CAST, site, True), scales.entry(CAST, site, False)
+            assert again is found[0] and copied is not again and again is not None and torch.equal(copied, again)
+            assert again[0] == scales.scale(site) and again[1:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["of another class", "without numbers"])
+def test_a_tensor_without_numbers_of_its_own_has_no_site(kind: str) -> None:
+    scales, x = DelayedScales(), torch.tensor([0.25, -0.3])
+    given = x.as_subclass(type("Own", (Tensor,), {})) if kind == "of another class" else x.to("meta")
+    found = scales.rounded(given, CAST, "input of a")
+    assert scales.sites() == [] and found.device == given.device
+    assert kind == "without numbers" or torch.equal(found, lowp.quantize(x, CAST.current))
+
+
+def test_the_step_of_an_optimizer_ends_a_step_of_scales() -> None:
+    scales, x = DelayedScales(), torch.tensor([0.25, -0.5])
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    scales.rounded(x, CAST, "input of a")
+    assert scales.scale("input of a") == 1
+    optimizer.step()
+    scales.rounded(8 * x, CAST, "input of a")
+    assert scales.scale("input of a") == torch.tensor(0.5 / 448)
+    scales.flush()
+    assert scales.scale("input of a") == torch.tensor(4.0 / 448)
+    writes = scales.state_dict()["groups"][0]["state"]["writes"]
+    assert writes.tolist() == [2]
+
+
 def test_an_unknown_site_is_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match="nothing was cast at the site 'grad of x'; sites have names such as"):
         DelayedScales().scale("grad of x")

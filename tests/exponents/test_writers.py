@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,16 @@ from torch import Tensor
 
 from lowp.casts import Cast, parse
 from lowp.exponents import Flush, SharedExponents, SiteWriter, StepWriter, Trail, learning
+from lowp.exponents.delayed import DelayedScales, SiteScales
 from lowp.exponents.learning import both
 from lowp.exponents.shared import Summary
+from lowp.exponents.writer import SumEntry
 from lowp.kernels.choose.dispatch import available, use
-from lowp.kernels.int16 import payloads
+from lowp.kernels.int16 import entries, payloads
+from lowp.kernels.int16.cpu_int16 import Seen
+from lowp.kernels.int16.integer_run import Multiplied
 from lowp.kernels.int16.mantissas import values
+from lowp.kernels.triton import mantissas
 
 FLEX, NOT_QUICK = parse("flex16+5:autoflex"), [parse("flex16+5:reactive"), parse("flex16+5:stochastic:autoflex")]
 SITE = "output of linear"
@@ -116,6 +123,109 @@ def test_what_is_in_the_format_stays_as_it_is_only_where_that_is_asked_for() -> 
     for how, stays in (({}, False), ({"unless_exact": True}, True)):
         x, writer = torch.tensor([1.0, 0.5]), SiteWriter(begun(), FLEX, "linear", True)
         assert (writer.write(x, "output", **how).values is x) is stays
+
+
+@pytest.mark.parametrize(
+    ("most", "sums", "vanished"), [(0, 0, False), (0, 1, True), (0, 7, True), (1, 7, False), (3, 0, False)]
+)
+def test_a_sum_that_is_written_from_its_integers_is_noted_as_written(most: int, sums: int, vanished: bool) -> None:
+    table = begun().table(FLEX)
+    assert table is not None
+    entry, payload = SumEntry(table, 0), torch.tensor([most, 0], dtype=torch.int16)
+    result = entry.write(Multiplied(payload, 5, most, sums), torch.tensor(-3, dtype=torch.int32))
+    assert result.tolist() == [most / 8, 0.0]
+    kept = payloads.kept(result, FLEX.format)
+    assert kept is not None and torch.equal(kept.payload, payload) and kept.exponent == -3
+    assert table.written == {0: True}
+    assert torch.equal(table.seen[0], entries.record_of(Seen(most, False, vanished, 5, 2)))
+
+
+def test_each_product_of_an_op_has_a_writer_and_scales_of_its_own() -> None:
+    writer = SiteWriter(begun(), FLEX, "linear", True)
+    scales = SiteScales(DelayedScales(), "linear", True)
+    for one in (writer, scales):
+        parts = [one.part() for _ in range(3)]
+        assert parts[0] is one and [part.where for part in parts[1:]] == ["linear, product 2", "linear, product 3"]
+        assert parts[1].part() is parts[1] and parts[1].part().where == "linear, product 2, product 2"
+        assert [part.training for part in parts] == [True] * 3
+
+
+def test_a_number_beyond_the_largest_is_told_once_where_it_is_written() -> None:
+    exponents = SharedExponents()
+    exponents.write(torch.tensor([1e6, 1.0]), FLEX, SITE)
+    with pytest.warns(
+        UserWarning, match="numbers beyond the largest of flex16.* first in the output of linear"
+    ) as told:
+        for _ in range(3):
+            exponents.write(torch.tensor([1e6, 1.0]), FLEX, SITE)
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("way", available())
+def test_headroom_is_counted_in_bits_above_each_largest_mantissa(way: str, watched: bool) -> None:
+    cast, exponents = parse("flex16+5:frozen"), SharedExponents()
+    if watched:
+        exponents.watch(lambda flush: None)
+    with use(way):
+        exponents.write(torch.tensor([1.0]), cast, SITE)
+        exponents.flush()
+        unit = 2.0 ** exponents.exponent(SITE)
+        for mantissa in (1, 2, 4096, 0):
+            exponents.write(torch.tensor([mantissa * unit, 0.0]), cast, SITE)
+            exponents.flush()
+    summary = exponents.summary()["all"]
+    first = 15 - math.log2(1.0 / unit)
+    assert summary.measured == 4 and summary.headroom_sum == pytest.approx(first + 15 + 14 + 3)
+
+
+def test_a_state_is_of_version_2_and_no_sites_are_in_no_columns() -> None:
+    assert SharedExponents().state_dict() == {"version": 2, "groups": []}
+    table = begun().table(FLEX)
+    assert table is not None and table.order_of([]).tolist() == [] and table.columns([]).shape == (9, 0)
+    new = learning.LearningTable(FLEX, torch.device("cpu"))
+    assert new.order_of([]).shape == (0,)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_one_kernel_of_a_device_observes_the_entries_that_were_written(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(learning, "answers_at_once", lambda device: False)
+    monkeypatch.setattr(learning, "runs_triton", lambda x: True)
+    monkeypatch.setattr(mantissas, "observe", lambda *given: seen.append(given))
+    table = learning.LearningTable(FLEX, torch.device("cpu"))
+    flag, record = torch.tensor(False), table.seen.new_zeros(entries.WORDS)
+    names = ["output of a"] if alone else ["output of a", "output of b", "gradient of c"]
+    for name in names:
+        table.index(name)
+    for when in (True, flag):
+        table.note(0, record, True)
+        if not alone:
+            table.note(2, record, when)
+        table.flush()
+        assert not table.written
+        scaling, state, writes = seen.pop()
+        assert scaling is table.scaling and len(state) == len(table.state) + 5 and state[-5] is table.before
+        assert writes.places.tolist() == ([0] if alone else [0, 2])
+        expected = None if alone or when is True else [True, False]
+        assert (writes.written if writes.written is None else writes.written.tolist()) == expected
+        assert writes.rows is table.seen and writes.faulty is table._faulty
+        assert writes.is_result.tolist() == [name.startswith("output") for name in names]
+    monkeypatch.setattr(learning, "runs_triton", lambda x: False)
+    table.note(0, record)
+    table.flush()
+    assert not seen and not table.written
+
+
+def test_a_device_is_not_asked_what_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "answers_at_once", lambda device: False)
+    exponents = SharedExponents()
+    exponents.write(torch.tensor([1e6, 1.0]), FLEX, SITE)
+    faults = exponents.faults()
+    assert list(faults) == [SITE] and not bool(faults[SITE]) and isinstance(faults[SITE], Tensor)
+    assert exponents.flush() == ([], [])
 
 
 def test_each_cast_has_a_table_of_its_own() -> None:
