@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput, Unavailable
-from lowp.recipes import comparison, results, runs
+from lowp.recipes import comparison, results, runs, serving
 from lowp.recipes.comparison import GapVerdict, Study, Variant, judge, result_line
-from lowp.recipes.recipe import Metric
+from lowp.recipes.recipe import Metric, TensorExamples
 from lowp.recipes.runs import Job, Paced, RunKeeper
 from lowp.recipes.sampling import Share, moments_of
 from lowp.recipes.sweep import Grid, _effect
@@ -298,3 +298,15 @@ def test_a_machine_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     found = results.machine()
     assert found["words"] == "a processor, 2 cores, 4 GiB of memory, no GPU, Linux" and found["cores"] == 2
+
+
+def test_batches_to_calibrate_with_are_the_first_ones() -> None:
+    examples = TensorExamples(torch.arange(25))
+    for batch, count, rows in ((3, 8, [3] * 8), (3, 2, [3, 3]), (3, 9, [3] * 8 + [1]), (10, 8, [10, 10, 5])):
+        found = serving._batches(examples, batch, torch.device("cpu"), count)
+        assert [len(one) for (one,) in found] == rows
+        assert torch.equal(torch.cat([one for (one,) in found]), torch.arange(sum(rows)))
+    assert len(serving._batches(examples, 1, torch.device("cpu"))) == 8
+    found = serving.Serving(Settings("digits"), ["int8", "int8", "bf16"])
+    assert (found.formats, found.trainings) == (["fp32", "int8", "bf16"], 1)
+    assert serving.Serving(Settings("digits"), ["int8", "bf16"], recover=True).trainings == 3
