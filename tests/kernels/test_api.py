@@ -18,7 +18,7 @@ from lowp.casts import parse
 from lowp.errors import InvalidInput, Unavailable, UnknownName
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import Statistics, cpu, decode, encode, quantize, statistics, use
-from lowp.kernels.casts import run
+from lowp.kernels.casts import run, verbs
 from lowp.kernels.choose import dispatch
 from lowp.kernels.numbers import packing
 
@@ -579,3 +579,39 @@ def test_a_plain_call_asks_torch_for_its_result_s_memory_and_nothing_else() -> N
 
 def test_statistics_are_a_value() -> None:
     assert isinstance(statistics(torch.ones(3)), Statistics)
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+def test_codes_of_every_dtype_are_whole_numbers_with_their_low_bits(bits: int) -> None:
+    unsigned, signed = getattr(torch, f"uint{bits}"), getattr(torch, f"int{bits}")
+    top = 1 << (bits - 1)
+    codes = torch.tensor([0, 1, -1, -top], dtype=signed)
+    assert packing.as_integers(codes).tolist() == [0, 1, -1, -top]
+    found = packing.as_integers(codes.view(unsigned)).tolist()
+    assert found == ([0, 1, 2 * top - 1, top] if bits < 64 else [0, 1, -1, -top])
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1, 2**63, 2**64 - 1, -(2**63) - 1])
+def test_operators_take_seeds_modulo_64_bits(seed: int) -> None:
+    x = torch.rand(64)
+    (*_, given, _, _) = verbs.arguments(x, "e4m3fn:stochastic", None, seed, 0)
+    assert given == (seed + 2**63) % 2**64 - 2**63
+    found = torch.ops.lowp.quantize(x, *verbs.arguments(x, "e4m3fn:stochastic", None, seed, 0))
+    assert torch.equal(found, quantize(x, "e4m3fn:stochastic", seed=seed))
+
+
+@pytest.mark.parametrize("to", ["e2m1", "e3m2", "e4m3fn", "i4"])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 8), (7,), ()])
+def test_shapes_and_dtypes_of_codes_are_known_before_these_are_computed(to: str, shape: tuple[int, ...]) -> None:
+    x = torch.rand(shape)
+    for packed in (False, True):
+        codes, fake = (torch.ops.lowp.encode(one, to, 0, None, 0, packed) for one in (x, x.to("meta")))
+        assert (fake.shape, fake.dtype) == (codes.shape, codes.dtype)
+
+
+def test_statistics_are_of_the_elements_alone_however_they_lie() -> None:
+    whole = torch.arange(1.0, 121.0).view(2, 3, 20)
+    for x in (whole, whole.permute(2, 0, 1), whole[:, :, ::2], whole[:, 1:2, 3:9], whole[0].t()[::3], whole[:1, 0, 5]):
+        found = statistics(x)
+        assert found.maximum == x.max() and found.count == x.numel()
+        assert float(found.extremes[1]) == float((x.double() ** 2).sum())

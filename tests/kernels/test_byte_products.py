@@ -252,6 +252,8 @@ def test_signs_are_multiplied_by_counting_bits(length: int) -> None:
     assert all(torch.equal(one, wanted) for one in at_levels(lambda: few_bits.multiply_signs(a, b)))
     with kernels.use("reference"):
         assert torch.equal(few_bits.multiply_signs(a, b), wanted)
+    bias = torch.arange(len(b.memory)).double()
+    assert torch.equal(few_bits.multiply_signs(a, b, bias), wanted + bias.float())
 
 
 @pytest.mark.parametrize("highest", [127, 255])
@@ -360,3 +362,9 @@ def test_a_bias_is_as_long_as_the_panels_that_are_added_to(n: int) -> None:
     whole = byte_products._padded(torch.arange(48.0)[::2], 24)
     assert whole is not None and whole.is_contiguous() and whole.tolist() == [*range(0, 48, 2)]
     assert byte_products._padded(None, 24) is None
+
+
+def test_codes_are_whole_numbers_up_to_64_of_their_unit() -> None:
+    assert few_bits.whole_levels([0.25, -16.0, 1.5]) == ([1, -64, 6], 0.25)
+    assert few_bits.whole_levels([0.25, -16.25, 1.5]) is None and few_bits.whole_levels([64.0, 65.0]) is None
+    assert few_bits.whole_levels([3.0, -64.0]) == ([3, -64], 1.0)

@@ -539,3 +539,23 @@ def test_an_operand_is_given_in_the_dtype_that_was_asked_for(to: str) -> None:
         if to in ("mxfp8", "e4m3fn"):  # whose values bf16 has
             found = quantize_operand(x, parse(to), 0, is_traced, torch.bfloat16)
             assert found.dtype is torch.bfloat16 and torch.equal(found.float(), wanted)
+
+
+@pytest.mark.parametrize("to", ["e4m3fn:saturate", "i8s", "mxint8"])
+def test_operands_that_are_not_finite_are_given_as_they_are_in_the_dtype_that_was_asked_for(to: str) -> None:
+    x = torch.randn(4, 32)
+    x[1, 2], x[3, 4] = torch.inf, torch.nan
+    for is_traced in (False, True):
+        found = quantize_operand(x, parse(to), 0, is_traced, torch.bfloat16)
+        wide = quantize_operand(x, parse(to), 0, is_traced)
+        assert found.dtype is torch.bfloat16 and wide.dtype is torch.float32
+        assert torch.equal(found.float().nan_to_num(7.0), wide.nan_to_num(7.0))
+        assert found[1, 2] == torch.inf and found[3, 4].isnan() and found[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("to", "dtype"), [("i8s@2^-200..55/32", torch.uint8), ("i8s@2^-200..99/32", torch.uint16)])
+def test_scales_of_more_than_8_bits_are_kept_in_16(to: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0] * 32, [2.0**60] * 32, [2.0**-100] * 32])
+    found = kernels.encode(x, to)
+    assert isinstance(found, Quantized) and found.scale.dtype is dtype
+    assert torch.equal(kernels.dequantize(found), lowp.quantize(x, to))

@@ -438,3 +438,15 @@ def test_numbers_of_fp64_are_rounded_as_they_are() -> None:
     for rounding, expected in (("", [1, 1, 3]), (":toward-zero", [0, 1, 2]), (":up", [1, 2, 3])):
         with use("bitwise"):
             assert to_mantissas(x, parse(f"dfp16{rounding}"), as_exponent(0)).payload.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_views_that_negate_are_read_as_what_they_stand_for(name: str) -> None:
+    if name not in available():
+        pytest.skip("the C++ library was not built")
+    x = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+    with use(name):
+        found, value, _ = mantissas_and_values(torch._neg_view(x), FLEX, -2)
+        assert found.payload.tolist() == [[-4, 8], [-2, -12]] and torch.equal(value, -x)
+        assert torch.equal(values(to_mantissas(torch._neg_view(x), FLEX, as_exponent(-2)).payload, as_exponent(-2)), -x)
+        assert int(own_exponent(torch._neg_view(x), FLEX)) == int(own_exponent(x, FLEX))

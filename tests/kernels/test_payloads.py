@@ -276,3 +276,30 @@ def test_memory_is_rows_where_dimensions_lie_one_in_another() -> None:
         assert payloads._rows(x) == rows, name
     assert payloads._rows(whole[:, :, ::2]) is None and payloads._rows(whole[:, :2, :4]) is None
     assert payloads._rows(torch.zeros(64, dtype=torch.uint8)[2:18].view(torch.uint8)) is None
+
+
+def test_what_is_kept_begins_where_the_tensor_does() -> None:
+    x = torch.zeros(8).data[3:].data
+    x += 1
+    payload, under = torch.tensor([1, 2, 3, 4, 5], dtype=torch.int16), as_exponent(0)
+    assert x._base is None and x.storage_offset() == 3
+    payloads.keep(x, FLEX.format, under, payload)
+    found, part = payloads.kept(x, FLEX.format), payloads.kept(x[2:4], FLEX.format)
+    assert found is not None and found.payload is payload
+    assert part is not None and part.payload.tolist() == [3, 4]
+    before = torch.as_strided(x, (2,), (1,), 1)
+    assert payloads.kept(before, FLEX.format) is None, "of elements before it nothing is known"
+
+
+def test_gradients_of_ops_keep_what_they_were_rounded_to_and_other_tensors_do_not() -> None:
+    for cast, kept in ((DFP, True), (parse("dfp16:stochastic"), False)):
+        made = torch.rand(8).requires_grad_() * 2
+        payloads.rounded(made, cast, lambda: 5)
+        record = payloads._find(made, cast)
+        assert (record is not None) == kept
+        if record is not None and cpu.library() is not None:
+            again = payloads.rounded(made, cast)
+            assert again is not None and again.payload is record.payload
+        plain = torch.rand(8)
+        payloads.rounded(plain, cast, lambda: 5)
+        assert payloads._find(plain) is None
