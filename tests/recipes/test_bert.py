@@ -133,6 +133,21 @@ def test_drawn_tweets_have_the_sentiments_of_the_real_ones_and_a_part() -> None:
     assert shares == pytest.approx([0.405, 0.312, 0.283], abs=0.03)
     assert all(0 <= tweet.start < tweet.end <= len(tweet.text) for tweet in tweets)
     assert tweets == drawn_tweets(2000) != drawn_tweets(2000, seed=1)
+    parts = {(tweet.sentiment, tweet.text[tweet.start : tweet.end]) for tweet in tweets}
+    assert {text for kind, text in parts if kind == "neutral"} == {
+        tweet.text for tweet in tweets if tweet.sentiment == "neutral"
+    }
+    assert {kind: sum(one == kind for one, _ in parts) for kind in ("positive", "negative")} == {
+        **{"positive": 9, "negative": 9}
+    }
+    assert ("positive", "so happy") in parts and ("negative", "so sad") in parts
+    both = sum("so happy" in tweet.text for tweet in tweets if tweet.sentiment == "negative")
+    assert both == pytest.approx(0.3 / 9 * 0.283 * 2000, abs=12)  # an opposite feeling in three of ten
+    assert {len(tweet.text.split(", ")) for tweet in tweets} == {1, 2, 3, 4, 5}
+    ends = {tweet.text[-1] for tweet in tweets if tweet.sentiment != "neutral"}
+    assert {"!", "."} < ends and not any(
+        tweet.text.endswith(("!", ".")) for tweet in tweets if not tweet.start and tweet.sentiment == "neutral"
+    )
 
 
 def test_a_vocabulary_has_characters_first_and_then_words_by_their_number() -> None:
