@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import warnings
 import weakref
@@ -18,7 +19,7 @@ from lowp.errors import InvalidInput
 from lowp.kernels.choose import hardware
 from lowp.kernels.steps import updates
 from lowp.scaling import AdaptiveLossScale, DynamicLossScale, StaticLossScale
-from lowp.step import GradScaler, NonFinite, StepGuard, Trained, as_flag, gradients, searching, unscaled
+from lowp.step import GradScaler, NonFinite, StepGuard, Trained, as_flag, gradients, mistakes, searching, unscaled
 from lowp.step.checking import _bounded_inverse
 from lowp.step.provenance import Names, Provenance, all_finite
 from lowp.step.state import Options
@@ -460,6 +461,26 @@ def test_a_copy_of_what_is_trained_knows_the_models_and_no_optimizer() -> None:
     assert len(trained._known) == 1
     other = copy.copy(trained)
     assert other.models() == [model] and other._known == {} and len(trained._known) == 1
+
+
+def test_optimizers_wait_for_scalers_that_have_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mistakes, "_waiting", {})
+    enabled, disabled = GradScaler("cpu"), GradScaler("cpu", enabled=False)
+    for scaler in (enabled, disabled):
+        mistakes.expect_step(scaler)
+    assert [reference() for reference in mistakes._waiting.values()] == [enabled]
+    mistakes.step_comes(disabled)
+    assert list(mistakes._waiting) == [id(enabled)]
+    mistakes.step_comes(enabled)
+    assert not mistakes._waiting
+    mistakes.expect_step(gone := GradScaler("cpu"))
+    del gone
+    gc.collect()
+    mistakes._refuse_scaled(one_parameter([1.0]), (), {})  # forgets what is gone
+    assert not mistakes._waiting
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    mistakes.expect_step(enabled)
+    assert not mistakes._waiting
 
 
 def test_what_a_step_reads_is_named() -> None:
