@@ -29,6 +29,7 @@ from lowp.numerics.record import Key
 from lowp.presets import PRESETS
 from lowp.recipes.comparison import Study
 from lowp.recipes.profiling import Verified
+from lowp.report.terminal import plain_table
 
 Lowp = Callable[..., Any]
 
@@ -850,3 +851,29 @@ def test_a_policy_as_data_has_its_ops_where_asked(lowp: Lowp) -> None:
         result = lowp("policy", *arguments)
         assert result.code == 2 and words in result.err
     assert "shows it" not in lowp("policy", "shwo").err
+
+
+def test_words_are_printed_as_they_are(
+    lowp: Lowp, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    long = "[bold]a[/bold] " + "b" * 99
+    monkeypatch.setattr(recipes, "_full", lambda recipe, width: f"{long} {width}")
+    assert lowp("recipes", "digits").out == f"{long} 60\n"
+    monkeypatch.setattr("lowp.report.tables.comparison_tables", lambda document: [])
+    monkeypatch.setattr("lowp.report.tables.notes", lambda document, width: f"[bold]notes {width}")
+    compare._print({"kind": "comparison"})
+    assert capsys.readouterr().out == "[bold]notes 60\n"
+    monkeypatch.setattr("lowp.report.tables.heat_map", lambda document: plain_table("map", ["a"]))
+    monkeypatch.setattr("lowp.report.tables.sweep_words", lambda document, width: f"[bold]words {width}")
+    compare._print({"kind": "sweep"})
+    assert capsys.readouterr().out.splitlines()[-1] == "[bold]words 60"
+    monkeypatch.setattr("lowp.report.benchmark.benchmark_tables", lambda document: [])
+    monkeypatch.setattr("lowp.report.benchmark.benchmark_notes", lambda document, *given: f"[bold]{given}")
+    for methods in (True, False):
+        bench._print({}, methods)
+        assert capsys.readouterr().out == f"[bold]({methods}, 60)\n"
+    rows = [{"format": "[bold]int8", "failure": "[b]no"}]
+    document = {"recipe": {"name": "toy", "metric": "a", "metric_is_share": True}, "rows": rows, "methods": {}}
+    serving._print({**document, "machine": {"words": "[b]it"}})
+    assert capsys.readouterr().out.endswith("\n[bold]int8: [b]no.\n[b]it.\n")
