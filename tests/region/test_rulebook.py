@@ -116,6 +116,7 @@ def test_plans_are_of_a_path_where_rules_have_paths() -> None:
     ("rules", "inner", "unused"),
     [
         ((Rule.of("linear", input="bf16"), HALF), True, 0),
+        ((Rule.of("linear", input="e5m7:stochastic"), HALF), True, 0),
         (
             (Rule.of("multi_head_attention_forward", input="fp16", weight="fp16"), Rule.of("linear", input="bf16")),
             False,
@@ -130,6 +131,7 @@ def test_the_projections_of_an_attention_have_the_rule_of_linear_layers(
     book = Rulebook(Policy(rules), False)
     plan = book.find(F.multi_head_attention_forward, "")
     assert plan is not None and plan.inner == (rules[0] if inner else None)
+    assert plan.looks is ("stochastic" in str(rules[0]))
     assert len(book.report().unused) == unused
     plan = book.find(F.scaled_dot_product_attention, "")
     assert plan is None or plan.inner is None

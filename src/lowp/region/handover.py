@@ -199,7 +199,7 @@ def _is_lowps(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     many, one = args[:2] if args[0].dim() > 2 else args[1::-1]
     is_one_product = torch.is_grad_enabled() and one.requires_grad
-    return many.dim() > 2 >= one.dim() and not is_one_product and (many is args[1] or not many.is_contiguous())
+    return one.dim() <= 2 and not is_one_product and (many is args[1] or not many.is_contiguous())
 
 
 def _leaves_of_plain(args: tuple[Any, ...], kwargs: dict[str, Any], way: HandOver) -> list[Tensor] | None:
