@@ -314,6 +314,25 @@ def test_an_entry_may_begin_before_its_first_write_with_the_exponent_of_that() -
     assert not begun.written and list(written.written) == [0]
 
 
+@pytest.mark.parametrize(("spelled", "adapts"), [("flex16+5:autoflex", True), ("flex16+5:static(-8)", False)])
+def test_an_entry_begins_anew_where_a_tensor_is_larger_than_it_holds(spelled: str, adapts: bool) -> None:
+    entry = table.ExponentTable(parse(spelled), torch.device("cpu"))
+    sites = ["weight of a", "weight of b", "weight of c"]
+    for site in sites:
+        entry.write(torch.tensor([1.0, 0.5]), entry.index(site))
+    entry.flush()
+    held = 32767 * 2.0 ** int(entry.exponent(0))
+    history, seen = entry.state.history.clone(), entry.state.seen.clone()
+    tensors = [torch.tensor([held]), torch.tensor([0.5, -1.01 * held]), torch.zeros(0), torch.tensor([1e9])]
+    entry.admit(tensors, [*sites, "weight of none"])
+    stays = [True, not adapts, True]
+    assert entry.state.started.tolist() == stays and list(entry.names) == sites
+    assert entry.state.seen.tolist() == [int(one) * stay for one, stay in zip(seen, stays, strict=True)]
+    assert torch.equal(entry.state.history, history * torch.tensor(stays)[:, None])
+    entry.admit([torch.tensor([1e9])], ["weight of none"])
+    assert entry.state.started.tolist() == stays
+
+
 def test_an_entry_counts_as_written_if_one_of_its_writes_does() -> None:
     entry = table.ExponentTable(FLEX, torch.device("cpu"))
     places, (no, yes) = [entry.index(f"output of {name}") for name in "abc"], torch.tensor([False, True])
