@@ -200,3 +200,16 @@ def test_a_certain_overflow_has_no_probability_and_a_flushed_weight_no_tie() -> 
     assert "a tie goes away from zero: at exactly" in " ".join(
         render(weight_update("1", "1", "fp16:nearest-away")).split()
     )
+
+
+def test_the_chance_is_that_of_the_random_bits_and_the_mean_ends_at_the_largest_number() -> None:
+    chances = {"fp16": Fraction("0.43017578125"), "fp16:stochastic-1": 0, "fp16:stochastic-2": Fraction(1, 4)}
+    assert {cast: weight_update("1.125", "0.00041999", cast).chance for cast in chances} == chances
+    assert weight_update("65472", "32", "fp16").expected == 65504
+    assert weight_update("65472", "33", "fp16:nearest-away").expected is None
+    kept = {"2^-11": Verdict.CHANCE, "2^-10": Verdict.KEPT, "0.0015": Verdict.KEPT, "1": Verdict.KEPT}
+    assert {size: weight_update("1", size, "fp16:stochastic").verdict for size in kept} == kept
+    still = weight_update("1", "0.5", "fp16", learning_rate=Fraction(0))
+    assert (still.verdict, still.step, still.upward) == (Verdict.NONE, 0, True)
+    for minus, gradient, upward in ((False, "-1", False), (True, "-1", True), (True, "1", False)):
+        assert weight_update("1", gradient, "fp16", minus=minus).upward is upward
