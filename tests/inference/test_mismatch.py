@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 import lowp
 from lowp.errors import InvalidInput, UnknownName
-from lowp.inference.mismatch import LayerMismatch, ServedFormat
+from lowp.inference.mismatch import LayerMismatch, ServedFormat, _is_packed, _Sums, served_format
 
 
 @pytest.fixture
@@ -190,3 +191,64 @@ def test_as_many_layers_are_named_as_are_asked_for_and_none_that_is_served_as_it
                     theirs = F.log_softmax(alone(data[0]).double(), 1)
                     kl = F.kl_div(theirs, ours, reduction="none", log_target=True).sum(1).clamp(min=0).mean()
                     assert one.kl == pytest.approx(float(kl), rel=1e-6)
+
+
+def test_sums_over_tokens_are_those_of_their_definitions() -> None:
+    ours = torch.tensor([[0.5, 0.4949, 0.0051, 0.0], [0.5, 0.4951, 0.0049, 0.0], [0.25, 0.25, 0.25, 0.25]]).double()
+    theirs = torch.tensor([[0.2, 0.7, 0.1, 0.0], [0.4, 0.3, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]]).double()
+    apart = (ours / theirs).log().abs().nan_to_num()
+    kl = (ours * (ours / theirs).log()).nan_to_num().sum(1)
+    sums = _Sums()
+    sums.add(ours[:2].log(), theirs[:2].log())
+    sums.add(ours[2:].log(), theirs[2:].log())
+    row = sums.row("int8")
+    assert (row.format, row.tokens, row.changed) == ("int8", 3, 1 / 3)
+    assert row.mean == pytest.approx(float((ours * apart).sum()) / 3)
+    assert row.kl == pytest.approx(float(kl.sum()) / 3) and row.largest_kl == pytest.approx(float(kl.max()))
+    assert row.largest == pytest.approx(math.log(0.1 / 0.0051)), "0.0049 is less than a hundredth of 0.5"
+    sums.add(ours[2:].log(), torch.full((1, 4), math.nan))
+    assert sums.row("").largest == sums.row("").kl == math.inf
+    one = _Sums()
+    one.add(torch.tensor([[0.0, -math.inf]]), torch.tensor([[0.0, -math.inf]]))
+    assert (one.row("").largest, one.row("").kl, one.row("").mean) == (0, 0, 0)
+
+
+def test_formats_of_up_to_four_bits_and_integers_are_packed() -> None:
+    packed = {"int8": True, "i16@fp32/row": True, "e2m1": True, "nvfp4": True, "e3m1": False, "mxfp6": False}
+    assert {format: _is_packed(format) for format in packed} == packed
+    assert not _is_packed("fp16-storage") and served_format("bf16") == "bf16"
+
+
+def test_the_first_eight_batches_calibrate(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    def quantized(model: nn.Module, format: str, data: Any = None, **given: Any) -> nn.Module:
+        taken.append(None if data is None else len(data))
+        return lowp.quantize_model(model, format, data, **given)
+
+    taken: list[int | None] = []
+    monkeypatch.setattr(sys.modules["lowp.inference.mismatch"], "quantize_model", quantized)
+    data = [torch.full((2, 16), float(place + 1)) for place in range(10)]
+    assert lowp.mismatch(model, data, ["int8"], layers=0).rows[0].tokens == 20
+    assert taken == [None, 8]
+
+
+@pytest.mark.parametrize(
+    ("scores", "told"),
+    [
+        (torch.tensor(1.0), r"a tensor \(\), which"),
+        (torch.ones(3, 1), r"a tensor \(3, 1\), which"),
+        (torch.ones(3, 4).long(), r"a tensor \(3, 4\), which"),
+        ((), "tuple, which"),
+        ({"scores": torch.ones(3, 4)}, "dict, which"),
+        ([torch.ones(3, 2)], ""),
+        (SimpleNamespace(logits=torch.ones(3, 2)), ""),
+    ],
+)
+def test_scores_are_those_of_two_classes_or_more(scores: Any, told: str, model: Any, data: Any) -> None:
+    def mismatched() -> int:
+        return lowp.mismatch(model, data[:1], ["bf16"], forward=lambda *_: scores, layers=0).rows[0].tokens
+
+    if told:
+        with pytest.raises(InvalidInput, match=f"the model gives {told}"):
+            mismatched()
+    else:
+        assert mismatched() == 3

@@ -460,3 +460,88 @@ def test_of_many_numbers_every_second_is_kept_as_often_as_there_are_too_many() -
     assert [check_bits(bits) for bits in (7, 8)] == [127, 255]
     with pytest.raises(InvalidInput, match="activations must have 7 or 8 bits, not 9"):
         check_bits(9)
+
+
+def _set(parameter: Any, value: float) -> None:
+    with torch.no_grad():
+        parameter[0, 0] = value
+
+
+def test_layers_whose_weights_cannot_be_packed_are_kept_with_the_reason() -> None:
+    layers = {
+        "infinite": nn.Linear(4, 4),
+        "normed": nn.Embedding(4, 4, max_norm=1.0),
+        "wide": nn.MultiheadAttention(8, 2, kdim=4),
+        "biased": nn.MultiheadAttention(8, 2, add_bias_kv=True),
+        "zero": nn.MultiheadAttention(8, 2, add_zero_attn=True),
+        "plain": nn.MultiheadAttention(8, 2, bias=False),
+        "narrow": nn.Linear(4, 4).bfloat16(),
+        "table": nn.Embedding(4, 4),
+    }
+    _set(layers["infinite"].weight, math.inf)
+    added = "keys and values of other widths, or added to"
+    assert unquantized(lowp.quantize_model(nn.ModuleDict(layers), "int4")) == {
+        "infinite": "its parameters are not finite",
+        "normed": "max_norm writes its weight in the forward pass",
+        **dict.fromkeys(("wide", "biased", "zero"), added),
+    }
+    with pytest.raises(InvalidInput, match="the scope of weights must be row, not channel"):
+        lowp.quantize_model(nn.Linear(4, 4), "i8s@fp32/channel")
+    with pytest.raises(InvalidInput, match="no layer was called during calibration"):
+        lowp.quantize_model(nn.Sequential(nn.Linear(4, 4)), "int8", [torch.ones(1, 4)], forward=lambda *_: None)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_served_attention_takes_masks_as_torch_does(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 2, batch_first=batch_first).eval()
+    served = lowp.quantize_model(attention, "fp32")
+    query, keys = torch.randn(3, 5, 16), torch.randn(3, 7, 16)
+    if not batch_first:
+        query, keys = query.transpose(0, 1), keys.transpose(0, 1)
+    padding = torch.zeros(3, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    masks: tuple[dict[str, Any], ...] = (
+        {},
+        {"key_padding_mask": padding},
+        {"attn_mask": torch.randn(5, 7)},
+        {"attn_mask": torch.randn(6, 5, 7), "key_padding_mask": torch.zeros(3, 7).masked_fill(padding, -2.0)},
+        {"attn_mask": torch.rand(5, 7) < 0.3},
+    )
+    for mask in masks:
+        found, weights = served(query, keys, keys, **mask)
+        assert weights is None
+        torch.testing.assert_close(found, attention(query, keys, keys, need_weights=False, **mask)[0])
+    alone = query[0] if batch_first else query[:, 0]
+    torch.testing.assert_close(served(alone, alone, alone)[0], attention(alone, alone, alone)[0])
+
+
+def test_a_range_is_that_of_the_extremes_of_the_middle_or_of_the_least_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [torch.randn(3000), torch.empty(0), torch.randn(5, 100) * 2]
+    x = torch.cat([one.flatten() for one in parts])
+    found = {}
+    for method in ("maximum", "percentile", "error"):
+        seen = ActivationRange(method)
+        assert not seen.anything
+        for one in parts:
+            seen.add(one)
+        found[method] = seen.range(127)
+        assert seen.anything
+    assert found["maximum"] == range_of(float(x.min()), float(x.max()), 127)
+    low, high = (float(torch.quantile(x, share)) for share in (0.00005, 0.99995))
+    assert found["percentile"] == pytest.approx(range_of(low, high, 127))
+    tried = [range_of(float(x.min()) * share / 64, float(x.max()) * share / 64, 127) for share in range(1, 65)]
+    errors = [float((lowered(x, one) - x).square().sum()) for one in tried]
+    assert float((lowered(x, found["error"]) - x).square().sum()) == pytest.approx(min(errors))
+    monkeypatch.setattr("lowp.inference.calibration._KEPT", 8)
+    seen = ActivationRange("percentile")
+    for begin in (0.0, 100.0):
+        seen.add(begin + torch.arange(9.0))
+    assert torch.cat(seen._sample).tolist() == [0.0, 4.0, 8.0, 102.0, 106.0]
+    for number in (math.inf, math.nan):
+        with pytest.raises(InvalidInput, match="NaN or infinite activations"):
+            seen.add(torch.tensor([1.0, number]))
+
+
+def lowered(x: Tensor, over: Any) -> Tensor:
+    return (x / over.scale).round().clamp(-over.zero, over.highest - over.zero) * over.scale

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lowp
 from lowp.errors import InvalidInput, UnknownName
 from lowp.inference.convolutions import ServedConvolution, matrix_of
-from lowp.inference.rounding import gptq
+from lowp.inference.rounding import SecondMoments, gptq
 
 
 def _inputs(rows: int) -> Tensor:
@@ -149,3 +149,40 @@ def test_a_rounding_that_cannot_be_is_refused_in_words() -> None:
     for format in ("binary", "int8-affine", "if4"):
         with pytest.raises(InvalidInput, match=f"does not know {format}: give a format without zero points, of 2 bits"):
             lowp.quantize_model(layer, format, x, rounding="gptq")
+
+
+def test_columns_are_rounded_one_after_the_other_as_by_the_definition_of_the_optimal_brain_surgeon() -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(6, 150, generator=generator)
+    x = torch.randn(400, 150, generator=generator, dtype=torch.float64) * torch.linspace(0.1, 2, 150) ** 2
+    x[:, 1:] += x[:, :-1]
+    x[:, [3, 140]] = 0.0  # columns that no input reaches
+    moments = x.t() @ x
+    filled = moments + torch.diag((moments.diagonal() == 0).double())
+    inverse = torch.linalg.inv(filled + 0.01 * filled.diagonal().mean() * torch.eye(150))
+    left, found = weight.double(), torch.empty(6, 150, dtype=torch.float64)
+    for i in sorted(range(150), key=lambda column: -float(moments[column, column])):
+        found[:, i] = lowp.quantize(left[:, i], "e4m3fn")
+        left = left - (left[:, i] - found[:, i])[:, None] / inverse[i, i] * inverse[i]
+        inverse = inverse - inverse[:, i, None] * inverse[i] / inverse[i, i]
+        inverse[i, i] = 1.0
+    assert torch.equal(gptq(weight, lowp.casts.parse("e4m3fn"), moments), found.float())
+
+
+def test_the_second_moments_of_layers_are_those_of_what_their_weights_multiply() -> None:
+    torch.manual_seed(0)
+    moments, x = SecondMoments(), torch.randn(2, 3, 4)
+    assert torch.equal(moments.rounded(x[0], lowp.casts.parse("int4")), x[0])  # type: ignore[arg-type]
+    moments.add(nn.Linear(4, 2), x)
+    moments.add(nn.Linear(4, 2), x)
+    rows = x.reshape(6, 4)
+    torch.testing.assert_close(moments._sum, 2 * (rows.t() @ rows).double())
+    convolution = nn.Conv1d(3, 2, 2)
+    one, batch = SecondMoments(), SecondMoments()
+    one.add(convolution, x[0])
+    batch.add(convolution, x[:1])
+    assert one._sum is not None and batch._sum is not None
+    assert torch.equal(one._sum, batch._sum) and one._sum.shape == (6, 6)
+    grouped = SecondMoments()
+    grouped.add(nn.Conv1d(4, 4, 2, groups=2), torch.randn(1, 4, 5))
+    assert grouped._sum is None
