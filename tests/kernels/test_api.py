@@ -615,3 +615,16 @@ def test_statistics_are_of_the_elements_alone_however_they_lie() -> None:
         found = statistics(x)
         assert found.maximum == x.max() and found.count == x.numel()
         assert float(found.extremes[1]) == float((x.double() ** 2).sum())
+
+
+def test_operators_over_a_batch_are_those_of_its_examples() -> None:
+    x = torch.randn(3, 4, 6)
+    for dim in (0, 1, -1):
+        examples = x.unbind(dim)
+        for packed in (False, True):
+            wanted = torch.stack([torch.ops.lowp.encode(one, "e2m1", 0, None, 0, packed) for one in examples])
+            found = torch.vmap(lambda one: torch.ops.lowp.encode(one, "e2m1", 0, None, 0, packed), dim)(x)  # noqa: B023
+            assert torch.equal(found, wanted)
+        found = torch.vmap(torch.ops.lowp.statistics, dim)(x)
+        for one, each in zip(found, zip(*map(torch.ops.lowp.statistics, examples), strict=True), strict=True):
+            assert torch.equal(one, torch.stack(each))

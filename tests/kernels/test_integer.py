@@ -528,3 +528,25 @@ def test_the_depth_of_a_convolutions_products_is_that_of_their_sums_with_padding
     assert shape.output == (2, 4, 3, 5)
     found = [shape.depth(product) for product in ("forward", "input_gradient", "weight_gradient")]
     assert found == [3 * 2 * 4, 3 * 2 * 2, 2 * 16]
+
+
+@pytest.mark.parametrize("exponent", [-20, 3])
+def test_products_of_which_nothing_is_read_are_the_same_sums(monkeypatch: pytest.MonkeyPatch, exponent: int) -> None:
+    left, right = (random_int16(*one) for one in ((2, 5, 600), (2, 600, 3)))
+    under = torch.tensor(exponent, dtype=torch.int32)
+    dims, case = 2, CONVOLUTIONS[0]
+    shape = convolution_shape(dims, case)
+    x, w = (random_int16(*shape.of_operand(name)) for name in PRODUCTS["forward"][:2])
+    dtypes = (None, torch.float32, torch.float64)
+    wanted = [integer.matmul(left, right, under, one) for one in dtypes]
+    convolved = [integer.convolution("forward", (x, w), shape, under, one) for one in dtypes]
+    monkeypatch.setattr(integer, "answers_at_once", lambda _: False)  # as on a device
+    found = [integer.matmul(left, right, under, one) for one in dtypes]
+    assert all(map(torch.equal, found, wanted)) and [one.dtype for one in found] == [one.dtype for one in wanted]
+    for one, other in zip(dtypes, convolved, strict=True):
+        assert torch.equal(integer.convolution("forward", (x, w), shape, under, one), other)
+    sums = integer.matmul(left, right, under, torch.int64)
+    assert sums.dtype is torch.int64 and torch.equal(sums, int64_product(left, right)), "which are not scaled"
+    monkeypatch.setattr(integer, "widest_float", lambda _: torch.float32)
+    narrow = integer.matmul(left, right, under, torch.float32)
+    assert torch.equal(narrow, (sums.float() * 2.0**exponent))

@@ -159,3 +159,22 @@ def test_a_loss_of_features_without_a_second_word_is_told_once(grad: str, monkey
             precision.backward(loss)
     assert len(told) == 1
     assert "of its 20000 features" in str(told[0].message) and "leave words=1 out" in str(told[0].message)
+
+
+def test_a_gradient_is_coarse_where_more_than_an_eighth_of_its_features_lie_below_some_units() -> None:
+    features, exponent = low_words.FEATURES, as_exponent(-3)
+    below, at = low_words.UNITS / 8 * 0.999, low_words.UNITS / 8
+
+    def coarse(count: int, size: float) -> bool:
+        x = torch.ones(2, features)
+        x[:, :count] = size
+        return bool(low_words.is_coarse(x, exponent))
+
+    step = features // low_words._SAMPLED
+    assert not coarse(features, at) and coarse(features, below)
+    assert not coarse(features // 8, below) and coarse(features // 8 + step, below)
+    assert not coarse(features // 2, 0.0), "features of zeros count for nothing"
+    few = torch.full((2, features - 1), below)
+    assert not low_words.is_coarse(few, exponent) and low_words.is_coarse(few.repeat(1, 2), exponent)
+    assert low_words.is_coarse(torch.full((features, 2), below), exponent, 0)
+    assert not low_words.is_coarse(torch.tensor(below), exponent)

@@ -126,4 +126,5 @@ def test_the_smallest_block_that_is_large_enough_is_taken_and_of_equal_ones_the_
     free.free = list(zip((20, 30, 18, 18, 40), memory, strict=True))
     assert free.take(16)[1] is memory[3] and free.take(19)[1] is memory[0] and free.take(31)[1] is memory[4]
     assert [count for count, _ in free.free] == [30, 18]
+    free.free.reverse()
     assert free.take(31)[0] >= 31 and [count for count, _ in free.free] == [18], "in the place of the largest"

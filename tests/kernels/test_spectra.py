@@ -126,6 +126,9 @@ def test_the_peak_of_a_tensor_is_its_largest_magnitude_or_nan() -> None:
     assert peak_of(x.half()) == 3.0 and peak_of(torch.tensor([1.0, -torch.inf])) == torch.inf
     for bad in (torch.tensor([1.0, torch.nan, 3.0]), torch.full((50_000,), torch.nan)):
         assert np.isnan(peak_of(bad))
+    whole = torch.full((200, 200), 1e9)
+    whole[:, ::2] = -0.5
+    assert peak_of(whole[:, ::2]) == 0.5, "of a large tensor, too, its own numbers alone are looked at"
 
 
 def test_other_dtypes_are_counted_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,8 +154,7 @@ def peak_of(x: Tensor) -> float | Tensor:
     """
     if x.numel() > 2 * _PIECE * _PIECE:
         step = int(x.numel() / _PIECE * _UNEVEN)
-        x = x if x.is_contiguous() else x.reshape(-1)
-        x = x.as_strided((_PIECE, _PIECE), (step, 1))
+        x = x.contiguous().as_strided((_PIECE, _PIECE), (step, 1))
     low, high = torch.aminmax(x)
     if not x.is_cpu:
         return torch.maximum(high, low.neg())
