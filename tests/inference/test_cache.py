@@ -76,3 +76,24 @@ def test_what_cannot_be_kept_is_refused_in_words() -> None:
             KeyValueCache(4, format)
     with pytest.raises(InvalidInput, match="5 positions do not fit a cache of 4: make it longer, or generate less"):
         KeyValueCache(4).attend(0, *_tensors(5))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_cache_is_full_with_its_last_position_and_each_layer_has_its_own(format: str) -> None:
+    query, key, value = _tensors(5)
+    cache, other = KeyValueCache(5, format), KeyValueCache(9, format)
+    first = cache.attend(0, query, key, value)
+    assert torch.equal(other.attend(3, query, key, value), first) and cache.positions == 0
+    cache.attend(1, query, value, key)
+    assert torch.equal(cache.attend(0, query, key, value), first)
+    each = {"fp32": 4, "bf16": 2, "fp16": 2}.get(format, 1) * 20 + 4 * (format in ("int8", "e4m3fn@fp32/row"))
+    assert cache.nbytes == 2 * 2 * 6 * 5 * each
+    cache.advance(5)
+    with pytest.raises(InvalidInput, match="6 positions do not fit a cache of 5"):
+        cache.attend(0, *(one[:, :, :1] for one in (query, key, value)))
+
+
+def test_formats_of_other_widths_and_scopes_are_not_kept() -> None:
+    for format in ("e5m7", "i16@fp32/row", "i8s@fp32/32", "e4m3fn@fp32/tensor", "dfp16", "e2m1"):
+        with pytest.raises(InvalidInput, match="give fp32, bf16, fp16, or a format of 8 bits"):
+            KeyValueCache(4, format)

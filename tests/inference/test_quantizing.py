@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import kernels
+from lowp.cost import cost
 from lowp.errors import InvalidInput, UnknownName
+from lowp.formats import FORMATS
 from lowp.inference import attention, footprint, unquantized
 from lowp.inference.calibration import ActivationRange, check_bits
 from lowp.inference.convolutions import ServedConvolution
@@ -545,3 +547,46 @@ def test_a_range_is_that_of_the_extremes_of_the_middle_or_of_the_least_error(mon
 
 def lowered(x: Tensor, over: Any) -> Tensor:
     return (x / over.scale).round().clamp(-over.zero, over.highest - over.zero) * over.scale
+
+
+@pytest.mark.parametrize(
+    "format",
+    ["int8", "int4", "mxfp4", "nvfp4", "if4", "ternary", "binary", "e4m3fn", "mxfp8", "bf16", "int8-affine", "e5m7"],
+)
+def test_some_rows_of_a_weight_are_those_of_the_whole(format: str) -> None:
+    weight = lowp.quantize_model(nn.Embedding(200, 40), format).weight
+    whole = weight.values()
+    assert whole.shape == (200, 40) and (weight.n, weight.k) == (200, 40)
+    for first, count in ((0, 64), (64, 130), (192, 8)):
+        assert torch.equal(weight.values_of(first, count), whole[first : first + count])
+    indices = torch.tensor([[0, 199, 7], [64, 63, 128]])
+    assert torch.equal(weight.rows_at(indices), whole[indices])
+    linear = lowp.quantize_model(nn.Linear(40, 32), format)
+    assert linear.extra_repr() == "40, 32"
+    assert linear.empty(torch.ones(2, 3, 40, device="meta")).shape == (2, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("format", "each"),
+    [
+        (None, 3.7 + 0.9),
+        ("int8", 0.2 + 0.1),
+        ("int4", 3.7 + 0.9),
+        ("bf16", 3.7 + 0.9),
+        ("ternary", 0.0),
+        ("binary", 0.0),
+    ],
+)
+def test_energy_is_that_of_each_product_and_of_each_byte_that_is_read(format: str | None, each: float) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(8, 4), nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 6, 2), nn.Embedding(3, 3))
+    model[3].forward = lambda x: x  # type: ignore[index, method-assign]
+    served = model if format is None else lowp.quantize_model(model, format, keep=["3"])
+    found = footprint(served, torch.ones(5, 8))
+    size = sum(one.nbytes for one in (*served.parameters(), *served.buffers()))
+    count = 5 * 4 * 8 + 5 * 6 * 1 * 4
+    assert (found.bytes, found.multiply_adds) == (size, count)
+    if format in ("ternary", "binary"):
+        each = cost(FORMATS[format]).multiply_energy.value + 0.1
+    assert found.energy == pytest.approx(size / 4 * 640 + count * each)
+    assert footprint(served, forward=lambda model: model(torch.ones(5, 8))) == found
+    assert footprint(served, input=torch.ones(5, 8)) == found
