@@ -167,7 +167,7 @@ def _range_of(histograms: Iterable[Mapping[str, Any]], limits: Sequence[float]) 
     """Return the first and last exponent with a thousandth of the elements, extended to the given limits."""
     ends = list(limits)
     for histogram in histograms:
-        total = max(1, sum(histogram["counts"]))
+        total = sum(histogram["counts"])
         present = [
             histogram["lowest"] + index
             for index, count in enumerate(histogram["counts"])
