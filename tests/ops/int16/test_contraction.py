@@ -132,3 +132,19 @@ def test_only_sums_of_integers_are_written_from_their_integers() -> None:
     summed_away = Einsum(("ij", "jk", "i"), (2, 4), (4, 5))  # each k of the gradient of the second is the same number
     sums = Mantissas(torch.full((2,), 3, dtype=torch.int16), zero)
     assert summed_away.mantissas(SECOND, rows, sums, zero, False, None) is None
+
+
+@pytest.mark.parametrize("precision", ["dfp16", "flex16+5"])
+def test_operands_and_a_bias_that_are_views_which_negate_are_read_as_what_they_stand_for(precision: str) -> None:
+    layer, images = torch.randn(5, 6), torch.randn(2, 6, 4, 4)
+    cases = {
+        F.linear: (torch.randn(3, 6), layer, torch.randn(5)),
+        F.conv2d: (images, torch.randn(5, 6, 3, 3), torch.randn(5)),
+    }
+    for function, operands in cases.items():
+        with lowp.autocast(precision):
+            wanted = function(*operands)
+        for place, one in enumerate(operands):
+            given = [*operands[:place], torch._neg_view(-one), *operands[place + 1 :]]
+            with lowp.autocast(precision):
+                assert torch.equal(function(*given), wanted), (function.__name__, place)

@@ -33,7 +33,7 @@ from lowp.kernels.choose.dispatch import answers_at_once, capability, forced
 from lowp.kernels.int16 import integer_reference, integer_run
 from lowp.kernels.int16.integer_reference import PRODUCTS, ConvolutionShape
 from lowp.kernels.int16.integer_run import KINDS, Bias, Multiplied, Output, told
-from lowp.kernels.int16.mantissas import power, times
+from lowp.kernels.int16.mantissas import power, readable, times
 
 KERNELS = ("avx512", "avx2", "neon", "portable", "reference")
 LARGEST_DEPTH = 1 << 32  # |sum| <= depth * 2^30 must fit int64
@@ -156,8 +156,7 @@ def _checked(bias: Bias | None, count: int, dtype: torch.dtype | None) -> Bias |
         raise InvalidInput(f"a bias is added to a chained product or to one of int16, not to {dtype}")
     if tuple(bias.numbers.shape) != (count,):
         raise InvalidInput(f"a bias of shape {tuple(bias.numbers.shape)}; this product takes {count} numbers")
-    numbers = bias.numbers.detach()
-    return Bias(numbers.float().contiguous(), bias.exponent)
+    return Bias(readable(bias.numbers.float()), bias.exponent)
 
 
 def _output(
