@@ -190,3 +190,15 @@ def test_a_scale_that_is_lower_after_a_backward_pass_without_a_step_has_skipped_
         unused = WatchedScale(off)
         assert not unused.is_used and unused.begin_backward() == 1.0 and not unused.has_skipped()
         unused.feed(counts)
+
+
+def test_the_names_of_what_an_optimizer_steps_follow_those_of_the_models() -> None:
+    model = nn.Linear(2, 2)
+    models, optimizer = Models(model), sgd(model)
+    cycle = Cycle(models)
+    assert [name for name, _ in cycle.parameters(optimizer)] == ["weight", "bias"]
+    models.add(nn.Linear(2, 2))
+    assert [name for name, _ in cycle.parameters(optimizer)] == ["Linear.weight", "Linear.bias"]
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    optimizer.param_groups[0]["params"] = [model.weight]
+    assert cycle.parameters(optimizer) == [("Linear.weight", model.weight)]

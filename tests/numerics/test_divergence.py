@@ -18,7 +18,7 @@ from lowp.numerics.divergence import Fault, _first_cause, _growth, _hint, _judge
 from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, Seam
 from lowp.numerics.replay import Event, Place, ranges_of
-from lowp.numerics.tape import Tape
+from lowp.numerics.tape import Slot, Tape, beside, calls_again
 
 
 def test_ranges_of_inputs_are_those_of_their_finite_numbers() -> None:
@@ -498,3 +498,63 @@ def test_an_observer_is_let_in_and_out_once() -> None:
         paths.clear()
         paths._stack.extend(stack)
         assert (paths.current, paths.around) == (current, around)
+
+
+def test_a_tape_numbers_what_a_step_computes_and_keeps_what_it_was_given() -> None:
+    tape, model, other, x = Tape(Seam()), nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(1, 2)
+    tape.begin(model, (x,), {"scale": x})
+    tape.begin(other, (x,), {})  # within the call of the model
+    tape.open(other, other(x))
+    assert tape.calls == [] and tape.models == []
+    first, second = model(x), model(x)
+    tape.open(model, (first, second))
+    loss = second + x
+    tape.begin(other, (loss, [first]), {})
+    tape.open(other, third := other(loss))
+    assert [call.results for call in tape.calls] == [[0, 1], [2], [3]] and tape.models == [model, other]
+    assert tape.calls[0].args[0] is x and tape.calls[0].kwargs["scale"] is x
+    assert tape.calls[1].args[0] == Slot(1) and tape.calls[1].args[1] is x
+    assert tape.calls[2].args == (Slot(2), [Slot(0)])
+    assert [call.random is None for call in tape.calls] == [False, True, False]
+    for loss_of_step, number in ((third, 3), (first, 0)):
+        tape.end(loss_of_step)
+        assert tape.loss == number
+    tape.end(x)
+    assert tape.loss is None, "which the step was given"
+    tape.begin(model, (loss,), {})  # the next step
+    tape.open(model, model(x))
+    assert [call.results for call in tape.calls] == [[0]] and tape.calls[0].args[0] is loss and tape.loss is None
+    tape.forget()
+    assert tape.calls == [] and tape.models == []
+
+
+def test_a_step_runs_again_beside_the_training_without_a_trace() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    x, tape, models = torch.randn(8, 4), Tape(Seam()), Models(model)
+    tape.begin(model, (x,), {})
+    output = model(x)
+    tape.open(model, output)
+    tape.end(loss := output.sum())
+    loss.backward()
+    norm: Any = model[1]
+    kept = [
+        (one, one.clone())
+        for one in (norm.running_mean, norm.num_batches_tracked, *(p.grad for p in model.parameters()))
+    ]
+    state, lines = torch.get_rng_state(), list[str]()
+    with beside(tape, models):
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert norm.running_mean is not kept[0][0]
+        again = calls_again(tape, lines.append)
+        assert again is not None and torch.equal(again, loss)
+        again.backward()
+        assert [torch.equal(p.grad, before) for p, (_, before) in zip(model.parameters(), kept[2:], strict=True)] == [
+            True
+        ] * 4
+    assert lines[0] == lines[-1] == "" and len(lines) == 3
+    assert torch.equal(torch.get_rng_state(), state)
+    now = (norm.running_mean, norm.num_batches_tracked, *(p.grad for p in model.parameters()))
+    assert all(one is held and torch.equal(one, before) for one, (held, before) in zip(now, kept, strict=True))
+    tape.loss = None
+    with beside(tape, models):
+        assert calls_again(tape) is None

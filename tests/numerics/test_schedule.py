@@ -19,6 +19,11 @@ from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.windows import WatchedScale, initial_scale, window_of
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "has_compiled", lambda: False)
+
+
 def budget(share: float | None = 0.1, total: float = 11.0, **spent: float) -> Budget:
     """A budget whose training has begun at 100 s."""
     return Budget(share, clock=lambda: 100.0 + total, started=100.0, **spent)
