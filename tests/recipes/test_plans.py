@@ -39,6 +39,9 @@ def test_many_steps_of_one_thread_are_worth_processes(
     monkeypatch.setattr(runs, "available_cores", lambda: cores)
     data: Any = SimpleNamespace(training=range(1257))
     assert runs.processes_for([Job("a", settings)] * count, data) == processes
+    for examples, found in ((999, 1), (1000, 4)):  # 4,000 steps are enough
+        few: Any = SimpleNamespace(training=range(examples))
+        assert runs.processes_for([Job("a", Settings("digits", epochs=1, batch=1))] * 4, few) == found
 
 
 def test_progress_is_told_at_most_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
