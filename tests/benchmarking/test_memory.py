@@ -291,6 +291,7 @@ def test_integer_products_are_counted_as_long_as_it_is_asked_for() -> None:
     integer.multiply(a, a.mT, dtype=None)
     assert (found.total, found.narrow) == (2 * 3 * 3 * 4 + 2 * 2 * 5 * 2, 2 * 3 * 3 * 4)
     assert counted(lambda: torch.ones(2)).share is None
+    assert counted(lambda: torch.eye(3).to_sparse().clone()).share is None
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
         storage = x.untyped_storage()
         self._written[storage.data_ptr()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
-    def _is_written(self, x: Any) -> bool:
-        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+    def _is_written(self, x: Tensor) -> bool:
+        if x.layout is not torch.strided:
             return False
         found = self._written.get(x.untyped_storage().data_ptr())
         return found is not None and not found.expired()  # type: ignore[no-untyped-call]
