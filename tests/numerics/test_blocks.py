@@ -12,7 +12,7 @@ from torch import Tensor
 import lowp
 from lowp import casts
 from lowp.errors import InvalidInput
-from lowp.formats import ScaledFormat
+from lowp.formats import FloatFormat, ScaledFormat
 from lowp.kernels.numbers import hadamard
 from lowp.numerics.blocks import (
     _SIGNS,
@@ -283,3 +283,33 @@ def test_shares_are_those_of_what_was_counted() -> None:
     assert (blocks.significands[0, 0], blocks.significands[1, 15]) == (1.0, 1.0)
     assert (blocks.below[0, 0], blocks.below[1, 31]) == (1.0, 1.0)
     assert not Blocks(counts * 0).ratios.any()
+
+
+LARGEST = {
+    "mxfp4": 7.9375,
+    "mxfp4:rceil": 5.9375,
+    "mxfp4:ceil": 3.96875,
+    "mxfp4:even": 6.9375,
+    "mxfp4:stochastic": 7.9375,
+}
+
+
+@pytest.mark.parametrize("cast", [*LARGEST, "mxfp6", "mxfp8"])
+def test_of_ratios_and_significands_that_lie_evenly_the_shares_are_those_of_a_cast(cast: str) -> None:
+    heads = 1 + (torch.arange(32) + 0.5) / 32
+    ratios = torch.from_numpy(midpoints()[1:63:2]).flatten().reshape(8, 31)  # of every second bin down to 2^-8
+    rows = torch.cat((torch.ones(8, 1, dtype=torch.float64), ratios), 1)
+    x = (heads[:, None, None] * rows).reshape(256, 32).float()
+    seen = Spectrum.of(x)
+    told = effect(seen, casts.parse(cast), 1.0, blocks_of(x, "input", "linear", seen.maximum)[BlockLayout(1, "32")])
+    flushed, ratio = measured(x, cast)
+    assert told.flushed == pytest.approx(flushed, abs=1e-9 if "stochastic" not in cast else 0.005)
+    assert told.signal_to_noise == pytest.approx(ratio, abs=0.05)
+    element = format_of(cast).element
+    assert isinstance(element, FloatFormat) and told.maximum == element.maximum
+    assert told.largest == LARGEST.get(cast, told.largest)
+    if "stochastic" not in cast:
+        scales = torch.exp2(lowp.encode(x, cast).scale.double() - 127).expand(256, 1)  # of whole rows
+        sizes = (x.double() / scales).abs()
+        is_small = (sizes < element.smallest_normal) & (lowp.quantize(x, cast) != 0)
+        assert told.subnormal == pytest.approx(float(is_small.double().mean()), abs=1e-9)
