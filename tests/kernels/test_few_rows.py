@@ -200,3 +200,34 @@ def test_a_served_layer_reads_its_weights_as_they_are_stored(name: str, monkeypa
     assert torch.equal(served.weight.rows().memory, weight)
     monkeypatch.setattr(Stored, "values", None)  # no fp32 weight is made
     assert torch.equal(served.weight.product(x, served.bias), wanted)
+
+
+@pytest.mark.parametrize("rows", [3, MOST, MOST + 1])
+@pytest.mark.parametrize("name", ["bf16", "e4m3fn@fp32/16"])
+def test_several_weights_are_multiplied_each_by_its_rows(name: str, rows: int) -> None:
+    weights, x = torch.randn(3, 5, 32), torch.randn(3, rows, 32)
+    several: list[few_rows.StoredRows] = []
+    for one in weights:
+        if name == "bf16":
+            stored = few_rows.stored_rows(one.bfloat16(), 32)
+        else:
+            coded = kernels.encode(one, name)
+            assert isinstance(coded, lowp.Quantized)
+            stored = few_rows.stored_rows(coded.payload, 32, casts.parse(name), coded.scale)
+        assert stored is not None
+        several.append(stored)
+    scales = (
+        None if several[0].scales is None else torch.stack([one.scales for one in several if one.scales is not None])
+    )
+    together = several[0]._replace(memory=torch.stack([one.memory for one in several]), scales=scales)
+    found = few_rows.multiply(x, together)
+    for given, one, result in zip(x, several, found, strict=True):
+        torch.testing.assert_close(result, given @ few_rows.values(one).t())
+
+
+def test_a_scale_of_nan_makes_numbers_of_nan() -> None:
+    coded = kernels.encode(torch.tensor([[1.0] * 32, [torch.nan] * 32]), "mxfp8")
+    assert isinstance(coded, lowp.Quantized)
+    stored = few_rows.stored_rows(coded.payload, 32, casts.parse("mxfp8"), coded.scale)
+    assert stored is not None
+    assert few_rows.scales_of(stored)[0].isfinite().all() and few_rows.scales_of(stored)[1].isnan().all()
