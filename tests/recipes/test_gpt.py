@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput
+from lowp.recipes import gpt
 from lowp.recipes.gpt import Passages, pythons_text, read_passages
 
 
@@ -62,3 +63,21 @@ def test_python_carries_english_text_without_printing_it(capsys: pytest.CaptureF
     assert training.startswith(b"The Zen of Python") and b"Beautiful is better than ugly" in training
     assert len(training) == 27_000 and len(held) == 3_000 and source == "Python's own documentation"
     assert not capsys.readouterr().out
+
+
+def test_the_likeliest_bytes_follow_one_by_one() -> None:
+    torch.manual_seed(0)
+    model = gpt.GPT(layers=1, heads=2, width=8, length=6, dropout=0.0).eval()
+    with torch.no_grad():
+        model.embed.weight.normal_()  # so that no two scores are near each other
+    text = wanted = torch.tensor([[1, 2], [3, 4]])
+    for count in range(6):
+        assert torch.equal(gpt.generate(model, text, count), wanted)
+        with torch.no_grad():
+            if count < 5:
+                wanted = torch.cat([wanted, model(wanted)[:, -1:].argmax(-1)], 1)
+    full = torch.arange(6)[None]
+    assert torch.equal(gpt.generate(model, full, 0), full) and gpt.generate(model, full, 1).shape == (1, 7)
+    for begun, count, needed in ((text, 6, 7), (full, 2, 7), (torch.arange(8)[None], 0, 8)):
+        with pytest.raises(InvalidInput, match=f"{needed} positions do not fit a model of 6: generate less"):
+            gpt.generate(model, begun, count)

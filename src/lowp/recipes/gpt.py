@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lowp.errors import InvalidInput
 from lowp.inference.cache import KeyValueCache
 from lowp.recipes.classification import score_metrics
 from lowp.recipes.data.files import Published, read_bytes
@@ -174,7 +175,9 @@ def generate(model: nn.Module, text: Tensor, count: int, cache: str = "fp32") ->
 
     `model` is a GPT, as trained or as `quantize_model` serves it. Raises InvalidInput if they exceed its length.
     """
-    kept = KeyValueCache(cast(int, model.length), cache)
+    kept, needed = KeyValueCache(cast(int, model.length), cache), text.shape[1] + max(count - 1, 0)
+    if needed > kept.length:  # the last byte is not read
+        raise InvalidInput(f"{needed} positions do not fit a model of {kept.length}: generate less")
     with torch.no_grad():
         scores = model(text, kept)
         for i in range(count):
