@@ -191,6 +191,21 @@ def test_the_smallest_power_that_fits_is_found_in_few_tries(most: int) -> None:
         assert searching._smallest(lambda power, of=outcomes: of.get(power, searching._OVERFLOWS), 8) is None
 
 
+def test_the_worst_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, Any]] = []
+
+    def agree(value: torch.Tensor, group: Any) -> None:
+        asked.append((value.item(), group))
+        value.clamp_(min=1.0)
+
+    monkeypatch.setattr("lowp.distributed.agree_on_maximum_", agree)
+    monkeypatch.setattr("lowp.distributed.world", lambda: "all")
+    assert [searching._worst_of_ranks(one, CPU) for one in range(3)] == [0, 1, 2] and asked == []
+    monkeypatch.setattr("lowp.distributed.has_other_ranks", lambda: True)
+    assert [searching._worst_of_ranks(one, CPU) for one in range(3)] == [1, 1, 2]
+    assert asked == [(float(one), "all") for one in range(3)]
+
+
 def test_powers_reach_down_to_the_floor() -> None:
     found = [searching._powers_between(floor, 16.0) for floor in (16.0, 8.1, 8.0, 7.9, 1.0, 0.9, 20.0)]
     assert found == [0, 0, 1, 1, 4, 4, 0]
