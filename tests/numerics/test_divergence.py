@@ -14,7 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import lowp
-from lowp.numerics.divergence import Fault, _first_cause, _growth, _hint, _judged
+from lowp.numerics.divergence import Fault, Guard, _first_cause, _growth, _hint, _judged
 from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, Seam
 from lowp.numerics.replay import Event, Place, ranges_of
@@ -558,3 +558,35 @@ def test_a_step_runs_again_beside_the_training_without_a_trace() -> None:
     tape.loss = None
     with beside(tape, models):
         assert calls_again(tape) is None
+
+
+def test_a_guard_begins_with_nothing_and_remembers_twenty_steps() -> None:
+    fault = Fault(3, "loss", "unknown")
+    assert fault.document() == {
+        **{"step": 3, "what": "loss", "kind": "unknown", "operation": "", "op": "", "module": "", "line": ""},
+        **{"phase": "", "nan": 0, "inf": 0, "inputs": [], "scale": None, "hint": "", "history": []},
+    }
+    guard = Guard(Models(nn.Linear(1, 1)), Seam())
+    assert (guard.unguarded, guard.is_replaying, len(guard.history)) == (0, False, 0)
+    seen = [guard.current(step) for step in (0, 0, *range(1, 25))]
+    assert seen[0] is seen[1] and [one.step for one in guard.history] == list(range(5, 25))
+    with guard.replaying():
+        assert guard.is_replaying
+    assert not guard.is_replaying
+    for loss, is_fault in ((None, False), (1e30, False)):
+        seen[-1].loss = loss
+        assert (guard.saw_loss(torch.ones(1), seen[-1], 1.0) is not None) is is_fault
+    seen[-1].loss = math.inf
+    found = guard.saw_loss(torch.ones(1), seen[-1], 8.0)
+    assert found is not None and (found.kind, found.step, found.scale) == ("unknown", 24, 8.0)
+    assert found.hint == "The step cannot be run again: the model was not called in it."
+    assert guard.saw_loss(torch.ones(1), seen[-1], 8.0) is None, "once a run"
+    parameter = nn.Parameter(torch.ones(2))
+    watching = Guard(Models(nn.Linear(1, 1)), Seam())
+    assert watching.before_step([parameter], seen[0], 1.0) is None and seen[0].largest_gradient is None
+    parameter.grad = torch.tensor([-3.0, 2.0])
+    assert watching.before_step([parameter], seen[0], 1.0) is None and seen[0].largest_gradient == 3.0
+    parameter.grad = torch.tensor([math.nan, 2.0])
+    fault_of_gradients = watching.before_step([parameter], seen[0], 1.0)
+    assert fault_of_gradients is not None and fault_of_gradients.what == "gradients"
+    assert Guard(Models(nn.Linear(1, 1)), Seam(), diagnoses=False).before_step([parameter], seen[0], 1.0) is None
