@@ -142,7 +142,7 @@ class Formats(nn.Module):
 
     def __init__(self, formats: dict[str, str]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(lowp.quantize_model(nn.Linear(80, 33, bias=False), one) for one in formats)
+        self.layers = nn.ModuleList(lowp.quantize_model(nn.Linear(81, 33, bias=False), one) for one in formats)
 
     def forward(self, x: Tensor) -> Tensor:
         """Their results, one after the other."""
@@ -156,7 +156,7 @@ def test_weights_of_a_type_that_onnx_has_keep_their_codes_and_have_the_same_bits
     from onnx.reference import ReferenceEvaluator
 
     torch.manual_seed(0)
-    model, unit = Formats(formats), torch.eye(80)  # whose product is the weight
+    model, unit = Formats(formats), torch.eye(81)  # whose product is the weight
     export_onnx(model, (unit,), tmp_path / "model.onnx")
     written = onnx.load(tmp_path / "model.onnx")
     types = {one.name: one.data_type for one in written.graph.initializer}
