@@ -320,6 +320,13 @@ def test_boxes_are_kept_above_a_probability_and_each_class_has_its_most_likely_o
     assert found.scores.tolist() == [0.75, 0.5]
 
 
+@pytest.mark.parametrize(("doubles", "count"), [(7, 2), (8, 1), (9, 1)])
+def test_the_most_likely_boxes_of_four_times_as_many_as_are_kept_are_looked_at(doubles: int, count: int) -> None:
+    boxes = torch.tensor([[0.0, 0.0, 0.5, 0.5]] * doubles + [[0.5, 0.5, 1.0, 1.0]])
+    likely = torch.linspace(1.0, 0.5, doubles + 1)[:, None]
+    assert len(select_detections(boxes, likely, iou_threshold=0.5, max_count=2).scores) == count
+
+
 def test_of_each_picture_three_hard_negatives_are_counted_a_match() -> None:
     losses = torch.tensor(
         [[9.0, 1.0, 5.0, 3.0, 4.0, 2.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]]

@@ -225,3 +225,9 @@ def test_shops_of_every_day_are_among_those_of_the_table(tmp_path: Path) -> None
             continue
         with pytest.raises(InvalidInput, match=r"train\.csv names shops that are not in store\.csv"):
             read_tables(tmp_path)
+
+
+def test_a_day_with_sales_of_one_has_a_logarithm_of_zero(tmp_path: Path) -> None:
+    write(tmp_path, train=train_csv().replace(",5000,", ",1,", 1))
+    data = sales_data(read_tables(tmp_path))
+    assert sorted(tensors(data.validation)["target"].exp().tolist())[:2] == pytest.approx([1.0, 5000.0])

@@ -77,3 +77,12 @@ def test_the_enlarged_digits_have_the_size_of_mnist_and_all_ten_digits() -> None
     assert found.images.shape == (1257, 1, 28, 28) and found.held_images.shape == (540, 1, 28, 28)
     assert found.images.max() > 240 and not found.images[..., 0].any()
     assert found.held_labels.unique().tolist() == list(range(10))
+
+
+def test_images_and_labels_of_both_parts_are_those_of_the_files(tmp_path: Path) -> None:
+    write(tmp_path)
+    found = read_mnist(tmp_path)
+    images, labels, held_images, held_labels = (torch.from_numpy(one) for one in FILES.values())
+    assert torch.equal(found.images, images[:, None]) and torch.equal(found.held_images, held_images[:, None])
+    assert torch.equal(found.labels, labels.long()) and torch.equal(found.held_labels, held_labels.long())
+    assert found.description == f"MNIST from {tmp_path}, 5 to train on and 3 held back"
