@@ -313,3 +313,22 @@ def test_batches_to_calibrate_with_are_the_first_ones() -> None:
     found = serving.Serving(Settings("digits"), ["int8", "int8", "bf16"])
     assert (found.formats, found.trainings) == (["fp32", "int8", "bf16"], 1)
     assert serving.Serving(Settings("digits"), ["int8", "bf16"], recover=True).trainings == 3
+
+
+def test_a_file_has_the_settings_of_its_checkpoint_or_those_of_the_recipe_that_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "RECIPES", {name: serving.RECIPES[name] for name in ("mnist", "digits")})
+    path = tmp_path / "run.pt"
+    training = Training(Settings("digits", "fp16", epochs=3, batch=100, loss_scale="8"))
+    training.save(path)
+    state = training.model.state_dict()
+    own = serving.settings_of(path, None, None, state)
+    assert own == Settings("digits", "fp32", epochs=3, batch=100).filled()
+    assert serving.settings_of(path, "digits", "full", state) == Settings("digits", size="full").filled()
+    torch.save(state, tmp_path / "plain.pt")
+    plain = tmp_path / "plain.pt"
+    assert serving.settings_of(plain, None, "cpu", state) == Settings("digits", size="cpu").filled()
+    for size, tensors, words in (("full", state, "the 4 tensors of no recipe, such as 0.weight"), (None, {}, "none")):
+        with pytest.raises(InvalidInput, match=words):
+            serving.settings_of(plain, None, size, tensors)
