@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import layouts
 from torch import Tensor
 
 import lowp
 
-FAR = 1e4  # what lies between the numbers, and would be seen
 OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "linear": (F.linear, [(5, 3, 33), (17, 33), (17,)]),
     "matmul": (torch.matmul, [(3, 9, 33), (3, 33, 10)]),
@@ -37,16 +37,6 @@ OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "sum of two": (torch.add, [(4, 5, 6), (4, 5, 6)]),
     "embedding": (lambda w: F.embedding(torch.arange(12) % 7, w), [(7, 20)]),
 }
-
-
-def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the numbers of x as they may lie in memory."""
-    yield "gaps", torch.stack((x, torch.full_like(x, FAR)), -1)[..., 0]
-    window = torch.full([size + 3 for size in x.shape], FAR)[tuple(slice(1, 1 + size) for size in x.shape)]
-    yield "window", window.copy_(x)
-    yield "last to first", x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
-    yield "negated", torch._neg_view(-x)
-    yield "behind others", torch.cat((torch.full((1,), FAR), x.flatten(), torch.full((3,), FAR)))[1:-3].view(x.shape)
 
 
 def found(

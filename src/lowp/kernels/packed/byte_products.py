@@ -157,5 +157,5 @@ def _torch_sums(a: Bytes, b: Panels) -> Tensor:
 def _padded(bias: Tensor | None, size: int) -> Tensor | None:
     if bias is None:
         return None
-    x = bias.detach().float()
-    return x.contiguous() if len(x) == size else torch.nn.functional.pad(x, (0, size - len(x)))
+    x = numbered(bias.detach().float())
+    return x if len(x) == size else torch.nn.functional.pad(x, (0, size - len(x)))

@@ -55,8 +55,8 @@ def on_cpu(x: Tensor, what: str) -> Tensor:
 
 
 def numbered(x: Tensor) -> Tensor:
-    """Return a matrix whose rows are contiguous in memory: x itself, or a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+    """Return a tensor whose rows are contiguous in memory, with its signs there: x itself, or a copy."""
+    return (x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()).resolve_neg()
 
 
 def matrix(x: Tensor) -> tuple[Tensor, int, int, int]:

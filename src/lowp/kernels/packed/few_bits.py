@@ -266,7 +266,7 @@ def multiply_codes(
 
 def _multiplied(x: Tensor, of_bytes: Bytes | None, w: PackedCodes, bias: Tensor | None) -> Tensor | None:
     """Return the product of rows of fp32 or of bytes; None if a number is infinite or NaN."""
-    bias = None if bias is None else bias.detach().float().contiguous()
+    bias = None if bias is None else numbered(bias.detach().float())
     if not uses_library():
         return _defined(x, of_bytes, w, bias)
     planes, zero, scale = 3, 0, 0.0

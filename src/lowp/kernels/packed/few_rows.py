@@ -28,7 +28,7 @@ from lowp.formats import FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu
 from lowp.kernels.choose.dispatch import uses_library
 from lowp.kernels.numbers import bitwise, groups, packing, scaled
-from lowp.kernels.packed.byte_rows import up
+from lowp.kernels.packed.byte_rows import numbered, up
 
 SUMS = 16  # partial ones, as in cpu/rows.hpp
 # with more rows a product in fp32 takes less time, of weights converted to it where they are codes
@@ -148,13 +148,12 @@ def multiply(
         if weight.element is None and linear is not by_torch and memory.is_cpu:
             return linear(x, memory, bias)
         return in_panels(x, functools.partial(values, weight), (weight.n, k), bias, linear)
-    x = x.detach()
-    bias = None if bias is None else bias.detach().float().contiguous()
+    x = numbered(x.detach())
+    bias = None if bias is None else numbered(bias.detach().float())
     if not uses_library():
         if several:
             return torch.stack([_defined(*pair, None) for pair in zip(x, _each(weight), strict=True)])
         return _defined(x, weight, bias)
-    x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(*x.shape[:-1], weight.n, dtype=torch.float32, device="cpu")
     given = x, rows, array("q", (x.stride(0), x.stride(-2))), memory, *_described(weight), bias, out
     has_memory = cpu.loaded().lowp_rows_multiply(cpu.level(), *given, torch.get_num_threads())

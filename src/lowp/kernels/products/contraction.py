@@ -153,7 +153,7 @@ def _of_rows(x: Tensor) -> few_rows.LinearProduct:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    bias = None if bias is None else bias.detach().float().contiguous()
+    bias = None if bias is None else bias.detach().float().contiguous().resolve_neg()
     return fp32_products.multiply(x.detach(), weight.detach().t(), bias)
 
 
