@@ -335,13 +335,14 @@ def test_an_entry_begins_anew_where_a_tensor_is_larger_than_it_holds(spelled: st
 
 def test_an_entry_counts_as_written_if_one_of_its_writes_does() -> None:
     entry = table.ExponentTable(FLEX, torch.device("cpu"))
-    places, (no, yes) = [entry.index(f"output of {name}") for name in "abc"], torch.tensor([False, True])
+    places, (no, yes) = [entry.index(f"output of {name}") for name in "abcd"], torch.tensor([False, True])
     record = entry.seen[0].clone()
-    for place, *counts in zip(places, (no, no, no), (no, yes, True), strict=True):
+    for place, *counts in zip(places, (no, no, no, True), (no, yes, True, no), strict=True):
         entry.note(place, record, counts[0])
-        assert entry.written[place] is no
+        assert entry.written[place] is counts[0]
         entry.note(place, record, counts[1])
-    assert [bool(entry.written[place]) for place in places] == [False, True, True]
+    assert [bool(entry.written[place]) for place in places] == [False, True, True, True]
+    assert [entry.written[place] is True for place in places] == [False, False, True, True]  # without an operation
 
 
 @pytest.mark.parametrize("is_skipped", [True, False])

@@ -203,6 +203,7 @@ def test_no_other_model_gets_the_sites_of_a_trained_one_that_is_gone() -> None:
 def test_the_counts_of_an_earlier_lowp_go_on_where_they_were() -> None:
     passes, first, second = Passes(), nn.Linear(1, 1), nn.Linear(1, 1)
     assert [passes.root(one) for one in (first, second)] == ["", "model 2: "] and passes.begin("") == 1
+    assert passes.apart
     known = {name: value for name, value in passes.__getstate__().items() if name in ("step", "_begun", "_roots")}
     passes.__setstate__(known)
     assert passes.apart and passes.root(second) == "model 2: " and passes.begin("") == 2
