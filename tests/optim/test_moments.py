@@ -358,3 +358,16 @@ def test_a_group_without_momentum_beside_one_with_it_steps_as_alone(way: str) ->
     both.param_groups[1]["momentum"] = 0.5  # as a scheduler might
     both.step()
     assert all("momentum_buffer" in both.state[parameter] for parameter in together)
+
+
+@pytest.mark.parametrize("make", [SGD, AdamW, Lion])
+def test_gradients_that_are_views_which_negate_step_as_what_they_stand_for(make: Any) -> None:
+    found = []
+    for lie in (torch.clone, lambda gradient: torch._neg_view(-gradient)):
+        parameter = nn.Parameter(torch.linspace(-1, 1, 40))
+        optimizer = make([parameter], lr=1e-2)
+        for _ in range(2):
+            parameter.grad = lie(torch.linspace(1, -2, 40).to(parameter.dtype))
+            optimizer.step()
+        found.append(parameter.detach())
+    assert torch.equal(*found)

@@ -62,7 +62,8 @@ def fits_library(tensors: Sequence[Tensor], moments: Cast) -> bool:
     is_kept = not isinstance(format, ScaledFormat) or (
         format.scope.size <= _MOST_SHARE and (format.bits < 8 or packing.fills_bytes(format.element))
     )
-    return is_kept and all(is_real(one) and one.is_cpu and not one.data_ptr() % one.element_size() for one in tensors)
+    lie = (one.is_cpu and not one.is_neg() and not one.data_ptr() % one.element_size() for one in tensors)
+    return is_kept and all(map(is_real, tensors)) and all(lie)
 
 
 def fits_triton(weight: Cast | None, moments: Cast, place: int | Tensor) -> bool:
