@@ -15,8 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-# Tables are as wide as COLUMNS says, which the workers of pytest-xdist find set to the width of its own terminal.
-os.environ.pop("COLUMNS", None)
+# Tables are as wide as COLUMNS says, which the workers of pytest-xdist find set to the width of its own terminal, and
+# a dumb terminal is so only where LINES is not set.
+for _size in ("COLUMNS", "LINES"):
+    os.environ.pop(_size, None)
 
 # The same examples in every run, so that a failure is the change's. HYPOTHESIS_PROFILE=explore looks for new ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None)
