@@ -559,3 +559,12 @@ def test_scales_of_more_than_8_bits_are_kept_in_16(to: str, dtype: torch.dtype) 
     found = kernels.encode(x, to)
     assert isinstance(found, Quantized) and found.scale.dtype is dtype
     assert torch.equal(kernels.dequantize(found), lowp.quantize(x, to))
+
+
+@pytest.mark.parametrize("name", [name for name in kernels.available() if name != "native"])
+def test_the_scale_of_signs_is_the_mean_of_the_finite_magnitudes(name: str) -> None:
+    with kernels.use(name):
+        assert lowp.quantize(torch.tensor([[3.0], [-5.0]]), "binary").tolist() == [[3.0], [-5.0]]
+        assert lowp.quantize(torch.tensor([[1.0, -2.0, 6.0]]), "binary").tolist() == [[3.0, -3.0, 3.0]]
+    x = torch.tensor([[3.0, torch.inf, torch.nan], [torch.nan] * 3])
+    assert scaled._mean_magnitude(x, parse("binary").format.scope).flatten().tolist() == [3.0, 1.0]

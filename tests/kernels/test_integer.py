@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import hypothesis.strategies as st
 import int16_operands
@@ -550,3 +551,26 @@ def test_products_of_which_nothing_is_read_are_the_same_sums(monkeypatch: pytest
     monkeypatch.setattr(integer, "widest_float", lambda _: torch.float32)
     narrow = integer.matmul(left, right, under, torch.float32)
     assert torch.equal(narrow, (sums.float() * 2.0**exponent))
+
+
+def test_a_convolution_knows_how_many_products_it_sums_and_does() -> None:
+    shape = ConvolutionShape.of((5, 12, 9, 8), (6, 4, 3, 2), 1, 0, 1, 3)
+    assert shape.output == (5, 6, 7, 7) and shape.operations == 2 * 5 * 7 * 7 * (6 * 4 * 3 * 2)
+    assert shape.depth("forward") == 3 * 2 * 4 and shape.depth("input_gradient") == 3 * 2 * 2
+    assert shape.depth("weight_gradient") == 5 * (7 * 7 + 1), "of an even number of places"
+
+
+def test_products_of_which_nothing_is_read_are_told_to_observers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    @contextmanager
+    def observer(operations: int) -> Iterator[None]:
+        seen.append(operations)
+        yield
+
+    monkeypatch.setattr("lowp.kernels.int16.integer_run.observers", [observer])
+    under = torch.tensor(0, dtype=torch.int32)
+    for at_once in (True, False):
+        monkeypatch.setattr(integer, "answers_at_once", lambda _, at_once=at_once: at_once)
+        integer.matmul(random_int16(2, 5, 6), random_int16(2, 6, 3), under, None)
+    assert seen == [2 * 2 * 5 * 6 * 3] * 2
