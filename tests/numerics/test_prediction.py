@@ -178,6 +178,14 @@ def test_weights_that_a_format_flushes_or_cannot_hold_move_the_loss_by_themselve
     assert sensitivity(Updates.of(weight * 0, weight, gradient), "e4m3fn") < 1e-20
 
 
+@pytest.mark.parametrize(("name", "top"), [("int8", 127), ("i4s@fp32/tensor", 7), ("i5s@fp32/tensor", 15)])
+def test_integers_are_as_far_apart_in_their_highest_octave_as_elsewhere(name: str, top: int) -> None:
+    for weight in (torch.ones(1024), torch.cat([torch.ones(1), torch.full((1023,), 0.4)])):
+        seen = Updates.of(weight, weight, torch.full_like(weight, 3.0))
+        expected = 3 * math.sqrt(1024 / 12) / top
+        assert sensitivity(seen, name, Spectrum.of(weight)) == pytest.approx(expected, rel=1e-6)
+
+
 def test_what_has_no_prediction_is_said() -> None:
     seen = Spectrum.of(torch.ones(3))
     with pytest.raises(InvalidInput, match="float formats"):

@@ -81,9 +81,8 @@ class _Grid:
 @lru_cache(maxsize=512)
 def _grid(format: FloatFormat | IntFormat) -> _Grid:
     if isinstance(format, IntFormat):
-        bits = max(format.bits - 1, 1)
         top = float(format.maximum)
-        return _Grid(bits, bits - 1, top, top + 0.5, 0.5, fixed=True)
+        return _Grid(format.bits, format.bits - 1, top, top + 0.5, 0.5, fixed=True)
     ulp = math.ldexp(1.0, format.max_exponent - format.mantissa_bits)
     flush = format.smallest / 2 if format.subnormals else format.smallest_normal
     if format.subnormals and format.mantissa_bits == 0:
