@@ -73,7 +73,7 @@ class Diagnosis:
         self._tape, self._models, self._history, self._scale = tape, models, history, scale
         self._trace = Trace(Paths(models))
 
-    def find(self, what: str, step: int, first_weight: float | None = None, unguarded: int = 0) -> Fault:
+    def find(self, what: str, step: int, first_weight: float | None, unguarded: int) -> Fault:
         """Return the fault of this step. `what` is the loss or the gradients."""
         fault = Fault(step, what, "unknown", scale=self._scale, history=[asdict(one) for one in self._history])
         if not self._tape.models:

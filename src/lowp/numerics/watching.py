@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from functools import cached_property, partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class StepWatch:
         self._modules = None if modules is None else frozenset(modules)
         self._gradients: dict[int | Key, CountedTensor] = {}  # by hook, those of parameters by key
         self._slopes: dict[int, tuple[Key, NDArray[np.float64]]] = {}
-        self._hooked = 0
+        self._numbers = count()  # of hooks
         self._computed_again: nn.Module | None = None
         self._prints: list[Print] = []
         self._weights: dict[str, Tensor] = {}
@@ -67,7 +68,7 @@ class StepWatch:
         self._told: list[CountedTensor] = []
         self._unanswered: dict[Key, list[Tensor]] = {}  # of activations in a region, numbers whose gradients may come
         self._answered: list[tuple[Key, Tensor, NDArray[np.float64]]] = []
-        self._passes = 0
+        self._has_passed = False  # whether a backward pass began
         self._first = ""  # what the first model was called when there came to be several
 
     # -- where it looks -----------------------------------------------------------------------------------------------
@@ -297,14 +298,13 @@ class StepWatch:
     def begin_backward(self) -> None:
         """See no ops until `resume`; before the first pass a region has told of gradients of trials of scales alone."""
         self._seam.let(self._saw_call, False)
-        if not self._passes:
+        if not self._has_passed:
             self._forget_gradients(0)
-        self._passes += 1
+        self._has_passed = True
 
     def _await(self, tensor: Tensor, key: Key, arrived: Callable[[int, Key, Tensor], None]) -> None:
         """Be told of the gradient of a tensor; the last one of each number counts, where scales are tried."""
-        self._hooked += 1
-        number, first = self._hooked, self._first
+        number, first = next(self._numbers), self._first
 
         def told(gradient: Tensor) -> None:
             started = time.perf_counter()
@@ -324,12 +324,12 @@ class StepWatch:
         numbers = sampled(kept, _SAMPLED)
         times = kept.numel() / numbers.numel()
 
-        def count(number: int, key: Key, gradient: Tensor) -> None:
+        def arrived(number: int, key: Key, gradient: Tensor) -> None:
             found = sampled(numbers_of(gradient), _SAMPLED)
             if found.numel() == numbers.numel():  # of a sharded tensor's gradient torch may show another part
                 self._slopes[number] = key, times * slope_of(numbers, found, self._scale())
 
-        self._await(activation, key, count)
+        self._await(activation, key, arrived)
 
     # -- the optimizer's step -----------------------------------------------------------------------------------------
     def before_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
