@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import lowp
+from lowp import presets
 from lowp.casts import parse
 from lowp.kernels.steps.spectra import slope_of
 from lowp.numerics import watching
@@ -289,3 +291,35 @@ def test_the_ops_that_a_watch_sees_are_counted_by_what_they_read() -> None:
         "softmax": (1, {}, {"input": fp32, "output": fp32}),
     }
     assert part.ops["", "linear"].multiplications == 2 * 4 * 3 * 3
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.inner(torch.cos(x)))
+
+
+@pytest.mark.parametrize(("modules", "ops"), [([""], {"cos", "sin"}), (["inner"], {"linear"})])
+def test_a_module_is_looked_at_again_when_those_within_it_have_ended(modules: list[str], ops: set[str]) -> None:
+    model = Outer()
+    watch = StepWatch(0, Seam(), Models(model), lambda: 1.0, modules)
+    watch.follow()
+    for _ in range(2):
+        model(torch.randn(2, 3))
+    part = watch.finish()
+    assert {op for _, op in part.ops} == ops and {one.calls for one in part.ops.values()} == {2}
+    assert {module for module, _ in part.ops} == set(modules)
+
+
+def test_calls_within_a_region_are_left_to_the_region() -> None:
+    model, x = nn.Linear(3, 3), torch.randn(2, 3)
+    watch = StepWatch(0, Seam(), Models(model), lambda: 1.0)
+    watch.follow()
+    with lowp.autocast(presets.PRESETS["bf16"].policy):
+        model(x)
+    assert not watch.part.ops
+    model(x)
+    assert watch.finish().ops["", "linear"].calls == 1
