@@ -796,3 +796,79 @@ def test_a_look_goes_on_where_the_one_before_had_no_room() -> None:
     assert plan.modules == ["", "0", "1"] and plan.rounds == 0 and plan.is_whole and plan.is_busy
     plan.rename(goes_on=False)
     assert plan.modules == [] and not plan.is_busy
+
+
+def planned(share: float | None, **options: bool) -> schedule.Schedule:
+    plan = schedule.Schedule(Models(nn.Linear(2, 2)), schedule.Budget(share), options.get("divergence", False))
+    plan.start()
+    return plan
+
+
+def test_what_a_step_costs_is_measured_and_what_it_hides_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for compiled, beside, hides in ((False, False, 0.25), (True, False, 2.0), (True, True, 0.25)):
+        plan = planned(0.03)
+        budget, plan.in_region = plan._budget, compiled
+        assert budget.started == clock.now
+        clock.now += 1.0
+        plan.spent_since(clock.now - 0.125, True)
+        assert budget.own == 0.125 + schedule.HOOK and budget.guarding == 0.0
+        plan.end(False)
+        before = budget.own
+        clock.now += 0.5
+        plan.pass_by(clock.now - 0.25)
+        assert budget.idle == 0.25 + schedule.HOOK and budget.own == before + budget.idle
+        assert list(plan._idle) == pytest.approx([0.875, 0.25], abs=1e-5)
+        budget.own = plan._own_before = 0.0
+        plan._begun = clock.now
+        budget.spent(0.25, True)
+        clock.now += 0.5625 + 2.0 + 0.25  # the median of other steps, what is hidden, what was measured
+        plan.turn(0, math.inf)
+        assert plan.end_look([""], beside) == pytest.approx(0.25 + hides, abs=1e-4)
+        assert budget.own == pytest.approx(0.25 + hides, abs=1e-4) and plan._own_before == budget.own
+        assert plan.cost("") == pytest.approx(0.25 + hides, abs=1e-4)
+
+
+def test_the_next_step_to_decide_on_is_when_there_will_be_room() -> None:
+    plan = planned(0.1, divergence=True)
+    budget = plan._budget
+    budget.clock, budget.started, budget.own = lambda: 10.0, 0.0, 0.0
+    assert [plan._next(step, 0.5) for step in (0, 1, 2, 3, 49, 50)] == [1, 2, 4, 4, 50, 100]
+    plan._waiting = [""]
+    plan._costs[""] = 2.0
+    plan._measured.add("")
+    budget.guarding = 1.5
+    # 2 s at a tenth of the time are earned after 20 s of training, in 10 s more: as many steps as there were
+    assert plan._next(19, 0.5) == 39
+    budget.guarding = 0.5
+    budget.idle = 0.5  # guarding may take 0.5 / 0.5 + 0.5 = 1.5 s, which are earned after 15 s
+    assert plan._next(19, 0.5) == 29
+    assert plan._next(3, 0.5) == 3 + schedule._SHORTEST_REST
+    assert plan._next(9999, 0.5) == 9999 + schedule._LONGEST_REST
+    plan._divergence = False
+    assert plan._next(19, 0.5) == 39
+    plan._wakes = 30
+    assert [plan.rests(step) for step in (28, 29)] == [True, False]
+
+
+def test_a_step_is_looked_at_and_guarded_as_far_as_there_is_room() -> None:
+    plan = planned(0.1, divergence=True)
+    budget = plan._budget
+    budget.clock, budget.started = lambda: 100.0, 0.0
+    plan.decide(0)
+    assert (plan.modules, plan.guards, plan.beside, plan.is_busy) == ([""], True, False, True)
+    for rounds, guards, limit in ((0, True, 0.3), (0, False, 0.24), (1, True, 0.5), (1, False, 0.4)):
+        for factor in (0.999, 1.001):
+            plan.rounds, plan.guards, budget.own = rounds, guards, 0.0
+            budget.guarding = limit * 10.0 * factor
+            plan.decide(1)
+            assert plan.guards is (factor < 1)
+    plan.looks, plan.guards, budget.guarding = False, False, 10.0
+    plan.decide(5)
+    assert not plan.is_busy and plan.rests(5) and plan._wakes > 6
+    plan.looks, plan.in_region, plan._waiting = True, True, [""]
+    for own, modules in ((0.0, [""]), (9.9999, [])):  # whatever is seen, all of it is paid for
+        budget.own, budget.guarding = own, 0.0
+        plan.decide(6)
+        assert plan.modules == modules
