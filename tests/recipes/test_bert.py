@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput
-from lowp.recipes.bert import WordPiece, drawn_tweets, evaluate, read_tweets, span_data, words_of
+from lowp.recipes.bert import Tweet, WordPiece, drawn_tweets, evaluate, read_tweets, span_data, words_of
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 PIECES = [
@@ -103,6 +103,15 @@ def test_a_long_text_is_cut_and_left_out_where_its_part_is_cut_off(tmp_path: Pat
     assert len(span_data(tweets, WordPiece(PIECES), 6, "").training) == 0
 
 
+def test_a_part_has_no_piece_that_only_touches_it() -> None:
+    places = []
+    for part in (",", "cafe", "want"):
+        tweets = [Tweet("cafe,want", "positive", start := "cafe,want".index(part), start + len(part))]
+        batch = span_data(tweets * 2, WordPiece(PIECES), 12, "").training.batch(torch.arange(1))
+        places.append((int(batch["start"]), int(batch["end"])))
+    assert places == [(4, 4), (3, 3), (5, 5)]
+
+
 BROKEN = {
     "column": ("text,sentiment\nx,neutral\n", "has no column selected_text; it has text, sentiment"),
     "sentiment": (CSV.replace("positive", "glad"), "has the sentiment 'glad' in line 2"),
@@ -172,9 +181,9 @@ def test_the_part_that_is_found_is_compared_with_the_true_one() -> None:
 
     batches = [
         batch([[0, 1, 1, 1], [0, 1, 1, 0]], [(1, 3), (2, 1)], [(1, 2), (2, 2)]),  # an end is no earlier than its start
-        batch([[0, 1, 1, 1]], [(1, 1)], [(3, 3)]),
+        batch([[0, 1, 1, 1]] * 2, [(1, 1), (2, 3)], [(3, 3), (2, 3)]),
     ]
     found = evaluate(cast(torch.nn.Module, lambda pieces, segments: pieces), batches)
     three, two = math.log(math.exp(2) + 2), math.log(math.exp(2) + 1)
-    assert found["overlap"] == pytest.approx((2 / 3 + 1 + 0) / 3) and found["exact"] == pytest.approx(1 / 3)
-    assert found["loss"] == pytest.approx(((three - 2) + three + (two - 2) + two + three + three) / 3)
+    assert found["overlap"] == pytest.approx((2 / 3 + 1 + 0 + 1) / 4) and found["exact"] == 1 / 2
+    assert found["loss"] == pytest.approx(((three - 2) * 3 + three + (two - 2) + two + three + three) / 4)

@@ -224,6 +224,42 @@ POINTS = {  # inside and outside, to the right and down from the middle
     "hourglass": ((0.2, -0.3), (0.3, 0.2)),
 }
 
+EDGES = {  # exactly on the edge
+    "disc": [(1, 0), (0, 1)],
+    "ring": [(1, 0)],
+    "square": [(1, 0), (0, 1)],
+    "frame": [(0.55, 0), (0, 0.55)],
+    "diamond": [(0.5, 0.5)],
+    "triangle": [(0.5, 0)],
+    "plus": [(0.3, 0.9)],
+    "saltire": [(0.35, 0), (0, 0.35)],
+    "stripes": [(0, 0.2), (0, -0.2)],
+    "hourglass": [(0.5, 0.5)],
+}
+
+
+def test_the_edge_of_a_figure_is_outside() -> None:
+    found = {name: [bool(shapes.SHAPES[name](*map(np.array, place))) for place in EDGES[name]] for name in EDGES}
+    assert found == {name: [False] * len(EDGES[name]) for name in shapes.SHAPES}
+
+
+def test_a_figure_has_six_pixels_at_least() -> None:
+    for seed in range(5):
+        (box,) = shapes.draw_scene(np.random.default_rng(seed), 24, (0.1, 0.2), 1, 10, False).boxes
+        assert (box[2:] - box[:2] == 6).all()
+
+
+@pytest.mark.parametrize(("side", "step"), [(20, 2), (21, 1), (40, 1), (41, 1 / 2)])
+def test_a_photograph_is_subsampled_while_it_fits_and_repeated_where_it_does_not(
+    side: int, step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.arange(40, dtype=torch.uint8)[:, None].expand(3, 40, 60)
+    monkeypatch.setattr(shapes, "photographs", lambda: (rows, rows))
+    for seed in range(4):
+        piece = shapes._background(np.random.default_rng(seed), side, False)
+        assert piece.shape == (3, side, side)
+        assert (int(piece[0, -1, 0]) - int(piece[0, 0, 0])) / (side - 1) == pytest.approx(step, abs=0.02)
+
 
 @pytest.mark.parametrize("name", AREAS)
 def test_figures_have_their_areas_and_lie_where_they_should(name: str) -> None:

@@ -218,7 +218,6 @@ class Training:
             losses.append(loss)
             enough = is_enough(len(losses))
 
-        self.history.append({"loss": math.nan, "epoch": 0})  # no evaluation of the model before training
         while self.epoch < self.epochs and self._run_epoch(lambda: enough, None, None, on_step):
             self.epoch, self.step_of_epoch = self.epoch + 1, 0
         return [float(loss) for loss in losses]

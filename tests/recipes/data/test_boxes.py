@@ -93,6 +93,8 @@ def test_a_class_that_is_not_there_is_left_out_of_the_mean_and_images_are_kept_a
         there = truth((0.0, 0.0, 1.0, 1.0), (8.0, 8.0, 9.0, 9.0), difficult=(difficult, True))
         finding = found(boxes, [0.9, 0.8][: len(boxes)])
         assert mean_average_precision([finding], [there], 1) == expected
+    finding = found([half, half, FAR], [0.9, 0.8, 0.7])  # an overlap of a half has found the object, too
+    assert mean_average_precision([finding], [truth((0.0, 0.0, 1.0, 1.0), FAR)], 1) == pytest.approx(28 / 33)
     there = truth((0.0, 0.0, 1.0, 1.0), (8.0, 8.0, 9.0, 9.0), difficult=(True, False))
     for box, expected in ((half, 1.0), (less, 0.5)):  # one that is difficult is left out, and another is an error
         finding = found([box, (8.0, 8.0, 9.0, 9.0)], [0.9, 0.8])

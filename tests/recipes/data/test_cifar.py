@@ -36,15 +36,16 @@ def write_binary(folder: Path) -> None:
         (folder / f"{name}.bin").write_bytes(rows.tobytes())
 
 
-def write_npz(folder: Path, last: bool = True) -> None:
+def write_npz(folder: Path, last: bool = True, columns: bool = False) -> None:
     folder.mkdir(parents=True)
     images = {name: part[0].transpose(0, 2, 3, 1) if last else part[0] for name, part in PARTS.items()}
+    shape = (-1, 1) if columns else -1
     np.savez(
         folder / "my_cifar10.npz",
         x_train=np.concatenate([images["data_batch_1"], images["data_batch_2"]]),
-        y_train=np.concatenate([PARTS["data_batch_1"][1], PARTS["data_batch_2"][1]]),
+        y_train=np.concatenate([PARTS["data_batch_1"][1], PARTS["data_batch_2"][1]]).reshape(shape),
         x_test=images["test_batch"],
-        y_test=PARTS["test_batch"][1],
+        y_test=PARTS["test_batch"][1].reshape(shape),
     )
 
 
@@ -53,6 +54,7 @@ LAYOUTS: dict[str, Callable[[Path], None]] = {
     "python batches in protocol 0": lambda folder: write_pickles(folder, 0),
     "binary batches": write_binary,
     "npz with channels last": write_npz,
+    "npz with labels in a column": lambda folder: write_npz(folder, columns=True),
     "npz with channels first": lambda folder: write_npz(folder, last=False),
 }
 

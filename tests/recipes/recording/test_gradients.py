@@ -81,6 +81,13 @@ def test_a_naive_run_is_measured_against_fp32_on_its_own_weights() -> None:
     assert document["unmoved"] == toy.share(unmoved, own != 0) > 0
 
 
+def test_the_metric_of_fp32_is_that_after_the_last_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings("toy", "fp16-naive", epochs=2).filled()
+    name = Training(settings).recipe.metric.name
+    monkeypatch.setattr(Training, "evaluate", lambda training: {"loss": 1.0, name: training.epoch / 4})
+    assert record_gradients(settings)["fp32"] == 1 / 2
+
+
 def test_a_run_that_is_stopped_at_once_has_counted_nothing() -> None:
     document = record_updates(Settings("toy", epochs=3).filled(), Onlooker(lambda: True))
     assert all(one["steps_sampled"] == [] and one["learning_rates"] is None for one in document["moments"].values())

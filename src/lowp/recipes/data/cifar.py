@@ -91,12 +91,12 @@ def _part(path: Path, images: npt.NDArray[Any], labels: npt.NDArray[Any]) -> Par
     """Return images as [N, 3, 32, 32] and labels, after checking shapes, dtypes and the range of the labels."""
     if images.ndim == 4 and images.shape[-1] == 3:
         images = images.transpose(0, 3, 1, 2)
-    labels = labels.reshape(-1)
+    labels = labels.ravel()
     if images.dtype != np.uint8 or images.size != len(labels) * _VALUES or not len(labels):
         raise CIFAR10.broken(path, f"has {images.dtype} images of shape {images.shape} for {len(labels)} labels")
     if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() > 9:
         raise CIFAR10.broken(path, "has labels that are not 0 to 9")
-    return np.array(images.reshape(-1, 3, 32, 32), order="C"), labels.astype(np.int64)
+    return np.array(images.reshape(len(labels), 3, 32, 32), order="C"), labels.astype(np.int64)
 
 
 # -- pickles ----------------------------------------------------------------------------------------------------------
