@@ -103,6 +103,23 @@ def test_a_long_text_is_cut_and_left_out_where_its_part_is_cut_off(tmp_path: Pat
     assert len(span_data(tweets, WordPiece(PIECES), 6, "").training) == 0
 
 
+def test_every_tenth_text_is_for_validation() -> None:
+    data = span_data([Tweet("want", "positive", 0, 4)] * 21, WordPiece(PIECES), 12, "")
+    assert (len(data.training), len(data.validation)) == (18, 3)
+
+
+def test_a_word_of_more_than_a_hundred_characters_is_unknown() -> None:
+    built = WordPiece.build(["a"], max_size=9)
+    assert [len(built.pieces("a" * length)) for length in (99, 100, 101)] == [99, 100, 1]
+
+
+def test_a_vocabulary_may_have_as_many_pieces_as_the_network_embeds(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join(PIECES) + "\n")
+    assert list(WordPiece.read(tmp_path / "vocab.txt", len(PIECES)).ids) == PIECES
+    with pytest.raises(InvalidInput, match="has 16 lines, and the network embeds 15"):
+        WordPiece.read(tmp_path / "vocab.txt", len(PIECES) - 1)
+
+
 def test_a_part_has_no_piece_that_only_touches_it() -> None:
     places = []
     for part in (",", "cafe", "want"):

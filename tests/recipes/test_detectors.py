@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -259,6 +260,14 @@ def test_a_photograph_is_subsampled_while_it_fits_and_repeated_where_it_does_not
         piece = shapes._background(np.random.default_rng(seed), side, False)
         assert piece.shape == (3, side, side)
         assert (int(piece[0, -1, 0]) - int(piece[0, 0, 0])) / (side - 1) == pytest.approx(step, abs=0.02)
+
+
+def test_half_of_the_photographs_are_flipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = torch.arange(24, dtype=torch.uint8).expand(3, 18, 24)
+    monkeypatch.setattr(shapes, "photographs", lambda: (columns, columns))
+    for drawn, expected in ((0.4375, [22, 20, 18]), (0.5, [18, 20, 22])):
+        random = SimpleNamespace(integers=lambda bound: 0, random=lambda drawn=drawn: drawn)
+        assert shapes._background(random, 3, True)[1, 1].tolist() == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", AREAS)

@@ -227,7 +227,7 @@ class WordPiece:
 
     def pieces(self, text: str) -> list[Piece]:
         """Split a text into pieces; a word that cannot be split is one unknown piece."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer.encode(text)
         return [Piece(id, *span) for id, span in zip(encoding.ids, encoding.offsets, strict=True)]
 
 
