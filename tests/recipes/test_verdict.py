@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import math
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from lowp.recipes.comparison import AS_FP32, FAILS, LOSES, UNDECIDED, chance, deviation, judge, mean, student_tail
+from lowp.recipes.comparison import (
+    AS_FP32,
+    FAILS,
+    LOSES,
+    UNDECIDED,
+    Study,
+    chance,
+    deviation,
+    judge,
+    mean,
+    result_line,
+    student_tail,
+)
 from lowp.recipes.recipe import Metric
 
 ACCURACY = Metric("accuracy")
@@ -59,11 +73,29 @@ def test_one_seed_alone_decides_nothing_but_a_failure() -> None:
     assert judge([0.2], [0.98], 0.1, ACCURACY, 540, 0).verdict == FAILS
 
 
+def test_the_bounds_of_a_verdict_are_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judge([0.5] * 3, [1.0] * 3, 0.0, ACCURACY, 540, 0).verdict == LOSES  # it learned half
+    assert judge([0.5] * 3, [0.75] * 3, 0.0, ACCURACY, 4, 0).verdict == AS_FP32  # worse by one example
+    for p, verdict in ((0.0499, LOSES), (0.05, UNDECIDED)):
+        monkeypatch.setattr("lowp.recipes.comparison.chance", lambda *_, p=p: p)
+        assert judge([0.90, 0.91, 0.92], FP32, 0.1, ACCURACY, 540, 0).verdict == verdict
+
+
+def test_a_run_that_took_no_epoch_has_no_last_metrics() -> None:
+    study = cast(Study, SimpleNamespace(recipe=SimpleNamespace(metric=ACCURACY)))
+    run: dict[str, Any] = {"failure": None, "skipped_steps": 0, "history": []}
+    for count, shown in ((0, "nan%, loss nan"), (1, "nan%, loss nan"), (2, "50.00%, loss 2.0000")):
+        run["history"] = [{"accuracy": 0.5, "loss": 2.0}] * count
+        assert result_line(study, "a", run) == f"a: accuracy {shown}"
+
+
 def test_chance_is_student_s_with_the_deviation_of_fp32() -> None:
     # t = 0.01 / (0.005 * sqrt(2 / 3)) = 2.4495, for which with 2 degrees of freedom p = (1 - t / sqrt(2 + t^2)) / 2
     t = math.sqrt(6)
     assert chance(0.01, 0.005, 3) == pytest.approx((1 - t / math.sqrt(2 + t * t)) / 2, rel=1e-6)
-    assert math.isnan(chance(0.01, 0.005, 1))
+    assert math.isnan(chance(0.01, 0.005, 1)) and math.isnan(chance(math.inf, 0.005, 3))
+    assert math.isnan(chance(0.01, 0.0, 1)) and math.isnan(chance(math.nan, 0.0, 2))
+    assert (chance(0.01, 0.0, 2), chance(0.0, 0.0, 2)) == (0.0, 1.0)
 
 
 def test_without_scipy_a_loss_is_undecided_and_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,16 +201,17 @@ class Study:
 
     def _verdict(self, variant: Variant, runs: list[dict[str, Any]]) -> dict[str, Any] | None:
         metric = self.recipe.metric
-        baseline_runs = [self.runs.get((self.variants[0].label, run["seed"])) for run in runs]
         if variant is self.variants[0]:
             return {"verdict": BASELINE, "gap": 0.0, "gap_in_deviations": 0.0, "p": None, "reason": ""}
-        if any(run is None for run in baseline_runs):
+        kept = [self.runs.get((self.variants[0].label, run["seed"])) for run in runs]
+        baseline_runs = [run for run in kept if run is not None]
+        if len(baseline_runs) < len(runs):
             return None
-        baseline = [_last(run, metric.name) for run in baseline_runs if run is not None]
+        baseline = [_last(run, metric.name) for run in baseline_runs]
         if not all(map(math.isfinite, baseline)):
             return None
         failures = sum(run["failure"] is not None or not math.isfinite(_last(run, "loss")) for run in runs)
-        start = mean([run["history"][0][metric.name] for run in baseline_runs if run is not None])
+        start = mean([run["history"][0][metric.name] for run in baseline_runs])
         values = [_last(run, metric.name) for run in runs]
         verdict = judge(values, baseline, start, metric, len(self.data.validation), failures)._asdict()
         causes = [run["failure"] for run in runs if run["failure"]]
@@ -236,7 +237,7 @@ def _name(label: str, seed: int) -> str:
 def _last(run: dict[str, Any], name: str) -> float:
     """Return a metric after the last epoch; NaN for a run that ended in an error."""
     history = run["history"]
-    return float(history[-1][name]) if history and len(history) > 1 else math.nan
+    return float(history[-1][name]) if len(history) > 1 else math.nan
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------

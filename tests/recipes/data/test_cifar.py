@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,28 @@ def test_a_broken_file_is_named_with_what_is_wrong_with_it(case: str, tmp_path: 
     name, content, text = BROKEN[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InvalidInput, match=rf"CIFAR-10: .*{name} .*{text}.* Get it again from https"):
+        read_cifar10(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "text"),
+    [
+        (np.zeros((2, 32, 32, 3), np.uint8), [0, 9], None),
+        (np.zeros((2, 32, 32, 3), np.uint8), [0, 10], "has labels that are not 0 to 9"),
+        (np.zeros((2, 32, 32, 3), np.uint8), [-1, 9], "has labels that are not 0 to 9"),
+        (np.zeros((2, 32, 32, 3), np.uint8), [0.0, 9.0], "has labels that are not 0 to 9"),
+        (np.zeros((2, 32, 32, 3)), [0, 9], "has float64 images of shape (2, 3, 32, 32) for 2 labels"),
+        (np.zeros((1, 3, 32, 32), np.uint8), [0, 9], "has uint8 images of shape (1, 3, 32, 32) for 2 labels"),
+        (np.zeros((0, 3, 32, 32), np.uint8), [], "has uint8 images of shape (0, 3, 32, 32) for 0 labels"),
+        (np.array([{}, {}]), [0, 9], "is not an .npz file: Object arrays cannot be loaded"),
+    ],
+)
+def test_images_are_bytes_and_labels_0_to_9(images: Any, labels: Any, text: str | None, tmp_path: Path) -> None:
+    np.savez(tmp_path / "cifar10.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    if text is None:
+        assert read_cifar10(tmp_path).held_labels.tolist() == labels
+        return
+    with pytest.raises(InvalidInput, match=rf"cifar10\.npz {re.escape(text)}"):
         read_cifar10(tmp_path)
 
 

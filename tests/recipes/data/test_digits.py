@@ -54,7 +54,11 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "labels": ("t10k-labels-idx1-ubyte", idx(np.array([1, 2], np.uint8)), "has 2 labels for 3 images"),
     "label 10": ("t10k-labels-idx1-ubyte", idx(np.array([1, 2, 10], np.uint8)), "has labels that are not 0 to 9"),
     "no label": ("t10k-labels-idx1-ubyte", idx(np.zeros(0, np.uint8)), "has 0 labels for 3 images"),
-    "cut head": ("t10k-labels-idx1-ubyte", idx(np.zeros(0, np.uint8))[:-1], "begins with 00 00 08 01, but an idx file"),
+    "cut head": (
+        "train-images-idx3-ubyte",
+        idx(FILES["train-images-idx3-ubyte"])[:15],
+        "begins with 00 00 08 03, but an idx file of this kind begins with 00 00 08 03",
+    ),
     "other size": ("t10k-images-idx3-ubyte", idx(np.zeros((3, 8, 8), np.uint8)), "has images of 8x8, not 28x28"),
 }
 

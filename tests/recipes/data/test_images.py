@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from lowp.errors import InvalidInput
-from lowp.recipes.data.images import ImageExamples, LabelledImages, image_data, read_folders
+from lowp.recipes.data.images import ImageExamples, LabelledImages, image_data, mirrored, read_folders
 from lowp.recipes.data.shapes import SHAPES, draw_scene, shape_images
 
 
@@ -71,6 +71,12 @@ def test_augmentation_shifts_by_up_to_the_padding_and_mirrors() -> None:
         batch, _ = one.batch(torch.tensor([0]), torch.Generator().manual_seed(seed))
         places |= {tuple(place) for place in batch[0, 0].nonzero().tolist()}
     assert places == {(row, column) for row in (1, 2, 3) for column in (0, 1, 2, 2, 3, 4)}
+
+
+def test_a_draw_below_a_half_mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *size, generator: torch.tensor([0.4375, 0.5]))
+    found, flipped = mirrored(torch.arange(4.0).view(2, 1, 1, 2), torch.Generator())
+    assert flipped.tolist() == [True, False] and found.flatten().tolist() == [1, 0, 2, 3]
 
 
 def test_a_channel_that_never_changes_does_not_divide_by_zero() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lowp.errors import InvalidInput
 from lowp.recipes.data.files import Published, read_bytes
 from lowp.recipes.data.images import LabelledImages
 
@@ -59,7 +60,9 @@ def _from_npz(path: Path) -> tuple[Part, Part]:
             if missing:
                 raise CIFAR10.broken(path, f"has no {', '.join(missing)}; it holds {', '.join(arrays) or 'nothing'}")
             return tuple(_part(path, arrays[f"x_{split}"], arrays[f"y_{split}"]) for split in ("train", "test"))  # type: ignore[return-value]
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except InvalidInput:
+        raise
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:  # ValueError: an array of objects
         raise CIFAR10.broken(path, f"is not an .npz file: {error}") from None
 
 
