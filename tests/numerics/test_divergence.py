@@ -17,7 +17,7 @@ import lowp
 from lowp.numerics.divergence import Fault, Guard, _first_cause, _growth, _hint, _judged
 from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, Seam
-from lowp.numerics.replay import Event, Place, ranges_of
+from lowp.numerics.replay import Event, Place, Trace, ranges_of, state_of
 from lowp.numerics.tape import Slot, Tape, beside, calls_again
 
 
@@ -590,3 +590,67 @@ def test_a_guard_begins_with_nothing_and_remembers_twenty_steps() -> None:
     fault_of_gradients = watching.before_step([parameter], seen[0], 1.0)
     assert fault_of_gradients is not None and fault_of_gradients.what == "gradients"
     assert Guard(Models(nn.Linear(1, 1)), Seam(), diagnoses=False).before_step([parameter], seen[0], 1.0) is None
+
+
+def traced(*given: tuple[str, Tensor]) -> Trace:
+    trace = Trace(Paths(Models(nn.Linear(1, 1))))
+    for what, tensor in given:
+        trace.give(tensor, what)
+    return trace
+
+
+def test_what_is_not_finite_of_a_tensor_is_counted() -> None:
+    nan, inf = math.nan, math.inf
+    assert state_of(torch.tensor([nan, inf, -inf, 1.0])) == (1, 2)
+    assert state_of(torch.tensor([complex(nan, inf), complex(inf, 0), 1j])) == (1, 1)
+    for empty in (torch.tensor([1]), torch.empty(0), torch.empty(2, device="meta"), torch.tensor([True])):
+        assert state_of(empty) == (0, 0)
+
+
+def test_a_trace_tells_masks_and_what_was_given_from_faults() -> None:
+    nan, inf = math.nan, math.inf
+    mask, both, one = torch.tensor([0.0, -inf]), torch.tensor([inf, -inf]), torch.tensor(inf)
+    bad, mixed, good = torch.tensor([nan, 1.0]), torch.tensor([nan, -inf]), torch.ones(2)
+    trace = traced(
+        ("mask", mask), ("both", both), ("one", one), ("bad", bad), ("mixed", mixed), ("good", good), ("again", mask)
+    )
+    found = [(one.operation, one.order, one.phase, one.nan, one.inf, one.fills) for one in trace.events]
+    assert found == [
+        *[("mask", 0, "given", 0, 1, True), ("both", 1, "given", 0, 2, False), ("one", 2, "given", 0, 1, True)],
+        *[("bad", 3, "given", 1, 0, False), ("mixed", 4, "given", 1, 1, False)],
+    ]
+    assert all(one.is_outside for one in trace.events)
+    assert trace.event_of(mask[:1]) is trace.events[0] and trace.event_of(good) is None
+
+    def ran(operation: str, given: list[Tensor], *results: Tensor) -> Any:
+        before = len(trace.events)
+        trace.ran(operation, [(one, state_of(one)) for one in given], list(results))
+        return trace.events[-1] if len(trace.events) > before else None
+
+    assert ran("add", [good, good], good + 1) is None and ran("view", [mask], mask) is None
+    added = ran("add", [mask, good], hidden := good + mask, good)
+    assert (added.order, added.nan, added.inf, added.fills, added.phase) == (5, 0, 1, False, "forward")
+    assert (added.finite_inputs, added.nan_inputs, added.parents) == (False, False, [trace.events[0]])
+    assert added.place == Place("add", "", "") and not added.is_outside
+    assert [one["shape"] for one in added.inputs] == [[2], [2]]
+    filled = ran("masked_fill", [good, one], torch.tensor([1.0, inf]))
+    assert filled.fills and filled.parents == [trace.events[2]]
+    assert not ran("masked_fill", [good, both], both.clone()).fills, "of what is no mask"
+    assert ran("full", [], torch.full((2,), inf)).fills and not ran("log", [good], torch.full((2,), inf)).fills
+    assert not ran("full", [], torch.full((2,), nan)).fills
+    product = ran("mul", [bad, hidden], result := bad * hidden, both.clone())
+    assert (product.nan, product.inf, product.nan_inputs, product.finite_inputs) == (1, 3, True, False)
+    assert product.parents == [trace.events[3], added]
+    assert product.ancestors() == [trace.events[0], trace.events[3], added, product]
+    assert ran("view", [good], mask, torch.full((2,), inf)) is not None
+    product.read(0, product)
+    assert len(product.parents) == 2 and product.nan_inputs
+    trace.came_in(good)
+    known = len(trace.events)
+    trace.came_in(result)
+    assert len(trace.events) == known
+    trace.came_in(foreign := torch.tensor([nan, 2.0]))
+    assert len(trace.events) == known + 1 and trace.events[-1] is trace.event_of(foreign)
+    outside = trace.events[-1]
+    assert outside.operation == outside.place.op == "a tensor made outside of torch's operations"
+    assert outside.place.line.startswith("test_divergence.py:") and outside.phase == "given"
