@@ -643,6 +643,7 @@ def test_a_trace_tells_masks_and_what_was_given_from_faults() -> None:
     assert product.parents == [trace.events[3], added]
     assert product.ancestors() == [trace.events[0], trace.events[3], added, product]
     assert ran("view", [good], mask, torch.full((2,), inf)) is not None
+    assert ran("mul", [both], both) is not None, "in place"
     product.read(0, product)
     assert len(product.parents) == 2 and product.nan_inputs
     trace.came_in(good)

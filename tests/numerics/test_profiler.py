@@ -7,6 +7,7 @@ import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import forked
 import numpy as np
@@ -805,6 +806,7 @@ def planned(share: float | None, **options: bool) -> schedule.Schedule:
 
 
 def test_what_a_step_costs_is_measured_and_what_it_hides_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "has_compiled", lambda: False)
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(schedule, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     for compiled, beside, hides in ((False, False, 0.25), (True, False, 2.0), (True, True, 0.25)):
@@ -830,7 +832,8 @@ def test_what_a_step_costs_is_measured_and_what_it_hides_is_bounded(monkeypatch:
         assert plan.cost("") == pytest.approx(0.25 + hides, abs=1e-4)
 
 
-def test_the_next_step_to_decide_on_is_when_there_will_be_room() -> None:
+def test_the_next_step_to_decide_on_is_when_there_will_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "has_compiled", lambda: False)
     plan = planned(0.1, divergence=True)
     budget = plan._budget
     budget.clock, budget.started, budget.own = lambda: 10.0, 0.0, 0.0
@@ -852,7 +855,8 @@ def test_the_next_step_to_decide_on_is_when_there_will_be_room() -> None:
     assert [plan.rests(step) for step in (28, 29)] == [True, False]
 
 
-def test_a_step_is_looked_at_and_guarded_as_far_as_there_is_room() -> None:
+def test_a_step_is_looked_at_and_guarded_as_far_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "has_compiled", lambda: False)
     plan = planned(0.1, divergence=True)
     budget = plan._budget
     budget.clock, budget.started = lambda: 100.0, 0.0
@@ -872,3 +876,65 @@ def test_a_step_is_looked_at_and_guarded_as_far_as_there_is_room() -> None:
         budget.own, budget.guarding = own, 0.0
         plan.decide(6)
         assert plan.modules == modules
+
+
+def test_a_model_that_is_never_trained_is_seen_beside_the_others_and_evaluation_of_one_that_is_not() -> None:
+    student, teacher = nn.Linear(3, 2), nn.Linear(3, 2).eval()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    with lowp.profile({"student": student, "teacher": teacher}, optimizer, max_overhead=None) as profile:
+        for _ in range(3):
+            x = torch.randn(4, 3)
+            with torch.no_grad():
+                student.eval()(x)
+                aim = teacher(x)
+            (student.train()(x) - aim).square().mean().backward()
+            optimizer.step()
+    calls = {module: seen.calls for (module, op), seen in profile.record.ops.items() if op == "linear"}
+    assert calls == {"student": 3, "teacher": 2}, "in the first step it is not known yet which is trained"
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_compiled_step_runs_again_with_the_gradient_that_its_loss_was_given(by_name: bool) -> None:
+    torch.compiler.reset()
+    found = []
+    for compiled in (False, True):
+        model, gradient = network(), torch.tensor(3.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        called = torch.compile(model, backend="eager") if compiled else model
+        with lowp.profile(called, optimizer, max_overhead=None) as profile:  # type: ignore[arg-type]
+            loss = called(torch.linspace(-1, 1, 128).reshape(8, 16)).square().sum()
+            loss.backward(gradient=gradient) if by_name else loss.backward(gradient)
+            optimizer.step()
+        found.append(profile.record.tensors[Key("3", "linear", "grad", "backward")].document())
+    assert found[0] == found[1]
+
+
+def test_a_compiled_step_runs_again_beside_the_training_where_it_is_the_only_model_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schedule, "has_compiled", lambda: False)
+    compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
+
+    def decided(*given: Any, failures: int = 0) -> schedule.Schedule:
+        models = Models(given[0])
+        plan = schedule.Schedule(models, schedule.Budget(None), False)
+        plan.start()
+        assert plan._is_compiled is (given[0] is compiled)
+        for one in given[1:]:
+            models.add(one)
+        plan.take_turns()
+        for _ in range(failures):
+            plan.failed()
+        plan.decide(0)
+        return plan
+
+    alone = decided(compiled)
+    assert alone._runs_otherwise and alone.beside and alone.guards, "what it was given is needed"
+    assert decided(compiled, failures=2).beside and not decided(compiled, failures=3).beside
+    plain = decided(nn.Linear(2, 2))
+    assert not plain.beside and not plain.guards and plain.is_busy
+    both = decided(nn.Linear(2, 2), compiled)
+    assert both._is_compiled and not both.beside and len(both.modules) == len(both._costs)
+    alone.never_beside()
+    alone.decide(1)
+    assert alone.modules and not alone.beside

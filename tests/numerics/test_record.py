@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import reduce
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import nn
 import lowp
 from lowp.errors import InvalidInput
 from lowp.numerics.models import fingerprint_of
+from lowp.numerics.part import failure, looked_at, parameter_key
 from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print, Record, Recording, StepSeen, difference, ulps
 from lowp.numerics.spectrum import Spectrum
 
@@ -194,13 +196,14 @@ def test_a_full_disk_at_the_end_of_a_profile_leaves_it_in_memory_and_what_follow
     resource, path, model = pytest.importorskip("resource"), tmp_path / "run.json", nn.Linear(4, 2)
     limits, optimizer = resource.getrlimit(resource.RLIMIT_FSIZE), torch.optim.SGD(model.parameters(), 0.1)
     try:
-        with pytest.warns(UserWarning, match=r"run\.json was not written, .* the profile is in memory"):
+        with pytest.warns(UserWarning, match=r"run\.json was not written, .* the profile is in memory") as told:
             with lowp.profile(model, optimizer, out=path, max_overhead=None) as profile:
                 model(torch.ones(3, 4)).sum().backward()
                 optimizer.step()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert told[0].filename == __file__, "the line that the profile ends at"
     profile.save(tmp_path / "elsewhere.json")
     assert Record.load(tmp_path / "elsewhere.json").tensors.keys() == profile.record.tensors.keys() != set()
 
@@ -291,3 +294,72 @@ def test_a_scale_that_moves_is_kept_of_steps_that_are_not_recorded() -> None:
     for step, scale in enumerate((None, 8.0, 8.0, 4.0, None, 4.0)):
         recording.add_scale(StepSeen(step, scale=scale))
     assert [(one.step, one.scale) for one in recording.part.steps] == [(1, 8.0), (3, 4.0)]
+
+
+def test_parts_of_two_ranks_are_added_entry_by_entry() -> None:
+    key, other = Key("a", "linear", "input", "forward"), Key("", "weight", "weight", "step")
+    assert [str(key), str(other), key.path, other.path] == [
+        "a linear input",
+        "the model weight weight",
+        "a.linear",
+        "weight",
+    ]
+    assert [one.of_model("m").module for one in (key, other)] == ["m.a", "m"]
+    one, two = Part(), Part()
+    ones, twos = Spectrum.of(torch.ones(3)), Spectrum.of(torch.full((2,), 2.0))
+    one.tensors, two.tensors = {key: ones}, {key: twos, other: ones}
+    one.slopes, two.slopes = {key: np.full(96, 1.0)}, {key: np.full(96, 0.5)}
+    one.octaves, two.octaves = {0: {key: Octaves.of(ones)}}, {0: {key: Octaves.of(twos)}, 4: {other: Octaves.of(ones)}}
+    one.ops["a", "linear"] = OpSeen("contraction", 2, "", "input weight", {"weight": "a.w"}, {"input": "float32"}, 10)
+    two.ops["a", "linear"] = OpSeen("contraction", 3, "t.py:1", "input", {"weight": "a.w", "weight 2": "a.v"}, {}, 20)
+    two.ops["b", "gelu"] = OpSeen("pointwise", 1, "t.py:2", "input", {}, {"output": "bfloat16"}, 0)
+    one.steps, two.steps = [StepSeen(4, 1.0), StepSeen(0, 2.0)], [StepSeen(2), StepSeen(4, 3.0, 8.0, True, 5.0, True)]
+    one.prints, two.prints = {0: [Print(key, 1, ())]}, {0: [Print(key, 2, ())], 4: [Print(other, 3, (1.0,))]}
+    one.faults, two.faults = [{"step": 1}], [{"step": 1}, {"step": 2}]
+    one.add(two)
+    assert one.tensors[key].document() == (ones + twos).document() and one.tensors[other] is ones
+    assert one.slopes[key].tolist() == [1.5] * 96
+    assert one.octaves == {0: {key: Octaves(0, (3, 2))}, 4: {other: Octaves(0, (3,))}}
+    roles = {"weight": "a.w", "weight 2": "a.v"}
+    assert one.ops["a", "linear"] == OpSeen("contraction", 5, "t.py:1", "input weight", roles, {"input": "float32"}, 30)
+    assert one.ops["b", "gelu"] == two.ops["b", "gelu"]
+    assert one.steps == [StepSeen(0, 2.0), StepSeen(2), StepSeen(4, 1.0, 8.0, True, 5.0, True)]
+    assert one.prints == {0: [Print(key, 1, ())], 4: [Print(other, 3, (1.0,))]}
+    assert one.faults == [{"step": 1}, {"step": 2}]
+    again = Part.read(json.loads(json.dumps(one.document())))
+    assert again.document() == one.document() and again.prints == one.prints and again.octaves == one.octaves
+    assert (again.ops, again.steps, again.faults) == (one.ops, one.steps, one.faults)
+    named = one.renamed("m")
+    assert set(named.ops) == {("m.a", "linear"), ("m.b", "gelu")} and set(named.tensors) == {
+        key.of_model("m"),
+        other.of_model("m"),
+    }
+    assert named.ops["m.a", "linear"].parameters == {"weight": "m.a.w", "weight 2": "m.a.v"}
+    for loss, largest, finite in (
+        (None, None, True),
+        (1.0, math.inf, False),
+        (math.nan, None, False),
+        (1.0, 2.0, True),
+    ):
+        assert StepSeen(0, loss, largest_gradient=largest).is_finite is finite
+    texts = [failure({"step": 3, "what": what}) for what in ("loss", "gradients")]
+    assert texts == ["step 3: the loss was not finite", "step 3: the gradients were not finite"]
+
+
+def test_a_look_tells_a_tensor_by_its_bits_and_by_numbers_from_its_first_to_its_last() -> None:
+    key = Key("a", "linear", "output", "forward")
+    x = torch.arange(1.0, 11.0)
+    seen, same, other = looked_at(key, x), looked_at(key, x.clone()), looked_at(key, x.flip(0) + 1)
+    assert seen.print == same.print and seen.print.checksum != other.print.checksum
+    assert seen.print.key == key and seen.print.numbers == (1.0, 4.0, 7.0, 10.0)
+    halved = looked_at(key, x, 2.0)
+    assert halved.print.numbers == (0.5, 2.0, 3.5, 5.0)
+    assert halved.spectrum.document() == Spectrum.of(x / 2).document()
+    assert looked_at(key, torch.tensor([3.0])).print.numbers == (3.0,) * 4
+    empty = looked_at(key, torch.empty(0))
+    assert empty.print.numbers == () and empty.spectrum.nonzero == 0
+    read = key._replace(role="input")
+    assert looked_at(read, torch.ones(64, 64)).blocks
+    assert not looked_at(read, torch.full((64, 64), math.inf)).blocks
+    assert parameter_key("a.b.weight", "update", "step") == Key("a.b", "weight", "update", "step")
+    assert parameter_key("weight", "update", "step") == Key("", "weight", "update", "step")
