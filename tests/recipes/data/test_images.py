@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from lowp.errors import InvalidInput
-from lowp.recipes.data.images import ImageExamples, LabelledImages, image_data, mirrored, read_folders
+from lowp.recipes.data.images import FolderExamples, ImageExamples, LabelledImages, image_data, mirrored, read_folders
 from lowp.recipes.data.shapes import SHAPES, draw_scene, shape_images
 
 
@@ -120,6 +120,24 @@ def test_the_middle_of_a_picture_is_seen_where_nothing_is_drawn_by_chance(
     corners = [tuple(int(one.min()) for one in torch.nonzero(image > 0, as_tuple=True)) for image in drawn]
     tops, lefts = ({one for one in ones} for ones in zip(*corners, strict=True))
     assert len(tops) > 3 and len(lefts) > 3
+    assert (tops if height == 40 else lefts) == {*range(12, 18)}  # of 40 pixels any 35
+
+
+@pytest.mark.parametrize(("drawn", "is_flipped"), [(0.4375, True), (0.5, False)])
+def test_a_picture_is_flipped_by_a_draw_below_a_half(
+    drawn: float, is_flipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.fromarray(np.arange(40, dtype=np.uint8)[None, :, None].repeat(40, 0).repeat(3, 2)).save(tmp_path / "a.png")
+    monkeypatch.setattr(torch, "rand", lambda size, generator: torch.tensor(drawn))
+    (image,), _ = FolderExamples([(tmp_path / "a.png", 0)], 35).batch(torch.tensor([0]), torch.Generator())
+    assert (image[0, 0, 0] > image[0, 0, -1]) == is_flipped
+
+
+def test_folders_without_a_class_are_refused(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+    with pytest.raises(InvalidInput, match=r"has 0 classes .*: this size of the network takes 1 to 10"):
+        read_folders(tmp_path, side=16, classes=10)
 
 
 def test_folders_with_too_many_classes_or_broken_pictures_are_refused(tmp_path: Path) -> None:

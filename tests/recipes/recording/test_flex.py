@@ -12,7 +12,8 @@ from lowp.errors import InvalidInput
 from lowp.numerics.spectrum import Spectrum
 from lowp.recipes.recording import flex
 from lowp.recipes.recording.flex import record_autoflex
-from lowp.recipes.recording.runs import Onlooker
+from lowp.recipes.recording.runs import Onlooker, below
+from lowp.recipes.sampling import Share
 from lowp.recipes.training import Settings, Training
 
 
@@ -45,6 +46,18 @@ def test_numbers_are_counted_by_octave_and_as_the_exponents_and_the_largest_of_t
     assert found["below_maximum"] == 9 / 13  # those below 2^5
     assert found["below_unit"] == (6 + 5) / 26  # those below half of 2^-5 and of 2^-7
     assert found["exponents"] == [-7, -5]
+
+
+def test_shares_of_one_or_two_numbers_are_of_all_of_them() -> None:
+    assert below(Spectrum.of(torch.tensor([2.0**-30])), -24) == 1.0 and below(Spectrum(), -24) == 0.0
+    assert (Share(1, 1).value, Share(1, 2).value, Share().value) == (1.0, 0.5, 0.0)
+    written = flex._Written()
+    written.add(Spectrum.of(torch.tensor([2.0**-30])), 0)
+    assert written.document()["below_unit"] == 1.0
+    for factor, share in ((1.0, 0.0), (0.75, 0.5)):
+        written = flex._Written()
+        written.add(Spectrum.of(torch.tensor([1.0, factor * 2.0**-15])), 0)
+        assert written.document()["below_maximum"] == share
 
 
 def test_a_layer_that_is_drawn_is_the_named_one_or_the_first_with_an_output() -> None:

@@ -7,7 +7,7 @@ from recipes.recording import toy
 
 from lowp.errors import InvalidInput
 from lowp.recipes.recording.stall import record_stall
-from lowp.recipes.training import Settings
+from lowp.recipes.training import Settings, Training
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +25,12 @@ def test_pure_bf16_stalls_and_the_others_go_on() -> None:
     means = {label: sum(row["moving"]) / 40 for label, row in rows.items()}
     assert means["bf16, to nearest"] < 0.1 < means["bf16, stochastic"] + 0.1 < means["fp32"]
     assert all(row["step"] == list(range(40)) for row in rows.values())
+    training = Training(Settings("toy", epochs=40, learning_rate=rate).filled())
+    training.run()
+    last, index = training.model.state_dict()["2.weight"], tuple(document["index"])
+    distances = (last - toy.initial().state_dict()["2.weight"]).abs()
+    assert distances[index] == distances[distances > 0].median() and document["ways"][0][-1] == last[index]
+    assert document["way_steps"] == list(range(41))
 
 
 def test_the_first_step_in_fp32_is_that_of_the_formula() -> None:
