@@ -655,3 +655,18 @@ def test_a_trace_tells_masks_and_what_was_given_from_faults() -> None:
     outside = trace.events[-1]
     assert outside.operation == outside.place.op == "a tensor made outside of torch's operations"
     assert outside.place.line.startswith("test_divergence.py:") and outside.phase == "given"
+
+
+def test_a_tape_knows_in_which_region_or_under_which_autocast_of_torch_s_its_step_ran() -> None:
+    model, x, tape = nn.Linear(2, 2), torch.ones(1, 2), Tape(Seam())
+    tape.begin(model, (x,), {})
+    assert tape.region is None and tape.autocast == []
+    tape.forget()
+    tape = Tape(Seam())
+    with torch.autocast("cpu", dtype=torch.float16):
+        tape.begin(model, (x,), {})
+    assert tape.region is None and [(one[0], one[2]) for one in tape.autocast] == [("cpu", torch.float16)]
+    tape = Tape(Seam())
+    with lowp.autocast(lowp.Precision("bf16").policy):
+        tape.begin(model, (x,), {})
+    assert tape.region is not None and tape.autocast == []

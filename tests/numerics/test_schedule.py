@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowp.errors import InvalidInput
-from lowp.numerics import schedule
+from lowp.numerics import schedule, windows
 from lowp.numerics.models import Models
 from lowp.numerics.prediction import Window
 from lowp.numerics.record import Key, OpSeen, Part, Record
@@ -236,3 +236,18 @@ def test_the_window_is_that_of_most_modules_and_begins_where_least_is_flushed() 
     record.sampling.update(max_overhead=0.1)
     assert initial_scale(record) == 2.0**16
     assert initial_scale(Record({}, gradients(a=[1.0]).part, {"max_overhead": 0.1})) == 2.0**12
+
+
+@pytest.mark.parametrize(
+    ("op_class", "roles", "found"),
+    [
+        ("contraction", ["weight", "bias"], ["the bias"]),
+        ("norm", ["weight", "bias"], []),
+        ("contraction", ["bias"], []),
+        ("contraction", ["weight", "weight 2", "bias"], []),
+        ("contraction", ["weight", "weight 2"], []),
+        ("contraction", ["scale", "bias"], []),
+    ],
+)
+def test_a_bias_is_added_to_a_product_beside_one_weight(op_class: str, roles: list[str], found: list[str]) -> None:
+    assert windows._biases(OpSeen(op_class, parameters={role: f"the {role}" for role in roles})) == found
