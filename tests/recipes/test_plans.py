@@ -332,3 +332,15 @@ def test_a_file_has_the_settings_of_its_checkpoint_or_those_of_the_recipe_that_i
     for size, tensors, words in (("full", state, "the 4 tensors of no recipe, such as 0.weight"), (None, {}, "none")):
         with pytest.raises(InvalidInput, match=words):
             serving.settings_of(plain, None, size, tensors)
+
+
+def test_a_serving_tells_the_epochs_of_every_training_and_stops_between_its_formats() -> None:
+    settings, told = Settings("digits", epochs=2, batch=400), list[str]()
+    study = serving.Serving(settings, ["int8"], recover=True)
+    rows = list(study.run(told.append, lambda: False))
+    assert told == ["fp32"] * 2 + ["int8"] * 2 and [row["format"] for row in rows] == ["fp32", "int8"]
+    assert "trained" not in rows[0] and rows[1]["trained"].keys() == rows[1]["numbers"].keys()
+    assert all(0 < row["seconds"] < 60 for row in rows) and study.document()["complete"]
+    study = serving.Serving(settings, ["int8"])
+    rows = list(study.run(told.append, lambda: len(study.rows) == 1))
+    assert [row["format"] for row in rows] == ["fp32"] and not study.document()["complete"]

@@ -40,9 +40,9 @@ def make_toy() -> Recipe:
     )
 
 
-def sampled(precision: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
+def sampled(precision: str, monkeypatch: pytest.MonkeyPatch, loss_scale: str | None = None) -> dict[str, float | None]:
     monkeypatch.setattr("lowp.recipes.training.get", lambda name: make_toy())
-    training = Training(Settings("toy", precision))
+    training = Training(Settings("toy", precision, loss_scale=loss_scale))
     sampler = Sampler(training, 1)
     sampler.step((torch.zeros(1),))
     return sampler.shares()
@@ -72,6 +72,14 @@ def test_masters_keep_what_fp16_would_lose(monkeypatch: pytest.MonkeyPatch) -> N
     # bf16 has all three gradients, and the fp32 masters lose no more than fp32 does
     shares = sampled("bf16-storage", monkeypatch)
     assert shares["flushed_gradients"] == 0.0 and shares["lost_updates"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("loss_scale", "lost"), [("8", 1 / 3), ("16", None)])
+def test_a_skipped_step_has_no_lost_updates(
+    loss_scale: str, lost: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.SLOPES", SLOPES * (2.0**126 if lost is None else 1))  # times 16 it is infinite
+    assert sampled("fp16", monkeypatch, loss_scale)["lost_updates"] == (lost and pytest.approx(lost))
 
 
 def test_samples_are_spread_over_the_run() -> None:
