@@ -72,6 +72,7 @@ def test_a_spectrum_times_a_power_of_two_is_that_of_the_scaled_tensor(scale: flo
     found, expected = Spectrum.of(x).scaled(scale), Spectrum.of(x * scale)
     assert np.array_equal(found.bins, expected.bins) and np.array_equal(found.powers, expected.powers)
     assert (found.count, found.zeros, found.maximum) == (7, 1, 3 * scale)
+    assert found.sum_squares == pytest.approx(expected.sum_squares, rel=1e-12)
 
 
 @pytest.mark.parametrize("scale", [1000.0, 0.3])
@@ -80,6 +81,7 @@ def test_a_spectrum_times_another_number_is_right_to_the_bin(scale: float) -> No
     found, expected = Spectrum.of(x).scaled(scale), Spectrum.of(x * scale)
     assert np.abs(np.cumsum(found.octaves) - np.cumsum(expected.octaves)).max() <= 4000 / PARTS
     assert found.nonzero == 4000 and not found.powers.any()
+    assert found.sum_squares == pytest.approx(expected.sum_squares, rel=1e-5)
 
 
 @pytest.mark.parametrize("change", [{"bins": [-1]}, {"significant": [1]}, {"count": None}, {"first_bin": 9999}])
