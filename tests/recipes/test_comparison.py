@@ -71,6 +71,10 @@ def test_a_comparison_says_what_its_runs_showed() -> None:
     gap = baseline["statistics"]["accuracy"]["mean"] - bf16["statistics"]["accuracy"]["mean"]
     assert bf16["verdict"]["gap"] == pytest.approx(gap)
     assert fp16["statistics"]["loss_scale"]["values"] == [8.0, 8.0]
+    for seed, why in ((0, "out of memory"), (1, "another")):
+        study.runs["fp16, scale 8", seed] = {**study.runs["fp16, scale 8", seed], "failure": why}
+    failed = study.document()["variants"][2]["verdict"]
+    assert failed["verdict"] == "fails" and failed["reason"] == "2 of 2 runs came to nothing; out of memory"
 
 
 def test_two_processes_train_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

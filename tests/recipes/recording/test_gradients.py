@@ -88,6 +88,15 @@ def test_the_metric_of_fp32_is_that_after_the_last_epoch(monkeypatch: pytest.Mon
     assert record_gradients(settings)["fp32"] == 1 / 2
 
 
+def test_the_middle_of_six_epochs_is_the_fourth() -> None:
+    moments = record_updates(Settings("toy", epochs=6).filled())["moments"]
+    assert {name: (one["epoch"], one["steps_sampled"]) for name, one in moments.items()} == {
+        "first": (1, [0]),
+        "middle": (4, [3]),
+        "last": (6, [5]),
+    }
+
+
 def test_a_run_that_is_stopped_at_once_has_counted_nothing() -> None:
     document = record_updates(Settings("toy", epochs=3).filled(), Onlooker(lambda: True))
     assert all(one["steps_sampled"] == [] and one["learning_rates"] is None for one in document["moments"].values())
