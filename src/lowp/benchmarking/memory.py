@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,11 +91,6 @@ class _Allocation:
     begin: float
     end: float
     part: str = ""
-
-    @property
-    def changes(self) -> tuple[tuple[float, int], tuple[float, int]]:
-        """When it begins and ends, and the bytes that are alive more."""
-        return (self.begin, self.size), (self.end, -self.size)
 
 
 def memory_of(contender: Contender, data: Data, batch: int) -> Split:
@@ -300,10 +296,10 @@ def _part_of(one: _Allocation, marks: _Marks, forward: float, forward_ends: floa
 
 def _highest(allocations: Iterable[_Allocation], first: float, last: float) -> tuple[int, float]:
     """Return the peak of bytes alive between two times, and the first time of the peak."""
-    changes = [(max(when, first), size) for one in allocations for when, size in one.changes]
+    changes = (((max(one.begin, first), one.size), (max(one.end, first), -one.size)) for one in allocations)
     alive = peak = 0
     moment = first
-    for when, size in sorted(changes):  # at one time what is freed comes first
+    for when, size in sorted(chain.from_iterable(changes)):  # at one time what is freed comes first
         if when > last:
             break
         alive += size

@@ -106,8 +106,7 @@ def markdown(formats: list[Format]) -> str:
     """Return the list as Markdown: that of docs/formats.md on the site."""
     heads = [*HEADS, *COST_HEADS, "source"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    for format in formats:
-        lines.append("| " + " | ".join([*_cells(format), format_facts.source(format)]) + " |")
+    lines += ["| " + " | ".join([*_cells(format), format_facts.source(format)]) + " |" for format in formats]
     named = ", ".join(f"`{name}` is `{cast}`" for name, cast in NAMED.items())
     return "\n".join([*lines, "", *(note.replace("~", "`~`") for note in NOTES), "", f"Casts with a name: {named}."])
 

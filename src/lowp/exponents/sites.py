@@ -205,10 +205,7 @@ def _requires_grad(values: Any) -> bool:
         values = values.values()
     elif not isinstance(values, (list, tuple)):
         return False
-    for one in values:
-        if one.requires_grad if isinstance(one, Tensor) else _requires_grad(one):
-            return True
-    return False
+    return any(map(_requires_grad, values))
 
 
 # -- classes ------------------------------------------------------------------------------------------------------

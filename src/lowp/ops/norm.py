@@ -63,11 +63,6 @@ class RmsNorm(Computation):
         return F.rms_norm(x, self.shape, weight, eps)
 
 
-def _dense(parameter: Tensor | None) -> Tensor | None:
-    """Return a parameter of channels whose numbers lie side by side, as torch's kernels of group norm read it."""
-    return None if parameter is None else parameter.contiguous()
-
-
 @dataclass(frozen=True)
 class GroupNorm(Computation):
     """Normalised over groups of channels (Wu and He 2018, arXiv 1803.08494)."""
@@ -81,14 +76,16 @@ class GroupNorm(Computation):
         return F.group_norm(x, self.groups, weight, bias, self.eps)
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        sizes = *self._sizes(x), self.groups, self.eps
-        result, mean, rstd = torch.native_group_norm(x.contiguous(), _dense(weight), _dense(bias), *sizes)
+        # torch's kernels read parameters, too, as if their numbers lay side by side
+        x, (weight, bias) = x.contiguous(), (one if one is None else one.contiguous() for one in (weight, bias))
+        result, mean, rstd = torch.native_group_norm(x, weight, bias, *self._sizes(x), self.groups, self.eps)
         return result, (mean, rstd)
 
     def backward(self, gradient: Tensor, small: Tensors, *tensors: Any, wanted: Sequence[bool]) -> Tensors:
         x, weight, _ = tensors
+        weight = None if weight is None else weight.contiguous()
         found: Tensors = torch.ops.aten.native_group_norm_backward(
-            gradient.contiguous(), x.contiguous(), *small, _dense(weight), *self._sizes(x), self.groups, wanted
+            gradient.contiguous(), x.contiguous(), *small, weight, *self._sizes(x), self.groups, wanted
         )
         return found
 
