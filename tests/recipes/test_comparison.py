@@ -198,7 +198,11 @@ def test_a_grid_is_read() -> None:
         ("exponent=2..8", "mantissa is missing; give both ranges, as in exponent=3..8,mantissa=2..10"),
         ("exponent=2..8,mantissa=x", "'mantissa=x' is not understood"),
         ("exponent=2,exponent=3,mantissa=2", "'exponent=3' is not understood"),
+        ("exponent=8..9,mantissa=2", "a sweep takes 2 to 8 exponent bits"),
+        ("exponent=3,mantissa=24", "a sweep takes at most 23 mantissa bits"),
+        ("mantissa=3", "exponent is missing"),
         ("bits=2,mantissa=2", "'bits=2' is not understood"),
+        ("exponent=3,mantissa=2,subnormals=maybe", "'subnormals=maybe' is not understood"),
         ("", "'' is not understood"),
     ],
 )

@@ -112,27 +112,6 @@ def test_a_grid_has_the_widths_of_its_ranges(text: str, grid: Any) -> None:
     assert Grid.parse(text).name(2, 1) == names[grid[2]]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("exponent=1..3,mantissa=2", "a sweep takes 2 to 8 exponent bits"),
-        ("exponent=8..9,mantissa=2", "a sweep takes 2 to 8 exponent bits"),
-        ("exponent=3,mantissa=24", "a sweep takes at most 23 mantissa bits"),
-        ("exponent=3..2,mantissa=2", "did you mean exponent=2..3?"),
-        ("exponent=2..999999999,mantissa=2", "a sweep takes 2 to 8 exponent bits"),
-        ("exponent=3", "mantissa is missing"),
-        ("mantissa=3", "exponent is missing"),
-        ("exponent=3,exponent=4,mantissa=2", "'exponent=4' is not understood"),
-        ("exponent=3,mantissa=2,subnormals=maybe", "'subnormals=maybe' is not understood"),
-        ("exponent=3,mantissa=2,bias=3", "'bias=3' is not understood"),
-    ],
-)
-def test_what_is_no_grid_is_said(text: str, words: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
-        Grid.parse(text)
-    assert words in str(caught.value)
-
-
 def test_an_effect_is_the_spread_of_the_means() -> None:
     assert _effect([(1.0, 3.0), (None, 4.0), (0.5, 0.5)]) == {"means": [2.0, 4.0, 0.5], "spread": 3.5}
 

@@ -282,23 +282,22 @@ def _of_rows(
 
 def _gradients_of_codes(form: Linear, casts: RoleCasts, wanted: _Wanted, gradient: Tensor, saved: Saved) -> Gradients:
     """Return the gradients of a layer that sums codes. Gradients of gradients are those of the operands' values."""
-    (first, second, *scales), edges = saved
-    pairs = zip((first, second), scales, strict=True)
-    operands = [None if one is None or scale is None else Coded(one, scale) for one, scale in pairs]
+    (*codes, first, second), edges = saved
+    pairs = zip(codes, (first, second), strict=True)
+    operands = [None if one is None else Coded(one, cast(Tensor, scale)) for one, scale in pairs]
     result = coded.gradients(form, casts, wanted.operands, gradient, operands)
     is_graph = torch.is_grad_enabled() or (functorch_is_active() and not torch.compiler.is_compiling())
-    quiet, is_fp8 = replace(casts, watch=None), any(one is not None and one.is_fp8 for one in operands)
-    if is_graph or (is_fp8 and wanted.bias):
+    is_fp8, bias = any(one is not None and one.is_fp8 for one in operands), None
+    asked = _Wanted(wanted.operands if is_graph else (False, False), wanted.bias and is_fp8, wanted.bias_dtype)
+    if any((*asked.operands, asked.bias)):
         shapes = zip(operands, (form.first, form.second), strict=True)
         values = [None if one is None else one.values.reshape(shape) for one, shape in shapes]
-        asked = wanted if is_fp8 else wanted._replace(bias=False)
-        asked = asked if is_graph else asked._replace(operands=(False, False))
+        quiet = replace(casts, watch=None)
         *of_values, bias = _gradients(form, OUTPUT, quiet, asked, gradient, (values, edges))
-        if is_graph:
-            result = [one if one is None else instead(other, one) for one, other in zip(result, of_values, strict=True)]
+        result = [one if other is None else instead(other, one) for one, other in zip(result, of_values, strict=True)]
     if wanted.bias and not is_fp8:
         bias = casts.cast(form.bias_gradient(gradient.float()), "bias gradient").to(wanted.bias_dtype)
-    return result[0], result[1], bias if wanted.bias else None
+    return result[0], result[1], bias
 
 
 def gradients(
