@@ -232,3 +232,15 @@ def test_gradients_of_every_sample_are_those_of_one() -> None:
     with lowp.autocast(Policy((NEAREST,))):
         each = torch.vmap(torch.func.grad(loss), (None, 0))(weight, x)
         assert torch.equal(each, torch.stack([torch.func.grad(loss)(weight, one) for one in x]))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("name", ["bitwise", *(["cpu"] if "cpu" in kernels.available() else [])])
+def test_the_gradient_of_a_bias_is_the_sum_of_the_gradients_as_they_arrive(name: str, create_graph: bool) -> None:
+    x, weight, bias = (torch.randn(shape).requires_grad_() for shape in ((7, 40), (5, 40), (5,)))
+    with kernels.use(name), lowp.autocast("int8"):
+        y = torch.nn.functional.linear(x, weight, bias)
+        arriving = torch.randn(7, 5)
+        for wanted in ([bias], [bias, x], [bias, weight, x]):
+            found, *_ = torch.autograd.grad(y, wanted, arriving, retain_graph=True, create_graph=create_graph)
+            torch.testing.assert_close(found, arriving.sum(0), rtol=0, atol=1e-6)
