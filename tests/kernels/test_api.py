@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from exact_casts import FORMATS_TRIED, bits
+from torch import Tensor
 
 import lowp
 from lowp import kernels
@@ -628,3 +630,85 @@ def test_operators_over_a_batch_are_those_of_its_examples() -> None:
         found = torch.vmap(torch.ops.lowp.statistics, dim)(x)
         for one, each in zip(found, zip(*map(torch.ops.lowp.statistics, examples), strict=True), strict=True):
             assert torch.equal(one, torch.stack(each))
+
+
+BINADES = [  # cast, the exponents of the smallest and of the largest scale
+    ("i8@e8m0/tensor", -127, 127),
+    ("mxfp8", -127, 127),
+    ("flex16+5", -31, 0),
+]
+
+
+@pytest.mark.parametrize(("cast", "lowest", "highest"), BINADES)
+def test_a_given_power_of_two_is_a_scale_from_the_smallest_to_the_largest(cast: str, lowest: int, highest: int) -> None:
+    x = torch.ones(2, dtype=torch.float64)
+    for exponent in (lowest, highest):
+        assert encode(x, cast, scale=2.0**exponent).scale.isfinite().all()
+    beyond = [2.0 ** (lowest - 1), 2.0 ** (highest + 1), 1.5 * 2.0**highest, 0.75 * 2.0**highest]
+    for scale in (*beyond, 0.0, -(2.0**lowest), math.inf, -math.inf, 5e-324):
+        with pytest.raises(InvalidInput, match=r"is not a number of the format of its scale"):
+            encode(x, cast, scale=scale)
+
+
+def test_a_given_zero_point_is_a_number_of_the_elements() -> None:
+    x = torch.tensor([0.0, 1.0])
+    for zero_point in (-128, 127):
+        assert quantize(x, "int8-affine", scale=(1.0, zero_point))[0] == 0
+    for zero_point in (-129, 128):
+        with pytest.raises(InvalidInput, match=rf"zero point {zero_point} is not a number of i8: .* from -128 to 127"):
+            quantize(x, "int8-affine", scale=(1.0, zero_point))
+
+
+STRANGE = {  # scales that are no strided tensors of real numbers
+    "strided torch.float32": lambda: torch.ones((), device="meta"),
+    "sparse_coo torch.float32": lambda: torch.ones(1).to_sparse(),
+    "strided torch.complex64": lambda: torch.ones((), dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("said", STRANGE)
+def test_a_scale_is_a_strided_tensor_of_real_numbers(said: str) -> None:
+    with pytest.raises(TypeError, match=rf"scale must be a strided tensor of real numbers, not torch\.{said}"):
+        quantize(torch.ones(2), "int8", scale=STRANGE[said]())
+
+
+@pytest.mark.parametrize("seed", [torch.ones((), dtype=torch.int32), torch.ones(1, dtype=torch.int64)], ids=str)
+def test_a_seed_in_a_tensor_is_one_number_of_64_bits(seed: Tensor) -> None:
+    with pytest.raises(TypeError, match=f"a seed must be an int or a 0-d int64 tensor, not {seed.ndim}-d {seed.dtype}"):
+        quantize(torch.ones(2), "fp16:stochastic", seed=seed)
+
+
+HELD = {  # casts of fp32 numbers, and whether fp32 holds every result
+    **{"i25": True, "i26": False, "i25s": True, "fp64": True, "e9m23": True, "e8m24": True},
+    **{"e11m20": False, "e4m30": False, "fp64:saturate": False, "e9m23:saturate": False},
+}
+
+
+@pytest.mark.parametrize(("cast", "is_held"), HELD.items())
+def test_fp32_holds_what_a_cast_makes_of_its_numbers_or_the_cast_is_refused(cast: str, is_held: bool) -> None:
+    x = torch.tensor([1.0, -3.0, 2.0**23 + 1, 0.0])
+    if is_held:
+        assert torch.equal(quantize(x, cast), quantize(x.double(), cast).float())
+        assert torch.equal(quantize(x.double(), cast), quantize(x.double(), cast).float().double())
+        return
+    with pytest.raises(InvalidInput, match=r"torch\.float32 cannot hold every result exactly: convert to float64"):
+        quantize(x, cast)
+
+
+@pytest.mark.parametrize(("cast", "dtype"), [("i9", torch.bfloat16), ("i12", torch.float16)])
+def test_sixteen_bits_hold_the_digits_of_integers_under_a_power_of_two(cast: str, dtype: torch.dtype) -> None:
+    bits = int(cast[1:])
+    x = torch.tensor([1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1, 3], dtype=dtype)
+    assert torch.equal(quantize(x, f"{cast}@e8m0/tensor", scale=1.0), x)
+    with pytest.raises(InvalidInput, match=rf"{dtype} cannot hold every result"):
+        quantize(x, f"i{bits + 1}@e8m0/tensor", scale=1.0)
+    codes = torch.arange(-4, 4).to(torch.int16)
+    assert decode(codes, cast, dtype=dtype).tolist() == list(range(-4, 4))
+    with pytest.raises(InvalidInput, match=rf"{dtype} cannot hold every value"):
+        decode(codes, f"i{bits + 1}", dtype=dtype)
+
+
+def test_an_array_whose_elements_are_one_number_is_an_expanded_out() -> None:
+    out = np.lib.stride_tricks.as_strided(np.zeros(1, dtype=np.float32), (4,), (0,))
+    with pytest.raises(InvalidInput, match=r"out is expanded"):
+        quantize(np.ones(4, dtype=np.float32), "fp16", out=out)

@@ -148,9 +148,8 @@ def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
 def _is_scale(scale: Tensor, format: FloatFormat | PowerOfTwo) -> Tensor:
     if isinstance(format, FloatFormat) and format.has_zero:
         return (bitwise.quantized(scale, Cast(format)) == scale) & (scale > 0) & scale.isfinite()
-    exponent = floor_log2(scale)
-    inside = (scale > 0) & scale.isfinite() & (exponent >= format.min_exponent) & (exponent <= format.max_exponent)
-    found = inside & (two_to_the(exponent.clamp(-1022, 1023)) == scale)
+    nearest = two_to_the(floor_log2(scale).clamp(max(format.min_exponent, -1022), format.max_exponent))
+    found = nearest == scale
     return found | scale.isnan() if isinstance(format, FloatFormat) else found
 
 
@@ -212,7 +211,7 @@ def _fits(format: ScaledFormat, dtype: torch.dtype) -> bool:
     if dtype in (torch.float64, torch.float32) or not format.has_powers_of_two:
         return True
     element = format.element
-    digits = element.precision if isinstance(element, FloatFormat) else max(element.bits - 1, 1)
+    digits = element.precision if isinstance(element, FloatFormat) else element.bits - 1
     return digits <= CARRIERS[dtype].precision
 
 
@@ -221,7 +220,7 @@ def holds_format(format: FloatFormat | IntFormat, dtype: torch.dtype) -> bool:
     carrier = _parse(dtype).element
     assert isinstance(carrier, FloatFormat)
     if isinstance(format, IntFormat):
-        return format.bits - 1 <= carrier.precision and format.maximum <= carrier.maximum
+        return format.bits - 1 <= carrier.precision  # whose largest number is far beyond
     return format.fits(carrier)
 
 
