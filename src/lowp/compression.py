@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lowp import casts, distributed, kernels
-from lowp.casts import Cast
+from lowp.casts import Cast, Overflow
 from lowp.compat import all_gather
 from lowp.errors import InvalidInput, brief
-from lowp.formats import Format
-from lowp.kernels.casts.functions import keeps_infinities
+from lowp.formats import FloatFormat, Format
 from lowp.kernels.choose.dispatch import answers_at_once
 from lowp.optim.shards import is_fully_sharded
 from lowp.optim.storage import check_seed, seed_of
@@ -258,7 +257,9 @@ class _Wire:
     """
 
     def __init__(self, cast: Cast, like: Tensor) -> None:
-        self.cast, self.width, self.is_flagged = cast, like.shape[-1], not keeps_infinities(cast)
+        self.cast, self.width = cast, like.shape[-1]
+        has_nan = isinstance(cast.format, FloatFormat) and cast.format.has_nan
+        self.is_flagged = not has_nan or cast.overflow is Overflow.SATURATE
         self.sample = kernels.encode(torch.zeros_like(like), cast, packed=True)
         fields = _fields(self.sample)
         self.order = sorted(fields, key=lambda name: -fields[name].element_size())

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow
 from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.errors import InvalidInput
-from lowp.formats import FloatFormat, Format, ScaledFormat, Specials
+from lowp.formats import FloatFormat, Format, ScaledFormat
 from lowp.formats.checks import whole_number
 from lowp.kernels import cpu, tracing
 from lowp.kernels.casts import arrays, checks, cpu_groups, run, shards, verbs
@@ -162,9 +162,8 @@ def remember_maxima(rows: Tensor, state: Sequence[Tensor], cast: Cast) -> bool:
 @constant_when_compiled
 @remembered_by_identity
 def keeps_infinities(cast: Cast) -> bool:
-    """Whether the cast itself makes infinities or NaNs of infinities, and NaNs of NaNs."""
-    is_float = isinstance(cast.format, FloatFormat) and cast.format.specials is not Specials.FINITE
-    return is_float and cast.overflow is not Overflow.SATURATE
+    """Whether infinities and NaN are themselves under the cast."""
+    return isinstance(cast.format, FloatFormat) and cast.format.has_infinity and cast.overflow is not Overflow.SATURATE
 
 
 def encode(
