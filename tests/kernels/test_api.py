@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import threading
+from typing import Any
 
 import forked
 import ml_dtypes
@@ -627,9 +629,96 @@ def test_operators_over_a_batch_are_those_of_its_examples() -> None:
             wanted = torch.stack([torch.ops.lowp.encode(one, "e2m1", 0, None, 0, packed) for one in examples])
             found = torch.vmap(lambda one: torch.ops.lowp.encode(one, "e2m1", 0, None, 0, packed), dim)(x)  # noqa: B023
             assert torch.equal(found, wanted)
+            values = torch.stack([torch.ops.lowp.decode(one, "e2m1", torch.float32, packed, None) for one in wanted])
+            found = torch.vmap(lambda one: torch.ops.lowp.decode(one, "e2m1", torch.float32, packed, None))(wanted)  # noqa: B023
+            assert torch.equal(found, values)
         found = torch.vmap(torch.ops.lowp.statistics, dim)(x)
         for one, each in zip(found, zip(*map(torch.ops.lowp.statistics, examples), strict=True), strict=True):
             assert torch.equal(one, torch.stack(each))
+
+
+def test_numbers_that_stand_alone_are_packed_alone_in_a_batch() -> None:
+    x, call = torch.tensor([1.0, -2.0, 3.0]), torch.ops.lowp.encode
+    assert torch.vmap(lambda one: call(one, "e2m1", 0, None, 0, True))(x).tolist() == [[2], [12], [5]]
+    assert torch.vmap(lambda one: call(one, "e2m1", 0, None, 0, False))(x).tolist() == [2, 12, 5]
+    codes, decoded = torch.tensor([2, 12, 5], dtype=torch.uint8), torch.ops.lowp.decode
+    assert torch.vmap(lambda one: decoded(one, "e2m1", torch.float32, False, None))(codes).tolist() == [1, -2, 3]
+
+
+@pytest.mark.parametrize(
+    ("cast", "packed", "calls"),
+    [("e2m1", False, 1), ("e2m1", True, 1), ("e2m1:stochastic", False, 4), ("mxfp4", False, 4)],
+)
+def test_a_batch_is_cast_at_once_where_its_examples_are_cast_alike(
+    cast: str, packed: bool, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[torch.Size] = []
+
+    def noted(module: Any, x: Tensor, *given: Any, inner: Any = None) -> Any:
+        made.append(x.shape)
+        return inner(module, x, *given)
+
+    for name in ("quantize", "encode", "decode", "decode_packed"):
+        monkeypatch.setattr(run, name, functools.partial(noted, inner=getattr(run, name)))
+    x = torch.randn(4, 32)
+    torch.vmap(lambda one: torch.ops.lowp.quantize(one, cast, None, None, 0, None, 0))(x)
+    assert made == [x.shape] if calls == 1 else len(made) == calls
+    if parse(cast).scaling is None:
+        made.clear()
+        codes = torch.vmap(lambda one: torch.ops.lowp.encode(one, cast, 0, None, 0, packed))(x)
+        assert len(made) == calls
+        made.clear()
+        torch.vmap(lambda one: torch.ops.lowp.decode(one, "e2m1", torch.float32, packed, None))(codes)
+        assert made[0] == codes.shape
+
+
+WRITTEN = {  # what a result is written into, given what is read; whether the library writes there itself
+    "itself": (lambda x, beside: x, True),
+    "beside it": (lambda x, beside: beside, True),
+    "over its end": (lambda x, beside: beside.as_strided((64,), (1,), 32), False),
+    "a parameter": (lambda x, beside: torch.nn.Parameter(torch.empty(64), requires_grad=False), True),
+    "with gaps": (lambda x, beside: torch.empty(64, 2)[:, 0], False),
+    "another shape": (lambda x, beside: torch.empty(8, 8), False),
+}
+
+
+@pytest.mark.parametrize("place", WRITTEN)
+@pytest.mark.parametrize("cast", ["e4m3fn", "mxfp8"])
+def test_a_result_is_written_at_once_where_its_memory_is_plain(
+    place: str, cast: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not dispatch.uses_library():
+        return
+    made: list[str] = []
+    inner = verbs.DIRECT.quantize_out
+    monkeypatch.setattr(verbs.DIRECT, "quantize_out", lambda *given: (made.append(place), inner(*given)))
+    monkeypatch.setattr(verbs, "quantized", None)  # nothing here is an operator's
+    for first in (0, 64):  # `beside` comes after it or before it
+        memory = torch.randn(128)
+        x, beside = memory[first : first + 64], memory[64 - first : 128 - first]
+        x_before, (out, is_direct) = x.clone(), (WRITTEN[place][0](x, beside), WRITTEN[place][1])
+        made.clear()
+        if place == "another shape":
+            with pytest.raises(InvalidInput, match=r"out has shape \(8, 8\) and x \(64,\)"):
+                quantize(x, cast, out=out)
+            continue
+        assert quantize(x, cast, out=out) is out and torch.equal(out, quantize(x_before, cast))
+        assert bool(made) is not is_direct
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype", "number"), [("mxfp4:ceil", torch.float16, 65504.0), ("mxfp8:rceil", torch.bfloat16, 3.38e38)]
+)
+def test_what_sixteen_bits_do_not_hold_is_refused_before_anything_is_written(
+    cast: str, dtype: torch.dtype, number: float
+) -> None:
+    x = torch.full((96,), number, dtype=dtype)
+    x[:32] = 1.01
+    for out in (x, torch.ones_like(x)):
+        before = out.clone()
+        with pytest.raises(InvalidInput, match=r"cannot hold every result exactly"):
+            quantize(x, cast, out=out)
+        assert torch.equal(out, before)
 
 
 BINADES = [  # cast, the exponents of the smallest and of the largest scale

@@ -40,6 +40,9 @@ def sharded(local: Tensor, placement: Any, ranks: int = RANKS) -> Any:
         ("mxfp8", (8, 128), (0, 1)),  # each rank has whole blocks of 32
         ("mxfp8", (8, 64), (0,)),
         ("mxfp8", (8, 4, 128), (0, 1, 2)),
+        ("e4m3fn@fp32/4x16", (32, 64), (0, 1)),  # and whole tiles
+        ("e4m3fn@fp32/16x16", (32, 64), (1,)),
+        ("e4m3fn@fp32/4x32", (32, 64), (0,)),
     ],
 )
 def test_a_rank_casts_its_shard_where_no_shared_scale_crosses_it(
@@ -83,7 +86,7 @@ def test_a_rank_asks_the_others_for_extremes_where_a_scale_is_that_of_the_whole(
         assert found.to_local().tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("cast", [TENSOR, "dfp16", NVFP4, "i8s@fp32/tensor"])
+@pytest.mark.parametrize("cast", [TENSOR, "dfp16", NVFP4, "i8s@fp32/tensor", "i8@fp32/tensor/affine", "i8@e8m0/tensor"])
 @pytest.mark.parametrize("beyond", [None, torch.inf, torch.nan], ids=str)
 @pytest.mark.parametrize("shape", [(8, 48), (6, 3, 16), (5, 16)], ids=str)
 def test_a_part_is_rounded_as_in_the_whole_of_which_it_knows_the_extremes(
