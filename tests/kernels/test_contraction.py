@@ -1,0 +1,261 @@
+"""Which implementation computes a product, and in which dtype, on devices that multiply 16 bits and on others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from fp32_defined import defined
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowp import kernels
+from lowp.casts import parse
+from lowp.kernels.int16.mantissas import Mantissas
+from lowp.kernels.packed.few_bits import signs
+from lowp.kernels.products import contraction, fp32_products, programs
+from lowp.kernels.products.contraction import (
+    contract,
+    contract_packed,
+    is_native,
+    is_torchs_own,
+    ready_operand,
+    sum_of_rows,
+    torchs_own_device,
+)
+from lowp.kernels.products.scratch import Scratch
+from lowp.ops.trilinear import OUTPUT, Linear
+from lowp.policy import Accumulation
+
+BF16, FP16 = torch.bfloat16, torch.float16
+HERE = programs.is_here()
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def by(way: str | None) -> AbstractContextManager[None]:
+    return nullcontext() if way is None else kernels.use(way)
+
+
+@pytest.fixture
+def device_that_multiplies(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have a CPU that multiplies these dtypes itself, or none."""
+
+    def of(*dtypes: torch.dtype) -> None:
+        monkeypatch.setattr(contraction, "multiplies", lambda device, dtype: device == "cpu" and dtype in dtypes)
+
+    of()
+    return of
+
+
+WAYS = {  # the implementation in use, and whether the device multiplies bf16; whether torch's own product is taken
+    (None, False): False,
+    (None, True): True,
+    ("native", False): True,
+    ("native", True): True,
+    ("reference", True): False,
+    ("bitwise", True): False,
+}
+
+
+@pytest.mark.parametrize(("way", "multiplies"), WAYS)
+def test_torchs_own_product_is_taken_where_the_device_multiplies_or_by_force(
+    way: str | None, multiplies: bool, device_that_multiplies: Callable[..., None]
+) -> None:
+    is_own = WAYS[way, multiplies]
+    device_that_multiplies(*[BF16] * multiplies)
+    x, w = drawn(3, 8, dtype=BF16), drawn(5, 8, dtype=BF16)
+    cast, other = parse("bf16"), parse("fp16")
+    with by(way):
+        assert is_native(cast, x, w) is is_own
+        assert (torchs_own_device(x, BF16) == "cpu") is is_own
+        assert torchs_own_device(x, BF16) in (None, "cpu")
+        # a fused op is torch's own by force alone; an exact one on a CPU unless something else is forced
+        assert is_native(cast, x, w, w) is (way == "native")
+        assert is_torchs_own(x) is (way == "native")
+        assert is_torchs_own(x, is_exact=True) is (way in (None, "native"))
+        assert is_torchs_own(x.float(), is_exact=True) is (way == "native")
+        # what has other operands or another result is not
+        assert not is_native(None, x, w) and not is_native(other, x, w)
+        assert not is_native(cast, x, w.half()) and not is_native(cast, x.half(), w)
+        assert not is_native(parse("bf16:toward-zero"), x, w)
+        assert is_native(other, x.half(), w.half()) is (way == "native")
+        # an operand of several products is widened once, where they are fp32 products
+        ready = ready_operand(x)
+        assert (ready is x) is is_own and (is_own or (ready.dtype is torch.float32 and torch.equal(ready, x.float())))
+        with Scratch() as scratch:
+            assert (ready_operand(x, scratch) is x) is is_own
+            assert torch.equal(ready_operand(x, scratch).float(), x.float())
+
+
+class Big(Linear):
+    """A linear layer whose products on a device with 16-bit products are torch's."""
+
+    is_small = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("kind", [Linear, Big])
+def test_large_products_of_sixteen_bits_are_torchs_where_the_device_multiplies_and_small_ones_are_not(
+    kind: type[Linear], with_bias: bool, device_that_multiplies: Callable[..., None]
+) -> None:
+    device_that_multiplies(BF16)
+    x, w = drawn(3, 8, dtype=BF16), drawn(5, 8, dtype=BF16)
+    bias = drawn(5) if with_bias else None
+    form, cast = kind((3, 8), (5, 8)), parse("bf16")
+    found = contract(form, OUTPUT, (x, w), output=cast, bias=bias, finish=lambda y: y.to(BF16) + 1)
+    wide = F.linear(x.float(), w.float(), bias)
+    if kind is Big:  # which rounds once, as its own kernel rounds: `finish` has nothing to do
+        assert found.dtype is BF16 and torch.equal(found, F.linear(x, w, None if bias is None else bias.to(BF16)))
+    else:
+        assert found.dtype is BF16 and torch.allclose(found.float(), wide + 1, atol=0.05)
+    with kernels.use("native"):
+        found = contract(form, OUTPUT, (x, w), output=cast, bias=bias)
+    assert found.dtype is BF16 and torch.equal(found, F.linear(x, w, None if bias is None else bias.to(BF16)))
+    batch = x.expand(2, 3, 8)
+    several = torch.vmap(lambda one: contract(form, OUTPUT, (one, w), output=cast, bias=bias))(batch)
+    assert several.dtype is BF16 and several.shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_in_fp32_are_those_of_the_definition(with_bias: bool, dtype: torch.dtype) -> None:
+    x, w = drawn(3, 300, dtype=dtype), drawn(5, 300, dtype=dtype)
+    bias = drawn(5, dtype=dtype) if with_bias else None
+    form, cast = Linear((3, 300), (5, 300)), parse("e4m3fn")
+    exact = F.linear(x.double(), w.double(), None if bias is None else bias.double())
+    wanted = defined(x.float(), w.float().t(), None if bias is None else bias.float())
+    with kernels.use("cpu") if HERE else nullcontext():
+        found = contract(form, OUTPUT, (x, w), None, cast, bias, lambda y: -y)
+        again = contract(form, OUTPUT, (x, w), Accumulation.parse("fp32"), cast, bias)
+    assert found.dtype is torch.float32 and torch.equal(found, -again)
+    assert torch.equal(again, wanted) if HERE else torch.allclose(again, wanted, atol=1e-3)
+    with kernels.use("reference"):
+        found = contract(form, OUTPUT, (x, w), None, cast, bias, lambda y: -y)
+    assert found.dtype is torch.float32 and torch.equal(found, -exact.float())
+    with kernels.use("bitwise"):
+        found = contract(form, OUTPUT, (x, w), None, cast, bias, lambda y: -y)
+    plain = -F.linear(x.float(), w.float(), None if bias is None else bias.float())
+    assert found.dtype is torch.float32 and torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_of_fp64_stay_in_fp64(with_bias: bool) -> None:
+    x, w, bias = drawn(3, 300, dtype=torch.float64), drawn(5, 300, dtype=torch.float64), drawn(5)
+    form = Linear((3, 300), (5, 300))
+    found = contract(form, OUTPUT, (x, w), bias=bias if with_bias else None, finish=lambda y: 2 * y)
+    assert torch.equal(found, 2 * F.linear(x, w, bias.double() if with_bias else None))
+
+
+class Apart(Linear):
+    """A linear layer whose bias is no number a column."""
+
+    def numbers_a_column(self, bias: Tensor) -> Tensor | None:
+        return None
+
+
+class ByTorch(Linear):
+    """A linear layer that is no matrices."""
+
+    are_matrices = False
+
+
+@pytest.mark.skipif(not HERE, reason="the C++ library is not here")
+def test_a_bias_that_is_no_number_a_column_is_added_to_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, bias = drawn(3, 300), drawn(5, 300), drawn(5, dtype=BF16)
+    shapes = (3, 300), (5, 300)
+    given: list[Tensor | None] = []
+    inner = fp32_products.multiply
+
+    def multiply(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor:
+        given.append(added)
+        return inner(left, right, added)
+
+    monkeypatch.setattr(fp32_products, "multiply", multiply)
+    sums = inner(x, w.t())
+    for form, added in ((Linear(*shapes), bias.float()), (Apart(*shapes), None)):
+        found = contract(form, OUTPUT, (x, w), bias=bias)
+        assert torch.equal(found, sums + bias.float())
+        last = given.pop()
+        assert (last is None) is (added is None) and (last is None or torch.equal(last, bias.float()))
+    gaps = drawn(5, 2)[:, 0]
+    assert torch.equal(contract(Linear(*shapes), OUTPUT, (x, w), bias=gaps), inner(x, w.t(), gaps.contiguous()))
+    given.clear()
+    for form, operands in (
+        (ByTorch(*shapes), (x, w)),  # torch multiplies what is no matrices, and what it records
+        (Linear(*shapes), (x.clone().requires_grad_(), w)),
+    ):
+        found = contract(form, OUTPUT, operands, bias=bias)
+        assert torch.equal(found, F.linear(*operands, bias.float())) and not given
+    recorded = contract(Linear(*shapes), OUTPUT, (x, w), bias=bias.float().requires_grad_())
+    assert recorded.requires_grad and not given
+
+
+def chained(left: Tensor, right: Tensor, exponent: int) -> Tensor:
+    total = torch.zeros(len(left), len(right))
+    for start in range(0, left.shape[1], 256):
+        total = total + (left[:, start : start + 256].long() @ right[:, start : start + 256].long().t()).float()
+    return total * 2.0**exponent
+
+
+@pytest.mark.parametrize("words", [None, "exact"])
+def test_integers_are_summed_in_chains_or_exactly(words: str | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randint(-32000, 32000, (n, 2000), generator=generator).to(torch.int16) for n in (3, 5))
+    given = [Mantissas(one, torch.tensor(-9, dtype=torch.int32)) for one in (left, right)]
+    form = Linear((3, 2000), (5, 2000))
+    accumulate = None if words is None else Accumulation.parse(words)
+    for dtype in (torch.float32, torch.float64):
+        found = contract(form, OUTPUT, tuple(given), accumulate, dtype=dtype, finish=lambda y: -y)
+        exact = (left.long() @ right.long().t()).double() * -(2.0**-18)
+        if words == "exact":
+            assert found.dtype is dtype and torch.equal(found, exact.to(dtype))
+        else:  # flushed to fp32 after 256 products
+            assert found.dtype is torch.float32 and torch.equal(found, -chained(left, right, -18))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float64])
+def test_the_sum_of_rows_is_a_product_with_ones(dtype: torch.dtype) -> None:
+    for x in (drawn(500, 7, dtype=dtype), drawn(500, 14, dtype=dtype)[:, ::2], drawn(7, 500, dtype=dtype).t()):
+        found = sum_of_rows(x)
+        is_served = HERE and dtype is not torch.float64
+        wanted = defined(torch.ones(1, 500), x.float(), None)[0] if is_served else x.float().sum(0)
+        assert found.dtype is torch.float32 and torch.equal(found, wanted)
+    x = drawn(6, 3).requires_grad_()
+    assert sum_of_rows(x).requires_grad
+    with kernels.use("bitwise"):
+        assert torch.equal(sum_of_rows(drawn(500, 7)), drawn(500, 7).sum(0))
+
+
+@pytest.mark.skipif(not HERE, reason="the C++ library is not here")
+def test_compiled_products_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, bias = drawn(3, 300), drawn(5, 300), drawn(5)
+    wide = x.double(), w.double()
+    form, own = Linear((3, 300), (5, 300)), ByTorch((3, 300), (5, 300))
+
+    def all_of_them(x: Tensor, w: Tensor, bias: Tensor, *wide: Tensor) -> list[Tensor]:
+        return [
+            contract(form, OUTPUT, (x, w), bias=bias),
+            contract(form, OUTPUT, (x.bfloat16(), w.bfloat16())),
+            contract(form, OUTPUT, wide, bias=bias),
+            contract(own, OUTPUT, (x.half(), w), bias=bias),
+            sum_of_rows(x),
+            sum_of_rows(wide[0]),
+        ]
+
+    torch._dynamo.reset()
+    found = torch.compile(all_of_them, backend="eager", fullgraph=True)(x, w, bias, *wide)
+    for one, other in zip(found, all_of_them(x, w, bias, *wide), strict=True):
+        assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+def test_packed_weights_are_multiplied_as_they_are_stored() -> None:
+    x, w = drawn(3, 100), drawn(5, 100)
+    found = contract_packed((signs(x), signs(w)), None)
+    scales = x.double().abs().mean(1).float()[:, None] * w.double().abs().mean(1).float()
+    assert torch.equal(found, torch.where(x < 0, -1.0, 1.0) @ torch.where(w < 0, -1.0, 1.0).t() * scales)
+    assert torch.equal(contract_packed((signs(x), signs(w)), scales[0]), found + scales[0])
