@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels import cpu
+from lowp.kernels.cpu.abi import step_blocks
 from lowp.kernels.products import fp8_products, programs
 from lowp.kernels.products.contraction import contract, sum_of_rows
-from lowp.kernels.products.programs import NOWHERE, BytesStep, CodesStep, Memory, ProductStep, Program, rounds
+from lowp.kernels.products.programs import (
+    NOWHERE,
+    BytesStep,
+    CastStep,
+    CodesStep,
+    Memory,
+    ProductStep,
+    Program,
+    own,
+    rounds,
+    strides_of,
+)
 from lowp.ops.trilinear import OUTPUT, Linear
 from lowp.policy import Accumulation
 
@@ -215,3 +230,149 @@ def test_programs_read_ordinary_tensors_where_the_library_computes(monkeypatch: 
         assert not programs.serves(x)
     monkeypatch.setattr(programs, "is_here", lambda: False)
     assert not programs.serves(x)
+
+
+def described(step: programs.Step) -> Any:
+    """The block of a step, described."""
+    (block,) = step_blocks(1)
+    block.places[:], _ = step.describe(block)
+    return block
+
+
+def test_a_product_is_described_with_what_is_apart_in_its_last_two_leading_dimensions() -> None:
+    def product(*leading: int) -> Any:
+        left, right = (*leading, 4, 6), (*leading, 6, 5)
+        about = [Memory(at, one, strides_of(one), torch.float32) for at, one in enumerate((left, right))]
+        return described(ProductStep(*about, NOWHERE, 2, torch.float32)).product
+
+    for leading, batch, of_left in (((), [1, 1], [0, 0]), ((3,), [1, 3], [0, 24]), ((2, 1, 3), [2, 3], [72, 24])):
+        plan = product(*leading)
+        assert (plan.rows, plan.columns, plan.depth, plan.out_line) == (4, 5, 6, 5)
+        assert list(plan.batch) == batch and list(plan.left.batch) == of_left
+        assert list(plan.right.batch) == [one * 30 // 24 for one in of_left]
+        assert list(plan.out_batch) == [one * 20 // 24 for one in of_left]
+        assert (plan.left.line, plan.left.step, plan.right.line, plan.right.step) == (6, 1, 1, 5)
+
+
+def test_codes_are_multiplied_to_the_depth_at_which_their_sum_is_exact() -> None:
+    def of(depth: int) -> BytesStep:
+        shape = Memory(0, (1, depth), (depth, 1), torch.int8)
+        return BytesStep(shape, shape, NOWHERE, 3, 4)
+
+    assert described(of(programs.MOST_DEPTH)).bytes.depth == programs.MOST_DEPTH
+    with pytest.raises(ValueError, match="no product of codes"):
+        described(of(programs.MOST_DEPTH + 1))
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_a_programs_own_memory_begins_at_lines_and_is_no_longer_than_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    inner = programs.steps_block
+
+    def counted(blocks: Any, size: int) -> Any:
+        sizes.append(size)
+        return inner(blocks, size)
+
+    monkeypatch.setattr(programs, "steps_block", counted)
+    about = Memory(0, (4, 4), (4, 1), torch.float32)
+    casts = [CastStep(about, own(at), parse("e4m3fn"), torch.float32) for at in range(3)]
+    Program(casts, [1, 64, 65])
+    Program([CastStep(about, 1, parse("e4m3fn"), torch.float32)])
+    assert sizes == [256, 0] and [own(own(at)) for at in range(3)] == [0, 1, 2]
+    assert len({own(at) for at in range(3)}) == 3 and all(own(at) < NOWHERE for at in range(3))
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_seeds_are_three_a_step_and_go_to_the_stochastic_casts() -> None:
+    x = torch.randn(8, 16)
+    about, stochastic = Memory(0, (8, 16), (16, 1), torch.float32), parse("e4m3fn:stochastic")
+    casts = stochastic, parse("e5m2"), stochastic
+    program = Program([CastStep(about, at + 1, cast, torch.float32) for at, cast in enumerate(casts)])
+    found = [torch.empty_like(x) for _ in casts]
+    assert program([x, *found], [11, 0, 0, 12, 0, 0, 13, 0, 0])
+    for one, cast, seed in zip(found, casts, (11, 12, 13), strict=True):
+        assert torch.equal(one, kernels.quantize(x, cast, seed=seed))
+    torch.manual_seed(5)
+    assert program([x, *found])
+    torch.manual_seed(5)
+    first, second = torch.randint(2**62, (2,)).tolist()
+    for one, cast, seed in zip(found, casts, (first, 0, second), strict=True):
+        assert torch.equal(one, kernels.quantize(x, cast, seed=seed))
+
+
+@pytest.mark.parametrize("bias", [None, torch.arange(5.0)])
+@pytest.mark.parametrize("element", ["e4m3fn", "e5m2"])
+def test_fp8_matrices_are_filled_up_for_torchs_product_and_cut_to_their_size(
+    element: str, bias: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cast = parse(f"{element}@fp32/tensor")
+    given: dict[str, Any] = {}
+
+    def scaled_mm(rows: Tensor, columns: Tensor, *, scale_a: Tensor, scale_b: Tensor, **named: Any) -> Tensor:
+        given.update(named, shapes=(rows.shape, columns.shape), strides=(rows.stride(), columns.stride()))
+        return (rows.float() @ columns.float()) * (scale_a * scale_b)
+
+    monkeypatch.setattr(fp8_products, "_scaled_mm", scaled_mm)
+    for depth, filled in ((20, 32), (32, 32)):
+        left, right = (fp8_products.encoded(torch.randn(n, depth), cast) for n in (3, 5))
+        found = fp8_products.multiplied(left, right, bias)
+        wanted = (left.numbers.float() @ right.numbers.float().t()) * (left.scale * right.scale)
+        assert torch.equal(found, wanted if bias is None else wanted + bias)
+        assert given["shapes"] == ((16, filled), (filled, 16)) and given["strides"] == ((filled, 1), (1, filled))
+        assert given["out_dtype"] is torch.float32 and given["use_fast_accum"] is False
+    whole = fp8_products.encoded(torch.randn(16, 32), cast)
+    assert fp8_products._filled(whole.numbers).data_ptr() == whole.numbers.data_ptr()
+
+
+@pytest.mark.parametrize("element", ["e4m3fn", "e5m2"])
+def test_fp8_matrices_of_a_device_are_made_by_its_own_kernel(element: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = parse(f"{element}@fp32/tensor")
+    x = torch.randn(12, 8).t()
+    x[2, 3] = torch.inf
+    wanted = fp8_products.encoded(x, cast)
+    assert wanted.numbers[2, 3].float().isnan() and wanted.numbers.float().isnan().sum() == 1
+    kernel = fp8_products.triton
+    asked: list[tuple[Any, ...]] = []
+
+    def encode_groups(x: Tensor, *given: Any, **named: Any) -> tuple[Tensor, Tensor] | None:
+        asked.append((x.is_contiguous(), *given, named))
+        return None if len(asked) > 1 else (wanted.numbers.view(torch.uint8), wanted.scale)
+
+    monkeypatch.setattr(kernel, "encode_groups", encode_groups)
+    monkeypatch.setattr(fp8_products, "implementation", lambda device, function: kernel)
+    found = fp8_products.encoded(x, cast)
+    assert asked == [(True, cast, 0, False, {"spoils": True})]
+    assert torch.equal(found.numbers.float().nan_to_num(), wanted.numbers.float().nan_to_num())
+    assert found.numbers.dtype is wanted.numbers.dtype and torch.equal(found.scale, wanted.scale)
+    monkeypatch.setattr(
+        fp8_products,
+        "encode_scaled",
+        lambda module, x, to, *given: (wanted.numbers.view(torch.uint8), wanted.scale, given),
+    )
+    found = fp8_products.encoded(x, cast)  # where the kernel does not take it
+    assert len(asked) == 2 and torch.equal(found.numbers.float().nan_to_num(), wanted.numbers.float().nan_to_num())
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_chips_have_fp8_from_ada_on(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_products, "capability", lambda device: capability)
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    assert fp8_products.multiplies_fp8(x) is (capability >= (8, 9))  # type: ignore[arg-type]
+    with kernels.use("bitwise"):
+        assert fp8_products.multiplies_fp8(x) is False  # type: ignore[arg-type]
+    x.is_cuda = False
+    assert fp8_products.multiplies_fp8(x) is False  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("element", ["i8", "e4m3fn"])
+@pytest.mark.parametrize("kernel", sorted({"cpu", "bitwise", "reference"} & set(kernels.available())))
+def test_zeros_under_a_power_of_two_have_the_exponent_0(element: str, kernel: str) -> None:
+    with kernels.use(kernel):
+        for scope in ("tensor", "row"):
+            found = kernels.encode(torch.zeros(2, 4), f"{element}@e8m0/{scope}")
+            assert torch.equal(kernels.dequantize(found), torch.zeros(2, 4)) and not found.payload.any()
+            with kernels.use("reference"):
+                wanted = kernels.encode(torch.zeros(2, 4), f"{element}@e8m0/{scope}")
+            assert torch.equal(found.scale, wanted.scale)
+        flex = kernels.encode(torch.zeros(2, 4), "flex16+5")
+        assert flex.scale.item() == 0

@@ -128,3 +128,58 @@ def test_the_smallest_block_that_is_large_enough_is_taken_and_of_equal_ones_the_
     assert [count for count, _ in free.free] == [30, 18]
     free.free.reverse()
     assert free.take(31)[0] >= 31 and [count for count, _ in free.free] == [18], "in the place of the largest"
+
+
+def test_a_block_begins_at_a_huge_page_wherever_its_memory_does(
+    blocks: scratch._Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    sizes: list[int] = []
+    inner, mapped = torch.frombuffer, mmap.mmap
+
+    def counted(*given: Any, **named: Any) -> mmap.mmap:
+        sizes.append(given[1])
+        return mapped(*given, **named)
+
+    monkeypatch.setattr(torch, "frombuffer", lambda region, dtype: inner(region, dtype=dtype)[16:])
+    monkeypatch.setattr(mmap, "mmap", counted)
+    count, block = blocks.take(HUGE_PAGE // 4 + 1)
+    assert block.data_ptr() % HUGE_PAGE == 0 and count == block.numel() == 2 * HUGE_PAGE // 4
+    assert sizes == [3 * HUGE_PAGE]  # of address space: one more, since it begins anywhere
+    block.fill_(1)
+
+
+def test_a_block_of_the_very_size_is_taken() -> None:
+    free, memory = scratch._Blocks(), [torch.empty(0) for _ in range(2)]
+    free.free = list(zip((20, 30), memory, strict=True))
+    assert free.take(30)[1] is memory[1] and free.take(20)[1] is memory[0] and not free.free
+
+
+def test_tensors_of_unknown_values_are_lent_from_the_smallest_to_the_largest(
+    blocks: scratch._Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "MOST", 2 * LEAST)
+    cases = [
+        (LEAST - 1, torch.float32, False),
+        (LEAST, torch.float32, True),
+        (2 * LEAST, torch.float32, True),
+        (2 * LEAST + 2, torch.float32, False),
+        (LEAST, torch.float16, False),
+    ]
+    for elements, dtype, is_lent in cases:
+        shape = (2, elements // 2) if elements % 2 == 0 else (elements, 1)
+        strides = (1, 2) if elements % 2 == 0 else (1, elements)
+        with torch.no_grad(), Scratch() as one:
+            found = one.strided(shape, strides, dtype, "cpu")
+            assert len(one.lent) == is_lent
+            assert (found.shape, found.stride(), found.dtype) == (shape, strides, dtype)
+        if dtype is torch.float32:
+            with torch.no_grad(), Scratch() as one:
+                assert torch.equal(one.wide(torch.ones(shape).half()), torch.ones(shape))
+                assert len(one.lent) == is_lent
+    with torch.enable_grad(), Scratch() as one:
+        assert one.strided((LEAST,), (1,), torch.float32, "cpu").shape == (LEAST,) and not one.lent
+    with torch.no_grad(), Scratch() as one:
+        meta = one.strided((8, 8), (1, 8), torch.float32, "meta")
+    assert meta.is_meta and meta.stride() == (1, 8)

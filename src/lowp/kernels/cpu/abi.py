@@ -267,7 +267,7 @@ def rule_block(
     block = RuleBlock(*integers, cast_address(weight), numbers=(c_float * 8)(*numbers))
     for slot, (cast, of_roots) in enumerate(moments):
         if isinstance(format := cast.format, ScaledFormat):
-            scale_bytes = 4 if format.scale.bits > 16 else -(-format.scale.bits // 8)
+            scale_bytes = scaled.stored_scale_dtype(format).itemsize
             block.moments[slot] = MomentBlock(None, sharing_address(cast), 0, format.scope.size, scale_bytes, of_roots)
         elif str(format) == "bf16":
             block.moments[slot] = MomentBlock(cast_address(cast), None, TYPE_NUMBERS[torch.bfloat16])
