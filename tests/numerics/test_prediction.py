@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lowp.loss_scale import LossScale
 from lowp.numerics.prediction import Window, effect, lost_updates, scale_window, sensitivity
 from lowp.numerics.spectrum import Spectrum, Updates
 
+FLUSHING = FloatFormat("e4m3-without-subnormals", 4, 3, subnormals=False)
 FORMATS = ["fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fnuz", "tf32", "e5m7", "e6m9", "e3m4"]
 
 
@@ -28,7 +30,7 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def float_format(name: str) -> FloatFormat:
+def float_format(name: str | FloatFormat) -> FloatFormat:
     found = lowp.format(name)
     assert isinstance(found, FloatFormat)
     return found
@@ -77,6 +79,7 @@ def test_a_scale_may_move_the_bounds_of_a_format_beyond_those_of_fp32() -> None:
     seen = Spectrum.of(torch.tensor([2.0**127, 1.0, 2.0**-126]))
     assert effect(seen, "bf16", 0.5).overflow == 0 and effect(seen, "bf16", 4.0).overflow == pytest.approx(1 / 3)
     assert effect(seen, "fp16", 2.0**-180).flushed == 1 and effect(seen, "fp16", 2.0**160).flushed == 0
+    assert effect(seen, "fp16", 2.0**-154).flushed == 1 and effect(seen, "fp16", 2.0**101).flushed == 1 / 3
 
 
 def test_numbers_that_a_format_holds_lose_nothing() -> None:
@@ -116,6 +119,29 @@ def test_one_number_beyond_the_largest_is_enough_to_overflow() -> None:
 def test_scales_of_blocks_give_a_bound() -> None:
     assert effect(Spectrum.of(torch.randn(64)), "mxfp8").is_bound
     assert not effect(Spectrum.of(torch.randn(64)), "dfp16").is_bound
+    assert not effect(Spectrum.of(torch.randn(64)), "fp16").is_bound
+
+
+def test_only_float_formats_have_subnormal_numbers() -> None:
+    assert effect(Spectrum.of(torch.tensor([1.0, 0.01])), "int8").subnormal == 0
+
+
+@pytest.mark.parametrize("name", ["fp64", "e11m10"])
+def test_a_format_that_reaches_beyond_fp32_keeps_every_number(name: str) -> None:
+    found = effect(Spectrum.of(torch.tensor([3e38, 1.5, 2.0**-149])), name)
+    assert found.flushed < 1e-99 and found.subnormal < 1e-99 and found.overflow == 0
+
+
+@pytest.mark.parametrize("name", ["bf16", "tf32", "e8m3", "bf16-tpu"])
+def test_of_the_smallest_numbers_of_fp32_those_are_flushed_that_a_cast_flushes(name: str) -> None:
+    x = (torch.arange(4096) + 0.5) * 2.0**-138
+    assert x[-1] < 2.0**-126
+    assert effect(Spectrum.of(x), name).flushed == float((lowp.quantize(x, name) == 0).float().mean())
+
+
+def test_numbers_without_energy_which_only_a_damaged_record_has_are_all_noise() -> None:
+    seen = replace(Spectrum.of(torch.tensor([1 + 2.0**-8])), sum_squares=0.0)
+    assert effect(seen, "bf16").signal_to_noise == -math.inf
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "tf32", "e8m3", "bf16-tpu"])
@@ -180,7 +206,8 @@ def test_weights_that_a_format_flushes_or_cannot_hold_move_the_loss_by_themselve
 
 @pytest.mark.parametrize(("name", "top"), [("int8", 127), ("i4s@fp32/tensor", 7), ("i5s@fp32/tensor", 15)])
 def test_integers_are_as_far_apart_in_their_highest_octave_as_elsewhere(name: str, top: int) -> None:
-    for weight in (torch.ones(1024), torch.cat([torch.ones(1), torch.full((1023,), 0.4)])):
+    halfway = 1.5 * 2.0 ** -(top.bit_length() + 1)  # of its octave some are flushed
+    for weight in (torch.ones(1024), *(torch.cat([torch.ones(1), torch.full((1023,), x)]) for x in (0.4, halfway))):
         seen = Updates.of(weight, weight, torch.full_like(weight, 3.0))
         expected = 3 * math.sqrt(1024 / 12) / top
         assert sensitivity(seen, name, Spectrum.of(weight)) == pytest.approx(expected, rel=1e-6)
@@ -247,13 +274,37 @@ def test_the_updates_that_are_lost_in_an_octave_are_those_of_a_cast(name: str) -
                 assert found == pytest.approx(real, abs=6e-4), (exponent, power, sign)  # one of 1024 is at an edge
 
 
-@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e3m4", "e5m5"])
-def test_the_sensitivity_of_an_octave_is_that_of_its_spacing_or_of_what_is_flushed(name: str) -> None:
+def test_of_weights_that_are_flushed_only_updates_beyond_the_smallest_number_are_kept() -> None:
+    lowest = FLUSHING.min_exponent
+    for exponent in (lowest - 1, lowest):
+        weight = EVENLY * 2.0**exponent
+        stored = lowp.quantize(weight, FLUSHING)
+        for power in range(lowest - 8, lowest + 2):
+            update = torch.full_like(weight, 1.5 * 2.0**power)
+            real = float((lowp.quantize(stored + update, FLUSHING) == stored).float().mean())
+            found = lost_updates(Updates.of(weight, update, None), Spectrum.of(weight), FLUSHING)
+            assert found == pytest.approx(real, abs=6e-4), (exponent, power)
+
+
+@pytest.mark.parametrize("name", ["fp16", "e5m2", "e4m3fn"])
+def test_the_updates_that_a_power_of_two_loses_are_those_of_a_cast(name: str) -> None:
+    format = float_format(name)
+    for exponent in range(format.min_exponent - 1, format.min_exponent + 3):
+        weight = torch.full((2,), 2.0**exponent)
+        for power in range(exponent - format.precision - 4, exponent - format.precision + 4):
+            update = torch.tensor([1.5, -1.5]) * 2.0**power
+            stored = lowp.quantize(weight, name)
+            kept = (lowp.quantize(stored + update, name) == stored).float().mean()
+            assert lost_updates(Updates.of(weight, update, None), Spectrum.of(weight), name) == kept, (exponent, power)
+
+
+@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e3m4", "e5m5", FLUSHING])
+def test_the_sensitivity_of_an_octave_is_that_of_its_spacing_or_of_what_is_flushed(name: str | FloatFormat) -> None:
     format = float_format(name)
     for exponent in range(format.min_exponent - format.precision - 3, format.max_exponent + 2):
         weight = EVENLY * 2.0**exponent
         square = 7 / 3 * 4.0**exponent
-        if weight.max() > format.smallest / 2:
+        if exponent >= format.min_exponent or (format.subnormals and weight.max() > format.smallest / 2):
             square = min(4.0 ** (max(exponent, format.min_exponent) - format.mantissa_bits) / 12, square)
         expected = math.inf if exponent > format.max_exponent else 3 * math.sqrt(1024 * square)
         updates = Updates.of(weight, weight, torch.full_like(weight, 3.0))
@@ -310,3 +361,5 @@ def test_a_window_is_that_of_the_largest_number_and_of_a_thousandth_flushed() ->
         assert scale_window(Spectrum.of(x), "fp16").lowest == lowest
     assert scale_window(Spectrum.of(many), "fp16", flushed=0.0011).lowest == -24
     assert scale_window(Spectrum.of(torch.zeros(4)), "fp16") == Window(-126, 127)
+    assert scale_window(Spectrum.of(torch.tensor([2.0**127])), "fp16") == Window(-126, -112)
+    assert scale_window(Spectrum.of(torch.tensor([1.1 * 2.0**-130])), "e2m1").lowest == 127  # the last that is tried

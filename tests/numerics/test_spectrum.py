@@ -40,6 +40,7 @@ def test_the_spectra_of_two_halves_add_up_to_that_of_the_whole() -> None:
     whole, both = Spectrum.of(x), Spectrum.of(x[:300]) + Spectrum.of(x[300:])
     assert np.array_equal(whole.bins, both.bins) and whole.maximum == both.maximum and both.tensors == 2
     assert both.sum_squares == pytest.approx(whole.sum_squares)
+    assert (Spectrum() + whole).document() == whole.document()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -58,12 +59,15 @@ def test_a_spectrum_tells_where_its_numbers_begin_and_end_and_their_root_mean_sq
     assert (seen.lowest, seen.highest, seen.nonfinite) == (-2, 1, 2)
     assert seen.root_mean_square == pytest.approx(math.sqrt((9 + 1 + 0.0625) / 4))
     assert [seen.below(exponent) for exponent in (-200, -2, -1, 0, 1, 2, 200)] == [0, 0, 1, 1, 2, 3, 3]
+    assert [Spectrum.of(torch.tensor([2.0**-130])).below(exponent) for exponent in (-127, -126)] == [0, 1]
 
 
 def test_a_spectrum_comes_back_from_json() -> None:
     seen = Spectrum.of(torch.tensor([*NUMBERS, math.inf]))
     again = Spectrum.read(json.loads(json.dumps(seen.document())))
     assert np.array_equal(again.bins, seen.bins) and again.document() == seen.document()
+    assert np.array_equal(again.powers, seen.powers)
+    assert Spectrum.read({**Spectrum.of(torch.ones(1)).document(), "first_bin": 8191}).bins[-1] == 1
 
 
 @pytest.mark.parametrize("scale", [2.0**-20, 0.5, 1.0, 2.0**20])
@@ -82,9 +86,13 @@ def test_a_spectrum_times_another_number_is_right_to_the_bin(scale: float) -> No
     assert np.abs(np.cumsum(found.octaves) - np.cumsum(expected.octaves)).max() <= 4000 / PARTS
     assert found.nonzero == 4000 and not found.powers.any()
     assert found.sum_squares == pytest.approx(expected.sum_squares, rel=1e-5)
+    centres = 1 + (torch.arange(PARTS) + 0.5) / PARTS
+    assert np.array_equal(Spectrum.of(centres).scaled(scale).bins, Spectrum.of(centres * scale).bins)
 
 
-@pytest.mark.parametrize("change", [{"bins": [-1]}, {"significant": [1]}, {"count": None}, {"first_bin": 9999}])
+@pytest.mark.parametrize(
+    "change", [{"bins": [-1]}, {"significant": [1]}, {"count": None}, {"first_bin": 8192}, {"first_bin": -1}]
+)
 def test_a_damaged_spectrum_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(InvalidInput, match="an invalid spectrum"):
         Spectrum.read({**Spectrum.of(torch.ones(3)).document(), **change})
@@ -101,8 +109,16 @@ def test_updates_are_counted_by_both_sizes_and_by_what_they_do_to_the_weight() -
 def test_updates_add_up_and_come_back_from_json() -> None:
     weight, update = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
     one, other = Updates.of(weight, update * 1e-3, weight), Updates.of(update, weight * 1e-3, None)
-    again = Updates.read(json.loads(json.dumps((one + other).document())))
+    again = Updates.read(json.loads(json.dumps((Updates() + one + other).document())))
     assert np.array_equal(again.joint, one.joint + other.joint) and again.count == 1000
+
+
+@pytest.mark.parametrize(
+    "change", [{"gradient_energy": [1.0]}, {"cells": [1, 2, 0, -1]}, {"cells": [1]}, {"none": None}]
+)
+def test_damaged_updates_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput, match="invalid updates"):
+        Updates.read({**Updates.of(torch.ones(3), torch.ones(3), None).document(), **change})
 
 
 def test_numbers_below_a_size_are_left_out() -> None:

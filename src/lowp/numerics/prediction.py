@@ -20,7 +20,7 @@ from lowp.casts import Cast, doubles
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
 from lowp.numerics.blocks import RATIOS, SIGNIFICANDS, Blocks, midpoints
-from lowp.numerics.spectrum import LOWEST_UPDATE, LOWEST_WEIGHT, PARTS, Spectrum, Updates
+from lowp.numerics.spectrum import LOWEST_UPDATE, LOWEST_WEIGHT, PARTS, ROWS, Spectrum, Updates, place_of
 
 _BIAS = 127
 _EXPONENTS = np.arange(256) - _BIAS
@@ -85,8 +85,6 @@ def _grid(format: FloatFormat | IntFormat) -> _Grid:
         return _Grid(format.bits, format.bits - 1, top, top + 0.5, 0.5, fixed=True)
     ulp = math.ldexp(1.0, format.max_exponent - format.mantissa_bits)
     flush = format.smallest / 2 if format.subnormals else format.smallest_normal
-    if format.subnormals and format.mantissa_bits == 0:
-        flush = format.smallest_normal / 2
     top = format.maximum + ulp / 2
     return _Grid(format.precision, format.min_exponent, format.maximum, top, flush, ties=format.subnormals)
 
@@ -118,7 +116,7 @@ def _in_blocks(blocks: Blocks, cast: Cast, largest: float) -> Effect:
     assert isinstance(format, ScaledFormat)
     grid, (tops, of_tops) = _grid(format.element), _tops(blocks, cast, largest)
     ratios = midpoints()
-    quotient = (ratios.reshape(-1, 1) * tops).clip(1e-30)
+    quotient = (ratios.flatten()[:, None] * tops).clip(1e-30)
     spacing = np.sqrt(_squared_spacing(np.floor(np.log2(quotient)), grid))
     down = np.floor(quotient / spacing)
     is_stochastic = cast.rounding.is_stochastic
@@ -150,17 +148,19 @@ def _tops(blocks: Blocks, cast: Cast, largest: float) -> tuple[NDArray[np.float6
         heads = 1 + (np.arange(2 * SIGNIFICANDS) + 0.5) / (2 * SIGNIFICANDS)
         halved = np.array([doubles(Fraction(head), cast) for head in heads])
         return heads * 2.0**element.max_exponent / (1 + halved), blocks.significands.repeat(2, 1) / 2
-    if not isinstance(format.scale, FloatFormat) or format.scale.mantissa_bits > 7:
+    if not isinstance(format.scale, FloatFormat) or format.scale.bits > 16:
         return np.array([highest]), np.ones((2, 1))
-    # a scale of few bits is rounded, too; the largest of a block is taken to be anywhere in its octave
+    # a scale of few bits is rounded, too, and without an outer one is normal; the largest of a block is taken to be
+    # anywhere in its octave
     grid, shares = _grid(format.scale), blocks.below
     most = grid.maximum if format.outer is not None else largest / highest
     octaves = np.arange(shares.shape[1], dtype=np.float64)[:, None]
     scales = most * np.exp2(-octaves - (np.arange(_PLACES) + 0.5) / _PLACES + (octaves > 0) / 2)
     spacing = np.sqrt(_squared_spacing(np.floor(np.log2(scales)), grid))
-    rounded = np.minimum(np.round(scales / spacing) * spacing, grid.maximum)
+    smallest = 0.0 if format.outer is not None else format.scale.smallest_normal
+    rounded = np.clip(np.round(scales / spacing) * spacing, smallest, grid.maximum)
     tops = highest * np.divide(scales, rounded, out=np.zeros_like(scales), where=rounded > 0)
-    return tops.reshape(-1), (shares / _PLACES).repeat(_PLACES, 1)
+    return tops.flatten(), (shares / _PLACES).repeat(_PLACES, 1)
 
 
 def _on_grid(seen: Spectrum, grid: _Grid, scale: float) -> Effect:
@@ -181,30 +181,21 @@ def _on_grid(seen: Spectrum, grid: _Grid, scale: float) -> Effect:
 def _count_flushed(seen: Spectrum, counts: NDArray[np.float64], grid: _Grid, scale: float) -> float:
     """How many numbers a grid flushes at a scale; of those at its limit itself, a power of two, `powers` tells."""
     limit = grid.flush / scale
-    fraction, exponent = math.frexp(limit)
-    octave = exponent - 1 + _BIAS
-    at = int(seen.powers[octave]) if grid.ties and fraction == 0.5 and 0 <= octave < 256 else 0
+    place = place_of(limit)
+    at = int(seen.powers[int(place) // PARTS]) if grid.ties and place % PARTS == 0 else 0
     return _count_below(counts, limit) + at
 
 
 def _count_below(counts: NDArray[np.float64], limit: float) -> float:
     """Return how many numbers are below a limit, assuming an even distribution in the bin that contains the limit."""
-    if limit <= 0 or not math.isfinite(limit):
-        return 0.0 if limit <= 0 else float(counts.sum())
-    fraction, exponent = math.frexp(limit)
-    row, within = exponent - 1 + _BIAS, (2 * fraction - 1) * PARTS
-    if row < 0:
-        return 0.0
-    if row >= 256:
-        return float(counts.sum())
-    part = int(within)
-    return float(counts[:row].sum() + counts[row, :part].sum() + counts[row, part] * (within - part))
+    flat, place = counts.flatten(), place_of(limit)
+    return float(flat[: int(place)].sum() + flat[int(place)] * (place % 1))
 
 
 def _noise(seen: Spectrum, counts: NDArray[np.float64], grid: _Grid, scale: float) -> float:
     """The energy of what rounding changes: of the spacing where numbers are, of what is flushed, of what overflows."""
     exponent = _EXPONENTS.astype(np.float64) + math.log2(scale)
-    octave = np.floor(exponent) if scale != 2.0 ** round(math.log2(scale)) else exponent
+    octave = np.floor(exponent)
     mean_square = np.exp2(2 * exponent)[:, None] * _MEAN_SQUARES
     flush, top = _shares_below(exponent, grid.flush), _shares_below(exponent, grid.overflow_from)
     flushed = counts * flush
@@ -224,7 +215,7 @@ def _shares_below(exponent: NDArray[np.float64], limit: float) -> NDArray[np.flo
     """Return, for each bin, the share of its width that is below a limit."""
     with np.errstate(over="ignore"):
         at = (limit / np.exp2(exponent))[:, None]
-    shares: NDArray[np.float64] = np.clip((at - _STARTS) * PARTS, 0.0, 1.0)
+    shares: NDArray[np.float64] = np.clip(at - _STARTS, 0.0, 1 / PARTS) * PARTS
     return shares
 
 
@@ -275,8 +266,7 @@ def lost_updates(seen: Updates, weights: Spectrum, to: str | Cast | Format) -> f
     if not total:
         return 0.0
     precision, lowest = format.precision, format.min_exponent
-    exponents = np.arange(seen.joint.shape[0]) + LOWEST_WEIGHT
-    moves = np.arange(seen.joint.shape[1]) + LOWEST_UPDATE
+    exponents, moves = np.arange(ROWS) + LOWEST_WEIGHT, np.arange(ROWS) + LOWEST_UPDATE
     spacing_of = np.maximum(exponents, lowest)
     up, down = _edges(weights, exponents, precision, lowest)
     stalls = moves[None, :] <= (spacing_of - precision - 1)[:, None]
@@ -345,7 +335,7 @@ def scale_window(seen: Spectrum, to: str | Cast | Format, flushed: float = MOST_
         raise InvalidInput(
             f"a loss scale is predicted for float formats (fp16, e5m2), not for {format}: it has its own"
         )
-    if not seen.nonzero or not seen.maximum:
+    if not seen.maximum:
         return _WIDEST
     grid = _grid(format)
     highest = math.floor(math.log2(format.maximum / seen.maximum))

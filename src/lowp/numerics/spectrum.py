@@ -24,7 +24,7 @@ from lowp.kernels.steps.spectra import (
     count_updates,
 )
 
-__all__ = ["LOWEST_UPDATE", "LOWEST_WEIGHT", "PARTS", "Spectrum", "Updates"]
+__all__ = ["LOWEST_UPDATE", "LOWEST_WEIGHT", "PARTS", "ROWS", "Spectrum", "Updates", "place_of"]
 _BINS = 256 * PARTS
 _BIAS = 127
 
@@ -33,6 +33,14 @@ Counts = NDArray[np.int64]
 
 def _zeros(length: int) -> Counts:
     return np.zeros(length, np.int64)
+
+
+def place_of(size: float) -> float:
+    """The bins below a size of 0 or more, with the part of the one that it lies in; in the last are no numbers."""
+    if size < 2.0**-126:  # where the bins are equally wide
+        return math.ldexp(size, 126) * PARTS
+    fraction, exponent = math.frexp(size)
+    return min((exponent + 125 + 2 * fraction) * PARTS, _BINS - PARTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +77,6 @@ class Spectrum:
         return cls(seen.bins, seen.significant, seen.powers, count, *numbers, 1)
 
     def __add__(self, other: Spectrum) -> Spectrum:
-        if not isinstance(other, Spectrum):
-            return NotImplemented
         sums = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
         return Spectrum(**{**sums, "maximum": max(self.maximum, other.maximum)})
 
@@ -110,19 +116,15 @@ class Spectrum:
 
     def below(self, exponent: int) -> int:
         """How many numbers that are not zero are below 2^exponent."""
-        return int(self.octaves[: max(min(exponent + _BIAS, 256), 0)].sum())
+        return int(self.octaves[: max(exponent + _BIAS, 0)].sum())
 
     def from_size(self, size: float) -> Spectrum:
         """The same without the numbers below `size`, to the bin: they count as zeros, and `significant` as it was."""
         if not size > 0:
             return self
-        fraction, exponent = math.frexp(size)
-        place, part = exponent - 1 + _BIAS, 2 * fraction - 1
-        if place < 1:  # below 2^-126 the bins are equally wide
-            place, part = 0, math.ldexp(size, _BIAS - 1)
-        bins, powers = self.bins.copy(), self.powers.copy()
-        bins[: place * PARTS + int(part * PARTS)] = 0
-        powers[: place + (part > 0)] = 0
+        place, bins, powers = place_of(size), self.bins.copy(), self.powers.copy()
+        bins[: int(place)] = 0
+        powers[: math.ceil(place / PARTS)] = 0
         zeros = self.zeros + self.nonzero - int(bins.sum())
         return replace(self, bins=bins, powers=powers, zeros=zeros, maximum=self.maximum if bins.any() else 0.0)
 
@@ -155,7 +157,7 @@ class Spectrum:
         """The spectrum that `document` wrote; raises InvalidInput for anything else."""
         try:
             bins, first = _zeros(_BINS), document["first_bin"]
-            given = np.asarray(document["bins"], np.int64).reshape(-1)
+            given = np.asarray(document["bins"], np.int64).flatten()
             bins[first : first + len(given)] = given
             if not 0 <= first <= _BINS - len(given):
                 raise ValueError("its bins lie outside")
@@ -203,8 +205,6 @@ class Updates:
         return cls(joint, energy, none, weight.numel())
 
     def __add__(self, other: Updates) -> Updates:
-        if not isinstance(other, Updates):
-            return NotImplemented
         return Updates(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     @property
@@ -224,7 +224,7 @@ class Updates:
         places = np.argwhere(self.joint)
         cells = np.column_stack((places, self.joint[tuple(places.T)])) if len(places) else places
         return {
-            "cells": cells.reshape(-1).tolist(),
+            "cells": cells.flatten().tolist(),
             "gradient_energy": self.gradient_energy.tolist(),
             "none": self.none,
             "count": self.count,
