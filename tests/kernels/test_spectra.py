@@ -151,7 +151,7 @@ def test_updates_of_any_size_are_counted_alike() -> None:
 
 
 def test_the_numbers_of_a_tensor_that_are_looked_at_are_spread_by_the_golden_ratio() -> None:
-    from lowp.kernels.steps.spectra import _places
+    from lowp.kernels.steps.spectra import even_places
 
-    places = _places(1000, 5).tolist()
+    places = even_places(1000, 5).tolist()
     assert places == [0, 618, 236, 854, 472]

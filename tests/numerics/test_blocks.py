@@ -130,15 +130,20 @@ def test_blocks_follow_the_dimension_that_each_product_sums(op: str) -> None:
 
 
 def test_layouts_are_those_of_rows_images_and_weights() -> None:
+    plain = {"1/16", "1/32", "0/16", "0/32", "0/16x16"}
+    turned = {f"0/{size} hadamard={turned}" for size in (16, 32) for turned in (16, 32)}
     image = torch.randn(3, 40, 6, 7)
     told = blocks_of(image, "input", "conv2d", 5.0)
     assert {str(one) for one in told} == {"1/16", "1/32", "-1/16", "-1/32"}
-    assert blocks_of(image[0], "input", "conv2d", 5.0).keys() == told.keys()
+    one, alone = (blocks_of(x, "input", "conv2d", 5.0) for x in (image[:1], image[0]))
+    assert one.keys() == told.keys() and all(np.array_equal(alone[key].counts, one[key].counts) for key in one)
+    rows, tokens = (blocks_of(x, "input", "linear", 5.0) for x in (image[0, 0], image[0, :1]))
+    assert {str(key) for key in rows} == (plain | turned) - {"0/16x16"}
+    assert all(np.array_equal(tokens[key].counts, rows[key].counts) for key in rows)
+    assert {str(key) for key in blocks_of(image, "weight", "", 5.0)} == {"0/16", "0/32", "1/16", "1/32"}
     batches = blocks_of(image[None], "input", "conv2d", 5.0)
     assert all(np.array_equal(batches[key].counts, one.counts) for key, one in told.items())
     weight = blocks_of(torch.randn(40, 50), "weight", "embedding", 5.0)
-    plain = {"1/16", "1/32", "0/16", "0/32", "0/16x16"}
-    turned = {f"0/{size} hadamard={turned}" for size in (16, 32) for turned in (16, 32)}
     assert {str(one) for one in weight} == plain | turned
     assert not blocks_of(image, "input", "matmul", 5.0) and not blocks_of(image * 0, "input", "conv2d", 0.0)
     assert layout_of("linear", "weight_gradient", "grad", format_of("nvfp4"), 16) == BlockLayout(0, "16", 16)
@@ -217,6 +222,20 @@ def test_blocks_are_counted_by_their_definition() -> None:
         assert np.abs(counts[1] - told[1]).max() <= 0.51, layout
 
 
+def test_blocks_of_images_and_of_weights_of_two_rows_are_counted_by_their_definition() -> None:
+    x, flat = wide(2, 20, 6, 18), wide(2, 64)
+    largest = 2.0**5
+    images, rows = blocks_of(x, "input", "conv2d", largest), blocks_of(flat, "weight", "", largest)
+    for found, layout, blocks in (
+        (images, "1/32", x.movedim(1, -1).reshape(-1, 20)),
+        (images, "-1/16", x[..., :16].reshape(-1, 16)),
+        (rows, "0/16x16", flat.reshape(2, 4, 16).transpose(0, 1).reshape(4, 32)),
+        (rows, "0/32", flat.T),
+    ):
+        told = defined(blocks, largest)
+        assert np.array_equal(found[BlockLayout.parse(layout)].counts[0], told[0]), layout
+
+
 def test_the_points_of_a_bin_of_ratios_are_spread_over_it_and_counted_in_it() -> None:
     points = midpoints()
     assert points.shape == (97, 8) and (points[0] == 1).all()
@@ -270,6 +289,7 @@ def test_zeros_are_written_by_their_number(filled: dict[int, int], document: lis
     counts[list(filled)] = list(filled.values())
     blocks = Blocks(counts.reshape(2, 145))
     assert blocks.document() == document and np.array_equal(Blocks.read(document).counts, blocks.counts)
+    assert Blocks.read([*document, 0]).document() == document, "no zeros add nothing"
     with pytest.raises(InvalidInput, match="invalid blocks: 291 counts"):
         Blocks.read([*document, -1])
 
@@ -313,3 +333,30 @@ def test_of_ratios_and_significands_that_lie_evenly_the_shares_are_those_of_a_ca
         sizes = (x.double() / scales).abs()
         is_small = (sizes < element.smallest_normal) & (lowp.quantize(x, cast) != 0)
         assert told.subnormal == pytest.approx(float(is_small.double().mean()), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("cast", "exponent", "octave"),
+    [
+        *(("nvfp4", 0, octave) for octave in (1, 13, 15, 17, 19)),  # scales from the largest down to none
+        *((cast, power, 1) for cast in ("i8s@e4m3fn/16", "e2m1@e4m3fn/16") for power in (-9, -4, 3, 13)),
+        *(("e4m3fn@e5m2/16", power, 1) for power in (-9, 9)),
+        *((f"e2m1@{scale}/16", -12, 1) for scale in ("fp16", "bf16", "e8m8", "fp32")),
+    ],
+)
+def test_scales_of_few_bits_are_rounded_as_those_of_a_cast(cast: str, exponent: int, octave: int) -> None:
+    ratios = torch.from_numpy(midpoints()[1:61:4]).flatten().reshape(8, 15)
+    rows = torch.cat((torch.ones(8, 1, dtype=torch.float64), ratios), 1)
+    tops = torch.exp2(exponent + 1 - octave - (torch.arange(32, dtype=torch.float64) + 0.5) / 8)  # of four octaves
+    x, largest = (tops[:, None, None] * rows).reshape(256, 16).float(), 2.0 ** (exponent + 0.5)
+    whole = torch.cat((torch.full((1, 16), largest), x))
+    blocks = blocks_of(x, "input", "linear", largest)[BlockLayout(1, "16")]
+    told, cut = effect(Spectrum.of(whole), casts.parse(cast), 1.0, blocks), lowp.quantize(whole, cast)[1:]
+    assert told.flushed == pytest.approx(float((cut == 0).double().mean()), abs=1e-9)
+    error = (cut.double() - x).square().sum()
+    # every place of an octave is given the same energy, of which the larger ones have more
+    assert told.signal_to_noise == pytest.approx(10 * math.log10(x.double().square().sum() / error), abs=1.0)
+    scaled = effect(Spectrum.of(whole / 4), casts.parse(cast), 4.0, blocks)
+    assert scaled == told and not (told.subnormal and cast[0] == "i")
+    highest = told.maximum
+    assert (told.largest == highest) == (cast in ("e2m1@e8m8/16", "e2m1@fp32/16"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, reduce
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lowp.errors import InvalidInput
 from lowp.formats import Format, ScaledFormat
+from lowp.kernels.steps.spectra import even_places
 
 SIZES = (16, 32)
 TURNED = (16, 32)  # numbers that a rotation mixes: those of the presets
@@ -130,11 +132,9 @@ class Blocks:
     def document(self) -> list[int]:
         """Plain data: both rows, with -n for n zeros."""
         found: list[int] = []
-        for one in self.counts.reshape(-1).tolist():
-            if one or not found or found[-1] >= 0:
-                found.append(one if one else -1)
-            else:
-                found[-1] -= 1
+        for present, run in groupby(self.counts.flatten().tolist(), bool):
+            numbers = list(run)
+            found += numbers if present else [-len(numbers)]
         return found
 
     @classmethod
@@ -201,13 +201,11 @@ def _of_sizes(axis: int, turned: int, blocks: NDArray[np.float32], largest: floa
 def _some(x: Tensor, size: int, rows: int, most: int) -> NDArray[np.float32]:
     """Some blocks, fp32 [n, size * rows]: neighbours along the last dimension, of so many rows; whole ones, or all."""
     size, rows = min(size, x.shape[-1]), min(rows, x.shape[-2])
-    blocks = x.unfold(-1, size, size)
-    blocks = blocks.unfold(-3, rows, rows) if rows > 1 else blocks
-    shape = blocks.shape[:-1] if rows == 1 else blocks.shape[:-2]
+    blocks = x.unfold(-1, size, size).unfold(-3, rows, rows)
+    shape = blocks.shape[: x.ndim]
     count = math.prod(shape)
     if count > most:
-        places = (np.arange(most) * ((math.sqrt(5) - 1) / 2) % 1 * count).astype(np.int64)
-        blocks = blocks[np.unravel_index(places, shape)]
+        blocks = blocks[np.unravel_index(even_places(count, most), shape)]
     found: NDArray[np.float32] = blocks.reshape(-1, size * rows).float().cpu().numpy()
     return found
 
@@ -215,7 +213,7 @@ def _some(x: Tensor, size: int, rows: int, most: int) -> NDArray[np.float32]:
 def _turned(blocks: NDArray[np.float32], size: int) -> NDArray[np.float32]:
     """The blocks rotated, by signs that no other has; what is left at the end of short ones stays."""
     whole = blocks.shape[1] - blocks.shape[1] % size
-    numbers = blocks[:, :whole].reshape(-1)
+    numbers = blocks[:, :whole].flatten()
     turned = (numbers * _SIGNS[: len(numbers)]).reshape(-1, size) @ _TURN[size]
     return np.concatenate((turned.reshape(len(blocks), whole), blocks[:, whole:]), axis=1)
 
@@ -225,7 +223,7 @@ def _counted_as(
 ) -> dict[BlockLayout, Blocks]:
     """Count numbers in blocks of each size; what is left at the end of a row is no block."""
     numbers = np.abs(numbers)
-    energy = np.square(numbers.astype(np.float64) / largest)
+    energy = np.square(numbers.astype(np.float64))
     energy *= _UNIT / max(energy.sum(), 1e-300)
     found = {}
     for layout, size in layouts.items():
@@ -240,14 +238,14 @@ def _counted(numbers: NDArray[np.float32], energy: NDArray[np.float64], largest:
     # 0 in blocks of zeros, which count nothing; by a division by 0 processors make NaNs of different signs
     ratio = np.divide(numbers, tops[:, None], out=np.zeros_like(numbers), where=tops[:, None] > 0)
     # eight bins of an octave are the exponent and three bits of the significand, counted down from 1
-    bins = _BIN_OF[np.minimum((127 << 3) - (ratio.view(np.int32) >> 20), len(_BIN_OF) - 1)].reshape(-1)
+    bins = _BIN_OF[(127 << 3) - (ratio.view(np.int32) >> 20)].flatten()
     fraction, exponent = np.frexp(tops)
     heads = ((np.maximum(fraction, 0.5) * 2 - 1) * SIGNIFICANDS).astype(int)
     below = np.clip(math.frexp(largest)[1] - exponent, 0, BELOW - 1)
     present, energies = (numbers > 0).sum(1), energy.reshape(numbers.shape).sum(1)
     counts = np.empty((2, _LENGTH))
-    for row, each, whole in ((0, None, present), (1, energy.reshape(-1), energies)):
-        counts[row, :RATIOS] = np.bincount(bins, each, RATIOS + 1)[:RATIOS]
+    for row, each, whole in ((0, None, present), (1, energy.flatten(), energies)):
+        counts[row, :RATIOS] = np.bincount(bins, each, RATIOS)[:RATIOS]
         counts[row, RATIOS : RATIOS + SIGNIFICANDS] = np.bincount(heads, whole, SIGNIFICANDS)
         counts[row, RATIOS + SIGNIFICANDS :] = np.bincount(below, whole, BELOW)
     return Blocks(np.round(counts).astype(np.int64))

@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import nn
 
 from lowp import distributed
 from lowp.compat import has_compiled, is_compiled
 from lowp.errors import InvalidInput
+from lowp.kernels.steps.spectra import even_places
 from lowp.numerics.models import Models
 
 MODE, HOOK = 2e-6, 1.2e-6  # seconds that torch takes to call a function mode, and a hook, which these cannot see
@@ -348,8 +350,7 @@ class Schedule:
 
 def _spread(modules: list[str]) -> list[str]:
     """Neighbours apart, so that the part of a round that a short run has time for is of the whole model."""
-    golden = (math.sqrt(5) - 1) / 2
-    return [modules[place] for place in sorted(range(len(modules)), key=lambda place: place * golden % 1)]
+    return [modules[place] for place in np.argsort(even_places(1 << 40, len(modules)))]
 
 
 def _guessed_cost(module: nn.Module) -> float:

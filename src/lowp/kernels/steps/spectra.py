@@ -115,14 +115,15 @@ def sampled(x: Tensor, count: int) -> Tensor:
     x = x.detach()
     if x.numel() <= count:
         return x.reshape(-1).clone()
-    places = torch.from_numpy(_places(x.numel(), count))
+    places = torch.from_numpy(even_places(x.numel(), count))
     if x.is_contiguous():
         return x.view(-1)[places]
     return x[torch.unravel_index(places, x.shape)]
 
 
 @lru_cache(maxsize=64)
-def _places(numel: int, count: int) -> NDArray[np.int64]:
+def even_places(numel: int, count: int) -> NDArray[np.int64]:
+    """Return `count` of the places 0 to `numel` - 1, int64 [count]; the first of them are as even as all."""
     golden = (math.sqrt(5) - 1) / 2
     return (np.arange(count) * golden % 1 * numel).astype(np.int64)
 
