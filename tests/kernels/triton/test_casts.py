@@ -15,7 +15,7 @@ from lowp.casts import Cast, Overflow, Rounding, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.casts import checks
-from lowp.kernels.numbers import bitwise
+from lowp.kernels.numbers import bitwise, philox
 
 SEED = 0x1234_5678_9ABC_DEF0
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -30,11 +30,12 @@ def forced(x: Tensor, cast: Cast | str, **named: object) -> Tensor:
 
 
 def some_cases() -> Iterator[tuple[FloatFormat | IntFormat, Cast, torch.dtype]]:
-    """One cast of every format: the interpreter takes a tenth of a second for each. The slow test has them all."""
+    """Three casts of every format: the interpreter takes a tenth of a second for each. The slow test has them all."""
     for place, format in enumerate(FORMATS_TRIED):
         every = list(casts(format))
-        cast, dtype = every[place * 7 % len(every)], DTYPES[place % 4]
-        yield format, cast, dtype if checks.holds(cast, dtype) else torch.float64
+        for turn in range(3):
+            cast, dtype = every[(place * 7 + turn * (len(every) // 3 + 1)) % len(every)], DTYPES[(place + turn) % 4]
+            yield format, cast, dtype if checks.holds(cast, dtype) else torch.float64
 
 
 def check_values(format: FloatFormat | IntFormat, cast: Cast, dtype: torch.dtype) -> None:
@@ -106,6 +107,37 @@ def test_the_last_bits_of_an_unlikely_draw_decide() -> None:
     for less in (0.0, 2.0**-50):
         x = word + torch.tensor([0.0, 2.0**-33 - less], dtype=torch.float64)
         assert torch.equal(forced(x, "i8:stochastic"), kernels.quantize(x, "i8:stochastic"))
+
+
+@pytest.mark.parametrize("place", [2, 127, 129, 300])
+@pytest.mark.parametrize("name", ["i8:stochastic", "e5m2:stochastic"])
+def test_the_last_bits_decide_at_every_place_of_a_long_block(place: int, name: str) -> None:
+    x = torch.zeros(320, dtype=torch.float64)
+    word = int(philox.words(x, 7)[place])
+    cast = parse(name)
+    for less in (0.0, 2.0**-50):
+        x[place] = (1 + word * 2.0**-32 * 0.25 if name.startswith("e5m2") else word * 2.0**-32) + 2.0**-36 - less
+        for offset in (0, 3):
+            wanted = kernels.quantize(x, cast, seed=7, offset=offset), kernels.encode(x, cast, seed=7, offset=offset)
+            with kernels.use("triton"):
+                codes = kernels.encode(x, cast, seed=7, offset=offset)
+            assert torch.equal(forced(x, cast, seed=7, offset=offset), wanted[0])
+            assert torch.equal(codes.view(torch.uint8), wanted[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["i1:stochastic", "i1:stochastic-8", "i1:stochastic-b-4", "i1:stochastic-32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_bit_is_drawn_with_all_digits_of_the_number(name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(400, generator=generator, dtype=torch.float64) * 2 - 1
+    word = philox.words(x, 7).double() * 2.0**-31 - 1  # a number is 1 where a uniform one is below (1 + x) / 2
+    x[::4], x[1::8] = word[::4], word[1::8].nextafter(torch.tensor(2.0, dtype=torch.float64))
+    x[2::16], x[10::16] = -5e-324, 2.0**-170
+    x[3::40], x[11::40], x[19::40] = -(2.0**-33), 2.0**-64, -0.0
+    x = x.to(dtype)
+    with kernels.use("bitwise"):
+        wanted = kernels.quantize(x, name, seed=7)
+    assert torch.equal(forced(x, name, seed=7), wanted)
 
 
 def test_a_sum_that_is_rounded_leaves_the_draw_to_all_bits() -> None:

@@ -116,6 +116,22 @@ def test_exponents_in_and_outside_of_the_window_and_zeros_are_counted(power: int
             x[100] = far  # below the window, or above it
         found, wanted = triton.statistics(x), reference.statistics(x)
         assert torch.equal(found[0], wanted[0]) and [float(one) for one in found[3:]] == list(map(float, wanted[3:]))
+        assert float(found[1]) == float(wanted[1])
+        assert float(found[2]) == pytest.approx(float(wanted[2]), rel=600 * 2.0**-53)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 15])
+def test_the_last_numbers_of_every_length_are_cast_and_counted(offset: int) -> None:
+    for length in (1, 2, 15, 16, 17, 18, 32, 33):
+        x = torch.randn(length, generator=torch.Generator().manual_seed(length))
+        cast, drawn = parse("e4m3fn"), parse("e4m3fn:stochastic")
+        with kernels.use("bitwise"):
+            wanted = lowp.quantize(x, drawn, seed=3, offset=offset), lowp.encode(x, cast, offset=offset)
+        with kernels.use("triton"):
+            found = lowp.quantize(x, drawn, seed=3, offset=offset), lowp.encode(x, cast, offset=offset)
+            assert torch.equal(lowp.decode(found[1], "e4m3fn"), lowp.quantize(x, cast))
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert torch.equal(triton.statistics(x)[0], reference.statistics(x)[0])
 
 
 def test_statistics_of_nothing_are_zero() -> None:

@@ -44,6 +44,21 @@ def test_exact_sums_equal_int64_at_the_depths_where_int32_ends(fill: str, depth:
         assert torch.equal(found.values, wanted.values) and found[1:] == wanted[1:]
 
 
+@pytest.mark.parametrize("depth", (300, 301, 700))
+def test_a_depth_that_one_launch_does_not_sum_is_summed_in_parts(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowp.kernels.triton.products.DEPTH", 300)
+    a, b = random_int16(3, depth), random_int16(depth, 5)
+    expected = int64_product(a, b)
+    found = integer.multiply(a, b, dtype=torch.int64, kernel="triton")
+    assert torch.equal(found.values, expected) and found.largest_sum == expected.abs().max()
+    for dtype, exponent in ((torch.int16, -18), (torch.float32, -7), (torch.float64, 3)):
+        wanted = integer.multiply(a, b, dtype=dtype, exponent=exponent, kernel="reference")
+        made = integer.multiply(a, b, dtype=dtype, exponent=exponent, kernel="triton")
+        assert torch.equal(made.values, wanted.values) and made[1:] == wanted[1:]
+    chained = integer.multiply(a, b, dtype=None, kernel="triton")
+    assert torch.equal(chained.values, integer.multiply(a, b, dtype=None, kernel="reference").values)
+
+
 @pytest.mark.parametrize("exponent", (0, -15, -31, -900, 3, 900))
 def test_int16_is_rounded_once_to_nearest_even_saturated_and_looked_at(exponent: int) -> None:
     torch.manual_seed(0)

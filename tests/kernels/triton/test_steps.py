@@ -11,6 +11,7 @@ from torch import nn
 
 import lowp
 from lowp import kernels
+from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels.steps import updates
 from lowp.optim import SGD, AdamW, Lion
@@ -336,3 +337,19 @@ def test_what_changes_by_step_is_read_from_tensors() -> None:
             with kernels.use("triton"):
                 optimizer.step()
     assert all(torch.equal(one.master(a), other.master(b)) for a, b in zip(ours, others, strict=True))
+
+
+def test_moments_are_kept_in_blocks_of_codes_under_powers_of_two() -> None:
+    has = {
+        **{"e4m3fn@e8m0/2": True, f"e2m1@e8m0/{steps.LONGEST_BLOCK}": True, "mxfp8": True, "mxfp4": True},
+        **{"e4m3fn@e8m0/1": False, f"e4m3fn@e8m0/{2 * steps.LONGEST_BLOCK}": False, "e3m2@e8m0/32": False},
+        **{"nvfp4": False, "e4m3fn@fp32/32": False},
+    }
+    assert {name: steps.kept(None, parse(name)) is not None for name in has} == has
+    for name, is_packed in (("mxfp4", True), ("mxfp8", False)):
+        found = steps.kept(parse("bf16"), parse(name))
+        assert found is not None and found.moments.layout.packed is is_packed
+        assert (found.size, found.kind, found.rounds) == (32, "codes", True)
+    for name in ("bf16", "fp32"):
+        found = steps.kept(None, parse(name))
+        assert found is not None and (found.size, found.kind, found.rounds) == (32, name, False)
