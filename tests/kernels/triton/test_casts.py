@@ -59,6 +59,17 @@ def test_values_are_those_of_the_definition(format: FloatFormat | IntFormat, cas
     check_values(format, cast, dtype)
 
 
+ROUNDINGS = ["nearest-away", "toward-zero", "up", "down", "to-odd", "stochastic", "stochastic-8", "stochastic-b-8"]
+
+
+@pytest.mark.parametrize("rounding", [*ROUNDINGS, "stochastic-c-8", "stochastic-32", "stochastic-c-32"])
+@pytest.mark.parametrize("name", ["e8m22", "e8m23", "e11m51", "e5m9"])
+def test_of_few_cut_bits_or_none_every_rounding_is_that_of_the_definition(name: str, rounding: str) -> None:
+    dtype = {"e11m51": torch.float64, "e5m9": torch.float16}.get(name, torch.float32)
+    cast = parse(f"{name}:{rounding}")
+    check_values(cast.element, cast, dtype if checks.holds(cast, dtype) else torch.float64)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)
 def test_values_are_those_of_the_definition_in_every_cast(format: FloatFormat | IntFormat) -> None:

@@ -15,6 +15,7 @@ from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import triton
 from lowp.kernels.numbers import bitwise, packing, reference
 from lowp.kernels.numbers.packing import as_integers, code_dtype, wrapped
+from lowp.kernels.numbers.philox import Draw
 
 SEED = 0x1234_5678_9ABC_DEF0
 SOME = ["fp16", "bf16-tpu", "e4m3fn", "e4m3fnuz", "e8m0", "e2m1", "ue5m3nuz", "e8m10ftz", "fp64", "i8s", "i25"]
@@ -169,3 +170,46 @@ def test_rows_that_are_no_whole_bytes_of_two_codes_are_packed_afterwards(name: s
         assert torch.equal(lowp.decode(found, name, packed=True, length=7), lowp.quantize(x, name))
         drawn = lowp.encode(x[:, :6], name + ":stochastic", seed=1, offset=5, packed=True)
     assert torch.equal(drawn, lowp.encode(x[:, :6], name + ":stochastic", seed=1, offset=5, packed=True))
+
+
+@pytest.mark.parametrize("count", [1, 7, 16, 37])
+def test_nothing_is_written_but_the_result(count: int) -> None:
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    e4m3fn, e2m1, i16 = parse("e4m3fn"), parse("e2m1"), parse("i16")
+    guard = 40
+
+    def inside(dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
+        whole = torch.full((length + 2 * guard,), 85).to(dtype)
+        return whole, whole[guard : guard + length]
+
+    def is_whole(whole: Tensor) -> bool:
+        return bool((whole[:guard] == 85).all() and (whole[-guard:] == 85).all())
+
+    for seed in (0, Draw(0, 3)):
+        whole, out = inside(torch.float32, count)
+        triton.quantize(x, e4m3fn, seed, out)
+        assert is_whole(whole) and torch.equal(out, lowp.quantize(x, "e4m3fn"))
+        whole, out = inside(torch.uint8, count)
+        triton.encode(x, e4m3fn, seed, out)
+        assert is_whole(whole) and torch.equal(out, lowp.encode(x, "e4m3fn"))
+        whole, out = inside(torch.int16, count)
+        triton.encode(100 * x, i16, seed, out)
+        assert is_whole(whole) and torch.equal(out, lowp.encode(100 * x, "i16"))
+    even = torch.cat((x, x))
+    whole, out = inside(torch.uint8, count)
+    triton.encode(even, e2m1, 0, out, packed=True)
+    assert is_whole(whole) and torch.equal(out, lowp.encode(even, "e2m1", packed=True))
+    whole, values = inside(torch.float32, 2 * count)
+    triton.decode(out.clone(), e2m1.element, values, packed=True)
+    assert is_whole(whole) and torch.equal(values, lowp.quantize(even, "e2m1"))
+    whole, values = inside(torch.float64, count)
+    triton.decode(lowp.encode(x, "e4m3fn"), e4m3fn.element, values)
+    assert is_whole(whole) and torch.equal(values, lowp.quantize(x, "e4m3fn").double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_statistics_of_the_smallest_numbers_are_those_of_the_definition(dtype: torch.dtype) -> None:
+    tiny = 1e-45 if dtype is torch.float32 else 5e-324
+    for x in (torch.full((40,), tiny, dtype=dtype), torch.tensor([0.0, tiny, -tiny, 0.0], dtype=dtype)):
+        found, wanted = triton.statistics(x), reference.statistics(x)
+        assert torch.equal(found[0], wanted[0]) and list(map(float, found[1:])) == list(map(float, wanted[1:]))
