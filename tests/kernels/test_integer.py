@@ -19,7 +19,7 @@ from torch import Tensor
 from lowp import kernels as lowp_kernels
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu
-from lowp.kernels.int16 import integer
+from lowp.kernels.int16 import integer, integer_reference, integer_run
 from lowp.kernels.int16.integer_reference import ConvolutionShape
 from lowp.kernels.int16.integer_run import PRODUCTS, Bias, NotFinite
 
@@ -542,6 +542,8 @@ def test_products_of_which_nothing_is_read_are_the_same_sums(monkeypatch: pytest
     wanted = [integer.matmul(left, right, under, one) for one in dtypes]
     convolved = [integer.convolution("forward", (x, w), shape, under, one) for one in dtypes]
     monkeypatch.setattr(integer, "answers_at_once", lambda _: False)  # as on a device
+    for name in ("by_triton", "sums_by_triton"):
+        monkeypatch.setattr(integer_run, name, lambda *_: pytest.fail("a kernel of another device was asked"))
     found = [integer.matmul(left, right, under, one) for one in dtypes]
     assert all(map(torch.equal, found, wanted)) and [one.dtype for one in found] == [one.dtype for one in wanted]
     for one, other in zip(dtypes, convolved, strict=True):
@@ -549,8 +551,47 @@ def test_products_of_which_nothing_is_read_are_the_same_sums(monkeypatch: pytest
     sums = integer.matmul(left, right, under, torch.int64)
     assert sums.dtype is torch.int64 and torch.equal(sums, int64_product(left, right)), "which are not scaled"
     monkeypatch.setattr(integer, "widest_float", lambda _: torch.float32)
+    monkeypatch.setattr(integer_reference, "times", lambda *_: pytest.fail("there is no fp64"))
     narrow = integer.matmul(left, right, under, torch.float32)
     assert torch.equal(narrow, (sums.float() * 2.0**exponent))
+
+
+def test_products_of_a_device_with_tritons_kernels_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = random_int16(2, 5, 600), random_int16(2, 600, 3)
+    shape = convolution_shape(2, CONVOLUTIONS[0])
+    x, w = (random_int16(*shape.of_operand(name)) for name in PRODUCTS["forward"][:2])
+    under, dtypes = torch.tensor(-20, dtype=torch.int32), (None, torch.float32, torch.float64)
+    wanted = [integer.matmul(left, right, under, one) for one in dtypes]
+    convolved = [integer.convolution("forward", (x, w), shape, under, one) for one in dtypes]
+    sums = integer.matmul(left, right, torch.zeros((), dtype=torch.int32), torch.int64)
+    asked: list[tuple[torch.dtype, bool]] = []
+
+    def by_triton(
+        left: Tensor, right: Tensor, scale: Tensor, dtype: torch.dtype, chained: bool
+    ) -> tuple[Tensor, Tensor]:
+        asked.append((dtype, chained))
+        found = integer_reference.matmul(left, right, chained)
+        return (found.double() * scale).float() if chained else integer_reference.times(found, scale, dtype), found
+
+    monkeypatch.setattr(integer, "answers_at_once", lambda _: False)
+    monkeypatch.setattr(integer, "chosen_kernel", lambda _: "triton")
+    monkeypatch.setattr(integer_run, "by_triton", by_triton)
+    found = [integer.matmul(left, right, under, one) for one in dtypes]
+    assert all(map(torch.equal, found, wanted)) and torch.equal(integer.matmul(left, right, under, torch.int64), sums)
+    assert asked == [(torch.float32, True), (torch.float32, False), (torch.float64, False), (torch.int64, False)]
+    asked.clear()
+    found = [integer.convolution("forward", (x, w), shape, under, one) for one in dtypes]
+    assert all(map(torch.equal, found, convolved))
+    assert asked == [(torch.float32, True), (torch.int64, False), (torch.int64, False)]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_sum_is_rounded_once_to_a_subnormal_number_too(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    left, right = torch.tensor([[16384, 16384, 1025]]).short(), torch.tensor([[16384], [16384], [1]]).short()
+    under = torch.tensor(-160, dtype=torch.int32)  # a last place above 2**11, between two of which 2**29 + 1025 lies
+    monkeypatch.setattr(integer, "answers_at_once", lambda _: at_once)
+    assert integer.matmul(left, right, under, torch.float32).item() == ((1 << 18) + 1) * 2.0**-149
+    assert integer.matmul(left, right, under, torch.float64).item() == ((1 << 29) + 1025) * 2.0**-160
 
 
 def test_a_convolution_knows_how_many_products_it_sums_and_does() -> None:

@@ -181,6 +181,17 @@ def test_a_tensor_in_the_format_is_recognised_and_one_bit_more_is_not(unit: int)
     assert exact_exponent(x, FLEX) is None and exact_exponent(x.double(), FLEX) is None
 
 
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_whether_numbers_are_in_the_format_does_not_depend_on_the_scaling(name: str) -> None:
+    if name not in available():
+        pytest.skip("the C++ library was not built")
+    x = torch.tensor([32767.0, -3.0, 1.0]) * 2.0**-20
+    with use(name):
+        for cast in (FLEX, parse("flex16+5:current(headroom=2)"), AUTOFLEX, Cast(FLEX.format)):
+            assert exact_exponent(x, cast) == exact_exponent(x.double(), cast) == -20, cast
+            assert exact_exponent(x + x[1:2].abs() * 2.0**-3, cast) is None
+
+
 @pytest.mark.parametrize("unit", [-30, -14])
 def test_a_transposed_tensor_in_the_format_is_recognised_where_it_lies(unit: int) -> None:
     x = values(torch.randint(-32767, 32768, (7, 90), generator=torch.Generator().manual_seed(0)).short(), unit)
@@ -207,6 +218,8 @@ def test_exact_mantissas_try_a_hint_first() -> None:
     for found in (hinted, corrected):
         assert torch.equal(found.values, x)
     assert exact_mantissas(x + 2.0**-20, FLEX, as_exponent(-10)) is None
+    nothing = exact_mantissas(torch.zeros(5), FLEX, as_exponent(-10))
+    assert nothing is not None and nothing.exponent == -10 and not nothing.payload.any()
     assert exact_mantissas(torch.tensor([-32768.0, 2.0]), parse("dfp16"), as_exponent(0)).exponent == 1  # symmetric
 
 
@@ -241,8 +254,49 @@ def test_steps_of_weights_that_moved_or_do_not_fit_are_left_to_others() -> None:
     )
     steps = entries.Steps(table.block, weights, (0, 1, 2, 3, 4, 5))
     assert len(steps.weights) == 1 and steps.weights[0] is weights[0]
+    assert not steps.have_moved()
     weights[0].set_(weights[0].clone())  # type: ignore[call-overload]
     assert steps.have_moved()
+
+
+@needs_library
+def test_of_several_weights_those_that_fit_are_stepped_each_under_its_own_entries() -> None:
+    exponents = {1: -14, 3: -12, 4: -10}
+    table = table_of([one for place in range(5) for one in (-20 - place, exponents.get(place, -14))])
+    weights = [drawn(9) * 2.0**20, drawn(33, seed=1), drawn(9) * 1e-3, drawn(65, seed=2), drawn(2, seed=3)]
+    for place, exponent in exponents.items():
+        weights[place] = values(to_mantissas(weights[place], FLEX, exponent).payload, exponent)
+    begun = [one.clone() for one in weights]
+    steps = entries.Steps(table.block, weights, range(10))
+    assert [id(one) for one in steps.weights] == [id(weights[place]) for place in exponents] and not steps.have_moved()
+    assert all(map(torch.equal, steps.before, [begun[place] for place in exponents])) and len(steps.before) == 3
+    first, second, third = (at - steps.rows[3] for at in steps.rows[3::5])
+    assert steps.rows[3] % 64 == 0 and second - first == 2 * (64 + 32) and third - second == 2 * 96, "as lines lie"
+    for place in exponents:
+        weights[place] += drawn(len(weights[place]), seed=9, scale=0.01)
+    after = [one.clone() for one in weights]
+    assert sorted(entries.write_in_place(table.block, FLEX, [], steps)) == [2, 3, 6, 7, 8, 9]
+    assert torch.equal(weights[0], begun[0]) and torch.equal(weights[2], begun[2])
+    for place, exponent in exponents.items():
+        _, update, seen = mantissas_and_values(after[place].double() - begun[place].double(), FLEX, -20 - place)
+        _, expected, whole = mantissas_and_values(begun[place].double() + update.double(), FLEX, exponent)
+        assert torch.equal(weights[place], expected) and not torch.equal(expected, begun[place])
+        assert torch.equal(table.seen[2 * place], record_of(seen))
+        assert torch.equal(table.seen[2 * place + 1], record_of(whole))
+
+
+@needs_library
+def test_a_table_knows_whether_anything_was_not_finite_and_whether_anything_did_not_fit() -> None:
+    for numbers, expected in (
+        ([1.0], (False, False)),
+        ([math.inf], (True, False)),
+        ([1.0, 3.0], (False, True)),
+        ([math.nan, 3.0], (True, True)),
+    ):
+        table = table_of([-20, -14])
+        assert entries.met(table.block, 2) == (False, False)
+        entries.write_in_place(table.block, FLEX, [(torch.tensor(numbers), 1, entries.VALUES)])
+        assert entries.met(table.block, 2) == expected
 
 
 @needs_library
@@ -420,6 +474,8 @@ def test_under_exponents_that_fp32_may_not_hold_nothing_is_compared() -> None:
     lowest = payload - 32768
     assert cpu_int16.rounds_to_int16(lowest.float(), lowest, as_exponent(0), lie, False) == 32768
     assert cpu_int16.rounds_to_int16(lowest.float(), lowest, as_exponent(0), lie, True) is None
+    assert cpu_int16.rounds_to_int16(lowest * 1.5, lowest, as_exponent(0), lie, False) == 49152, "which saturates"
+    assert cpu_int16.rounds_to_int16(lowest * 1.5, lowest + 1, as_exponent(0), lie, True) == 49152
 
 
 @pytest.mark.parametrize("name", ["cpu", "bitwise"])
@@ -450,3 +506,34 @@ def test_views_that_negate_are_read_as_what_they_stand_for(name: str) -> None:
         assert found.payload.tolist() == [[-4, 8], [-2, -12]] and torch.equal(value, -x)
         assert torch.equal(values(to_mantissas(torch._neg_view(x), FLEX, as_exponent(-2)).payload, as_exponent(-2)), -x)
         assert int(own_exponent(torch._neg_view(x), FLEX)) == int(own_exponent(x, FLEX))
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_a_write_of_which_nothing_is_read_counts_only_where_its_condition_holds(name: str) -> None:
+    if name not in available():
+        pytest.skip("the C++ library was not built")
+    x = torch.tensor([1.0, 3.0, 0.3, math.inf], dtype=torch.float64)
+    exponents, other = torch.tensor([-9, -14], dtype=torch.int32), as_exponent(-3)
+    with use(name):
+        alone = entries.write_unread(x, FLEX, exponents, 1)
+        row = torch.zeros(entries.WORDS, dtype=torch.int64)
+        into = entries.write_unread(x, FLEX, exponents, 1, row=row)
+        yes, no = torch.tensor(True), torch.tensor(False)
+        held = [entries.write_unread(x, FLEX, exponents, 1, yes, one) for one in (None, other)]
+        left = [entries.write_unread(x, FLEX, exponents, 1, no, one) for one in (None, other)]
+    exponents.fill_(0)  # by the next step
+    assert alone.values.tolist() == [1.0, 32767 / 16384, 4915 / 16384, math.inf] and alone.values.dtype is torch.float32
+    assert alone.record.tolist() == [32767, 1, 2, 0, 0, 4, 1, 0]
+    assert int(alone.exponent) == -14 and into.record is row and torch.equal(row, alone.record)
+    for found in held:
+        assert torch.equal(found.values, alone.values) and torch.equal(found.record, alone.record)
+        assert int(found.exponent) == -14
+    for found, exponent in zip(left, (-14, -3), strict=True):
+        assert torch.equal(found.values, x.float()) and not found.record.any() and int(found.exponent) == exponent
+
+
+def test_two_writes_at_one_entry_are_one_of_all_their_elements() -> None:
+    first, second = (torch.arange(start, start + 8) for start in (10, 30))
+    first[entries.FLAGS], second[entries.FLAGS] = 1, 1 << 16
+    assert entries.joined(first, second).tolist() == [30, 42, 44, 46, 48, 50, 65537, 17 | 37]
+    assert entries.joined(second, first).tolist() == [30, 42, 44, 46, 48, 50, 65537, 17 | 37]

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowp import kernels
+from lowp import kernels, optim
 from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels.numbers import philox
 from lowp.kernels.steps import stored, updates
 from lowp.kernels.steps.rules import AdamWStep, LionStep, SgdStep, StepRule
 from lowp.kernels.steps.spectra import numbers_at, sampled, slope_of
+
+from .test_cpu import at_any_byte
 
 native = pytest.mark.skipif("cpu" not in kernels.available(), reason="needs the C++ library")
 
@@ -107,13 +110,60 @@ def test_the_library_steps_bit_for_bit_as_the_rule(
 @native
 def test_the_library_steps_what_it_can_read() -> None:
     x, rest = torch.ones(8), torch.ones(8)[1:]
-    assert updates.fits_library([x, rest, x.half()], FP32)
-    assert not updates.fits_library([x, torch.ones(2, device="meta")], FP32)
-    assert updates.fits_library([x], parse("e4m3fn@fp32/1024")) and not updates.fits_library(
-        [x], parse("e4m3fn@fp32/2048")
-    )
+    assert updates.fits_library([x, rest, x.half(), nn.Parameter(x)], FP32)
+    negated = torch.complex(x, x).conj().imag
+    for one in (torch.ones(2, device="meta"), negated, at_any_byte(x)):
+        assert not updates.fits_library([x, one], FP32) and not updates.fits_library([one, x], FP32)
+    fitting = ("fp32", "bf16", "int8", "mxfp4", "e2m3@fp32/32", "i16s@fp32/64", "e4m3fn@fp32/1024")
+    assert all(updates.fits_library([x], parse(one)) for one in fitting)
+    unfit = ("e4m3fn@fp32/1025", "e4m3fn@fp32/2048", "i4s@fp32/1025", "i12s@fp32/64", "e5m7@fp32/64")
+    assert not any(updates.fits_library([x], parse(one)) for one in unfit)
     with kernels.use("bitwise"):
         assert not updates.fits_library([x], FP32)
+    with TorchDispatchMode():
+        assert not updates.fits_library([x], FP32), "a mode would not see the step"
+
+
+# as storage, moments and rule have it; a split one has remainders of 16 or of 8 bits
+KEPT: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (optim.AdamW, {"moments": "int8", "masters": "split-8", "betas": (0.4, 0.9)}),
+    (optim.AdamW, {"moments": "mxfp4:stochastic", "storage": "e5m7", "masters": "stochastic", "maximize": True}),
+    (optim.SGD, {"moments": "mxint8", "storage": "fp16", "masters": "stochastic", "momentum": 0.9, "dampening": 0.5}),
+    (optim.SGD, {"moments": "fp8", "storage": None, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (optim.SGD, {"moments": "bf16", "masters": "stochastic"}),
+    (optim.Lion, {"moments": "bf16", "maximize": True}),
+]
+
+
+@native
+@pytest.mark.parametrize(("make", "options"), KEPT, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_moments_and_weights_in_few_bits_are_stepped_in_one_call_with_the_bits_of_the_definition(
+    make: type[torch.optim.Optimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    real = updates.step_on_cpu
+
+    def counted(columns: updates.Columns, *rest: Any) -> None:
+        calls.append(len(columns.weights))
+        real(columns, *rest)
+
+    monkeypatch.setattr(updates, "step_on_cpu", counted)
+    found = []
+    for way in ("cpu", "bitwise"):
+        ours = [nn.Parameter(drawn(3, 66_000)), nn.Parameter(drawn(1, 33).view(3, 11))]
+        optimizer = make(ours, lr=0.01, seed=7, **options)  # type: ignore[call-arg]
+        for step in range(2):
+            for place, one in enumerate(ours):
+                one.grad = (drawn(10 * step + place, one.numel()) * 0.1).view(one.shape).to(one.dtype)
+                one.grad.view(-1)[:2] = torch.tensor([0.0, 1e-20])
+            if step:
+                optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+            with kernels.use(way):
+                optimizer.step()
+        found.append([one for p in ours for one in (p.detach(), *optimizer.state[p].values())])
+    assert calls == [2, 2]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def test_gradients_are_checked_by_a_devices_kernel_where_it_reads_them() -> None:
