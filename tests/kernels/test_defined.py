@@ -93,6 +93,35 @@ def test_two_words_and_a_bias_are_added_so_that_rounding_the_result_rounds_the_e
     assert infinite[0] == math.inf and infinite[1].isnan()
 
 
+def to_odd_of(exact: Fraction) -> float:
+    """Return a number in 24 bits, rounded to odd."""
+    top = abs(exact.numerator).bit_length() - exact.denominator.bit_length()  # of a power of two
+    unit = Fraction(2) ** (top - 23)
+    whole = math.floor(exact / unit)
+    return float((whole | (whole * unit != exact)) * unit)
+
+
+def test_a_bias_of_any_size_is_added_once_and_what_fp32_does_not_hold_is_rounded_to_odd() -> None:
+    sums = [5, 0, -7, 2**40 + 1, -(2**53) + 1]
+    for exponent in (-80, -8, 20):
+        for places in (30, 50, 51, 52, 53, 60, 90):  # from 52 on beyond the integers in which sums and biases are added
+            for bias in (1.0, -1.0, 1.5, -1.75 + 2.0**-23, 2 - 2.0**-23):
+                added = math.ldexp(bias, places + exponent)
+                found = summed_to_odd([torch.tensor(sums)], [torch.tensor(exponent).int()], torch.full((5,), added))
+                exact = [one * Fraction(2) ** exponent + Fraction(added) for one in sums[: 5 if places < 52 else 4]]
+                assert found.tolist()[: len(exact)] == [to_odd_of(one) for one in exact], (exponent, places, bias)
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 1, 3)], ids=str)
+def test_products_of_digits_are_the_exact_sums_of_each_matrix(batch: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for depth in (1, 5, 1024):
+        left, right = (torch.randint(-32768, 32768, (*batch, *size), generator=draw).short()
+                       for size in ((4, depth), (depth, 3)))  # fmt: skip
+        left[..., 0, :], right[..., 0] = -32768, -32768
+        assert torch.equal(digits(left, right), left.long() @ right.long())
+
+
 def test_sums_to_odd_in_fp64_are_rounded_to_fp32_as_the_exact_sums() -> None:
     units = range(-4, 5)  # of fp64, about the middle of two numbers of fp32
     x = torch.tensor([1 + odd * 2.0**-24 + unit * 2.0**-52 for odd in (1, 3) for unit in units], dtype=torch.float64)

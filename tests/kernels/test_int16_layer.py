@@ -16,8 +16,9 @@ from lowp.exponents.table import ExponentTable
 from lowp.kernels import cpu
 from lowp.kernels.int16 import entries
 from lowp.kernels.int16.cpu_int16 import Seen, memory_of
+from lowp.kernels.int16.integer_reference import ConvolutionShape
 from lowp.kernels.int16.integer_run import observed
-from lowp.kernels.int16.layer import Target, serves
+from lowp.kernels.int16.layer import LayerPlan, Target, serves
 from lowp.kernels.int16.mantissas import Mantissas, current_mantissas, mantissas_and_values, sums, values
 from lowp.ops.convolution import Convolution
 from lowp.ops.int16.layer import plan_of
@@ -66,6 +67,7 @@ PRODUCTS: dict[str, tuple[Any, ...]] = {
         (3, 1, 0, 2),
         (1, 0, 3, 2),
     ),
+    "a depth of one between others": ((3, 5, 1), (3, 1, 4), ("bmk", "bkn", "bmn"), (1, 2, 0), (1, 2, 0)),
     "matrices laid out otherwise": ((2, 5, 8), (2, 8, 4), ("bmk", "bkn", "bmn"), (0, 2, 1), (0, 2, 1)),
 }
 
@@ -245,6 +247,15 @@ def test_there_are_plans_of_products_that_read_all_their_memory_in_place() -> No
     assert plan_of(Linear((0, 4), (3, 4)), (4, 1), (4, 1), rule) is None
     for terms in (("bmk", "bkn", "mn"), ("bmk", "bnk", "kmn")):  # along two dimensions; with no neighbours in memory
         assert plan_of(Einsum(terms, (2, 3, 4), (2, 4, 4)), (12, 4, 1), (16, 4, 1), rule) is None
+
+
+def test_there_are_plans_of_convolutions_with_results_and_depths_that_integers_of_64_bits_hold() -> None:
+    def is_possible(*sizes: int, kernel: int = 1) -> bool:
+        return LayerPlan.is_possible(ConvolutionShape.of(sizes, (1, 1, kernel)))
+
+    assert is_possible(2, 1, 3) and is_possible(1 << 31, 1, 2) and is_possible(1 << 30, 1, 3)
+    assert not is_possible(0, 1, 3) and not is_possible(2, 1, 3, kernel=4)
+    assert not is_possible((1 << 31) + 1, 1, 2) and not is_possible((1 << 30) + 1, 1, 3)
 
 
 @pytest.mark.parametrize(

@@ -385,6 +385,15 @@ def test_a_bias_of_a_matrix_belongs_to_its_columns(sizes: tuple[int, int, int]) 
             integer.multiply(a, b, exponent=-12, bias=Bias(bias / 0, -12), kernel=kernel)
 
 
+def test_a_bias_far_beyond_the_sums_is_told_as_the_largest_that_is_noted() -> None:
+    a, bias = torch.ones(3, 4, dtype=torch.int16), torch.tensor([2.0**40, -(2.0**80), 1.0])
+    for kernel in (*KERNELS, "reference"):
+        found = integer.multiply(a, a.mT, bias=Bias(bias), kernel=kernel)
+        assert found.largest_sum == 1 << 62 and found.values.tolist() == [[32767, -32768, 5]] * 3, kernel
+        lower = integer.multiply(a, a.mT, bias=Bias(bias.clamp(-(2.0**61))), kernel=kernel)
+        assert lower.largest_sum == 1 << 61 and torch.equal(lower.values, found.values), kernel
+
+
 def test_one_chain_that_only_the_norms_of_chunks_prove_safe_is_the_whole_sum() -> None:
     large, small = torch.full((12, 128), 16384, dtype=torch.int16), torch.full((12, 128), 3, dtype=torch.int16)
     a, b = torch.cat([large, small], 1), torch.cat([small, large], 1)

@@ -211,10 +211,14 @@ def summed_to_odd(sums: list[Tensor], exponents: list[Tensor], bias: Tensor | No
     exponent = exponent - _GUARD
     units = mantissas.times(bias, -exponent)
     whole = units.floor()
-    inside = whole.nan_to_num(nan=0.0).clamp(-(2.0**60), 2.0**60).to(torch.int64)
+    is_small = whole.abs() < 2.0**60
+    inside = torch.where(is_small, whole, 0.0).to(torch.int64)
     exact = total * (1 << _GUARD) + (inside | (whole != units).to(torch.int64))
     found = mantissas.times(to_odd(exact, torch.float32), exponent)
-    return torch.where(bias.isfinite() & (whole.abs() < 2.0**60), found, found + bias)
+    beside = found + bias  # of a large one, which is a multiple of its own last place
+    grown = beside - bias
+    error = (bias - (beside - grown)) + (found - grown)  # exact (Knuth's TwoSum)
+    return torch.where(is_small, found, moved_to_odd(beside, error))
 
 
 # -- convolution ------------------------------------------------------------------------------------------------------

@@ -98,8 +98,7 @@ def _told(operations: int) -> Iterator[None]:
 
 def _batched(x: Tensor) -> Tensor:
     """Return [..., r, c] with at most one dimension before these, and one of their strides 1 (else a copy)."""
-    if x.dim() > 3:
-        x = x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(x.shape[:-2].numel(), *x.shape[-2:])
+    x = x.flatten(0, -3) if x.dim() > 3 else x
     return x if 1 in x.stride()[-2:] else x.contiguous()
 
 
@@ -120,11 +119,6 @@ def matmul(left: Tensor, right: Tensor, output: Output) -> Multiplied:
         a, b = _batched(left), _batched(right)
         *a_batch, a_rows, a_depth = a.stride()
         *b_batch, b_depth, b_columns = b.stride()
-        # Where both strides are 1 (a single row or column), the kernels read along the depth.
-        if k <= 1:
-            a_depth = 1
-        elif a_depth != 1 and m == 1:
-            a, a_depth, a_rows = a.contiguous(), 1, k
         sizes = array("q", (1, math.prod(batch), m, n, k))
         of_a, of_b = (*(a_batch or (0,)), a_rows, a_depth), (*(b_batch or (0,)), b_columns, b_depth)
         strides = array("q", (0, *of_a, 0, *of_b, 0, m * n, n))
