@@ -103,7 +103,7 @@ def quantize_operand(
             out = torch.empty_like(x, dtype=dtype)
             cpu.quantize(x, cast, seed, out, True)
             return out
-        if run.quantize_finite(x, cast, seed, out := torch.empty_like(x), axis):
+        if cpu_groups.quantize_finite(x, cast, seed, out := torch.empty_like(x), axis):
             return out if dtype is None else out.to(dtype)
     return _operand(x, cast, seed, is_traced, dtype, axis)
 

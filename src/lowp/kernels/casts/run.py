@@ -18,8 +18,6 @@ from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import cpu, tracing, triton
 from lowp.kernels.casts import cpu_groups
 from lowp.kernels.choose.dispatch import implementation
-from lowp.kernels.int16 import cpu_int16
-from lowp.kernels.int16.mantissas import NOT_FINITE, has_mantissas
 from lowp.kernels.numbers import groups, packing, scaled
 from lowp.kernels.numbers.floats import home, narrow, widen
 from lowp.kernels.numbers.philox import Seed
@@ -214,18 +212,6 @@ def quantize_on_device(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
         return None
     values = triton.quantize_groups(_readable(x.detach()).contiguous(), cast, seed, keeps=True)
     return values if values is None or x.is_contiguous() else torch.empty_like(x).copy_(values)
-
-
-def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor, axis: int = -1) -> bool:
-    """Write the values of x by a cast with shared scales that `is_one_pass` into `out`, both fp32 and contiguous.
-
-    Groups run along `axis`. Returns False, with `out` undefined, if x is not finite, and for groups along an axis that
-    the library cannot follow.
-    """
-    scaling = cast.scaling
-    if has_mantissas(cast) and scaling is not None and scaling.kind == "current":
-        return int(cpu_int16.current_int16(x, cast, seed, None, out)) != NOT_FINITE
-    return cpu_groups.quantize_finite(x, cast, seed, out, axis)
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ _FUNCTIONS = {
     "lowp_decode_groups": "i PPiPidPiPqqqi",
     "lowp_write_int16": "v PiPPPPqQiP",
     "lowp_sum_int16": "v PqqqPi",
-    "lowp_current_int16": "i PPiiiPPqQiP",
+    "lowp_current_int16": "i PPiiiPqQiP",
     "lowp_from_int16": "v PPPqi",
     "lowp_is_exact_int16": "i PPiiiqiP",
     "lowp_exact_int16": "q PPPqi",

@@ -62,7 +62,7 @@ LOWP_EXPORT int lowp_quantize_measured(const lowp_sharing* sharing, int type, co
 LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, const int32_t* exponent, void* out,
                                   float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
 LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
-                                   float* values, int64_t count, uint64_t seed, int threads, int32_t* exponent);
+                                   int64_t count, uint64_t seed, int threads, int32_t* exponent);
 LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, const int32_t* exponent, float* out, int64_t count,
                                  int threads);
 LOWP_EXPORT int lowp_is_exact_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest,

@@ -52,7 +52,7 @@ T* at(int64_t address) {
 // Writes x as mantissas under its own exponent; false if it is not finite.
 bool convert(const lowp_conversion& to, const float* x, int64_t count, int threads, int16_t* out, int32_t* exponent) {
   return lowp_current_int16(to.cast, x, static_cast<int>(to.offset), static_cast<int>(to.lowest),
-                            static_cast<int>(to.highest), out, nullptr, count, 0, threads, exponent);
+                            static_cast<int>(to.highest), out, count, 0, threads, exponent);
 }
 
 bool is_same(const float* x, const int16_t* mantissas, int64_t count, int32_t exponent, int threads) {

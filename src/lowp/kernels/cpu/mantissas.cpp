@@ -85,14 +85,14 @@ static bool has(const float* x, int64_t count, double number) {
 
 }  // namespace lowp
 
-// Writes x, fp32, as mantissas under its own exponent. `out` receives the mantissas, `values` their values; either may be
-// null. Returns whether x is finite; if not, the exponent is kNoExponent, and nothing else is written.
+// Writes x, fp32, as mantissas under its own exponent to `out`, if that is not null. Returns whether x is finite; if not,
+// the exponent is kNoExponent, and nothing else is written.
 LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
-                                   float* values, int64_t count, uint64_t seed, int threads, int32_t* exponent) {
+                                   int64_t count, uint64_t seed, int threads, int32_t* exponent) {
   int64_t counts[4];
   *exponent = own_exponent(grid_of(x, count, false, threads), offset, lowest, highest);
   if (*exponent == kNoExponent) return 0;
-  if (out || values) lowp_write_int16(cast, kFp32, x, exponent, out, values, count, seed, threads, counts);
+  if (out) lowp_write_int16(cast, kFp32, x, exponent, out, nullptr, count, seed, threads, counts);
   return 1;
 }
 

@@ -64,13 +64,13 @@ def to_int16(
     return Seen(largest, nonfinite > 0, vanished, saturated, x.numel())
 
 
-def current_int16(x: Tensor, cast: Cast, seed: int, out: Tensor | None, values: Tensor | None = None) -> Tensor:
-    """Write x, of fp32, under the exponent of its maximum, which is returned, as int16, as values in fp32, or as both.
+def current_int16(x: Tensor, cast: Cast, seed: int, out: Tensor | None) -> Tensor:
+    """Write x, of fp32, as int16 under the exponent of its maximum, which is returned; None writes nothing.
 
-    `values` may be x. Where x is not finite, nothing is written, and no exponent of int16 is returned.
+    Where x is not finite, nothing is written, and no exponent of int16 is returned.
     """
     exponent = torch.empty((), dtype=torch.int32, device="cpu")
-    memory = out, values, x.numel(), seed & cpu.MASK, torch.get_num_threads(), exponent
+    memory = out, x.numel(), seed & cpu.MASK, torch.get_num_threads(), exponent
     block, *bounds = own_bounds(cast)
     cpu.loaded().lowp_current_int16(block, x, *bounds, *memory)
     return exponent
