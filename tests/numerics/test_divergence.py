@@ -303,6 +303,64 @@ def test_a_step_that_cannot_be_run_again_is_told_and_the_training_goes_on() -> N
     assert fault["kind"] == "unknown" and "cannot be run again: RuntimeError: no more data" in fault["hint"]
 
 
+def test_a_step_that_is_finite_when_it_runs_again_is_told_as_such() -> None:
+    fault = fault_of(Model(lambda x: x * (math.nan if Counter.next() == 3 else 1.0)))
+    assert fault["kind"] == "unknown" and "the step was finite: something outside of the model's call" in fault["hint"]
+
+
+_BUDGET = "to stay in the budget: --max-overhead none watches each."
+
+
+def guarded(model: nn.Module, *, unguarded: int = 0, targets: float = 0.0, taped: bool = True) -> tuple[Guard, Tensor]:
+    """Return a guard that has seen one call of a model, and a loss."""
+    guard = Guard(Models(model), Seam())
+    guard.unguarded = unguarded
+    x, aim = torch.ones(2, 3), torch.full((2, 2), targets)
+    guard.tape.begin(model, (x,), {})
+    guard.tape.open(model, output := model(x))
+    loss = (output - aim).square().mean()
+    if not taped:
+        guard.tape.end(loss)
+        guard.tape.loss = None
+    return guard, loss
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "unguarded", "op", "ends"),
+    [
+        ("weight", 7, "parameter weight", f" 7 steps were not watched, {_BUDGET}"),
+        ("weight", 0, "parameter weight", "not finite before the step: an earlier step wrote it."),
+        ("targets", 7, "the batch (tensor 0 beside the model)", "Look at the data of this step."),
+    ],
+)
+def test_a_weight_that_was_not_finite_before_is_told_with_the_steps_that_nobody_watched(
+    spoilt: str, unguarded: int, op: str, ends: str
+) -> None:
+    model = nn.Linear(3, 2)
+    if spoilt == "weight":
+        with torch.no_grad():
+            model.weight[0, 0] = math.nan
+    guard, loss = guarded(model, unguarded=unguarded, targets=math.nan if spoilt == "targets" else 0.0)
+    seen = guard.current(0)
+    seen.loss = float(loss.detach())
+    fault = guard.saw_loss(loss, seen, 1.0)
+    assert fault is not None and fault.op == op and fault.hint.endswith(ends), fault
+    assert guard.saw_loss(loss, seen, 1.0) is None, "once a run"
+
+
+@pytest.mark.parametrize(("gradient", "found"), [(1e30, False), (math.inf, True), (math.nan, True)])
+def test_gradients_are_faulty_where_one_is_infinite_or_nan(gradient: float, found: bool) -> None:
+    model = nn.Linear(3, 2)
+    guard, _ = guarded(model, taped=False)
+    parameters, seen = list(model.parameters()), guard.current(0)
+    assert guard.before_step(parameters, seen, 1.0) is None and seen.largest_gradient is None
+    model.bias.grad = torch.tensor([gradient, -1.0])
+    fault = guard.before_step(parameters, seen, 1.0)
+    assert (fault is not None) is found and str(seen.largest_gradient) == str(float(torch.tensor(gradient)))
+    if fault is not None:
+        assert "the step was finite" in fault.hint, "its loss was not computed of the model"
+
+
 def test_a_step_that_a_healthy_scaler_skips_is_no_fault() -> None:
     model = Model(lambda x: x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

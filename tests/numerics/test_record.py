@@ -14,10 +14,23 @@ from numerics.small import network, recorded
 from torch import nn
 
 import lowp
+from lowp import distributed
 from lowp.errors import InvalidInput
 from lowp.numerics.models import fingerprint_of
 from lowp.numerics.part import failure, looked_at, parameter_key
-from lowp.numerics.record import Key, Octaves, OpSeen, Part, Print, Record, Recording, StepSeen, difference, ulps
+from lowp.numerics.record import (
+    Key,
+    Octaves,
+    OpSeen,
+    Part,
+    Print,
+    Record,
+    Recording,
+    StepSeen,
+    difference,
+    merged_over_ranks,
+    ulps,
+)
 from lowp.numerics.spectrum import Spectrum
 
 
@@ -38,6 +51,9 @@ def test_two_records_of_one_model_merge(record: Record) -> None:
     key = Key("0", "linear", "input", "forward")
     assert np.array_equal(both.tensors[key].bins, 2 * record.tensors[key].bins)
     assert both.header["ranks"] == 2 and both.sampled == record.sampled
+    ended, killed = record, Record(record.header, record.part, complete=False)
+    for one, other in ((ended, ended), (ended, killed), (killed, ended), (killed, killed)):
+        assert one.merge(other).complete is (one is other is ended)
     output = key._replace(role="output")
     once, twice = (run.part.octaves[0][output] for run in (record, both))
     assert twice.first == once.first and twice.counts == tuple(2 * count for count in once.counts)
@@ -92,6 +108,30 @@ def test_blocks_that_no_tensor_has_are_refused(record: Record) -> None:
         Part.read({**document, "blocks": [[0, "1/16", 3]]})
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_has_the_record_of_all(rank: int, record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert merged_over_ranks(record) is record
+    monkeypatch.setattr(distributed, "has_other_ranks", lambda: True)
+    monkeypatch.setattr(distributed, "rank", lambda: rank)
+    monkeypatch.setattr(distributed, "world", lambda: None)
+    monkeypatch.setattr(distributed, "gather", lambda value, world: [value] * 3)
+    merged = merged_over_ranks(record)
+    if rank:
+        assert merged is None
+    else:
+        assert merged is not None and merged.header["ranks"] == 3
+        key = Key("0", "linear", "input", "forward")
+        assert merged.tensors[key].count == 3 * record.tensors[key].count
+
+
+def test_a_loss_that_is_not_finite_and_a_time_that_is_not_known_are_read_back(record: Record, tmp_path: Path) -> None:
+    steps = [StepSeen(0, loss=math.inf), StepSeen(1, loss=math.nan)]
+    Record(record.header, Part(steps=steps), {"max_overhead": None, "steps": 2}).save(tmp_path / "run.json")
+    again = Record.load(tmp_path / "run.json")
+    assert [str(one.loss) for one in again.steps] == ["inf", "nan"]
+    assert again.sampling == {"max_overhead": None, "steps": 2}
+
+
 def test_records_of_different_models_do_not_merge(record: Record) -> None:
     other = Record({**record.header, "fingerprint": "another"}, record.part)
     with pytest.raises(InvalidInput, match="a model with other parameters"):
@@ -115,6 +155,10 @@ def test_a_model_that_has_changed_since_is_noticed(record: Record) -> None:
         ('{"kind": "lowp profile", "version": 4}', "an entry of it is missing"),
         ('{"kind": "lowp profile", "version": 4, "lines": true}\n{"broken\n{}\n', "line 2 of the profile is damaged"),
         ("", "is no profile"),
+        ('{"kind": ', "is no profile"),
+        ('"lowp profile"}', "is no profile"),
+        ("{" + " " * 185 + '"lowp profile"', "is cut"),
+        ("{" + " " * 186 + '"lowp profile"', "is no profile"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_in_words(text: str, told: str, tmp_path: Path) -> None:
@@ -178,6 +222,7 @@ def test_a_full_disk_ends_the_file_of_a_profile_and_not_the_training(record: Rec
     kept, limits = Recording(dict(record.header), path), resource.getrlimit(resource.RLIMIT_FSIZE)
     kept.begin(None)
     begun = path.read_bytes()
+    assert json.loads(begun)["complete"] is False
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(begun) + 100, limits[1]))
     try:
         with pytest.warns(UserWarning, match=r"run\.json cannot be written: File too large; steps are kept in memory"):
@@ -284,6 +329,8 @@ def test_two_runs_part_where_the_first_tensor_differs() -> None:
     assert difference(same, run(s0=base[1:])) is None  # what a budget left out
     with pytest.raises(InvalidInput, match="no tensor was recorded in the same step of both runs"):
         difference(same, run(s1=base))
+    empty = run(s0=[Print(first, 1, ())])
+    assert difference(empty, empty) is None
     nan = float("nan")
     pairs = [(1.0, 1.0), (0.0, -0.0), (2.0**-149, -(2.0**-149)), (nan, nan), (nan, 1.0), (1.0, nan)]
     assert [ulps(*pair) for pair in pairs] == [0, 0, 2, 0, 1 << 32, 1 << 32]

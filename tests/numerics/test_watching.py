@@ -191,6 +191,8 @@ def test_what_a_region_tells_of_is_counted_by_its_role() -> None:
         ("mul", [(), (7,)], (7,), 0),
         ("conv1d", [(2, 4, 9), (6, 2, 3)], (2, 6, 7), 2 * 6 * 7 * 2 * 3),
         ("conv_transpose1d", [(2, 4, 9), (4, 6, 3)], (2, 6, 11), 2 * 6 * 11 * 4 * 3),
+        ("conv1d", [(2, 4, 9), (1, 4, 3)], (2, 1, 7), 2 * 1 * 7 * 4 * 3),
+        ("conv_transpose1d", [(2, 4, 9), (4, 1, 3)], (2, 1, 11), 2 * 1 * 11 * 4 * 3),
     ],
 )
 def test_the_products_of_a_contraction_are_counted(op: str, given: Any, output: Any, products: int) -> None:
@@ -269,6 +271,9 @@ def test_the_ops_that_a_watch_sees_are_counted_by_what_they_read() -> None:
     gelu = saw(functional.gelu, product)
     saw(torch.eq, product, gelu)  # no number comes of it
     saw(functional.gelu, torch.empty(2, device="meta"))
+    meta = torch.empty(2, device="meta", requires_grad=True) * 1
+    saw(functional.softmax, meta, dim=-1).sum().backward()
+    saw(functional.softmax, product[:0], dim=-1)
     saw(torch.reshape, product, (-1,))
     total = saw(torch.sum, gelu)
     loss = total + saw(functional.softmax, product, dim=-1)[0, 0]
@@ -279,7 +284,7 @@ def test_the_ops_that_a_watch_sees_are_counted_by_what_they_read() -> None:
     assert {f"{one.op} {one.role}": seen.tensors for one, seen in part.tensors.items()} == {
         **{"linear input": 2, "linear weight": 2, "linear output": 2, "linear grad": 1},
         **{"gelu output": 1, "gelu grad": 1, "sum input": 1, "sum output": 1, "sum grad": 1},
-        **{"softmax input": 1, "softmax output": 1, "softmax grad": 1},
+        **{"softmax input": 2, "softmax output": 2, "softmax grad": 1},
     }
     slopes = ["linear input", "linear output", "linear weight", "softmax input", "softmax output"]
     assert sorted(f"{one.op} {one.role}" for one in part.slopes) == slopes
@@ -288,7 +293,7 @@ def test_the_ops_that_a_watch_sees_are_counted_by_what_they_read() -> None:
         "linear": (2, {"bias": "bias"}, {"input": fp32, "weight": fp32, "output": fp32}),
         "gelu": (2, {}, {"output": fp32}),
         "sum": (1, {}, {"input": fp32, "output": fp32}),
-        "softmax": (1, {}, {"input": fp32, "output": fp32}),
+        "softmax": (3, {}, {"input": fp32, "output": fp32}),
     }
     assert part.ops["", "linear"].multiplications == 2 * 4 * 3 * 3
 

@@ -319,7 +319,7 @@ class StepWatch:
     def _await_slope(self, key: Key, activation: Tensor) -> None:
         """Keep some numbers of an activation until their gradients come, which are kept by the exponents of these."""
         kept = numbers_of(activation.detach())
-        if kept.is_meta or kept.is_complex() or not kept.numel():
+        if not kept.numel():
             return
         numbers = sampled(kept, _SAMPLED)
         times = kept.numel() / numbers.numel()
@@ -386,7 +386,8 @@ class StepWatch:
 
 
 def _has_gradient(activation: Tensor) -> bool:
-    return torch.is_grad_enabled() and activation.grad_fn is not None and not functorch_is_active()
+    has_graph = torch.is_grad_enabled() and activation.grad_fn is not None
+    return has_graph and not activation.is_meta and not functorch_is_active()
 
 
 def _multiplications(op: str, given: list[Tensor], output: Tensor) -> int:
